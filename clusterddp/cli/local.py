@@ -82,7 +82,7 @@ class Moment:
         if steps_done:
             return f"{self} did not fire: the attempt ended after {counted(steps_done, 'step')}"
         others = "--preempt-at 'REGEX', or seconds: --preempt-after 2.5s"
-        return f"{self} did not fire: no steps were recorded; these work with any script: {others}"
+        return f"{self} did not fire: the script's step numbers are unknown; these work with any script: {others}"
 
 
 class Output:

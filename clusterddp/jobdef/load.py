@@ -278,12 +278,10 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     if resume is not None and inner is resume.value and not patterns:
         mistakes.append(Mistake(resume.place, "resume: expected checkpoint: PATTERN, or the name of a preset"))
     for node in _texts(get(inner, "checkpoint")):
-        if why := placeholders.wrong(node.text, ["run_dir"], only=True):
-            mistakes.append(Mistake(node.place, f"resume.checkpoint: {why}; write * for the parts that vary"))
-    if job.done and job.done.file and (why := placeholders.wrong(job.done.file, ["run_dir"], only=True)):
-        mistakes += [
-            Mistake(node.place, f"done: {why}; write * for the parts that vary") for node in _texts(get(fields, "done"))
-        ]
+        if why := _wrong_path(node.text):
+            mistakes.append(Mistake(node.place, f"resume.checkpoint: {why}"))
+    if job.done and job.done.file and (why := _wrong_path(job.done.file)):
+        mistakes += [Mistake(node.place, f"done: {why}") for node in _texts(get(fields, "done"))]
     texts = {"args": get(fields, "args"), "env": get(fields, "env")}
     for name, owner in {**texts, "resume.args": get(inner, "args"), "resume.replace": get(inner, "replace")}.items():
         for node in _texts(owner):
@@ -292,6 +290,13 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
                 why = "{checkpoint} needs resume.checkpoint, the pattern of the script's checkpoints"
             if why:
                 mistakes.append(Mistake(node.place, f"{name}: {why}"))
+
+
+def _wrong_path(pattern: str) -> str | None:
+    """Why a pattern of the script's files never matches."""
+    if pattern.startswith("~"):
+        return "'~' is not expanded; write the whole path"
+    return placeholders.wrong(pattern, ["run_dir"], only=True)
 
 
 def _texts(node: Node | None) -> list[Node]:

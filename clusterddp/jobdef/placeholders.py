@@ -25,6 +25,8 @@ NAMES: Mapping[str, str] = {
 OF_RANK = frozenset(("node_rank", "master_addr", "master_port"))
 #: ``{name}``, or ``{{name}}`` for the text itself; not in ``${name}``.
 _PLACEHOLDER = re.compile(r"(?<![${])(?:\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\})", re.ASCII)
+#: A brace before a name, with the end of a path's part where the other brace should be.
+_OPEN = re.compile(r"(?<![${])\{([A-Za-z_]\w*)(?=/|\Z)", re.ASCII)
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
@@ -50,7 +52,8 @@ def used(text: str) -> set[str]:
 
 
 def wrong(text: str, allowed: Collection[str] = NAMES, *, only: bool = False) -> str | None:
-    """What is wrong with the placeholders of a text: a known name that is not ``allowed``, or a misspelt one.
+    """What is wrong with the placeholders of a text: a known name that is not ``allowed``, or a misspelt one, or
+    one without its closing brace.
 
     ``only``: braces around any other name are a mistake, too.
     """
@@ -63,8 +66,10 @@ def wrong(text: str, allowed: Collection[str] = NAMES, *, only: bool = False) ->
             expected = f"expected {' or '.join(f'{{{known}}}' for known in allowed)}"
             hint = f"did you mean {{{near}}}?" if near in allowed and near != name else expected
             literal = f"; for the text itself, write {{{{{name}}}}}" if near else ""
-            return f"unknown placeholder {{{name}}}; {hint}{literal}"
-    return None
+            varying = "; write * for the parts that vary" if only else ""
+            return f"unknown placeholder {{{name}}}; {hint}{literal}{varying}"
+    unclosed = next((match[0] for match in _OPEN.finditer(text) if match[1] in NAMES), None)
+    return f"{unclosed!r} has no '}}'" if unclosed else None
 
 
 def _near(name: str) -> str | None:

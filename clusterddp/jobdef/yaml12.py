@@ -221,12 +221,23 @@ def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> JobDefinitionErro
     mark = error.problem_mark or error.context_mark
     place = Place(source, mark.line + 1, mark.column + 1) if mark else Place(source)
     problem = ", ".join(part for part in (error.context, error.problem) if part)
+    lines = [_line(part) for part in (error.context_mark, mark) if part]
     hint = next((hint for words, hint in _SYNTAX_HINTS.items() if words in problem), "")
+    if not hint and any(map(_UNQUOTED_BRACE.search, lines)):
+        hint = '; quote text that begins with a brace, as in "{run_dir}/out"'
     return JobDefinitionError(f"{place}: {problem}{hint}")
+
+
+def _line(mark: yaml.Mark) -> str:
+    """The line that a mark is in."""
+    return "".join((mark.buffer or "").splitlines()[mark.line : mark.line + 1])
 
 
 #: What usually causes an error of PyYAML's.
 _SYNTAX_HINTS = {
     "mapping values are not allowed": "; check the indentation, and quote text that contains ': '",
     "'\\t' that cannot start any token": "; YAML is indented with spaces, not tabs",
+    "found unknown escape character": "; in single quotes, a backslash stands for itself",
 }
+#: A value that begins with a placeholder, which YAML reads as a mapping.
+_UNQUOTED_BRACE = re.compile(r"(?:[:,\[-]\s+|\[|^)\{[a-z_]+(?:\}[^\s,\]}]|/)")

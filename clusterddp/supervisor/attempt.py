@@ -184,6 +184,15 @@ class Attempt:
             looks.join(LAST_LOOK_S)  # a requeue does not wait for a disk
             self._writes.put(None)
             history.join()
+            self._tell_of_missing_steps()
+
+    def _tell_of_missing_steps(self) -> None:
+        """Says that `steps: {log: ...}` matched nothing, though rank 0 made steps, or the script has finished."""
+        own = {event["event"] for event in self._history.events if event["attempt"] == self._number}
+        if self._step_log is not None and not self._step_log.found and own & {"steps_seen", "completed"}:
+            say(
+                f"no line of rank 0's output matched `steps: {{log: {self._job.step_log!r}}}` in attempt {self._number}"
+            )
 
     def _environment(self, token: str) -> dict[str, str]:
         """The environment of the ranks."""

@@ -19,6 +19,9 @@ from clusterddp.supervisor.own_checkpoints import why_incomplete
 #: A file with one of these names that is empty is a save that was cut off. Any other may be an empty mark.
 _CHECKPOINTS = frozenset((".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors", ".npz", ".pkl"))
 
+#: The most characters of a matching line that are shown.
+LONGEST_LINE = 120
+
 
 def look(run: RunDirectory, job: Job, events: Iterable[Mapping[str, Any]]) -> tuple[bool, str]:
     """Whether the mark of a job that has one is there, and what was found, as a clause.
@@ -58,15 +61,16 @@ def _line(expression: str, run: RunDirectory, job: Job) -> tuple[bool, str]:
     for logs in started[-1:]:
         for rank in range(job.world_size):
             for name in (f"rank-{rank}.out", f"rank-{rank}.err"):
-                if _has(logs / name, pattern):
-                    return True, f"a line of {name} matches {expression!r}"
+                if (line := _matching(logs / name, pattern)) is not None:
+                    return True, f"a line of {name} matches {expression!r}: {line!r}"
     return False, f"no line of the ranks' output matches {expression!r}"
 
 
-def _has(file: Path, pattern: re.Pattern[str]) -> bool:
-    """Whether a line of a file matches. A carriage return ends a line, too, as of a progress bar."""
+def _matching(file: Path, pattern: re.Pattern[str]) -> str | None:
+    """The first line of a file that matches, shortened. A carriage return ends a line, too, as of a progress bar."""
     try:
         with open(file, encoding="utf-8", errors="replace") as lines:
-            return any(pattern.search(line.rstrip("\n")) for line in lines)
+            found = next((line.strip() for line in lines if pattern.search(line.rstrip("\n"))), None)
     except FileNotFoundError:
-        return False
+        return None
+    return found if found is None or len(found) <= LONGEST_LINE else f"{found[:LONGEST_LINE]}..."

@@ -104,7 +104,7 @@ def added_arguments(run: RunDirectory, events: Iterable[Event], attempt: int) ->
     if resumed is None or any(event["event"] in _PROGRESS for event in own):
         return ""
     if not resumed.get("arguments"):
-        return "" if "file" in resumed else "no arguments were added: there was no complete checkpoint"
+        return "" if "file" in resumed else "`resume` added no arguments: there was no complete checkpoint"
     there = "exists" if (run.path / resumed["file"]).exists() else "does not exist"
     return f"arguments added for {resumed['file']}, which {there}: {shlex.join(resumed['arguments'])}"
 
@@ -116,8 +116,8 @@ _PROGRESS = ("training", "resumed", "steps_seen", *SAVED_ITSELF)
 def _ended(event: Event, then: str) -> str:
     """Why an attempt ended, what was saved, what was not, and what happens next."""
     step, checkpoint = event.get("step"), event.get("checkpoint")
-    if "file" in event and not step:
-        return f"{event['reason']}, newest checkpoint {event['file']}, {then}"
+    if "file" in event and checkpoint is None:
+        return f"{event['reason']}{at_step(step or None)}, newest checkpoint {event['file']}, {then}"
     if not step:
         return f"{event['reason']}, {'no steps recorded' if step is None else 'nothing new to save'}, {then}"
     if checkpoint is None:

@@ -39,6 +39,11 @@ class StepLog:
         self._thread = threading.Thread(target=self._read, name="step log", daemon=True)
         self._thread.start()
 
+    @property
+    def found(self) -> bool:
+        """Whether rank 0 has printed a step."""
+        return self._step is not None
+
     def close(self, read_rest: bool = False) -> None:
         """Ends the thread. ``read_rest``: after a last look, once the ranks have exited."""
         self._end.set()

@@ -49,6 +49,8 @@ class ScriptLoop:
         self._rank, self._agreement, self._heartbeat, self._report = rank, agreement, heartbeat, report
         self._step_done = step_done
         self._calls = 0
+        #: What the script has saved for its next attempt.
+        self._saved: Path | None = None
 
     @property
     def steps(self) -> int:
@@ -74,8 +76,11 @@ class ScriptLoop:
         """See ``requeue`` below."""
         if self._rank == 0 and saved is not None:
             file = Path(saved).absolute()
-            self._report("saved", file=str(file))
-            if not file.exists():
+            if file.exists():
+                if file != self._saved:  # a script that catches Stopped calls this again
+                    self._report("saved", file=str(file))
+                self._saved = file
+            else:
                 say(f"requeue(saved={str(saved)!r}): there is no such file or folder; the run continues without it")
         close_workers()
         raise Stopped(None, self._agreement.reason or "requested by the script")

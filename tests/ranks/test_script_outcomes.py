@@ -131,7 +131,7 @@ def test_a_run_that_is_preempted_or_fails_after_its_mark_has_completed(folder: P
     assert "RuntimeError: plots need a display" in done.stderr
     assert outcome()["state"] == "completed"
     assert str(outcome()["reason"]).startswith(
-        "done: a line of rank-0.out matches '^\\\\d+ epochs completed'; the last"
+        "done: a line of rank-0.out matches '^\\\\d+ epochs completed': '3 epochs completed'; the last"
     )
 
 

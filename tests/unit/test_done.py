@@ -61,4 +61,6 @@ def test_a_line_counts_in_the_newest_attempt_that_started_its_ranks(run: RunDire
             (run.attempt_logs(attempt) / "rank-0.out").write_text(text)
     assert looked(run, mark) == (False, f"no line of the ranks' output matches {mark.log!r}")
     (run.attempt_logs(1) / "rank-1.err").write_bytes(b"50%\r\xff\r100% 3 epochs completed\r")
-    assert looked(run, mark) == (True, f"a line of rank-1.err matches {mark.log!r}")
+    assert looked(run, mark) == (True, f"a line of rank-1.err matches {mark.log!r}: '100% 3 epochs completed'")
+    (run.attempt_logs(1) / "rank-0.out").write_text("  starting in 3 epochs completed" + "." * 200)
+    assert looked(run, Done(log="3 epochs"))[1].endswith(f": 'starting in 3 epochs completed{'.' * 90}...'")

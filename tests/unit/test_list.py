@@ -193,6 +193,18 @@ def test_status_says_how_far_a_run_is(runs: Path, capsys: pytest.CaptureFixture[
     assert "state     failed at step 3: rank 1 (n2) failed:" in said(capsys, "status", "runs/failed")
 
 
+def test_status_names_the_checkpoint_of_a_script_that_saves_by_itself(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest that matches ``resume``, or that the script named when it stopped."""
+    found = event("own_checkpoint", file="out/a.pt", written=BEGAN + 10)
+    named = {**event("saved", file=str(runs / "own" / "out" / "b.pt"), rank=0), "time": BEGAN + 50}
+    recorded_run(runs / "own", [started(), found], holder=of_job())
+    assert "saved     out/a.pt, 50 s ago\n" in said(capsys, "status", "runs/own")
+    recorded_run(runs / "both", [started(), found, named], holder=of_job())
+    assert f"saved     {runs}/own/out/b.pt, 10 s ago\n" in said(capsys, "status", "runs/both")
+
+
 def test_a_run_without_new_steps_has_no_time_left(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,6 +204,14 @@ def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> N
     assert begun(run, 0, [])[1] == "attempt 0: not used: a.pt: it is older than this run"
 
 
+@pytest.mark.parametrize("step", [None, 0, 35])
+def test_the_end_of_an_attempt_names_the_scripts_checkpoint(step: int | None) -> None:
+    """Also if the run's steps are known, from the output or from torch."""
+    ended = event(0, 120.0, "requeued", reason="preempted", step=step, checkpoint=None, file="out/a.pt")
+    at_step = " at step 35" if step else ""
+    assert sentence(ended) == f"attempt 0: preempted{at_step}, newest checkpoint out/a.pt, requeued"
+
+
 def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> None:
     """`clusterddp.requeue(saved=...)`: the stop's own checkpoint is the newest."""
     zipped(run.path / "a.pt")
@@ -277,7 +285,7 @@ def test_a_failure_says_which_arguments_were_added(run: RunDirectory) -> None:
     zipped(run.path / "a.pt")
     assert "which exists" in added_arguments(run, [resumed], 1)
     none = event(1, 0.0, "own_resume", patterns=["*.pt"], from_start=True)
-    assert added_arguments(run, [none], 1) == "no arguments were added: there was no complete checkpoint"
+    assert added_arguments(run, [none], 1) == "`resume` added no arguments: there was no complete checkpoint"
     saved = event(1, 1.0, "own_checkpoint", file="a.pt", written=1.0)
     assert added_arguments(run, [resumed, saved], 1) == added_arguments(run, [resumed], 2) == ""
 

@@ -34,6 +34,10 @@ class Followed:
         self._log._look()
         return [line["step"] for line in read_lines(self.run.metrics_file)]
 
+    def found(self) -> bool:
+        """Whether there was a step."""
+        return self._log.found
+
 
 @pytest.fixture(autouse=True)
 def _never(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +67,11 @@ def test_a_number_that_starts_over_is_told_once_and_left_out(tmp_path: Path, cap
 @pytest.mark.parametrize(("line", "steps"), [("step x", []), (f"step {'9' * 30}", []), ("step 5", [4])])
 def test_what_is_no_number_is_left_out(tmp_path: Path, line: str, steps: list[Any]) -> None:
     assert Followed(tmp_path, r"step (\S+)").prints(f"{line}\n") == steps
+
+
+def test_it_is_known_whether_there_was_a_step(tmp_path: Path) -> None:
+    followed = Followed(tmp_path, r"iter (\d+)")
+    followed.prints("step 5\n")
+    assert not followed.found()
+    followed.prints("iter 0\n")
+    assert followed.found()

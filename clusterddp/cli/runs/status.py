@@ -29,7 +29,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import read_timings
 from clusterddp.slurm.run_states import OVER, RunState, run_states
-from clusterddp.supervisor.limits import attempts_made
+from clusterddp.supervisor.limits import SAVED_ITSELF, attempts_made
 from clusterddp.supervisor.messages import how_it_ended, sentence
 from clusterddp.trackers.overview import overview
 
@@ -272,10 +272,11 @@ def _made(summary: Summary, state: RunState) -> Sequence[Fact]:
 
 def _own_checkpoint(summary: Summary, events: Sequence[Event], now: float) -> Sequence[Fact]:
     """The newest checkpoint of a script that saves by itself."""
-    own = [event for event in events if event["event"] == "own_checkpoint"]
+    own = [event for event in events if event["event"] in SAVED_ITSELF]
     if not own or summary.saved is not None:
         return []
-    return [("saved", f"{own[-1]['file']}, {duration(max(0.0, now - own[-1]['written']))} ago")]
+    written = own[-1].get("written", own[-1]["time"])
+    return [("saved", f"{own[-1]['file']}, {duration(max(0.0, now - written))} ago")]
 
 
 def _best(events: Sequence[Event]) -> Sequence[Fact]:
