@@ -50,9 +50,11 @@ def place(step):
 
 def write(folder, name, state):
     os.makedirs(folder, exist_ok=True)
-    with zipfile.ZipFile(os.path.join(folder, name), "w") as file:
+    new = os.path.join(folder, f".{name}.tmp")
+    with zipfile.ZipFile(new, "w") as file:
         file.writestr("archive/data.pkl", str(time.time()))
         file.writestr("archive/data/0", json.dumps(state))
+    os.replace(new, os.path.join(folder, name))  # as torch.save does in a rank; others may read it at this moment
 
 
 def save(step):

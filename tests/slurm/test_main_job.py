@@ -192,7 +192,7 @@ def test_a_script_resumes_from_its_own_checkpoint_once_it_has_one(cluster: Clust
         wait_until((run.path / "out" / place).exists, f"{place}\n{story(run)}")
         cluster.preempt(seconds=1)
     assert wait_for_outcome(run) == "completed", story(run)
-    assert run.attempts() == [0, 1, 2]
+    assert run.attempts() == [0, 1, 2], story(run)
     resumes = [sentence(event) or "" for event in run.events() if event["event"] == "own_resume"]
     assert resumes[0] == "attempt 1: no complete checkpoint matches {run_dir}/out/ckpt.pt: starts from the beginning"
     assert resumes[1].startswith("attempt 2: resumed from out/ckpt.pt, written ")
