@@ -9,10 +9,12 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -213,3 +215,32 @@ class RunningClock:
         counted = min(passed, self._most_s) if counts else 0.0
         self.now += counted
         return passed - counted
+
+
+_collecting = threading.Lock()
+
+
+def current_frames() -> dict[int, FrameType]:
+    """``sys._current_frames()`` without a garbage collection in it.
+
+    In Python before 3.11.5 that call holds a lock of the interpreter that the end of a ``threading.local`` needs, too.
+    A collection at that moment stops the process for good (python/cpython#106883).
+    """
+    if sys.version_info >= (3, 11, 5):
+        return sys._current_frames()
+    with _collecting:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if enabled:
+                gc.enable()
+
+
+def _unlock() -> None:
+    global _collecting
+    _collecting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)

@@ -11,7 +11,6 @@ import faulthandler
 import json
 import math
 import pickle
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ import torch
 
 from clusterddp.distributed.device_threads import device_thread
 from clusterddp.jobdef.job import Watchdog
-from clusterddp.process import RunningClock
+from clusterddp.process import RunningClock, current_frames
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.worker import control_channel
@@ -282,7 +281,7 @@ def positions_of(thread: int) -> set[object]:
     """
     positions: set[object] = set()
     for _ in range(LOOKS):
-        positions.add(position_of(sys._current_frames()[thread]))
+        positions.add(position_of(current_frames()[thread]))
         time.sleep(LOOK_S)
     return positions
 

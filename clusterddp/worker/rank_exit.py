@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from clusterddp.process import cancel_at_exit, descendants, process_start
+from clusterddp.process import cancel_at_exit, current_frames, descendants, process_start
 from clusterddp.reporter import say, say_unlocked
 
 #: Seconds from the end of the script to the end of the process, for threads, children and exit handlers.
@@ -144,7 +144,7 @@ def _children() -> dict[int, str]:
 def _running() -> str:
     """What keeps this process from exiting, for a message."""
     main = threading.main_thread()
-    frames = sys._current_frames()
+    frames = current_frames()
     threads = [thread for thread in threading.enumerate() if not thread.daemon and thread.ident in frames]
     words = [f"thread {thread.name!r}{_place(frames.get(thread.ident or 0))}" for thread in threads if thread != main]
     if main.ident in frames and (place := _place(frames[main.ident])):

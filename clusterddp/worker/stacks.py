@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from clusterddp.process import current_frames
+
 #: The most threads that are shown, and the most frames of each.
 MOST_THREADS, MOST_FRAMES = 50, 100
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
@@ -33,7 +35,7 @@ def stacks() -> dict[str, Any]:
     The main thread comes first. Threads that run neither the script nor a library are left out: they are clusterddp's
     own, or wait in the standard library for work.
     """
-    frames = sys._current_frames()
+    frames = current_frames()
     main = threading.main_thread()
     others = [thread for thread in threading.enumerate() if thread is not main and thread.ident in frames]
     shown = [thread for thread in others if any(map(_foreign, outward(frames[thread.ident or 0])))]
@@ -64,13 +66,13 @@ def _lines(frame: FrameType) -> list[str]:
 
 def main_thread_place() -> tuple[str, bool]:
     """Where the main thread is, and whether it waits there for other ranks."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    frame = current_frames()[threading.main_thread().ident or 0]
     return place_of(frame, sleeping(os.getpid()))  # Linux: the main thread has the process's id
 
 
 def main_thread_line() -> str:
     """The line of the script that the main thread is in, such as ``train.py:40``."""
-    theirs = _of_the_user(list(outward(sys._current_frames()[threading.main_thread().ident or 0])))
+    theirs = _of_the_user(list(outward(current_frames()[threading.main_thread().ident or 0])))
     return f"{Path(theirs.f_code.co_filename).name}:{theirs.f_lineno}"
 
 

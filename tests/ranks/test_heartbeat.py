@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import queue
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -26,6 +27,28 @@ from tests import ddp
 from tests.waiting import wait_until
 
 WATCHDOG = Watchdog(step_s=600, start_s=1800)
+#: Collects garbage at every allocation, some of which ends a ``threading.local``, while the stacks are taken.
+COLLECTING = """
+import gc, threading
+from clusterddp.process import current_frames
+class Node: pass
+ended = threading.Event()
+for _ in range(20):
+    threading.Thread(target=ended.wait, daemon=True).start()
+gc.set_threshold(1)
+for _ in range(300):
+    node = Node()
+    node.itself, node.local = node, threading.local()
+    node.local.value = 1
+    del node
+    assert threading.get_ident() in current_frames()
+assert gc.isenabled()
+"""
+
+
+def test_looking_where_threads_are_does_not_stop_the_process_during_a_garbage_collection() -> None:
+    """As Python before 3.11.5 does: the whole rank, by a heartbeat."""
+    subprocess.run([sys.executable, "-c", COLLECTING], cwd=ddp.REPOSITORY, check=True, timeout=60)
 
 
 def test_the_timeout_of_a_step_follows_the_longest_step_so_far() -> None:
