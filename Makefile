@@ -126,7 +126,8 @@ test-product: .venv/integrations slurm
 		tests/slurm/test_fencing.py tests/slurm/test_jobs.py tests/slurm/test_disk.py tests/slurm/test_main_job.py tests/slurm/test_preemption.py \
 		tests/slurm/test_transcript.py tests/slurm/test_integrations.py tests/ranks/test_check_resume.py \
 		tests/slurm/test_check_resume.py tests/slurm/test_sweeps.py tests/slurm/test_hydra.py tests/slurm/test_doctor.py \
-		tests/slurm/test_script_process.py tests/ranks/test_group_ends.py tests/unit/test_math_library.py
+		tests/slurm/test_script_process.py tests/slurm/test_two_lines.py tests/slurm/test_untouched.py \
+		tests/slurm/test_script_outcomes.py tests/ranks/test_two_lines.py tests/ranks/test_group_ends.py tests/unit/test_math_library.py
 
 .venv/browser: .venv/ready
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[browser]'

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.saved_file import SavedFile
 from tests.waiting import preempt_local, wait_until
@@ -57,6 +59,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.product
 def test_a_rank_that_hangs_between_two_calls_is_found_and_restarted(tmp_path: Path) -> None:
     script, run = tmp_path / "hangs.py", RunDirectory(tmp_path / "run")
     script.write_text(HANGS)
