@@ -210,12 +210,12 @@ def judge_clock(ahead_s: float, trip_s: float) -> Check:
 def reduced(ranks: RankEnvironment, place: Place, device: torch.device) -> Check:
     """An all-reduce over all ranks that take part."""
     from clusterddp.distributed.process_group import ProcessGroup, backend_of, choose_backend
-    from clusterddp.distributed.store import StoreAddress
+    from clusterddp.distributed.store import AttemptStore, StoreAddress
 
     own = dataclasses.replace(ranks, rank=place.rank, world_size=place.world_size)
     backend = choose_backend(None, device)
-    store = StoreAddress(place.store_host, place.store_port, os.environ[protocol.TOKEN])
-    group = ProcessGroup(own, device, backend, store, GROUP_S)
+    address = StoreAddress(place.store_host, place.store_port, os.environ[protocol.TOKEN])
+    group = ProcessGroup(own, device, backend, AttemptStore(own, address, GROUP_S))
     elements = all_reduce.GPU_ELEMENTS if group.over_nccl else all_reduce.CPU_ELEMENTS
     used = backend_of(backend, device.type)
     right = all_reduce.sum_is_right(group.collective_device, elements, GROUP_S)

@@ -18,7 +18,7 @@ import torch.distributed.nn  # Its default arguments keep the group that exists 
 from torch._C._distributed_c10d import PrefixStore
 
 from clusterddp.distributed.second_group import SecondGroup
-from clusterddp.distributed.store import LEAVE_TIMEOUT_S, AttemptStore, StoreAddress
+from clusterddp.distributed.store import LEAVE_TIMEOUT_S, AttemptStore
 from clusterddp.environment import RankEnvironment
 from clusterddp.errors import DeviceError
 from clusterddp.reporter import say
@@ -176,31 +176,22 @@ class ProcessGroup:
 
     If the script has made a group, that one is used as it is. If it makes one later, that one takes the place of the
     group made here. Whoever made a group destroys it, and decides its timeout.
-
-    ``on_open`` and ``await_open``: see ``AttemptStore``.
     """
 
     def __init__(
-        self,
-        environment: RankEnvironment,
-        device: torch.device,
-        backend: str,
-        address: StoreAddress,
-        start_s: float,
-        on_open: Callable[[], None] = lambda: None,
-        await_open: Callable[[float], bool] = lambda _: True,
+        self, environment: RankEnvironment, device: torch.device, backend: str, attempt_store: AttemptStore
     ) -> None:
         self.rank, self.world_size = environment.rank, environment.world_size
         self.device, self.backend = device, backend
-        self._start_s = start_s
+        self._start_s = attempt_store.start_s
         #: Called when the script makes a group after this one.
         self.on_replaced: Callable[[], None] = lambda: None
         #: Whether the default group is the script's own.
         self.of_script = dist.is_initialized()
         self._second: SecondGroup | None = None
-        self.attempt_store = AttemptStore(environment, address, start_s, on_open, await_open)
+        self.attempt_store = attempt_store
         #: See ``AttemptStore``.
-        self.store = self.attempt_store.store
+        self.store = attempt_store.store
         self._ranks_per_node = environment.local_world_size
         if self.of_script:
             self.backend = dist.get_backend_config()

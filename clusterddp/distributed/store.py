@@ -103,15 +103,15 @@ class AttemptStore:
         await_open: Callable[[float], bool] = lambda _: True,
     ) -> None:
         self.rank, self.world_size = environment.rank, environment.world_size
-        self._start_s, self._on_open, self._await_open = start_s, on_open, await_open
+        self.start_s, self._on_open, self._await_open = start_s, on_open, await_open
         if self.world_size > 1:
             allow_connections(self.rank, self.world_size)
         self._tcp, self._address = self._open(address)
         #: The attempt's namespace in the store, for the main thread.
         self.store = PrefixStore(self._address.digest, self._tcp)
         #: A separate connection for a thread that waits without a timeout. All ranks open theirs before training: the
-        #: only thread of torch's store server resolves each new client's name (seen to take 10 s with slow reverse DNS)
-        #: and serves nobody meanwhile, which must not happen while the ranks agree on a stop.
+        #: only thread of torch's store server resolves the name of each new client, and serves no other meanwhile. That
+        #: took 10 s with slow reverse DNS, and must not happen while the ranks agree on a stop.
         self.watched = self._connect()
 
     def close(self) -> None:
@@ -131,9 +131,9 @@ class AttemptStore:
         owns = self.rank == 0 and not address.agent
         where = f"rank 0's store at {address.host}:{address.port}"
         started = time.monotonic()
-        if not owns and not address.agent and not self._await_open(self._start_s):
+        if not owns and not address.agent and not self._await_open(self.start_s):
             raise LauncherEnvironmentError(
-                f"rank 0 did not open its store at {address.host}:{address.port} within {self._start_s:g} s "
+                f"rank 0 did not open its store at {address.host}:{address.port} within {self.start_s:g} s "
                 "(`timeouts: {start_s: ...}`)"
             )
         try:
@@ -159,9 +159,9 @@ class AttemptStore:
     def _tcp_store(self, address: StoreAddress, is_master: bool) -> TCPStore:
         listener = None
         if is_master and TAKES_SOCKET:
-            with suppress(OSError):  # the port is in use: by a store of this process, or torch says so
+            with suppress(OSError):  # the port is in use; torch reports it, unless this process serves the store there
                 listener = listen_on_ipv4(address)
-        options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=self._start_s)}
+        options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=self.start_s)}
         options |= {"multi_tenant": True, "master_listen_fd": listener}
         return TCPStore(address.host, address.port, is_master=is_master, **options)
 

@@ -209,28 +209,22 @@ def _progress(node: Node, _: list[Mistake]) -> dict[str, Any]:
     return {"progress": None if node.text == "off" else _SECONDS(node)}
 
 
-def _wandb(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
-    """``true`` or ``false``, a project, or a mapping."""
-    if isinstance(node.value, dict):
-        return _section("wandb", Wandb, _WANDB)(node, mistakes)
-    if isinstance(node.value, bool):
-        return {"wandb": Wandb() if node.value else None}
-    if isinstance(node.value, (int, float)):  # a mapping's project may be one
-        expected = "true, false, a W&B project, or a mapping such as {project: digits}"
-        raise Wrong(f"expected {expected}, got {quoted(node)}")
-    return {"wandb": Wandb(_PROJECT(node))}
+def _tracker(
+    key: str, make: Callable[..., Any], readers: Mapping[str, Reader], first: Callable[[Node], str], what: str
+) -> Reader:
+    """``true`` or ``false``, a text for the tracker's first key, or a mapping."""
 
+    def read(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+        if isinstance(node.value, dict):
+            return _section(key, make, readers)(node, mistakes)
+        if isinstance(node.value, bool):
+            return {key: make() if node.value else None}
+        if isinstance(node.value, (int, float)):  # in a mapping, it may be one
+            mapping = f"a mapping such as {{{next(iter(readers))}: digits}}"
+            raise Wrong(f"expected true, false, {what}, or {mapping}, got {quoted(node)}")
+        return {key: make(first(node))}
 
-def _mlflow(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
-    """``true`` or ``false``, an experiment, or a mapping."""
-    if isinstance(node.value, dict):
-        return _section("mlflow", Mlflow, _MLFLOW)(node, mistakes)
-    if isinstance(node.value, bool):
-        return {"mlflow": Mlflow() if node.value else None}
-    if isinstance(node.value, (int, float)):  # a mapping's experiment may be one
-        expected = "true, false, an MLflow experiment, or a mapping such as {experiment: digits}"
-        raise Wrong(f"expected {expected}, got {quoted(node)}")
-    return {"mlflow": Mlflow(value.text(node))}
+    return read
 
 
 def _done(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
@@ -369,6 +363,6 @@ READERS: dict[str, Reader] = {
     ),
     "profile": _section("profile", ProfiledSteps, _PROFILE),
     "tensorboard": _field("tensorboard", value.truth),
-    "wandb": _wandb,
-    "mlflow": _mlflow,
+    "wandb": _tracker("wandb", Wandb, _WANDB, _PROJECT, "a W&B project"),
+    "mlflow": _tracker("mlflow", Mlflow, _MLFLOW, value.text, "an MLflow experiment"),
 }

@@ -40,7 +40,7 @@ from clusterddp.training.state.parts import Parts, by_name
 from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.run_state import Randomness
 from clusterddp.training.state.values import Values
-from clusterddp.training.stopping import Stopping
+from clusterddp.training.stopping import Stopping, open_store
 from clusterddp.worker import completion, control_channel
 
 _current: Context | None = None
@@ -130,11 +130,7 @@ class Context(Ranks, Loaders):
         backend = process_group.choose_backend(read.backend, self.device)
         if self.rank == 0:  # without a supervisor, the attempt has no number before the ranks have met
             control_channel.report("phase", phase="rendezvous")
-        self._group = process_group.ProcessGroup(
-            *(ranks, self.device, backend, read.store, read.job.timeouts.start_s),
-            on_open=lambda: control_channel.report("serving"),
-            await_open=control_channel.await_store,
-        )
+        self._group = process_group.ProcessGroup(ranks, self.device, backend, open_store(read))
         self._history = AttemptHistory(read, self._group.attempt_store)
         if self.rank == 0:
             self._history.report("phase", phase="importing")

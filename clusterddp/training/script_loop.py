@@ -17,14 +17,13 @@ from typing import NoReturn, Protocol
 
 from clusterddp import protocol
 from clusterddp.data.workers import close_workers, shield_workers
-from clusterddp.distributed.store import AttemptStore
 from clusterddp.errors import Stopped
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
 from clusterddp.training import script_steps, settings
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.heartbeat import Heartbeat
-from clusterddp.training.stopping import Stopping
+from clusterddp.training.stopping import Stopping, open_store
 from clusterddp.worker import completion, control_channel, saved_file
 from clusterddp.worker.signals import STOP_SIGNALS, described
 
@@ -174,12 +173,8 @@ def _begin() -> ScriptLoop:
     read = settings.read(os.environ)
     assert read.attempt is not None
     _tell_of_handlers()
+    store = open_store(read)
     report = control_channel.report
-    store = AttemptStore(
-        *(read.ranks, read.store, read.job.timeouts.start_s),
-        on_open=lambda: report("serving"),
-        await_open=control_channel.await_store,
-    )
     stopping = Stopping(read, store, report)
     shield_workers()
     steps = script_steps.current()

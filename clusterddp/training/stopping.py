@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from clusterddp.training.settings import Settings
 
 
+def open_store(settings: Settings) -> AttemptStore:
+    """Joins the store of this attempt, once rank 0 has told the supervisor that it is open."""
+    return AttemptStore(
+        *(settings.ranks, settings.store, settings.job.timeouts.start_s),
+        on_open=lambda: control_channel.report("serving"),
+        await_open=control_channel.await_store,
+    )
+
+
 class Stopping:
     """From now on, stop signals and notices are requests to stop all ranks. Made once all ranks have joined: before, a
     rank has nothing to save, and TERM ends it at once."""

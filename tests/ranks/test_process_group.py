@@ -225,7 +225,7 @@ def test_a_strangers_store_is_recognised(tmp_path: Path) -> None:
 def test_the_store_of_an_ipv4_address_listens_for_ipv4_alone(host: str, table: str) -> None:
     """Otherwise it sees 127.0.0.1 as an IPv6 address, and looks its name up in the DNS."""
     made = object.__new__(store.AttemptStore)  # its initializer would wait for another rank
-    made._start_s = 30.0
+    made.start_s = 30.0
     port = ddp.free_port()
     tcp = made._tcp_store(store.StoreAddress(host, port, "token"), is_master=True)
     assert [name for name in ("tcp", "tcp6") if listens(port, name)] == [table]
@@ -242,9 +242,7 @@ def test_a_rank_says_that_rank_0_did_not_open_its_store() -> None:
     place = environment.RankEnvironment(1, 1, 2, 2, 0, (), None, None, "slurm")
     address = store.StoreAddress("127.0.0.1", ddp.free_port(), "token")
     with pytest.raises(LauncherEnvironmentError, match=r"rank 0 did not open its store at 127.0.0.1:\d+ within 7 s"):
-        process_group.ProcessGroup(
-            *(place, torch.device("cpu"), "gloo", address, 7.0), await_open=lambda seconds: seconds != 7.0
-        )
+        store.AttemptStore(place, address, 7.0, await_open=lambda seconds: seconds != 7.0)
 
 
 def test_a_store_names_its_owner_and_never_the_token() -> None:
