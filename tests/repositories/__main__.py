@@ -72,8 +72,7 @@ def measure(entry: Repository, options: argparse.Namespace, slurm_cluster: Clust
         try:
             if root not in copies:
                 copies[root] = prepare(entry, checkouts, root)
-            if cell == "lines":
-                with_lines(copies[root])
+            lines = with_lines(copies[root]) if cell == "lines" else 0
         except Unusable as error:
             print(f"{entry.name}: not run: {error}")
             return bad
@@ -81,7 +80,7 @@ def measure(entry: Repository, options: argparse.Namespace, slurm_cluster: Clust
             result = slurm.run(copies[root], cell, options.python, slurm_cluster, WORK / entry.name / cell)
         else:
             result = run(copies[root], cell, options.python)
-        result = replace(result, version=version)
+        result = replace(result, version=version, lines=lines)
         whole = Result(**known) if (known := _recorded(entry).get("undisturbed")) else result
         if cell != "undisturbed":
             result = result.against(whole)

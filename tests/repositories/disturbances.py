@@ -48,6 +48,8 @@ class Result:
     reason: str
     #: The commit of clusterddp.
     version: str = ""
+    #: With lines for no lost step: how many they are.
+    lines: int = 0
 
     def complete(self, whole: Result) -> bool:
         """Whether it was disturbed as meant, and is completed with each of the undisturbed run's steps."""

@@ -117,7 +117,7 @@ def _on_slurm(entries: Sequence[Repository], measured: Mapping[str, Any]) -> lis
 def _row(entry: Repository, results: Mapping[str, Result]) -> list[str]:
     cells = [_shown(name, results) for name in HEADINGS]
     if "lines" in results:
-        cells[-1] += f", {entry.no_step_lost_lines} lines"
+        cells[-1] += f", {results['lines'].lines} lines"
     elif not entry.no_step_lost:
         cells[-1] = ""
     return [f"[{_short_name(entry)}](#{entry.name})", str(entry.lines_of_yaml), str(entry.changed_lines), *cells]
