@@ -181,7 +181,8 @@ def with_lines(copy: Copy) -> int:
     before = {path: path.read_text().splitlines() for path in paths}
     _substitute(copy, changes)
     lines = [line for path in paths for line in difflib.ndiff(before[path], path.read_text().splitlines())]
-    return sum(line.startswith("+ ") and not line.startswith("+ import clusterddp") for line in lines)
+    added = [line[2:].strip() for line in lines if line.startswith("+ ")]
+    return sum(bool(line) and not line.startswith("import clusterddp") for line in added)
 
 
 def _substitute(copy: Copy, changes: Iterable[Substitution]) -> None:

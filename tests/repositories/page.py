@@ -24,7 +24,6 @@ LINES = "with lines for no lost step"
 PREEMPTED = {name: HEADINGS[name] for name in ("before", "middle", "end")}
 #: Repositories that were meant to be in the table, and why they were not run.
 NOT_RUN = {
-    "pytorch/vision, references/classification": "its preset is written, and not tried: no checkout was at hand.",
     "facebookresearch/dinov2": "it requires xFormers, which has no build for a CPU build of torch.",
 }
 INTRODUCTION = """\
