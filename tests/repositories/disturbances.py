@@ -80,7 +80,7 @@ def run(copy: Copy, disturbance: str, python: Path) -> Result:
     folder.mkdir(parents=True)
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            ["nice", "-n", "10", *command],
+            command,
             cwd=working_folder(copy, folder),
             env=environment(copy),
             stdout=output,
