@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from clusterddp.cli.submission import check_done
+from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Done, Job
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import done
@@ -50,6 +53,19 @@ def test_a_mark_in_the_run_directory_may_be_empty(run: RunDirectory) -> None:
     """As of `touch`, or a folder."""
     (run.path / "training.done").touch()
     assert looked(run, Done(file="{run_dir}/*.done")) == (True, f"{run.path}/training.done exists")
+
+
+def test_a_folder_that_exists_before_the_run_is_no_mark(run: RunDirectory, tmp_path: Path) -> None:
+    """It is as new as the newest file in it."""
+    (tmp_path / "out-1").mkdir()
+    (tmp_path / "out-1" / "last.pt").write_bytes(b"x")
+    job = Job(name="x", module="x", done=Done(file="out-*"))
+    with pytest.raises(UsageError, match="done: out-1 is a folder that exists already; name a file that the script"):
+        check_done(job)
+    check_done(replace(job, done=Done(file="out-*/last.pt")))
+    check_done(replace(job, done=Done(file="{run_dir}")))
+    check_done(replace(job, done=Done(log="out-*")))
+    check_done(replace(job, done=None))
 
 
 def test_a_line_counts_in_the_newest_attempt_that_started_its_ranks(run: RunDirectory) -> None:
