@@ -217,8 +217,10 @@ CHANNEL_EVENTS: Mapping[str, Event] = {
     "will_profile": Event("request refused?", "the rank will record a profile, or `refused` says why not"),
     "will_skip": Event("request refused?", "rank 0 has asked all ranks to skip batches, or `refused` says why not"),
     "left": Event(
-        "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? alone? used_clusterddp?",
-        "how the rank ended; its last message",
+        "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? alone? read_saved? "
+        "used_clusterddp?",
+        "how the rank ended; its last message; `read_saved`: it made no step, but opened the file that the script had "
+        "named in `requeue(saved=...)` at its last stop",
     ),
 }
 

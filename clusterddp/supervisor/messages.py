@@ -23,6 +23,11 @@ from clusterddp.supervisor.verdict import RankEnd
 Event = Mapping[str, Any]
 #: The most characters of a reason that a message shows.
 LONGEST_REASON = 500
+#: What to do about a completion that is not confirmed.
+CONFIRM = (
+    "If the training is complete, name its mark: `clusterddp submit --run-dir RUN --change --set done=FILE`. If not, "
+    "correct what is wrong, and continue with `clusterddp submit --run-dir RUN`"
+)
 #: What follows most failures.
 RESTARTING = "restarting all ranks in place"
 
@@ -57,8 +62,9 @@ def how_it_ended(outcome: Event) -> str:
 
 def _completed(event: Event) -> str:
     attempts = f"completed{at_step(event['step'])} after {counted(event['attempts'], 'attempt')}"
-    told = event.get("confirmed") is False or event["reason"].startswith("done: ")
-    return f"{attempts}; {event['reason']}" if told else attempts
+    if is_unconfirmed({**event, "state": "completed"}):
+        return f"{attempts}, {event['reason']}. {CONFIRM}"
+    return f"{attempts}; {event['reason']}" if event["reason"].startswith("done: ") else attempts
 
 
 def _started(event: Event) -> str:

@@ -88,7 +88,7 @@ class ScriptLoop:
         """A script reads its save before its first step."""
         if (saved := saved_file.current) is not None:
             saved_file.current = None
-            if saved.was_ignored():
+            if saved.was_opened() is False:
                 self._report("not_read", file=saved.path)
 
 

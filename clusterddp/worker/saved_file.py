@@ -32,18 +32,18 @@ class SavedFile:
                 self._close()  # a user may have only so many watches: nothing is known
                 return
 
-    def was_ignored(self) -> bool:
-        """Whether the file is still unopened, or gone. Ends the watch."""
+    def was_opened(self) -> bool | None:
+        """Whether the file was opened; False, too, if it is gone, and None if that is not known. Ends the watch."""
         if not Path(self.path).exists():
-            return True
-        if self._descriptor < 0:
             return False
+        if self._descriptor < 0:
+            return None
         try:
             data = os.read(self._descriptor, 1 << 16)
         except BlockingIOError:
             data = b""
         self._close()
-        return not any(mask & _OPEN and not mask & _IS_FOLDER for mask in _masks(data))
+        return any(mask & _OPEN and not mask & _IS_FOLDER for mask in _masks(data))
 
     def _close(self) -> None:
         if self._descriptor >= 0:
