@@ -146,6 +146,7 @@ EVENTS: Mapping[str, Event] = {
         "`patterns` matches a complete one",
     ),
     "own_checkpoint": Event("file written", "the script has written a complete checkpoint of its own"),
+    "no_match": Event("file patterns", "the script has saved `file`, and no file matches `patterns`"),
     "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),
     "controller_back": Event("", "Slurm's controller answers again"),
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
@@ -212,6 +213,7 @@ CHANNEL_EVENTS: Mapping[str, Event] = {
         "process group, the number of the last complete one, of the last one, and which one is not complete; "
         "`stood_s`: for how long the rank was stopped since its last heartbeat",
     ),
+    "wrote": Event("file", "the script's first save in this folder of a file with such a suffix"),
     "stacks": Event("request place threads", "a rank's stacks, for a request"),
     "saving": Event("request step? committed?", "rank 0 will save; without `step` it has no run to save"),
     "will_profile": Event("request refused?", "the rank will record a profile, or `refused` says why not"),

@@ -192,6 +192,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "training": lambda e: f"rank 0 prints steps from {e['log']} on{_repeated(e)}" if "log" in e else None,
     "resumed": _resumed,
     "own_resume": _own_resume,
+    "no_match": lambda e: (
+        f"the script has saved {e['file']}, but no file matches {' or '.join(e['patterns'])} so far: check "
+        "`resume.checkpoint`"
+    ),
     "preflight": lambda e: "; ".join([f"all nodes passed the preflight in {e['seconds']:.1f} s", *e["warnings"]]),
     "order_changed": lambda e: f"the weights of the mixture from now on: {e['now']}; they were: {e['was']}",
     "whole_batches": lambda e: (
