@@ -30,7 +30,11 @@ RANK_EVENTS: Mapping[str, Event] = {
         "step redone? log?",
         "the attempt starts from step 0, or from the one before `log`, the first in rank 0's output",
     ),
-    "steps_seen": Event("", "rank 0 has made its first step in a script without clusterddp; its number is unknown"),
+    "steps_seen": Event(
+        "out? err?",
+        "rank 0 has made its first step in a script without clusterddp; its number is unknown; `out` and `err`: the "
+        "size of the files with its output, in bytes",
+    ),
     "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
     "order_changed": Event("step was now", "the resumed run's order has other weights in steps to come"),
     "whole_batches": Event("step samples most", "more samples per rank than batch_size, without `run.micro()`"),

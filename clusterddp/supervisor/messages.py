@@ -17,7 +17,7 @@ from clusterddp.reporter import counted, duration, printable
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.limits import SAVED_ITSELF
+from clusterddp.supervisor.limits import SAVED_ITSELF, STEPPED
 from clusterddp.supervisor.verdict import RankEnd
 
 Event = Mapping[str, Any]
@@ -116,7 +116,7 @@ def added_arguments(run: RunDirectory, events: Iterable[Event], attempt: int) ->
 
 
 #: Events of an attempt that has begun to train, or saved.
-_PROGRESS = ("training", "resumed", "steps_seen", *SAVED_ITSELF)
+_PROGRESS = (*STEPPED, *SAVED_ITSELF)
 
 
 def _ended(event: Event, then: str) -> str:

@@ -64,8 +64,8 @@ class Recovery:
         verdict = judge(self._ends, exit_code, bool(self._state.told), ask, self._progress)
         if self._job.done is None or verdict.action is Action.CANCEL or verdict.cause is Cause.SUPERSEDED:
             return verdict
-        is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.events))
         completes = verdict.action is Action.COMPLETE
+        is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.events, completes))
         if is_done:
             reason = f"done: {found}{'' if completes else f'; the last attempt: {verdict.reason}'}"
             return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
