@@ -285,6 +285,9 @@ class Attempt:
     def _handle(self, now: float, event: Event | BaseException) -> None:
         if isinstance(event, BaseException):
             raise event
+        if isinstance(event, RankEvent) and event.name == "wrote":
+            self._own.written = str(event.values.get("file"))
+            return
         self._tell_hook(now, event)
         if self._step_log is not None and isinstance(event, RankEvent) and event.name == "progress":
             self._step_log.close()  # the script has a loop of clusterddp, which writes the metrics itself
@@ -366,8 +369,8 @@ class Attempt:
         except _MALFORMED as error:
             say(f"not recorded: {event!r}: {error!r}")
 
-    def _record_own(self, checkpoint: Mapping[str, Any]) -> None:
-        self._writes.put(lambda: self._history.add("own_checkpoint", **checkpoint))
+    def _record_own(self, event: str, **values: Any) -> None:
+        self._writes.put(lambda: self._history.add(event, **values))
 
     def _record_address(self, token: str) -> None:
         """Where the user's requests reach this process."""

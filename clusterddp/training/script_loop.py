@@ -97,18 +97,16 @@ class ScriptLoop:
         ``told``: by the supervisor, which does not know what the script has loaded. Rank 0 does.
         """
         if self._rank == 0:
-            self._store.set(_ITEMS_DONE, str(told if self._look_at_saved_file() else 0))
+            loaded = saved_file.current is None or saved_file.current.was_opened() is not False
+            self._store.set(_ITEMS_DONE, str(told if loaded else 0))
         return int(self._store.get(_ITEMS_DONE))
 
-    def _look_at_saved_file(self) -> bool:
-        """Whether the script has read its save, which it does before its first step."""
-        if (saved := saved_file.current) is None:
-            return True
-        saved_file.current = None
-        if saved.was_ignored():
-            self._report("not_read", file=saved.path)
-            return False
-        return True
+    def _look_at_saved_file(self) -> None:
+        """A script reads its save before its first step."""
+        if (saved := saved_file.current) is not None:
+            saved_file.current = None
+            if saved.was_opened() is False:
+                self._report("not_read", file=saved.path)
 
 
 class _Context(Protocol):

@@ -184,11 +184,8 @@ def begun(
 def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> None:
     earlier = [event(0, 50.0, "started"), event(0, 120.0, "requeued")]
     assert begun(run, 0, [])[1] == ""
-    assert (
-        begun(run, 1, earlier)[1]
-        == "attempt 1: no complete checkpoint matches {run_dir}/*.pt: starts from the beginning"
-    )
-    assert begun(run, 1, earlier, job(()))[1] == "attempt 1: no complete checkpoint matches {run_dir}/*.pt"
+    assert begun(run, 1, earlier)[1] == "attempt 1: no complete checkpoint matches *.pt: starts from the beginning"
+    assert begun(run, 1, earlier, job(()))[1] == "attempt 1: no complete checkpoint matches *.pt"
     zipped(run.path / "a.pt")
     at(run.path / "a.pt", 106)
     (run.path / "b.pt").touch()
@@ -265,20 +262,41 @@ def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory
     assert none.variables() == {"FROM": ""}
 
 
+def watched(own: OwnCheckpoints) -> list[str]:
+    """What is recorded once the ranks have ended."""
+    seen: list[str] = []
+    over = threading.Event()
+    over.set()
+
+    def report(name: str, **values: Any) -> None:
+        seen.append(sentence(event(1, 0.0, name, **values)) or f"attempt 1: {name} {values['file']}")
+
+    own.watch(over, report)
+    return seen
+
+
+def test_a_pattern_that_matches_none_of_the_saved_files_is_told(run: RunDirectory) -> None:
+    """Otherwise each attempt would start from the beginning."""
+    own, _ = begun(run, 0, [])
+    assert watched(own) == []
+    own.written = f"{run.path}/out/last.pth"
+    told = "the script has saved out/last.pth, but no file matches *.pt so far: check `resume.checkpoint`"
+    assert watched(own) == [f"attempt 1: {told}"]
+    (run.path / "cut.pt").touch()
+    assert watched(own) == []  # the pattern is right
+    other, _ = begun(run, 0, [], Job(name="n", module="n"))
+    other.written = "last.pth"
+    assert watched(other) == []
+
+
 def test_a_state_that_is_saved_again_is_no_new_checkpoint(run: RunDirectory) -> None:
     """nanoGPT saves what it has just loaded: that is no progress."""
     zipped(run.path / "a.pt", "step 10")
     own, _ = begun(run, 1, [event(0, 50.0, "started")])
-    seen: list[Mapping[str, Any]] = []
-    over = threading.Event()
-    over.set()
     zipped(run.path / "a.pt", "step 10")
-    own.watch(over, seen.append)
-    assert seen == []
+    assert watched(own) == []
     zipped(run.path / "a.pt", "step 20")
-    own.watch(over, seen.append)
-    own.watch(over, seen.append)
-    assert [one["file"] for one in seen] == ["a.pt"]
+    assert [*watched(own), *watched(own)] == ["attempt 1: own_checkpoint a.pt"]
 
 
 def test_a_new_checkpoint_counts_for_the_limit_of_failures() -> None:
