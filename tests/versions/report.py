@@ -36,8 +36,8 @@ the watchdog still detects a hang |
 | 2.4 | `is_backend_available("cpu:gloo")` is false | each part of such a name is checked separately |
 | 2.4, 2.9 | no flight record of gloo's collectives (2.13 and 2.15 have one) | the log of a rank that hangs says so, \
 and has its stacks and its line |
-| 2.4 | torch.compile records no shapes (2.6 does) | each function that was compiled more than once is reported as inexact, \
-also if only for evaluations |
+| 2.4 | torch.compile records no shapes (2.6 does) | each function that was compiled more than once, \
+also if only for evaluations, is reported as inexact |
 | 2.4 | FSDP2 (`fully_shard`) on GPUs alone | nothing: the test with a sharded model shards it by DTensor there |
 
 PyPI's builds of torch are for CUDA. Where they were tested, CUDA's libraries, which a CPU does not need, were stand-ins

@@ -25,9 +25,9 @@ _SHAPES_CHANGED = (
     "training's batch size or without torch.compile"
 )
 _COMPILED_AGAIN = (
-    "torch.compile has compiled a function more than once: for changing shapes, after which a resume will not be exact, or "
-    "for another reason, such as an evaluation. torch before 2.6 does not record which. Use torch 2.6 or newer, or "
-    "evaluate without torch.compile"
+    "torch.compile has compiled a function more than once: for changing shapes, after which a resume will not be "
+    "exact, or for another reason, such as an evaluation. torch before 2.6 does not record which. Use torch 2.6 or "
+    "newer, or evaluate without torch.compile"
 )
 
 
