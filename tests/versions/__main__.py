@@ -28,7 +28,7 @@ from tests.versions.environments import PAIRS, REPOSITORY, Pair, environment, in
 TESTS = (
     "ranks/exact_resume unit/orders unit/streams unit/loader unit/collation unit/worker_batches ranks/child_processes "
     "ranks/gradients ranks/buffers ranks/compiled_shapes ranks/agreement ranks/process_group ranks/own_group "
-    "ranks/group_ends ranks/heartbeat ranks/hangs unit/step_times ranks/local ranks/two_lines ranks/untouched "
+    "ranks/group_ends ranks/heartbeat ranks/heartbeat_faults ranks/hangs unit/step_times ranks/local ranks/two_lines ranks/untouched "
     "ranks/own_checkpoints ranks/script_outcomes unit/script_signal unit/own_saves unit/store unit/control_channel "
     "unit/run_directory unit/job unit/batch"
 ).split()
