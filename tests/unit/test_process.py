@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-
 #: As the kernel cuts a longer name after 15 bytes: not at the end of a letter.
 NAMED = """
 import ctypes, os
