@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.reporter import say
-from clusterddp.rundir.files import append_line
+from clusterddp.rundir.files import append_line, read_bytes
 from clusterddp.rundir.records import (
     Schema,
     drop_torn_line,
@@ -244,7 +244,7 @@ def newest_interval(run: RunDirectory) -> TimedInterval | None:
 def _lines(path: Path) -> list[bytes]:
     """The lines, and what follows the last line end."""
     try:
-        return retrying(path, path.read_bytes).split(b"\n")
+        return retrying(path, lambda: read_bytes(path)).split(b"\n")
     except FileNotFoundError:
         return [b""]
 

@@ -18,7 +18,7 @@ from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import counted
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor.limits import LONG_S, PROGRESS_S, Progress
+from clusterddp.supervisor.limits import FRUITLESS, LONG_S, PROGRESS_S, Progress
 
 #: Two connections that end within so many seconds are taken to end together.
 JITTER_S = 0.5
@@ -287,9 +287,12 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
         return False, ""
     if failure.out_of_memory and progress.earlier and not progress.steps and progress.seconds < LONG_S:
         return True, "memory may still have been held by the attempt before"
+    again = failure.raised is not None and failure.raised == progress.last_failure
+    if again and progress.quickly >= FRUITLESS - 1 and progress.seconds < LONG_S:  # it may save the same every time
+        return False, "3 attempts in a row failed with it at the same line, each in less than 10 minutes"
     if progress.saved:
         return True, "the script had written a new checkpoint"
-    if failure.raised is not None and failure.raised == progress.last_failure:
+    if again:
         return False, "the attempt before failed with the same exception at the same line and step"
     if progress.steps:
         return True, f"the attempt had made {counted(progress.steps, 'step')}"

@@ -324,8 +324,9 @@ def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
             say(f"the script {where}: not completed; to end the training early, use run.finish() or break")
             return {"end": "unfinished", "error": where}, 0
         return _done()
-    if isinstance(leaving.code, int):
-        return {"end": "exit", "exit_code": leaving.code}, leaving.code
+    if isinstance(leaving.code, int):  # True is one; of a larger number the system takes 8 bits, which may all be 0
+        code = leaving.code & 0xFF or 1
+        return {"end": "exit", "exit_code": code}, code
     show(str(leaving.code))  # as Python does
     return {"end": "exit", "exit_code": 1, "error": _short(str(leaving.code), LONGEST_ERROR)}, 1
 

@@ -326,6 +326,23 @@ def test_an_exception_after_a_new_checkpoint_restarts_the_ranks() -> None:
     assert without.action is Action.FAIL
 
 
+@pytest.mark.parametrize(("lasted_s", "action"), [(30.0, Action.FAIL), (900.0, Action.RESTART)])
+def test_a_script_that_saves_and_soon_fails_at_the_same_line_each_time_is_not_restarted_forever(
+    lasted_s: float, action: Action
+) -> None:
+    """Its checkpoint is a new one each time, as it starts from the beginning. After ten minutes it may have trained."""
+    seen: list[dict[str, Any]] = []
+    end = RankEnd(0, "n1", "exception", 4.0, error="OSError: no", traceback='File "a.py", line 1, in f')
+    for attempt in range(3):
+        at = 1000.0 * attempt
+        seen += [event(attempt, at, "started"), event(attempt, at + 9, "own_checkpoint", file="a.pt", written=at + 9)]
+        verdict = judge([end], 1, False, lambda: Cause.NONE, progress(seen, attempt, None, at + lasted_s))
+        assert verdict.action is (action if attempt == 2 else Action.RESTART)
+        seen.append(event(attempt, at + lasted_s, "rank_failed", raised=end.raised))
+    if action is Action.FAIL:
+        assert verdict.because == ("3 attempts in a row failed with it at the same line, each in less than 10 minutes")
+
+
 def test_a_failure_says_which_arguments_were_added(run: RunDirectory) -> None:
     resumed = event(1, 0.0, "own_resume", file="a.pt", arguments=["--resume", "/r/a b.pt"])
     assert added_arguments(run, [resumed], 1) == "arguments added for a.pt, which does not exist: --resume '/r/a b.pt'"

@@ -255,7 +255,7 @@ def test_progress_is_read_from_the_history() -> None:
     failed = history((0, 30.0, "rank_failed", {"step": 40, "raised": "OSError at a.py:1 (f), step 40"}))
     later = history((1, 50.0, "started", {}), (1, 60.0, "resumed", {"step": 35}))
     found = progress([*first, *failed, *later], 1, 35, 61.0)
-    assert found == Progress(0, 11.0, True, "OSError at a.py:1 (f), step 40")
+    assert found == Progress(0, 11.0, True, "OSError at a.py:1 (f), step 40", quickly=1)
     forked = history((0, 1.0, "forked", {"step": 500}), (1, 2.0, "started", {}), (1, 3.0, "resumed", {"step": 500}))
     assert progress(forked, 1, 500, 4.0) == Progress(0, 2.0)
     fell_back = history((0, 1.0, "checkpoint_damaged", {"step": 9}), (0, 2.0, "resumed", {"step": 5}))
