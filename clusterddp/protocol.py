@@ -95,11 +95,12 @@ PHASES: Mapping[str, str] = {
 
 #: How an attempt can end so that the run continues, now or later.
 _ENDS: Mapping[str, Event] = {
-    "restarted": Event("reason cause step checkpoint file?", "the ranks are restarted in place"),
-    "requeued": Event("reason cause step checkpoint file? window_s", "the job is requeued"),
-    "resubmitted": Event("reason cause step checkpoint file? job", "the run continues as job `job`"),
+    "restarted": Event("reason cause step checkpoint file? made?", "the ranks are restarted in place"),
+    "requeued": Event("reason cause step checkpoint file? made? window_s", "the job is requeued"),
+    "resubmitted": Event("reason cause step checkpoint file? made? job", "the run continues as job `job`"),
     "stopped": Event(
-        "reason cause step checkpoint file? then?", "the run can be continued; `file`: the script's own checkpoint"
+        "reason cause step checkpoint file? made? then?",
+        "the run can be continued; `file`: the script's own checkpoint; `made`: so many steps of the attempt, at least",
     ),
 }
 
