@@ -62,7 +62,11 @@ RANK_EVENTS: Mapping[str, Event] = {
     "overdue": Event(
         "seconds behind?", "no rank's step ended within `seconds` of the notice; rank 0 exits; `behind`: the late ranks"
     ),
-    "saved": Event("file", "the script has saved its state in `file` and called `requeue(saved=file)`"),
+    "saved": Event(
+        "file items? written?",
+        "the script has saved its state in `file` and called `requeue(saved=file)`; with `clusterddp.continue_epoch()` "
+        "also how many `items` of its epoch it had trained on, and when the file was `written`",
+    ),
     "not_read": Event("file", "the script has made its first step without opening `file`, saved at its last stop"),
     "stopping": Event("step reason", "all ranks stop after `step`"),
     "finishing": Event("step", "all steps are done; the last checkpoint is being saved"),
@@ -300,6 +304,10 @@ SAVED = Variable(
     "CLUSTERDDP_SAVED",
     "supervisor to ranks: the file that the script named in `requeue(saved=...)` in the last attempt",
 )
+SAVED_ITEMS = Variable(
+    "CLUSTERDDP_SAVED_ITEMS",
+    "supervisor to ranks: the items of its epoch that the script had trained on when it saved that file",
+)
 TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
 )
@@ -337,5 +345,5 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
     *(CODE, CHECKOUT, PREFLIGHT, PROFILE, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),
-    *(MLFLOW, SAVED, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK, PROTECT_SAVES, SEE_STEPS),
+    *(MLFLOW, SAVED, SAVED_ITEMS, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK, PROTECT_SAVES, SEE_STEPS),
 )

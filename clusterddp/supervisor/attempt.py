@@ -199,16 +199,12 @@ class Attempt:
         environ = {**os.environ, **self._own.variables()}
         if self._code is not None:
             environ |= mapped_variables(environ, self._code.checkout, str(self._code.folder(self._run)))
-        before = [event for event in self._history.events if event["event"] not in protocol.WITHOUT_RANKS]
-        saved = [
-            event["file"] for event in before if event["event"] == "saved" and event["attempt"] == before[-1]["attempt"]
-        ]
         used = [event["bytes"] for event in self._history.events if event["event"] == "device_memory"]
         return {
             **environ,
             **self._script_trackers(),
             **({protocol.DEVICE_MEMORY: str(used[-1])} if used else {}),
-            **({protocol.SAVED: saved[-1]} if saved else {}),
+            **self._own.saved(),
             **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),

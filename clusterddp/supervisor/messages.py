@@ -234,7 +234,9 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"of the {e['limit'] / 1e6:,.0f} MB that a checkpoint holds; beyond that the run fails: save less of it"
     ),
     "left_loop": _left_loop,
-    "saved": lambda e: f"the script saved {e['file']}",
+    "saved": lambda e: (
+        f"the script saved {e['file']}" + (f", {counted(e['items'], 'item')} into its epoch" if "items" in e else "")
+    ),
     "not_read": lambda e: (
         f"the script made its first step without opening {e['file']}, which it saved at its last stop: it may have "
         "started from an older checkpoint, or from the beginning"

@@ -79,7 +79,7 @@ class OwnCheckpoints:
         self._run, self._job, self._number = str(run), job, number
         self._earlier = [event for event in events if event["attempt"] < number]
         #: What the script has said it will continue from, which need not match a pattern.
-        self._saved = [event["file"] for event in self._earlier if event["event"] == "saved"][-1:]
+        self._saved = [event for event in self._earlier if event["event"] == "saved"][-1:]
         self._began = min((event["time"] for event in self._earlier), default=time.time())
         #: The newest complete one that is known; at first that from which the attempt continues.
         self.newest: OwnCheckpoint | None = None
@@ -138,10 +138,33 @@ class OwnCheckpoints:
         variables |= {protocol.CHECKPOINT: path} if path else {}
         return variables | ({protocol.PLACEHOLDERS: " ".join(of_rank)} if of_rank else {})
 
+    def saved(self) -> dict[str, str]:
+        """What the script named in ``requeue(saved=...)``, as variables of the ranks.
+
+        That of the last attempt is watched, to see whether the script reads it. So is an older one that says how far
+        into an epoch the script was, as long as the script has written neither that file again nor a newer match.
+        """
+        if not self._saved:
+            return {}
+        [event] = self._saved
+        path, before = event["file"], [one for one in self._earlier if one["event"] not in protocol.WITHOUT_RANKS]
+        variables: dict[str, str] = {protocol.SAVED: path} if event["attempt"] == before[-1]["attempt"] else {}
+        if "items" not in event or not self._continues_from(path, event["written"]):
+            return variables
+        return {protocol.SAVED: path, protocol.SAVED_ITEMS: str(event["items"])}
+
+    def _continues_from(self, path: str, written: float) -> bool:
+        try:
+            return Path(path).stat().st_mtime == written and (
+                self.newest is None or Path(path).samefile(self.newest.path)
+            )
+        except OSError:  # one of them has been removed
+            return False
+
     def _look(self) -> Found:
         if self._job.resume is None:
             return Found()
-        found = find(self._job.resume, self._run, self._began, self._saved)
+        found = find(self._job.resume, self._run, self._began, [event["file"] for event in self._saved])
         self.newest = found.newest or self.newest
         return found
 

@@ -235,6 +235,35 @@ def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> 
     assert progress(earlier, 0, None, 130.0).saved
 
 
+def test_the_position_in_an_epoch_is_told_while_the_script_continues_from_what_it_saved_there(
+    run: RunDirectory,
+) -> None:
+    """Not once it has written that file again, or a newer checkpoint. The file alone is watched after the stop."""
+    last, newer = run.path / "last.pt", run.path / "epoch-1.pt"
+    zipped(last)
+    at(last, 119)
+    stop = [event(0, 50.0, "started"), event(0, 119.0, "saved", file=str(last), items=7, written=119.0)]
+    killed = [*stop, event(1, 130.0, "started"), event(1, 140.0, "rank_failed", rank=0)]
+    both = {"CLUSTERDDP_SAVED": str(last), "CLUSTERDDP_SAVED_ITEMS": "7"}
+
+    def told(job: Job, number: int, events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        own = OwnCheckpoints(run, job, number, events)
+        own.begin()
+        return own.saved()
+
+    watched, alone = job(), Job(name="n", module="n", device="cpu")
+    assert [told(one, 1, stop) for one in (watched, alone)] == [both] * 2
+    assert [told(one, 2, killed) for one in (watched, alone)] == [both] * 2
+    zipped(newer)
+    at(newer, 150)
+    assert [told(one, 2, killed) for one in (watched, alone)] == [{}, both]
+    newer.unlink()
+    at(last, 160)
+    assert [told(one, 2, killed) for one in (watched, alone)] == [{}] * 2
+    assert told(alone, 1, stop) == {"CLUSTERDDP_SAVED": str(last)}
+    assert told(alone, 0, []) == {}
+
+
 def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory) -> None:
     """Except where only the rank knows a value: it fills in the whole variable."""
     zipped(run.path / "a.pt")
