@@ -156,6 +156,7 @@ EVENTS: Mapping[str, Event] = {
     ),
     "own_checkpoint": Event("file written", "the script has written a complete checkpoint of its own"),
     "no_match": Event("file patterns", "the script has saved `file`, and no file matches `patterns`"),
+    "no_rank": Event("", "a process that a rank has started calls `clusterddp.stop_requested()`, which is False there"),
     "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),
     "controller_back": Event("", "Slurm's controller answers again"),
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
@@ -174,6 +175,12 @@ EVENTS: Mapping[str, Event] = {
 HANDLER_REPLACED = (
     "the script replaced the {signal} handler of clusterddp.init() with {handler}: if it exits or raises when {signal} "
     "arrives, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops the run on its own"
+)
+
+#: The same, of a process that a rank has started and the supervisor.
+NO_RANK = (
+    "clusterddp.stop_requested() is always False in a process that a rank has started: have clusterddp start a rank "
+    "per GPU (--gpus), instead of starting processes in the script (torch.multiprocessing.spawn)"
 )
 
 #: What the hook of a job definition is told.
@@ -245,6 +252,7 @@ REQUESTS: Mapping[str, Event] = {
     "skip": Event("batches", "skip so many global batches from a step boundary on, and save"),
     "stop": Event("", "save, stop, and hold the run until it is submitted again"),
     "requeue": Event("nodes?", "save, stop, and continue in the queue; in a job without `nodes`, if they are given"),
+    "child": Event("", "of a process that a rank has started: it has called `stop_requested()`; there is no answer"),
 }
 ANSWERS: Mapping[str, Event] = {
     "news": Event("news", "a sentence for the user who waits"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from clusterddp.failures.stacks import different_calls, end_of_log
 from clusterddp.jobdef.secrets import masked
-from clusterddp.protocol import HANDLER_REPLACED
+from clusterddp.protocol import HANDLER_REPLACED, NO_RANK
 from clusterddp.reporter import counted, duration, printable
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import is_unconfirmed
@@ -241,6 +241,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"the script made its first step without opening {e['file']}, which it saved at its last stop: it may have "
         "started from an older checkpoint, or from the beginning"
     ),
+    "no_rank": lambda _: NO_RANK,
     "no_best": lambda e: (
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"
     ),
