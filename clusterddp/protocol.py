@@ -154,7 +154,7 @@ EVENTS: Mapping[str, Event] = {
         "the attempt continues from the script's own checkpoint `file`, with these arguments; without `file`: none of "
         "`patterns` matches a complete one",
     ),
-    "own_checkpoint": Event("file written", "the script has written a complete checkpoint of its own"),
+    "own_checkpoint": Event("file written", "the script has written a complete checkpoint in its own format"),
     "no_match": Event("file patterns", "the script has saved `file`, and no file matches `patterns`"),
     "no_rank": Event("", "a process that a rank has started calls `clusterddp.stop_requested()`, which is False there"),
     "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),

@@ -99,8 +99,8 @@ class RankEnd:
         error = record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else "")
         names = ("traceback", "step", "exit_code", "used_clusterddp")
         known = {name: record[name] for name in names if record.get(name) is not None}
-        flags = {name: record.get(name) is True for name in ("left_loop", "read_saved")}
-        return cls(rank, record["host"], record["end"], lost_at, error, **known, **flags)
+        known |= {name: record.get(name) is True for name in ("left_loop", "read_saved")}
+        return cls(rank, record["host"], record["end"], lost_at, error, **known)
 
     def without(self, secrets: Sequence[str]) -> RankEnd:
         """The same with these values masked, which must not appear in the history or in logs."""

@@ -125,7 +125,7 @@ class ScriptSteps:
 
 def _output_sizes() -> dict[str, int]:
     """What this rank has printed so far, in bytes, where it goes to files: ``done: {log: ...}`` looks at the rest."""
-    sizes = {}
+    sizes: dict[str, int] = {}
     for kind, descriptor in (("out", 1), ("err", 2)):
         with suppress(OSError):  # the script has closed it
             status = os.fstat(descriptor)
@@ -156,7 +156,7 @@ def current(device: torch.device | None = None) -> ScriptSteps:
 
 
 def hand_over() -> None:
-    """A context begins, which has a heartbeat and steps of its own."""
+    """A context begins. It has its own heartbeat and counts the steps itself."""
     global _current
     own_steps.stop()
     if _current is not None:

@@ -161,7 +161,7 @@ def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
     """The same for a Hydra app: with what makes all ranks and attempts share one output folder."""
     from clusterddp.jobdef.hydra_overrides import of_run
 
-    # Else Hydra prints a traceback of its own and exits with 1, and the record has no exception.
+    # Otherwise Hydra prints the traceback itself and exits with 1, and the record has no exception.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     target = 2 if command[0] == "-m" else 1
     return [*command[:target], *of_run(command[target:], run.path)]
