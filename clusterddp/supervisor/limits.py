@@ -17,7 +17,7 @@ from clusterddp.slurm.cause import Cause
 FRUITLESS = 3
 
 
-#: A script has written a checkpoint of its own: one that matches ``resume``, or ``requeue(saved=...)``.
+#: The script has written a checkpoint in its own format: one that matches ``resume``, or ``requeue(saved=...)``.
 SAVED_ITSELF = ("own_checkpoint", "saved")
 #: Rank 0 has made a step, or continues from one.
 STEPPED = ("training", "resumed", "steps_seen")
@@ -32,7 +32,7 @@ class Progress:
     """What a run's history says about progress when an attempt fails.
 
     ``steps``: how many this attempt has made; None if it has begun no loop over ``run.steps()``. ``seconds``: since its
-    start. ``saved``: whether the script has written a new checkpoint of its own. ``earlier``: whether an attempt before
+    start. ``saved``: whether the script has written a new checkpoint. ``earlier``: whether an attempt before
     it made progress. ``last_failure``: the exception of the last attempt that failed, its line and step, as
     ``RankEnd.raised``; None if one has made progress since. ``quickly``: how many attempts in a row, up to the one
     before, ended by this exception in less than LONG_S.
@@ -80,7 +80,7 @@ def _quickly(events: list[Mapping[str, Any]], attempt: int, raised: str) -> int:
 
 
 def own_checkpoint(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
-    """The newest checkpoint of its own that the script is known to have written in this attempt, if any."""
+    """The newest checkpoint that the script itself is known to have written in this attempt, if any."""
     own = [event for event in events if event["event"] in SAVED_ITSELF and event["attempt"] == attempt]
     return own[-1].get("file") if own else None
 

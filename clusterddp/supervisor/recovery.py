@@ -39,10 +39,12 @@ _LASTING = frozenset(
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """An attempt whose ranks have exited: its last state, and how each rank ended."""
+    """An attempt whose ranks have exited: its last state, how each rank ended, and the steps that rank 0 has made at
+    least, if their numbers are unknown."""
 
     state: State
     ends: tuple[RankEnd, ...]
+    made: int | None = None
 
 
 class Recovery:
@@ -52,7 +54,7 @@ class Recovery:
         self, run: RunDirectory, number: int, controller: Controller, history: History, result: AttemptResult
     ) -> None:
         self._run, self._number, self._controller, self._history = run, number, controller, history
-        self._state, self._job, self._ends = result.state, result.state.job, result.ends
+        self._state, self._job, self._ends, self._made = result.state, result.state.job, result.ends, result.made
 
     def act(self) -> int:
         """Restarts, requeues, resubmits or ends the run; returns this process's exit code, or RESTART."""
@@ -346,6 +348,8 @@ class Recovery:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
         if file := own_checkpoint(self._history.events, self._number):
             ended["file"] = file
+        if any((known["event"], known["attempt"]) == ("steps_seen", self._number) for known in self._history.events):
+            ended["made"] = max(1, self._made or 0)
         self._history.add(event, **ended, **values)
 
 

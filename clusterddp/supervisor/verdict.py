@@ -163,10 +163,13 @@ class RankEnd:
 
     @property
     def raised(self) -> str | None:
-        """An exception's type, line of the script and step: ``OSError at a.py:17 (read), step 9``. None if none."""
+        """An exception's type, line of the script and step: ``OSError at a.py:17 (read), step 9``; of ``sys.exit``, the
+        code and the step. None if none."""
+        step = "" if self.step is None else f", step {self.step}"
+        if self.end == "exit":
+            return f"exit code {self.exit_code}{step}"
         if self.end != "exception":
             return None
-        step = "" if self.step is None else f", step {self.step}"
         return f"{self.error.partition(':')[0]} at {users_line(self.traceback) or 'an unknown line'}{step}"
 
     @property
@@ -189,7 +192,14 @@ class RankEnd:
 
     def words(self) -> str:
         """What happened to it, in one line: a long error's first and last line, which has the exception of a worker."""
-        what = {"exception": "raised ", "exit": "left with ", "lost": "never joined: ", "dismissed": "ended: "}
+        what = {
+            "exception": "raised ",
+            "exit": f"exited with code {self.exit_code}: ",
+            "lost": "never joined: ",
+            "dismissed": "ended: ",
+        }
+        if self.end == "exit" and self.error == f"exit code {self.exit_code}":
+            return f"exited with code {self.exit_code}"
         said = without_advice(self.error.removesuffix(": "))  # of an exception without a message
         lines = [line.strip() for line in said.splitlines() if line.strip()] or [self.end]
         error = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
@@ -283,7 +293,7 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
         return False, ""
     if failure.may_pass:
         return True, ""
-    if failure.end not in ("exception", "died"):
+    if failure.end not in ("exception", "exit", "died"):
         return False, ""
     if failure.out_of_memory and progress.earlier and not progress.steps and progress.seconds < LONG_S:
         return True, "memory may still have been held by the attempt before"
@@ -293,7 +303,8 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
     if progress.saved:
         return True, "the script had written a new checkpoint"
     if again:
-        return False, "the attempt before failed with the same exception at the same line and step"
+        same = "exit code at the same step" if failure.end == "exit" else "exception at the same line and step"
+        return False, f"the attempt before failed with the same {same}"
     if progress.steps:
         return True, f"the attempt had made {counted(progress.steps, 'step')}"
     if progress.steps is None and progress.seconds >= PROGRESS_S:

@@ -156,7 +156,7 @@ def current(device: torch.device | None = None) -> ScriptSteps:
 
 
 def hand_over() -> None:
-    """A context begins, which has a heartbeat and steps of its own."""
+    """A context begins. It has its own heartbeat and counts the steps itself."""
     global _current
     own_steps.stop()
     if _current is not None:

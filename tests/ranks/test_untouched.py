@@ -40,7 +40,7 @@ def test_a_stop_in_the_middle_of_the_only_checkpoints_save_loses_nothing(run: Ru
     when = ["--preempt-at", "a slow save begins"]
     done = submit(run, "tests/scripts/like_nanogpt.py", *SHAPE, *when, "--", str(out), "40", "25")
     assert done.returncode == 0, done.stderr
-    assert "attempt 0: preempted, no steps recorded, requeued" in done.stderr, done.stderr
+    assert re.search(r"attempt 0: preempted, at least \d+ steps? made, requeued", done.stderr), done.stderr
     assert f"Resuming training from {out} at iter 26" in (run.attempt_logs(1) / "rank-0.out").read_text(), story(run)
     assert torch.load(out / "ckpt.pt", weights_only=False)["iter_num"] == 40
     assert [path.name for path in out.iterdir()] == ["ckpt.pt"]

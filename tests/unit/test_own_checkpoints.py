@@ -209,6 +209,22 @@ def test_the_end_of_an_attempt_names_the_scripts_checkpoint(step: int | None) ->
     assert sentence(ended) == f"attempt 0: preempted{at_step}, newest checkpoint out/a.pt, requeued"
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"step": 35, "checkpoint": 30}, "At step 35, checkpoint 30 committed (5 steps will be repeated)"),
+        ({"step": None, "checkpoint": None, "file": "a.pt"}, "Newest checkpoint a.pt"),
+        ({"step": None, "checkpoint": None, "made": 14}, "At least 14 steps made"),
+        ({"step": None, "checkpoint": None}, "No steps recorded"),
+    ],
+)
+def test_a_failure_and_what_follows_are_two_sentences(values: dict[str, Any], words: str) -> None:
+    """What is advised about it does not run into the rest."""
+    ended = event(0, 120.0, "restarted", reason="rank 1 (n1) killed by signal 9; check memory", **values)
+    said = f"attempt 0: rank 1 (n1) killed by signal 9; check memory. {words}, restarting all ranks in place"
+    assert sentence(ended) == said
+
+
 def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> None:
     """`clusterddp.requeue(saved=...)`: the stop's own checkpoint is the newest."""
     zipped(run.path / "a.pt")
