@@ -219,6 +219,12 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"the script made its first step without opening {e['file']}, which it saved at its last stop: it may have "
         "started from an older checkpoint, or from the beginning"
     ),
+    "apart": lambda e: (
+        f"the script's process group has {counted(e['group'], 'rank')}, but the run has {e['ranks']}: each group "
+        "trains a model of its own"
+        if e["group"] > 1
+        else f"rank 0 trains alone, though the run has {e['ranks']} ranks: it is in no process group with them"
+    ),
     "no_best": lambda e: (
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"
     ),
