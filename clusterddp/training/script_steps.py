@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import gc
 import os
+import stat
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class ScriptSteps:
             if self._rank == 0:
                 if (group := _group_size()) != self._world_size:
                     control_channel.report("apart", ranks=self._world_size, group=group)
-                control_channel.report("steps_seen")
+                control_channel.report("steps_seen", **_output_sizes())
                 control_channel.report("phase", phase="training")
 
     def _told(self, histograms: bool) -> Mapping[str, Any]:
@@ -128,6 +129,16 @@ class ScriptSteps:
 def _group_size() -> int:
     """The ranks of the script's process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _output_sizes() -> dict[str, int]:
+    """What this rank has printed so far, in bytes, where it goes to files: ``done: {log: ...}`` looks at the rest."""
+    sizes = {}
+    for kind, descriptor in (("out", 1), ("err", 2)):
+        with suppress(OSError):  # the script has closed it
+            status = os.fstat(descriptor)
+            sizes |= {kind: status.st_size} if stat.S_ISREG(status.st_mode) else {}
+    return sizes
 
 
 def _ddp_modules() -> list[DistributedDataParallel]:
