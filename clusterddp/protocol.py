@@ -35,6 +35,7 @@ RANK_EVENTS: Mapping[str, Event] = {
         "rank 0 has made its first step in a script without clusterddp; its number is unknown; `out` and `err`: the "
         "size of the files with its output, in bytes",
     ),
+    "apart": Event("ranks group", "rank 0 has made its first step in a process group of `group` ranks, or without one"),
     "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
     "order_changed": Event("step was now", "the resumed run's order has other weights in steps to come"),
     "whole_batches": Event("step samples most", "more samples per rank than batch_size, without `run.micro()`"),

@@ -242,6 +242,12 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         "started from an older checkpoint, or from the beginning"
     ),
     "no_rank": lambda _: NO_RANK,
+    "apart": lambda e: (
+        f"the script's process group has {counted(e['group'], 'rank')}, but the run has {e['ranks']}: each group "
+        "trains a separate model"
+        if e["group"] > 1
+        else f"rank 0 trains alone, though the run has {e['ranks']} ranks: it is in no process group with them"
+    ),
     "no_best": lambda e: (
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"
     ),

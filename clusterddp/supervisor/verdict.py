@@ -298,12 +298,12 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
     if failure.out_of_memory and progress.earlier and not progress.steps and progress.seconds < LONG_S:
         return True, "memory may still have been held by the attempt before"
     again = failure.raised is not None and failure.raised == progress.last_failure
+    same = "exit code at the same step" if failure.end == "exit" else "exception at the same line and step"
     if again and progress.quickly >= FRUITLESS - 1 and progress.seconds < LONG_S:  # it may save the same every time
-        return False, "3 attempts in a row failed with it at the same line, each in less than 10 minutes"
+        return False, f"3 attempts in a row failed with the same {same}, each in less than 10 minutes"
     if progress.saved:
         return True, "the script had written a new checkpoint"
     if again:
-        same = "exit code at the same step" if failure.end == "exit" else "exception at the same line and step"
         return False, f"the attempt before failed with the same {same}"
     if progress.steps:
         return True, f"the attempt had made {counted(progress.steps, 'step')}"

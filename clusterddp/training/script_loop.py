@@ -233,7 +233,7 @@ def _begin() -> ScriptLoop:
     global _loop
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("clusterddp.stop_requested() must be called in the main thread, as it installs handlers")
-    read = settings.read(os.environ)
+    read = settings.of_rank()
     assert read.attempt is not None
     _tell_of_handlers()
     store = open_store(read)

@@ -109,6 +109,8 @@ class ControlChannel:
         self.profile: Callable[[str, int], str | None] | None = None
         #: The same for batches that all ranks are to skip; of rank 0.
         self.skip: Callable[[str, int], str | None] | None = None
+        #: torchrun's variables as this rank got them: a script that asks MPI for its rank overwrites them.
+        self.variables: Mapping[str, str] = {}
 
     @classmethod
     def join(

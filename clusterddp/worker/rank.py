@@ -183,7 +183,8 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
         return None
     # The peer address of rank 0's connection, so that no name is resolved. A MASTER_ADDR of the user has precedence.
     master = os.environ.get("MASTER_ADDR", channel.store_host)
-    os.environ.update({**ranks.exports(), "MASTER_ADDR": master, "MASTER_PORT": str(channel.store_port)})
+    channel.variables = {**ranks.exports(), "MASTER_ADDR": master, "MASTER_PORT": str(channel.store_port)}
+    os.environ.update(channel.variables)
     if channel.term_notice_s is not None:
         os.environ[protocol.TERM_NOTICE_S] = str(channel.term_notice_s)
     # gloo resolves the host name, which on many clusters gives 127.0.1.1 or fails.

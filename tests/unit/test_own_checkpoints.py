@@ -356,7 +356,9 @@ def test_a_script_that_saves_and_soon_fails_at_the_same_line_each_time_is_not_re
         assert verdict.action is (action if attempt == 2 else Action.RESTART)
         seen.append(event(attempt, at + lasted_s, "rank_failed", raised=end.raised))
     if action is Action.FAIL:
-        assert verdict.because == ("3 attempts in a row failed with it at the same line, each in less than 10 minutes")
+        assert verdict.because == (
+            "3 attempts in a row failed with the same exception at the same line and step, each in less than 10 minutes"
+        )
 
 
 def test_a_failure_says_which_arguments_were_added(run: RunDirectory) -> None:
