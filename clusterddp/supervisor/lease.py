@@ -1,8 +1,9 @@
 """The lease of a run: at most one live job or process trains it, or waits to.
 
 Two files name the holder: the submission that has not started an attempt yet, or none that can be seen
-(``private/submitted.json``), and the newest attempt's supervisor (``private/attempt-N/holder.json``). An entry is void if its holder has ended or released
-the run. It names the run that it was written for, so that it is void in a copy of the run directory, too.
+(``private/submitted.json``), and the newest attempt's supervisor (``private/attempt-N/holder.json``). An entry is void
+if its holder has ended or released the run. It names the run that it was written for, so that it is void in a copy of
+the run directory, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
-from clusterddp.rundir.claims import create_claim, on_this_machine, process_alive, read_claim, waiting_claim, write_claim
+from clusterddp.rundir.claims import (
+    create_claim,
+    on_this_machine,
+    process_alive,
+    read_claim,
+    waiting_claim,
+    write_claim,
+)
 from clusterddp.rundir.files import names_in, status, unlink, write_json
 from clusterddp.rundir.ownership import owner_of
 from clusterddp.rundir.records import read_json

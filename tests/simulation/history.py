@@ -58,7 +58,8 @@ class Plan:
     slow: float = 0.0
     watchers: int = 0
     policy: str | None = None
-    #: Whether the job has a hook, and a watchdog; whether somebody waits for the run; which clock is wrong, by how much.
+    #: Whether the job has a hook, and a watchdog; whether somebody waits for the run; which clock is wrong, and by how
+    #: much.
     hook: bool = False
     watchdog: bool = False
     waits: bool = False

@@ -36,7 +36,9 @@ HARMLESS = frozenset(
     )
 )
 #: Faults that may keep an attempt from saving though it had notice.
-HINDERING = frozenset(("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang"))
+HINDERING = frozenset(
+    ("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang")
+)
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: How often an attempt's supervisor may ask Slurm: so many times, and once in so many seconds.
@@ -213,9 +215,12 @@ class Invariants:
             self._violated("I9", f"job {job.id} starts, and the run was ended by scancel")
 
     def _is_cancelled(self, job: Batch) -> bool:
-        """Whether a user has ended the run since the job was queued."""
+        """Whether a user has ended the run by scancel since the job was queued. `clusterddp cancel` leaves a mark, and
+        a job that starts nevertheless ends at once."""
         since = self._cancelled_at
-        return since is not None and self._world.now - since > 1.0 and (job.submitted < since or job.restarts > 0)
+        if since is None or self._marked or self._world.now - since <= 1.0:
+            return False
+        return job.submitted < since or job.restarts > 0
 
     def _is_unneeded(self, job: Batch) -> bool:
         """Whether a supervisor or a watch has submitted it, knowing of all other jobs, for a run that has completed.
@@ -310,6 +315,9 @@ class Invariants:
             self._violated("I5", "the run completed without its last checkpoint")
         elif saved[-1].weights != weights_after(steps) or saved[-1].samples != tuple(map(sample_of, range(steps))):
             self._violated("I3", "the final weights are not those of an uninterrupted run")
+        folder = self._history.disk.nodes[f"{self._history.run.path}/checkpoints"]
+        if not any(name.startswith(f"step-{steps:012}") for name in folder.names):
+            self._violated("I5", "the last checkpoint was deleted")
         if outcome["step"] != steps:
             self._violated("I7", f"the outcome names step {outcome['step']} of {steps}")
 
@@ -324,7 +332,9 @@ class Invariants:
             if name == "rank_failed" and number in self._failed and self._failed[number][1] != event["rank"]:
                 at, rank = self._failed[number]
                 if at + EPOCH < event["time"] - 1.0 and not faults & {"lose a node", "suspend"}:
-                    self._violated("I8", f"rank {rank} failed first in attempt {number}, and rank {event['rank']} is shown")
+                    self._violated(
+                        "I8", f"rank {rank} failed first in attempt {number}, and rank {event['rank']} is shown"
+                    )
             told = name in ("requeued", "resubmitted") and event.get("cause") in IN_TIME
             after = [other for other in trained_in if other > number]
             if not told or faults & HINDERING or not after or number not in self.attempts:
@@ -332,7 +342,9 @@ class Invariants:
             script, grace_s = self._history.plan.script, self._history.plan.settings.grace_s
             reached, resumed = self.attempts[number].reached, self.attempts[after[0]].resumed
             if resumed < reached and (grace_s > 20 or script.step_s < 5) and "preempt" in faults:
-                self._violated("I4", f"attempt {number} had notice and reached {reached}, {after[0]} begins at {resumed}")
+                self._violated(
+                    "I4", f"attempt {number} had notice and reached {reached}, {after[0]} begins at {resumed}"
+                )
 
     def _check_causes(self, events: list[dict[str, Any]]) -> None:
         """Every attempt has its cause, unless its supervisor was killed, or superseded."""

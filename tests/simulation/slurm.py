@@ -105,8 +105,8 @@ class Slurm:
         world, draw = self.world, self.world.random
         self.commands += 1
         process = world.process
-        first, _, count = self.asked.get(process.name, (world.now, 0.0, 0))
-        self.asked[process.name] = (first, world.now, count + 1)
+        first, last, count = self.asked.get(process.name, (world.now, 0.0, 0))
+        self.asked[process.name] = (first, max(last, world.now), count + 1)
         world.sleep(self.latency_s * (0.5 + draw.random()))
         if process.node in self.cut or world.now < self.away_until:
             world.sleep(9.0 + 9.0 * draw.random())
