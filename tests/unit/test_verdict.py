@@ -367,9 +367,7 @@ def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_told
 def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_killed_for_it() -> None:
     """They joined after the order to exit was sent, and did not get it. Else the wrong node would count as suspect."""
     killed = in_order({1: ExitStatus(signal=9), 0: ExitStatus(signal=9)})
-    ends = [
-        RankEnd.from_record(rank, "n1", lost_at, None, killed[rank]) for rank, lost_at in ((0, 6.0), (1, math.inf))
-    ]
+    ends = [RankEnd.from_record(rank, "n1", lost_at, None, killed[rank]) for rank, lost_at in ((0, 6.0), (1, math.inf))]
     failure = judge(ends, 137, False, lambda: Cause.NONE).first_failure
     assert failure is not None and failure.rank == 1
 

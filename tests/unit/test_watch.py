@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -128,6 +129,29 @@ def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
     assert not watcher.look()
     now += 40
     assert watcher.look() and watcher.result == 1
+
+
+def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_watch(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run may need it all the more afterwards. An error that lasts does, as of a run that was deleted."""
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("NODE_FAIL"))
+    watcher = Watcher(run, JOB)
+    with monkeypatch.context() as away:
+        away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EIO))
+        assert not watcher.look() and watcher.result is None
+        away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EACCES))
+        with pytest.raises(PermissionError):
+            watcher.look()
+    assert "retrying: " in capsys.readouterr().err
+    later = watch.time.monotonic() + 10
+    monkeypatch.setattr(watch.time, "monotonic", lambda: later)
+    watcher.look()
+    assert submitted == ["job.sbatch"]
+
+
+def fail(code: int) -> None:
+    raise OSError(code, os.strerror(code), "outcome.json")
 
 
 @pytest.mark.parametrize(("usable", "options"), [(["n1", "n2"], " --exclude=n2"), (["n2"], "")])

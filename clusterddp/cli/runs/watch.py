@@ -20,7 +20,7 @@ from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
-from clusterddp.rundir.files import unlink
+from clusterddp.rundir.files import LASTING, unlink
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.job_log import early_end
 from clusterddp.rundir.ownership import check_run
@@ -90,7 +90,20 @@ class Watcher:
         self.result: int | None = None
 
     def look(self) -> bool:
-        """Checks the outcome and, less often, the job; returns whether the run is over."""
+        """Checks the outcome and, less often, the job; returns whether the run is over.
+
+        A disk that does not answer is asked again, as the run may need this watch all the more afterwards.
+        """
+        try:
+            return self._look()
+        except OSError as error:
+            if error.errno in LASTING:
+                raise
+            self._ask_at = time.monotonic() + ASK_RUNNING_S
+            self._say(f"retrying: {what_failed(error)}")
+            return False
+
+    def _look(self) -> bool:
         if outcome := self._run.outcome():
             self.result = UNCONFIRMED if is_unconfirmed(outcome) else 0 if outcome["state"] == "completed" else 1
         elif time.monotonic() >= self._ask_at:
@@ -226,6 +239,15 @@ def _look(watcher: Watcher, alone: bool) -> None:
         watcher.give_up(what_failed(error))
 
 
+def _show(progress: Progress) -> None:
+    """What a disk does not show now, it shows at the next look."""
+    try:
+        progress.update()
+    except OSError as error:
+        if error.errno in LASTING:
+            raise
+
+
 def watch(runs: list[RunDirectory], follow: bool = False) -> int:
     """Watches until all runs are over; 0 if all completed. ``follow`` also shows rank 0's output."""
     jobs = [load_resolved(run.job_file) for run in runs]
@@ -253,7 +275,7 @@ def watch(runs: list[RunDirectory], follow: bool = False) -> int:
                 for watcher, progress in zip(watchers, shown, strict=True):
                     if watcher.result is None:
                         _look(watcher, alone=len(runs) == 1)
-                    progress.update()
+                    _show(progress)
                 time.sleep(LOOK_S)
         except KeyboardInterrupt:
             for watcher in watchers:
