@@ -17,6 +17,11 @@ from typing import Any, BinaryIO
 #: JSON has no such numbers: they are written as text, as in protobuf's JSON mapping; float() reads it.
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
+#: Errors of the run directory that no file server's outage explains, so that waiting does not help.
+LASTING = frozenset(
+    (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+)
+
 
 def finite(value: Any) -> Any:
     """A JSON value with "NaN", "Infinity" or "-Infinity" in place of floats that are not finite."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from clusterddp.errors import ClusterddpError, RunDirectoryError, SlurmError, Sl
 from clusterddp.failures import exclusion
 from clusterddp.protocol import BY_SLURM
 from clusterddp.reporter import say, show
-from clusterddp.rundir.files import write_json
+from clusterddp.rundir.files import LASTING, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
@@ -31,10 +30,6 @@ _T = TypeVar("_T")
 RESTART = -1
 #: The first pause before an unreachable controller is asked again, in seconds.
 FIRST_PAUSE_S = 0.5
-#: Errors of the run directory that no file server's outage explains, so that waiting does not help.
-_LASTING = frozenset(
-    (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
-)
 
 
 @dataclass(frozen=True)
@@ -360,7 +355,7 @@ def _until_answered(ask: Callable[[], _T]) -> _T:
         try:
             return ask()
         except OSError as error:
-            if error.errno not in _LASTING:
+            if error.errno not in LASTING:
                 raise
             raise RunDirectoryError(
                 f"{error.filename}: {error.strerror}: this job ends, and the run does not continue by itself; once its "

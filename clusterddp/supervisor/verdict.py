@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -328,7 +329,9 @@ def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     failures = sorted(failures, key=lambda end: (end.started, end.end == "dismissed", end.lost_at, end.rank))
     near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
     own = [end for end in near if end.own]
-    first = (own or near)[:1]
+    # One that ended before it joined was never connected: the launcher saw that it was the first.
+    unseen = [end for end in failures if end.own and math.isinf(end.lost_at)]
+    first = (own or unseen or near)[:1]
     return first + [end for end in failures if end not in first]
 
 

@@ -14,6 +14,7 @@ from clusterddp.checkpoint.content import unpacked
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import ClusterddpError
 from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.claims import waiting_claim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.history import History
@@ -94,7 +95,8 @@ def _check_files(run: RunDirectory, promised: Promised) -> None:
     _check_outcome(promised, outcome)
     assert run.cancelled or not promised.get("cancelled"), "the mark that it was cancelled is missing"
     held = [entry["job"] for entry in lease.holders(run)]
-    assert "holder" not in promised or not run.submitted_file.exists(), "the submission holds the run again"
+    taken = waiting_claim(run, run.attempts()) is None
+    assert "holder" not in promised or taken, "the submission holds the run again"
     if promised.get("pending") is not None:
         assert promised.get("pending") in held, f"held by {held}"
     if "holder" in promised:

@@ -393,6 +393,14 @@ def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_told
     assert (verdict.first_failure, verdict.action) == (killed, Action.RESTART)
 
 
+def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_killed_for_it() -> None:
+    """They joined after the order to exit was sent, and did not get it. Else the wrong node would count as suspect."""
+    killed = in_order({1: ExitStatus(signal=9), 0: ExitStatus(signal=9)})
+    ends = [RankEnd.from_record(rank, "n1", lost_at, None, killed[rank]) for rank, lost_at in ((0, 6.0), (1, math.inf))]
+    failure = judge(ends, 137, False, lambda: Cause.NONE).first_failure
+    assert failure is not None and failure.rank == 1
+
+
 def test_a_segfault_comes_before_the_kills_that_it_caused() -> None:
     """The launcher's KILL of a peer arrives within the jitter; so does the peer's word of a closed connection."""
     peer = end("exception", 0, lost_at=4.0, error="RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed")
