@@ -19,6 +19,8 @@ FRUITLESS = 3
 
 #: A script has written a checkpoint of its own: one that matches ``resume``, or ``requeue(saved=...)``.
 SAVED_ITSELF = ("own_checkpoint", "saved")
+#: Rank 0 has made a step, or continues from one.
+STEPPED = ("training", "resumed", "steps_seen")
 #: A script that records no steps has made progress once it has run for this many seconds.
 PROGRESS_S = 60.0
 #: An attempt of a script that records no steps may have saved after this many seconds, and does not count as fruitless.
@@ -120,7 +122,7 @@ def _script_s(events: list[Mapping[str, Any]]) -> float | None:
 
 
 def _made_steps(events: list[Mapping[str, Any]]) -> bool:
-    return any(event["event"] in ("training", "resumed", "steps_seen") for event in events)
+    return any(event["event"] in STEPPED for event in events)
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:

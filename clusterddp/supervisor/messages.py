@@ -17,12 +17,17 @@ from clusterddp.reporter import counted, duration, printable
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.limits import SAVED_ITSELF
+from clusterddp.supervisor.limits import SAVED_ITSELF, STEPPED
 from clusterddp.supervisor.verdict import RankEnd
 
 Event = Mapping[str, Any]
 #: The most characters of a reason that a message shows.
 LONGEST_REASON = 500
+#: What to do about a completion that is not confirmed.
+CONFIRM = (
+    "If the training is complete, name its mark: `clusterddp submit --run-dir RUN --change --set done=FILE`. If not, "
+    "correct what is wrong, and continue with `clusterddp submit --run-dir RUN`"
+)
 #: What follows most failures.
 RESTARTING = "restarting all ranks in place"
 
@@ -57,8 +62,9 @@ def how_it_ended(outcome: Event) -> str:
 
 def _completed(event: Event) -> str:
     attempts = f"completed{at_step(event['step'])} after {counted(event['attempts'], 'attempt')}"
-    told = event.get("confirmed") is False or event["reason"].startswith("done: ")
-    return f"{attempts}; {event['reason']}" if told else attempts
+    if is_unconfirmed({**event, "state": "completed"}):
+        return f"{attempts}, {event['reason']}. {CONFIRM}"
+    return f"{attempts}; {event['reason']}" if event["reason"].startswith("done: ") else attempts
 
 
 def _started(event: Event) -> str:
@@ -110,7 +116,7 @@ def added_arguments(run: RunDirectory, events: Iterable[Event], attempt: int) ->
 
 
 #: Events of an attempt that has begun to train, or saved.
-_PROGRESS = ("training", "resumed", "steps_seen", *SAVED_ITSELF)
+_PROGRESS = (*STEPPED, *SAVED_ITSELF)
 
 
 def _ended(event: Event, then: str) -> str:
@@ -186,6 +192,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "training": lambda e: f"rank 0 prints steps from {e['log']} on{_repeated(e)}" if "log" in e else None,
     "resumed": _resumed,
     "own_resume": _own_resume,
+    "no_match": lambda e: (
+        f"the script has saved {e['file']}, but no file matches {' or '.join(e['patterns'])} so far: check "
+        "`resume.checkpoint`"
+    ),
     "preflight": lambda e: "; ".join([f"all nodes passed the preflight in {e['seconds']:.1f} s", *e["warnings"]]),
     "order_changed": lambda e: f"the weights of the mixture from now on: {e['now']}; they were: {e['was']}",
     "whole_batches": lambda e: (
@@ -214,7 +224,9 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"of the {e['limit'] / 1e6:,.0f} MB that a checkpoint holds; beyond that the run fails: save less of it"
     ),
     "left_loop": _left_loop,
-    "saved": lambda e: f"the script saved {e['file']}",
+    "saved": lambda e: (
+        f"the script saved {e['file']}" + (f", {counted(e['items'], 'item')} into its epoch" if "items" in e else "")
+    ),
     "not_read": lambda e: (
         f"the script made its first step without opening {e['file']}, which it saved at its last stop: it may have "
         "started from an older checkpoint, or from the beginning"

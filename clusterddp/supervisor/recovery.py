@@ -64,8 +64,8 @@ class Recovery:
         verdict = judge(self._ends, exit_code, bool(self._state.told), ask, self._progress)
         if self._job.done is None or verdict.action is Action.CANCEL or verdict.cause is Cause.SUPERSEDED:
             return verdict
-        is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.events))
         completes = verdict.action is Action.COMPLETE
+        is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.events, completes))
         if is_done:
             reason = f"done: {found}{'' if completes else f'; the last attempt: {verdict.reason}'}"
             return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
@@ -74,8 +74,11 @@ class Recovery:
         return Verdict(Action.RESTART, f"all ranks exited with code 0 without the mark of `done`: {found}")
 
     def _doubt(self) -> str | None:
-        """Why exit code 0 may not mean that the script is done; None: it does, as far as is known."""
-        if self._job.done is not None or any(end.used_clusterddp for end in self._ends):
+        """Why exit code 0 may not mean that the script is done; None: it does, as far as is known.
+
+        One that was stopped at its last step, reads what it saved there and has nothing left to do is done.
+        """
+        if self._job.done is not None or any(end.used_clusterddp or end.read_saved for end in self._ends):
             return None
         return doubt(self._history.events, self._number)
 

@@ -77,6 +77,8 @@ class RankEnd:
     death: ExitStatus | None = None
     left_loop: bool = False
     """Whether it is done with steps left, as after ``break``."""
+    read_saved: bool = False
+    """Whether it is done without a step, after it had opened what the script saved at its last stop."""
 
     @classmethod
     def read(cls, rank: int, host: str, lost_at: float, path: Path, death: ExitStatus | None = None) -> RankEnd:
@@ -97,8 +99,8 @@ class RankEnd:
         error = record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else "")
         names = ("traceback", "step", "exit_code", "used_clusterddp")
         known = {name: record[name] for name in names if record.get(name) is not None}
-        left_loop = record.get("left_loop") is True
-        return cls(rank, record["host"], record["end"], lost_at, error, left_loop=left_loop, **known)
+        known |= {name: record.get(name) is True for name in ("left_loop", "read_saved")}
+        return cls(rank, record["host"], record["end"], lost_at, error, **known)
 
     def without(self, secrets: Sequence[str]) -> RankEnd:
         """The same with these values masked, which must not appear in the history or in logs."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import gc
 import os
+import stat
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class ScriptSteps:
             self._begun = True
             self.heartbeat.begin()
             if self._rank == 0:
-                control_channel.report("steps_seen")
+                control_channel.report("steps_seen", **_output_sizes())
                 control_channel.report("phase", phase="training")
 
     def _told(self, histograms: bool) -> Mapping[str, Any]:
@@ -120,6 +121,16 @@ class ScriptSteps:
         own_saves.around = nullcontext
         self._times.close()
         self.heartbeat.close()
+
+
+def _output_sizes() -> dict[str, int]:
+    """What this rank has printed so far, in bytes, where it goes to files: ``done: {log: ...}`` looks at the rest."""
+    sizes: dict[str, int] = {}
+    for kind, descriptor in (("out", 1), ("err", 2)):
+        with suppress(OSError):  # the script has closed it
+            status = os.fstat(descriptor)
+            sizes |= {kind: status.st_size} if stat.S_ISREG(status.st_mode) else {}
+    return sizes
 
 
 def _ddp_modules() -> list[DistributedDataParallel]:

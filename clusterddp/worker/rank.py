@@ -105,6 +105,8 @@ def main() -> None:
             saved_file.current = saved_file.SavedFile(os.environ[protocol.SAVED])
     values, code = run_script(command)
     values = {**_step_reached(), **values}
+    if values["end"] == "done" and saved_file.current is not None and saved_file.current.was_opened():
+        values["read_saved"] = True
     if os.getpid() != process:
         rank_exit.finish_child(code)
     del held_port

@@ -78,9 +78,13 @@ def text(folder: Path) -> None:
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", **shape}))
 
 
-def clip_model(folder: Path) -> None:
-    """A tiny CLIP model's description, for open_clip's synthetic data."""
-    folder.mkdir(parents=True)
+def captions(folder: Path) -> None:
+    """Images whose captions name their class and number in ``train.csv``, and a tiny CLIP model's description."""
+    named_images(folder / "images")
+    rows = ["filepath\ttitle"]
+    for path in sorted((folder / "images").iterdir())[:64]:
+        rows.append(f"{path}\ta photo of a {path.stem.replace('_', ' number ')}")
+    (folder / "train.csv").write_text("\n".join(rows) + "\n")
     vision = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16}
     text_tower = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
     described = {"embed_dim": 32, "vision_cfg": vision, "text_cfg": text_tower}
@@ -109,7 +113,7 @@ def nothing(folder: Path) -> None:
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
-    maker.__name__: maker for maker in (images, named_images, tokens, boxes, text, clip_model, speech, nothing)
+    maker.__name__: maker for maker in (images, named_images, tokens, boxes, text, captions, speech, nothing)
 }
 
 

@@ -62,39 +62,47 @@ class Disk:
         if until > world.now and (write or code != errno.ENOSPC) and world.random.random() * 100 < percent:
             raise OSError(code, os.strerror(code), str(path))
 
-    def _seen(self, path: Path) -> Node | None:
+    def _seen(self, path: str) -> Node | None:
         """What the calling node sees there."""
-        node = self.nodes.get(str(path))
+        node = self.nodes.get(path)
         if not self.lag_s or self.world.thread is None:
             return node
+        looked = self._looked_at(_above(path))
+        return None if node is None or (node.created > looked and node.node != self.world.process.node) else node
+
+    def _looked_at(self, folder: str) -> float:
+        """When the calling node has looked into a folder, which may be now."""
         here, now = self.world.process.node, self.world.now
-        looked = self._looked.get((here, str(path.parent)), -1e9)
+        looked = self._looked.get((here, folder), -1e9)
         if now - looked >= self.lag_s:
-            looked = self._looked[here, str(path.parent)] = now
-        return None if node is None or (node.created > looked and node.node != here) else node
+            looked = self._looked[here, folder] = now
+        return looked
 
     def _there(self, path: Path) -> Node:
-        node = self._seen(path)
+        node = self._seen(str(path))
         if node is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         return node
 
     def _add(self, path: Path, folder: bool = False) -> Node:
-        above = self.nodes.get(str(path.parent))
+        name = str(path)
+        folder_above = _above(name)
+        above = self.nodes.get(folder_above)
         if above is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         self._inodes += 1
         where = self.world.process.node if self.world.thread is not None else ""
-        node = self.nodes[str(path)] = Node(self._inodes, self.world.now, where, folder)
+        node = self.nodes[name] = Node(self._inodes, self.world.now, where, folder)
         above.names[path.name] = None
-        self._looked[where, str(path.parent)] = self.world.now
+        self._looked[where, folder_above] = self.world.now
         return node
 
     def _remove(self, path: Path) -> None:
+        name = str(path)
         if self.world.thread is not None:
-            self._looked[self.world.process.node, str(path.parent)] = self.world.now
-        if self.nodes.pop(str(path), None) is not None:
-            self.nodes[str(path.parent)].names.pop(path.name, None)
+            self._looked[self.world.process.node, _above(name)] = self.world.now
+        if self.nodes.pop(name, None) is not None:
+            self.nodes[_above(name)].names.pop(path.name, None)
 
     # --- clusterddp/rundir/files.py
 
@@ -201,7 +209,7 @@ class Disk:
     def exists(self, path: Path) -> bool:
         """As in files.py."""
         self._step(path)
-        return self._seen(path) is not None
+        return self._seen(str(path)) is not None
 
     def status(self, path: Path) -> Any:
         """As in files.py."""
@@ -217,7 +225,12 @@ class Disk:
         """As in files.py."""
         self._step(folder)
         names = self._there(folder).names
-        return [name for name in names if self._seen(folder / name) is not None] if self.lag_s else list(names)
+        if not self.lag_s or self.world.thread is None:
+            return list(names)
+        path, here = str(folder), self.world.process.node
+        looked = self._looked_at(path)
+        nodes = ((name, self.nodes[f"{path}/{name}"]) for name in names)
+        return [name for name, node in nodes if node.created <= looked or node.node == here]
 
     def read_bytes(self, path: Path) -> bytes:
         """As in files.py."""
@@ -231,6 +244,11 @@ class Disk:
 
     def fsync_directory(self, path: Path) -> None:
         """As in files.py."""
+
+
+def _above(path: str) -> str:
+    """The folder that a path is in."""
+    return path.rpartition("/")[0] or "/"
 
 
 class _Open(io.BytesIO):

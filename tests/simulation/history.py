@@ -63,9 +63,9 @@ def drawn(seed: int) -> Plan:
     draw = random.Random(seed)
     kinds = [kind for kind in FAULTS if draw.random() < 0.4] or ["preempt"]
     script = Script(
-        steps=draw.choice((20, 30, 40)),
-        step_s=draw.choice((1.0, 3.0, 8.0)),
-        save_every=draw.choice((5, 10, 1000)),
+        steps=draw.choice((8, 12, 20)),
+        step_s=draw.choice((1.0, 3.0, 10.0)),
+        save_every=draw.choice((3, 5, 1000)),
         save_s=draw.choice((0.2, 2.0, 6.0)),
         import_s=draw.choice((2.0, 8.0)),
     )
@@ -235,8 +235,8 @@ class History:
     def _watch(self) -> int:
         """As ``clusterddp watch``, without what it shows of the training."""
         watcher = watch.Watcher(self.run, self.job)
-        while not watcher.look():
-            self.world.sleep(watch.LOOK_S * 5)
+        while not watcher.look():  # it looks at the outcome more often, which nothing depends on
+            self.world.sleep(max(watch.LOOK_S, watcher._ask_at - watch.time.monotonic()))
         return watcher.result or 0
 
     def _launch(self, batch: Batch) -> Process:

@@ -8,13 +8,13 @@ the control server, and what ``NAMED`` lists, which is no part of the protocol. 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,6 +33,8 @@ from tests.simulation.world import Queues, Threading, Time, World
 LOADED = (cancel, wait, watch, requeue_command, claims, hook, recovery)
 #: Packages whose modules run in the simulated world.
 ROOMS = ("supervisor", "slurm", "rundir", "cli", "failures", "checkpoint.store", "jobdef", "reporter", "process")
+#: Histories between two collections of garbage.
+COLLECTED = 20
 #: Modules of the standard library that are replaced wherever a module of these packages has imported them.
 _MODULES = {
     name: importlib.import_module(name) for name in ("time", "queue", "threading", "random", "secrets", "socket", "os")
@@ -76,19 +78,22 @@ class _Os:
 
 
 class _Current:
-    """An interface of the world that plays at the moment: patched once, for all histories."""
+    """A module or function of the world that plays at the moment: patched once, for all histories."""
 
-    def __init__(self) -> None:
-        self.target: Any = None
+    def use(self, target: Any) -> None:
+        """Gives it what ``target`` has, so that a call takes no detour."""
+        vars(self).update({name: getattr(target, name) for name in dir(target) if not name.startswith("_")})
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
+    def __getattr__(self, name: str) -> Any:  # for type checkers: what ``use`` has not given
+        raise AttributeError(name)
 
 
-#: The interfaces of the current world.
-_current = {name: _Current() for name in ("time", "queue", "threading", "random", "disk")}
+#: The modules of the current world.
+_current = {name: _Current() for name in ("time", "queue", "threading", "random")}
 _os = _Os()
-_now: SimpleNamespace = SimpleNamespace(world=None, slurm=None, cluster=None)
+_now: SimpleNamespace = SimpleNamespace(world=None, slurm=None, cluster=None, histories=0)
+#: Where functions of the disk are to be put: (module, name of the import, name).
+_on_disk: list[tuple[ModuleType, str, str]] = []
 
 
 def _token(count: int) -> str:
@@ -113,11 +118,8 @@ def _patches() -> Iterator[tuple[ModuleType, str, Any]]:
     replaced[id(_MODULES["secrets"])] = SimpleNamespace(token_hex=_token)
     replaced[id(_MODULES["socket"])] = _Part(socket, gethostname=lambda: _now.world.process.node)
     replaced[id(_MODULES["os"])] = _os
-    for name, function in _FUNCTIONS.items():
-        if hasattr(Disk, name):
-            replaced[id(function)] = partial(
-                lambda name, *a, **k: getattr(_current["disk"].target, name)(*a, **k), name
-            )
+    on_disk = {id(function): name for name, function in _FUNCTIONS.items() if hasattr(Disk, name)}
+    _on_disk.clear()
     replaced[id(process.process_start)] = _of_process
     replaced[id(process.process_namespace)] = lambda: f"machine {_now.world.process.node}"
     replaced[id(ownership.check_run)] = lambda _: None
@@ -127,6 +129,9 @@ def _patches() -> Iterator[tuple[ModuleType, str, Any]]:
         for attribute, value in list(vars(module).items()):
             if (by := replaced.get(id(value))) is not None:
                 yield module, attribute, by
+            elif (function := on_disk.get(id(value))) is not None:
+                _on_disk.append((module, attribute, function))
+                yield module, attribute, None  # `use` puts the disk's there
     yield reporter, "print", _print
     yield sys.modules["clusterddp.supervisor.history"], "print", _print
     yield (
@@ -145,7 +150,7 @@ NAMED: tuple[tuple[ModuleType, str, Any], ...] = (
     (attempt, "code_state", lambda *_: {}),
     (attempt, "code_snapshot", SimpleNamespace(present=lambda _: None)),
     (main, "delete_old_logs", lambda *_: None),
-    (controller, "batch_step_began", lambda: _current["time"].target.time()),
+    (controller, "batch_step_began", lambda: _current["time"].time()),
     (lease, "owner_of", lambda _: "ddp"),
 )
 
@@ -154,6 +159,9 @@ NAMED: tuple[tuple[ModuleType, str, Any], ...] = (
 def installed() -> Iterator[None]:
     """While the block runs, the product's modules use the current world."""
     before: list[tuple[ModuleType, str, Any]] = []
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # `use` collects what a number of histories have left: that takes a third of the time
     try:
         for module, name, by in list(_patches()):
             before.append((module, name, vars(module).get(name, _ABSENT)))
@@ -165,6 +173,8 @@ def installed() -> Iterator[None]:
                 delattr(module, name)
             else:
                 setattr(module, name, value)
+        gc.enable()
+        gc.unfreeze()
 
 
 _ABSENT = object()
@@ -172,8 +182,14 @@ _ABSENT = object()
 
 def use(world: World, slurm: Slurm, cluster: Cluster, disk: Disk) -> None:
     """Makes this world the current one."""
+    _now.histories += 1
+    if _now.histories % COLLECTED == 0:
+        gc.collect()
     _now.world, _now.slurm, _now.cluster = world, slurm, cluster
     _os.world = world
-    _current["time"].target, _current["queue"].target = Time(world), Queues(world)
-    _current["threading"].target, _current["random"].target = Threading(world), world.random
-    _current["disk"].target = disk
+    _current["time"].use(Time(world))
+    _current["queue"].use(Queues(world))
+    _current["threading"].use(Threading(world))
+    _current["random"].use(world.random)
+    for module, name, function in _on_disk:
+        setattr(module, name, getattr(disk, function))

@@ -184,11 +184,8 @@ def begun(
 def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> None:
     earlier = [event(0, 50.0, "started"), event(0, 120.0, "requeued")]
     assert begun(run, 0, [])[1] == ""
-    assert (
-        begun(run, 1, earlier)[1]
-        == "attempt 1: no complete checkpoint matches {run_dir}/*.pt: starts from the beginning"
-    )
-    assert begun(run, 1, earlier, job(()))[1] == "attempt 1: no complete checkpoint matches {run_dir}/*.pt"
+    assert begun(run, 1, earlier)[1] == "attempt 1: no complete checkpoint matches *.pt: starts from the beginning"
+    assert begun(run, 1, earlier, job(()))[1] == "attempt 1: no complete checkpoint matches *.pt"
     zipped(run.path / "a.pt")
     at(run.path / "a.pt", 106)
     (run.path / "b.pt").touch()
@@ -222,6 +219,35 @@ def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> 
     assert progress(earlier, 0, None, 130.0).saved
 
 
+def test_the_position_in_an_epoch_is_told_while_the_script_continues_from_what_it_saved_there(
+    run: RunDirectory,
+) -> None:
+    """Not once it has written that file again, or a newer checkpoint. The file alone is watched after the stop."""
+    last, newer = run.path / "last.pt", run.path / "epoch-1.pt"
+    zipped(last)
+    at(last, 119)
+    stop = [event(0, 50.0, "started"), event(0, 119.0, "saved", file=str(last), items=7, written=119.0)]
+    killed = [*stop, event(1, 130.0, "started"), event(1, 140.0, "rank_failed", rank=0)]
+    both = {"CLUSTERDDP_SAVED": str(last), "CLUSTERDDP_SAVED_ITEMS": "7"}
+
+    def told(job: Job, number: int, events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        own = OwnCheckpoints(run, job, number, events)
+        own.begin()
+        return own.saved()
+
+    watched, alone = job(), Job(name="n", module="n", device="cpu")
+    assert [told(one, 1, stop) for one in (watched, alone)] == [both] * 2
+    assert [told(one, 2, killed) for one in (watched, alone)] == [both] * 2
+    zipped(newer)
+    at(newer, 150)
+    assert [told(one, 2, killed) for one in (watched, alone)] == [{}, both]
+    newer.unlink()
+    at(last, 160)
+    assert [told(one, 2, killed) for one in (watched, alone)] == [{}] * 2
+    assert told(alone, 1, stop) == {"CLUSTERDDP_SAVED": str(last)}
+    assert told(alone, 0, []) == {}
+
+
 def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory) -> None:
     """Except where only the rank knows a value: it fills in the whole variable."""
     zipped(run.path / "a.pt")
@@ -236,20 +262,41 @@ def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory
     assert none.variables() == {"FROM": ""}
 
 
+def watched(own: OwnCheckpoints) -> list[str]:
+    """What is recorded once the ranks have ended."""
+    seen: list[str] = []
+    over = threading.Event()
+    over.set()
+
+    def report(name: str, **values: Any) -> None:
+        seen.append(sentence(event(1, 0.0, name, **values)) or f"attempt 1: {name} {values['file']}")
+
+    own.watch(over, report)
+    return seen
+
+
+def test_a_pattern_that_matches_none_of_the_saved_files_is_told(run: RunDirectory) -> None:
+    """Otherwise each attempt would start from the beginning."""
+    own, _ = begun(run, 0, [])
+    assert watched(own) == []
+    own.written = f"{run.path}/out/last.pth"
+    told = "the script has saved out/last.pth, but no file matches *.pt so far: check `resume.checkpoint`"
+    assert watched(own) == [f"attempt 1: {told}"]
+    (run.path / "cut.pt").touch()
+    assert watched(own) == []  # the pattern is right
+    other, _ = begun(run, 0, [], Job(name="n", module="n"))
+    other.written = "last.pth"
+    assert watched(other) == []
+
+
 def test_a_state_that_is_saved_again_is_no_new_checkpoint(run: RunDirectory) -> None:
     """nanoGPT saves what it has just loaded: that is no progress."""
     zipped(run.path / "a.pt", "step 10")
     own, _ = begun(run, 1, [event(0, 50.0, "started")])
-    seen: list[Mapping[str, Any]] = []
-    over = threading.Event()
-    over.set()
     zipped(run.path / "a.pt", "step 10")
-    own.watch(over, seen.append)
-    assert seen == []
+    assert watched(own) == []
     zipped(run.path / "a.pt", "step 20")
-    own.watch(over, seen.append)
-    own.watch(over, seen.append)
-    assert [one["file"] for one in seen] == ["a.pt"]
+    assert [*watched(own), *watched(own)] == ["attempt 1: own_checkpoint a.pt"]
 
 
 def test_a_new_checkpoint_counts_for_the_limit_of_failures() -> None:
