@@ -25,6 +25,7 @@ from clusterddp.jobdef.schema import READERS, Fields, read_fields
 from clusterddp.jobdef.secrets import MASK, is_secret, revealed
 from clusterddp.jobdef.values import quoted
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
+from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import retrying
 
 #: The format of run directories that this version writes. A later format is recorded as ``format`` in job.yaml.
@@ -100,6 +101,10 @@ def load_resolved(path: str | os.PathLike[str]) -> Job:
 
     The script need not exist any more: an old run can still be inspected.
     """
+    try:
+        open_binary(Path(path)).close()
+    except OSError as error:
+        raise JobDefinitionError(f"cannot read {path}: {error.strerror}") from error
     return load(path, recorded=True)
 
 

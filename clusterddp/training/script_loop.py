@@ -219,10 +219,8 @@ class ItemsToDo(Iterable[Item]):
 @functools.cache
 def _tell_if_started_by_a_rank() -> None:
     if protocol.SUPERVISOR in os.environ:
-        say(
-            "clusterddp.stop_requested() is always False in a process that a rank has started: have clusterddp start a "
-            "rank per GPU (--gpus), instead of starting processes in the script (torch.multiprocessing.spawn)"
-        )
+        say(protocol.NO_RANK)
+        control_channel.tell_of_child(os.environ)
 
 
 def began() -> bool:
@@ -235,7 +233,7 @@ def _begin() -> ScriptLoop:
     global _loop
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("clusterddp.stop_requested() must be called in the main thread, as it installs handlers")
-    read = settings.read(os.environ)
+    read = settings.of_rank()
     assert read.attempt is not None
     _tell_of_handlers()
     store = open_store(read)

@@ -13,6 +13,8 @@ from typing import Any
 
 from tests.simulation.world import EPOCH, Process, World
 
+#: Since 26.05 at the end of a job's record; it may imitate fields.
+SUBMIT_LINE = " SubmitLine=sbatch --parsable --comment=JobState=FAILED /shared/runs/sim/job.sbatch"
 #: States in which a job has its nodes.
 HAS_NODES = ("RUNNING", "SUSPENDED", "COMPLETING")
 
@@ -90,6 +92,8 @@ class Slurm:
         self._next_id = 100
         self._scheduled = False
         self.commands = 0
+        #: Of each process that gave commands: when the first and the last one came, and how many.
+        self.asked: dict[str, tuple[float, float, int]] = {}
 
     def _tell(self, what: str) -> None:
         self.world.tell("slurmctld", what)
@@ -101,6 +105,8 @@ class Slurm:
         world, draw = self.world, self.world.random
         self.commands += 1
         process = world.process
+        first, last, count = self.asked.get(process.name, (world.now, 0.0, 0))
+        self.asked[process.name] = (first, max(last, world.now), count + 1)
         world.sleep(self.latency_s * (0.5 + draw.random()))
         if process.node in self.cut or world.now < self.away_until:
             world.sleep(9.0 + 9.0 * draw.random())
@@ -135,6 +141,8 @@ class Slurm:
                 return _done(
                     command, f"PartitionName=low GraceTime={self.settings.grace_s} PreemptMode={self.settings.mode}"
                 )
+            case ["scontrol", "show", "node", "-o", node]:
+                return _done(command, f"NodeName={node} NodeAddr={node} NodeHostName={node}\n")
             case ["scontrol", "requeue", job_id]:
                 return self._requeue(command, self.jobs[job_id])
             case ["scontrol", "update", what, change]:
@@ -164,7 +172,7 @@ class Slurm:
             f"Reason={job.reason} Dependency=(null) Requeue={job.requeue_allowed:d} Restarts={job.restarts} "
             f"RunTime={_duration(ran)} TimeLimit={_duration(job.time_limit_s)} {shown} EndTime={_time(end)} "
             f"PreemptTime={_time(job.preempt_time)} Partition=low NodeList={','.join(job.nodes) or '(null)'} "
-            "Command=(null) WorkDir=/shared\n"
+            f"Command=(null){SUBMIT_LINE if self.settings.release == '26.05' else ''} WorkDir=/shared\n"
         )
 
     def _queue(self, ids: Sequence[str]) -> str:
@@ -175,8 +183,11 @@ class Slurm:
 
     def _configuration(self) -> str:
         settings = self.settings
+        expires = f"AuthInfo = cred_expire={settings.hold_s - 1}"
+        if settings.release == "26.05":
+            expires = f"AuthInfo = cred_expire=119\nSchedulerParameters = requeue_delay={settings.hold_s - 1}"
         return (
-            f"AuthInfo = cred_expire={settings.hold_s - 1}\nKillWait = {settings.kill_wait_s} sec\n"
+            f"{expires}\nKillWait = {settings.kill_wait_s} sec\n"
             f"PreemptType = preempt/partition_prio\nPreemptMode = {settings.mode}\n"
         )
 

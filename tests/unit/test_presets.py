@@ -1,4 +1,4 @@
-"""Presets and placeholders: what they add to a job definition, and which of its own keys win."""
+"""Presets and placeholders: what they add to a job definition, and which keys of the job win."""
 
 import re
 from collections.abc import Mapping
