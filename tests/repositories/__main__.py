@@ -15,7 +15,7 @@ from tests import cluster
 from tests.cluster import Cluster
 from tests.ddp import REPOSITORY
 from tests.repositories import slurm
-from tests.repositories.disturbances import CELLS, ON_SLURM, Result, run
+from tests.repositories.disturbances import CELLS, LIMIT_S, ON_SLURM, Result, run
 from tests.repositories.entries import Copy, Repository, Unusable, prepare, read_all, with_lines
 from tests.repositories.page import write_page
 
@@ -86,6 +86,9 @@ def measure(entry: Repository, options: argparse.Namespace, slurm_cluster: Clust
             result = result.against(whole)
         print(f"{entry.name}: {result}", flush=True)
         bad += not result.complete(whole)
+        if result.state is None:
+            print(f"{entry.name}: {cell}: no outcome within {LIMIT_S} s, which is not recorded")
+            continue
         _record(entry, result)
     return bad
 

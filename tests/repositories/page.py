@@ -29,8 +29,8 @@ INTRODUCTION = """\
 
 Public training repositories at pinned commits, with the command of their README, small synthetic data and two ranks of
 one machine. Each is run undisturbed, preempted at three moments of its training, and with a rank killed in the middle.
-`make test-repositories REPOSITORIES=FOLDER` measures them and writes this page. It downloads nothing and runs those whose
-checkouts the folder has. What it knows of each is in `tests/repositories/entries/`. The
+`make test-repositories REPOSITORIES=FOLDER` measures them and writes this page. It downloads nothing and runs those
+whose checkouts the folder has. What it knows of each is in `tests/repositories/entries/`. The
 [guide](../guide/existing-repository.md#presets) explains the keys of the job definition.
 
 A disturbed run is *completed* if it made every step of the undisturbed run. *Repeated* are the steps that it made
@@ -40,6 +40,13 @@ GPUs: host memory and CPU kernels that torch sees as CUDA devices. Each cell is 
 The last column is another preemption in the middle, after
 [the lines that save at a stop](../guide/existing-repository.md#two-lines-for-no-lost-step) were added. Their number
 counts added and changed lines without `import clusterddp`, with the save and `requeue()` on one line.
+
+**Not all cells are filled, and they are not all of one commit.** *Not run* means that nothing is known. On the machine
+of this measurement most runs took ten times as long as they should, and those without an outcome after 15 minutes are
+left out. Cells without a metric, and the row of transformers, were measured on earlier commits of the same day, with
+somewhat larger models and a coarser metric. In two of accelerate's runs, one rank hung after its last step, while its
+script freed what was left of gloo's process group. No other thread of that rank ran meanwhile, and clusterddp did not
+end it within 13 minutes.
 """
 
 
@@ -119,7 +126,7 @@ def _on_slurm(entries: Sequence[Repository], measured: Mapping[str, Any]) -> lis
 def _row(entry: Repository, results: Mapping[str, Result]) -> list[str]:
     cells = [_shown(name, results) for name in HEADINGS]
     if "lines" in results:
-        cells[-1] += f", {results['lines'].lines} lines"
+        cells[-1] += f", {(count := results['lines'].lines)} line{'s' * (count > 1)}"
     elif not entry.no_step_lost:
         cells[-1] = ""
     return [f"[{_short_name(entry)}](#{entry.name})", str(entry.lines_of_yaml), str(entry.changed_lines), *cells]
