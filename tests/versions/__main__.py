@@ -28,9 +28,9 @@ from tests.versions.environments import PAIRS, REPOSITORY, Pair, environment, in
 TESTS = (
     "ranks/exact_resume unit/orders unit/streams unit/loader unit/collation unit/worker_batches ranks/child_processes "
     "ranks/gradients ranks/buffers ranks/compiled_shapes ranks/agreement ranks/process_group ranks/own_group "
-    "ranks/group_ends ranks/heartbeat ranks/hangs unit/step_times ranks/local ranks/two_lines ranks/untouched "
-    "ranks/own_checkpoints ranks/script_outcomes unit/script_signal unit/own_saves unit/store unit/control_channel "
-    "unit/run_directory unit/job unit/batch"
+    "ranks/group_ends ranks/heartbeat ranks/heartbeat_faults ranks/hangs unit/step_times ranks/local ranks/two_lines "
+    "ranks/untouched ranks/own_checkpoints ranks/script_outcomes unit/script_signal unit/own_saves unit/store "
+    "unit/control_channel unit/run_directory unit/job unit/batch"
 ).split()
 #: Each pair's run on the cluster: its ranks are started by srun as an ordinary user.
 ON_SLURM = "tests/slurm/test_main_job.py::test_a_preempted_run_is_requeued_and_is_the_same_run"
