@@ -42,7 +42,7 @@ HINDERING = frozenset(
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: How often an attempt's supervisor may ask Slurm: so many times, and once in so many seconds.
-ASKED, ASKED_EVERY_S = 60, 5.0
+ASKED, ASKED_EVERY_S = 45, 10.0
 
 
 @cache
@@ -75,8 +75,8 @@ class Invariants:
         self._dead_since: float | None = None
         #: When a user last wanted the run to end, or to go on.
         self._cancelled_at: float | None = None
-        #: Since when `tell stop` holds the run.
-        self._held_at: float | None = None
+        #: The newest attempt when a user last submitted the run.
+        self._submitted_after = -1
         #: By attempt, the rank that truly failed first, and when.
         self._failed: dict[int, tuple[float, int]] = {}
         #: Requeues that hit a job which was cancelled after its supervisor had last asked: the known window.
@@ -117,12 +117,13 @@ class Invariants:
 
     def submitted(self) -> None:
         """A user submits the run, which may be continued by that."""
-        self._cancelled_at = self._held_at = None
+        self._cancelled_at = None
+        self._submitted_after = max((event["attempt"] for event in self.events()), default=-1)
 
-    def stopped(self, code: int) -> None:
-        """``tell stop`` has ended with this exit code."""
-        if code == 0 and self.outcome() is None:
-            self._held_at = self._world.now
+    def _is_held(self, number: int) -> bool:
+        """Whether a user has stopped the run by ``tell stop`` in an earlier attempt, and not submitted it since."""
+        asked = (event for event in self.events() if event["event"] == "requested" and event["request"] == "stop")
+        return any(self._submitted_after < event["attempt"] < number for event in asked)
 
     def asked_to_save(self, at: float, code: int) -> None:
         """``tell save``, begun at this time, has ended with this exit code."""
@@ -173,7 +174,7 @@ class Invariants:
             self._violated("I2", f"attempt {number} resumes at step {step} with other weights")
         if (outcome := self.outcome()) is not None and outcome["state"] == "completed":
             self._violated("I10", f"attempt {number} trains, and the run has completed")
-        if self._held_at is not None and self._world.now - self._held_at > 1.0:
+        if self._is_held(number):
             self._violated("I9", f"attempt {number} trains, and the run was stopped by `clusterddp tell stop`")
         if (
             self._marked
