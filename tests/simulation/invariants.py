@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 LOOK_S = 5.0
 #: How long two attempts may train at a time where all of it can be seen, and a job may hold nodes without ranks.
 TOGETHER_S, IDLE_S = 60.0, 120.0
+#: The same for a job of which a rank has failed: the others may use a notice to save.
+INCOMPLETE_S = 200.0
 #: A history has an end.
 MOST_EVENTS = 30_000
 #: Faults after which a run that is watched must complete.
@@ -72,6 +74,7 @@ class Invariants:
         self._look_at = 0.0
         self._together_since: float | None = None
         self._idle_since: dict[str, float] = {}
+        self._incomplete_since: dict[str, float] = {}
         self._dead_since: float | None = None
         #: When a user last wanted the run to end, or to go on.
         self._cancelled_at: float | None = None
@@ -269,10 +272,23 @@ class Invariants:
         slurm = self._history.slurm
         troubled = now < slurm.away_until or now < slurm.lossy[0] or slurm.cut or slurm.latency_s > 0.5
         busy = any(process.alive for process in job.processes if process is not job.batch)
-        if job.state != "RUNNING" or troubled or busy or self._history.disk.broken[0] > now:
+        if job.state != "RUNNING" or troubled or self._history.disk.broken[0] > now:
+            self._idle_since.pop(job.id, None)
+            self._incomplete_since.pop(job.id, None)
+            return
+        if busy:
             self._idle_since.pop(job.id, None)
         elif now - self._idle_since.setdefault(job.id, now) > IDLE_S:
             self._violated("I7", f"job {job.id} holds its nodes, and no rank runs")
+        if not (busy and self._lacks_ranks(job)):
+            self._incomplete_since.pop(job.id, None)
+        elif now - self._incomplete_since.setdefault(job.id, now) > INCOMPLETE_S:
+            self._violated("I7", f"job {job.id} holds its nodes, and some of its ranks are gone")
+
+    def _lacks_ranks(self, job: Batch) -> bool:
+        """Whether a rank of the job's newest attempt has failed."""
+        newest = self._history.cluster.ranks[-self._history.job.world_size :]
+        return any(rank.step._batch is job and not rank.process.alive and rank.process.code != 0 for rank in newest)
 
     def settled(self) -> bool:
         """Whether nothing has happened for a while, and nothing will."""

@@ -42,11 +42,16 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
+@pytest.fixture(autouse=True)
+def nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue has no other job of the run."""
+    monkeypatch.setattr(watch, "jobs_by_script", lambda ended: {})
+
+
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The submissions that were made."""
     made: list[str] = []
-    monkeypatch.setattr(watch, "jobs_by_script", lambda ended: {})
 
     def submit(script: Path, *options: str) -> str:
         made.append(" ".join([script.name, *options]))
