@@ -14,10 +14,18 @@ from functools import partial
 
 from tests.simulation import product
 from tests.simulation.history import Result, drawn, play, shrunk
+from tests.simulation.lines import Lines
 from tests.simulation.mutants import MUTANTS, found_after
 
 #: Histories that a process plays at a time.
 CHUNK = 50
+#: The modules of the protocol, without the implementations of what is a model here.
+PROTOCOL = (
+    *(f"supervisor/{name}.py" for name in ("attempt", "controller", "decide", "history", "hook", "lease", "limits")),
+    *(f"supervisor/{name}.py" for name in ("main", "monitor", "recovery", "requests", "verdict")),
+    *("slurm/cause.py", "slurm/commands.py", "slurm/preemption_policy.py", "slurm/queue.py", "slurm/run_states.py"),
+    *("cli/runs/watch.py", "cli/runs/wait.py", "cli/runs/cancel.py", "cli/steering/asking.py"),
+)
 
 
 def main() -> int:
@@ -30,7 +38,10 @@ def main() -> int:
     parser.add_argument("--tell", action="store_true", help="the story of the first history")
     parser.add_argument("--shrink", action="store_true", help="with the fewest faults that violate the same invariant")
     parser.add_argument("--mutants", action="store_true", help="how many histories find each mutant, at most so many")
+    parser.add_argument("--lines", action="store_true", help="which lines of the protocol's modules are executed")
     arguments = parser.parse_args()
+    if arguments.lines:
+        return _count_lines(arguments.seed, arguments.histories)
     if arguments.tell:
         return _tell(arguments.seed, arguments.shrink)
     if arguments.mutants:
@@ -49,6 +60,15 @@ def _tell(seed: int, shrink: bool) -> int:
     print("\n".join(result.story))
     print(f"{result.ended}; {result.events} events; {'; '.join(result.violations) or 'no violation'}")
     return bool(result.violations)
+
+
+def _count_lines(first: int, count: int) -> int:
+    lines = Lines(PROTOCOL)
+    with product.installed(), lines.recorded():
+        for seed in range(first, first + count):
+            play(seed)
+    print("\n".join(lines.report()))
+    return 0
 
 
 def _chunk(seeds: Iterable[int], until: float) -> list[Result]:
