@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from clusterddp.errors import Stopped as Stopped
     from clusterddp.training.context import Context as Context
     from clusterddp.training.context import init as init
+    from clusterddp.training.script_loop import continue_epoch as continue_epoch
     from clusterddp.training.script_loop import requeue as requeue
     from clusterddp.training.script_loop import stop_requested as stop_requested
 
@@ -28,6 +29,7 @@ __all__ = [
     "Handle",
     "Stopped",
     "__version__",
+    "continue_epoch",
     "init",
     "launch",
     "orders",
@@ -41,6 +43,7 @@ _HOMES = {
     "CheckpointFolder": "clusterddp.checkpoint.checkpoint_folder",
     "Context": "clusterddp.training.context",
     "Handle": "clusterddp.api",
+    "continue_epoch": "clusterddp.training.script_loop",
     "init": "clusterddp.training.context",
     "launch": "clusterddp.api",
     "requeue": "clusterddp.training.script_loop",

@@ -104,7 +104,8 @@ def _processes() -> dict[int, list[int]]:
 def _status(pid: int) -> list[str] | None:
     """The fields of proc(5)'s stat, from the state on; None if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a process may give itself any bytes as its name
+        return text.rpartition(")")[2].split()
     except OSError:
         return None
 

@@ -30,7 +30,12 @@ RANK_EVENTS: Mapping[str, Event] = {
         "step redone? log?",
         "the attempt starts from step 0, or from the one before `log`, the first in rank 0's output",
     ),
-    "steps_seen": Event("", "rank 0 has made its first step in a script without clusterddp; its number is unknown"),
+    "steps_seen": Event(
+        "out? err?",
+        "rank 0 has made its first step in a script without clusterddp; its number is unknown; `out` and `err`: the "
+        "size of the files with its output, in bytes",
+    ),
+    "apart": Event("ranks group", "rank 0 has made its first step in a process group of `group` ranks, or without one"),
     "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
     "order_changed": Event("step was now", "the resumed run's order has other weights in steps to come"),
     "whole_batches": Event("step samples most", "more samples per rank than batch_size, without `run.micro()`"),
@@ -58,7 +63,11 @@ RANK_EVENTS: Mapping[str, Event] = {
     "overdue": Event(
         "seconds behind?", "no rank's step ended within `seconds` of the notice; rank 0 exits; `behind`: the late ranks"
     ),
-    "saved": Event("file", "the script has saved its state in `file` and called `requeue(saved=file)`"),
+    "saved": Event(
+        "file items? written?",
+        "the script has saved its state in `file` and called `requeue(saved=file)`; with `clusterddp.continue_epoch()` "
+        "also how many `items` of its epoch it had trained on, and when the file was `written`",
+    ),
     "not_read": Event("file", "the script has made its first step without opening `file`, saved at its last stop"),
     "stopping": Event("step reason", "all ranks stop after `step`"),
     "finishing": Event("step", "all steps are done; the last checkpoint is being saved"),
@@ -91,11 +100,12 @@ PHASES: Mapping[str, str] = {
 
 #: How an attempt can end so that the run continues, now or later.
 _ENDS: Mapping[str, Event] = {
-    "restarted": Event("reason cause step checkpoint file?", "the ranks are restarted in place"),
-    "requeued": Event("reason cause step checkpoint file? window_s", "the job is requeued"),
-    "resubmitted": Event("reason cause step checkpoint file? job", "the run continues as job `job`"),
+    "restarted": Event("reason cause step checkpoint file? made?", "the ranks are restarted in place"),
+    "requeued": Event("reason cause step checkpoint file? made? window_s", "the job is requeued"),
+    "resubmitted": Event("reason cause step checkpoint file? made? job", "the run continues as job `job`"),
     "stopped": Event(
-        "reason cause step checkpoint file? then?", "the run can be continued; `file`: the script's own checkpoint"
+        "reason cause step checkpoint file? made? then?",
+        "the run can be continued; `file`: the script's own checkpoint; `made`: so many steps of the attempt, at least",
     ),
 }
 
@@ -145,7 +155,9 @@ EVENTS: Mapping[str, Event] = {
         "the attempt continues from the script's own checkpoint `file`, with these arguments; without `file`: none of "
         "`patterns` matches a complete one",
     ),
-    "own_checkpoint": Event("file written", "the script has written a complete checkpoint of its own"),
+    "own_checkpoint": Event("file written", "the script has written a complete checkpoint in its own format"),
+    "no_match": Event("file patterns", "the script has saved `file`, and no file matches `patterns`"),
+    "no_rank": Event("", "a process that a rank has started calls `clusterddp.stop_requested()`, which is False there"),
     "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),
     "controller_back": Event("", "Slurm's controller answers again"),
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
@@ -164,6 +176,12 @@ EVENTS: Mapping[str, Event] = {
 HANDLER_REPLACED = (
     "the script replaced the {signal} handler of clusterddp.init() with {handler}: if it exits or raises when {signal} "
     "arrives, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops the run on its own"
+)
+
+#: The same, of a process that a rank has started and the supervisor.
+NO_RANK = (
+    "clusterddp.stop_requested() is always False in a process that a rank has started: have clusterddp start a rank "
+    "per GPU (--gpus), instead of starting processes in the script (torch.multiprocessing.spawn)"
 )
 
 #: What the hook of a job definition is told.
@@ -212,13 +230,16 @@ CHANNEL_EVENTS: Mapping[str, Event] = {
         "process group, the number of the last complete one, of the last one, and which one is not complete; "
         "`stood_s`: for how long the rank was stopped since its last heartbeat",
     ),
+    "wrote": Event("file", "the script's first save in this folder of a file with such a suffix"),
     "stacks": Event("request place threads", "a rank's stacks, for a request"),
     "saving": Event("request step? committed?", "rank 0 will save; without `step` it has no run to save"),
     "will_profile": Event("request refused?", "the rank will record a profile, or `refused` says why not"),
     "will_skip": Event("request refused?", "rank 0 has asked all ranks to skip batches, or `refused` says why not"),
     "left": Event(
-        "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? alone? used_clusterddp?",
-        "how the rank ended; its last message",
+        "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? alone? read_saved? "
+        "used_clusterddp?",
+        "how the rank ended; its last message; `read_saved`: it made no step, but opened the file that the script had "
+        "named in `requeue(saved=...)` at its last stop",
     ),
 }
 
@@ -232,6 +253,7 @@ REQUESTS: Mapping[str, Event] = {
     "skip": Event("batches", "skip so many global batches from a step boundary on, and save"),
     "stop": Event("", "save, stop, and hold the run until it is submitted again"),
     "requeue": Event("nodes?", "save, stop, and continue in the queue; in a job without `nodes`, if they are given"),
+    "child": Event("", "of a process that a rank has started: it has called `stop_requested()`; there is no answer"),
 }
 ANSWERS: Mapping[str, Event] = {
     "news": Event("news", "a sentence for the user who waits"),
@@ -291,6 +313,10 @@ SAVED = Variable(
     "CLUSTERDDP_SAVED",
     "supervisor to ranks: the file that the script named in `requeue(saved=...)` in the last attempt",
 )
+SAVED_ITEMS = Variable(
+    "CLUSTERDDP_SAVED_ITEMS",
+    "supervisor to ranks: the items of its epoch that the script had trained on when it saved that file",
+)
 TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
 )
@@ -328,5 +354,5 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
     *(CODE, CHECKOUT, PREFLIGHT, PROFILE, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),
-    *(MLFLOW, SAVED, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK, PROTECT_SAVES, SEE_STEPS),
+    *(MLFLOW, SAVED, SAVED_ITEMS, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK, PROTECT_SAVES, SEE_STEPS),
 )

@@ -49,6 +49,8 @@ class Moment:
         """Parses the value of ``--preempt-after``, ``120`` (a step) or ``2.5s`` (seconds), or of ``--preempt-at``."""
         if option == "--preempt-at":
             try:
+                if not text:
+                    raise re.error("got nothing")
                 return cls(line=re.compile(text))
             except re.error as error:
                 raise UsageError(f"--preempt-at {text!r}: expected a regular expression: {error}") from None

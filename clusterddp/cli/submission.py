@@ -5,6 +5,7 @@ Everything is checked before anything is written.
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import FUNCTION, Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.packages import check_packages
+from clusterddp.jobdef.placeholders import used
 from clusterddp.process import PACKAGE_FOLDER, signals_blocked
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.find import runs_folder
@@ -44,11 +46,25 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
             return None
         if differences and not change:
             show(f"{run} failed before its first step: recording the new arguments ({'; '.join(differences)})")
+    if not (run_dir and RunDirectory(run_dir).exists()):
+        check_done(job)
     check_place(job, place)
     if job.python is None and "container-image" not in job.srun:  # the ranks' interpreter is this one
         check_packages(job)
     show(f"{job.name}: {job.shape}")
     return differences
+
+
+def check_done(job: Job) -> None:
+    """Checks that no folder that exists already would be the mark of a new run's end, once something is written to
+    it."""
+    pattern = (job.done and job.done.file) or ""
+    if "run_dir" in used(pattern):
+        return
+    if folder := next(filter(os.path.isdir, glob.glob(pattern, recursive=True)), None):  # noqa: PTH207
+        raise UsageError(
+            f"done: {folder} is a folder that exists already; name a file that the script writes once it has finished"
+        )
 
 
 def check_folder(path: str) -> None:

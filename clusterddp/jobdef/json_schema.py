@@ -177,7 +177,8 @@ _OF_KEY: Mapping[str, Schema] = {
             checkpoint=_either(_text(), {"type": "array", "items": _text(), "minItems": 1}),
             args=_list(),
             replace=_list(),
-        ),
+        )
+        | {"not": {"required": ["args", "replace"], "properties": dict.fromkeys(("args", "replace"), _list())}},
     ),
     "snapshot": _either({"type": "boolean"}, {"type": "string", "pattern": "^[1-9][0-9]{0,5}[MG]$"}),
     "hook": _either(_list(minItems=1), _text()),

@@ -25,6 +25,7 @@ from clusterddp.jobdef.schema import READERS, Fields, read_fields
 from clusterddp.jobdef.secrets import MASK, is_secret, revealed
 from clusterddp.jobdef.values import quoted
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
+from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import retrying
 
 #: The format of run directories that this version writes. A later format is recorded as ``format`` in job.yaml.
@@ -100,6 +101,10 @@ def load_resolved(path: str | os.PathLike[str]) -> Job:
 
     The script need not exist any more: an old run can still be inspected.
     """
+    try:
+        open_binary(Path(path)).close()
+    except OSError as error:
+        raise JobDefinitionError(f"cannot read {path}: {error.strerror}") from error
     return load(path, recorded=True)
 
 
@@ -275,8 +280,14 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     resume = _given_node(fields, "resume")
     inner = resume.value if resume is not None and isinstance(resume.value, dict) else {}
     patterns = job.resume.checkpoint if job.resume else ()
-    if resume is not None and inner is resume.value and not patterns:
+    unknown_preset = any(mistake.message.startswith("resume: ") for mistake in mistakes)
+    if resume is not None and inner is resume.value and not patterns and not unknown_preset:
         mistakes.append(Mistake(resume.place, "resume: expected checkpoint: PATTERN, or the name of a preset"))
+    args, replace = _given_node(inner, "args"), _given_node(inner, "replace")
+    if args and replace:
+        of_preset = f"; to drop the args of the {args.place.source}, write args: null" if _of_preset(args) else ""
+        wrong = "resume: expected args or replace, got both: replace takes the place of all arguments"
+        mistakes.append(Mistake(replace.place, wrong + of_preset))
     for node in _texts(get(inner, "checkpoint")):
         if why := _wrong_path(node.text):
             mistakes.append(Mistake(node.place, f"resume.checkpoint: {why}"))
@@ -296,7 +307,17 @@ def _wrong_path(pattern: str) -> str | None:
     """Why a pattern of the script's files never matches."""
     if pattern.startswith("~"):
         return "'~' is not expanded; write the whole path"
-    return placeholders.wrong(pattern, ["run_dir"], only=True)
+    if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\}?)", pattern):
+        return f"{variable[0]!r} is not expanded; write the whole path"
+    if why := placeholders.wrong(pattern, ["run_dir"], only=True):
+        return why
+    if "[" in re.sub(r"\[!?\]?[^]]*\]", "", pattern):
+        return f"{pattern!r} has a '[' without its ']'; write [[] for the character itself"
+    return None
+
+
+def _of_preset(node: Node) -> bool:
+    return node.place.source.startswith("preset ")
 
 
 def _texts(node: Node | None) -> list[Node]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import glob
+import os
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 #: Each name with what stands in its place.
 NAMES: Mapping[str, str] = {
@@ -44,6 +46,12 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 def fill_pattern(pattern: str, run_dir: str) -> str:
     """A glob pattern with ``{run_dir}`` replaced, in which ``*`` and ``[`` stand for themselves."""
     return fill(pattern, {"run_dir": glob.escape(run_dir)})
+
+
+def shown(path: str, run_dir: str) -> str:
+    """A path or pattern in a message: relative to the run directory if it is inside, else absolute."""
+    filled = Path(os.path.normpath(Path.cwd() / fill(path, {"run_dir": run_dir})))
+    return str(filled.relative_to(run_dir)) if filled.is_relative_to(run_dir) else str(filled)
 
 
 def used(text: str) -> set[str]:

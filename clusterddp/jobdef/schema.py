@@ -76,12 +76,13 @@ def _fields(**readers: Callable[[Node], Any]) -> dict[str, Reader]:
     return {name: _field(name, read) for name, read in readers.items()}
 
 
-def _section(name: str, make: Callable[..., Any], readers: Mapping[str, Reader]) -> Reader:
+def _section(name: str, make: Callable[..., Any], readers: Mapping[str, Reader], example: str = "") -> Reader:
     """A mapping with fixed keys, read into a dataclass."""
+    expected = f"a mapping such as {example}" if example else f"a mapping with the keys {', '.join(readers)}"
 
     def read(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
         if not isinstance(node.value, dict):
-            raise Wrong(f"expected a mapping with the keys {', '.join(readers)}, got {quoted(node)}")
+            raise Wrong(f"expected {expected}, got {quoted(node)}")
         return {name: make(**read_fields(node.value, readers, mistakes, f"{name}."))}
 
     return read
@@ -325,7 +326,7 @@ READERS: dict[str, Reader] = {
     ),
     "resume": _resume,
     "done": _done,
-    "stop": _section("stop", StopSignal, _fields(signal=value.choice("TERM", "INT", "USR1", "USR2"))),
+    "stop": _section("stop", StopSignal, _fields(signal=value.choice("TERM", "INT", "USR1", "USR2")), "{signal: USR1}"),
     "nodes": _nodes,
     "gpus_per_node": _gpus_per_node,
     **_fields(

@@ -108,7 +108,7 @@ def _runs_in(folder: Path, deeper: bool = True) -> Iterator[RunDirectory]:
     """
     try:
         with os.scandir(folder) as entries:
-            folders = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=deeper))
+            folders = sorted(entry.path for entry in entries if _is_folder(entry, deeper))
     except OSError:
         return
     for path in folders:
@@ -116,6 +116,14 @@ def _runs_in(folder: Path, deeper: bool = True) -> Iterator[RunDirectory]:
             yield RunDirectory(path)
         elif deeper:
             yield from _runs_in(Path(path), deeper=False)
+
+
+def _is_folder(entry: os.DirEntry[str], follow: bool) -> bool:
+    """False for a link whose end this user cannot see, such as one in a circle."""
+    try:
+        return entry.is_dir(follow_symlinks=follow)
+    except OSError:
+        return False
 
 
 def _is_run(path: str) -> bool:

@@ -253,7 +253,7 @@ class RunDirectory:
         for line in lines:
             begun[line["attempt"]] = min(line["step"], begun.get(line["attempt"], line["step"]))
         for event in self.events():
-            if event["event"] in ("training", "resumed") and "step" in event:
+            if event["event"] in ("training", "resumed") and event.get("step") is not None:
                 begun[event["attempt"]] = event["step"]
         with suppress(PermissionError):
             begun |= {number: record["step"] for number in self.attempts() if (record := self.resumed(number))}

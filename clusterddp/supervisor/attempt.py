@@ -199,16 +199,12 @@ class Attempt:
         environ = {**os.environ, **self._own.variables()}
         if self._code is not None:
             environ |= mapped_variables(environ, self._code.checkout, str(self._code.folder(self._run)))
-        before = [event for event in self._history.events if event["event"] not in protocol.WITHOUT_RANKS]
-        saved = [
-            event["file"] for event in before if event["event"] == "saved" and event["attempt"] == before[-1]["attempt"]
-        ]
         used = [event["bytes"] for event in self._history.events if event["event"] == "device_memory"]
         return {
             **environ,
             **self._script_trackers(),
             **({protocol.DEVICE_MEMORY: str(used[-1])} if used else {}),
-            **({protocol.SAVED: saved[-1]} if saved else {}),
+            **self._own.saved(),
             **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),
@@ -289,6 +285,9 @@ class Attempt:
     def _handle(self, now: float, event: Event | BaseException) -> None:
         if isinstance(event, BaseException):
             raise event
+        if isinstance(event, RankEvent) and event.name == "wrote":
+            self._own.written = str(event.values.get("file"))
+            return
         self._tell_hook(now, event)
         if self._step_log is not None and isinstance(event, RankEvent) and event.name == "progress":
             self._step_log.close()  # the script has a loop of clusterddp, which writes the metrics itself
@@ -370,8 +369,8 @@ class Attempt:
         except _MALFORMED as error:
             say(f"not recorded: {event!r}: {error!r}")
 
-    def _record_own(self, checkpoint: Mapping[str, Any]) -> None:
-        self._writes.put(lambda: self._history.add("own_checkpoint", **checkpoint))
+    def _record_own(self, event: str, **values: Any) -> None:
+        self._writes.put(lambda: self._history.add(event, **values))
 
     def _record_address(self, token: str) -> None:
         """Where the user's requests reach this process."""
@@ -422,7 +421,7 @@ class Attempt:
         for rank, one in enumerate(ends):
             if words := after_suspension(one.error, state.stood_s, self._job.timeouts.step_s):
                 ends[rank] = replace(one, error=f"{one.error}\n{words}")
-        return AttemptResult(state, tuple(end.without(self._history.secrets) for end in ends))
+        return AttemptResult(state, tuple(end.without(self._history.secrets) for end in ends), self._timing.made)
 
     def _end_of(self, rank: int, status: ExitStatus | None) -> RankEnd:
         """How a rank ended: by its last report, else its record, else what the launcher knows of its process."""

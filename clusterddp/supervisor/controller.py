@@ -236,7 +236,7 @@ def batch_step_began() -> float:
     """When Slurm started the slurmstepd of this batch step; when this process started if that is not its parent."""
     parent = os.getppid()
     with suppress(OSError):
-        if Path(f"/proc/{parent}/comm").read_text().strip() == "slurmstepd":
+        if Path(f"/proc/{parent}/comm").read_text(errors="replace").strip() == "slurmstepd":
             return started_at(parent) or time.time()
     return started_at(os.getpid()) or time.time()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import textwrap
 import time
@@ -12,17 +13,22 @@ from typing import Any
 
 from clusterddp.failures.stacks import different_calls, end_of_log
 from clusterddp.jobdef.secrets import masked
-from clusterddp.protocol import HANDLER_REPLACED
+from clusterddp.protocol import HANDLER_REPLACED, NO_RANK
 from clusterddp.reporter import counted, duration, printable
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.limits import SAVED_ITSELF
+from clusterddp.supervisor.limits import SAVED_ITSELF, STEPPED
 from clusterddp.supervisor.verdict import RankEnd
 
 Event = Mapping[str, Any]
 #: The most characters of a reason that a message shows.
 LONGEST_REASON = 500
+#: What to do about a completion that is not confirmed.
+CONFIRM = (
+    "If the training is complete, name its mark: `clusterddp submit --run-dir RUN --change --set done=FILE`. If not, "
+    "correct what is wrong, and continue with `clusterddp submit --run-dir RUN`"
+)
 #: What follows most failures.
 RESTARTING = "restarting all ranks in place"
 
@@ -57,8 +63,9 @@ def how_it_ended(outcome: Event) -> str:
 
 def _completed(event: Event) -> str:
     attempts = f"completed{at_step(event['step'])} after {counted(event['attempts'], 'attempt')}"
-    told = event.get("confirmed") is False or event["reason"].startswith("done: ")
-    return f"{attempts}; {event['reason']}" if told else attempts
+    if is_unconfirmed({**event, "state": "completed"}):
+        return f"{attempts}, {event['reason']}. {CONFIRM}"
+    return f"{attempts}; {event['reason']}" if event["reason"].startswith("done: ") else attempts
 
 
 def _started(event: Event) -> str:
@@ -110,20 +117,29 @@ def added_arguments(run: RunDirectory, events: Iterable[Event], attempt: int) ->
 
 
 #: Events of an attempt that has begun to train, or saved.
-_PROGRESS = ("training", "resumed", "steps_seen", *SAVED_ITSELF)
+_PROGRESS = (*STEPPED, *SAVED_ITSELF)
 
 
 def _ended(event: Event, then: str) -> str:
     """Why an attempt ended, what was saved, what was not, and what happens next."""
-    step, checkpoint = event.get("step"), event.get("checkpoint")
+    reason, step, checkpoint = event["reason"].rstrip("."), event.get("step"), event.get("checkpoint")
+    clause = not re.search("[.,:;]", reason)  # such as ``preempted``; a failure's is a sentence, or several
+    facts = [f"at step {step}"] if step else []
+    if clause and facts:
+        reason = f"{reason} {facts.pop()}"
     if "file" in event and checkpoint is None:
-        return f"{event['reason']}{at_step(step or None)}, newest checkpoint {event['file']}, {then}"
-    if not step:
-        return f"{event['reason']}, {'no steps recorded' if step is None else 'nothing new to save'}, {then}"
-    if checkpoint is None:
-        return f"{event['reason']} at step {step}, no checkpoint committed, {then}"
-    repeated = f" ({counted(step - checkpoint, 'step')} will be repeated)" if step > checkpoint else ""
-    return f"{event['reason']} at step {step}, checkpoint {checkpoint} committed{repeated}, {then}"
+        facts.append(f"newest checkpoint {event['file']}")
+    elif step is None:
+        facts.append(f"at least {counted(event['made'], 'step')} made" if "made" in event else "no steps recorded")
+    elif step == 0:
+        facts.append("nothing new to save")
+    elif checkpoint is None:
+        facts.append("no checkpoint committed")
+    else:
+        repeated = f" ({counted(step - checkpoint, 'step')} will be repeated)" if step > checkpoint else ""
+        facts.append(f"checkpoint {checkpoint} committed{repeated}")
+    rest = ", ".join([*facts, then])
+    return f"{reason}, {rest}" if clause else f"{reason}. {rest[0].upper()}{rest[1:]}"
 
 
 def _requested(event: Event) -> str:
@@ -186,6 +202,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "training": lambda e: f"rank 0 prints steps from {e['log']} on{_repeated(e)}" if "log" in e else None,
     "resumed": _resumed,
     "own_resume": _own_resume,
+    "no_match": lambda e: (
+        f"the script has saved {e['file']}, but no file matches {' or '.join(e['patterns'])} so far: check "
+        "`resume.checkpoint`"
+    ),
     "preflight": lambda e: "; ".join([f"all nodes passed the preflight in {e['seconds']:.1f} s", *e["warnings"]]),
     "order_changed": lambda e: f"the weights of the mixture from now on: {e['now']}; they were: {e['was']}",
     "whole_batches": lambda e: (
@@ -214,10 +234,19 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"of the {e['limit'] / 1e6:,.0f} MB that a checkpoint holds; beyond that the run fails: save less of it"
     ),
     "left_loop": _left_loop,
-    "saved": lambda e: f"the script saved {e['file']}",
+    "saved": lambda e: (
+        f"the script saved {e['file']}" + (f", {counted(e['items'], 'item')} into its epoch" if "items" in e else "")
+    ),
     "not_read": lambda e: (
         f"the script made its first step without opening {e['file']}, which it saved at its last stop: it may have "
         "started from an older checkpoint, or from the beginning"
+    ),
+    "no_rank": lambda _: NO_RANK,
+    "apart": lambda e: (
+        f"the script's process group has {counted(e['group'], 'rank')}, but the run has {e['ranks']}: each group "
+        "trains a separate model"
+        if e["group"] > 1
+        else f"rank 0 trains alone, though the run has {e['ranks']} ranks: it is in no process group with them"
     ),
     "no_best": lambda e: (
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"

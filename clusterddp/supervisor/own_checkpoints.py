@@ -21,8 +21,9 @@ from typing import Any
 
 from clusterddp import protocol
 from clusterddp.jobdef.job import Job, Resume
-from clusterddp.jobdef.placeholders import OF_RANK, fill, fill_pattern, used
+from clusterddp.jobdef.placeholders import OF_RANK, fill, fill_pattern, shown, used
 from clusterddp.jobdef.secrets import without_secrets
+from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
 #: Seconds between two looks for a new checkpoint while the ranks run; at least RARELY times what a look takes.
@@ -79,10 +80,12 @@ class OwnCheckpoints:
         self._run, self._job, self._number = str(run), job, number
         self._earlier = [event for event in events if event["attempt"] < number]
         #: What the script has said it will continue from, which need not match a pattern.
-        self._saved = [event["file"] for event in self._earlier if event["event"] == "saved"][-1:]
+        self._saved = [event for event in self._earlier if event["event"] == "saved" and "file" in event][-1:]
         self._began = min((event["time"] for event in self._earlier), default=time.time())
         #: The newest complete one that is known; at first that from which the attempt continues.
         self.newest: OwnCheckpoint | None = None
+        #: The newest file that a rank is known to have saved, whether it matches or not.
+        self.written: str | None = None
 
     def begin(self) -> dict[str, Any] | None:
         """Looks for the one that the attempt continues from; the values of the event ``own_resume``, if any."""
@@ -95,23 +98,31 @@ class OwnCheckpoints:
         values: dict[str, Any] = {"passed_over": told} if told else {}
         if found.newest is None:
             adds = bool(words) or resume.replace is not None
-            return {**values, "patterns": list(resume.checkpoint), "from_start": adds}
+            return {**values, "patterns": self._patterns(), "from_start": adds}
         before_s = max(0.0, self._stopped() - found.newest.written)
         words = [fill(word, {"checkpoint": found.newest.path}) for word in words]
         return {**values, **self._described(found.newest), "before_s": before_s, "arguments": words}
 
-    def watch(self, ended: threading.Event, record: Callable[[Mapping[str, Any]], None]) -> None:
-        """Records new ones while the ranks run, and once more when they have ``ended``.
+    def watch(self, ended: threading.Event, report: Callable[..., None]) -> None:
+        """Reports new ones while the ranks run, and once more when they have ``ended``; and, once, that the script
+        saves, but no file matches.
 
         Some scripts save the state again that they have just loaded: that is no new one.
         """
         last, loaded, pause_s = self._job.resume is None, self.newest and self.newest.content, LOOK_S
+        told = False
         while not last:
+            written = self.written
             last, known, began = ended.wait(pause_s), self.newest, time.monotonic()
-            found = self._look().newest
+            look = self._look()
+            found = look.newest
             pause_s = max(LOOK_S, RARELY * (time.monotonic() - began))
             if found is not None and found != known and (found.content is None or found.content != loaded):
-                record(self._described(found))
+                report("own_checkpoint", **self._described(found))
+            written = self.written if last else written  # it may be about to write the others
+            if look == Found() and written is not None and not told:
+                told = True
+                report("no_match", file=self._named(written), patterns=self._patterns())
 
     def variables(self) -> dict[str, str]:
         """The job's variables. Placeholders whose values only the ranks know are filled in by each of them."""
@@ -128,10 +139,33 @@ class OwnCheckpoints:
         variables |= {protocol.CHECKPOINT: path} if path else {}
         return variables | ({protocol.PLACEHOLDERS: " ".join(of_rank)} if of_rank else {})
 
+    def saved(self) -> dict[str, str]:
+        """What the script named in ``requeue(saved=...)``, as variables of the ranks.
+
+        That of the last attempt is watched, to see whether the script reads it. So is an older one that says how far
+        into an epoch the script was, as long as the script has written neither that file again nor a newer match.
+        """
+        if not self._saved:
+            return {}
+        [event] = self._saved
+        path, before = event["file"], [one for one in self._earlier if one["event"] not in protocol.WITHOUT_RANKS]
+        variables: dict[str, str] = {protocol.SAVED: path} if event["attempt"] == before[-1]["attempt"] else {}
+        if "items" not in event or not self._continues_from(path, event["written"]):
+            return variables
+        return {protocol.SAVED: path, protocol.SAVED_ITEMS: str(event["items"])}
+
+    def _continues_from(self, path: str, written: float) -> bool:
+        try:
+            return Path(path).stat().st_mtime == written and (
+                self.newest is None or Path(path).samefile(self.newest.path)
+            )
+        except OSError:  # one of them has been removed
+            return False
+
     def _look(self) -> Found:
         if self._job.resume is None:
             return Found()
-        found = find(self._job.resume, self._run, self._began, self._saved)
+        found = find(self._job.resume, self._run, self._began, [event["file"] for event in self._saved])
         self.newest = found.newest or self.newest
         return found
 
@@ -146,8 +180,10 @@ class OwnCheckpoints:
         return {"file": self._named(found.path), "written": found.written}
 
     def _named(self, path: str) -> str:
-        """The path, relative to the run directory if it is inside."""
-        return str(Path(path).relative_to(self._run)) if Path(path).is_relative_to(self._run) else path
+        return shown(path, self._run)
+
+    def _patterns(self) -> list[str]:
+        return [shown(pattern, self._run) for pattern in (self._job.resume or Resume()).checkpoint]
 
 
 def find(resume: Resume, run_dir: str, since: float, also: Sequence[str] = ()) -> Found:
@@ -235,7 +271,7 @@ def _why_file(file: Path, inside: bool = False) -> str | None:
     """``inside``: of a folder."""
     if _TEMPORARY.search(file.name):
         return "a temporary file"
-    with open(file, "rb") as opened:
+    with open_binary(file) as opened:
         size, begin = os.fstat(opened.fileno()).st_size, opened.read(8)
         if size == 0:
             return None if inside and file.suffix not in _DATA else "empty"

@@ -34,10 +34,12 @@ FIRST_PAUSE_S = 0.5
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """An attempt whose ranks have exited: its last state, and how each rank ended."""
+    """An attempt whose ranks have exited: its last state, how each rank ended, and the steps that rank 0 has made at
+    least, if their numbers are unknown."""
 
     state: State
     ends: tuple[RankEnd, ...]
+    made: int | None = None
 
 
 class Recovery:
@@ -47,7 +49,7 @@ class Recovery:
         self, run: RunDirectory, number: int, controller: Controller, history: History, result: AttemptResult
     ) -> None:
         self._run, self._number, self._controller, self._history = run, number, controller, history
-        self._state, self._job, self._ends = result.state, result.state.job, result.ends
+        self._state, self._job, self._ends, self._made = result.state, result.state.job, result.ends, result.made
 
     def act(self) -> int:
         """Restarts, requeues, resubmits or ends the run; returns this process's exit code, or RESTART."""
@@ -59,8 +61,8 @@ class Recovery:
         verdict = judge(self._ends, exit_code, bool(self._state.told), ask, self._progress)
         if self._job.done is None or verdict.action is Action.CANCEL or verdict.cause is Cause.SUPERSEDED:
             return verdict
-        is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.events))
         completes = verdict.action is Action.COMPLETE
+        is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.events, completes))
         if is_done:
             reason = f"done: {found}{'' if completes else f'; the last attempt: {verdict.reason}'}"
             return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
@@ -69,8 +71,11 @@ class Recovery:
         return Verdict(Action.RESTART, f"all ranks exited with code 0 without the mark of `done`: {found}")
 
     def _doubt(self) -> str | None:
-        """Why exit code 0 may not mean that the script is done; None: it does, as far as is known."""
-        if self._job.done is not None or any(end.used_clusterddp for end in self._ends):
+        """Why exit code 0 may not mean that the script is done; None: it does, as far as is known.
+
+        One that was stopped at its last step, reads what it saved there and has nothing left to do is done.
+        """
+        if self._job.done is not None or any(end.used_clusterddp or end.read_saved for end in self._ends):
             return None
         return doubt(self._history.events, self._number)
 
@@ -338,6 +343,8 @@ class Recovery:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
         if file := own_checkpoint(self._history.events, self._number):
             ended["file"] = file
+        if any((known["event"], known["attempt"]) == ("steps_seen", self._number) for known in self._history.events):
+            ended["made"] = max(1, self._made or 0)
         self._history.add(event, **ended, **values)
 
 

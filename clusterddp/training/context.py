@@ -33,6 +33,7 @@ from clusterddp.training.heartbeat import begin_heartbeat
 from clusterddp.training.log.tracking import DONE_S, ERROR_S, STOP_S
 from clusterddp.training.loop import Run
 from clusterddp.training.ranks import Ranks
+from clusterddp.training.script_loop import Item
 from clusterddp.training.services import Services, start_services
 from clusterddp.training.state import initial
 from clusterddp.training.state.initial import Files
@@ -148,7 +149,9 @@ class Context(Ranks, Loaders):
             boundaries=lambda: self._agreement.entered,
             step=lambda: self._run.step if self._run is not None else self._script_loop.steps,
         )
-        self._script_loop = script_loop.ScriptLoop(self.rank, self._agreement, self._heartbeat, self._history.report)
+        self._script_loop = script_loop.ScriptLoop(
+            *(self._group.attempt_store, self._agreement, self._heartbeat, self._history.report)
+        )
         self._progress = progress_lines.begin(read, self.attempt)
         self._closed = False
         at_exit(self._close_at_exit)
@@ -313,6 +316,13 @@ class Context(Ranks, Loaders):
         Raises Stopped, always.
         """
         self._script_loop.requeue(saved)
+
+    def continue_epoch(self, items: Iterable[Item]) -> Iterable[Item]:
+        """The items of an epoch, without those trained on before a stop: ``clusterddp.continue_epoch()``. Collective.
+
+        For a loop without ``ctx.run()``, whose loaders continue by themselves.
+        """
+        return script_loop.ItemsToDo(items, self._script_loop.items_done)
 
     # --- the end
 

@@ -156,6 +156,7 @@ class Heartbeat:
         """Ends the thread, whose last heartbeat has the last figures about the steps."""
         self._end.set()
         faulthandler.cancel_dump_traceback_later()
+        self._explain_stacks()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
@@ -177,12 +178,7 @@ class Heartbeat:
             stood_s = clock.look()
             if stood_s:
                 say(f"this process was stopped for {stood_s:.0f} s, by a signal or because its job was suspended")
-            if time.monotonic() > self._stacks_at:
-                self._stacks_at = math.inf
-                say(
-                    "the stacks above were written because no step was completed within the watchdog's timeout: this "
-                    "rank may hang; if it is only slow, it continues"
-                )
+            self._explain_stacks()
             count = self._boundaries()
             age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)
             beat: dict[str, Any] = {"count": count, "step": self._step(), "age_s": age_s, "allowed_s": pace.allowed_s}
@@ -217,9 +213,18 @@ class Heartbeat:
             self._device_since = now
         self._stalled["device"] = [step, does, now - self._device_since]
 
+    def _explain_stacks(self) -> None:
+        if time.monotonic() > self._stacks_at:
+            self._stacks_at = math.inf
+            say(
+                "the stacks above were written because no step was completed within the watchdog's timeout: this rank "
+                "may hang; if it is only slow, it continues"
+            )
+
     def _set_timer(self, allowed_s: float | None) -> None:
+        faulthandler.cancel_dump_traceback_later()  # waits for stacks that are being written
+        self._explain_stacks()
         if self._end.is_set() or allowed_s is None or math.isinf(allowed_s):
-            faulthandler.cancel_dump_traceback_later()
             self._stacks_at = math.inf
         else:
             faulthandler.dump_traceback_later(allowed_s, file=2)

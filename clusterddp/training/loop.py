@@ -25,7 +25,7 @@ from clusterddp.reporter import say
 from clusterddp.training.log import values as logged
 from clusterddp.training.log.media import Media
 from clusterddp.training.optimizer_steps import OptimizerSteps
-from clusterddp.training.state.compiled_shapes import LOOK_STEPS, SHAPES_CHANGED
+from clusterddp.training.state import compiled_shapes
 from clusterddp.training.state.divergence import COMPARED_AFTER, explanation, explanation_of_calls
 from clusterddp.training.state.initial import Loaded
 from clusterddp.training.state.per_rank import PerRank
@@ -267,7 +267,7 @@ class Run(Logging, Steering):
         self._state.gradients.note()
         self._state.buffers.share()
         self._made += 1
-        if not self._made % LOOK_STEPS:
+        if not self._made % compiled_shapes.LOOK_STEPS:
             self._look_at_shapes()
         if self._saver.saves and self._made in COMPARED_AFTER:
             self._compare()
@@ -297,8 +297,9 @@ class Run(Logging, Steering):
         """``ask``: on rank 0, also what other ranks have seen."""
         shapes = self._state.shapes
         if self._saver.saves and (shapes.look() or (ask and shapes.ask())):
-            say(SHAPES_CHANGED)
-            self._report("shapes_changed", step=self.step, explanation=SHAPES_CHANGED)
+            said = compiled_shapes.explanation()
+            say(said)
+            self._report("shapes_changed", step=self.step, explanation=said)
 
     def _tell_uneven(self, words: str) -> None:
         """Some ranks only call ``run.every``. Where all save together, they would wait for different things."""

@@ -1,7 +1,8 @@
 """A loop of the script's own, which saves by itself: all ranks stop after the same step, and its calls are its steps.
 
 ``clusterddp.stop_requested()`` and ``clusterddp.requeue()`` need no context and no process group: the ranks agree
-through the store of their attempt, which the first call opens. With a context they are those of ``ctx``.
+through the store of their attempt, which the first call opens. With a context they are those of ``ctx``, as is
+``clusterddp.continue_epoch()``, for a script that can only resume at the beginning of an epoch.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 from clusterddp import protocol
 from clusterddp.data.workers import close_workers, shield_workers
+from clusterddp.distributed.store import AttemptStore
 from clusterddp.errors import Stopped
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
 from clusterddp.training import script_steps, settings
 from clusterddp.training.agreement import Agreement
+from clusterddp.training.epoch_items import EpochItems
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.stopping import Stopping, open_store
 from clusterddp.worker import completion, control_channel, saved_file
@@ -29,6 +32,7 @@ from clusterddp.worker.signals import STOP_SIGNALS, described
 
 #: A file or folder that the script has saved.
 SavedPath = str | os.PathLike[str]
+Item = TypeVar("Item")
 
 
 class ScriptLoop:
@@ -39,17 +43,18 @@ class ScriptLoop:
 
     def __init__(
         self,
-        rank: int,
+        store: AttemptStore,
         agreement: Agreement,
         heartbeat: Heartbeat,
         report: Callable[..., None],
         step_done: Callable[[], None] = lambda: None,
     ) -> None:
-        self._rank, self._agreement, self._heartbeat, self._report = rank, agreement, heartbeat, report
-        self._step_done = step_done
+        self._rank, self._store, self._agreement = store.rank, store.store, agreement
+        self._heartbeat, self._report, self._step_done = heartbeat, report, step_done
         self._calls = 0
-        #: What the script has saved for its next attempt.
+        #: What the script has saved for its next attempt, and where it was in its epoch when it was told to.
         self._saved: Path | None = None
+        self._items: int | None = None
 
     @property
     def steps(self) -> int:
@@ -67,6 +72,7 @@ class ScriptLoop:
             self._look_at_saved_file()
         stop = self._agreement.boundary()
         if stop:
+            self._items = _epoch.done
             self._heartbeat.rest()  # the script saves now
             completion.told_to_stop = self._agreement.reason or ""
         return stop
@@ -77,30 +83,45 @@ class ScriptLoop:
             file = Path(saved).absolute()
             if file.exists():
                 if file != self._saved:  # a script that catches Stopped calls this again
-                    self._report("saved", file=str(file))
+                    position = {} if self._items is None else {"items": self._items, "written": file.stat().st_mtime}
+                    self._report("saved", file=str(file), **position)
                 self._saved = file
             else:
                 say(f"requeue(saved={str(saved)!r}): there is no such file or folder; the run continues without it")
         close_workers()
         raise Stopped(None, self._agreement.reason or "requested by the script")
 
+    def items_done(self, told: int) -> int:
+        """How many items of the epoch the state that the script has loaded was trained on. All ranks call it.
+
+        ``told``: by the supervisor, which does not know what the script has loaded. Rank 0 does.
+        """
+        if self._rank == 0:
+            loaded = saved_file.current is None or saved_file.current.was_opened() is not False
+            self._store.set(_ITEMS_DONE, str(told if loaded else 0))
+        return int(self._store.get(_ITEMS_DONE))
+
     def _look_at_saved_file(self) -> None:
         """A script reads its save before its first step."""
         if (saved := saved_file.current) is not None:
             saved_file.current = None
-            if saved.was_ignored():
+            if saved.was_opened() is False:
                 self._report("not_read", file=saved.path)
 
 
 class _Context(Protocol):
     def stop_requested(self) -> bool: ...
     def requeue(self, saved: SavedPath | None = None) -> NoReturn: ...
+    def continue_epoch(self, items: Iterable[Item]) -> Iterable[Item]: ...
 
 
 #: The context of this process, if ``clusterddp.init()`` was called.
 context: _Context | None = None
 #: Of a process without a context.
 _loop: ScriptLoop | None = None
+_epoch = EpochItems()
+#: Key of the attempt's store.
+_ITEMS_DONE = "epoch/items_done"
 
 
 def stop_requested() -> bool:
@@ -151,13 +172,55 @@ def requeue(saved: SavedPath | None = None) -> None:
         (_loop or _begin()).requeue(saved)
 
 
+def continue_epoch(items: Iterable[Item]) -> Iterable[Item]:
+    """The items of an epoch, without those that were trained on before the run stopped in the middle of it.
+
+    For a script that can only resume at the beginning of an epoch. On all ranks, it goes around the whole iterable of
+    the training loop, ``enumerate`` and progress bar included, so that their numbers stay right. At a stop, save what
+    makes the script resume at the beginning of the current epoch. In the first epoch of the next attempt, the items
+    that had been trained on are then loaded and skipped, provided that the script has opened the file of
+    ``requeue(saved=...)``. These are the same items if the order of the epoch is the same, as with
+    ``DistributedSampler.set_epoch()``.
+
+    An item has been trained on if an optimizer has made a step since it was taken. Outside of a run, all items are
+    yielded. ``len()`` is that of ``items``, the whole epoch.
+
+    Raises LauncherEnvironmentError when rank 0 cannot be reached.
+
+    Example::
+
+        for step, batch in clusterddp.continue_epoch(enumerate(loader)):
+            train(batch)
+            if clusterddp.stop_requested():
+                torch.save({"model": model.state_dict(), "epoch": epoch}, "last.pt")
+                clusterddp.requeue(saved="last.pt")
+    """
+    if context is not None:
+        return context.continue_epoch(items)
+    if control_channel.current is None:
+        return items
+    return ItemsToDo(items, lambda told: (_loop or _begin()).items_done(told))
+
+
+class ItemsToDo(Iterable[Item]):
+    """Those of one epoch. ``agreed``: ``ScriptLoop.items_done``."""
+
+    def __init__(self, items: Iterable[Item], agreed: Callable[[int], int]) -> None:
+        self._items, self._agreed = items, agreed
+
+    def __iter__(self) -> Iterator[Item]:
+        told = int(os.environ.pop(protocol.SAVED_ITEMS, "0"))  # for the first epoch of the attempt alone
+        return _epoch.iterate(self._items, self._agreed(told) if told else 0)
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]  # TypeError where the items have no length
+
+
 @functools.cache
 def _tell_if_started_by_a_rank() -> None:
     if protocol.SUPERVISOR in os.environ:
-        say(
-            "clusterddp.stop_requested() is always False in a process that a rank has started: have clusterddp start a "
-            "rank per GPU (--gpus), instead of starting processes in the script (torch.multiprocessing.spawn)"
-        )
+        say(protocol.NO_RANK)
+        control_channel.tell_of_child(os.environ)
 
 
 def began() -> bool:
@@ -170,7 +233,7 @@ def _begin() -> ScriptLoop:
     global _loop
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("clusterddp.stop_requested() must be called in the main thread, as it installs handlers")
-    read = settings.read(os.environ)
+    read = settings.of_rank()
     assert read.attempt is not None
     _tell_of_handlers()
     store = open_store(read)
@@ -179,7 +242,7 @@ def _begin() -> ScriptLoop:
     shield_workers()
     steps = script_steps.current()
     steps.by_calls()
-    loop = _loop = ScriptLoop(read.ranks.rank, stopping.agreement, steps.heartbeat, report, steps.step_done)
+    loop = _loop = ScriptLoop(store, stopping.agreement, steps.heartbeat, report, steps.step_done)
 
     def close() -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.

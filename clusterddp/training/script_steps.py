@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import gc
 import os
+import stat
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.process import at_exit, cancel_at_exit
@@ -37,8 +39,8 @@ class ScriptSteps:
     """One per process (``current``). ``step_done`` and the hook are for the thread that trains."""
 
     def __init__(self, device: torch.device) -> None:
-        read = settings.read(os.environ)
-        self._rank, self._device = read.ranks.rank, device
+        read = settings.of_rank()
+        self._rank, self._world_size, self._device = read.ranks.rank, read.ranks.world_size, device
         #: Steps in this attempt, and calls of the hook.
         self.steps = self._boundaries = 0
         self._begun = False
@@ -92,7 +94,9 @@ class ScriptSteps:
             self._begun = True
             self.heartbeat.begin()
             if self._rank == 0:
-                control_channel.report("steps_seen")
+                if (group := _group_size()) != self._world_size:
+                    control_channel.report("apart", ranks=self._world_size, group=group)
+                control_channel.report("steps_seen", **_output_sizes())
                 control_channel.report("phase", phase="training")
 
     def _told(self, histograms: bool) -> Mapping[str, Any]:
@@ -122,6 +126,21 @@ class ScriptSteps:
         self.heartbeat.close()
 
 
+def _group_size() -> int:
+    """The ranks of the script's process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _output_sizes() -> dict[str, int]:
+    """What this rank has printed so far, in bytes, where it goes to files: ``done: {log: ...}`` looks at the rest."""
+    sizes: dict[str, int] = {}
+    for kind, descriptor in (("out", 1), ("err", 2)):
+        with suppress(OSError):  # the script has closed it
+            status = os.fstat(descriptor)
+            sizes |= {kind: status.st_size} if stat.S_ISREG(status.st_mode) else {}
+    return sizes
+
+
 def _ddp_modules() -> list[DistributedDataParallel]:
     """Those that the script has made. Only their types are looked at: looking at an object may run code of the script.
 
@@ -145,7 +164,7 @@ def current(device: torch.device | None = None) -> ScriptSteps:
 
 
 def hand_over() -> None:
-    """A context begins, which has a heartbeat and steps of its own."""
+    """A context begins. It has its own heartbeat and counts the steps itself."""
     global _current
     own_steps.stop()
     if _current is not None:

@@ -19,7 +19,7 @@ import shutil
 import signal
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import spawn
 from pathlib import Path
@@ -29,10 +29,13 @@ from typing import Any
 from clusterddp.protocol import SAVING
 from clusterddp.reporter import say
 from clusterddp.rundir.files import fsync_directory
+from clusterddp.worker import control_channel
 from clusterddp.worker.import_hook import when_imported
 
 #: These lead to what is open already.
 _OPEN_FILES = ("/proc/", "/dev/fd/", "/dev/std")
+#: The most files that the supervisor is told of.
+MOST_TOLD = 8
 #: Bytes that do not fit on a full disk.
 PROBE_BYTES = 1 << 20
 
@@ -56,6 +59,11 @@ def protect(run: str, attempt: int, handles_stops: Callable[[], bool], stop_sign
     when_imported("torch", _protect_torch)
     for name in ("safetensors.torch", "safetensors.numpy"):
         when_imported(name, _protect_safetensors)
+
+
+def defer(signals: Iterable[signal.Signals]) -> None:
+    """Has these signals, too, wait for the end of a save."""
+    _this.deferred |= set(signals)
 
 
 def _protect_children(run: str, attempt: int) -> None:
@@ -99,12 +107,24 @@ def protected(save: Callable[..., Any], name: str) -> Callable[..., Any]:
         path = options[name] if name in options else args[1] if len(args) > 1 else None
         if (target := _replaceable(path)) is None:
             return save(*args, **options)
-        with around(), _stops_deferred(), _replacing(target) as temporary:
-            if name in options:
-                return save(*args, **{**options, name: temporary})
-            return save(args[0], temporary, *args[2:], **options)
+        with around(), _stops_deferred():
+            with _replacing(target) as temporary:
+                if name in options:
+                    saved = save(*args, **{**options, name: temporary})
+                else:
+                    saved = save(args[0], temporary, *args[2:], **options)
+            _tell(target)
+            return saved
 
     return save_whole
+
+
+def _tell(target: Path) -> None:
+    """Tells the supervisor of a save unless it knows of a similar one: a pattern in the job may not match it."""
+    kind = target.parent, target.suffix
+    if kind not in _this.told and len(_this.told) < MOST_TOLD:
+        _this.told.add(kind)
+        control_channel.report("wrote", file=str(target))
 
 
 # --- the file
@@ -112,12 +132,13 @@ def protected(save: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 class _Process:
     """What is known of this process. ``deferred``: the signals that wait for the end of a save. ``swept``: the folders
-    from which leftovers were removed."""
+    from which leftovers were removed. ``told``: the folders and suffixes of the files that the supervisor knows of."""
 
     mark, attempt = SAVING, 0
     deferred = frozenset({signal.SIGTERM})
     handles_stops: Callable[[], bool] = staticmethod(lambda: False)
     swept: set[Path] = set()
+    told: set[tuple[Path, str]] = set()
 
 
 _this = _Process()

@@ -23,6 +23,7 @@ class SavedFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._descriptor = -1
+        self._opened: bool | None = None
         libc = ctypes.CDLL(None)
         if not Path(path).exists() or not hasattr(libc, "inotify_init1"):
             return
@@ -32,18 +33,19 @@ class SavedFile:
                 self._close()  # a user may have only so many watches: nothing is known
                 return
 
-    def was_ignored(self) -> bool:
-        """Whether the file is still unopened, or gone. Ends the watch."""
-        if not Path(self.path).exists():
-            return True
-        if self._descriptor < 0:
-            return False
-        try:
-            data = os.read(self._descriptor, 1 << 16)
-        except BlockingIOError:
-            data = b""
-        self._close()
-        return not any(mask & _OPEN and not mask & _IS_FOLDER for mask in _masks(data))
+    def was_opened(self) -> bool | None:
+        """Whether the file was opened before the first call, which ends the watch.
+
+        False, too, if it is gone, and None if that is not known.
+        """
+        if self._opened is None and self._descriptor >= 0:
+            try:
+                data = os.read(self._descriptor, 1 << 16)
+            except BlockingIOError:
+                data = b""
+            self._close()
+            self._opened = any(mask & _OPEN and not mask & _IS_FOLDER for mask in _masks(data))
+        return self._opened if Path(self.path).exists() else False
 
     def _close(self) -> None:
         if self._descriptor >= 0:

@@ -111,7 +111,7 @@ def _others(torch: str | None) -> tuple[str, ...]:
 def sleeping(native_id: int) -> bool:
     """Whether a thread of this process sleeps in the kernel (proc(5), state S or D); False if unknown."""
     try:
-        text = Path(f"/proc/self/task/{native_id}/stat").read_text()
+        text = Path(f"/proc/self/task/{native_id}/stat").read_text(errors="replace")
     except OSError:  # such as no file descriptor left
         return False
     return text.rpartition(")")[2].split()[0] in ("S", "D")

@@ -18,6 +18,7 @@ EXAMPLES = {
     "Context.stop_requested": "if ctx.stop_requested():\n    save(model, optimizer, step)\n    ctx.requeue()",
     "Context.stop_point": "for image in images_to_generate:\n    ctx.stop_point()\n    generate(image)",
     "Context.request_stop": 'ctx.request_stop("the disk is nearly full")',
+    "Context.continue_epoch": "for step, batch in ctx.continue_epoch(enumerate(loader)):\n    train(batch)",
     "Context.requeue": 'ctx.requeue(saved="last.pt")',
     "Context.all_reduce_sum": "correct = ctx.all_reduce_sum((predicted == labels).sum())",
     "Context.all_reduce_mean": "accuracy = ctx.all_reduce_mean(correct / count, weight=count)",

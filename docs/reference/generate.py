@@ -51,7 +51,7 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
         "Loops without a context",
         "For scripts that save by themselves and do not call `clusterddp.init()`.",
         "clusterddp.training.script_loop",
-        ["stop_requested", "requeue"],
+        ["stop_requested", "requeue", "continue_epoch"],
     ),
     ("Launching", "", "clusterddp.api", ["launch", "sweep", "Handle", "Status"]),
     ("Ranks of any launcher", "", "clusterddp.environment", ["read", "RankEnvironment"]),

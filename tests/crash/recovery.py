@@ -124,20 +124,22 @@ def _check_that_it_continues(run: RunDirectory, number: int, promised: Promised)
     """A new attempt finds the newest checkpoint, whole, with all metrics before it, and saves the next."""
     damaged: list[str] = []
     saver = saver_of(run, number, lambda event, **values: damaged.append(values["reason"]))
-    found = saver.restore()
-    assert not damaged, damaged
-    parent = found[1] if found else None
-    step = parent[1] if parent else 0
-    assert step >= promised.saved, f"restored step {step}, saved was {promised.saved}"
-    if found is not None:
-        _check_content(found[0], step)
-    saver.record_resume(parent)
-    History(run, number).add("resumed", step=step, parent=parent and parent[0])
-    _check_metrics(run, step)
-    following = step + STEPS_PER_SAVE
-    for at in range(step, following):
-        saver.log(at, Logged(values(at)))
-    saver.close()
+    try:
+        found = saver.restore()
+        assert not damaged, damaged
+        parent = found[1] if found else None
+        step = parent[1] if parent else 0
+        assert step >= promised.saved, f"restored step {step}, saved was {promised.saved}"
+        if found is not None:
+            _check_content(found[0], step)
+        saver.record_resume(parent)
+        History(run, number).add("resumed", step=step, parent=parent and parent[0])
+        _check_metrics(run, step)
+        following = step + STEPS_PER_SAVE
+        for at in range(step, following):
+            saver.log(at, Logged(values(at)))
+    finally:
+        saver.close()
     save(run, number, following, content(following))  # in this process: the writer makes the same calls
     _check_metrics(run, following)
     again = Checkpoints(run, run.create_attempt(), Keep()).candidates()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,14 @@ for batch in run.steps(8):
     losses.append(loss.item())
 if backend == "eager" and ctx.is_main:  # only it has compiled for a single shape
     shapes = run._state.shapes
-    assert not shapes._changed()
-    del sys.modules["torch._dynamo.pgo"]  # as before torch 2.6
+    if "torch._dynamo.pgo" in sys.modules:
+        assert not shapes._changed()
+        del sys.modules["torch._dynamo.pgo"]  # as before torch 2.6
     assert shapes._changed()
 torch.save({"losses": torch.tensor(losses[-4:]), **net.state_dict()}, f"{folder}/final-{ctx.rank}.pt")
 """
+#: Since torch 2.6. Before it, a graph for training and one for evaluation are reported like changing shapes.
+TORCH_RECORDS_SHAPES = importlib.util.find_spec("torch._dynamo.pgo") is not None
 REASON = "torch.compile chooses among its graphs by the order in which shapes came"
 
 
@@ -63,7 +67,7 @@ def test_changing_shapes_are_reported_when_they_are_seen_and_when_a_checkpoint_i
     start(tmp_path, "run", 4, "eager", "{}", "[[24], [25]]").expect(75)
     start(tmp_path, "run", 4, "none", "{}", "[[24], [25]]").expect(0)
     (told,) = events_of(RunDirectory(tmp_path / "run"), "shapes_changed")
-    assert "dynamic=False" in told["explanation"]
+    assert ("dynamic=False" if TORCH_RECORDS_SHAPES else "more than once") in told["explanation"]
     (resumed,) = events_of(RunDirectory(tmp_path / "run"), "resumed")
     assert (resumed["step"], resumed["inexact"]) == (4, [REASON])
 
@@ -71,7 +75,8 @@ def test_changing_shapes_are_reported_when_they_are_seen_and_when_a_checkpoint_i
 def test_equal_shapes_are_not_reported(tmp_path: Path) -> None:
     """Graphs for training and evaluation, one of each; also the check of torch 2.4 and 2.5, which counts them."""
     start(tmp_path, "run", -1, "eager", "{}", "[[24], [24]]").expect(0)
-    assert not events_of(RunDirectory(tmp_path / "run"), "shapes_changed")
+    told = [event["explanation"] for event in events_of(RunDirectory(tmp_path / "run"), "shapes_changed")]
+    assert ["more than once" in explanation for explanation in told] == ([] if TORCH_RECORDS_SHAPES else [True])
 
 
 @pytest.mark.product  # compiling takes a minute
@@ -91,10 +96,11 @@ def test_a_compiled_model_that_is_evaluated_is_resumed_exactly_or_reported(
     start(tmp_path, "run", 4, "inductor", options, sizes).wait(300).expect(75)
     start(tmp_path, "run", 4, "inductor", options, sizes).wait(300).expect(0)
     (resumed,) = events_of(RunDirectory(tmp_path / "run"), "resumed")
-    assert resumed["inexact"] == inexact
+    assert resumed["inexact"] == (inexact if TORCH_RECORDS_SHAPES else [REASON])
     for rank in range(2):
         one, other = (final(tmp_path / run, rank) for run in ("whole", "run"))
-        assert all(torch.equal(one[name], other[name]) for name in one) == (not inexact)
+        same = all(torch.equal(one[name], other[name]) for name in one)
+        assert same == (not inexact) or (same and not TORCH_RECORDS_SHAPES)
 
 
 def final(run: Path, rank: int) -> dict[str, Any]:

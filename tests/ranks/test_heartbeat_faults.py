@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from clusterddp.jobdef.job import Watchdog
 from clusterddp.reporter import say
 from clusterddp.training import heartbeat as heartbeat_module
 from clusterddp.training.heartbeat import Heartbeat
+from tests.waiting import wait_until
 
 #: A separate process: poll(2) fails in all threads of a process that may have no open files.
 WITHOUT_FILES = """
@@ -51,6 +54,21 @@ def test_the_stacks_of_a_rank_that_timed_out_are_explained(
         heartbeat.close()
     said = capfd.readouterr().err  # once: what is written while pytest reads is lost
     assert said.index("Timeout (") < said.index("most recent call first") < said.index("clusterddp: the stacks above")
+
+
+@pytest.mark.parametrize("then", [lambda heartbeat: heartbeat._set_timer(600), lambda heartbeat: heartbeat.close()])
+def test_stacks_written_just_before_a_step_is_completed_or_the_training_ends_are_explained(
+    then: Callable[[Heartbeat], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks of the heartbeat."""
+    told: list[str] = []
+    monkeypatch.setattr(heartbeat_module, "say", told.append)
+    heartbeat = Heartbeat(None, lambda: 3, lambda: 2, lambda *_, **__: None, tmp_path / "collectives.json")
+    heartbeat._set_timer(0.01)
+    wait_until(lambda: time.monotonic() > heartbeat._stacks_at, "the timeout")
+    then(heartbeat)
+    heartbeat.close()
+    assert [words.partition(" because")[0] for words in told] == ["the stacks above were written"]
 
 
 def test_neither_a_full_disk_nor_too_many_open_files_stop_it(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def test_a_training_that_fails_with_any_exit_code_is_over(run: RunDirectory, tmp
     script.write_text(f"raise SystemExit({code})\n")
     done = submit(run, str(script), "--device", "cpu")
     assert done.returncode == code
-    assert f"attempt 0: rank 0 ({socket.gethostname()}) failed first: left with exit code {code}" in done.stderr
+    assert f"attempt 0: rank 0 ({socket.gethostname()}) failed first: exited with code {code}" in done.stderr
     assert "continue with" not in done.stderr
     assert run.attempts() == [0]
     assert (run.outcome() or {})["state"] == "failed"

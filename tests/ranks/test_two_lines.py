@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.saved_file import SavedFile
 from tests.waiting import preempt_local, wait_until
@@ -43,6 +44,33 @@ def test_a_sharded_script_with_two_lines_loses_no_step(tmp_path: Path) -> None:
     assert told == [(0, "saved", file), (1, "not_read", file), (1, "saved", file)]
     assert f"attempt 1: the script made its first step without opening {tmp_path / 'saved'}, which it saved" in said
     assert (run.outcome() or {})["state"] == "completed"
+
+
+AT_ITS_LAST_STEP = """
+import json, os, time, clusterddp
+first = json.load(open("last.json")) if os.path.exists("last.json") and os.environ["READS"] == "yes" else 0
+for step in range(6) if first == 0 and os.environ["CLUSTERDDP_ATTEMPT"] == "0" else ():
+    print("step", step, flush=True)
+    while step == 5 and not clusterddp.stop_requested():
+        time.sleep(0.02)
+    if clusterddp.stop_requested():
+        json.dump(6, open("last.json", "w"))
+        clusterddp.requeue(saved="last.json")
+"""
+
+
+@pytest.mark.parametrize(("reads", "code"), [("yes", 0), pytest.param("no", UNCONFIRMED, marks=pytest.mark.product)])
+def test_a_script_that_was_stopped_at_its_last_step_and_reads_its_save_has_completed(
+    tmp_path: Path, reads: str, code: int
+) -> None:
+    """It makes no further step. One that exits with code 0 without looking at its save may have done nothing."""
+    script, run = tmp_path / "last.py", RunDirectory(tmp_path / "run")
+    script.write_text(AT_ITS_LAST_STEP)
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(script)]
+    command += ["--device", "cpu", "--gpus", "1", "--preempt-at", "step 5", "--set", f"env.READS={reads}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    outcome = run.outcome() or {}
+    assert (done.returncode, outcome["state"], outcome["attempts"]) == (code, "completed", 2), done.stderr
 
 
 HANGS = """
@@ -101,6 +129,24 @@ def test_a_process_that_a_rank_has_started_is_told_that_it_gets_no_stop() -> Non
     assert done.stderr.count("stop_requested() is always False in a process that a rank has started") == 1
 
 
+STARTS_PROCESSES = """
+import subprocess, sys
+child = [sys.executable, "-c", "import clusterddp; clusterddp.stop_requested()"]
+for process in [subprocess.Popen(child) for _ in range(2)]:
+    process.wait()
+"""
+
+
+def test_the_history_says_once_that_processes_of_the_script_get_no_stop(tmp_path: Path) -> None:
+    script, run = tmp_path / "starts.py", RunDirectory(tmp_path / "run")
+    script.write_text(STARTS_PROCESSES)
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(script)]
+    done = subprocess.run([*command, "--device", "cpu", "--gpus", "2"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = "attempt 0: clusterddp.stop_requested() is always False in a process that a rank has started"
+    assert done.stderr.count(said) == 1, done.stderr
+
+
 def test_a_saved_file_is_read_by_any_process_of_the_node(tmp_path: Path) -> None:
     """Python's ``open`` is not the only way; and a listing of a folder reads none of its files."""
     file, folder = tmp_path / "save.pt", tmp_path / "sharded"
@@ -111,9 +157,10 @@ def test_a_saved_file_is_read_by_any_process_of_the_node(tmp_path: Path) -> None
     first, second = watches[:2]
     list(folder.rglob("*"))
     file.stat()
-    assert first.was_ignored() and second.was_ignored()
+    assert [first.was_opened(), second.was_opened()] == [False, False]
     subprocess.run(["cat", str(file), str(folder / "0" / "model")], stdout=subprocess.DEVNULL, check=True)
-    assert not any(watch.was_ignored() for watch in watches[2:])
+    assert all(watch.was_opened() for watch in watches[2:])
+    assert [watch.was_opened() for watch in watches] == [False, False, True, True]
     gone = SavedFile(str(file))
     file.unlink()
-    assert gone.was_ignored() and SavedFile(str(tmp_path / "never")).was_ignored()
+    assert [gone.was_opened(), SavedFile(str(tmp_path / "never")).was_opened()] == [False, False]

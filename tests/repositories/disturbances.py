@@ -17,12 +17,15 @@ import yaml
 
 from clusterddp.process import descendants
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.ddp import REPOSITORY
 from tests.gpu import build
 from tests.repositories.entries import Copy
 
-#: In the order of the table's columns.
-DISTURBANCES = ("undisturbed", "before", "middle", "end", "killed", "lines")
-LIMIT_S = 600
+#: Preempted by a job of higher priority, on the test cluster's Slurm.
+ON_SLURM = ("slurm-before", "slurm-middle", "slurm-end")
+#: The cells of a row, in the order in which they are measured: the last one changes the code.
+CELLS = ("undisturbed", "before", "middle", "end", "killed", *ON_SLURM, "lines")
+LIMIT_S = 900
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,13 @@ class Result:
     #: Whether the disturbance happened.
     disturbed: bool
     reason: str
+    #: The commit of clusterddp.
+    version: str = ""
+    #: With lines for no lost step: how many they are.
+    lines: int = 0
 
     def complete(self, whole: Result) -> bool:
-        """Whether it was disturbed and is completed all the same, with each of the undisturbed run's steps."""
+        """Whether it was disturbed as meant, and is completed with each of the undisturbed run's steps."""
         over = self.state == "completed" and self.confirmed and self.disturbed
         return over and (self.steps, self.last) == (whole.steps, whole.last)
 
@@ -73,7 +80,7 @@ def run(copy: Copy, disturbance: str, python: Path) -> Result:
     folder.mkdir(parents=True)
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            ["nice", "-n", "10", *command],
+            command,
             cwd=working_folder(copy, folder),
             env=environment(copy),
             stdout=output,
@@ -117,7 +124,9 @@ def environment(copy: Copy) -> dict[str, str]:
     """The ranks' environment: one thread each, nothing from a hub, the stand-in GPUs where they are needed."""
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
     devices = build.environment(2) if copy.repository.device == "stand-in" else {}
-    path = [part for part in (devices.get("PYTHONPATH"), str(copy.code), str(copy.root / "code")) if part]
+    path = [str(REPOSITORY), str(copy.code), str(copy.root / "code")]
+    if "PYTHONPATH" in devices:
+        path.insert(0, devices["PYTHONPATH"])
     return {**os.environ, **quiet, **devices, "PYTHONPATH": os.pathsep.join(path), "HF_HOME": str(copy.root / "hub")}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shutil
 import subprocess
@@ -28,7 +29,7 @@ class Substitution:
     file: str
     find: str
     put: str
-    why: str
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,8 @@ class Repository:
     #: Copied from the checkout; all of it by default.
     copied: tuple[str, ...] = ()
     substitutions: tuple[Substitution, ...] = ()
-    #: Lines of code with which it loses no step, and how many they are.
+    #: Lines of code with which it loses no step.
     no_step_lost: tuple[Substitution, ...] = ()
-    no_step_lost_lines: int = 0
     #: How many lines match each step, where several processes print to one log.
     lines_per_step: int = 1
     #: Files of the data that are put into the copy.
@@ -174,9 +174,15 @@ def prepare(repository: Repository, checkouts: Path, root: Path) -> Copy:
     return copy
 
 
-def with_lines(copy: Copy) -> None:
-    """Adds the lines with which the repository loses no step."""
-    _substitute(copy, copy.repository.no_step_lost)
+def with_lines(copy: Copy) -> int:
+    """Adds the lines with which the repository loses no step; returns how many, without ``import clusterddp``."""
+    changes = copy.repository.no_step_lost
+    paths = {copy.root / "code" / change.file for change in changes}
+    before = {path: path.read_text().splitlines() for path in paths}
+    _substitute(copy, changes)
+    lines = [line for path in paths for line in difflib.ndiff(before[path], path.read_text().splitlines())]
+    added = [line[2:].strip() for line in lines if line.startswith("+ ")]
+    return sum(bool(line) and not line.startswith("import clusterddp") for line in added)
 
 
 def _substitute(copy: Copy, changes: Iterable[Substitution]) -> None:

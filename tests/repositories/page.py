@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.ddp import REPOSITORY
-from tests.repositories.disturbances import DISTURBANCES, Result
+from tests.repositories.disturbances import CELLS, Result
 from tests.repositories.entries import Repository
 
 PAGE = REPOSITORY / "docs" / "measurements" / "repositories.md"
@@ -20,12 +20,10 @@ HEADINGS = {
     "killed": "a rank killed",
     "lines": "preempted, with lines for no lost step",
 }
+LINES = "with lines for no lost step"
 PREEMPTED = {name: HEADINGS[name] for name in ("before", "middle", "end")}
 #: Repositories that were meant to be in the table, and why they were not run.
-NOT_RUN = {
-    "pytorch/vision, references/classification": "its preset is written, and not tried: no checkout was at hand.",
-    "facebookresearch/dinov2": "it requires xFormers, which has no build for a CPU build of torch.",
-}
+NOT_RUN: dict[str, str] = {}
 INTRODUCTION = """\
 # Tested repositories
 
@@ -37,12 +35,7 @@ folder has. What it knows of each is in `tests/repositories/entries/`. The
 
 A disturbed run is *completed* if it made every step of the undisturbed run. *Repeated* are the steps that it made
 twice, because the repository saves after certain steps or epochs only. Repositories that call `.cuda()` run on stand-in
-GPUs: host memory and CPU kernels that torch sees as CUDA devices.
-
-**Read the figures with care.** Each cell is one run, on a busy machine with two cores, and the runs were made on
-several versions of clusterddp within one day. Some metrics are too coarse to show a wrong resume: open_clip's and
-SpeechBrain's do not move in so short a training, and accelerate's and timm's are at 100%. Where steps of accelerate,
-pytorch/examples or SpeechBrain were first counted wrongly, they were counted again from the recorded output.
+GPUs: host memory and CPU kernels that torch sees as CUDA devices. Each cell is one run.
 """
 
 
@@ -68,12 +61,14 @@ def page(entries: Sequence[Repository], measured: Mapping[str, Any]) -> str:
     columns = ["repository", "lines of YAML", "changed lines of code", *HEADINGS.values()]
     parts = [
         INTRODUCTION,
+        _versions(entries, measured),
         _table(columns, rows),
         SLURM,
         _table(["repository", *PREEMPTED.values()], _on_slurm(entries, measured)),
     ]
     parts += [_section(entry) for entry in entries]
-    parts += ["## Not run", "", *(f"- {name}: {why}" for name, why in NOT_RUN.items()), ""]
+    if NOT_RUN:
+        parts += ["## Not run", "", *(f"- {name}: {why}" for name, why in NOT_RUN.items()), ""]
     return "\n".join(parts)
 
 
@@ -84,7 +79,6 @@ def short_table(entries: Sequence[Repository], measured: Mapping[str, Any]) -> s
         results = _results(entry, measured)
         whole, middle = results.get("undisturbed"), results.get("middle")
         disturbed = [result for name, result in results.items() if name not in ("undisturbed", "lines")]
-        disturbed += _results(entry, measured, "slurm").values()
         good = sum(whole is not None and result.complete(whole) for result in disturbed)
         rows.append(
             [
@@ -99,28 +93,41 @@ def short_table(entries: Sequence[Repository], measured: Mapping[str, Any]) -> s
     return _table(["repository", "job definition", "changed lines", "completed", "repeated (middle)"], rows)
 
 
+def _versions(entries: Sequence[Repository], measured: Mapping[str, Any]) -> str:
+    """Which commits of clusterddp were measured, with what was measured on each."""
+    found: dict[str, set[str]] = {}
+    for entry in entries:
+        for result in _results(entry, measured).values():
+            found.setdefault(result.version, set()).add(entry.name if result.disturbance != "lines" else LINES)
+    parts = [f"{version or 'unknown'} ({', '.join(sorted(what))})" for version, what in found.items()]
+    return f"Measured on these commits of clusterddp: {'; '.join(parts) or 'none'}.\n"
+
+
 def _on_slurm(entries: Sequence[Repository], measured: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for entry in entries:
-        whole, results = _results(entry, measured).get("undisturbed"), _results(entry, measured, "slurm")
-        cells = [_cell(results[name], whole) if name in results and whole else "not run" for name in PREEMPTED]
+        results = _results(entry, measured)
+        cells = [_shown(f"slurm-{name}", results) for name in PREEMPTED]
         rows.append([f"[{_short_name(entry)}](#{entry.name})", *cells])
     return rows
 
 
 def _row(entry: Repository, results: Mapping[str, Result]) -> list[str]:
-    whole = results.get("undisturbed")
-    cells = []
-    for name in DISTURBANCES:
-        result = results.get(name)
-        if result is None or whole is None:
-            cells.append("" if name == "lines" and not entry.no_step_lost else "not run")
-        elif name == "undisturbed":
-            cells.append(f"{result.state}, {whole.steps} steps, {_metric(result)}")
-        else:
-            added = f", {entry.no_step_lost_lines} lines" if name == "lines" else ""
-            cells.append(_cell(result, whole) + added)
+    cells = [_shown(name, results) for name in HEADINGS]
+    if "lines" in results:
+        cells[-1] += f", {results['lines'].lines} lines"
+    elif not entry.no_step_lost:
+        cells[-1] = ""
     return [f"[{_short_name(entry)}](#{entry.name})", str(entry.lines_of_yaml), str(entry.changed_lines), *cells]
+
+
+def _shown(name: str, results: Mapping[str, Result]) -> str:
+    whole, result = results.get("undisturbed"), results.get(name)
+    if result is None or whole is None:
+        return "not run"
+    if name == "undisturbed":
+        return f"{result.state}, {whole.steps} steps, {_metric(result)}"
+    return _cell(result, whole)
 
 
 def _cell(result: Result, whole: Result) -> str:
@@ -162,12 +169,11 @@ def _section(entry: Repository) -> str:
     return "\n".join([*lines, ""])
 
 
-def _results(entry: Repository, measured: Mapping[str, Any], kind: str = "runs") -> dict[str, Result]:
+def _results(entry: Repository, measured: Mapping[str, Any]) -> dict[str, Result]:
     row = measured.get(entry.name, {})
     if row.get("commit") != entry.commit:
         return {}
-    runs = row.get(kind, {})
-    return {name: Result(**runs[name]) for name in DISTURBANCES if name in runs}
+    return {name: Result(**row["runs"][name]) for name in CELLS if name in row["runs"]}
 
 
 def _short_name(entry: Repository) -> str:

@@ -19,9 +19,9 @@ from tests.waiting import wait_until
 CONFIG = ClusterConfig(nodes=1, gpus=2, cpus=4, slurmdbd=False)
 
 
-def run(copy: Copy, disturbance: str, python: Path, cluster: Cluster) -> Result:
-    """One run as a job of the cluster's user, preempted at the moment; undisturbed, it is only waited for."""
-    folder = copy.root / f"slurm-{disturbance}"
+def run(copy: Copy, cell: str, python: Path, cluster: Cluster, kept: Path) -> Result:
+    """One run as a job of the cluster's user, preempted at the moment. ``kept`` becomes a copy of its run directory."""
+    folder = copy.root / cell
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     definition = write_job(copy, python, {"partition": "low", "snapshot": False})
@@ -35,15 +35,17 @@ def run(copy: Copy, disturbance: str, python: Path, cluster: Cluster) -> Result:
     submit = [python, "-m", "clusterddp", "submit", definition, "--run-dir", directory.path]
     job_id = cluster.run(submit, cwd=here, env=variables).stdout.strip()
     training = Training(cluster, folder, directory, job_id)
-    disturbed = disturbance == "undisturbed"
-    if not disturbed:
-        moment = getattr(copy.repository.moments, disturbance)
-        reached = lambda: re.search(moment, log_of(directory, 0), re.MULTILINE) or directory.outcome()  # noqa: E731
+    moment = getattr(copy.repository.moments, cell.removeprefix("slurm-"))
+    reached = lambda: re.search(moment, log_of(directory, 0), re.MULTILINE) or directory.outcome()  # noqa: E731
+    try:
         wait_until(reached, f"{moment!r} in the log of {copy.repository.name}", LIMIT_S)
         if disturbed := directory.outcome() is None:
             training.preempt()
-    training.wait(directory.outcome, "the run to be over", LIMIT_S)
-    found = outcome_of(copy, directory, disturbance, time.monotonic() - began)
+        training.wait(directory.outcome, "the run to be over", LIMIT_S)
+    finally:
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(directory.path, kept, symlinks=True, ignore_dangling_symlinks=True)
+    found = outcome_of(copy, directory, cell, time.monotonic() - began)
     return Result(**{**found, "disturbed": disturbed})
 
 

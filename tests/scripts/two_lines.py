@@ -12,9 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import clusterddp
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # before torch 2.6, which has it for GPUs alone
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def fully_shard(model, mesh):
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
 
 
 def main():

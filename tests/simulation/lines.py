@@ -42,7 +42,7 @@ class Lines:
             sys.settrace(self._trace)
             run(thread, value)
 
-        Thread._run = traced  # type: ignore[method-assign]
+        Thread._run = traced  # type: ignore[method-assign, assignment]
         sys.settrace(self._trace)
         try:
             yield

@@ -93,6 +93,9 @@ class _Current:
         """Gives it what ``target`` has, so that a call takes no detour."""
         vars(self).update({name: getattr(target, name) for name in dir(target) if not name.startswith("_")})
 
+    def __getattr__(self, name: str) -> Any:  # for type checkers: what ``use`` has not given
+        raise AttributeError(name)
+
 
 #: The modules of the current world.
 _current = {name: _Current() for name in ("time", "queue", "threading", "random")}

@@ -9,6 +9,7 @@ import pytest
 
 from clusterddp import __version__
 from clusterddp.cli.command_line import COMMANDS, DESCRIPTIONS, command, parser
+from clusterddp.cli.local import Moment
 from clusterddp.cli.recording import choose_run_directory
 from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
@@ -78,6 +79,12 @@ def test_a_wrong_path_of_a_run_to_continue_does_not_start_the_example(
     with pytest.raises(UsageError, match=r"mean runs/train-0\?; to start a new run, name SCRIPT.py or JOB.yaml"):
         command(["submit", "--run-dir", "runs/tarin-0"])
     assert not (tmp_path / "runs" / "tarin-0").exists()
+
+
+def test_a_preemption_at_an_empty_expression_is_a_mistake() -> None:
+    """Every line would match."""
+    with pytest.raises(UsageError, match="--preempt-at '': expected a regular expression: got nothing"):
+        Moment.parse("--preempt-at", "")
 
 
 def test_an_empty_variable_is_no_folder_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,8 +170,10 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
         [
             "timm", "{checkpoint: out/*.pth}", "{checkpoint: [a, '{run_dir}/b'], args: [--resume, '{checkpoint}']}",
             "{preset: mae, checkpoint: a.pt}", "{checkpoint: a.pt, replace: []}",
+            "{checkpoint: a.pt, args: null, replace: [a]}",
         ],
-        ["tim", "[timm]", "{checkpoint: []}", "{checkpoint: {a: b}}", "{check: a.pt}", "{preset: x}", "true"],
+        ["tim", "[timm]", "{checkpoint: []}", "{checkpoint: {a: b}}", "{check: a.pt}", "{preset: x}", "true",
+         "{checkpoint: a.pt, args: [a], replace: []}"],
     ),
     "done": (
         ["out/epoch_90.pt", "'{run_dir}/*.done'", "{log: epochs completed}"],

@@ -40,6 +40,13 @@ def test_without_words_all_runs_of_the_runs_folder_are_found_with_those_of_sweep
     assert names() == ["lr=0.1", "lr=0.2", "train-0", "train-1"]
 
 
+def test_a_link_whose_end_cannot_be_seen_hides_no_run(here: Path) -> None:
+    """One in a circle; one into a folder of another user gives the same kind of error."""
+    (here / "runs/circle").symlink_to("circle")
+    (here / "runs/lr/circle").symlink_to("circle")
+    assert names() == ["lr=0.1", "lr=0.2", "train-0", "train-1"]
+
+
 @pytest.mark.parametrize("words", [(), ("runs",), ("runs/*",)])
 def test_a_folder_with_nothing_but_a_job_definition_is_no_run_unless_it_is_named(
     here: Path, words: tuple[str, ...]

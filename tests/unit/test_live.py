@@ -21,6 +21,7 @@ from clusterddp.cli.runs import live
 from clusterddp.cli.runs.report import moment
 from clusterddp.cli.runs.screen import EVENTS, MOST_LINES, Size, composed, fact_lines
 from clusterddp.cli.runs.sparkline import labelled, sparkline
+from clusterddp.cli.runs.text import clipped
 from clusterddp.errors import INTERRUPTED, UsageError
 from clusterddp.rundir.curve import curve, main_metric
 from clusterddp.slurm import commands as slurm
@@ -109,6 +110,25 @@ def test_a_very_long_fact_does_not_push_the_others_off_the_screen() -> None:
     """Such as a hundred metrics."""
     shown = fact_lines([("steps", ", ".join(f"metric{number} 0.5" for number in range(100)))], 80)
     assert len(shown) == MOST_LINES and shown[-1].endswith(" ...")
+
+
+@pytest.mark.parametrize(
+    ("text", "keep_end", "shown"),
+    [
+        ("runs/net-0", False, "runs..."),
+        ("runs/net-0", True, "...et-0"),
+        ("日本語日本語", False, "日本..."),  # two columns each
+        ("日本語日本語", True, "...本語"),
+        ("e\u0301" * 8, False, "e\u0301" * 4 + "..."),
+    ],
+)
+def test_a_text_is_clipped_to_columns_of_a_terminal(text: str, keep_end: bool, shown: str) -> None:
+    assert clipped(text, 7, keep_end) == shown
+
+
+def test_clipping_a_very_long_text_takes_as_long_as_reading_it() -> None:
+    """Such as a message with a megabyte of somebody's letters: it took hours."""
+    assert clipped("é" * 1_000_000, 80) == "é" * 77 + "..."
 
 
 # --- the commands

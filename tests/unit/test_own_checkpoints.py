@@ -184,11 +184,8 @@ def begun(
 def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> None:
     earlier = [event(0, 50.0, "started"), event(0, 120.0, "requeued")]
     assert begun(run, 0, [])[1] == ""
-    assert (
-        begun(run, 1, earlier)[1]
-        == "attempt 1: no complete checkpoint matches {run_dir}/*.pt: starts from the beginning"
-    )
-    assert begun(run, 1, earlier, job(()))[1] == "attempt 1: no complete checkpoint matches {run_dir}/*.pt"
+    assert begun(run, 1, earlier)[1] == "attempt 1: no complete checkpoint matches *.pt: starts from the beginning"
+    assert begun(run, 1, earlier, job(()))[1] == "attempt 1: no complete checkpoint matches *.pt"
     zipped(run.path / "a.pt")
     at(run.path / "a.pt", 106)
     (run.path / "b.pt").touch()
@@ -212,6 +209,22 @@ def test_the_end_of_an_attempt_names_the_scripts_checkpoint(step: int | None) ->
     assert sentence(ended) == f"attempt 0: preempted{at_step}, newest checkpoint out/a.pt, requeued"
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"step": 35, "checkpoint": 30}, "At step 35, checkpoint 30 committed (5 steps will be repeated)"),
+        ({"step": None, "checkpoint": None, "file": "a.pt"}, "Newest checkpoint a.pt"),
+        ({"step": None, "checkpoint": None, "made": 14}, "At least 14 steps made"),
+        ({"step": None, "checkpoint": None}, "No steps recorded"),
+    ],
+)
+def test_a_failure_and_what_follows_are_two_sentences(values: dict[str, Any], words: str) -> None:
+    """What is advised about it does not run into the rest."""
+    ended = event(0, 120.0, "restarted", reason="rank 1 (n1) killed by signal 9; check memory", **values)
+    said = f"attempt 0: rank 1 (n1) killed by signal 9; check memory. {words}, restarting all ranks in place"
+    assert sentence(ended) == said
+
+
 def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> None:
     """`clusterddp.requeue(saved=...)`: the stop's own checkpoint is the newest."""
     zipped(run.path / "a.pt")
@@ -220,6 +233,35 @@ def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> 
     earlier = [event(0, 50.0, "started"), event(0, 119.0, "saved", file=str(run.path / "stop" / "last.pth"))]
     assert "resumed from stop/last.pth, " in begun(run, 1, [*earlier, event(0, 120.0, "requeued")])[1]
     assert progress(earlier, 0, None, 130.0).saved
+
+
+def test_the_position_in_an_epoch_is_told_while_the_script_continues_from_what_it_saved_there(
+    run: RunDirectory,
+) -> None:
+    """Not once it has written that file again, or a newer checkpoint. The file alone is watched after the stop."""
+    last, newer = run.path / "last.pt", run.path / "epoch-1.pt"
+    zipped(last)
+    at(last, 119)
+    stop = [event(0, 50.0, "started"), event(0, 119.0, "saved", file=str(last), items=7, written=119.0)]
+    killed = [*stop, event(1, 130.0, "started"), event(1, 140.0, "rank_failed", rank=0)]
+    both = {"CLUSTERDDP_SAVED": str(last), "CLUSTERDDP_SAVED_ITEMS": "7"}
+
+    def told(job: Job, number: int, events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        own = OwnCheckpoints(run, job, number, events)
+        own.begin()
+        return own.saved()
+
+    watched, alone = job(), Job(name="n", module="n", device="cpu")
+    assert [told(one, 1, stop) for one in (watched, alone)] == [both] * 2
+    assert [told(one, 2, killed) for one in (watched, alone)] == [both] * 2
+    zipped(newer)
+    at(newer, 150)
+    assert [told(one, 2, killed) for one in (watched, alone)] == [{}, both]
+    newer.unlink()
+    at(last, 160)
+    assert [told(one, 2, killed) for one in (watched, alone)] == [{}] * 2
+    assert told(alone, 1, stop) == {"CLUSTERDDP_SAVED": str(last)}
+    assert told(alone, 0, []) == {}
 
 
 def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory) -> None:
@@ -236,20 +278,41 @@ def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory
     assert none.variables() == {"FROM": ""}
 
 
+def watched(own: OwnCheckpoints) -> list[str]:
+    """What is recorded once the ranks have ended."""
+    seen: list[str] = []
+    over = threading.Event()
+    over.set()
+
+    def report(name: str, **values: Any) -> None:
+        seen.append(sentence(event(1, 0.0, name, **values)) or f"attempt 1: {name} {values['file']}")
+
+    own.watch(over, report)
+    return seen
+
+
+def test_a_pattern_that_matches_none_of_the_saved_files_is_told(run: RunDirectory) -> None:
+    """Otherwise each attempt would start from the beginning."""
+    own, _ = begun(run, 0, [])
+    assert watched(own) == []
+    own.written = f"{run.path}/out/last.pth"
+    told = "the script has saved out/last.pth, but no file matches *.pt so far: check `resume.checkpoint`"
+    assert watched(own) == [f"attempt 1: {told}"]
+    (run.path / "cut.pt").touch()
+    assert watched(own) == []  # the pattern is right
+    other, _ = begun(run, 0, [], Job(name="n", module="n"))
+    other.written = "last.pth"
+    assert watched(other) == []
+
+
 def test_a_state_that_is_saved_again_is_no_new_checkpoint(run: RunDirectory) -> None:
     """nanoGPT saves what it has just loaded: that is no progress."""
     zipped(run.path / "a.pt", "step 10")
     own, _ = begun(run, 1, [event(0, 50.0, "started")])
-    seen: list[Mapping[str, Any]] = []
-    over = threading.Event()
-    over.set()
     zipped(run.path / "a.pt", "step 10")
-    own.watch(over, seen.append)
-    assert seen == []
+    assert watched(own) == []
     zipped(run.path / "a.pt", "step 20")
-    own.watch(over, seen.append)
-    own.watch(over, seen.append)
-    assert [one["file"] for one in seen] == ["a.pt"]
+    assert [*watched(own), *watched(own)] == ["attempt 1: own_checkpoint a.pt"]
 
 
 def test_a_new_checkpoint_counts_for_the_limit_of_failures() -> None:
@@ -277,6 +340,25 @@ def test_an_exception_after_a_new_checkpoint_restarts_the_ranks() -> None:
     )
     assert (with_it.action, with_it.because) == (Action.RESTART, "the script had written a new checkpoint")
     assert without.action is Action.FAIL
+
+
+@pytest.mark.parametrize(("lasted_s", "action"), [(30.0, Action.FAIL), (900.0, Action.RESTART)])
+def test_a_script_that_saves_and_soon_fails_at_the_same_line_each_time_is_not_restarted_forever(
+    lasted_s: float, action: Action
+) -> None:
+    """Its checkpoint is a new one each time, as it starts from the beginning. After ten minutes it may have trained."""
+    seen: list[dict[str, Any]] = []
+    end = RankEnd(0, "n1", "exception", 4.0, error="OSError: no", traceback='File "a.py", line 1, in f')
+    for attempt in range(3):
+        at = 1000.0 * attempt
+        seen += [event(attempt, at, "started"), event(attempt, at + 9, "own_checkpoint", file="a.pt", written=at + 9)]
+        verdict = judge([end], 1, False, lambda: Cause.NONE, progress(seen, attempt, None, at + lasted_s))
+        assert verdict.action is (action if attempt == 2 else Action.RESTART)
+        seen.append(event(attempt, at + lasted_s, "rank_failed", raised=end.raised))
+    if action is Action.FAIL:
+        assert verdict.because == (
+            "3 attempts in a row failed with the same exception at the same line and step, each in less than 10 minutes"
+        )
 
 
 def test_a_failure_says_which_arguments_were_added(run: RunDirectory) -> None:

@@ -1,4 +1,4 @@
-"""Presets and placeholders: what they add to a job definition, and which of its own keys win."""
+"""Presets and placeholders: what they add to a job definition, and which keys of the job win."""
 
 import re
 from collections.abc import Mapping
@@ -85,6 +85,8 @@ def test_an_own_folder_needs_an_own_pattern() -> None:
 def test_an_unknown_preset_is_a_mistake_that_names_the_others() -> None:
     assert "got 'sume'; did you mean 'some'?" in mistake({"resume": "sume"})
     assert "presets: some" in mistake({"resume": "other"})
+    alone = mistake({"resume": {"preset": "sume"}})
+    assert alone.endswith("got 'sume'; did you mean 'some'?") and "\n" not in alone
 
 
 def test_a_run_records_what_the_preset_says(tmp_path: Path) -> None:
@@ -168,11 +170,27 @@ def test_a_value_is_not_filled_in_again_and_is_no_pattern() -> None:
         ({"done": "{run_dir/out/a.pt"}, "done: '{run_dir' has no '}'"),
         ({"resume": {"checkpoint": "~/out/*.pt"}}, "resume.checkpoint: '~' is not expanded; write the whole path"),
         ({"done": "~/out/a.pt"}, "done: '~' is not expanded; write the whole path"),
+        ({"done": "$HOME/out/a.pt"}, "done: '$HOME' is not expanded; write the whole path"),
+        ({"resume": {"checkpoint": "${SCRATCH}/*.pt"}}, "'${SCRATCH}' is not expanded; write the whole path"),
+        (
+            {"resume": {"checkpoint": "a[0-9]/b[0-9.pt"}},
+            "'a[0-9]/b[0-9.pt' has a '[' without its ']'; write [[] for the character itself",
+        ),
+        (
+            {"resume": {"checkpoint": "a.pt", "args": ["-r"], "replace": ["fit"]}},
+            "resume: expected args or replace, got both: replace takes the place of all arguments",
+        ),
+        (
+            {"resume": {"preset": "some", "replace": ["fit"]}},
+            "to drop the args of the preset some, write args: null",
+        ),
+        ({"stop": "USR1"}, "stop: expected a mapping such as {signal: USR1}, got 'USR1'"),
         ({"args": ["{checkpoint}"]}, "{checkpoint} needs resume.checkpoint"),
         ({"resume": {"args": ["--resume"]}}, "resume: expected checkpoint: PATTERN, or the name of a preset"),
     ],
 )  # fmt: skip
-def test_a_misspelt_placeholder_is_a_mistake(values: dict[str, Any], words: str) -> None:
+def test_what_no_path_or_placeholder_can_mean_is_a_mistake(values: dict[str, Any], words: str) -> None:
     """Names that are like no known one, such as Lightning's {epoch}, are left alone in arguments."""
+    assert job({"done": "a[0-9]/[]x]/[!]]/[[]b"}).done is not None
     assert words in mistake(values)
     assert job({"args": ["{epoch}-{val_loss:.2f}", "{{rundir}}"]}).args == ("{epoch}-{val_loss:.2f}", "{{rundir}}")

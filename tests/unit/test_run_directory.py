@@ -20,7 +20,7 @@ from clusterddp.cli.runs.cancel import cancel_run
 from clusterddp.cli.runs.status import show
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir import run_directory
+from clusterddp.rundir import files, run_directory
 from clusterddp.rundir.files import append_line, make_folder, write_atomically, write_json
 from clusterddp.rundir.records import drop_torn_line, read_backwards, read_json, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
@@ -225,14 +225,14 @@ def test_a_read_error_that_passes_is_retried(run: RunDirectory, monkeypatch: pyt
     """A file server that restarts; an error that stays is raised."""
     append_line(run.events_file, {"time": 1.0, "event": "started", "attempt": 0})
     errors = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")]
-    real = Path.read_bytes
+    real = files.read_bytes
 
     def read(path: Path) -> bytes:
         if errors:
             raise errors.pop()
         return real(path)
 
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr("clusterddp.rundir.records.read_bytes", read)
     assert len(run.events()) == 1 and not errors
     monkeypatch.setattr("clusterddp.rundir.records._PAUSES_S", (0.0,))
     errors += [OSError(errno.EIO, "Input/output error")] * 2

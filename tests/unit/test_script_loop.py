@@ -18,7 +18,8 @@ def test_only_a_file_that_is_there_has_been_saved_and_it_is_told_once(
     """A script may catch what ``requeue`` raises, and call it again at its next step."""
     told: list[str] = []
     agreement = cast(Any, SimpleNamespace(reason="preempted"))
-    loop = ScriptLoop(0, agreement, cast(Any, None), lambda name, **values: told.append(f"{name} {values['file']}"))
+    store = cast(Any, SimpleNamespace(rank=0, store=None))
+    loop = ScriptLoop(store, agreement, cast(Any, None), lambda name, **values: told.append(f"{name} {values['file']}"))
     file = tmp_path / "last.pt"
     for _ in range(2):
         with pytest.raises(Stopped):

@@ -23,10 +23,14 @@ from tests.cluster.install import SEARCH_PATH
 from tests.versions import report
 from tests.versions.environments import PAIRS, REPOSITORY, Pair, environment, interpreters, versions
 
-#: What depends on Python or torch: started processes, signals and threads, gloo, the bits of a resumed run, files.
+#: What depends on Python or torch: started processes, signals and threads, gloo, the bits of a resumed run, files,
+#: and what is hooked into torch in scripts that do not use clusterddp: saves, steps, the process group.
 TESTS = (
-    "ranks/exact_resume unit/stream ranks/gradients ranks/agreement ranks/process_group ranks/heartbeat "
-    "ranks/hangs ranks/local unit/control_channel unit/run_directory unit/job unit/batch"
+    "ranks/exact_resume unit/orders unit/streams unit/loader unit/collation unit/worker_batches ranks/child_processes "
+    "ranks/gradients ranks/buffers ranks/compiled_shapes ranks/agreement ranks/process_group ranks/own_group "
+    "ranks/group_ends ranks/heartbeat ranks/heartbeat_faults ranks/hangs unit/step_times ranks/local ranks/two_lines "
+    "ranks/untouched ranks/own_checkpoints ranks/script_outcomes unit/script_signal unit/own_saves unit/store "
+    "unit/control_channel unit/run_directory unit/job unit/batch"
 ).split()
 #: Each pair's run on the cluster: its ranks are started by srun as an ordinary user.
 ON_SLURM = "tests/slurm/test_main_job.py::test_a_preempted_run_is_requeued_and_is_the_same_run"
@@ -85,7 +89,7 @@ def _test_pair(pair: Pair, found: Mapping[str, str], index: str | None) -> dict[
     except subprocess.CalledProcessError as error:
         return {"not_run": f"its environment cannot be made: {' '.join(error.cmd[-3:])} failed"}
     row: dict[str, Any] = {"versions": versions(python)}
-    row |= _pytest(python, ["-m", "not slurm", *_files(TESTS)])
+    row |= _pytest(python, ["-m", "not slurm", *files(TESTS)])
     if reason := unavailable():
         return {**row, "slurm": f"not run: {reason}"}
     on_slurm = _pytest(python, [ON_SLURM])
@@ -106,10 +110,10 @@ def _test_slurm(name: str) -> dict[str, Any]:
         search_path = f"{release.programs(wanted)}:{SEARCH_PATH}"
     controller = shutil.which("slurmctld", path=search_path)
     said = subprocess.run([str(controller), "-V"], capture_output=True, text=True, check=True).stdout
-    return {"versions": {"slurm": said.split()[-1]}, **_pytest(Path(sys.executable), _files(SLURM_TESTS), environment)}
+    return {"versions": {"slurm": said.split()[-1]}, **_pytest(Path(sys.executable), files(SLURM_TESTS), environment)}
 
 
-def _files(names: Sequence[str]) -> list[str]:
+def files(names: Sequence[str]) -> list[str]:
     return [str(Path("tests", name).with_name(f"test_{Path(name).name}.py")) for name in names]
 
 

@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / ".versions"
 #: What torch's CUDA builds require for GPUs alone: gigabytes.
 FOR_GPUS = ("nvidia-", "cuda-", "triton")
-TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "safetensors")
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "jsonschema", "safetensors")
 VERSION = "import sys; print('{}.{}'.format(*sys.version_info))"
 
 
@@ -90,7 +90,7 @@ def versions(python: Path) -> dict[str, str]:
 
 def _recipe(pair: Pair, interpreter: str, index: str | None, project: Mapping[str, Any]) -> str:
     constraints = (REPOSITORY / "constraints.txt").read_bytes() if pair.others == "constraints" else b""
-    words = repr((pair, interpreter, index, project["dependencies"])).encode()
+    words = repr((pair, interpreter, index, other_requirements(pair, project))).encode()
     return hashlib.sha256(words + constraints).hexdigest()
 
 

@@ -18,16 +18,14 @@ HEAD = """# Versions
 
 What clusterddp is tested with. `make test-versions` writes this page; each row says when it last ran.
 All ran on one machine: {cores} cores ({cpu}), Linux {kernel}.
-The rows of 2026-11-21 ran on several commits: Python 3.12 and 3.13 on that evening's, after the modules had been moved
-into packages; Python 3.10 and 3.11, Slurm 22.05 and 24.11 before that; Slurm 26.05 after it, but before one thread
-decided on all events of an attempt.
 """
 PAIRS_HEAD = """## Python and torch
 
 The first row has the oldest versions that pyproject.toml allows, the last the newest that were available. Tests run on
 CPUs with gloo: exact resume, data, gradients, stop agreement, process group, watchdog, local runs, the control channel,
-run directory and job definition. *On Slurm* is one run that is preempted and resumes, compared to the last bit, on the
-machine's Slurm.
+run directory and job definition; and of scripts that do not use clusterddp, their own process group, saves, steps,
+checkpoints and signals. *On Slurm* is one run that is preempted and resumes, compared to the last bit, on the machine's
+Slurm.
 """
 DIFFERENCES = """## What differs
 
@@ -38,6 +36,9 @@ the watchdog still detects a hang |
 | 2.4 | `is_backend_available("cpu:gloo")` is false | each part of such a name is checked separately |
 | 2.4, 2.9 | no flight record of gloo's collectives (2.13 and 2.15 have one) | the log of a rank that hangs says so, \
 and has its stacks and its line |
+| 2.4 | torch.compile records no shapes (2.6 does) | each function that was compiled more than once, \
+also if only for evaluations, is reported as inexact |
+| 2.4 | FSDP2 (`fully_shard`) on GPUs alone | nothing: the test with a sharded model shards it by DTensor there |
 
 PyPI's builds of torch are for CUDA. Where they were tested, CUDA's libraries, which a CPU does not need, were stand-ins
 that report no GPU (`tests/versions/cuda_stubs.py`): nothing here says anything about GPUs.

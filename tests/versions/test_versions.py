@@ -8,6 +8,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.versions import report
+from tests.versions.__main__ import SLURM_TESTS, TESTS, files
 from tests.versions.environments import PAIRS, REPOSITORY, other_requirements, tomllib  # type: ignore[attr-defined]
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -22,6 +23,12 @@ def test_the_matrix_runs_each_python_and_both_ends_of_torchs_range() -> None:
     assert f">={PAIRS[0].torch}" in str(torch) and all(pair.torch in torch for pair in PAIRS)
     newest = max(Version(pair.torch) for pair in PAIRS)
     assert f"{newest.major}.{newest.minor + 1}.0" not in torch
+
+
+def test_the_matrix_names_files_that_exist() -> None:
+    """A test that was moved would otherwise fail all rows, which take most of an hour."""
+    missing = [name for name in files([*TESTS, *SLURM_TESTS]) if not (REPOSITORY / name).is_file()]
+    assert not missing
 
 
 def test_the_oldest_environment_has_the_lower_bounds() -> None:

@@ -26,6 +26,10 @@ def clipped(text: str, width: int, keep_end: bool = False) -> str:
     """A text in so many columns. The end of a path tells runs apart."""
     if columns_of(text) <= width:
         return text
-    while columns_of(text) > max(width - 3, 0):
-        text = text[1:] if keep_end else text[:-1]
-    return f"...{text}" if keep_end else f"{text}..."
+    room, kept = max(width - 3, 0), 0
+    for letter in reversed(text) if keep_end else text:  # it may have a million
+        room -= columns_of(letter)
+        if room < 0:
+            break
+        kept += 1
+    return f"...{text[len(text) - kept :]}" if keep_end else f"{text[:kept]}..."

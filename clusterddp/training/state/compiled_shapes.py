@@ -16,12 +16,24 @@ from clusterddp.distributed.process_group import ProcessGroup
 #: Each rank looks every so many steps, after an evaluation, and when all ranks stop.
 LOOK_STEPS = 32
 _KEY = "shapes_changed"
+#: The module in which torch records shapes since 2.6.
+_PGO = "torch._dynamo.pgo"
 REASON = "torch.compile chooses among its graphs by the order in which shapes came"
-SHAPES_CHANGED = (
+_SHAPES_CHANGED = (
     "torch.compile has seen changing shapes and chooses among its graphs by the order in which they came: a resume "
     "will not be exact. Pass torch.compile(..., dynamic=False), which compiles for each shape, or evaluate with the "
     "training's batch size or without torch.compile"
 )
+_COMPILED_AGAIN = (
+    "torch.compile has compiled a function more than once: for changing shapes, after which a resume will not be "
+    "exact, or for another reason, such as an evaluation. torch before 2.6 does not record which. Use torch 2.6 or "
+    "newer, or evaluate without torch.compile"
+)
+
+
+def explanation() -> str:
+    """What a change means, for the user."""
+    return _SHAPES_CHANGED if _PGO in sys.modules else _COMPILED_AGAIN
 
 
 class CompiledShapes:
@@ -63,8 +75,8 @@ class CompiledShapes:
 
     @staticmethod
     def _changed() -> bool:
-        pgo = sys.modules.get("torch._dynamo.pgo")
-        if pgo is None:  # before torch 2.6: whether a function was compiled twice, perhaps for another reason
+        pgo = sys.modules.get(_PGO)
+        if pgo is None:  # whether a function was compiled twice, perhaps for another reason
             metrics = sys.modules["torch._dynamo.utils"].get_compilation_metrics()
             return any(getattr(one, "cache_size", None) for one in metrics)
         states = pgo.get_code_state().values()
