@@ -72,6 +72,8 @@ def _count_lines(first: int, count: int) -> int:
 
 
 def _chunk(seeds: Iterable[int], until: float) -> list[Result]:
+    if time.monotonic() >= until:
+        return []
     with product.installed():
         return [play(seed) for seed in seeds if time.monotonic() < until]
 
