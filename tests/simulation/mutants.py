@@ -279,7 +279,7 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
 
 #: The seed of a history that finds each of them: there may be earlier ones. None: no such history is known.
 FOUND_BY: Mapping[str, int | None] = {
-    "no superseded check": None,
+    "no superseded check": 1994,
     "requeue without asking again": None,
     "cancelled is not remembered": 44,
     "hold lifted at once": 13,
@@ -302,7 +302,7 @@ FOUND_BY: Mapping[str, int | None] = {
     "stop is forgotten": 24,
     "the last failure is shown": 6,
     "hook is told again": 396,
-    "controller asked all the time": None,
+    "controller asked all the time": 20,
     "saves are promised": 97,
     "a new job survives scancel": None,
     "lease not taken": 7,

@@ -16,10 +16,8 @@ from tests.simulation.mutants import FOUND_BY, MUTANTS, found_after
 
 #: Played in CI.
 HISTORIES = 200
-#: In how many histories, from its own on, a mutant must be found: a change of the product draws other histories.
-TRIES = 60
-#: Mutants whose histories take longer, or may have moved further than that.
-LONG = ("hangs are not seen", "watch gives up a lost node")
+#: Mutants that any few histories find, and in how many of them: a change of the product draws other histories.
+QUICKLY_FOUND, TRIES = [name for name, seed in FOUND_BY.items() if seed is not None and seed < 60], 120
 
 
 @pytest.fixture
@@ -54,11 +52,11 @@ def test_a_seed_repeats_a_history_exactly() -> None:
         assert "\n".join(play(5, traced=True).story) in told[0]
 
 
-@pytest.mark.parametrize("name", [name for name, seed in FOUND_BY.items() if seed is not None and name not in LONG])
+@pytest.mark.parametrize("name", QUICKLY_FOUND)
 def test_a_mistake_in_the_product_is_found(name: str) -> None:
-    """By the history that is known to find it, or soon after."""
+    """The others: `make simulate SIMULATE=--mutants`, and docs/measurements/simulation.md."""
     seed = FOUND_BY[name]
-    assert seed is not None and found_after(name, seed, TRIES) is not None, MUTANTS[name].__doc__
+    assert seed is not None and found_after(name, max(0, seed - 20), TRIES) is not None, MUTANTS[name].__doc__
 
 
 @pytest.mark.usefixtures("simulated")
