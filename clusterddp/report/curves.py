@@ -98,9 +98,7 @@ def _kind(line: Mapping[str, Any]) -> tuple[object, ...]:
 def _add(found: Metrics, lines: Sequence[Mapping[str, Any]], left_out: set[str]) -> None:
     """Adds lines of one attempt that have the same keys, a column at a time."""
     attempt, steps = lines[0]["attempt"], [line["step"] for line in lines]
-    times = [line.get("time") for line in lines]
-    if not all(type(time) is float and 0 <= time < 1e11 for time in times):
-        times = [float(time) if records.is_time(time) else math.nan for time in times]
+    times = [float(line["time"]) if records.is_time(line.get("time")) else math.nan for line in lines]
     found.lines += len(lines)
     found.first[attempt] = min(found.first.get(attempt, steps[0]), *steps)
     for name in lines[0]:

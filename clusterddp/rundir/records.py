@@ -275,15 +275,14 @@ class WholeLines:
 
     def __iter__(self) -> Iterator[bytes]:
         for line in self._file:
-            if line[-1] != 10:  # only the last one
-                self.torn = True
-                return
-            yield line
+            self.torn = not line.endswith(b"\n")
+            if not self.torn:
+                yield line
 
 
 def parsed(lines: Iterable[bytes], schema: Schema | None) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
     """``parse`` of each line. Reads many lines as one JSON array, which takes a third of the time."""
-    remaining, checks = iter(lines), tuple((schema or {}).items())
+    remaining = iter(lines)
     while together := list(islice(remaining, _TOGETHER)):
         try:
             values = json.loads(str(b"[" + b",".join(together) + b"]", errors="surrogatepass"))
@@ -293,14 +292,8 @@ def parsed(lines: Iterable[bytes], schema: Schema | None) -> Iterator[tuple[dict
             yield from (parse(line, schema) for line in together)
             continue
         for value in values:
-            if isinstance(value, dict):
-                for key, check in checks:
-                    if not check(value.get(key)):
-                        break
-                else:
-                    yield value, None
-                    continue
-            yield None, schema_error(value, schema or {})
+            wrong = schema_error(value, schema or {})
+            yield (value, None) if wrong is None else (None, wrong)
 
 
 def counts(first_steps: Mapping[int, int]) -> Callable[[Mapping[str, Any]], bool]:
