@@ -183,7 +183,7 @@ def _places(fields: Fields, prefix: str = "") -> Origins:
 #: Keys of lists and mappings, whose values in ``--set`` are read as YAML: ``--set args=[--lr, 1e-3]``.
 _COLLECTIONS = {
     *("args", "resume", "resume.checkpoint", "resume.args", "resume.replace", "setup", "env", "sbatch", "srun"),
-    *("checkpoint", "checkpoint.every", "checkpoint.keep"),
+    *("steps", "checkpoint", "checkpoint.every", "checkpoint.keep"),
     *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb", "mlflow", "done", "stop"),
 }
 
@@ -280,8 +280,8 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     resume = _given_node(fields, "resume")
     inner = resume.value if resume is not None and isinstance(resume.value, dict) else {}
     patterns = job.resume.checkpoint if job.resume else ()
-    unknown_preset = any(mistake.message.startswith("resume: ") for mistake in mistakes)
-    if resume is not None and inner is resume.value and not patterns and not unknown_preset:
+    known = any(mistake.message.startswith(("resume: ", "unknown key 'resume.")) for mistake in mistakes)
+    if resume is not None and inner is resume.value and not patterns and not known:
         mistakes.append(Mistake(resume.place, "resume: expected checkpoint: PATTERN, or the name of a preset"))
     args, replace = _given_node(inner, "args"), _given_node(inner, "replace")
     if args and replace:

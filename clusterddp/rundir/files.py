@@ -194,7 +194,7 @@ def names_in(folder: Path) -> list[str]:
 
 def read_bytes(path: Path) -> bytes:
     """A file's content."""
-    with open_binary(path) as file:
+    with open_binary(path, buffered=False) as file:
         return file.read()
 
 

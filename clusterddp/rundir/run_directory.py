@@ -143,6 +143,7 @@ class RunDirectory:
         if not exists(self.logs):  # deleted together with the logs of earlier attempts
             create_folder(self.logs, exist_ok=True)
             fsync_directory(self.path)
+        make_private(self.private)
         recorded: list[int] = [] if self.attempts() else [event["attempt"] for event in self.events()]
         number = -1
         while True:

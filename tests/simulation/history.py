@@ -399,12 +399,7 @@ def _requeue(history: History, draw: random.Random) -> None:
 
 
 def _tell_stop(history: History, draw: random.Random) -> None:
-    def work() -> int:
-        code = tell.stop(history.run)
-        history.invariants.stopped(code)
-        return code
-
-    history.user("tell stop", work)
+    history.user("tell stop", lambda: tell.stop(history.run))
 
 
 def _tell_save(history: History, draw: random.Random) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 LOOK_S = 5.0
 #: How long two attempts may train at a time where all of it can be seen, and a job may hold nodes without ranks.
 TOGETHER_S, IDLE_S = 60.0, 120.0
+#: The same for a job of which a rank has failed: the others may use a notice to save.
+INCOMPLETE_S = 200.0
 #: A history has an end.
 MOST_EVENTS = 30_000
 #: Faults after which a run that is watched must complete.
@@ -42,7 +44,7 @@ HINDERING = frozenset(
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: How often an attempt's supervisor may ask Slurm: so many times, and once in so many seconds.
-ASKED, ASKED_EVERY_S = 60, 5.0
+ASKED, ASKED_EVERY_S = 45, 10.0
 
 
 @cache
@@ -72,11 +74,12 @@ class Invariants:
         self._look_at = 0.0
         self._together_since: float | None = None
         self._idle_since: dict[str, float] = {}
+        self._incomplete_since: dict[str, float] = {}
         self._dead_since: float | None = None
         #: When a user last wanted the run to end, or to go on.
         self._cancelled_at: float | None = None
-        #: Since when `tell stop` holds the run.
-        self._held_at: float | None = None
+        #: The newest attempt when a user last submitted the run.
+        self._submitted_after = -1
         #: By attempt, the rank that truly failed first, and when.
         self._failed: dict[int, tuple[float, int]] = {}
         #: Requeues that hit a job which was cancelled after its supervisor had last asked: the known window.
@@ -117,12 +120,13 @@ class Invariants:
 
     def submitted(self) -> None:
         """A user submits the run, which may be continued by that."""
-        self._cancelled_at = self._held_at = None
+        self._cancelled_at = None
+        self._submitted_after = max((event["attempt"] for event in self.events()), default=-1)
 
-    def stopped(self, code: int) -> None:
-        """``tell stop`` has ended with this exit code."""
-        if code == 0 and self.outcome() is None:
-            self._held_at = self._world.now
+    def _is_held(self, number: int) -> bool:
+        """Whether a user has stopped the run by ``tell stop`` in an earlier attempt, and not submitted it since."""
+        asked = (event for event in self.events() if event["event"] == "requested" and event["request"] == "stop")
+        return any(self._submitted_after < event["attempt"] < number for event in asked)
 
     def asked_to_save(self, at: float, code: int) -> None:
         """``tell save``, begun at this time, has ended with this exit code."""
@@ -173,7 +177,7 @@ class Invariants:
             self._violated("I2", f"attempt {number} resumes at step {step} with other weights")
         if (outcome := self.outcome()) is not None and outcome["state"] == "completed":
             self._violated("I10", f"attempt {number} trains, and the run has completed")
-        if self._held_at is not None and self._world.now - self._held_at > 1.0:
+        if self._is_held(number):
             self._violated("I9", f"attempt {number} trains, and the run was stopped by `clusterddp tell stop`")
         if (
             self._marked
@@ -268,10 +272,23 @@ class Invariants:
         slurm = self._history.slurm
         troubled = now < slurm.away_until or now < slurm.lossy[0] or slurm.cut or slurm.latency_s > 0.5
         busy = any(process.alive for process in job.processes if process is not job.batch)
-        if job.state != "RUNNING" or troubled or busy or self._history.disk.broken[0] > now:
+        if job.state != "RUNNING" or troubled or self._history.disk.broken[0] > now:
+            self._idle_since.pop(job.id, None)
+            self._incomplete_since.pop(job.id, None)
+            return
+        if busy:
             self._idle_since.pop(job.id, None)
         elif now - self._idle_since.setdefault(job.id, now) > IDLE_S:
             self._violated("I7", f"job {job.id} holds its nodes, and no rank runs")
+        if not (busy and self._lacks_ranks(job)):
+            self._incomplete_since.pop(job.id, None)
+        elif now - self._incomplete_since.setdefault(job.id, now) > INCOMPLETE_S:
+            self._violated("I7", f"job {job.id} holds its nodes, and some of its ranks are gone")
+
+    def _lacks_ranks(self, job: Batch) -> bool:
+        """Whether a rank of the job's newest attempt has failed."""
+        newest = self._history.cluster.ranks[-self._history.job.world_size :]
+        return any(rank.step._batch is job and not rank.process.alive and rank.process.code != 0 for rank in newest)
 
     def settled(self) -> bool:
         """Whether nothing has happened for a while, and nothing will."""

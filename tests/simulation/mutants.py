@@ -8,12 +8,12 @@ from typing import Any
 from unittest import mock
 
 from clusterddp.checkpoint.store import Checkpoints
-from clusterddp.cli.runs import wait, watch
+from clusterddp.cli.runs import watch
 from clusterddp.failures.hangs import Watch
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor import controller, decide, lease, main, monitor, recovery, requests, verdict
+from clusterddp.supervisor import decide, lease, main, monitor, recovery, requests, verdict
 from clusterddp.supervisor.controller import SlurmController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
@@ -207,20 +207,9 @@ def _a_new_job_survives_scancel() -> Patches:
     return [(Recovery, "_hand_over", hand_over)]
 
 
-def _slurm_may_requeue_a_resubmitted_job() -> Patches:
-    """24.11 and newer requeue a job that ends within its grace, also if the run continues in a new one."""
-    quiet = SimpleNamespace(**{**vars(commands), "set_requeue": lambda *_, **__: None})
-    return [(controller, "slurm", quiet)]
-
-
 def _lease_not_taken() -> Patches:
     """An attempt does not record who holds the run."""
     return [(lease, "take", lambda *_: None)]
-
-
-def _wait_ends_at_once() -> Patches:
-    """`wait` believes the first answer that no job is there."""
-    return [(wait, "SETTLE_S", -1.0)]
 
 
 def _newest_checkpoint_is_deleted() -> Patches:
@@ -278,15 +267,50 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _controller_asked_all_the_time,
         _saves_are_promised,
         _a_new_job_survives_scancel,
-        _slurm_may_requeue_a_resubmitted_job,
         _lease_not_taken,
-        _wait_ends_at_once,
         _newest_checkpoint_is_deleted,
         _watch_gives_up_a_lost_node,
         _peers_are_never_dismissed,
         _a_silent_node_is_waited_for,
         _hangs_are_not_seen,
     )
+}
+
+
+#: The seed of a history that finds each of them: there may be earlier ones. None: no such history is known.
+FOUND_BY: Mapping[str, int | None] = {
+    "no superseded check": 1994,
+    "requeue without asking again": None,
+    "cancelled is not remembered": 44,
+    "hold lifted at once": 13,
+    "resubmitted without dependency": 434,
+    "scancel is a preemption": 55,
+    "completed runs start again": 11,
+    "lease is free": 6,
+    "requeue forgotten": 88,
+    "preempted is done": 25,
+    "end not recorded": 127,
+    "no outcome": 0,
+    "oldest checkpoint": 25,
+    "everything is deleted": None,
+    "watch resubmits always": 624,
+    "hold of another job": None,
+    "a busy controller ends a start": None,
+    "time limit without progress": None,
+    "a submission ends with its start": 33,
+    "hidden outcomes are not waited for": 226,
+    "stop is forgotten": 24,
+    "the last failure is shown": 6,
+    "hook is told again": 396,
+    "controller asked all the time": 20,
+    "saves are promised": 97,
+    "a new job survives scancel": None,
+    "lease not taken": 7,
+    "newest checkpoint is deleted": 19,
+    "watch gives up a lost node": 4521,
+    "peers are never dismissed": None,
+    "a silent node is waited for": None,
+    "hangs are not seen": 386,
 }
 
 

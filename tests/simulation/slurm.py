@@ -41,6 +41,7 @@ class Batch:
     time_limit_s: int
     submitted: float
     by: str = ""
+    script: str = ""
     exclude: frozenset[str] = frozenset()
     after: str | None = None
     state: str = "PENDING"
@@ -150,13 +151,16 @@ class Slurm:
             case ["scancel", job_id]:
                 self.cancel(self.jobs[job_id])
                 return _done(command, "")
-            case ["sbatch", "--parsable", *options, _]:
-                return _done(command, self.submit(options))
+            case ["sbatch", "--parsable", *options, script]:
+                return _done(command, self.submit(options, script))
             case ["sinfo", "-h", "-N", "-o", "%R|%P|%N|%T"]:
                 lines = [f"low|low*|{node}|{'down*' if node in self.down else 'idle'}" for node in self.node_names]
                 return _done(command, "\n".join(lines) + "\n")
             case ["sinfo", "-h", "-o", "%P"]:
                 return _done(command, "low*\n")
+            case ["squeue", "--noheader", "--me", "--format=%F|%o"]:
+                live = [job for job in self.jobs.values() if job.state in ("PENDING", *HAS_NODES)]
+                return _done(command, "".join(f"{job.id}|{job.script}\n" for job in live))
             case ["squeue", *options]:
                 return _done(command, self._queue(options[options.index("-j") + 1].split(",")))
         raise AssertionError(f"the model knows no {command}")
@@ -206,11 +210,12 @@ class Slurm:
 
     # --- jobs
 
-    def submit(self, options: Sequence[str]) -> str:
+    def submit(self, options: Sequence[str], script: str) -> str:
         """A new job."""
         self._next_id += 1
         words = dict(option.removeprefix("--").partition("=")[::2] for option in options)
         job = Batch(str(self._next_id), self.nodes_needed, self.time_limit_s, self.world.now, self.world.process.name)
+        job.script = script
         if "dependency" in words:
             job.after = words["dependency"].removeprefix("afterany:")
             job.reason = "Dependency"

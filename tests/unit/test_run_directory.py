@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -322,6 +323,16 @@ def test_a_dangling_link_with_the_name_of_a_new_run_is_left_alone(
     monkeypatch.setenv("CLUSTERDDP_RUNS", str(tmp_path))
     (tmp_path / "x-0").symlink_to(tmp_path / "nowhere")
     assert claim(None, Job(name="x", module="x"))[0].path == tmp_path / "x-1"
+
+
+def test_an_attempt_can_be_claimed_in_a_run_whose_private_folder_was_deleted(run: RunDirectory) -> None:
+    """With its logs, too: the numbers go on after those in the history."""
+    run.create_attempt()
+    append_line(run.events_file, {"time": 1.0, "event": "started", "attempt": 0})
+    shutil.rmtree(run.private)
+    shutil.rmtree(run.logs)
+    assert run.create_attempt() == 1
+    assert run.private.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_logs_of_a_rank_are_its_stdout_before_slurm_has_created_its_stderr(run: RunDirectory) -> None:

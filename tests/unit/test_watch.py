@@ -42,6 +42,12 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
+@pytest.fixture(autouse=True)
+def nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue has no other job of the run."""
+    monkeypatch.setattr(watch, "jobs_by_script", lambda ended: {})
+
+
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The submissions that were made."""
@@ -152,6 +158,16 @@ def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_watch(
 
 def fail(code: int) -> None:
     raise OSError(code, os.strerror(code), "outcome.json")
+
+
+def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_is_submitted(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sbatch's answer was lost, or whoever gave the command was killed before it came."""
+    monkeypatch.setattr(watch, "jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"})
+    watcher = look(run, info("NODE_FAIL"), monkeypatch)
+    assert (submitted, watcher.result, lease.holders(run)[0]["job"]) == ([], None, "77")
+    assert "job 77 continues it, and was not recorded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("usable", "options"), [(["n1", "n2"], " --exclude=n2"), (["n2"], "")])

@@ -27,6 +27,7 @@ from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.records import is_unconfirmed, read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.arrays import jobs_by_script
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor.lease import holders, reachable, submitted, submitting
 from clusterddp.supervisor.limits import held
@@ -208,6 +209,10 @@ class Watcher:
                 return self._say(f"{ended}: {other}")
             if self._claims() != claims:
                 return True
+            # Whoever submitted it may have been killed, or not have heard from Slurm, before it recorded the job.
+            if job_id := jobs_by_script(ended=False).get(str(self._run.batch_script)):
+                submitted(self._run, job_id)
+                return self._say(f"{ended}: job {job_id} continues it, and was not recorded")
             return self._submit(ended)
 
     def _submit(self, ended: str) -> bool:
