@@ -117,17 +117,10 @@ test-24.11: .venv/ready slurm
 	CLUSTERDDP_TEST_RELEASE=trixie .venv/bin/python -m pytest tests/slurm/test_main_job.py tests/slurm/test_preemption.py \
 		tests/slurm/test_fencing.py tests/cluster/test_cluster.py tests/slurm/test_faults.py tests/slurm/test_hangs.py
 
+# The files with a test that is marked for it, or with more cases where the variable is set.
 test-product: .venv/integrations slurm
-	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/slurm/test_preemption_variants.py tests/ranks/test_exact_resume.py \
-		tests/ranks/test_recipes.py tests/ranks/test_example_jobs.py tests/ranks/test_converting.py tests/ranks/test_local.py \
-		tests/crash/test_crash.py tests/unit/test_fuzz.py tests/unit/test_report_damage.py tests/unit/test_stream_damage.py tests/ranks/test_launchers.py tests/ranks/test_jobs.py tests/ranks/test_integrations.py \
-		tests/ranks/test_first_failure.py tests/ranks/test_agreement.py tests/chaos tests/slurm/test_launchers.py \
-		tests/slurm/test_templates.py tests/slurm/test_world_size.py tests/slurm/test_here.py tests/slurm/test_faults.py tests/cluster/test_cluster.py \
-		tests/slurm/test_fencing.py tests/slurm/test_jobs.py tests/slurm/test_disk.py tests/slurm/test_main_job.py tests/slurm/test_preemption.py \
-		tests/slurm/test_transcript.py tests/slurm/test_integrations.py tests/ranks/test_check_resume.py \
-		tests/slurm/test_check_resume.py tests/slurm/test_sweeps.py tests/slurm/test_hydra.py tests/slurm/test_doctor.py \
-		tests/slurm/test_script_process.py tests/slurm/test_two_lines.py tests/slurm/test_untouched.py \
-		tests/slurm/test_script_outcomes.py tests/ranks/test_two_lines.py tests/ranks/test_group_ends.py tests/unit/test_math_library.py
+	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest \
+		$$(grep -rlE 'mark\.product|CLUSTERDDP_TEST_PRODUCT' tests --include='test_*.py' | grep -v ^tests/browser/)
 
 .venv/browser: .venv/ready
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[browser]'

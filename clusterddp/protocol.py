@@ -35,6 +35,7 @@ RANK_EVENTS: Mapping[str, Event] = {
         "rank 0 has made its first step in a script without clusterddp; its number is unknown; `out` and `err`: the "
         "size of the files with its output, in bytes",
     ),
+    "apart": Event("ranks group", "rank 0 has made its first step in a process group of `group` ranks, or without one"),
     "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
     "order_changed": Event("step was now", "the resumed run's order has other weights in steps to come"),
     "whole_batches": Event("step samples most", "more samples per rank than batch_size, without `run.micro()`"),
@@ -99,11 +100,12 @@ PHASES: Mapping[str, str] = {
 
 #: How an attempt can end so that the run continues, now or later.
 _ENDS: Mapping[str, Event] = {
-    "restarted": Event("reason cause step checkpoint file?", "the ranks are restarted in place"),
-    "requeued": Event("reason cause step checkpoint file? window_s", "the job is requeued"),
-    "resubmitted": Event("reason cause step checkpoint file? job", "the run continues as job `job`"),
+    "restarted": Event("reason cause step checkpoint file? made?", "the ranks are restarted in place"),
+    "requeued": Event("reason cause step checkpoint file? made? window_s", "the job is requeued"),
+    "resubmitted": Event("reason cause step checkpoint file? made? job", "the run continues as job `job`"),
     "stopped": Event(
-        "reason cause step checkpoint file? then?", "the run can be continued; `file`: the script's own checkpoint"
+        "reason cause step checkpoint file? made? then?",
+        "the run can be continued; `file`: the script's own checkpoint; `made`: so many steps of the attempt, at least",
     ),
 }
 
@@ -153,8 +155,9 @@ EVENTS: Mapping[str, Event] = {
         "the attempt continues from the script's own checkpoint `file`, with these arguments; without `file`: none of "
         "`patterns` matches a complete one",
     ),
-    "own_checkpoint": Event("file written", "the script has written a complete checkpoint of its own"),
+    "own_checkpoint": Event("file written", "the script has written a complete checkpoint in its own format"),
     "no_match": Event("file patterns", "the script has saved `file`, and no file matches `patterns`"),
+    "no_rank": Event("", "a process that a rank has started calls `clusterddp.stop_requested()`, which is False there"),
     "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),
     "controller_back": Event("", "Slurm's controller answers again"),
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
@@ -173,6 +176,12 @@ EVENTS: Mapping[str, Event] = {
 HANDLER_REPLACED = (
     "the script replaced the {signal} handler of clusterddp.init() with {handler}: if it exits or raises when {signal} "
     "arrives, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops the run on its own"
+)
+
+#: The same, of a process that a rank has started and the supervisor.
+NO_RANK = (
+    "clusterddp.stop_requested() is always False in a process that a rank has started: have clusterddp start a rank "
+    "per GPU (--gpus), instead of starting processes in the script (torch.multiprocessing.spawn)"
 )
 
 #: What the hook of a job definition is told.
@@ -244,6 +253,7 @@ REQUESTS: Mapping[str, Event] = {
     "skip": Event("batches", "skip so many global batches from a step boundary on, and save"),
     "stop": Event("", "save, stop, and hold the run until it is submitted again"),
     "requeue": Event("nodes?", "save, stop, and continue in the queue; in a job without `nodes`, if they are given"),
+    "child": Event("", "of a process that a rank has started: it has called `stop_requested()`; there is no answer"),
 }
 ANSWERS: Mapping[str, Event] = {
     "news": Event("news", "a sentence for the user who waits"),

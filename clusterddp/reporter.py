@@ -24,6 +24,8 @@ _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 def printable(text: str) -> str:
     """A text that a terminal shows and does not obey: without colours, and with ``?`` for other control characters."""
+    if text.isprintable():  # Unicode's categories: none of them
+        return text
     return _OBEYED.sub("?", _COLOURS.sub("", text))
 
 

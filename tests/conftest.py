@@ -8,7 +8,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ from tests.cluster import Cluster, ClusterConfig, daemons, unavailable
 from tests.histories import check_histories
 from tests.other_user import run_as_other
 from tests.trainings import Training
-from tests.waiting import story
+from tests.waiting import story, wait_until
 
 pytest_plugins = ["tests.plugin"]
 
 Launch = Callable[..., clusterddp.Handle]
+#: Threads that the tests of a file may leave behind.
+MOST_LEFT = 8
 
 # A shell starts its background jobs with SIGINT ignored, and every command that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -80,6 +84,20 @@ def _listed_events(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for name in {"tmp_path", "runs"} & (request.node.funcargs or {}).keys():  # None after an interruption
         check_histories(request.node.funcargs[name])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ended_threads() -> Iterator[None]:
+    """The threads that a file's tests have started end with them, but for a few in calls that never return.
+
+    A few thousand made the tests after them slow.
+    """
+    before = set(threading.enumerate())
+    yield
+    left = lambda: [thread.name for thread in threading.enumerate() if thread not in before]  # noqa: E731
+    with suppress(AssertionError):
+        wait_until(lambda: len(left()) <= MOST_LEFT, "them to end", 10)
+    assert len(left()) <= MOST_LEFT, f"threads that this file's tests have started and not ended: {left()}"
 
 
 @pytest.fixture(scope="session")

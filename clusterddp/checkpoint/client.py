@@ -68,7 +68,8 @@ class CheckpointClient:
         self._requests: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._sent = threading.Event()
         self._sent.set()
-        device_thread(device, self._send, name="snapshot").start()
+        self._sending = device_thread(device, self._send, name="snapshot")
+        self._sending.start()
         self._step: int | None = None
         #: Why the save was not sent to the writer.
         self._refused: NotSaved | None = None
@@ -147,10 +148,10 @@ class CheckpointClient:
         return Saved(answer["step"], answer["bytes"], answer["at"], deleted)
 
     def close(self) -> None:
-        """Lets the writer finish and exit."""
+        """Ends the thread, and lets the writer finish and exit."""
+        self._requests.put(None)
+        self._sending.join()  # a save that was not sent yet comes first
         if self._writer is not None:
-            self._sent.wait()
-            self._requests.put(None)
             self._socket.shutdown(socket.SHUT_WR)
             try:
                 self._writer.wait(EXIT_S)

@@ -96,7 +96,12 @@ class Snapshot:
 
     def close(self) -> None:
         """Frees the memory, once no copy is on its way. CUDA refuses to pin addresses again that were only unmapped."""
+        if self._preparing is not None:
+            self._preparing.join()
         self._release()
+        if self.file >= 0:  # the memory is freed with the last descriptor
+            os.close(self.file)
+            self.file = -1
 
     def _try_resize(self, layout: list[Tensor]) -> None:
         with suppress(CheckpointError):  # `take` tries again and raises it

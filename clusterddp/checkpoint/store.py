@@ -195,17 +195,18 @@ class Checkpoints:
             except OSError as error:  # the new one is committed; retried after the next
                 say(f"cannot delete {checkpoint.path.name}: {error.strerror}")
 
-    def make_room(self, needed: int) -> int | None:
+    def make_room(self, needed: int, full: int | None = errno.ENOSPC) -> int | None:
         """Deletes, on a full disk, the oldest checkpoint that only ``keep.last`` keeps, but not the two newest.
 
-        Returns its step; None if there is none, or if all of them would not free ``needed`` bytes. Raises Superseded if
-        a newer attempt exists, OSError.
+        Returns its step; None if there is none, or if all of them would not free ``needed`` bytes. ``full``: the error
+        number; what is left of a quota is unknown, and the disk's free space says nothing about it. Raises Superseded
+        if a newer attempt exists, OSError.
         """
         candidates = self.candidates()
         stay = kept(candidates, replace(self._keep, last=2))
         old = [checkpoint for checkpoint in candidates if checkpoint not in stay]
-        room = shutil.disk_usage(self.folder).free + sum(status(checkpoint.path).st_size for checkpoint in old)
-        if not old or room < needed:
+        free = 0 if full == errno.EDQUOT else shutil.disk_usage(self.folder).free
+        if not old or free + sum(status(checkpoint.path).st_size for checkpoint in old) < needed:
             return None
         self.check_newest()
         unlink(old[-1].path)
@@ -230,7 +231,7 @@ class Checkpoints:
             kept = next((f"keeping step {checkpoint.step}" for checkpoint in self.candidates()), "no older one to keep")
         except OSError as other:
             return f"checkpoint needs {_size(needed)} ({error.strerror}); cannot list the others ({other.strerror})"
-        full = f", {_size(free)} free" if error.errno in (*FULL, errno.EFBIG) else ""
+        full = f", {_size(free)} free" if error.errno in (errno.ENOSPC, errno.EFBIG) else ""
         return f"checkpoint needs {_size(needed)}{full} ({error.strerror}); {kept}"
 
     def _path(self, step: int) -> Path:

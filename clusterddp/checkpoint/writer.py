@@ -169,7 +169,7 @@ class Writer:
             try:
                 return (yield from self._commit(step, beginning, data))
             except OSError as error:
-                if error.errno not in FULL or (room := self._checkpoints.make_room(needed)) is None:
+                if error.errno not in FULL or (room := self._checkpoints.make_room(needed, error.errno)) is None:
                     raise
                 deleted.append(room)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.cli.runs.text import clipped, one_line
 from clusterddp.reporter import printable, show
+from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.recent import recent
 from clusterddp.rundir.records import EVENT, METRICS, Schema, is_count, parse
 from clusterddp.rundir.run_directory import RunDirectory
@@ -32,7 +33,7 @@ class Tail:
     def lines(self) -> list[str]:
         """New complete lines, without line ends."""
         try:
-            with open(self._path, "rb") as file:
+            with open_binary(self._path) as file:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
@@ -72,7 +73,7 @@ class Progress:
         self._run, self._wants_bar, self._wants_output = run, bar, output
         self._events = Tail(run.events_file, from_end=True)
         self._metrics = Tail(run.metrics_file, from_end=True)
-        self._output = Tail(Path("/dev/null"))
+        self._output: Tail | None = None
         self._total, self._shown = total_steps, events
         self._label = label
         self._bar: Bar | None = None
@@ -132,7 +133,7 @@ class Progress:
 
     def _say_output(self) -> None:
         """Shows what the user's own script has printed as it is, with its colours."""
-        for line in filter(None, self._output.lines()):
+        for line in filter(None, self._output.lines() if self._output else ()):
             self._say(line, raw=True)
 
     def _say(self, line: str, raw: bool = False) -> None:

@@ -17,7 +17,7 @@ def unchecked(events: Iterable[Mapping[str, Any]], nodes: Sequence[str]) -> list
     for event in events:
         if event["event"] == "started":
             with suppress(LauncherEnvironmentError):
-                started[event["attempt"]] = expand(event["nodes"])
+                started[event["attempt"]] = expand(event.get("nodes", ""))
         elif event["event"] == "preflight":
             passed.update(started.get(event["attempt"], ()))
         elif event.get("suspect"):

@@ -73,7 +73,7 @@ class ClusterddpExecutor(SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """submitit takes the executor with the largest: 2 is that of its own for Slurm."""
+        """Among several executors, submitit takes the one with the largest affinity. Its Slurm executor has 2."""
         return 2 if cls.name() == "slurm" else -1
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
@@ -122,7 +122,7 @@ def job_values(parameters: Mapping[str, Any], submissions: int = 1) -> dict[str,
     ]
     most = given.pop("array_parallelism", submissions)
     if most < submissions:
-        refused.append(f"array_parallelism={most}: {submissions} runs are submitted, each as a job of its own")
+        refused.append(f"array_parallelism={most}: {submissions} runs are submitted, each as a separate job")
     srun, odd = _srun_options(given.pop("srun_args", ()))
     refused += [f"srun_args={word!r}: expected options such as --cpu-bind=none" for word in odd]
     if refused:

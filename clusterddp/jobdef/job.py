@@ -177,7 +177,7 @@ class Done:
 
 @dataclass(frozen=True)
 class StopSignal:
-    """How the ranks of a script that does not use clusterddp are told to stop."""
+    """How clusterddp stops the ranks of a script that does not use it."""
 
     signal: Literal["TERM", "INT", "USR1", "USR2"] | None = None
     """The signal that each rank gets at every notice, once and instead of TERM; None: whatever Slurm sends, which is
@@ -213,7 +213,7 @@ class Job:
     or line of output, and exit code 0 alone does not complete it. ``{run_dir}`` in it is the run directory. None: exit
     code 0 completes the run."""
     stop: StopSignal = field(default_factory=StopSignal)
-    """How the ranks of a script that does not use clusterddp are told to stop, such as ``{signal: USR1}``."""
+    """How clusterddp stops the ranks of a script that does not use it: ``{signal: USR1}``."""
     nodes: int = 1
     """The number of nodes; the maximum if ``min_nodes`` is given. YAML: ``nodes: 2``, or a range ``nodes: 2-4``."""
     min_nodes: int | None = None
@@ -318,7 +318,7 @@ class Job:
     no."""
 
     def arguments(self, resumes: bool) -> tuple[str, ...]:
-        """The script's arguments, with their placeholders. ``resumes``: from a checkpoint of its own."""
+        """The script's arguments, with their placeholders. ``resumes``: whether it has a checkpoint."""
         if self.resume is None or not resumes:
             return self.args
         base = self.args if self.resume.replace is None else self.resume.replace

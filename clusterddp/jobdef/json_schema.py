@@ -152,7 +152,7 @@ def _options(refused: list[str]) -> Schema:
 
 
 _OF_SRUN = [name for name in _OPTION_NAMES if name not in ONE_GPU_PER_TASK]
-_KEEP = _section(Keep, last=_count(), every=_count(), best={"type": "string", "pattern": r"^\S+ (max|min)$"})
+_KEEP = _section(Keep, last=_count(), every=_count(), best={"type": "string", "pattern": r"^[^\s-]\S* (max|min)$"})
 _WORD = r"""[^\s"'\\]+"""
 _WANDB = _section(
     Wandb, project=_text(PROJECT), entity=_text(_WORD), group=_text(), mode={"enum": ["online", "offline"]}

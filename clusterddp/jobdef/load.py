@@ -25,6 +25,7 @@ from clusterddp.jobdef.schema import READERS, Fields, read_fields
 from clusterddp.jobdef.secrets import MASK, is_secret, revealed
 from clusterddp.jobdef.values import quoted
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
+from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import retrying
 
 #: The format of run directories that this version writes. A later format is recorded as ``format`` in job.yaml.
@@ -100,6 +101,10 @@ def load_resolved(path: str | os.PathLike[str]) -> Job:
 
     The script need not exist any more: an old run can still be inspected.
     """
+    try:
+        open_binary(Path(path)).close()
+    except OSError as error:
+        raise JobDefinitionError(f"cannot read {path}: {error.strerror}") from error
     return load(path, recorded=True)
 
 
@@ -178,7 +183,7 @@ def _places(fields: Fields, prefix: str = "") -> Origins:
 #: Keys of lists and mappings, whose values in ``--set`` are read as YAML: ``--set args=[--lr, 1e-3]``.
 _COLLECTIONS = {
     *("args", "resume", "resume.checkpoint", "resume.args", "resume.replace", "setup", "env", "sbatch", "srun"),
-    *("checkpoint", "checkpoint.every", "checkpoint.keep"),
+    *("steps", "checkpoint", "checkpoint.every", "checkpoint.keep"),
     *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb", "mlflow", "done", "stop"),
 }
 
@@ -275,8 +280,8 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     resume = _given_node(fields, "resume")
     inner = resume.value if resume is not None and isinstance(resume.value, dict) else {}
     patterns = job.resume.checkpoint if job.resume else ()
-    unknown_preset = any(mistake.message.startswith("resume: ") for mistake in mistakes)
-    if resume is not None and inner is resume.value and not patterns and not unknown_preset:
+    known = any(mistake.message.startswith(("resume: ", "unknown key 'resume.")) for mistake in mistakes)
+    if resume is not None and inner is resume.value and not patterns and not known:
         mistakes.append(Mistake(resume.place, "resume: expected checkpoint: PATTERN, or the name of a preset"))
     args, replace = _given_node(inner, "args"), _given_node(inner, "replace")
     if args and replace:

@@ -161,7 +161,7 @@ def _keep(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
 
 
 def _best(node: Node, _: list[Mistake]) -> dict[str, Any]:
-    match = re.fullmatch(r"(\S+) (max|min)", node.text)
+    match = re.fullmatch(r"([^\s-]\S*) (max|min)", node.text)  # -f1 is for run(best=...)
     if not match:
         raise Wrong(f"expected the name of a metric and max or min, such as f1 max, got {quoted(node)}")
     return {"best": match[1], "best_is": match[2]}

@@ -21,6 +21,7 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.best_metric import is_loss
 from clusterddp.reporter import counted
 from clusterddp.rundir import records
+from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
 Point = list[float]
@@ -58,7 +59,7 @@ def read_metrics(run: RunDirectory, events: Iterable[Mapping[str, Any]] = ()) ->
     logged outside its steps."""
     found, left_out, wrong, torn = Metrics(), set[str](), 0, False
     try:
-        with open(run.metrics_file, "rb") as file:
+        with open_binary(run.metrics_file) as file:
             lines = records.WholeLines(file)
             read = records.parsed(lines, records.METRICS)
             while together := list(islice(read, _TOGETHER)):

@@ -7,16 +7,17 @@ A claim names the run that it was written for, so that it is void in a copy of t
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
 from clusterddp.rundir.files import create_exclusively, resolved, status, write_json
-from clusterddp.rundir.records import Schema, is_text, optional, read_json, schema_error
+from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
 
 if TYPE_CHECKING:
     from clusterddp.rundir.run_directory import RunDirectory
@@ -28,7 +29,7 @@ def is_job_id(value: Any) -> bool:
 
 
 _KIND: Schema = {"kind": lambda kind: kind in ("slurm", "local")}
-_JOB: Schema = {"job": is_job_id, "cluster": optional(is_text)}
+_JOB: Schema = {"job": is_job_id, "cluster": optional(is_text), "attempt": optional(is_count)}
 _PROCESS: Schema = {
     "host": is_text,
     "machine": optional(is_text),
@@ -59,6 +60,16 @@ def read_claim(path: Path, run: RunDirectory) -> dict[str, Any] | None:
         raise RunDirectoryError(f"{path}: {wrong}; another program changed it")
     written_for = claim.pop("run", None)
     return claim if not isinstance(written_for, dict) or _is_of(run, written_for) else None
+
+
+def waiting_claim(run: RunDirectory, attempts: Sequence[int]) -> dict[str, Any] | None:
+    """The claim of a submission that has started none of these attempts yet; None if there is none.
+
+    A node that has looked into a folder of a shared disk may not see for a minute what others add to it. Until it sees
+    the attempt, the submission that led to it counts: otherwise nobody would seem to hold the run.
+    """
+    claim = read_claim(run.submitted_file, run)
+    return None if claim is None or claim.get("attempt", math.inf) <= max(attempts, default=-1) else claim
 
 
 def on_this_machine(claim: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.rundir import records
+from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import is_count
 
 #: Bytes read at each place of a large file, and the most values taken from there.
@@ -48,7 +49,7 @@ def _begins(event: Mapping[str, Any]) -> bool:
 def _lines(path: Path, key: bytes, places: int) -> Iterator[bytes]:
     """Complete lines that contain ``key``: a few of each place, the first and the last of the file among them."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_binary(path, buffered=False) as file:
             size = os.fstat(file.fileno()).st_size
             if size <= places * _BLOCK:
                 yield from _few(file.read().split(b"\n")[:-1], key, places * _VALUES)

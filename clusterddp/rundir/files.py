@@ -17,6 +17,11 @@ from typing import Any, BinaryIO
 #: JSON has no such numbers: they are written as text, as in protobuf's JSON mapping; float() reads it.
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
+#: Errors of the run directory that no file server's outage explains, so that waiting does not help.
+LASTING = frozenset(
+    (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+)
+
 
 def finite(value: Any) -> Any:
     """A JSON value with "NaN", "Infinity" or "-Infinity" in place of floats that are not finite."""
@@ -189,12 +194,24 @@ def names_in(folder: Path) -> list[str]:
 
 def read_bytes(path: Path) -> bytes:
     """A file's content."""
-    return path.read_bytes()
+    with open_binary(path, buffered=False) as file:
+        return file.read()
 
 
 def open_binary(path: Path, change: bool = False, buffered: bool = True) -> BinaryIO:
-    """Opens an existing file to read it, and to ``change`` it."""
-    return open(path, "rb+" if change else "rb", buffering=-1 if buffered else 0)
+    """Opens an existing file to read it, and to ``change`` it.
+
+    OSError for what is no file: a pipe would be waited for, and a device may never end. A folder of runs may be
+    writable by others.
+    """
+    descriptor = os.open(path, (os.O_RDWR if change else os.O_RDONLY) | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return open(descriptor, "rb+" if change else "rb", buffering=-1 if buffered else 0)
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def fsync_file_system(path: Path) -> None:

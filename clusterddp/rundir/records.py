@@ -27,6 +27,8 @@ _TRANSIENT = frozenset((errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEI
 _PAUSES_S = (0.05, 0.2, 0.75)
 #: Bytes read at a time from the end of a file; doubled for as long as a line continues.
 _BLOCK = 1 << 16
+#: Bytes at the end of a file in which a whole line is looked for: a damaged file may have terabytes of zeros.
+_LONGEST_LINE = 1 << 26
 #: Lines that are parsed at once.
 _TOGETHER = 250
 
@@ -138,6 +140,8 @@ def read_json(path: Path, schema: Schema | None = None) -> dict[str, Any] | None
         text = retrying(path, lambda: read_bytes(path))
     except FileNotFoundError:
         return None
+    except MemoryError as error:  # a sparse file may seem to have terabytes
+        raise RunDirectoryError(f"{path} is too large to be a record; another program changed it") from error
     try:
         value: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -203,7 +207,8 @@ def both_ends(path: Path, size: int, first: int | None = None) -> tuple[list[byt
         end = file.seek(0, os.SEEK_END)
         block = min(size, end)
         lines = _read_at(path, file, end - block, block).split(b"\n")
-        while block < end and len(lines) < 3:  # the first line is cut, and what follows the last line end is torn
+        # The first line is cut, and what follows the last line end is torn.
+        while block < min(end, _LONGEST_LINE) and len(lines) < 3:
             block = min(2 * block, end)
             lines = _read_at(path, file, end - block, block).split(b"\n")
         most = min(size if first is None else first, end - block)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
+from clusterddp.protocol import RUN_ENDS
 from clusterddp.rundir import records
 from clusterddp.rundir.files import (
     create_folder,
@@ -106,6 +107,19 @@ class RunDirectory:
         make_private(self.private)
         fsync_directory(self.path)
 
+    def may_be_over(self, job_state: str | None) -> bool:
+        """Whether a run without an outcome may have one that cannot be seen from here yet, once its job has ended.
+
+        A shared disk may hide a new file for a minute from a node that has looked for it. What is added to a file that
+        is known can be seen: the history says then that the run is over, or cannot be seen either. ``job_state``: of
+        the job that has ended, None if unknown.
+        """
+        events = self.events()
+        newest = max((event["attempt"] for event in events), default=None)
+        if newest is None:
+            return job_state == "COMPLETED"
+        return any(event["event"] in RUN_ENDS for event in events if event["attempt"] == newest)
+
     # --- attempts
 
     def attempts(self) -> list[int]:
@@ -129,6 +143,7 @@ class RunDirectory:
         if not exists(self.logs):  # deleted together with the logs of earlier attempts
             create_folder(self.logs, exist_ok=True)
             fsync_directory(self.path)
+        make_private(self.private)
         recorded: list[int] = [] if self.attempts() else [event["attempt"] for event in self.events()]
         number = -1
         while True:
@@ -239,7 +254,7 @@ class RunDirectory:
         for line in lines:
             begun[line["attempt"]] = min(line["step"], begun.get(line["attempt"], line["step"]))
         for event in self.events():
-            if event["event"] in ("training", "resumed") and "step" in event:
+            if event["event"] in ("training", "resumed") and event.get("step") is not None:
                 begun[event["attempt"]] = event["step"]
         with suppress(PermissionError):
             begun |= {number: record["step"] for number in self.attempts() if (record := self.resumed(number))}

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from clusterddp.errors import RunDirectoryError
 from clusterddp.protocol import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
-from clusterddp.rundir.claims import is_job_id, read_claim
+from clusterddp.rundir.claims import is_job_id, read_claim, waiting_claim
 from clusterddp.rundir.files import names_in, status
 from clusterddp.rundir.recent import SAMPLES, has_time, pace
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
@@ -268,10 +268,12 @@ def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Mapping[str, 
     files += map(run.holder_file, numbers[:2])  # one that is just being claimed has no record yet: then the one before
     found: list[Mapping[str, Any]] = []
     for file in files:
-        claim = _tried(partial(read_claim, file, run), problems)
+        waits = file == run.submitted_file
+        read = partial(waiting_claim, run, numbers) if waits else partial(read_claim, file, run)
+        claim = _tried(read, problems)
         if claim is not None:
             found.append(claim)
-            if file != run.submitted_file:
+            if not waits:
                 break
     if "loop.json" in names and not any(claim["kind"] == "slurm" for claim in found):
         loop = _tried(partial(read_claim, run.loop_file, run), problems)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.reporter import say
-from clusterddp.rundir.files import append_line
+from clusterddp.rundir.files import append_line, read_bytes
 from clusterddp.rundir.records import (
     Schema,
     drop_torn_line,
@@ -65,13 +65,14 @@ class TimingLines:
         self._until = 0.0  # when the newest of the totals were added up
         self._written_at = 0.0
         self._hosts_written = False
-        self._made: int | None = None
+        #: How many steps rank 0 has made in this attempt, by its last heartbeat; None if it counts those of the run.
+        self.made: int | None = None
 
     def update(self, rank: int, beat: Mapping[str, Any], now: float) -> None:
         """Records the totals in a rank's heartbeat, if it has any. Raises ValueError for malformed ones."""
         totals, age_s, histograms = beat.get("timing"), beat.get("timing_age_s", 0.0), beat.get("histograms")
         if rank == 0 and is_count(beat.get("made")):
-            self._made = beat["made"]
+            self.made = beat["made"]
         if totals is not None:
             if not _is_totals(totals):
                 raise ValueError(f"'timing' is {totals!r:.60}")
@@ -107,7 +108,7 @@ class TimingLines:
             return []
         first = [] if self._hosts_written else [{"attempt": self._attempt, "hosts": list(hosts)}]
         self._hosts_written = True
-        made = {} if self._made is None else {"made": self._made}
+        made = {} if self.made is None else {"made": self.made}
         return [*first, line | phases | made]
 
     def last(self, now: float, hosts: Sequence[str]) -> list[dict[str, Any]]:
@@ -244,7 +245,7 @@ def newest_interval(run: RunDirectory) -> TimedInterval | None:
 def _lines(path: Path) -> list[bytes]:
     """The lines, and what follows the last line end."""
     try:
-        return retrying(path, path.read_bytes).split(b"\n")
+        return retrying(path, lambda: read_bytes(path)).split(b"\n")
     except FileNotFoundError:
         return [b""]
 

@@ -13,9 +13,13 @@ from clusterddp.slurm.preemption_policy import fields
 _TOO_MANY = re.compile(r"Submit\w*Limit|job submit limit|Invalid job array specification")
 
 
-def jobs_by_script() -> dict[str, str]:
-    """The id of the job, or array, that each batch script was submitted as: the user's jobs that Slurm still knows."""
-    return parse_scripts(slurm.run("squeue", "--noheader", "--me", "--states=all", "--format=%F|%o"))
+def jobs_by_script(ended: bool = True) -> dict[str, str]:
+    """The id of the job, or array, that each batch script was submitted as: the user's jobs that Slurm still knows.
+
+    ``ended``: whether jobs that have ended count, too.
+    """
+    states = ["--states=all"] if ended else []
+    return parse_scripts(slurm.run("squeue", "--noheader", "--me", *states, "--format=%F|%o"))
 
 
 def parse_scripts(text: str) -> dict[str, str]:

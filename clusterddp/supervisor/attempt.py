@@ -421,7 +421,7 @@ class Attempt:
         for rank, one in enumerate(ends):
             if words := after_suspension(one.error, state.stood_s, self._job.timeouts.step_s):
                 ends[rank] = replace(one, error=f"{one.error}\n{words}")
-        return AttemptResult(state, tuple(end.without(self._history.secrets) for end in ends))
+        return AttemptResult(state, tuple(end.without(self._history.secrets) for end in ends), self._timing.made)
 
     def _end_of(self, rank: int, status: ExitStatus | None) -> RankEnd:
         """How a rank ended: by its last report, else its record, else what the launcher knows of its process."""

@@ -1,8 +1,9 @@
 """The lease of a run: at most one live job or process trains it, or waits to.
 
-Two files name the holder: the submission that has not started an attempt yet (``private/submitted.json``), and the
-newest attempt's supervisor (``private/attempt-N/holder.json``). An entry is void if its holder has ended or released
-the run. It names the run that it was written for, so that it is void in a copy of the run directory, too.
+Two files name the holder: the submission that has not started an attempt yet, or none that can be seen
+(``private/submitted.json``), and the newest attempt's supervisor (``private/attempt-N/holder.json``). An entry is void
+if its holder has ended or released the run. It names the run that it was written for, so that it is void in a copy of
+the run directory, too.
 """
 
 from __future__ import annotations
@@ -18,8 +19,15 @@ from typing import Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
-from clusterddp.rundir.claims import create_claim, on_this_machine, process_alive, read_claim, write_claim
-from clusterddp.rundir.files import names_in, remove, status, unlink, write_json
+from clusterddp.rundir.claims import (
+    create_claim,
+    on_this_machine,
+    process_alive,
+    read_claim,
+    waiting_claim,
+    write_claim,
+)
+from clusterddp.rundir.files import names_in, status, unlink, write_json
 from clusterddp.rundir.ownership import owner_of
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -139,19 +147,25 @@ def _submitted_by(run: RunDirectory, path: Path) -> str | None:
 
 
 def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An attempt's supervisor takes the lease; returns the entry of the submission that led to it."""
+    """An attempt's supervisor takes the lease; returns the entry of the submission that led to it.
+
+    The entry stays, with the attempt's number: it counts where the attempt cannot be seen yet.
+    """
     write_claim(run.holder_file(attempt), run, me)
     pending = read_claim(run.submitted_file, run)
     if pending is None or not _same(pending, me):
         return None
-    remove(run.submitted_file)
-    return pending
+    write_claim(run.submitted_file, run, {"attempt": attempt, **pending, "let_go": False})
+    return None if "attempt" in pending else pending
 
 
 def let_go(run: RunDirectory, attempt: int) -> None:
     """Releases an attempt's lease: its ranks have exited or are unreachable, even if Slurm still shows the job."""
     entry = read_json(run.holder_file(attempt)) or {}
     write_json(run.holder_file(attempt), {**entry, "let_go": True}, mode=0o600)
+    pending = read_json(run.submitted_file) or {}
+    if "attempt" in pending and _same(pending, entry):
+        write_json(run.submitted_file, {**pending, "let_go": True}, mode=0o600)
 
 
 def let_go_unreachable(run: RunDirectory) -> None:
@@ -180,9 +194,10 @@ def started(run: RunDirectory, job_id: str) -> bool:
 def holders(run: RunDirectory) -> list[dict[str, Any]]:
     """Who may hold the run, the newest claim first. RunDirectoryError for another user's run."""
     try:
-        pending = read_claim(run.submitted_file, run)
+        attempts = run.attempts()
+        pending = waiting_claim(run, attempts)
         # An attempt that is just being claimed has no entry yet: then the previous one counts.
-        taken = (read_claim(run.holder_file(number), run) for number in reversed(run.attempts()))
+        taken = (read_claim(run.holder_file(number), run) for number in reversed(attempts))
         newest = next(filter(None, taken), {})
     except PermissionError as error:
         raise RunDirectoryError(f"{run} belongs to {owner_of(run.path)}, who alone can control it") from error

@@ -17,7 +17,7 @@ from clusterddp.slurm.cause import Cause
 FRUITLESS = 3
 
 
-#: A script has written a checkpoint of its own: one that matches ``resume``, or ``requeue(saved=...)``.
+#: The script has written a checkpoint in its own format: one that matches ``resume``, or ``requeue(saved=...)``.
 SAVED_ITSELF = ("own_checkpoint", "saved")
 #: Rank 0 has made a step, or continues from one.
 STEPPED = ("training", "resumed", "steps_seen")
@@ -32,9 +32,10 @@ class Progress:
     """What a run's history says about progress when an attempt fails.
 
     ``steps``: how many this attempt has made; None if it has begun no loop over ``run.steps()``. ``seconds``: since its
-    start. ``saved``: whether the script has written a new checkpoint of its own. ``earlier``: whether an attempt before
+    start. ``saved``: whether the script has written a new checkpoint. ``earlier``: whether an attempt before
     it made progress. ``last_failure``: the exception of the last attempt that failed, its line and step, as
-    ``RankEnd.raised``; None if one has made progress since.
+    ``RankEnd.raised``; None if one has made progress since. ``quickly``: how many attempts in a row, up to the one
+    before, ended by this exception in less than LONG_S.
     """
 
     steps: int | None = None
@@ -42,6 +43,7 @@ class Progress:
     earlier: bool = False
     last_failure: str | None = None
     saved: bool = False
+    quickly: int = 0
 
 
 def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | None, now: float) -> Progress:
@@ -55,24 +57,37 @@ def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | N
         number for number in earlier if _progressed([event for event in events if event["attempt"] == number])
     ]
     since = failed and progressed and progressed[-1] > failed[-1]["attempt"]
+    last = failed[-1].get("raised") if failed and not since else None
     return Progress(
         None if first is None else max(0, (first if reached is None else reached) - first),
         now - own[0]["time"] if own else 0.0,
         bool(progressed),
-        failed[-1].get("raised") if failed and not since else None,
+        last,
         own_checkpoint(events, attempt) is not None,
+        0 if last is None else _quickly(events, attempt, last),
     )
 
 
+def _quickly(events: list[Mapping[str, Any]], attempt: int, raised: str) -> int:
+    """How many attempts in a row before this one ended by this exception in less than LONG_S."""
+    count = 0
+    while own := [event for event in events if event["attempt"] == attempt - count - 1]:
+        same = any(event["event"] == "rank_failed" and event.get("raised") == raised for event in own)
+        if not same or own[-1]["time"] - own[0]["time"] >= LONG_S:
+            break
+        count += 1
+    return count
+
+
 def own_checkpoint(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
-    """The newest checkpoint of its own that the script is known to have written in this attempt, if any."""
-    files = [event["file"] for event in events if event["event"] in SAVED_ITSELF and event["attempt"] == attempt]
-    return files[-1] if files else None
+    """The newest checkpoint that the script itself is known to have written in this attempt, if any."""
+    own = [event for event in events if event["event"] in SAVED_ITSELF and event["attempt"] == attempt]
+    return own[-1].get("file") if own else None
 
 
 def began(events: Iterable[Mapping[str, Any]]) -> int | None:
     """The step at which an attempt's loop began, of the attempt's events; None if it has begun none."""
-    steps = [event["step"] for event in events if event["event"] in ("training", "resumed")]
+    steps = [event.get("step") for event in events if event["event"] in ("training", "resumed")]
     return steps[0] if steps and is_count(steps[0]) else None
 
 

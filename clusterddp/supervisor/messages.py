@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import textwrap
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 from clusterddp.failures.stacks import different_calls, end_of_log
 from clusterddp.jobdef.secrets import masked
-from clusterddp.protocol import HANDLER_REPLACED
+from clusterddp.protocol import HANDLER_REPLACED, NO_RANK
 from clusterddp.reporter import counted, duration, printable
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import is_unconfirmed
@@ -121,15 +122,24 @@ _PROGRESS = (*STEPPED, *SAVED_ITSELF)
 
 def _ended(event: Event, then: str) -> str:
     """Why an attempt ended, what was saved, what was not, and what happens next."""
-    step, checkpoint = event.get("step"), event.get("checkpoint")
+    reason, step, checkpoint = event["reason"].rstrip("."), event.get("step"), event.get("checkpoint")
+    clause = not re.search("[.,:;]", reason)  # such as ``preempted``; a failure's is a sentence, or several
+    facts = [f"at step {step}"] if step else []
+    if clause and facts:
+        reason = f"{reason} {facts.pop()}"
     if "file" in event and checkpoint is None:
-        return f"{event['reason']}{at_step(step or None)}, newest checkpoint {event['file']}, {then}"
-    if not step:
-        return f"{event['reason']}, {'no steps recorded' if step is None else 'nothing new to save'}, {then}"
-    if checkpoint is None:
-        return f"{event['reason']} at step {step}, no checkpoint committed, {then}"
-    repeated = f" ({counted(step - checkpoint, 'step')} will be repeated)" if step > checkpoint else ""
-    return f"{event['reason']} at step {step}, checkpoint {checkpoint} committed{repeated}, {then}"
+        facts.append(f"newest checkpoint {event['file']}")
+    elif step is None:
+        facts.append(f"at least {counted(event['made'], 'step')} made" if "made" in event else "no steps recorded")
+    elif step == 0:
+        facts.append("nothing new to save")
+    elif checkpoint is None:
+        facts.append("no checkpoint committed")
+    else:
+        repeated = f" ({counted(step - checkpoint, 'step')} will be repeated)" if step > checkpoint else ""
+        facts.append(f"checkpoint {checkpoint} committed{repeated}")
+    rest = ", ".join([*facts, then])
+    return f"{reason}, {rest}" if clause else f"{reason}. {rest[0].upper()}{rest[1:]}"
 
 
 def _requested(event: Event) -> str:
@@ -230,6 +240,13 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "not_read": lambda e: (
         f"the script made its first step without opening {e['file']}, which it saved at its last stop: it may have "
         "started from an older checkpoint, or from the beginning"
+    ),
+    "no_rank": lambda _: NO_RANK,
+    "apart": lambda e: (
+        f"the script's process group has {counted(e['group'], 'rank')}, but the run has {e['ranks']}: each group "
+        "trains a separate model"
+        if e["group"] > 1
+        else f"rank 0 trains alone, though the run has {e['ranks']} ranks: it is in no process group with them"
     ),
     "no_best": lambda e: (
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"

@@ -23,6 +23,7 @@ from clusterddp import protocol
 from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.placeholders import OF_RANK, fill, fill_pattern, shown, used
 from clusterddp.jobdef.secrets import without_secrets
+from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
 #: Seconds between two looks for a new checkpoint while the ranks run; at least RARELY times what a look takes.
@@ -79,7 +80,7 @@ class OwnCheckpoints:
         self._run, self._job, self._number = str(run), job, number
         self._earlier = [event for event in events if event["attempt"] < number]
         #: What the script has said it will continue from, which need not match a pattern.
-        self._saved = [event for event in self._earlier if event["event"] == "saved"][-1:]
+        self._saved = [event for event in self._earlier if event["event"] == "saved" and "file" in event][-1:]
         self._began = min((event["time"] for event in self._earlier), default=time.time())
         #: The newest complete one that is known; at first that from which the attempt continues.
         self.newest: OwnCheckpoint | None = None
@@ -270,7 +271,7 @@ def _why_file(file: Path, inside: bool = False) -> str | None:
     """``inside``: of a folder."""
     if _TEMPORARY.search(file.name):
         return "a temporary file"
-    with open(file, "rb") as opened:
+    with open_binary(file) as opened:
         size, begin = os.fstat(opened.fileno()).st_size, opened.read(8)
         if size == 0:
             return None if inside and file.suffix not in _DATA else "empty"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from clusterddp.errors import ClusterddpError, RunDirectoryError, SlurmError, Sl
 from clusterddp.failures import exclusion
 from clusterddp.protocol import BY_SLURM
 from clusterddp.reporter import say, show
-from clusterddp.rundir.files import write_json
+from clusterddp.rundir.files import LASTING, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
@@ -31,18 +30,16 @@ _T = TypeVar("_T")
 RESTART = -1
 #: The first pause before an unreachable controller is asked again, in seconds.
 FIRST_PAUSE_S = 0.5
-#: Errors of the run directory that no file server's outage explains, so that waiting does not help.
-_LASTING = frozenset(
-    (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
-)
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """An attempt whose ranks have exited: its last state, and how each rank ended."""
+    """An attempt whose ranks have exited: its last state, how each rank ended, and the steps that rank 0 has made at
+    least, if their numbers are unknown."""
 
     state: State
     ends: tuple[RankEnd, ...]
+    made: int | None = None
 
 
 class Recovery:
@@ -52,7 +49,7 @@ class Recovery:
         self, run: RunDirectory, number: int, controller: Controller, history: History, result: AttemptResult
     ) -> None:
         self._run, self._number, self._controller, self._history = run, number, controller, history
-        self._state, self._job, self._ends = result.state, result.state.job, result.ends
+        self._state, self._job, self._ends, self._made = result.state, result.state.job, result.ends, result.made
 
     def act(self) -> int:
         """Restarts, requeues, resubmits or ends the run; returns this process's exit code, or RESTART."""
@@ -346,6 +343,8 @@ class Recovery:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
         if file := own_checkpoint(self._history.events, self._number):
             ended["file"] = file
+        if any((known["event"], known["attempt"]) == ("steps_seen", self._number) for known in self._history.events):
+            ended["made"] = max(1, self._made or 0)
         self._history.add(event, **ended, **values)
 
 
@@ -356,7 +355,7 @@ def _until_answered(ask: Callable[[], _T]) -> _T:
         try:
             return ask()
         except OSError as error:
-            if error.errno not in _LASTING:
+            if error.errno not in LASTING:
                 raise
             raise RunDirectoryError(
                 f"{error.filename}: {error.strerror}: this job ends, and the run does not continue by itself; once its "

@@ -325,6 +325,13 @@ def _end(state: State, request: Request, wanted: Stop, now: float) -> Step:
     return state, [*record, news, *_timer(state, now)]
 
 
+def _child(state: State, _request: Request, _now: float) -> Step:
+    """A process that a rank has started, and that does not wait for an answer: the first one is recorded."""
+    if "child" in state.reported:
+        return state, []
+    return replace(state, reported={**state.reported, "child": 1}), [Record("no_rank", {})]
+
+
 def _stop_late(state: State, waiting: Pending) -> Step:
     state = _keep(state, replace(waiting, until=math.inf))
     if state.heard:
@@ -343,6 +350,7 @@ _KINDS: Mapping[str, Callable[[State, Request, float], Step]] = {
     "skip": _skip,
     "stop": _stop,
     "requeue": _requeue,
+    "child": _child,
 }
 #: What follows when ranks do not answer in time.
 _LATE: Mapping[str, Callable[[State, Pending], Step]] = {

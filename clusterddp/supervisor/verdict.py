@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import counted
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor.limits import LONG_S, PROGRESS_S, Progress
+from clusterddp.supervisor.limits import FRUITLESS, LONG_S, PROGRESS_S, Progress
 
 #: Two connections that end within so many seconds are taken to end together.
 JITTER_S = 0.5
@@ -163,10 +164,13 @@ class RankEnd:
 
     @property
     def raised(self) -> str | None:
-        """An exception's type, line of the script and step: ``OSError at a.py:17 (read), step 9``. None if none."""
+        """An exception's type, line of the script and step: ``OSError at a.py:17 (read), step 9``; of ``sys.exit``, the
+        code and the step. None if none."""
+        step = "" if self.step is None else f", step {self.step}"
+        if self.end == "exit":
+            return f"exit code {self.exit_code}{step}"
         if self.end != "exception":
             return None
-        step = "" if self.step is None else f", step {self.step}"
         return f"{self.error.partition(':')[0]} at {users_line(self.traceback) or 'an unknown line'}{step}"
 
     @property
@@ -189,7 +193,14 @@ class RankEnd:
 
     def words(self) -> str:
         """What happened to it, in one line: a long error's first and last line, which has the exception of a worker."""
-        what = {"exception": "raised ", "exit": "left with ", "lost": "never joined: ", "dismissed": "ended: "}
+        what = {
+            "exception": "raised ",
+            "exit": f"exited with code {self.exit_code}: ",
+            "lost": "never joined: ",
+            "dismissed": "ended: ",
+        }
+        if self.end == "exit" and self.error == f"exit code {self.exit_code}":
+            return f"exited with code {self.exit_code}"
         said = without_advice(self.error.removesuffix(": "))  # of an exception without a message
         lines = [line.strip() for line in said.splitlines() if line.strip()] or [self.end]
         error = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
@@ -283,14 +294,18 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
         return False, ""
     if failure.may_pass:
         return True, ""
-    if failure.end not in ("exception", "died"):
+    if failure.end not in ("exception", "exit", "died"):
         return False, ""
     if failure.out_of_memory and progress.earlier and not progress.steps and progress.seconds < LONG_S:
         return True, "memory may still have been held by the attempt before"
+    again = failure.raised is not None and failure.raised == progress.last_failure
+    same = "exit code at the same step" if failure.end == "exit" else "exception at the same line and step"
+    if again and progress.quickly >= FRUITLESS - 1 and progress.seconds < LONG_S:  # it may save the same every time
+        return False, f"3 attempts in a row failed with the same {same}, each in less than 10 minutes"
     if progress.saved:
         return True, "the script had written a new checkpoint"
-    if failure.raised is not None and failure.raised == progress.last_failure:
-        return False, "the attempt before failed with the same exception at the same line and step"
+    if again:
+        return False, f"the attempt before failed with the same {same}"
     if progress.steps:
         return True, f"the attempt had made {counted(progress.steps, 'step')}"
     if progress.steps is None and progress.seconds >= PROGRESS_S:
@@ -314,7 +329,9 @@ def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     failures = sorted(failures, key=lambda end: (end.started, end.end == "dismissed", end.lost_at, end.rank))
     near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
     own = [end for end in near if end.own]
-    first = (own or near)[:1]
+    # One that ended before it joined was never connected: the launcher saw that it was the first.
+    unseen = [end for end in failures if end.own and math.isinf(end.lost_at)]
+    first = (own or unseen or near)[:1]
     return first + [end for end in failures if end not in first]
 
 

@@ -317,12 +317,12 @@ class Context(Ranks, Loaders):
         """
         self._script_loop.requeue(saved)
 
-    def continue_epoch(self, items: Iterable[Item]) -> Iterator[Item]:
+    def continue_epoch(self, items: Iterable[Item]) -> Iterable[Item]:
         """The items of an epoch, without those trained on before a stop: ``clusterddp.continue_epoch()``. Collective.
 
         For a loop without ``ctx.run()``, whose loaders continue by themselves.
         """
-        return script_loop.items_to_do(items, self._script_loop.items_done)
+        return script_loop.ItemsToDo(items, self._script_loop.items_done)
 
     # --- the end
 

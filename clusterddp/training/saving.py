@@ -279,8 +279,10 @@ class Saver:
                 if complete:
                     self._report("no_best", metric=best, logged=sorted(self._logged))
             self._checkpoint_client.close()
+            if clean:
+                self._checkpoint_client.free()
             self._metrics.close(clean)
-            self._media.settle(WAIT_S if clean else AFTER_ERROR_S)
+            self._media.close(WAIT_S if clean else AFTER_ERROR_S)
 
     # --- saving
 

@@ -112,7 +112,7 @@ class ScriptLoop:
 class _Context(Protocol):
     def stop_requested(self) -> bool: ...
     def requeue(self, saved: SavedPath | None = None) -> NoReturn: ...
-    def continue_epoch(self, items: Iterable[Item]) -> Iterator[Item]: ...
+    def continue_epoch(self, items: Iterable[Item]) -> Iterable[Item]: ...
 
 
 #: The context of this process, if ``clusterddp.init()`` was called.
@@ -172,7 +172,7 @@ def requeue(saved: SavedPath | None = None) -> None:
         (_loop or _begin()).requeue(saved)
 
 
-def continue_epoch(items: Iterable[Item]) -> Iterator[Item]:
+def continue_epoch(items: Iterable[Item]) -> Iterable[Item]:
     """The items of an epoch, without those that were trained on before the run stopped in the middle of it.
 
     For a script that can only resume at the beginning of an epoch. On all ranks, it goes around the whole iterable of
@@ -183,7 +183,7 @@ def continue_epoch(items: Iterable[Item]) -> Iterator[Item]:
     ``DistributedSampler.set_epoch()``.
 
     An item has been trained on if an optimizer has made a step since it was taken. Outside of a run, all items are
-    yielded.
+    yielded. ``len()`` is that of ``items``, the whole epoch.
 
     Raises LauncherEnvironmentError when rank 0 cannot be reached.
 
@@ -196,26 +196,31 @@ def continue_epoch(items: Iterable[Item]) -> Iterator[Item]:
                 clusterddp.requeue(saved="last.pt")
     """
     if context is not None:
-        yield from context.continue_epoch(items)
-    elif control_channel.current is None:
-        yield from items
-    else:
-        yield from items_to_do(items, lambda told: (_loop or _begin()).items_done(told))
+        return context.continue_epoch(items)
+    if control_channel.current is None:
+        return items
+    return ItemsToDo(items, lambda told: (_loop or _begin()).items_done(told))
 
 
-def items_to_do(items: Iterable[Item], agreed: Callable[[int], int]) -> Iterator[Item]:
-    """``agreed``: ``ScriptLoop.items_done``."""
-    told = int(os.environ.pop(protocol.SAVED_ITEMS, "0"))  # for the first epoch of the attempt alone
-    return _epoch.iterate(items, agreed(told) if told else 0)
+class ItemsToDo(Iterable[Item]):
+    """Those of one epoch. ``agreed``: ``ScriptLoop.items_done``."""
+
+    def __init__(self, items: Iterable[Item], agreed: Callable[[int], int]) -> None:
+        self._items, self._agreed = items, agreed
+
+    def __iter__(self) -> Iterator[Item]:
+        told = int(os.environ.pop(protocol.SAVED_ITEMS, "0"))  # for the first epoch of the attempt alone
+        return _epoch.iterate(self._items, self._agreed(told) if told else 0)
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]  # TypeError where the items have no length
 
 
 @functools.cache
 def _tell_if_started_by_a_rank() -> None:
     if protocol.SUPERVISOR in os.environ:
-        say(
-            "clusterddp.stop_requested() is always False in a process that a rank has started: have clusterddp start a "
-            "rank per GPU (--gpus), instead of starting processes in the script (torch.multiprocessing.spawn)"
-        )
+        say(protocol.NO_RANK)
+        control_channel.tell_of_child(os.environ)
 
 
 def began() -> bool:
@@ -228,7 +233,7 @@ def _begin() -> ScriptLoop:
     global _loop
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("clusterddp.stop_requested() must be called in the main thread, as it installs handlers")
-    read = settings.read(os.environ)
+    read = settings.of_rank()
     assert read.attempt is not None
     _tell_of_handlers()
     store = open_store(read)

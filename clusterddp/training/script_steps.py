@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.process import at_exit, cancel_at_exit
@@ -38,8 +39,8 @@ class ScriptSteps:
     """One per process (``current``). ``step_done`` and the hook are for the thread that trains."""
 
     def __init__(self, device: torch.device) -> None:
-        read = settings.read(os.environ)
-        self._rank, self._device = read.ranks.rank, device
+        read = settings.of_rank()
+        self._rank, self._world_size, self._device = read.ranks.rank, read.ranks.world_size, device
         #: Steps in this attempt, and calls of the hook.
         self.steps = self._boundaries = 0
         self._begun = False
@@ -93,6 +94,8 @@ class ScriptSteps:
             self._begun = True
             self.heartbeat.begin()
             if self._rank == 0:
+                if (group := _group_size()) != self._world_size:
+                    control_channel.report("apart", ranks=self._world_size, group=group)
                 control_channel.report("steps_seen", **_output_sizes())
                 control_channel.report("phase", phase="training")
 
@@ -121,6 +124,11 @@ class ScriptSteps:
         own_saves.around = nullcontext
         self._times.close()
         self.heartbeat.close()
+
+
+def _group_size() -> int:
+    """The ranks of the script's process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _output_sizes() -> dict[str, int]:
@@ -156,7 +164,7 @@ def current(device: torch.device | None = None) -> ScriptSteps:
 
 
 def hand_over() -> None:
-    """A context begins, which has a heartbeat and steps of its own."""
+    """A context begins. It has its own heartbeat and counts the steps itself."""
     global _current
     own_steps.stop()
     if _current is not None:

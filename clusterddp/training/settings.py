@@ -13,6 +13,7 @@ from clusterddp.jobdef.job import Checkpointing, Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.step_records import Recording
+from clusterddp.worker import control_channel
 
 _NOTICES = {
     **dict.fromkeys(("TERM", "preemption", "end of the job"), protocol.TERM_NOTICE_S),
@@ -82,6 +83,12 @@ def read(
         device_memory=int(environ[protocol.DEVICE_MEMORY]) if protocol.DEVICE_MEMORY in environ else None,
         notices={name: float(environ[variable]) for name, variable in _NOTICES.items() if variable in environ},
     )
+
+
+def of_rank() -> Settings:
+    """Those with which clusterddp has started this rank, whatever variables the script has overwritten since."""
+    channel = control_channel.current
+    return read({**os.environ, **(channel.variables if channel is not None else {})})
 
 
 def store_address(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> StoreAddress:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
+from clusterddp import protocol
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.reporter import say
 
@@ -108,6 +109,8 @@ class ControlChannel:
         self.profile: Callable[[str, int], str | None] | None = None
         #: The same for batches that all ranks are to skip; of rank 0.
         self.skip: Callable[[str, int], str | None] | None = None
+        #: torchrun's variables as this rank got them: a script that asks MPI for its rank overwrites them.
+        self.variables: Mapping[str, str] = {}
 
     @classmethod
     def join(
@@ -235,6 +238,15 @@ def report(event: str, **values: Any) -> None:
     """Reports an event to the supervisor, if there is one."""
     if current is not None:
         current.send(event, **values)
+
+
+def tell_of_child(environ: Mapping[str, str]) -> None:
+    """Tells the supervisor, from a process that a rank has started, that this process takes itself for a rank."""
+    with suppress(OSError, KeyError, ValueError):  # the process has the message on its own standard error, too
+        host, _, port = environ[protocol.SUPERVISOR].rpartition(":")
+        address = host or environ["SLURM_LAUNCH_NODE_IPADDR"], int(port)
+        with socket.create_connection(address, timeout=SILENCE_S) as connection:
+            send_line(connection, {"token": environ[protocol.TOKEN], "request": "child"})
 
 
 def await_store(seconds: float) -> bool:

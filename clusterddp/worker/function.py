@@ -29,6 +29,7 @@ from clusterddp.jobdef.job import FUNCTION
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker import own_saves
 from clusterddp.worker.code_paths import of_this_attempt
 from clusterddp.worker.signals import STOP_SIGNALS
 
@@ -58,6 +59,7 @@ class PreemptibleCall:
     def carry_out(self) -> Any:
         """The function's return value. Raises Stopped if it was told to stop."""
         if self._checkpoint is not None:
+            own_saves.defer(STOP_SIGNALS)
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

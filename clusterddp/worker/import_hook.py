@@ -55,7 +55,7 @@ class _Finder:
             for act in self.waiting.pop(name, ()):
                 _act(act, module)
 
-        loader.exec_module = exec_module  # each spec has a loader of its own
+        loader.exec_module = exec_module  # each spec has its own loader
         return spec
 
 

@@ -19,7 +19,7 @@ import shutil
 import signal
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import spawn
 from pathlib import Path
@@ -59,6 +59,11 @@ def protect(run: str, attempt: int, handles_stops: Callable[[], bool], stop_sign
     when_imported("torch", _protect_torch)
     for name in ("safetensors.torch", "safetensors.numpy"):
         when_imported(name, _protect_safetensors)
+
+
+def defer(signals: Iterable[signal.Signals]) -> None:
+    """Has these signals, too, wait for the end of a save."""
+    _this.deferred |= set(signals)
 
 
 def _protect_children(run: str, attempt: int) -> None:

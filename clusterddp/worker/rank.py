@@ -48,8 +48,9 @@ from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
 from clusterddp.worker.stacks import stacks
 
-#: A rank that uses clusterddp has imported one of these.
-USING_CLUSTERDDP = {"clusterddp.training.script_loop", "clusterddp.worker.function"}
+#: A rank that uses clusterddp has imported this module, or runs a launched function.
+SCRIPT_LOOP = "clusterddp.training.script_loop"
+USING_CLUSTERDDP = {SCRIPT_LOOP, "clusterddp.worker.function"}
 JOIN_TIMEOUT_S = 600.0
 #: Between two looks for a newer attempt, by a rank without a supervisor.
 FENCE_S = 2.0
@@ -89,7 +90,7 @@ def main() -> None:
     code_paths.use_snapshot()
     if os.environ.get(protocol.PROTECT_SAVES) != "off":
         attempt, stop_signal = int(os.environ[protocol.ATTEMPT]), os.environ.get(protocol.STOP_SIGNAL)
-        own_saves.protect(str(run), attempt, _used_clusterddp, stop_signal)
+        own_saves.protect(str(run), attempt, stops_at_a_step, stop_signal)
     if os.environ.get(protocol.SEE_STEPS) != "off":
         own_steps.watch()
     script_trackers.continue_runs(run, ranks.rank, os.environ)
@@ -160,7 +161,7 @@ def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
     """The same for a Hydra app: with what makes all ranks and attempts share one output folder."""
     from clusterddp.jobdef.hydra_overrides import of_run
 
-    # Else Hydra prints a traceback of its own and exits with 1, and the record has no exception.
+    # Otherwise Hydra prints the traceback itself and exits with 1, and the record has no exception.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     target = 2 if command[0] == "-m" else 1
     return [*command[:target], *of_run(command[target:], run.path)]
@@ -182,7 +183,8 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
         return None
     # The peer address of rank 0's connection, so that no name is resolved. A MASTER_ADDR of the user has precedence.
     master = os.environ.get("MASTER_ADDR", channel.store_host)
-    os.environ.update({**ranks.exports(), "MASTER_ADDR": master, "MASTER_PORT": str(channel.store_port)})
+    channel.variables = {**ranks.exports(), "MASTER_ADDR": master, "MASTER_PORT": str(channel.store_port)}
+    os.environ.update(channel.variables)
     if channel.term_notice_s is not None:
         os.environ[protocol.TERM_NOTICE_S] = str(channel.term_notice_s)
     # gloo resolves the host name, which on many clusters gives 127.0.1.1 or fails.
@@ -261,6 +263,11 @@ def _begun(begin: Callable[[str, int], str | None] | None, order: str) -> dict[s
     return {"request": request} if refused is None else {"request": request, "refused": refused}
 
 
+def stops_at_a_step() -> bool:
+    """Whether a stop waits for the end of a step, and so for a save."""
+    return SCRIPT_LOOP in sys.modules
+
+
 def _used_clusterddp() -> bool:
     return bool(USING_CLUSTERDDP & sys.modules.keys())
 
@@ -324,8 +331,9 @@ def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
             say(f"the script {where}: not completed; to end the training early, use run.finish() or break")
             return {"end": "unfinished", "error": where}, 0
         return _done()
-    if isinstance(leaving.code, int):
-        return {"end": "exit", "exit_code": leaving.code}, leaving.code
+    if isinstance(leaving.code, int):  # True is one; of a larger number the system takes 8 bits, which may all be 0
+        code = leaving.code & 0xFF or 1
+        return {"end": "exit", "exit_code": code}, code
     show(str(leaving.code))  # as Python does
     return {"end": "exit", "exit_code": 1, "error": _short(str(leaving.code), LONGEST_ERROR)}, 1
 

@@ -184,7 +184,7 @@ class ScriptSignal:
     it has saved. A script that has no handler for it yet has nothing to save: the signal then has its usual action.
 
     For that, ``signal.signal`` only notes what the script installs for these signals. Handlers that C code installs are
-    not noticed. Construct it in the main thread. ``on_signal`` gets each signal, in a thread of its own.
+    not noticed. Construct it in the main thread. ``on_signal`` gets each signal, in a separate thread.
     """
 
     def __init__(self, name: str, on_signal: Callable[[signal.Signals], None]) -> None:

@@ -1,6 +1,6 @@
 """A few habits of user code, preempted and killed at random moments; all of them: ``make chaos``.
 
-Those of PROCESS have plain tests in test_own_process.py, test_large_values.py and test_local.py.
+Plain tests of CHILDREN: test_child_processes.py; of PROCESS: test_own_process.py, test_large_values.py, test_local.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return made.run
 
 
-@pytest.mark.parametrize("names", [CHILDREN, pytest.param(PROCESS, marks=pytest.mark.product)])
+@pytest.mark.product
+@pytest.mark.parametrize("names", [CHILDREN, PROCESS])
 def test_what_user_code_does_to_its_process_costs_no_step_and_leaves_nothing_behind(
     names: str, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from clusterddp.checkpoint.content import unpacked
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import ClusterddpError
 from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.claims import waiting_claim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.history import History
@@ -94,7 +95,8 @@ def _check_files(run: RunDirectory, promised: Promised) -> None:
     _check_outcome(promised, outcome)
     assert run.cancelled or not promised.get("cancelled"), "the mark that it was cancelled is missing"
     held = [entry["job"] for entry in lease.holders(run)]
-    assert "holder" not in promised or not run.submitted_file.exists(), "the submission holds the run again"
+    taken = waiting_claim(run, run.attempts()) is None
+    assert "holder" not in promised or taken, "the submission holds the run again"
     if promised.get("pending") is not None:
         assert promised.get("pending") in held, f"held by {held}"
     if "holder" in promised:
@@ -122,20 +124,22 @@ def _check_that_it_continues(run: RunDirectory, number: int, promised: Promised)
     """A new attempt finds the newest checkpoint, whole, with all metrics before it, and saves the next."""
     damaged: list[str] = []
     saver = saver_of(run, number, lambda event, **values: damaged.append(values["reason"]))
-    found = saver.restore()
-    assert not damaged, damaged
-    parent = found[1] if found else None
-    step = parent[1] if parent else 0
-    assert step >= promised.saved, f"restored step {step}, saved was {promised.saved}"
-    if found is not None:
-        _check_content(found[0], step)
-    saver.record_resume(parent)
-    History(run, number).add("resumed", step=step, parent=parent and parent[0])
-    _check_metrics(run, step)
-    following = step + STEPS_PER_SAVE
-    for at in range(step, following):
-        saver.log(at, Logged(values(at)))
-    saver.close()
+    try:
+        found = saver.restore()
+        assert not damaged, damaged
+        parent = found[1] if found else None
+        step = parent[1] if parent else 0
+        assert step >= promised.saved, f"restored step {step}, saved was {promised.saved}"
+        if found is not None:
+            _check_content(found[0], step)
+        saver.record_resume(parent)
+        History(run, number).add("resumed", step=step, parent=parent and parent[0])
+        _check_metrics(run, step)
+        following = step + STEPS_PER_SAVE
+        for at in range(step, following):
+            saver.log(at, Logged(values(at)))
+    finally:
+        saver.close()
     save(run, number, following, content(following))  # in this process: the writer makes the same calls
     _check_metrics(run, following)
     again = Checkpoints(run, run.create_attempt(), Keep()).candidates()[0]

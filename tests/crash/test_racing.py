@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from tests.scripts import racer
 
 #: How many attempts there are at most.
 MOST = 5
+EXAMPLES = 400 if "CLUSTERDDP_TEST_PRODUCT" in os.environ else 60
 
 
 class Abandoned(BaseException):
@@ -214,7 +216,7 @@ class Race(RuleBasedStateMachine):
 
 def test_concurrent_attempts_never_lose_the_runs_position() -> None:
     """Claims, restores, half-written files, fence checks, renames and deletions of up to five attempts in any order."""
-    run_state_machine_as_test(Race, settings=settings(max_examples=200, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(Race, settings=settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None))
 
 
 # ---- two processes

@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.gpu.conftest import GPUs
@@ -19,6 +21,7 @@ DIGITS = ddp.REPOSITORY / "jobs" / "digits.py"
 STEPS = 150
 
 
+@pytest.mark.product  # slurm/test_gpus.py has the preemption on a real Slurm, test_device_faults.py the restart
 def test_digits_on_two_nodes_of_two_devices_preempted_and_killed_ends_with_the_same_bits(
     gpus: GPUs, tmp_path: Path
 ) -> None:

@@ -134,6 +134,7 @@ def submit(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, str(script), *arguments], cwd=folder, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.product  # slurm/test_check_resume.py has the same in a job
 def test_the_command_certifies_a_script_in_fresh_processes_and_leaves_nothing(script: Path) -> None:
     done = submit(script)
     assert done.returncode == 0, done.stderr

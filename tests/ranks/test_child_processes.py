@@ -92,9 +92,10 @@ def start(context):
 FORKS = f"""
 {CHILDREN}
 if __name__ == "__main__":
+    opened = multiprocessing.get_context("fork").Pool(2)  # before init(), and open to the end
     before = seen("before") if os.environ["RANK"] == "0" and os.environ["CLUSTERDDP_ATTEMPT"] == "0" else None
     {TRAINING.replace(chr(10), chr(10) + "    ")}
-    kept = multiprocessing.get_context("fork").Pool(2)  # open to the end
+    kept = multiprocessing.get_context("fork").Pool(2)  # the same, after init()
     for batch in run.steps(16):
         train(batch)
         if run.step == 3 and ctx.attempt == 0 and ctx.is_main:

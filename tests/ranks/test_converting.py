@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
+from tests import ddp
 
 GUIDE = (
     next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists()) / "docs/guide"
@@ -58,17 +59,16 @@ def test_the_converted_script_prints_the_losses_of_torchrun_when_it_is_preempted
     epochs = ["--epochs", "20"]
     submit(tmp_path / "stopped", block("converting.md", "# after"), "--preempt-after", "25", "--", *epochs)
     assert RunDirectory(tmp_path / "stopped" / "run").attempts() == [0, 1]
-    assert printed(tmp_path / "stopped") == torchrun(tmp_path, "# after", *epochs)
+    script = tmp_path / "train.py"
+    script.write_text(block("converting.md", "# after"))
+    under_torchrun = ddp.run(script, *epochs, ranks=2, folder=tmp_path / "out")  # which sets the same variables
+    assert printed(tmp_path / "stopped") == under_torchrun.output(0).splitlines()
 
 
-@pytest.mark.product  # the test above runs the converted script under torchrun
+@pytest.mark.product  # test_launchers.py has another script under torchrun
 def test_the_script_runs_under_torchrun_before_its_conversion(tmp_path: Path) -> None:
-    assert [line.partition(":")[0] for line in torchrun(tmp_path, "# before")] == ["epoch 0", "epoch 1", "epoch 2"]
-
-
-def torchrun(folder: Path, start: str, *arguments: str) -> list[str]:
-    """What the script prints. Its exit code is not checked: gloo may abort a plain script as it exits."""
-    (folder / "train.py").write_text(block("converting.md", start))
+    """Its exit code is not checked: gloo may abort a plain script as it exits."""
+    (tmp_path / "train.py").write_text(block("converting.md", "# before"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
-    return done.stdout.splitlines()
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["epoch 0", "epoch 1", "epoch 2"]

@@ -41,7 +41,7 @@ print("made", made, "at", run.step, flush=True)
 
 
 def submitted(script: Path, run: RunDirectory, how: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--device", "cpu", "--gpus", "2"]
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--device", "cpu", "--gpus", "1"]
     command += ["--run-dir", str(run), "--set", "limits.attempts=1", str(script), "--", how, "20"]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
 

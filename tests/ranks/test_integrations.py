@@ -20,7 +20,6 @@ from tests.waiting import preempt_local, story, wait_until
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-@pytest.mark.product  # on Slurm: tests/slurm/test_integrations.py
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])
 def test_a_preempted_run_resumes_at_the_step_where_it_stopped(launch: Launch, tmp_path: Path, package: str) -> None:
     """All ranks stop after the same step, the framework saves, the next attempt makes the next step."""

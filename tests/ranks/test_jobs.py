@@ -17,6 +17,7 @@ import torch
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
+from tests.preempted import attempt
 from tests.trained_alone import trained_alone
 from tests.waiting import differing, final_state, story
 
@@ -59,7 +60,7 @@ def test_basic_two_ranks_train_as_one_process_does_on_the_joined_batch(run: RunD
     """The script compares gradients in every step; here the weights of 20 steps are compared with one rank's."""
     assert "20 steps: the gradients of 2 ranks were equal, and those of the joined batch" in submit(run, "basic")
     alone = RunDirectory(tmp_path / "alone")
-    submit(alone, "basic", "--gpus", "1", "--", "--batch-size", "40")
+    attempt(alone, [JOBS / "basic.py", "--batch-size", 40], ranks=1).expect(0)
     weights, expected = (
         {name: value for name, value in final_state(of).items() if name.startswith(".model")} for of in (run, alone)
     )
@@ -94,7 +95,8 @@ def test_basic_notices_gradients_that_are_not_the_joined_batchs(
 # ---- checkpoint
 
 
-@pytest.mark.parametrize("job", ["checkpoint", "checkpoint_folder"])
+# test_checkpoint_folder.py has more of the other one.
+@pytest.mark.parametrize("job", ["checkpoint", pytest.param("checkpoint_folder", marks=pytest.mark.product)])
 def test_checkpoint_a_second_start_ends_as_a_single_one(run: RunDirectory, tmp_path: Path, job: str) -> None:
     """On both ranks, with the optimizer's momentum: to the last digit shown."""
     whole = submit(run, job)

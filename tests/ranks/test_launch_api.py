@@ -109,8 +109,8 @@ def test_a_preempted_training_in_a_function_resumes_at_its_step(launch: Launch, 
             time.sleep(0.5 if first == 0 else 0)  # it is preempted long before the end
         return first, run.step
 
-    handle = launch(train)
-    wait_for_marks(handle, marks)
+    handle = launch(train, gpus_per_node=1)
+    wait_for_marks(handle, marks, 1)
     preempt_local(RunDirectory(handle.path))
     first, last = handle.result()
     assert 0 < first < 40, story(RunDirectory(handle.path))

@@ -12,7 +12,7 @@ import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import scrub
-from tests import launchers
+from tests import ddp, launchers
 from tests.ddp import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -71,8 +71,9 @@ def test_torch_multiprocessing_spawn(run: RunDirectory) -> None:
 
 def test_no_launcher_at_all(run: RunDirectory) -> None:
     """One process is one rank."""
-    assert "rank 0 of 1, local 0, from step 0" in execute(sys.executable, SMALL, str(run), "4")
-    assert "rank 0 of 1, local 0, from step 4" in execute(sys.executable, SMALL, str(run), "6")
+    for first, last in ((0, 4), (4, 6)):
+        alone = ddp.run_alone(REPOSITORY / SMALL, run, last, folder=run.path.with_name("out"))
+        assert f"rank 0 of 1, local 0, from step {first}" in alone.output(0)
     assert [line["step"] for line in run.metrics()] == list(range(6))
 
 
@@ -88,8 +89,8 @@ def require_mpirun() -> None:
         (pytest.fail if "CI" in os.environ else pytest.skip)("mpirun not found: apt-get install openmpi-bin")
 
 
-#: These have tests of their own; here they are part of the full product.
-TESTED = ("torchrun", "torch.distributed.launch", "none: one rank")
+#: These have tests of their own, clusterddp in test_jobs.py; here they are part of the full product.
+TESTED = ("clusterddp", "torchrun", "torch.distributed.launch", "none: one rank")
 CASES = [pytest.param(*case, marks=[pytest.mark.product] * (case[0] in TESTED)) for case in launchers.cases(HERE)]
 
 

@@ -219,12 +219,12 @@ def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run
     os.killpg(os.getsid(ranks_of(run)[0]), signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "attempt 0: preempted, no steps recorded, requeued" in err
+    assert re.search(r"attempt 0: preempted, at least \d+ steps? made, requeued", err), err
     assert "attempt 1: completed after 2 attempts" in err
     assert run.outcome() == {"state": "completed", "step": None, "attempts": 2, "reason": "all ranks finished"}
     status = subprocess.run([sys.executable, "-m", "clusterddp", "status", str(run)], capture_output=True, text=True)
     assert "state     completed: all ranks finished" in status.stdout
-    assert "steps     no steps recorded" in status.stdout
+    assert re.search(r"steps     (at least \d+ in the last attempt|no steps recorded)", status.stdout), status.stdout
     again = submit(run)
     assert again.returncode == 0 and f"{run} has already completed" in again.stderr
     first, second = ((run.attempt_logs(attempt) / "rank-1.out").read_text() for attempt in (0, 1))
@@ -282,7 +282,7 @@ def test_a_training_that_fails_with_any_exit_code_is_over(run: RunDirectory, tmp
     script.write_text(f"raise SystemExit({code})\n")
     done = submit(run, str(script), "--device", "cpu")
     assert done.returncode == code
-    assert f"attempt 0: rank 0 ({socket.gethostname()}) failed first: left with exit code {code}" in done.stderr
+    assert f"attempt 0: rank 0 ({socket.gethostname()}) failed first: exited with code {code}" in done.stderr
     assert "continue with" not in done.stderr
     assert run.attempts() == [0]
     assert (run.outcome() or {})["state"] == "failed"

@@ -71,7 +71,7 @@ def test_one_file_preempted_before_its_first_checkpoint_and_killed_in_every_late
     ]
     assert all(line.endswith("before the stop, with --init_from=resume") for line in later)
     assert len(said(run, "own_checkpoint")) == 5
-    assert "newest checkpoint out/ckpt.pt, restarting" in said(run, "restarted")[0]
+    assert "check memory. Newest checkpoint out/ckpt.pt, restarting" in said(run, "restarted")[0]
 
 
 @pytest.mark.parametrize(

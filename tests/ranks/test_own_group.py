@@ -60,7 +60,7 @@ def test_a_script_makes_its_own_group_before_or_after_init(when: str, tmp_path: 
     ranks = ddp.run(script, when, ranks=2, folder=tmp_path / "out")
     stops = {line for rank in (0, 1) for line in ranks.output(rank).splitlines() if line.startswith("stopped at")}
     assert len(stops) == 1, ranks.text()
-    # Only once: a script that makes two groups of its own is told so.
+    # Only once: a script that makes two groups itself gets an error.
     assert ranks.text().count("torch: trying to initialize the default process group twice!") == 2
 
 

@@ -57,6 +57,17 @@ def test_exit_code_0_with_steps_left_is_not_completed(tmp_path: Path, how: str, 
     assert run.attempts() == [0]
 
 
+@pytest.mark.parametrize(("code", "shown"), [("True", 1), ("2**70 - 1", 255), ("256", 1)])
+def test_a_script_that_exits_with_any_other_code_has_failed(tmp_path: Path, code: str, shown: int) -> None:
+    """Also where none of the 8 bits that the system takes of a number is set: a shell would see 0."""
+    script, run = tmp_path / "exits.py", RunDirectory(tmp_path / "run")
+    script.write_text(f"import sys\nsys.exit({code})\n")
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "1")
+    outcome = run.outcome() or {}
+    assert (outcome["state"], done.returncode, run.attempts()) == ("failed", shown, [0]), story(run)
+    assert outcome["reason"].endswith(f"left with exit code {shown}")
+
+
 LINGERING = f"""
 import atexit, multiprocessing, os, signal, subprocess, sys, threading
 from clusterddp.worker import rank_exit

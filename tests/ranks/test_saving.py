@@ -97,6 +97,27 @@ def test_a_snapshot_is_saved_unchanged_while_training_continues(
     assert content_of(path)["progress"] == {"step": 3}
 
 
+def left() -> tuple[int, int]:
+    """How many threads of snapshots this process has, and how many descriptors of their memory."""
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    threads = [thread for thread in threading.enumerate() if thread.name == "snapshot"]
+    return len(threads), sum("memfd:clusterddp" in link for link in links)
+
+
+@pytest.mark.parametrize("saves", [0, 1])
+def test_a_process_that_continues_keeps_neither_a_thread_nor_memory(directory: RunDirectory, saves: int) -> None:
+    """As one that makes one run after another, with and without a save."""
+    before = left()
+    client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
+    for step in range(saves):
+        save(client, step, state())
+    threads, memory = left()
+    assert (threads, memory > before[1]) == (before[0] + 1, saves > 0)
+    client.close()
+    client.free()
+    assert left() == before
+
+
 def test_a_state_that_grows_or_changes_its_shape_is_saved(directory: RunDirectory, checkpoint_client: Any) -> None:
     checkpoint_client.prepare(state(1.0, size=10))
     for step, size in enumerate((10, 10, 500_000, 7, 0)):

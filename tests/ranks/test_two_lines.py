@@ -129,6 +129,24 @@ def test_a_process_that_a_rank_has_started_is_told_that_it_gets_no_stop() -> Non
     assert done.stderr.count("stop_requested() is always False in a process that a rank has started") == 1
 
 
+STARTS_PROCESSES = """
+import subprocess, sys
+child = [sys.executable, "-c", "import clusterddp; clusterddp.stop_requested()"]
+for process in [subprocess.Popen(child) for _ in range(2)]:
+    process.wait()
+"""
+
+
+def test_the_history_says_once_that_processes_of_the_script_get_no_stop(tmp_path: Path) -> None:
+    script, run = tmp_path / "starts.py", RunDirectory(tmp_path / "run")
+    script.write_text(STARTS_PROCESSES)
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(script)]
+    done = subprocess.run([*command, "--device", "cpu", "--gpus", "2"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = "attempt 0: clusterddp.stop_requested() is always False in a process that a rank has started"
+    assert done.stderr.count(said) == 1, done.stderr
+
+
 def test_a_saved_file_is_read_by_any_process_of_the_node(tmp_path: Path) -> None:
     """Python's ``open`` is not the only way; and a listing of a folder reads none of its files."""
     file, folder = tmp_path / "save.pt", tmp_path / "sharded"

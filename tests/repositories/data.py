@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import wave
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,38 @@ def captions(folder: Path) -> None:
     (folder / "tiny.json").write_text(json.dumps(described))
 
 
+def imagenet_entries(folder: Path) -> None:
+    """Images with the list of them that DINOv2 reads, its configuration, and xFormers' replacement."""
+    rows = []
+    for label in range(2):
+        (folder / "train" / f"class{label}").mkdir(parents=True)
+        for i in range(24):
+            _picture(label, seed=i).save(folder / "train" / f"class{label}" / f"class{label}_{i}.JPEG")
+            rows.append((i, label, f"class{label}", f"name{label}"))
+    columns = [("actual_index", "<u4"), ("class_index", "<u4"), ("class_id", "U6"), ("class_name", "U5")]
+    np.save(folder / "entries-TRAIN.npy", np.array(rows, dtype=columns))
+    exact = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    wrapped = {"sharding_strategy": "NO_SHARD", "mixed_precision": exact}
+    parts = dict.fromkeys(("backbone", "dino_head", "ibot_head"), wrapped)
+    described = {
+        "compute_precision": {"grad_scaler": False, "teacher": parts, "student": parts},
+        "dino": {"head_n_prototypes": 64, "head_bottleneck_dim": 16, "head_hidden_dim": 32},
+        "train": {
+            "dataset_path": f"ImageNet:split=TRAIN:root={folder}:extra={folder}",
+            "batch_size_per_gpu": 4,
+            "num_workers": 0,
+            "OFFICIAL_EPOCH_LENGTH": 4,
+        },
+        "student": {"arch": "vit_small", "patch_size": 8},
+        "teacher": {"warmup_teacher_temp_epochs": 2},
+        "optim": {"epochs": 6, "warmup_epochs": 1},
+        "crops": {"local_crops_number": 2, "global_crops_size": 32, "local_crops_size": 16},
+        "evaluation": {"eval_period_iterations": 0},
+    }
+    (folder / "config.yaml").write_text(json.dumps(described))
+    shutil.copytree(Path(__file__).with_name("xformers"), folder / "xformers")
+
+
 def speech(folder: Path) -> None:
     """Tones of half a second as 16 kHz WAV files of 28 speakers with SpeechBrain's manifests, and noise to mix in."""
     folder.mkdir(parents=True)
@@ -112,9 +145,8 @@ def nothing(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {
-    maker.__name__: maker for maker in (images, named_images, tokens, boxes, text, captions, speech, nothing)
-}
+_ALL = (images, named_images, tokens, boxes, text, captions, imagenet_entries, speech, nothing)
+MAKERS: dict[str, Callable[[Path], None]] = {maker.__name__: maker for maker in _ALL}
 
 
 def _picture(label: int, seed: int):  # type: ignore[no-untyped-def]  # PIL is an extra package

@@ -25,7 +25,7 @@ from tests.repositories.entries import Copy
 ON_SLURM = ("slurm-before", "slurm-middle", "slurm-end")
 #: The cells of a row, in the order in which they are measured: the last one changes the code.
 CELLS = ("undisturbed", "before", "middle", "end", "killed", *ON_SLURM, "lines")
-LIMIT_S = 300
+LIMIT_S = 900
 
 
 @dataclass(frozen=True)

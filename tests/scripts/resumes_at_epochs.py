@@ -34,6 +34,7 @@ def main():
     for epoch in range(first, epochs):
         sampler.set_epoch(epoch)
         held = []
+        assert len(clusterddp.continue_epoch(loader)) == len(loader)  # as progress bars ask for it
         for number, batch in clusterddp.continue_epoch(enumerate(loader)):
             held += batch.tolist()
             (weight * batch.float().sum()).backward()

@@ -10,13 +10,22 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 from tests.simulation import product
 from tests.simulation.history import Result, drawn, play, shrunk
+from tests.simulation.lines import Lines
 from tests.simulation.mutants import MUTANTS, found_after
 
 #: Histories that a process plays at a time.
-CHUNK = 200
+CHUNK = 50
+#: The modules of the protocol, without the implementations of what is a model here.
+PROTOCOL = (
+    *(f"supervisor/{name}.py" for name in ("attempt", "controller", "decide", "history", "hook", "lease", "limits")),
+    *(f"supervisor/{name}.py" for name in ("main", "monitor", "recovery", "requests", "verdict")),
+    *("slurm/cause.py", "slurm/commands.py", "slurm/preemption_policy.py", "slurm/queue.py", "slurm/run_states.py"),
+    *("cli/runs/watch.py", "cli/runs/wait.py", "cli/runs/cancel.py", "cli/steering/asking.py"),
+)
 
 
 def main() -> int:
@@ -24,16 +33,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--histories", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first history")
+    parser.add_argument("--minutes", type=float, default=1e6, help="no more histories begin after this time")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--tell", action="store_true", help="the story of the first history")
     parser.add_argument("--shrink", action="store_true", help="with the fewest faults that violate the same invariant")
     parser.add_argument("--mutants", action="store_true", help="how many histories find each mutant, at most so many")
+    parser.add_argument("--lines", action="store_true", help="which lines of the protocol's modules are executed")
     arguments = parser.parse_args()
+    if arguments.lines:
+        return _count_lines(arguments.seed, arguments.histories)
     if arguments.tell:
         return _tell(arguments.seed, arguments.shrink)
     if arguments.mutants:
         return _find_mutants(arguments.seed, arguments.histories)
-    return _play(arguments.seed, arguments.histories, arguments.processes)
+    return _play(arguments.seed, arguments.histories, arguments.processes, arguments.minutes * 60)
 
 
 def _tell(seed: int, shrink: bool) -> int:
@@ -49,28 +62,43 @@ def _tell(seed: int, shrink: bool) -> int:
     return bool(result.violations)
 
 
-def _chunk(seeds: Iterable[int]) -> list[Result]:
+def _count_lines(first: int, count: int) -> int:
+    lines = Lines(PROTOCOL)
+    with product.installed(), lines.recorded():
+        for seed in range(first, first + count):
+            play(seed)
+    print("\n".join(lines.report()))
+    return 0
+
+
+def _chunk(seeds: Iterable[int], until: float) -> list[Result]:
+    if time.monotonic() >= until:
+        return []
     with product.installed():
-        return [play(seed) for seed in seeds]
+        return [play(seed) for seed in seeds if time.monotonic() < until]
 
 
-def _play(first: int, count: int, processes: int) -> int:
+def _play(first: int, most: int, processes: int, limit_s: float) -> int:
     began = time.monotonic()
     events: list[int] = []
     faults: list[int] = []
     ends: Counter[str] = Counter()
     violations: list[tuple[int, str]] = []
-    chunks = [range(at, min(at + CHUNK, first + count)) for at in range(first, first + count, CHUNK)]
+    kinds: Counter[str] = Counter()
+    chunks = [range(at, min(at + CHUNK, first + most)) for at in range(first, first + most, CHUNK)]
     with ProcessPoolExecutor(processes) as pool:
-        for results in pool.map(_chunk, chunks):
+        for results in pool.map(partial(_chunk, until=began + limit_s), chunks):
             for result in results:
                 events.append(result.events)
                 faults.append(len(result.plan.faults))
                 ends[result.ended] += 1
+                kinds.update(fault.kind for fault in result.plan.faults)
                 for violation in result.violations:
                     violations.append((result.plan.seed, violation))
                     print(f"seed {result.plan.seed}: {violation}", flush=True)
-    took = time.monotonic() - began
+    took, count = time.monotonic() - began, len(events)
+    spread = ", ".join(f"{number}: {times:,}" for number, times in sorted(Counter(faults).items()))
+    print(f"faults per history: {spread}; {', '.join(f'{kind} {number:,}' for kind, number in kinds.most_common())}")
     print(
         f"{count:,} histories from seed {first} in {took:.0f} s ({count / took:.0f}/s in {processes} processes): "
         f"{len(violations)} violations; median {statistics.median(events):.0f} events, {statistics.median(faults):.0f} "

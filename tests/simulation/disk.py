@@ -215,7 +215,9 @@ class Disk:
         """As in files.py."""
         self._step(path)
         node = self._there(path)
-        return SimpleNamespace(st_ino=node.inode, st_mtime=EPOCH + node.changed, st_size=len(node.data))
+        return SimpleNamespace(
+            st_ino=node.inode, st_mtime=EPOCH + node.changed, st_size=len(node.data), st_uid=os.geteuid()
+        )
 
     def resolved(self, path: Path) -> str:
         """As in files.py."""

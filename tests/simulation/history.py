@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli.runs import cancel, watch
+from clusterddp.cli.runs import cancel, prune, wait, watch
+from clusterddp.cli.steering import asking, tell
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.job import Job, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands
 from clusterddp.supervisor import lease
@@ -27,6 +28,8 @@ from tests.simulation.world import Process, World
 RUN = Path("/shared/runs/sim")
 #: How long after the last fault a run may take until it is over.
 BOUND_S = 6 * 3600.0
+#: The watchdog's, of histories that have one.
+HUNG_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,23 @@ class Plan:
     slow: float = 0.0
     watchers: int = 0
     policy: str | None = None
+    #: Whether the job has a hook, and a watchdog; whether somebody waits for the run; which clock is wrong, and by how
+    #: much.
+    hook: bool = False
+    watchdog: bool = False
+    waits: bool = False
+    skew: tuple[str, float] | None = None
     faults: tuple[Fault, ...] = ()
+
+
+#: Which of the histories may have a fault of this kind, where that is not 0.4: a watchdog's heartbeats are many events.
+SHARE = {"hang": 0.07, "tell stop": 0.2, "scancel": 0.25, "cancel": 0.25}
 
 
 def drawn(seed: int) -> Plan:
     """The plan of a seed. Swarm testing: which kinds of faults may come is drawn first."""
     draw = random.Random(seed)
-    kinds = [kind for kind in FAULTS if draw.random() < 0.4] or ["preempt"]
+    kinds = [kind for kind in FAULTS if draw.random() < SHARE.get(kind, 0.4)] or ["preempt"]
     script = Script(
         steps=draw.choice((8, 12, 20)),
         step_s=draw.choice((1.0, 3.0, 10.0)),
@@ -70,7 +83,7 @@ def drawn(seed: int) -> Plan:
         import_s=draw.choice((2.0, 8.0)),
     )
     settings = Settings(
-        release=draw.choice(("22.05", "24.11")),
+        release=draw.choice(("22.05", "24.11", "26.05")),
         mode=draw.choice(("REQUEUE", "REQUEUE", "CANCEL")),
         grace_s=draw.choice((0, 20, 60)),
         kill_wait_s=draw.choice((10, 30)),
@@ -94,6 +107,10 @@ def drawn(seed: int) -> Plan:
         slow=draw.choice((0.0, 0.0, 0.02, 0.1)),
         watchers=draw.choice((0, 1, 1, 2)),
         policy=draw.choice((None, None, "resubmit")),
+        hook=draw.random() < 0.2,
+        watchdog="hang" in kinds,
+        waits=draw.random() < 0.2,
+        skew=draw.choice((None, None, ("n1", 3.0), ("login", -20.0), ("n2", 40.0))),
         faults=tuple(faults),
     )
 
@@ -122,6 +139,8 @@ class History:
         self.slurm = Slurm(self.world, plan.settings, self._launch)
         self.slurm.nodes_needed, self.slurm.time_limit_s = plan.job_nodes, plan.time_limit_s
         self.cluster = Cluster(self.world, self.slurm, self.disk, plan.script)
+        self.cluster.beats = plan.watchdog
+        self.world.skew = dict([plan.skew] if plan.skew else [])
         self.job = Job(
             name="sim",
             module="train",
@@ -130,7 +149,8 @@ class History:
             gpus_per_node=plan.per_node,
             time_s=plan.time_limit_s,
             partition="low",
-            watchdog=None,
+            watchdog=Watchdog(step_s=HUNG_S, start_s=4 * HUNG_S) if plan.watchdog else None,
+            hook=("tell-me",) if plan.hook else (),
             policy=plan.policy,  # type: ignore[arg-type]
         )
         self.run = RunDirectory(RUN)
@@ -139,6 +159,8 @@ class History:
         self.world.on_crash = self._on_crash
         self._users = 0
         self.over_at: float | None = None
+        #: Processes of ``watch``.
+        self.watching: list[Process] = []
 
     def play(self) -> Result:
         """Plays until the run is over and quiet, or the bound has passed."""
@@ -203,6 +225,8 @@ class History:
             self.world.sleep(30.0)
         for number in range(self.plan.watchers):
             self.world.after(1.0 + number, self.user, "watch", self._watch)
+        if self.plan.waits:
+            self.world.after(2.0, self.user, "wait", self._wait)
         return 0
 
     def _is_submitted(self) -> bool:
@@ -234,10 +258,17 @@ class History:
 
     def _watch(self) -> int:
         """As ``clusterddp watch``, without what it shows of the training."""
+        self.watching.append(self.world.process)
         watcher = watch.Watcher(self.run, self.job)
         while not watcher.look():  # it looks at the outcome more often, which nothing depends on
             self.world.sleep(max(watch.LOOK_S, watcher._ask_at - watch.time.monotonic()))
         return watcher.result or 0
+
+    def _wait(self) -> int:
+        """As ``clusterddp wait``."""
+        code = wait.wait([self.run], None, False)
+        self.invariants.waited(code)
+        return code
 
     def _launch(self, batch: Batch) -> Process:
         environ = {
@@ -338,7 +369,9 @@ def _slow_controller(history: History, draw: random.Random) -> None:
 
 def _kill_rank(history: History, draw: random.Random) -> None:
     if history.training:
-        draw.choice(history.training).process.kill()
+        rank = draw.choice(history.training)
+        history.invariants.failed(rank)
+        rank.process.kill()
 
 
 def _exception(history: History, draw: random.Random) -> None:
@@ -363,6 +396,54 @@ def _requeue(history: History, draw: random.Random) -> None:
                     history.world.tell("admin", str(error))
 
     history.user("admin", work)
+
+
+def _tell_stop(history: History, draw: random.Random) -> None:
+    history.user("tell stop", lambda: tell.stop(history.run))
+
+
+def _tell_save(history: History, draw: random.Random) -> None:
+    def work() -> int:
+        before = history.world.now
+        code = tell.save(history.run)
+        history.invariants.asked_to_save(before, code)
+        return code
+
+    history.user("tell save", work)
+
+
+def _requeue_command(history: History, draw: random.Random) -> None:
+    def work() -> int:
+        if history.run.outcome() is None and asking.waiting_job(history.run):
+            return 0
+        attempt, _ = asking.request(history.run, "requeue")
+        return int(asking.await_end(history.run, attempt)["event"] == "stopped")
+
+    history.user("requeue", work)
+
+
+def _prune(history: History, draw: random.Random) -> None:
+    def work() -> int:
+        return prune._delete_all([prune.plan_for(history.run, 1, logs=False)])
+
+    history.user("prune", work)
+
+
+def _hang(history: History, draw: random.Random) -> None:
+    if history.training:
+        draw.choice(history.training).accident = "hang"
+
+
+def _kill_command(history: History, draw: random.Random) -> None:
+    """A terminal is closed: a command of the user's ends at once, ``submit`` apart, and is given again."""
+    names = ("cancel", "watch", "wait", "tell", "requeue")
+    there = [each for each in history.world.processes if each.alive and each.name.startswith(names)]
+    if there:
+        process = draw.choice(there)
+        history.world.tell(process.name, "is killed")
+        process.kill()
+        if process.name.startswith("watch"):
+            history.world.after(draw.choice((1.0, 30.0)), history.user, "watch", history._watch)
 
 
 def _disk_errors(history: History, draw: random.Random) -> None:
@@ -395,6 +476,12 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "requeue by admin": _requeue,
     "disk errors": _disk_errors,
     "time limit lowered": _time_limit,
+    "tell stop": _tell_stop,
+    "tell save": _tell_save,
+    "requeue": _requeue_command,
+    "prune": _prune,
+    "hang": _hang,
+    "kill a command": _kill_command,
 }
 
 

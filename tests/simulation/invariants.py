@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from clusterddp.errors import WAITED
 from clusterddp.protocol import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
+from clusterddp.slurm.cause import Cause
 from tests.simulation.ranks import Rank, sample_of, trained
 from tests.simulation.slurm import HAS_NODES, Batch
 from tests.simulation.world import EPOCH, Process
@@ -24,15 +26,25 @@ if TYPE_CHECKING:
 LOOK_S = 5.0
 #: How long two attempts may train at a time where all of it can be seen, and a job may hold nodes without ranks.
 TOGETHER_S, IDLE_S = 60.0, 120.0
+#: The same for a job of which a rank has failed: the others may use a notice to save.
+INCOMPLETE_S = 200.0
 #: A history has an end.
 MOST_EVENTS = 30_000
 #: Faults after which a run that is watched must complete.
 HARMLESS = frozenset(
     (
         *("preempt", "suspend", "lose a node", "controller away", "answers lost", "controller slow", "submit again"),
-        "time limit lowered",
+        *("time limit lowered", "tell save", "requeue", "prune", "hang", "kill a command"),
     )
 )
+#: Faults that may keep an attempt from saving though it had notice.
+HINDERING = frozenset(
+    ("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang")
+)
+#: After such an end nothing is lost: the attempt had notice.
+IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
+#: How often an attempt's supervisor may ask Slurm: so many times, and once in so many seconds.
+ASKED, ASKED_EVERY_S = 45, 10.0
 
 
 @cache
@@ -62,10 +74,14 @@ class Invariants:
         self._look_at = 0.0
         self._together_since: float | None = None
         self._idle_since: dict[str, float] = {}
+        self._incomplete_since: dict[str, float] = {}
         self._dead_since: float | None = None
         #: When a user last wanted the run to end, or to go on.
         self._cancelled_at: float | None = None
-        self._completed_at: float | None = None
+        #: The newest attempt when a user last submitted the run.
+        self._submitted_after = -1
+        #: By attempt, the rank that truly failed first, and when.
+        self._failed: dict[int, tuple[float, int]] = {}
         #: Requeues that hit a job which was cancelled after its supervisor had last asked: the known window.
         self.windows = 0
         history.cluster.listener = self._on_rank
@@ -105,12 +121,46 @@ class Invariants:
     def submitted(self) -> None:
         """A user submits the run, which may be continued by that."""
         self._cancelled_at = None
+        self._submitted_after = max((event["attempt"] for event in self.events()), default=-1)
+
+    def _is_held(self, number: int) -> bool:
+        """Whether a user has stopped the run by ``tell stop`` in an earlier attempt, and not submitted it since."""
+        asked = (event for event in self.events() if event["event"] == "requested" and event["request"] == "stop")
+        return any(self._submitted_after < event["attempt"] < number for event in asked)
+
+    def asked_to_save(self, at: float, code: int) -> None:
+        """``tell save``, begun at this time, has ended with this exit code."""
+        if code == 0 and not any(saved.at > at - TOGETHER_S for saved in self._history.cluster.committed):
+            self._violated("tell save", "it says that a checkpoint is committed, and none is")
+
+    def waited(self, code: int) -> None:
+        """``wait`` has ended with this exit code."""
+        state, now = (self.outcome() or {}).get("state"), self._world.now
+        self._world.tell("wait", f"exit code {code}")
+        if (code == 0) != (state == "completed"):
+            self._violated("wait", f"exit code {code}, and the run's outcome is {state}")
+        if code == WAITED["unknown"] or self._history.disk.broken[0] > now or state is not None:
+            return
+        for job in self._history.slurm.jobs.values():
+            if job.state in ("PENDING", *HAS_NODES) and job.submitted < now - 15.0 and self._named(job):
+                self._violated("wait", f"exit code {code}, and job {job.id} continues the run")
+
+    def _named(self, job: Batch) -> bool:
+        """Whether a file of the run names the job as who holds it."""
+        claim = self._json("private/submitted.json")
+        return claim is not None and claim.get("job") == job.id and not claim.get("let_go")
+
+    def failed(self, rank: Rank) -> None:
+        """A rank fails by itself."""
+        self._failed.setdefault(rank.attempt, (self._world.now, rank.number))
 
     def _on_rank(self, what: str, rank: Rank, values: Mapping[str, Any]) -> None:
         if what == "trains" and rank.number == 0:
             self._on_training(rank, int(values["step"]), str(values["weights"]))
         elif what == "step":
             self.attempts[rank.attempt].reached = int(values["step"])
+        elif what == "failed":
+            self.failed(rank)
         elif what == "saved" and rank.process.stopped_until == 0.0 and self._is_late(rank.attempt, self._world.now):
             self._violated("I1", f"attempt {rank.attempt} commits a checkpoint, and has long been superseded")
 
@@ -127,6 +177,8 @@ class Invariants:
             self._violated("I2", f"attempt {number} resumes at step {step} with other weights")
         if (outcome := self.outcome()) is not None and outcome["state"] == "completed":
             self._violated("I10", f"attempt {number} trains, and the run has completed")
+        if self._is_held(number):
+            self._violated("I9", f"attempt {number} trains, and the run was stopped by `clusterddp tell stop`")
         if (
             self._marked
             and self._world.now - self._history.disk.nodes[f"{self._history.run.path}/cancelled"].created > 60
@@ -167,9 +219,12 @@ class Invariants:
             self._violated("I9", f"job {job.id} starts, and the run was ended by scancel")
 
     def _is_cancelled(self, job: Batch) -> bool:
-        """Whether a user has ended the run since the job was queued."""
+        """Whether a user has ended the run by scancel since the job was queued. `clusterddp cancel` leaves a mark, and
+        a job that starts nevertheless ends at once."""
         since = self._cancelled_at
-        return since is not None and self._world.now - since > 1.0 and (job.submitted < since or job.restarts > 0)
+        if since is None or self._marked or self._world.now - since <= 1.0:
+            return False
+        return job.submitted < since or job.restarts > 0
 
     def _is_unneeded(self, job: Batch) -> bool:
         """Whether a supervisor or a watch has submitted it, knowing of all other jobs, for a run that has completed.
@@ -217,10 +272,23 @@ class Invariants:
         slurm = self._history.slurm
         troubled = now < slurm.away_until or now < slurm.lossy[0] or slurm.cut or slurm.latency_s > 0.5
         busy = any(process.alive for process in job.processes if process is not job.batch)
-        if job.state != "RUNNING" or troubled or busy or self._history.disk.broken[0] > now:
+        if job.state != "RUNNING" or troubled or self._history.disk.broken[0] > now:
+            self._idle_since.pop(job.id, None)
+            self._incomplete_since.pop(job.id, None)
+            return
+        if busy:
             self._idle_since.pop(job.id, None)
         elif now - self._idle_since.setdefault(job.id, now) > IDLE_S:
             self._violated("I7", f"job {job.id} holds its nodes, and no rank runs")
+        if not (busy and self._lacks_ranks(job)):
+            self._incomplete_since.pop(job.id, None)
+        elif now - self._incomplete_since.setdefault(job.id, now) > INCOMPLETE_S:
+            self._violated("I7", f"job {job.id} holds its nodes, and some of its ranks are gone")
+
+    def _lacks_ranks(self, job: Batch) -> bool:
+        """Whether a rank of the job's newest attempt has failed."""
+        newest = self._history.cluster.ranks[-self._history.job.world_size :]
+        return any(rank.step._batch is job and not rank.process.alive and rank.process.code != 0 for rank in newest)
 
     def settled(self) -> bool:
         """Whether nothing has happened for a while, and nothing will."""
@@ -246,6 +314,10 @@ class Invariants:
                 self._violated("I7", f"{stuck[0].process.name} is left")
         if "disk errors" not in faults:
             self._check_causes(events)
+        self._check_events(events, faults)
+        for name, (first, last, count) in history.slurm.asked.items():
+            if name.startswith("job ") and count > ASKED + (last - first) / ASKED_EVERY_S:
+                self._violated("budget", f"{name} asked Slurm {count} times in {last - first:.0f} s")
         if outcome is None and faults <= HARMLESS and history.plan.watchers:
             self._violated("progress", "the run has not completed, and nothing continues it")
         if outcome is None or outcome["state"] == "completed" or "consecutive attempts" in outcome["reason"]:
@@ -260,8 +332,36 @@ class Invariants:
             self._violated("I5", "the run completed without its last checkpoint")
         elif saved[-1].weights != weights_after(steps) or saved[-1].samples != tuple(map(sample_of, range(steps))):
             self._violated("I3", "the final weights are not those of an uninterrupted run")
+        folder = self._history.disk.nodes[f"{self._history.run.path}/checkpoints"]
+        if not any(name.startswith(f"step-{steps:012}") for name in folder.names):
+            self._violated("I5", "the last checkpoint was deleted")
         if outcome["step"] != steps:
             self._violated("I7", f"the outcome names step {outcome['step']} of {steps}")
+
+    def _check_events(self, events: list[dict[str, Any]], faults: set[str]) -> None:
+        """What the history says of failures and of ends with notice; what hooks were told."""
+        hooks = self._history.cluster.hooks
+        if twice := [call for call in hooks if hooks.count(call) > 1]:
+            self._violated("hook", f"the hook was told {twice[0][1]!r} twice in attempt {twice[0][0]}")
+        trained_in = sorted(self.attempts)
+        for event in events:
+            number, name = event["attempt"], event["event"]
+            if name == "rank_failed" and number in self._failed and self._failed[number][1] != event["rank"]:
+                at, rank = self._failed[number]
+                if at + EPOCH < event["time"] - 1.0 and not faults & {"lose a node", "suspend"}:
+                    self._violated(
+                        "I8", f"rank {rank} failed first in attempt {number}, and rank {event['rank']} is shown"
+                    )
+            told = name in ("requeued", "resubmitted") and event.get("cause") in IN_TIME
+            after = [other for other in trained_in if other > number]
+            if not told or faults & HINDERING or not after or number not in self.attempts:
+                continue
+            script, grace_s = self._history.plan.script, self._history.plan.settings.grace_s
+            reached, resumed = self.attempts[number].reached, self.attempts[after[0]].resumed
+            if resumed < reached and (grace_s > 20 or script.step_s < 5) and "preempt" in faults:
+                self._violated(
+                    "I4", f"attempt {number} had notice and reached {reached}, {after[0]} begins at {resumed}"
+                )
 
     def _check_causes(self, events: list[dict[str, Any]]) -> None:
         """Every attempt has its cause, unless its supervisor was killed, or superseded."""

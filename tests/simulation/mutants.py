@@ -9,12 +9,14 @@ from unittest import mock
 
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.cli.runs import watch
+from clusterddp.failures.hangs import Watch
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor import lease, main, recovery, verdict
+from clusterddp.supervisor import decide, lease, main, monitor, recovery, requests, verdict
 from clusterddp.supervisor.controller import SlurmController
 from clusterddp.supervisor.history import History
+from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.recovery import Recovery
 from tests.simulation import product
 from tests.simulation.history import play
@@ -141,6 +143,100 @@ def _time_limit_without_progress() -> Patches:
     return [(recovery, "exceeded", lambda *_: None), (main, "exceeded", lambda *_: None)]
 
 
+def _a_submission_ends_with_its_start() -> Patches:
+    """Once a job has taken the lease its submission is forgotten, wherever the attempt can be seen (seed 1191)."""
+    real = lease.take
+
+    def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> Any:
+        submission = real(run, attempt, me)
+        lease.unlink(run.submitted_file)
+        return submission
+
+    return [(lease, "take", take)]
+
+
+def _hidden_outcomes_are_not_waited_for() -> Patches:
+    """`watch` and `wait` believe that there is no outcome where they see none."""
+    return [(RunDirectory, "may_be_over", lambda *_: False)]
+
+
+def _stop_is_forgotten() -> Patches:
+    """After `clusterddp tell stop` a run is requeued like any other."""
+    follows = {**verdict._FOLLOWS, Cause.STOP_REQUESTED: verdict.Action.AGAIN}
+    return [(verdict, "_FOLLOWS", follows), (main, "held", lambda _: False), (watch, "held", lambda _: False)]
+
+
+def _the_last_failure_is_shown() -> Patches:
+    """Of the ranks that failed, the last one is called the first."""
+    real = verdict._in_order
+    return [(verdict, "_in_order", lambda failures: real(failures)[::-1])]
+
+
+def _hook_is_told_again() -> Patches:
+    """The hook is called for each event, also of a kind that it knows."""
+    real = Hook.call
+
+    def call(hook: Any, word: str, event: Mapping[str, Any]) -> None:
+        hook._told.clear()
+        real(hook, word, event)
+
+    return [(Hook, "call", call)]
+
+
+def _controller_asked_all_the_time() -> Patches:
+    """A supervisor asks Slurm every two seconds."""
+    return [(monitor, "pause_s", lambda *_: 0.0)]
+
+
+def _saves_are_promised() -> Patches:
+    """`tell save` is answered before the checkpoint is committed."""
+
+    def on_saving(state: Any, waiting: Any) -> Any:
+        return requests._finish(state, waiting.request, {"checkpoint": waiting.answers[0].get("step") or 0})
+
+    return [(requests, "_on_saving", on_saving)]
+
+
+def _a_new_job_survives_scancel() -> Patches:
+    """A job that was scancelled while it resubmitted the run leaves the new one."""
+
+    def hand_over(recovery: Any, verdict: Any, new: str) -> int:
+        recovery._add_end("resubmitted", verdict, job=new)
+        return int(recovery._controller.again_code)
+
+    return [(Recovery, "_hand_over", hand_over)]
+
+
+def _lease_not_taken() -> Patches:
+    """An attempt does not record who holds the run."""
+    return [(lease, "take", lambda *_: None)]
+
+
+def _newest_checkpoint_is_deleted() -> Patches:
+    """The newest checkpoint counts as an old one."""
+    return [(Checkpoints, "old", lambda self: self.candidates())]
+
+
+def _watch_gives_up_a_lost_node() -> Patches:
+    """`watch` leaves a run whose job lost its node."""
+    return [(watch, "_INVOLUNTARY_ENDS", frozenset())]
+
+
+def _peers_are_never_dismissed() -> Patches:
+    """The peers of a failed rank are left alone."""
+    return [(decide, "_dismiss_peers", lambda state, *_, **__: (state, []))]
+
+
+def _a_silent_node_is_waited_for() -> Patches:
+    """Ranks on a node that does not answer are never given up."""
+    return [(decide, "_lose_nodes", lambda state: (state, []))]
+
+
+def _hangs_are_not_seen() -> Patches:
+    """The watchdog finds nothing."""
+    return [(Watch, "look", lambda *_: [])]
+
+
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -163,7 +259,58 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _hold_of_another_job,
         _a_busy_controller_ends_a_start,
         _time_limit_without_progress,
+        _a_submission_ends_with_its_start,
+        _hidden_outcomes_are_not_waited_for,
+        _stop_is_forgotten,
+        _the_last_failure_is_shown,
+        _hook_is_told_again,
+        _controller_asked_all_the_time,
+        _saves_are_promised,
+        _a_new_job_survives_scancel,
+        _lease_not_taken,
+        _newest_checkpoint_is_deleted,
+        _watch_gives_up_a_lost_node,
+        _peers_are_never_dismissed,
+        _a_silent_node_is_waited_for,
+        _hangs_are_not_seen,
     )
+}
+
+
+#: The seed of a history that finds each of them: there may be earlier ones. None: no such history is known.
+FOUND_BY: Mapping[str, int | None] = {
+    "no superseded check": 1994,
+    "requeue without asking again": None,
+    "cancelled is not remembered": 44,
+    "hold lifted at once": 13,
+    "resubmitted without dependency": 434,
+    "scancel is a preemption": 55,
+    "completed runs start again": 11,
+    "lease is free": 6,
+    "requeue forgotten": 88,
+    "preempted is done": 25,
+    "end not recorded": 127,
+    "no outcome": 0,
+    "oldest checkpoint": 25,
+    "everything is deleted": None,
+    "watch resubmits always": 624,
+    "hold of another job": None,
+    "a busy controller ends a start": None,
+    "time limit without progress": None,
+    "a submission ends with its start": 33,
+    "hidden outcomes are not waited for": 226,
+    "stop is forgotten": 24,
+    "the last failure is shown": 6,
+    "hook is told again": 396,
+    "controller asked all the time": 20,
+    "saves are promised": 97,
+    "a new job survives scancel": None,
+    "lease not taken": 7,
+    "newest checkpoint is deleted": 19,
+    "watch gives up a lost node": 4521,
+    "peers are never dismissed": None,
+    "a silent node is waited for": None,
+    "hangs are not seen": 386,
 }
 
 

@@ -10,17 +10,26 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
+import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from clusterddp import process, reporter
-from clusterddp.cli.runs import cancel, wait, watch
+from clusterddp.checkpoint.store import Checkpoint
+from clusterddp.cli.runs import cancel, prune, wait, watch
+from clusterddp.cli.steering import asking, tell
 from clusterddp.cli.steering import requeue as requeue_command
+from clusterddp.errors import RunDirectoryError
+from clusterddp.jobdef.job import Job
+from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import claims, files, ownership, sharing
 from clusterddp.slurm import commands
 from clusterddp.supervisor import attempt, controller, hook, lease, main, recovery
@@ -30,7 +39,7 @@ from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (cancel, wait, watch, requeue_command, claims, hook, recovery)
+LOADED = (cancel, wait, watch, requeue_command, tell, claims, hook, recovery)
 #: Packages whose modules run in the simulated world.
 ROOMS = ("supervisor", "slurm", "rundir", "cli", "failures", "checkpoint.store", "jobdef", "reporter", "process")
 #: Histories between two collections of garbage.
@@ -91,9 +100,14 @@ class _Current:
 #: The modules of the current world.
 _current = {name: _Current() for name in ("time", "queue", "threading", "random")}
 _os = _Os()
-_now: SimpleNamespace = SimpleNamespace(world=None, slurm=None, cluster=None, histories=0)
+_now: SimpleNamespace = SimpleNamespace(world=None, slurm=None, cluster=None, disk=None, histories=0)
 #: Where functions of the disk are to be put: (module, name of the import, name).
 _on_disk: list[tuple[ModuleType, str, str]] = []
+
+
+def exists_now(path: Path) -> bool:
+    """Whether there is a file, and no symbolic link."""
+    return bool(_now.disk.exists(path))
 
 
 def _token(count: int) -> str:
@@ -112,7 +126,7 @@ def _print(*words: object, **_: Any) -> None:
         world.tell(world.thread.process.name, " ".join(map(str, words)).removeprefix("clusterddp: "))
 
 
-def _patches() -> Iterator[tuple[ModuleType, str, Any]]:
+def _patches() -> Iterator[tuple[Any, str, Any]]:
     """What is replaced: (module, name, by what)."""
     replaced: dict[int, Any] = {id(_MODULES[name]): _current[name] for name in ("time", "queue", "threading", "random")}
     replaced[id(_MODULES["secrets"])] = SimpleNamespace(token_hex=_token)
@@ -145,8 +159,47 @@ def _patches() -> Iterator[tuple[ModuleType, str, Any]]:
         yield owner, name, by
 
 
-#: What is left out: git's state of the code, its snapshot, old logs, when slurmstepd began.
-NAMED: tuple[tuple[ModuleType, str, Any], ...] = (
+class _Call:
+    """A call of the user's hook: ``subprocess.Popen`` for the product. Some fail, and some never end."""
+
+    def __init__(self, command: object, env: Mapping[str, str], **_: object) -> None:
+        world: World = _now.world
+        self._world, self._attempt, self.pid, self.returncode = world, env[ATTEMPT], world.next_pid(), 0
+        self._lasts_s = world.random.choice((0.1, 0.1, 5.0, 1e6))
+
+    def communicate(self, told: bytes, timeout: float) -> None:
+        """Until it has ended."""
+        word = str(json.loads(told)["event"])
+        self._world.tell(f"hook of {self._attempt}", word)
+        _now.cluster.hooks.append((self._attempt, word))
+        self._world.sleep(min(timeout, self._lasts_s))
+        if self._lasts_s > timeout:
+            raise subprocess.TimeoutExpired("hook", timeout)
+        self.returncode = int(self._world.random.random() < 0.3)
+
+    def wait(self) -> None:
+        """It was killed."""
+
+
+def _unreachable(run: object, *_: object) -> Iterator[dict[str, Any]]:
+    """A step beside the ranks is not simulated."""
+    raise RunDirectoryError(f"{run}: its supervisor cannot be reached")
+
+
+#: What is left out: git's state of the code, its snapshot, old logs, when slurmstepd began, who owns
+#: files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
+NAMED: tuple[tuple[Any, str, Any], ...] = (
+    (asking, "ask", lambda *args: _now.cluster.ask(*args)),
+    (asking, "_through_a_step", _unreachable),
+    (hook, "subprocess", _Part(subprocess, Popen=_Call)),
+    (hook, "open", lambda *_, **__: io.BytesIO()),
+    (hook, "ending_alone", lambda _: nullcontext()),
+    (hook, "_kill", lambda _: None),
+    (prune, "load_resolved", lambda _: Job(name="sim", module="train", device="cpu")),
+    (prune, "_own", lambda path: exists_now(path)),
+    (prune, "size_of", lambda _: 0),
+    (prune.code_snapshot, "unused", lambda _: []),
+    (Checkpoint, "verify", lambda self: _now.disk.read_bytes(self.path)),
     (attempt, "code_state", lambda *_: {}),
     (attempt, "code_snapshot", SimpleNamespace(present=lambda _: None)),
     (main, "delete_old_logs", lambda *_: None),
@@ -158,7 +211,7 @@ NAMED: tuple[tuple[ModuleType, str, Any], ...] = (
 @contextmanager
 def installed() -> Iterator[None]:
     """While the block runs, the product's modules use the current world."""
-    before: list[tuple[ModuleType, str, Any]] = []
+    before: list[tuple[Any, str, Any]] = []
     gc.collect()
     gc.freeze()
     gc.disable()  # `use` collects what a number of histories have left: that takes a third of the time
@@ -185,7 +238,7 @@ def use(world: World, slurm: Slurm, cluster: Cluster, disk: Disk) -> None:
     _now.histories += 1
     if _now.histories % COLLECTED == 0:
         gc.collect()
-    _now.world, _now.slurm, _now.cluster = world, slurm, cluster
+    _now.world, _now.slurm, _now.cluster, _now.disk = world, slurm, cluster, disk
     _os.world = world
     _current["time"].use(Time(world))
     _current["queue"].use(Queues(world))

@@ -6,29 +6,35 @@ attempt resumes from (``checkpoint/store.py``). The weights are a hash over the 
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import json
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.errors import Superseded
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job, Keep
+from clusterddp.rundir.control_address import Address
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.control_channel import SILENCE_S
 from clusterddp.worker.rank import FENCE_S, JOIN_TIMEOUT_S
 from tests.simulation.disk import Disk
 from tests.simulation.slurm import Batch, Slurm
-from tests.simulation.world import EPOCH, Process, Thread, World
+from tests.simulation.world import EPOCH, Process, SimpleQueue, Thread, World
 
 #: What gloo says of a rank that is gone.
 PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:1234"
 #: How long a message between nodes takes, at most.
 LATENCY_S = 0.02
+#: Where a rank waits for others.
+MEETS = "all_reduce"
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,12 @@ class Cluster:
 
     def __init__(self, world: World, slurm: Slurm, disk: Disk, script: Script) -> None:
         self.world, self.slurm, self.disk, self.script = world, slurm, disk, script
+        #: Whether ranks send heartbeats, for the watchdog.
+        self.beats = False
+        self.servers: list[Server] = []
+        #: What hooks were told: (attempt, word).
+        self.hooks: list[tuple[str, str]] = []
+        self._clients = itertools.count(1)
         self.ranks: list[Rank] = []
         self.committed: list[Committed] = []
         #: Told of what ranks do: (what, rank, values).
@@ -81,6 +93,29 @@ class Cluster:
     def reaches(self, one: str, other: str) -> bool:
         """Whether a message between two nodes arrives."""
         return one == other or not {one, other} & self.slurm.cut
+
+    def ask(self, address: Address, host: str, kind: str, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """A user's request to a supervisor, as ``cli/steering/client.py`` sends it."""
+        world = self.world
+        if not self.reaches(world.process.node, host):
+            world.sleep(3.0)
+            raise TimeoutError(errno.ETIMEDOUT, "timed out")
+        world.sleep(LATENCY_S * world.random.random())
+        there = [server for server in self.servers if server.process.node == host and server.open]
+        server = next((server for server in there if server.token == address.token), None)
+        if server is None:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        answers = SimpleQueue(world)
+        server.request(next(self._clients), kind, values, lambda *answer: answers.put(answer))
+        last = False
+        while not last:
+            try:
+                answer, last = answers.get(timeout=1.0)
+            except Empty:
+                if server.open and self.reaches(world.process.node, host):
+                    continue
+                return
+            yield dict(answer)
 
     def on_node(self, node: str, lost: bool) -> None:
         """A node is lost, or back: connections break after a silence, and messages that waited are delivered."""
@@ -109,6 +144,8 @@ class Server:
         self._on_event, self._on_lost, self._on_request = on_event, on_lost, on_request
         self.process = self._world.process
         self.process.server = self  # type: ignore[attr-defined]
+        self.token = token
+        cluster.servers.append(self)
         self._ranks: dict[int, Rank] = {}
         self._closed = False
         #: When the last message of a connection arrives: they keep their order.
@@ -171,6 +208,7 @@ class Server:
 
     def _hear(self, number: int, event: str, values: Mapping[str, Any]) -> None:
         if self.open:
+            self._world.acting = self.process.node
             self._on_event(number, event, values)
 
     def _deliver(self, number: int, act: Callable[..., Any], *args: Any) -> None:
@@ -194,6 +232,7 @@ class Server:
             del self._ranks[rank.number]
             self._waiting.pop(rank.number, None)
             if self.open:
+                self._world.acting = self.process.node
                 self._on_lost(rank.number, silent)
             if silent:
                 rank.unreachable()
@@ -279,6 +318,10 @@ class Rank:
         #: What the script does wrong at its next step: an exception, an exit, a hang.
         self.accident = ""
         self.training = False
+        #: The steps done, and whether the user wants a checkpoint at the next boundary.
+        self.at, self.save_asked = 0, False
+        #: Where its main thread stands, and since when.
+        self.place, self.moved = "", 0.0
         self._fencing = False
         self.ended = False
 
@@ -305,7 +348,11 @@ class Rank:
             self._leave({"end": "dismissed", "error": reason})
             self.process.exit(1)
         elif order == "save":
-            self.report("saving", request=reason)
+            if self.training:
+                self.save_asked = True
+                self.report("saving", request=reason, step=self.at + 1)
+            else:
+                self.report("saving", request=reason, step=None)
 
     def signal(self, name: str) -> None:
         """A signal of Slurm."""
@@ -390,9 +437,7 @@ class Rank:
         while len(group.joined) < group.size:  # in the worker's join, and in init(): both look for a stop signal
             if self.stop:
                 return {"end": "stopped", "reason": "stop signal before all ranks had joined"}, 0
-            if group.broken:
-                raise LostPeer
-            world.sleep(0.5)
+            world.sleep(0.5)  # a rank that is gone is never missed here: the supervisor dismisses those that wait
         store = Checkpoints(self.run, self.attempt, Keep(last=script.keep))
         state: dict[str, Any] = {}
         if self.number == 0:
@@ -406,19 +451,26 @@ class Rank:
         samples: tuple[int, ...] = tuple(state["samples"])
         self.training = True
         self.cluster.listener("trains", self, {"step": step, "weights": weights})
-        saved = step
+        saved = self.at = step
+        self.moved = self.world.now
+        if self.cluster.beats:
+            Thread(self.process, self._beat, "heartbeat").start()
         while step < script.steps:
             self._accident()
+            self.place = MEETS
             stops = [stop for stop in group.meet(self, self.stop).values() if stop]
+            self.place, self.moved = "", self.world.now
             if stops:
                 break
             world.sleep(script.step_s * (0.8 + 0.4 * world.random.random()))
             sample = sample_of(step)
             step, weights, samples = step + 1, trained(weights, sample), (*samples, sample)
+            self.at = step
             if self.number == 0:
                 self.cluster.listener("step", self, {"step": step})
                 self._metrics(step)
-                if step - saved >= script.save_every and step < script.steps:
+                asked, self.save_asked = self.save_asked, False
+                if (asked or step - saved >= script.save_every) and step < script.steps:
                     saved = self._save(store, step, weights, samples, saved)
         self.training = False
         stopped = step < script.steps
@@ -441,11 +493,23 @@ class Rank:
             else {"end": "done", "step": step}
         ), 0
 
+    def _beat(self) -> None:
+        """Heartbeats, as the worker's thread sends them."""
+        watchdog = self.step._job.watchdog
+        assert watchdog is not None
+        while self.training or self.server is not None:
+            age_s = self.world.now - self.moved
+            place = {"place": self.place, "still_s": age_s, "waits": self.place == MEETS} if self.place else {}
+            allowed_s = watchdog.step_s if self.training else None
+            self.report("alive", count=self.at, step=self.at, age_s=age_s, allowed_s=allowed_s, **place)
+            self.world.sleep(watchdog.beat_s)
+
     def _accident(self) -> None:
         accident, self.accident = self.accident, ""
         if accident == "exception":
             raise _Accident("of the script")
         if accident == "hang":
+            self.place = "stuck.py:1 (wait)"
             self.world.park()
 
     def _restore(self, store: Checkpoints) -> dict[str, Any]:
@@ -571,6 +635,7 @@ class Launcher:
 
     def _report(self, number: int) -> None:
         if self._waiting and not self._abandoned:
+            self.world.acting = self._batch.nodes[0] if self._batch.nodes else ""
             self.failed(number)
 
     def wait(self) -> int:

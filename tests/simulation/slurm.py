@@ -13,6 +13,8 @@ from typing import Any
 
 from tests.simulation.world import EPOCH, Process, World
 
+#: Since 26.05 at the end of a job's record; it may imitate fields.
+SUBMIT_LINE = " SubmitLine=sbatch --parsable --comment=JobState=FAILED /shared/runs/sim/job.sbatch"
 #: States in which a job has its nodes.
 HAS_NODES = ("RUNNING", "SUSPENDED", "COMPLETING")
 
@@ -39,6 +41,7 @@ class Batch:
     time_limit_s: int
     submitted: float
     by: str = ""
+    script: str = ""
     exclude: frozenset[str] = frozenset()
     after: str | None = None
     state: str = "PENDING"
@@ -90,6 +93,8 @@ class Slurm:
         self._next_id = 100
         self._scheduled = False
         self.commands = 0
+        #: Of each process that gave commands: when the first and the last one came, and how many.
+        self.asked: dict[str, tuple[float, float, int]] = {}
 
     def _tell(self, what: str) -> None:
         self.world.tell("slurmctld", what)
@@ -101,6 +106,8 @@ class Slurm:
         world, draw = self.world, self.world.random
         self.commands += 1
         process = world.process
+        first, last, count = self.asked.get(process.name, (world.now, 0.0, 0))
+        self.asked[process.name] = (first, max(last, world.now), count + 1)
         world.sleep(self.latency_s * (0.5 + draw.random()))
         if process.node in self.cut or world.now < self.away_until:
             world.sleep(9.0 + 9.0 * draw.random())
@@ -135,6 +142,8 @@ class Slurm:
                 return _done(
                     command, f"PartitionName=low GraceTime={self.settings.grace_s} PreemptMode={self.settings.mode}"
                 )
+            case ["scontrol", "show", "node", "-o", node]:
+                return _done(command, f"NodeName={node} NodeAddr={node} NodeHostName={node}\n")
             case ["scontrol", "requeue", job_id]:
                 return self._requeue(command, self.jobs[job_id])
             case ["scontrol", "update", what, change]:
@@ -142,13 +151,16 @@ class Slurm:
             case ["scancel", job_id]:
                 self.cancel(self.jobs[job_id])
                 return _done(command, "")
-            case ["sbatch", "--parsable", *options, _]:
-                return _done(command, self.submit(options))
+            case ["sbatch", "--parsable", *options, script]:
+                return _done(command, self.submit(options, script))
             case ["sinfo", "-h", "-N", "-o", "%R|%P|%N|%T"]:
                 lines = [f"low|low*|{node}|{'down*' if node in self.down else 'idle'}" for node in self.node_names]
                 return _done(command, "\n".join(lines) + "\n")
             case ["sinfo", "-h", "-o", "%P"]:
                 return _done(command, "low*\n")
+            case ["squeue", "--noheader", "--me", "--format=%F|%o"]:
+                live = [job for job in self.jobs.values() if job.state in ("PENDING", *HAS_NODES)]
+                return _done(command, "".join(f"{job.id}|{job.script}\n" for job in live))
             case ["squeue", *options]:
                 return _done(command, self._queue(options[options.index("-j") + 1].split(",")))
         raise AssertionError(f"the model knows no {command}")
@@ -164,7 +176,7 @@ class Slurm:
             f"Reason={job.reason} Dependency=(null) Requeue={job.requeue_allowed:d} Restarts={job.restarts} "
             f"RunTime={_duration(ran)} TimeLimit={_duration(job.time_limit_s)} {shown} EndTime={_time(end)} "
             f"PreemptTime={_time(job.preempt_time)} Partition=low NodeList={','.join(job.nodes) or '(null)'} "
-            "Command=(null) WorkDir=/shared\n"
+            f"Command=(null){SUBMIT_LINE if self.settings.release == '26.05' else ''} WorkDir=/shared\n"
         )
 
     def _queue(self, ids: Sequence[str]) -> str:
@@ -175,8 +187,11 @@ class Slurm:
 
     def _configuration(self) -> str:
         settings = self.settings
+        expires = f"AuthInfo = cred_expire={settings.hold_s - 1}"
+        if settings.release == "26.05":
+            expires = f"AuthInfo = cred_expire=119\nSchedulerParameters = requeue_delay={settings.hold_s - 1}"
         return (
-            f"AuthInfo = cred_expire={settings.hold_s - 1}\nKillWait = {settings.kill_wait_s} sec\n"
+            f"{expires}\nKillWait = {settings.kill_wait_s} sec\n"
             f"PreemptType = preempt/partition_prio\nPreemptMode = {settings.mode}\n"
         )
 
@@ -195,11 +210,12 @@ class Slurm:
 
     # --- jobs
 
-    def submit(self, options: Sequence[str]) -> str:
+    def submit(self, options: Sequence[str], script: str) -> str:
         """A new job."""
         self._next_id += 1
         words = dict(option.removeprefix("--").partition("=")[::2] for option in options)
         job = Batch(str(self._next_id), self.nodes_needed, self.time_limit_s, self.world.now, self.world.process.name)
+        job.script = script
         if "dependency" in words:
             job.after = words["dependency"].removeprefix("afterany:")
             job.reason = "Dependency"

@@ -129,6 +129,10 @@ class World:
     now: float = 0.0
     events: int = 0
     story: list[Line] = field(default_factory=list)
+    #: By how much the clock of a node is wrong.
+    skew: dict[str, float] = field(default_factory=dict)
+    #: The node that an event outside of threads happens on.
+    acting: str = ""
     #: What the product said that no invariant allows, or what broke: (when, which, what).
     violations: list[str] = field(default_factory=list)
 
@@ -260,7 +264,11 @@ class Time:
 
     def time(self) -> float:
         """Unix seconds."""
-        return EPOCH + self._world.now
+        world = self._world
+        if not world.skew:
+            return EPOCH + world.now
+        node = world.acting if world.thread is None else world.thread.process.node
+        return EPOCH + world.now + world.skew.get(node, 0.0)
 
     def monotonic(self) -> float:
         """Seconds since the machine's start."""

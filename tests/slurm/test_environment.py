@@ -52,7 +52,7 @@ def check_places(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("command", "tasks"),
     [
-        ("salloc -p low -N3 -n5 srun join", [1, 2, 2]),
+        ("salloc -p low -N3 -n5 srun python", [1, 2, 2]),
         ("srun -p low -N1 -n2 join : -p low -N2 -n2 join", [1, 1, 2]),
     ],
     ids=["uneven", "het"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,10 @@ from tests import ddp
 from tests.cluster import Cluster
 from tests.gpu import build
 from tests.preempted import attempt, check_same
-from tests.slurm.test_hangs import ranks_on
 from tests.trainings import events_of
-from tests.waiting import story, wait_for_outcome, wait_for_step, wait_until
+from tests.waiting import story, wait_for_outcome, wait_for_step
 
-STEPS = 200
+STEPS = 100
 DIGITS = ddp.REPOSITORY / "jobs" / "digits.py"
 
 
@@ -35,10 +33,13 @@ def standin(cluster: Cluster) -> dict[str, str]:
     return {**found, "PYTHONPATH": found["PYTHONPATH"].replace(str(ddp.REPOSITORY), str(cluster.source))}
 
 
-def test_digits_on_two_nodes_of_two_devices_preempted_and_killed_ends_with_the_same_bits(
+def test_digits_on_two_nodes_of_two_devices_preempted_ends_with_the_same_bits(
     cluster: Cluster, runs: Path, tmp_path: Path
 ) -> None:
-    """Each task sees both devices of its node, which ``--gpus-per-node`` requests; the nodes are checked before."""
+    """Each task sees both devices of its node, which ``--gpus-per-node`` requests; the nodes are checked before.
+
+    A rank of such a run is killed in tests/gpu/test_exact_resume.py.
+    """
     run, whole = RunDirectory(runs / "run"), RunDirectory(tmp_path / "whole")
     command = [cluster.python, "-m", "clusterddp.submit", "jobs/digits.yaml", "--run-dir", run.path]
     shape = ["--device", "cuda", "--nodes", "2", "--gpus", "2", "--partition", "low"]
@@ -46,14 +47,12 @@ def test_digits_on_two_nodes_of_two_devices_preempted_and_killed_ends_with_the_s
     cluster.run([*command, *shape, "--", "--steps", str(STEPS)], cwd=cluster.source, env=standin(cluster))
     wait_for_step(run, 10)
     cluster.preempt(seconds=1)
-    wait_until(lambda: any(line["attempt"] == 1 for line in run.metrics()), f"steps of attempt 1\n{story(run)}")
-    ranks_on(cluster, "n2", 1)[0].kill(signal.SIGKILL)
     attempt(whole, [DIGITS, "--steps", STEPS], ranks=4, devices=4).expect(0)
     assert wait_for_outcome(run) == "completed", story(run)
     assert [event["warnings"] for event in events_of(run, "preflight")][:1] == [[]], story(run)
-    resumed = [event["step"] for event in events_of(run, "resumed")]
-    assert 10 <= resumed[0] == resumed[1] < STEPS, story(run)
-    check_same(run, whole, attempts=3)
+    (resumed,) = events_of(run, "resumed")
+    assert 10 <= resumed["step"] < STEPS, story(run)
+    check_same(run, whole)
 
 
 def test_tasks_that_see_one_device_each_use_it(cluster: Cluster) -> None:

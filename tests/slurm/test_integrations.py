@@ -19,10 +19,9 @@ from tests.ranks.test_integrations import check_resumes
 from tests.trainings import events_of
 from tests.waiting import story, wait_until
 
-#: Two nodes with a CPU each for everyone. Lightning, whose import takes longest, is also in ranks/test_integrations.py.
-NODES = {"transformers": "n1,n2", "accelerate": "n1,n3"}
-if "CLUSTERDDP_TEST_PRODUCT" in os.environ:
-    NODES["lightning"] = "n2,n3"
+pytestmark = pytest.mark.product  # ranks/test_integrations.py has the same without Slurm
+#: Two nodes with a CPU each for everyone.
+NODES = {"transformers": "n1,n2", "accelerate": "n1,n3", "lightning": "n2,n3"}
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ from tests import launchers
 from tests.cluster import Cluster
 
 THERE = "On Slurm"
-#: These have tests of their own in test_main_job.py and test_templates.py; here they are part of the full product.
-TESTED = ("clusterddp submit", "sbatch, a task per GPU", "sbatch, a torchrun per node")
+#: These have tests of their own in test_main_job.py, test_here.py and test_templates.py; here they are part of the full
+#: product.
+TESTED = ("clusterddp submit", "clusterddp in an allocation", "sbatch, a task per GPU", "sbatch, a torchrun per node")
 CASES = [pytest.param(*case, marks=[pytest.mark.product] * (case[0] in TESTED)) for case in launchers.cases(THERE)]
 
 

@@ -156,7 +156,8 @@ def test_the_template_ends_with_the_trainings_exit_code(cluster: Cluster, runs: 
     assert cluster.wait_job(job_id, {"FAILED"})["ExitCode"] == "7:0"
 
 
-@pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.product)])
+@pytest.mark.product  # the next test has a script without torch
+@pytest.mark.parametrize("grace", [20, 0])
 def test_a_script_that_does_not_use_clusterddp_is_restarted(cluster: Cluster, runs: Path, grace: int) -> None:
     """TERM ends it; the supervisor requeues the job, and the script resumes from its own file."""
     cluster.set_grace(grace)

@@ -31,6 +31,7 @@ def test_a_run_preempted_at_every_moment_loses_and_repeats_nothing(
     assert set(redone) == {0}
 
 
+@pytest.mark.product  # test_preemption_variants.py has them under each way to track processes
 def test_a_run_is_preempted_with_data_workers_alive_and_none_is_left(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_run_whose_attempts_are_used_up_ends_as_failed_and_says_why(cluster: C
 # ---- resubmission
 
 
+@pytest.mark.product  # test_world_size.py resubmits twice
 def test_a_resubmitted_run_continues_in_a_new_job_without_a_hold(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:

@@ -27,7 +27,11 @@ for batch in run.steps(8):
 
 @pytest.mark.parametrize(
     ("proctrack", "what"),
-    [("linuxproc", "pool"), pytest.param("cgroup", "pool", marks=pytest.mark.product), ("cgroup", "handler")],
+    [
+        ("linuxproc", "pool"),
+        pytest.param("cgroup", "pool", marks=pytest.mark.product),
+        pytest.param("cgroup", "handler", marks=pytest.mark.product),  # ranks/test_signals.py has it without Slurm
+    ],
 )
 def test_an_open_pool_delays_no_preemption_and_a_script_handler_does_not_end_the_run(
     clusters: Any, runs_on: Any, proctrack: str, what: str

@@ -27,6 +27,7 @@ from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.process import started_at
 from clusterddp.report.booking import book
+from clusterddp.rundir import files
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -169,7 +170,7 @@ def test_a_disk_that_cannot_be_read_while_an_attempt_ends_delays_the_requeue_alo
 ) -> None:
     """What the history said is known by then, and whether a newer attempt exists is asked until there is an answer."""
     monkeypatch.setattr("clusterddp.rundir.records._PAUSES_S", (0.0,))
-    errors, real, real_list = [OSError(errno.EIO, "Input/output error")] * 9, Path.read_bytes, os.listdir
+    errors, real, real_list = [OSError(errno.EIO, "Input/output error")] * 9, files.read_bytes, os.listdir
     ended = threading.Event()
 
     def read(path: Path) -> bytes:
@@ -187,7 +188,7 @@ def test_a_disk_that_cannot_be_read_while_an_attempt_ends_delays_the_requeue_alo
             ended.set()
             return super().wait()
 
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr("clusterddp.rundir.records.read_bytes", read)
     monkeypatch.setattr("os.listdir", listed)
     controller = FakeController(Cause.PREEMPTED)
     assert Attempt(run, JOB, run.create_attempt(), Ranks(run, STOPPED), controller).supervise() == 4

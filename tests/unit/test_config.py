@@ -203,7 +203,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
             "{every: 500 steps}", "{every: [500 steps, 5 minutes], keep: 3}", "{every: null}",
             "{every: never, keep: {last: 3, every: 5000, best: f1 max}}",
         ],
-        ["{every: 5}", "{keep: 0}", "{often: true}", "{keep: {best: f1}}", "5", "{every: 5 days}"],
+        ["{every: 5}", "{keep: 0}", "{often: true}", "{keep: {best: -f1 max}}", "5", "{every: 5 days}"],
     ),
     "timeouts": (["{start_s: 60, step_s: 1.5}", "{step_s: null}"], ["{start_s: 0}", "{x: 1}", "60"]),
     "watchdog": (["off", "{step_s: 5, on_hang: end}"], ["on", "{on_hang: x}", "false"]),

@@ -17,6 +17,7 @@ from clusterddp.training.log import media, media_file
 from clusterddp.training.log.media import Media
 from clusterddp.training.log.media_file import MediaFile, histogram, pixels_of, png
 from tests import packages
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def written(run: RunDirectory, *steps: Any) -> tuple[list[dict[str, Any]], list[
     file = MediaFile(run, 2, lambda event, **fields: events.append({"event": event, **fields}))
     for step, found in enumerate(steps):
         file.add(step, found)
-    file.settle(30)
+    file.close(30)
     assert not file.pending
     text = run.media_file.read_text() if run.media_file.exists() else ""
     return [json.loads(line) for line in text.splitlines()], events
@@ -193,5 +194,6 @@ def test_training_waits_for_a_disk_that_is_far_behind(run: RunDirectory, monkeyp
     assert file.pending and training.is_alive()
     may_write.set()
     training.join(30)
-    file.settle(30)
+    file.close(30)
     assert not file.pending and not training.is_alive()
+    wait_until(lambda: not any(thread.name == "media" for thread in threading.enumerate()), "its thread to end")

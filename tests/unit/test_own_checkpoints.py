@@ -209,6 +209,22 @@ def test_the_end_of_an_attempt_names_the_scripts_checkpoint(step: int | None) ->
     assert sentence(ended) == f"attempt 0: preempted{at_step}, newest checkpoint out/a.pt, requeued"
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"step": 35, "checkpoint": 30}, "At step 35, checkpoint 30 committed (5 steps will be repeated)"),
+        ({"step": None, "checkpoint": None, "file": "a.pt"}, "Newest checkpoint a.pt"),
+        ({"step": None, "checkpoint": None, "made": 14}, "At least 14 steps made"),
+        ({"step": None, "checkpoint": None}, "No steps recorded"),
+    ],
+)
+def test_a_failure_and_what_follows_are_two_sentences(values: dict[str, Any], words: str) -> None:
+    """What is advised about it does not run into the rest."""
+    ended = event(0, 120.0, "restarted", reason="rank 1 (n1) killed by signal 9; check memory", **values)
+    said = f"attempt 0: rank 1 (n1) killed by signal 9; check memory. {words}, restarting all ranks in place"
+    assert sentence(ended) == said
+
+
 def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> None:
     """`clusterddp.requeue(saved=...)`: the stop's own checkpoint is the newest."""
     zipped(run.path / "a.pt")
@@ -324,6 +340,25 @@ def test_an_exception_after_a_new_checkpoint_restarts_the_ranks() -> None:
     )
     assert (with_it.action, with_it.because) == (Action.RESTART, "the script had written a new checkpoint")
     assert without.action is Action.FAIL
+
+
+@pytest.mark.parametrize(("lasted_s", "action"), [(30.0, Action.FAIL), (900.0, Action.RESTART)])
+def test_a_script_that_saves_and_soon_fails_at_the_same_line_each_time_is_not_restarted_forever(
+    lasted_s: float, action: Action
+) -> None:
+    """Its checkpoint is a new one each time, as it starts from the beginning. After ten minutes it may have trained."""
+    seen: list[dict[str, Any]] = []
+    end = RankEnd(0, "n1", "exception", 4.0, error="OSError: no", traceback='File "a.py", line 1, in f')
+    for attempt in range(3):
+        at = 1000.0 * attempt
+        seen += [event(attempt, at, "started"), event(attempt, at + 9, "own_checkpoint", file="a.pt", written=at + 9)]
+        verdict = judge([end], 1, False, lambda: Cause.NONE, progress(seen, attempt, None, at + lasted_s))
+        assert verdict.action is (action if attempt == 2 else Action.RESTART)
+        seen.append(event(attempt, at + lasted_s, "rank_failed", raised=end.raised))
+    if action is Action.FAIL:
+        assert verdict.because == (
+            "3 attempts in a row failed with the same exception at the same line and step, each in less than 10 minutes"
+        )
 
 
 def test_a_failure_says_which_arguments_were_added(run: RunDirectory) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.errors import STOPPED
 from clusterddp.protocol import SAVING
 from clusterddp.worker import own_saves
 
@@ -168,6 +169,41 @@ def test_a_stop_waits_for_the_save_and_then_takes_its_effect(
     assert (tmp_path / "ckpt.pt").read_text() == content
     assert (tmp_path / "inner.pt").exists() == (how == "nested")
     assert not list(tmp_path.glob(f"{SAVING}*"))
+
+
+LAUNCHED = """
+import os, signal, sys
+from submitit.core.utils import DelayedSubmission
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker import function, own_saves, rank
+
+def slow_save(value, f):
+    with open(f, "w") as file:
+        file.write("begun")
+        os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+        file.write(" whole")
+
+class Trains:
+    def __call__(self):
+        own_saves.protected(slow_save, "f")(0, "ckpt.pt")
+
+    def checkpoint(self):
+        print("checkpoint", open("ckpt.pt").read())
+        return DelayedSubmission(self)
+
+run = RunDirectory("run")
+run.create()
+own_saves.protect("run", 0, rank.stops_at_a_step)
+function.PreemptibleCall(run, run.create_attempt(), 0, DelayedSubmission(Trains())).carry_out()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])
+def test_the_checkpoint_of_a_launched_function_is_called_after_the_save(tmp_path: Path, name: str) -> None:
+    """By the signal of a preemption, or by that before the time limit."""
+    command = [sys.executable, "-c", LAUNCHED, name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (STOPPED, "checkpoint begun whole\n"), done.stderr
 
 
 IMPORTING = """

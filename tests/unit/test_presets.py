@@ -1,4 +1,4 @@
-"""Presets and placeholders: what they add to a job definition, and which of its own keys win."""
+"""Presets and placeholders: what they add to a job definition, and which keys of the job win."""
 
 import re
 from collections.abc import Mapping
@@ -70,6 +70,7 @@ def test_keys_beside_a_presets_name_win() -> None:
         CHECKPOINT, ("--resume", "{checkpoint}")
     )
     assert job({"resume": "some"}, resume="null").resume is None
+    assert job({}, steps="{log: 'iter (.*)'}").step_log == "iter (.*)"
     by_option = job({}, resume__checkpoint="{run_dir}/*.pt", resume__args='[--a, "{checkpoint}"]').resume
     assert by_option == Resume(("{run_dir}/*.pt",), ("--a", "{checkpoint}"))
 
@@ -87,6 +88,8 @@ def test_an_unknown_preset_is_a_mistake_that_names_the_others() -> None:
     assert "presets: some" in mistake({"resume": "other"})
     alone = mistake({"resume": {"preset": "sume"}})
     assert alone.endswith("got 'sume'; did you mean 'some'?") and "\n" not in alone
+    assert mistake({"resume": {"chekpoint": "a.pt"}}).endswith("'resume.chekpoint'; did you mean 'checkpoint'?")
+    assert "\n" not in mistake({"resume": {"chekpoint": "a.pt"}})
 
 
 def test_a_run_records_what_the_preset_says(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,12 +37,14 @@ def test_the_newest_metrics_are_those_of_the_newest_step_that_logged_any(tmp_pat
 
 
 @pytest.fixture
-def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProgressLines:
+def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProgressLines]:
     """Of attempt 1, in a loop of 100 steps of which 10 are done."""
     path = tmp_path / "metrics.jsonl"
     write_lines(path, steps(range(10), 1, loss=0.5))
     monkeypatch.setattr(completion, "loop", completion.Loop(lambda: 10, 100))
-    return ProgressLines(path, 1, 3600.0)
+    lines = ProgressLines(path, 1, 3600.0)
+    yield lines
+    lines.close()
 
 
 def test_rank_0_prints_a_line_only_after_new_steps_of_its_loop(

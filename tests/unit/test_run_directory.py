@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from clusterddp.cli.runs.cancel import cancel_run
 from clusterddp.cli.runs.status import show
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir import run_directory
+from clusterddp.rundir import files, run_directory
 from clusterddp.rundir.files import append_line, make_folder, write_atomically, write_json
 from clusterddp.rundir.records import drop_torn_line, read_backwards, read_json, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
@@ -225,14 +226,14 @@ def test_a_read_error_that_passes_is_retried(run: RunDirectory, monkeypatch: pyt
     """A file server that restarts; an error that stays is raised."""
     append_line(run.events_file, {"time": 1.0, "event": "started", "attempt": 0})
     errors = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")]
-    real = Path.read_bytes
+    real = files.read_bytes
 
     def read(path: Path) -> bytes:
         if errors:
             raise errors.pop()
         return real(path)
 
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr("clusterddp.rundir.records.read_bytes", read)
     assert len(run.events()) == 1 and not errors
     monkeypatch.setattr("clusterddp.rundir.records._PAUSES_S", (0.0,))
     errors += [OSError(errno.EIO, "Input/output error")] * 2
@@ -322,6 +323,16 @@ def test_a_dangling_link_with_the_name_of_a_new_run_is_left_alone(
     monkeypatch.setenv("CLUSTERDDP_RUNS", str(tmp_path))
     (tmp_path / "x-0").symlink_to(tmp_path / "nowhere")
     assert claim(None, Job(name="x", module="x"))[0].path == tmp_path / "x-1"
+
+
+def test_an_attempt_can_be_claimed_in_a_run_whose_private_folder_was_deleted(run: RunDirectory) -> None:
+    """With its logs, too: the numbers go on after those in the history."""
+    run.create_attempt()
+    append_line(run.events_file, {"time": 1.0, "event": "started", "attempt": 0})
+    shutil.rmtree(run.private)
+    shutil.rmtree(run.logs)
+    assert run.create_attempt() == 1
+    assert run.private.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_logs_of_a_rank_are_its_stdout_before_slurm_has_created_its_stderr(run: RunDirectory) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster import unavailable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-INI = "[pytest]\nmarkers = slurm\naddopts = -p no:hypothesispytest -p no:anyio\n"
+INI = "[pytest]\nmarkers = slurm\naddopts = -p no:hypothesispytest -p no:anyio -p no:hydra_pytest\n"
 TESTS = """
 import pathlib
 import pytest

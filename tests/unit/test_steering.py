@@ -452,6 +452,7 @@ def test_another_users_run_takes_no_orders(
     def unknown(_: Path) -> str:
         raise KeyError("getpwuid(): uid not found")
 
+    monkeypatch.setattr(lease, "waiting_claim", closed)
     monkeypatch.setattr(lease, "read_claim", closed)
     with pytest.raises(RunDirectoryError, match=r"run belongs to \w+, who alone can control it"):
         command([str(run) if word == "RUN" else word for word in words])

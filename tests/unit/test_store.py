@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def test_room_is_made_by_the_oldest_that_only_their_number_keeps(directory: RunD
     second = attempt(directory, (first, 14))
     checkpoints = Checkpoints(directory, second, keep)
     assert checkpoints.make_room(1 << 60) is None, "it would not suffice"
+    assert checkpoints.make_room(1 << 20, errno.EDQUOT) is None, "the disk's free space is not the quota's"
     assert [checkpoints.make_room(1) for _ in range(2)] == [11, None]
     assert steps(directory) == [10, 12, 13, 14, 15]
     attempt(directory, (first, 14))
@@ -136,6 +138,12 @@ def test_an_unreadable_folder_hides_no_failure(directory: RunDirectory, monkeypa
     directory.checkpoints.rename(directory.path / "away")
     words = r"checkpoint needs 1\.0 MiB \(No space left on device\); cannot list the others \(No such file"
     assert re.match(words, checkpoints.why_not(OSError(28, "No space left on device"), 1 << 20))
+
+
+def test_a_used_up_quota_says_nothing_about_the_free_space_of_the_disk(directory: RunDirectory) -> None:
+    words = "checkpoint needs 1.0 MiB (Disk quota exceeded); no older one to keep"
+    error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    assert Checkpoints(directory, attempt(directory), Keep()).why_not(error, 1 << 20) == words
 
 
 def test_a_superseded_attempt_neither_commits_nor_deletes(directory: RunDirectory) -> None:

@@ -208,6 +208,35 @@ def test_an_exception_restarts_all_ranks_after_progress_unless_it_repeats(
         assert judge([EIO], 1, False, lambda: Cause.UNKNOWN, progress).action is Action.LEAVE
 
 
+EXIT = end("exit", 1, error="exit code 3", exit_code=3, step=1200)
+
+
+@pytest.mark.parametrize(
+    ("failure", "progress", "action"),
+    [
+        (EXIT, Progress(), Action.FAIL),
+        (EXIT, Progress(steps=40), Action.RESTART),
+        (EXIT, Progress(steps=40, last_failure="exit code 3, step 1200"), Action.FAIL),
+        (EXIT, Progress(steps=40, last_failure="exit code 3, step 1199"), Action.RESTART),
+        (replace(EXIT, step=None), Progress(seconds=9000.0, last_failure="exit code 3"), Action.FAIL),
+        (replace(EXIT, step=None), Progress(saved=True, last_failure="exit code 3"), Action.RESTART),
+    ],
+)
+def test_sys_exit_with_an_error_restarts_like_an_exception(
+    failure: RankEnd, progress: Progress, action: Action
+) -> None:
+    """Its line is unknown, so that only the code and the step tell whether it repeats."""
+    verdict = judge([failure], 3, False, lambda: Cause.NONE, progress)
+    assert verdict.action is action and verdict.exit_code == 3
+    if progress.last_failure == failure.raised and action is Action.FAIL:
+        words = "rank 1 (n1) exited with code 3; the attempt before failed with the same exit code at the same step"
+        assert verdict.reason == words
+
+
+def test_the_message_of_sys_exit_follows_its_code() -> None:
+    assert replace(EXIT, exit_code=1, error="loss is NaN").words() == "exited with code 1: loss is NaN"
+
+
 LACKING = end("exception", 1, error="DeviceError: needs 8 GPUs on node n1, Slurm gave 7")
 MEMORY = replace(EIO, error="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", step=None)
 
@@ -255,7 +284,7 @@ def test_progress_is_read_from_the_history() -> None:
     failed = history((0, 30.0, "rank_failed", {"step": 40, "raised": "OSError at a.py:1 (f), step 40"}))
     later = history((1, 50.0, "started", {}), (1, 60.0, "resumed", {"step": 35}))
     found = progress([*first, *failed, *later], 1, 35, 61.0)
-    assert found == Progress(0, 11.0, True, "OSError at a.py:1 (f), step 40")
+    assert found == Progress(0, 11.0, True, "OSError at a.py:1 (f), step 40", quickly=1)
     forked = history((0, 1.0, "forked", {"step": 500}), (1, 2.0, "started", {}), (1, 3.0, "resumed", {"step": 500}))
     assert progress(forked, 1, 500, 4.0) == Progress(0, 2.0)
     fell_back = history((0, 1.0, "checkpoint_damaged", {"step": 9}), (0, 2.0, "resumed", {"step": 5}))
@@ -362,6 +391,14 @@ def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_told
     killed = end("died", 1, float("inf"), death=in_order({1: ExitStatus(signal=9), 0: ExitStatus(exit_code=1)})[1])
     verdict = judge([dismissed, killed], 137, False, lambda: Cause.NONE)
     assert (verdict.first_failure, verdict.action) == (killed, Action.RESTART)
+
+
+def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_killed_for_it() -> None:
+    """They joined after the order to exit was sent, and did not get it. Else the wrong node would count as suspect."""
+    killed = in_order({1: ExitStatus(signal=9), 0: ExitStatus(signal=9)})
+    ends = [RankEnd.from_record(rank, "n1", lost_at, None, killed[rank]) for rank, lost_at in ((0, 6.0), (1, math.inf))]
+    failure = judge(ends, 137, False, lambda: Cause.NONE).first_failure
+    assert failure is not None and failure.rank == 1
 
 
 def test_a_segfault_comes_before_the_kills_that_it_caused() -> None:

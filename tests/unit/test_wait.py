@@ -11,7 +11,7 @@ import pytest
 from clusterddp.cli.command_line import command
 from clusterddp.cli.runs import wait
 from clusterddp.errors import RunDirectoryError
-from clusterddp.rundir.files import write_json
+from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
@@ -135,6 +135,16 @@ def test_the_controller_is_asked_once_for_all_and_not_often(world: World) -> Non
     world.over("c", "completed")
     assert command(["wait", "--timeout", "25s", "a", "b", "c"]) == 124
     assert world.asked == [(0, ["a", "b"]), (10, ["a", "b"]), (20, ["a", "b"])]
+
+
+def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(world: World) -> None:
+    """The history, a file that is known, says that the run is over."""
+    hidden, lost = world.add("a", "stopped"), world.add("b", "stopped")
+    for run in (hidden, lost):
+        append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
+    world.events = {60: lambda: world.over("a", "completed")}
+    assert command(["wait", "a"]) == 0
+    assert command(["wait", "b"]) == 12
 
 
 def test_a_run_that_is_between_two_jobs_has_not_stopped(world: World, capsys: Captured) -> None:

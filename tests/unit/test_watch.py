@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -39,6 +40,12 @@ def run(tmp_path: Path) -> RunDirectory:
     lease.take(run, number, lease.of_job("41"))
     append_line(run.events_file, {"event": "started", "attempt": 0, "time": 1.0, "job": "41", "restarts": 0})
     return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue has no other job of the run."""
+    monkeypatch.setattr(watch, "jobs_by_script", lambda ended: {})
 
 
 @pytest.fixture
@@ -97,6 +104,70 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
     assert watcher.result == (None if resubmitted else 1)
     if resubmitted:
         assert lease.holders(run)[0]["job"] == "42"
+
+
+def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node's folder may stay hidden for a minute: then the submission that led to it holds the run. Once the
+    attempt can be seen, or has released the run, it does not."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    lease.submitted(run, "41")
+    assert (lease.take(run, run.create_attempt(), lease.of_job("41")) or {})["job"] == "41"
+    assert lease.take(run, run.create_attempt(), lease.of_job("41")) is None
+    assert [entry.get("attempt") for entry in lease.holders(run)] == [None], "the submission counts as well"
+    monkeypatch.setattr(RunDirectory, "attempts", lambda _: [])
+    assert look(run, info("RUNNING"), monkeypatch).result is None
+    lease.let_go(run, 1)
+    assert lease.holders(run) == []
+
+
+def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The history, a file that is known, says that the run is over. After a minute and a half it has no outcome."""
+    append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
+    now = 1000.0
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now)
+    watcher = look(run, info("COMPLETED"), monkeypatch)
+    now += 60
+    assert not watcher.look()
+    now += 40
+    assert watcher.look() and watcher.result == 1
+
+
+def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_watch(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run may need it all the more afterwards. An error that lasts does, as of a run that was deleted."""
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("NODE_FAIL"))
+    watcher = Watcher(run, JOB)
+    with monkeypatch.context() as away:
+        away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EIO))
+        assert not watcher.look() and watcher.result is None
+        away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EACCES))
+        with pytest.raises(PermissionError):
+            watcher.look()
+    assert "retrying: " in capsys.readouterr().err
+    later = watch.time.monotonic() + 10
+    monkeypatch.setattr(watch.time, "monotonic", lambda: later)
+    watcher.look()
+    assert submitted == ["job.sbatch"]
+
+
+def fail(code: int) -> None:
+    raise OSError(code, os.strerror(code), "outcome.json")
+
+
+def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_is_submitted(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sbatch's answer was lost, or whoever gave the command was killed before it came."""
+    monkeypatch.setattr(watch, "jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"})
+    watcher = look(run, info("NODE_FAIL"), monkeypatch)
+    assert (submitted, watcher.result, lease.holders(run)[0]["job"]) == ([], None, "77")
+    assert "job 77 continues it, and was not recorded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("usable", "options"), [(["n1", "n2"], " --exclude=n2"), (["n2"], "")])

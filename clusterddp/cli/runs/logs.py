@@ -11,7 +11,7 @@ from clusterddp.cli.runs.rank_logs import Follower, Log, logs_of, print_grouped,
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, put, say, show
-from clusterddp.rundir.claims import read_claim
+from clusterddp.rundir.claims import waiting_claim
 from clusterddp.rundir.find import NEWEST, ONE_RUN, open_run
 from clusterddp.rundir.job_log import job_log, taken_over
 from clusterddp.rundir.run_directory import RunDirectory
@@ -207,7 +207,7 @@ def _show_job_log(run: RunDirectory) -> bool:
     The job may have ended before, for a reason that is in its log. After earlier attempts it only names the log.
     """
     try:
-        claim = read_claim(run.submitted_file, run)
+        claim = waiting_claim(run, run.attempts())
     except PermissionError:  # another user's run
         return False
     log = job_log(run, str((claim or {}).get("job")))

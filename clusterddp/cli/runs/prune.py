@@ -15,6 +15,7 @@ from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, put, say, show, what_failed
 from clusterddp.rundir.deletion import delete_folder, old_logs, size_of
+from clusterddp.rundir.files import exists, status, unlink
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.lease import held_by_other
@@ -99,17 +100,17 @@ def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool, profiles: boo
     folders = [run.attempt_logs(number) for number in old_logs(run, keep=1)] if logs else []
     return Plan(
         run,
-        {path: path.lstat().st_size for path in paths if _own(path)},
+        {path: status(path).st_size for path in paths if _own(path)},
         {folder: size_of(folder) for folder in folders if _own(folder)},
         {folder: size_of(folder) for folder in code_snapshot.unused(run) if _own(folder)},
-        {run.profiles: size_of(run.profiles)} if profiles and run.profiles.exists() and _own(run.profiles) else {},
+        {run.profiles: size_of(run.profiles)} if profiles and exists(run.profiles) and _own(run.profiles) else {},
         [checkpoint for checkpoint in checkpoints.candidates() if checkpoint not in old],
     )
 
 
 def check_over(run: RunDirectory) -> None:
     """Raises RunDirectoryError unless the run is over, is not being continued, and belongs to this user."""
-    owner, outcome = run.path.stat().st_uid, run.outcome()
+    owner, outcome = status(run.path).st_uid, run.outcome()
     if owner != os.geteuid():
         raise RunDirectoryError(f"{run} belongs to user {owner}: only its owner can prune it")
     if outcome is None:
@@ -204,6 +205,6 @@ def _delete(plan: Plan) -> None:
         except CheckpointError as error:
             raise RunDirectoryError(f"{plan.run}: {error}; its older checkpoints are kept") from error
     for path in plan.files:
-        path.unlink(missing_ok=True)
+        unlink(path)
     for folder in plan.folders:
         delete_folder(folder)

@@ -17,6 +17,7 @@ from typing import TextIO
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.reporter import printable, show
+from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
 #: The most bytes read at once. A longer line is searched, and labelled, in pieces.
@@ -100,7 +101,7 @@ def _writer(stream: TextIO, folder: Path) -> Callable[[bytes], object]:
 def _pieces(path: Path, pattern: re.Pattern[str] | None) -> Iterator[bytes]:
     """A file in blocks, or its lines that match; nothing if it does not exist."""
     try:
-        file = open(path, "rb")
+        file = open_binary(path)
     except FileNotFoundError:
         return
     with file:
@@ -176,7 +177,7 @@ class Follower:
         path = log.path(kind)
         offset = self._offsets.get(path, 0)
         try:
-            with open(path, "rb") as file:
+            with open_binary(path) as file:
                 file.seek(offset)
                 data = file.read(BLOCK)
         except FileNotFoundError:

@@ -9,7 +9,7 @@ from clusterddp.reporter import printable
 
 def one_line(text: str) -> str:
     """``printable`` text in one line: tabs and line ends become question marks, too."""
-    return printable(text).translate({9: "?", 10: "?"})
+    return text if text.isprintable() else printable(text).translate({9: "?", 10: "?"})
 
 
 def columns_of(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import time
 from collections.abc import Collection, Sequence
@@ -11,6 +10,7 @@ from contextlib import suppress
 
 from clusterddp.errors import TIMED_OUT, WAITED, RunDirectoryError
 from clusterddp.reporter import show
+from clusterddp.rundir.files import exists
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
@@ -24,6 +24,8 @@ LOOK_S, ASK_S = 1.0, 10.0
 #: Seconds for which a run without an outcome must be stopped, or unknown, to have ended. A job may be submitted, or an
 #: outcome be written, between a look at the files and the controller's answer; and the controller may be restarting.
 SETTLE_S, UNKNOWN_S = 3.0, 300.0
+#: For how long a shared disk may hide an outcome (NFS: acdirmax is 60 s), with some reserve.
+HIDDEN_S = 90.0
 
 _CONTINUES = ("pending", "held", "running")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -79,10 +81,19 @@ class _Wait:
             self._doubt = None
         elif self._doubt is None or self._doubt[0] != state.word:
             self._doubt = (state.word, now)
-        elif now - self._doubt[1] >= (UNKNOWN_S if state.word == "unknown" else SETTLE_S):
-            deleted = state.word == "stopped" and not os.path.lexists(self.run.path)
+        elif now - self._doubt[1] >= SETTLE_S and now - self._doubt[1] >= self._settle_s(state):
+            deleted = state.word == "stopped" and not exists(self.run.path)
             word, reason = ("unknown", "its run directory was deleted") if deleted else (state.word, state.reason)
             self._ended(word, f"{word}: {reason}")
+
+    def _settle_s(self, state: RunState) -> float:
+        """For how long the run must be in this state to have ended."""
+        if state.word == "unknown":
+            return UNKNOWN_S
+        with suppress(RunDirectoryError, OSError):
+            if state.word == "stopped" and self.run.may_be_over(None if state.job is None else state.job.state):
+                return HIDDEN_S
+        return SETTLE_S
 
     def _ended(self, word: str, sentence: str) -> None:
         self.end = word

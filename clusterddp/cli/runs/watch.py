@@ -20,13 +20,14 @@ from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
-from clusterddp.rundir.files import unlink
+from clusterddp.rundir.files import LASTING, unlink
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.job_log import early_end
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.records import is_unconfirmed, read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.arrays import jobs_by_script
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor.lease import holders, reachable, submitted, submitting
 from clusterddp.supervisor.limits import held
@@ -35,6 +36,8 @@ from clusterddp.supervisor.messages import over_already
 LOOK_S = 0.2
 #: Seconds between queries of the controller while a job waits to start, and while it runs.
 ASK_WAITING_S, ASK_RUNNING_S = 1.0, 5.0
+#: For how long a shared disk may hide a new file (NFS: acdirmax is 60 s), with some reserve.
+HIDDEN_S = 90.0
 #: States of jobs that ended by no fault or request of the user.
 _INVOLUNTARY_ENDS = frozenset(("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "TIMEOUT"))
 
@@ -82,11 +85,26 @@ class Watcher:
         self._hold = Hold()
         self._ask_at = 0.0
         self._words = ""
+        #: Since when the run seems to be over, and has no outcome.
+        self._hidden_since: float | None = None
         #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if that is doubtful.
         self.result: int | None = None
 
     def look(self) -> bool:
-        """Checks the outcome and, less often, the job; returns whether the run is over."""
+        """Checks the outcome and, less often, the job; returns whether the run is over.
+
+        A disk that does not answer is asked again, as the run may need this watch all the more afterwards.
+        """
+        try:
+            return self._look()
+        except OSError as error:
+            if error.errno in LASTING:
+                raise
+            self._ask_at = time.monotonic() + ASK_RUNNING_S
+            self._say(f"retrying: {what_failed(error)}")
+            return False
+
+    def _look(self) -> bool:
         if outcome := self._run.outcome():
             self.result = UNCONFIRMED if is_unconfirmed(outcome) else 0 if outcome["state"] == "completed" else 1
         elif time.monotonic() >= self._ask_at:
@@ -123,6 +141,8 @@ class Watcher:
         newest, job = claims[0]["job"], jobs[0]
         if self._run.outcome() is not None:  # it ended between the two queries
             return False
+        if self._waits_for_outcome(job):
+            return self._say(f"job {newest} ended: waiting until its outcome can be seen from here")
         ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without an outcome"
         if self._should_continue(job):
             return self._resubmit(ended, claims)
@@ -131,6 +151,15 @@ class Watcher:
             show("\n".join(early.lines))
             ended = early.reason
         return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run.quoted}")
+
+    def _waits_for_outcome(self, job: JobInfo | None) -> bool:
+        """Whether the run may be over, and a shared disk does not show it yet."""
+        if not self._run.may_be_over(job.state if job else None):
+            self._hidden_since = None
+            return False
+        now = time.monotonic()
+        self._hidden_since = now if self._hidden_since is None else self._hidden_since
+        return now - self._hidden_since < HIDDEN_S
 
     def _claims(self) -> list[dict[str, Any]]:
         """The jobs that may train the run, as far as this cluster knows them."""
@@ -180,6 +209,10 @@ class Watcher:
                 return self._say(f"{ended}: {other}")
             if self._claims() != claims:
                 return True
+            # Whoever submitted it may have been killed, or not have heard from Slurm, before it recorded the job.
+            if job_id := jobs_by_script(ended=False).get(str(self._run.batch_script)):
+                submitted(self._run, job_id)
+                return self._say(f"{ended}: job {job_id} continues it, and was not recorded")
             return self._submit(ended)
 
     def _submit(self, ended: str) -> bool:
@@ -211,6 +244,15 @@ def _look(watcher: Watcher, alone: bool) -> None:
         watcher.give_up(what_failed(error))
 
 
+def _show(progress: Progress) -> None:
+    """What a disk does not show now, it shows at the next look."""
+    try:
+        progress.update()
+    except OSError as error:
+        if error.errno in LASTING:
+            raise
+
+
 def watch(runs: list[RunDirectory], follow: bool = False) -> int:
     """Watches until all runs are over; 0 if all completed. ``follow`` also shows rank 0's output."""
     jobs = [load_resolved(run.job_file) for run in runs]
@@ -238,7 +280,7 @@ def watch(runs: list[RunDirectory], follow: bool = False) -> int:
                 for watcher, progress in zip(watchers, shown, strict=True):
                     if watcher.result is None:
                         _look(watcher, alone=len(runs) == 1)
-                    progress.update()
+                    _show(progress)
                 time.sleep(LOOK_S)
         except KeyboardInterrupt:
             for watcher in watchers:

@@ -94,7 +94,8 @@ def _check_end(read: Read, position: int, stop: int) -> None:
             )
     if stop - position > _MOST_PADDING:
         raise ValueError(
-            f"zeros follow from byte {position} to the end, {stop - position} bytes: the copy is not complete"
+            f"zeros follow from byte {position} to the end, {stop - position} bytes: the copy is not complete, or the "
+            "archive was packed with a --blocking-factor above 4096"
         )
 
 

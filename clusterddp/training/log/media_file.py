@@ -12,7 +12,8 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from queue import Queue
+from contextlib import suppress
+from queue import Full, Queue
 from typing import Any
 
 import numpy
@@ -40,7 +41,7 @@ class MediaFile:
         self, directory: RunDirectory, attempt: int, report: Report, device: torch.device | None = None
     ) -> None:
         self._directory, self._attempt, self._report, self._device = directory, attempt, report, device
-        self._waiting: Queue[tuple[int, float, Sequence[Medium]]] = Queue(MOST_WAITING)
+        self._waiting: Queue[tuple[int, float, Sequence[Medium]] | None] = Queue(MOST_WAITING)
         self._done = threading.Condition()
         self._added = self._written = 0
         self._thread: threading.Thread | None = None
@@ -68,9 +69,17 @@ class MediaFile:
         with self._done:
             self._done.wait_for(lambda: self._written >= added, seconds)
 
+    def close(self, seconds: float) -> None:
+        """``settle``, and ends the thread."""
+        self.settle(seconds)
+        if self._thread is not None:
+            self._thread = None
+            with suppress(Full):  # of a disk that hangs
+                self._waiting.put_nowait(None)
+
     def _run(self) -> None:
-        while True:
-            step, at, media = self._waiting.get()
+        while (waiting := self._waiting.get()) is not None:
+            step, at, media = waiting
             for number, medium in enumerate(media):
                 try:
                     self._write({"step": step, "time": at, "attempt": self._attempt}, number, medium)

@@ -1,0 +1,72 @@
+"""Which lines of the product histories have executed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from tests.simulation.world import Thread
+
+ROOT = Path(__file__).resolve().parents[2] / "clusterddp"
+
+
+class Lines:
+    """Records the lines of these modules, given as patterns below clusterddp/, that are executed."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.files = {str(path) for pattern in patterns for path in ROOT.glob(pattern)}
+        self.executed: dict[str, set[int]] = {file: set() for file in self.files}
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        file = frame.f_code.co_filename
+        if file not in self.files:
+            return None
+        seen = self.executed[file]
+
+        def line(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+            seen.add(frame.f_lineno)
+            return line
+
+        return line(frame, event, None)
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """While the block runs, in all threads of simulated processes."""
+        run = Thread._run
+
+        def traced(thread: Thread, value: object = None) -> None:
+            sys.settrace(self._trace)
+            run(thread, value)
+
+        Thread._run = traced  # type: ignore[method-assign, assignment]
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+            Thread._run = run  # type: ignore[method-assign]
+
+    def report(self) -> Iterator[str]:
+        """A line per module: how many lines of its functions were executed, and which were not."""
+        for file in sorted(self.files):
+            lines = _lines_of(compile(Path(file).read_text(), file, "exec"))
+            if missed := sorted(lines - self.executed[file]):
+                share = 100 - 100 * len(missed) / len(lines)
+                yield f"{Path(file).relative_to(ROOT)}: {share:.0f}% of {len(lines)}; not {', '.join(map(str, missed))}"
+            else:
+                yield f"{Path(file).relative_to(ROOT)}: 100% of {len(lines)}"
+
+
+def _lines_of(code: CodeType, inside: bool = False) -> set[int]:
+    """The lines of all functions in a module: what it does when it is imported is left out."""
+    found = {line for _, _, line in code.co_lines() if line is not None and line != code.co_firstlineno}
+    own = found if inside else set()
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            is_function = constant.co_flags & 0x02  # CO_NEWLOCALS: no class body
+            own = own | _lines_of(constant, bool(is_function))
+    return own
