@@ -38,7 +38,7 @@ def start(run: RunDirectory, how: str, *options: str) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str], run: RunDirectory, code: int = 0) -> str:
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == code, said + story(run)
     return said
 
