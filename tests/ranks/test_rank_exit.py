@@ -65,7 +65,7 @@ def test_a_script_that_exits_with_any_other_code_has_failed(tmp_path: Path, code
     done = submit(run, str(script), "--device", "cpu", "--gpus", "1")
     outcome = run.outcome() or {}
     assert (outcome["state"], done.returncode, run.attempts()) == ("failed", shown, [0]), story(run)
-    assert outcome["reason"].endswith(f"left with exit code {shown}")
+    assert outcome["reason"].endswith(f"exited with code {shown}")
 
 
 LINGERING = f"""

@@ -137,14 +137,15 @@ def test_the_controller_is_asked_once_for_all_and_not_often(world: World) -> Non
     assert world.asked == [(0, ["a", "b"]), (10, ["a", "b"]), (20, ["a", "b"])]
 
 
-def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(world: World) -> None:
+@pytest.mark.parametrize("word", ["stopped", "failed"])
+def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(world: World, word: str) -> None:
     """The history, a file that is known, says that the run is over."""
-    hidden, lost = world.add("a", "stopped"), world.add("b", "stopped")
+    hidden, lost = world.add("a", word), world.add("b", word)
     for run in (hidden, lost):
         append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
     world.events = {60: lambda: world.over("a", "completed")}
     assert command(["wait", "a"]) == 0
-    assert command(["wait", "b"]) == 12
+    assert command(["wait", "b"]) == {"stopped": 12, "failed": 10}[word]
 
 
 def test_a_run_that_is_between_two_jobs_has_not_stopped(world: World, capsys: Captured) -> None:
