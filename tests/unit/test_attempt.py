@@ -333,7 +333,11 @@ def test_a_killed_ranks_step_is_that_of_the_ranks_that_waited_for_it(run: RunDir
             run.rank_record(int(environment["CLUSTERDDP_ATTEMPT"]), 1).unlink()
 
     append_line(run.metrics_file, {"attempt": 0, "step": 21, "time": 1.0})
-    waited = {"end": "exception", "error": "RuntimeError: Connection closed by peer", "step": 30}
+    waited = {
+        "end": "exception",
+        "error": "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer",
+        "step": 30,
+    }
     job = dataclasses.replace(JOB, limits=Limits(attempts=1))
     attempt = Attempt(run, job, run.create_attempt(), OneKilled(run, waited), FakeController(Cause.NONE))
     for event in (RankEvent(1, "joined", {"host": "n1"}), ConnectionLost(1)):

@@ -50,13 +50,13 @@ JOB = Job(
     name="net",
     module="net",
     args=("--lr", "0.1", "--api-key", "s3cret-argument", "db.password=s3cret-override", "--sort-keys"),
-    resume=Resume(("a.pt",), ("--hf_token=s3cret-resume",), ("--hf_token=s3cret-replace",)),
+    resume=Resume(("a.pt",), ("--hf_token=s3cret-resume",)),
     env={"HF_TOKEN": "s3cret-environment", "HF_HOME": "/data", "EMPTY_KEY": ""},
     device="cpu",
 )
 SHARED = dataclasses.replace(JOB, share="group")
 PASSWORD = """se'cr\\et"\nof two lines"""
-SECRETS = ("s3cret-argument", "s3cret-override", "s3cret-resume", "s3cret-replace", "s3cret-environment")
+SECRETS = ("s3cret-argument", "s3cret-override", "s3cret-resume", "s3cret-environment")
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)

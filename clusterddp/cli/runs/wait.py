@@ -91,7 +91,9 @@ class _Wait:
         if state.word == "unknown":
             return UNKNOWN_S
         with suppress(RunDirectoryError, OSError):
-            if state.word in ("stopped", "failed") and self.run.may_be_over(None if state.job is None else state.job.state):
+            if state.word in ("stopped", "failed") and self.run.may_be_over(
+                None if state.job is None else state.job.state
+            ):
                 return HIDDEN_S
         return SETTLE_S
 
