@@ -137,31 +137,12 @@ def all_measured(chosen: Sequence[Benchmark], minutes: float) -> tuple[list[dict
         if left < 1:
             found.append(rows.failed(benchmark.name, f"not begun: the {minutes:g} minutes were over"))
             continue
-        print(f"{time.strftime('%H:%M:%S')} {benchmark.name}", file=sys.stderr, flush=True)
+        report.say(benchmark.name)
         more, seconds[benchmark.name] = measured(benchmark, min(left, benchmark.limit_s))
         found += more
         for row in more:
             print("    " + " | ".join(rows.cells(row)), file=sys.stderr, flush=True)
     return found, seconds
-
-
-def described(found: Sequence[dict[str, Any]], seconds: Mapping[str, float], load: float) -> str:
-    """The page."""
-    missed = [row["row"] for row in found if row.get("met") is False]
-    failures = [row["row"] for row in found if "failed" in row]
-    return f"""# All figures beside their limits
-
-{report.place()} {time.strftime("%Y-%m-%d")}, {sum(seconds.values()) / 60:.0f} minutes, at a load average of
-{load:.0f} when it began, of other programs. CPUs and gloo, one machine: no GPU, no network between nodes, no shared
-file system is in these figures.
-`make bench` writes this page by the short form of each benchmark; the pages of the single benchmarks have longer runs.
-
-Ours and the limit were measured in turns in the same run. Only their ratio tells something about another machine. A bar
-is met or missed if the whole interval is on one side of it.
-
-{rows.table(found)}
-
-Bars that were missed: {", ".join(missed) or "none"}. Benchmarks that failed: {", ".join(failures) or "none"}."""
 
 
 def choose(names: str | None) -> list[Benchmark]:
@@ -184,7 +165,11 @@ def main() -> None:
     found, seconds = all_measured(choose(options.only), options.minutes)
     out = options.out or (None if options.only else FOLDER)
     if out:
-        report.write(out, "bench", described(found, seconds, load), {"rows": found, "seconds": seconds, "load": load})
+        text = f"""# All figures beside their limits
+
+{sum(seconds.values()) / 60:.0f} minutes, at a load average of {load:.0f} when it began, of other programs. `make bench`
+runs the short form of each benchmark; the pages of the single benchmarks have longer runs."""
+        report.write(out, "bench", text, {"rows": found, "seconds": seconds, "load": load})
     else:
         print(rows.table(found))
     sys.exit(any("failed" in row for row in found))

@@ -56,22 +56,11 @@ def count_and_reset(up: Cluster) -> int:
     return count
 
 
-def table_rows(figures: dict[str, Any]) -> list[rows.Row]:
+def table_rows(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """For the common table."""
     rate = 60 * figures["questions"] / figures["seconds"]
-    return [rows.counted("questions to slurmctld in a minute of training", "", rate, 1.0, "one a minute", allowed=1.0)]
-
-
-def described(figures: dict[str, Any]) -> str:
-    slurm, questions, minutes = figures["slurm"], figures["questions"], figures["seconds"] / 60
-    return f"""# Questions to the controller
-
-{report.place(f"Slurm {slurm}, 2 simulated nodes on it")} `make bench-controller`.
-
-{rows.table([row.as_json() for row in table_rows(figures)])}
-
-sdiag counted {questions} calls of `scontrol show job` in {minutes:.0f} minutes of training, after {figures["start"]} in
-the first minute of the job. [Why, and when it asks more often](../design/stopping.md)."""
+    name = "questions to slurmctld in a minute of training"
+    return [rows.counted(name, "", rate, 1.0, "one a minute", allowed=1.0).as_json()]
 
 
 def main() -> None:
@@ -80,8 +69,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=6)
     options = parser.parse_args()
     figures = measure(3 if options.quick else options.minutes)
-    found = [row.as_json() for row in table_rows(figures)]
-    report.write(options.out, "controller", described(figures), {**figures, "rows": found})
+    text = f"""# Questions to the controller
+
+sdiag counted {figures["questions"]} calls of `scontrol show job` in {figures["seconds"] / 60:.0f} minutes of training,
+after {figures["start"]} in the first minute of the job. [Why, and when it asks more often](../design/stopping.md)."""
+    where = f"Slurm {figures['slurm']}, 2 simulated nodes on it"
+    report.write(options.out, "controller", text, {**figures, "rows": table_rows(figures)}, where=where)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ All repetitions take about 10 minutes. Medians are compared; worst cases stand b
 from __future__ import annotations
 
 import itertools
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -170,7 +168,7 @@ def measure_cycles(repetitions: int, proctrack: str | None) -> tuple[list[Cycle]
     with cluster(ClusterConfig(nodes=2, cpus=2, grace=20, proctrack=proctrack)) as up:
         words = f"Slurm {up.version}, 2 nodes, proctrack/{up.proctrack}"
         for number in range(repetitions):
-            say(f"(a), (b): {number + 1} of {repetitions}")
+            report.say(f"(a), (b): {number + 1} of {repetitions}")
             control.append(control_cycle(up, folder_for(up, f"control-{number}")))
             up.drain_jobs()
             ours.append(our_cycle(up, folder_for(up, f"ours-{number}")))
@@ -184,72 +182,27 @@ def measure_holds(repetitions: int, proctrack: str | None) -> dict[str, list[flo
     with cluster(ClusterConfig(nodes=2, cpus=2, grace=20, proctrack=proctrack, cred_expire=120)) as up:
         for number in range(repetitions):
             for kind, function in kinds.items():
-                say(f"(c) {kind}: {number + 1} of {repetitions}")
+                report.say(f"(c) {kind}: {number + 1} of {repetitions}")
                 seconds[kind].append(function(up, folder_for(up, f"{kind}-{number}")))
     return seconds
 
 
-def say(words: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
-
-
-def describe(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[float]], words: str) -> tuple[str, Any]:
-    """The report and the raw figures."""
-    step, save = step_and_save_of(ours)
-    lines = [
-        compared(
-            "(a) handover", [c.handover for c in ours], [c.handover for c in control], step + save + HANDOVER_BAR_S
-        ),
-        compared("(b) resume", [c.resume for c in ours], [c.resume for c in control], RESUME_BAR_S),
-        *(
-            compared(f"(c) {words}", holds[kind], holds["empty"], HOLD_BAR_S)
-            for kind, words in (("watch", "hold of 121 s, `clusterddp watch`"), ("resubmit", "`policy: resubmit`"))
-            if holds
-        ),
+def table_rows(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """For the common table."""
+    step, save = (report.median([getattr(cycle, what) for cycle in ours]) for what in ("step", "save"))
+    handover, resume = (
+        ([getattr(cycle, what) for cycle in ours], [getattr(cycle, what) for cycle in control])
+        for what in ("handover", "resume")
+    )
+    bar, empty = step + save + HANDOVER_BAR_S, "an empty DDP script"
+    found = [
+        rows.paired("hand-over: TERM to free nodes", "s", *handover, "ranks that end at once", more=bar),
+        rows.paired("resume: batch script to first step", "s", *resume, empty, more=RESUME_BAR_S),
     ]
-    head = ["", "repetitions", "ours, median", "worst", "control, median", "worst", "difference", "allowed", "bar"]
-    text = f"""# Handover and resume
-
-{report.place(words)} Seconds; see `benchmarks/handover.py` for what is measured, and what the controls are.
-
-{report.table(head, lines)}
-
-(a) allows one step ({1000 * step:.0f} ms), one save ({1000 * save:.0f} ms) and {HANDOVER_BAR_S} s.
-The control of (c) is the empty DDP script, from its own start to its step.
-Clocks: slurmd's log (TERM), `date` in batch scripts, the metrics' timestamps, all on one machine."""
-    return text, {
-        "ours": [asdict(cycle) for cycle in ours],
-        "control": [asdict(cycle) for cycle in control],
-        "holds": holds,
-        "cluster": words,
-        "met": {row[0]: row[-1] == report.verdict(True) for row in lines},
-        "rows": table_rows(ours, control),
-    }
-
-
-def step_and_save_of(ours: list[Cycle]) -> tuple[float, float]:
-    return report.median([cycle.step for cycle in ours]), report.median([cycle.save for cycle in ours])
-
-
-def table_rows(ours: list[Cycle], control: list[Cycle]) -> list[dict[str, Any]]:
-    """For the common table: (a) and (b)."""
-    handover = [cycle.handover for cycle in ours], [cycle.handover for cycle in control]
-    resume = [cycle.resume for cycle in ours], [cycle.resume for cycle in control]
-    bar = sum(step_and_save_of(ours)) + HANDOVER_BAR_S
-    return [
-        rows.paired("hand-over: TERM to free nodes", "s", *handover, "ranks that end at once", more=bar).as_json(),
-        rows.paired(
-            "resume: batch script to first step", "s", *resume, "an empty DDP script", more=RESUME_BAR_S
-        ).as_json(),
-    ]
-
-
-def compared(name: str, ours: list[float], control: list[float], allowed: float) -> list[Any]:
-    """One line of the table: medians, worst cases, and whether the difference of the medians is within the bar."""
-    ours_median, control_median = report.median(ours), report.median(control)
-    difference = ours_median - control_median
-    middle = [ours_median, report.worst(ours), control_median, report.worst(control), difference, allowed]
-    return [name, len(ours), *middle, report.verdict(difference <= allowed)]
+    for kind, words in (("watch", "a hold of 121 s, `clusterddp watch`"), ("resubmit", "`policy: resubmit`")):
+        if holds:
+            found.append(rows.paired(f"resume: {words}", "s", holds[kind], holds["empty"], empty, more=HOLD_BAR_S))
+    return [row.as_json() for row in found]
 
 
 def main() -> None:
@@ -263,7 +216,13 @@ def main() -> None:
         options.repetitions, options.holds = 3, 0
     ours, control, words = measure_cycles(options.repetitions, options.proctrack)
     holds = measure_holds(options.holds, options.proctrack) if options.holds else {}
-    report.write(options.out, "handover", *describe(ours, control, holds, words))
+    text = """# Handover and resume
+
+Seconds by slurmd's log (TERM), `date` in batch scripts and the metrics' timestamps, all on one machine; see
+`benchmarks/handover.py` for what is measured, and what the controls are."""
+    cycles = {"ours": [asdict(cycle) for cycle in ours], "control": [asdict(cycle) for cycle in control]}
+    figures = {**cycles, "holds": holds, "cluster": words, "rows": table_rows(ours, control, holds)}
+    report.write(options.out, "handover", text, figures, where=words)
 
 
 if __name__ == "__main__":

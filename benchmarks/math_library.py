@@ -16,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -92,42 +91,6 @@ def row(figures: dict[str, Any]) -> dict[str, Any] | None:
     return Row(name, "of 1000", ours, limit, "without settle()", ratio, 0.0, high, ALLOWED, met).as_json()
 
 
-def described(measured: list[dict[str, Any]], rows: list[dict[str, Any]], burners: int) -> str:
-    """The page."""
-    lines = []
-    for figures in measured:
-        for side, words in (("plain", "without"), ("settled", "with `settle()`")):
-            counts = figures[side]
-            share, high = counts["wrong"] / counts["calls"], most(counts["wrong"], counts["calls"])
-            per_1000 = f"{1000 * share:.2f} (at most {1000 * high:.2f})"
-            case = [KINDS[figures["kind"]], figures["threads"], words]
-            lines.append([*case, counts["calls"], counts["wrong"], per_1000, f"{counts['largest']:.1e}"])
-    head = ["first calls", "threads", "", "calls", "wrong", "of 1000 (95%)", "largest error"]
-    met = [one["met"] for one in rows]
-    words = report.verdict(all(met)) if rows and None not in met else "not decided: too few wrong results without it"
-    return f"""# The first vector function of a process
-
-How often the fault comes depends on the machine's load and on the moments at which the threads start. In new processes
-it is rare; an idle machine may show none. "{KINDS["forks"]}": forks of a process that had imported torch and used
-neither OpenMP nor MKL. "{KINDS["again"]}": one process, in which the variable that MKL sets in the first call was set
-back before each call, which happens in no training; the share of wrong results there is not that of new processes. Only
-`sqrt` of floats was called.
-
-{report.place(f"with {burners} busy processes beside those that were measured")} {time.strftime("%Y-%m-%d")},
-`python -m benchmarks.math_library`. A call is `torch.sqrt` of 8192 floats per thread; its result is wrong if a later
-call gives another one. Calls with and without `settle()` took turns, until {ENOUGH} were wrong or the time was over.
-
-{report.table(head, lines)}
-
-A thread that makes its first call while another thread makes its own can get a kernel of lower accuracy, for an older
-CPU. MKL (2024.2, in torch 2.13) stores the number of the CPU's type and then replaces it by its own numbering, without
-a lock; the number in between selects another row of its table of kernels. All values of that thread's part then have
-errors of up to 3e-4, once. `clusterddp.init()` makes the first call in a single thread (`settle()` in
-`clusterddp/distributed/math_library.py`).
-
-The bar, at most {ALLOWED:g} times as many wrong results after `settle()`, is {words}."""
-
-
 def main() -> None:
     """The command line."""
     parser = report.parser(__doc__, "25 seconds")
@@ -137,8 +100,18 @@ def main() -> None:
     cases = [(kind, threads) for kind in KINDS for threads in THREADS]
     measured = [counted(kind, threads, ENOUGH, seconds, burners) for kind, threads in cases]
     rows = [one for figures in measured if (one := row(figures))]
-    text = described(measured, rows, burners)
-    report.write(options.out, "math-library", text, {"burners": burners, "counts": measured, "rows": rows})
+    lines = [
+        [KINDS[figures["kind"]], figures["threads"], words, *figures[side].values()]
+        for figures in measured
+        for side, words in (("plain", "without"), ("settled", "with `settle()`"))
+    ]
+    text = f"""# The first vector function of a process
+
+How often the first `torch.sqrt` of a process is wrong, with {burners} busy processes beside those that were measured:
+in forks of a process that had used neither OpenMP nor MKL, and in one whose MKL was made to forget the calls before."""
+    table = report.table(["first calls", "threads", "", "calls", "wrong", "largest error"], lines)
+    figures = {"burners": burners, "counts": measured, "rows": rows}
+    report.write(options.out, "math-library", text, figures, tables={"Calls": table})
 
 
 if __name__ == "__main__":

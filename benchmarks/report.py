@@ -7,8 +7,11 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -50,10 +53,6 @@ def _cell(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def verdict(met: bool) -> str:
-    return "met" if met else "**not met**"
-
-
 def machine() -> dict[str, Any]:
     """What the figures were taken on."""
     model = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
@@ -74,10 +73,13 @@ def _lines(path: str) -> list[str]:
 
 
 def place(more: str = "") -> str:
-    """One sentence on the machine, for the top of a report."""
-    has = machine()
+    """Where and when something was measured, of which commit, and in which load: a sentence for the top of a page."""
+    has, load = machine(), os.getloadavg()[0]
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     kind = f"{has['cores']} cores ({has['cpu']}), Linux {has['kernel']}, Python {has['python']}, torch {has['torch']}"
-    return f"Measured on one machine: {kind}{', ' + more if more else ''}."
+    when = f"{time.strftime('%Y-%m-%d')}, commit {commit or 'unknown'}, load average {load:.1f} at the end"
+    return f"Measured on one machine: {kind}{', ' + more if more else ''}; {when}."
 
 
 def named(what: str, text: str, known: Iterable[str]) -> list[str]:
@@ -93,19 +95,44 @@ def parser(words: str | None, quick: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help=quick)
     made.add_argument("--out", type=Path, default=Path("docs/measurements"), help="folder of the files (%(default)s)")
+    made.add_argument("--note", default="", help="a sentence about this measurement, for the top of the page")
     return made
 
 
-def write(folder: Path, name: str, text: str, figures: Mapping[str, Any]) -> None:
-    """``NAME.md`` and ``NAME.json`` in ``folder``; the text goes to the terminal, too.
+def say(words: str) -> None:
+    """What is measured now."""
+    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
 
-    Where the page with all figures is, it is written again.
+
+NOTES = "\n## Notes\n"
+"""From this heading on a page is written by hand, and kept when it is measured again."""
+
+
+def write(
+    folder: Path,
+    name: str,
+    text: str,
+    figures: Mapping[str, Any],
+    *,
+    where: str = "",
+    tables: Mapping[str, str] | None = None,
+) -> None:
+    """``NAME.md`` and ``NAME.json`` in ``folder``; the page goes to the terminal, too.
+
+    The page: ``text``, a title and a sentence; the place, with ``where``; the rows of ``figures``; other tables, each
+    below its heading. Where the page with all figures is, it is written again.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
-    (folder / f"{name}.md").write_text(f"{text}\n\nRaw figures: [{name}.json]({name}.json).\n")
-    print(f"{text}\n\nwritten to {folder / name}.md and .json", flush=True)
-    if (folder / "README.md").exists():
-        from benchmarks import page  # which imports this module
+    from benchmarks import page, rows  # which import this module
 
+    parts = [text, place(where)]
+    parts += [rows.table(figures["rows"])] if figures.get("rows") else []
+    parts += [f"## {heading}\n\n{table}" for heading, table in (tables or {}).items()]
+    written = "\n\n".join([*parts, f"Raw figures: [{name}.json]({name}.json).\n"])
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.md"
+    _, heading, notes = file.read_text().partition(NOTES) if file.exists() else ("", "", "")
+    (folder / f"{name}.json").write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
+    file.write_text(written + heading + notes)
+    print(f"{written}\nwritten to {file} and .json", flush=True)
+    if (folder / "README.md").exists():
         page.write(folder)

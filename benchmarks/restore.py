@@ -38,7 +38,7 @@ import torch.distributed as dist
 from benchmarks import report, rows, sides
 from benchmarks.savers import make_training, make_untrained, state_of
 from clusterddp.checkpoint.checkpoint_folder import CheckpointFolder
-from clusterddp.checkpoint.memory.anonymous import free_memory
+from clusterddp.checkpoint.memory_blocks import free_memory
 from clusterddp.checkpoint.restore import restore
 from clusterddp.checkpoint.state import load_state
 from clusterddp.checkpoint.store import Checkpoints
@@ -259,7 +259,7 @@ def all_figures(sizes: Sequence[Size], counts: Sequence[int], scratch: Path, mos
             in_processes("save", 1, Path(name), size)
             of_size = found[size.name] = {}
             for ranks in counts[:1] if size.alone else counts:
-                sides.say(f"{size.name}, {ranks} ranks")
+                report.say(f"{size.name}, {ranks} ranks")
                 enough = size.needed(ranks) < min(most, free_memory())
                 of_size[str(ranks)] = in_processes("restores", ranks, Path(name), size) if enough else None
     return found
@@ -283,38 +283,6 @@ def rows_of(size: str, ranks: int, figures: dict[str, Any]) -> list[rows.Row]:
     states = figures["memory"][OURS] / figures["state_bytes"]
     found.append(rows.counted(f"{where}: peak memory", "states", states, 1.0, "the state once", allowed=MEMORY_BAR))
     return found
-
-
-def describe(figures: dict[str, dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """The page and its rows."""
-    found = [
-        row.as_json()
-        for size, by_ranks in figures.items()
-        for ranks, one in by_ranks.items()
-        if one is not None
-        for row in rows_of(size, int(ranks), one)
-    ]
-    left_out = [f"{size} in {ranks} ranks" for size, one in figures.items() for ranks in one if one[ranks] is None]
-    missed = [row["row"] for row in found if row["met"] is False]
-    text = f"""# What a restore costs
-
-{report.place()} {time.strftime("%Y-%m-%d")}, load average {os.getloadavg()[0]:.0f}.
-One host and one local disk: passing on to other hosts, shared file systems and GPUs are not in these figures. Other
-work ran on the machine at the same time, so that only ratios of alternating restores count: seconds tell little.
-Cold files are dropped from the page cache; the disk of a virtual machine may still be cached by its host. See
-`benchmarks/restore.py` for what is measured.
-
-{rows.table(found)}
-
-Missed: {", ".join(missed) or "none"}. Not measured, for too little memory: {", ".join(left_out) or "none"}.
-
-## Where the time goes
-
-Seconds (medians of rank 0), until the state is read and verified, and until it is loaded; memory above the loaded
-state, in states, at its peak.
-
-{report.table(["size", "ranks", "cache", "way", "read", "load", "memory"], phase_lines(figures))}"""
-    return text, found
 
 
 def phase_lines(figures: dict[str, dict[str, Any]]) -> list[list[object]]:
@@ -346,8 +314,21 @@ def main() -> None:
     sizes = [size for size in (*SIZES, *LARGEST) if size.name in asked]
     sizes, counts = QUICK if options.quick else (sizes, options.ranks)
     figures = all_figures(sizes, counts, options.scratch, most)
-    text, found = describe(figures)
-    report.write(options.out, "restore", text, {"rows": found, "figures": figures})
+    measured = [(size, ranks, one) for size, counts in figures.items() for ranks, one in counts.items()]
+    left_out = [f"{size} in {ranks} ranks" for size, ranks, one in measured if one is None]
+    text = f"""# What a restore costs
+
+One host and one local disk: passing on to other hosts, shared file systems and GPUs are not in these figures. Only
+ratios of alternating restores count. Not measured, for too little memory: {", ".join(left_out) or "none"}.
+{options.note}"""
+    head = ["size", "ranks", "cache", "way", "read", "load", "memory"]
+    tables = {
+        "Seconds until the state is read, then loaded; peak memory in states": report.table(head, phase_lines(figures))
+    }
+    found = [
+        row.as_json() for size, ranks, one in measured if one is not None for row in rows_of(size, int(ranks), one)
+    ]
+    report.write(options.out, "restore", text, {"rows": found, "figures": figures}, tables=tables)
 
 
 if __name__ == "__main__":

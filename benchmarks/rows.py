@@ -58,56 +58,35 @@ def paired(
     """
     ratios = [one / other for one, other in zip(ours, limit, strict=True)]
     low, high = report.bootstrap_interval(ratios, resamples=RESAMPLES)
-    middle = (report.median(ours), report.median(limit))
-    return _row(row, unit, middle, limit_is, (report.median(ratios), low, high), _allowed(allowed, more, middle[1]))
+    least = report.median(limit)
+    bar = allowed if more is None else (least + more) / least
+    found = (report.median(ratios), low, high)
+    return Row(row, unit, report.median(ours), least, limit_is, *found, bar, within(bar, low, high))
 
 
-def unpaired(
-    row: str,
-    unit: str,
-    ours: Sequence[float],
-    limit: Sequence[float],
-    limit_is: str,
-    *,
-    allowed: float | None = None,
-    more: float | None = None,
-) -> Row:
+def unpaired(row: str, unit: str, ours: Sequence[float], limit: Sequence[float], limit_is: str) -> Row:
     """The ratio of the medians of two series that alternated but belong together in no other way."""
     middle = (report.median(ours), report.median(limit))
     draw = random.Random(0)
-    found = [
-        report.median(draw.choices(ours, k=len(ours))) / report.median(draw.choices(limit, k=len(limit)))
-        for _ in range(RESAMPLES)
-    ]
-    ratio = (middle[0] / middle[1], *interval(found))
-    return _row(row, unit, middle, limit_is, ratio, _allowed(allowed, more, middle[1]))
+    low, high = interval(
+        [
+            report.median(draw.choices(ours, k=len(ours))) / report.median(draw.choices(limit, k=len(limit)))
+            for _ in range(RESAMPLES)
+        ]
+    )
+    return Row(row, unit, *middle, limit_is, middle[0] / middle[1], low, high)
 
 
 def counted(row: str, unit: str, ours: float, limit: float, limit_is: str, *, allowed: float | None = None) -> Row:
     """Of figures that are the same in each run, such as bytes or instructions."""
     ratio = ours / limit
-    return _row(row, unit, (ours, limit), limit_is, (ratio, ratio, ratio), allowed)
+    return Row(row, unit, ours, limit, limit_is, ratio, ratio, ratio, allowed, within(allowed, ratio, ratio))
 
 
 def interval(resampled: Sequence[float]) -> tuple[float, float]:
     """The middle 95% of the values of resamples."""
     found = sorted(resampled)
     return found[int(0.025 * len(found))], found[int(0.975 * len(found))]
-
-
-def _allowed(allowed: float | None, more: float | None, limit: float) -> float | None:
-    return allowed if more is None else (limit + more) / limit
-
-
-def _row(
-    row: str,
-    unit: str,
-    middle: tuple[float, float],
-    limit_is: str,
-    interval: tuple[float, float, float],
-    allowed: float | None,
-) -> Row:
-    return Row(row, unit, *middle, limit_is, *interval, allowed, within(allowed, interval[1], interval[2]))
 
 
 def within(allowed: float | None, low: float, high: float) -> bool | None:
@@ -148,7 +127,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A line of the table."""
     if "failed" in row:
-        return [row["row"], f"**failed: {_one_line(row['failed'])}**", "-", "-", "-", "-"]
+        return [row["row"], f"**failed: {' '.join(row['failed'].split()).replace('|', '/')}**", "-", "-", "-", "-"]
     interval = f"{number(row['ratio'])} ({number(row['low'])} to {number(row['high'])})"
     bar = "-" if row["allowed"] is None else f"at most {number(row['allowed'])}"
     met = "-" if row["allowed"] is None else {True: "yes", False: "**no**", None: "cannot tell"}[row["met"]]
@@ -162,10 +141,6 @@ def number(value: float) -> str:
         return f"{value:g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:.{digits}f}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "/")
 
 
 def read(file: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Who saves in ``benchmarks.checkpoint`` and ``.saves``, and what: this project, its peers, the limits next to them."""
+"""Who saves in ``benchmarks.checkpoint`` and ``.saves``, what, and beside which training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +375,27 @@ def sync(folder: Path) -> None:
         file = os.open(path, os.O_RDONLY)
         os.fsync(file)
         os.close(file)
+
+
+#: Steps of training beside a save, and right before and after it.
+LEAST_STEPS = 20
+
+
+def beside_training(saver: Saver, trainer: Trainer) -> tuple[float, float]:
+    """The seconds that a save blocks training, and that training lost by it."""
+    saver.urgent = False
+    before = trainer.seconds_per_step(LEAST_STEPS)
+    steps, started = 0, time.perf_counter()
+    saver.begin()
+    stall = time.perf_counter() - started
+    while steps < LEAST_STEPS or not saver.done():
+        trainer.step()
+        steps += 1
+    seconds = time.perf_counter() - started
+    saver.end()
+    after = trainer.seconds_per_step(LEAST_STEPS)
+    return stall, seconds - steps * (before + after) / 2
+
+
+def milliseconds(seconds: Sequence[float]) -> list[float]:
+    return [1000 * value for value in seconds]

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 
 from benchmarks import report, rows, sides
-from benchmarks.checkpoint import beside_training
 from benchmarks.savers import (
     CALLS_AND_COPY,
     EMPTY_LOOP,
@@ -48,14 +47,15 @@ from benchmarks.savers import (
     Saver,
     Torchsnapshot,
     Trainer,
+    beside_training,
     make_small_tensors,
     make_training,
     make_transformer,
+    milliseconds,
     state_of,
     tensors_of,
 )
-from benchmarks.saves_page import CPU, NO_SAVE, described, milliseconds
-from clusterddp.checkpoint.memory.anonymous import free_memory
+from clusterddp.checkpoint.memory_blocks import free_memory
 
 STALL_BAR, STALL_MORE_MS, LOST_BAR, LOOP_BAR = 1.15, 0.5, 1.0, 1.15
 CORES = len(os.sched_getaffinity(0))
@@ -69,6 +69,8 @@ PART_S, QUICK_PART_S, LEAST = 25.0, 6.0, 3
 STATES, STATES_WITH_PEERS = 6, 10
 PEERS: list[type[Saver]] = [*(one for one in SAVERS if not issubclass(one, (Copy, Ours))), Torchsnapshot]
 LIMIT_IS = CALLS_AND_COPY
+#: Series of the figures, besides those of savers.
+NO_SAVE, CPU = "no save", "writer's CPU"
 Training = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
@@ -182,7 +184,7 @@ def beside_saves(
             if isinstance(saver, EmptyLoop):
                 saver.cpu_s = found[CPU][-1]
             before = cpu_of_writer(saver)
-            stall, lost, _ = beside_training(saver, trainer)
+            stall, lost = beside_training(saver, trainer)
             found[saver.name].append(lost - stall)
             if isinstance(saver, Ours):
                 found[CPU].append(cpu_of_writer(saver) - before)
@@ -211,7 +213,7 @@ def measure_peers(
         try:
             savers.append(kind(folder, model, optimizer))
         except ModuleNotFoundError as error:
-            sides.say(f"{kind.name} is left out: {error}")
+            report.say(f"{kind.name} is left out: {error}")
     found: dict[str, Any] = {saver.name: {"stall": [], "lost": []} for saver in savers}
     found |= refused
     deadline = time.monotonic() + part_s
@@ -221,7 +223,7 @@ def measure_peers(
         for saver in sides.rotated(list(savers), number):
             try:
                 saver.next_path(number)
-                stall, lost, _ = beside_training(saver, trainer)
+                stall, lost = beside_training(saver, trainer)
             except Exception as error:  # of another project: one that cannot save this state is a result
                 savers.remove(saver)
                 found[saver.name] = {"failed": f"{type(error).__name__}: {error}"}
@@ -292,6 +294,26 @@ def lost_row(
     return rows.Row(name, "ms", ours, least, limit_is, ours / least, low, high, bar, met)
 
 
+def tables(cases: Mapping[str, Any]) -> dict[str, str]:
+    """Medians in milliseconds: the time that training loses, and other savers beside ours."""
+    series = [Ours.name, EMPTY_LOOP, NO_SAVE, CPU]
+    lost = [
+        [name, training, *(report.median(milliseconds(seconds[what])) for what in series)]
+        for name, figures in cases.items()
+        for training, seconds in figures["lost"].items()
+    ]
+    found = {"Training time lost while a save is written": report.table(["state", "training", *series], lost)}
+    for name, figures in cases.items():
+        lines = [
+            [saver, *(one.get("failed") or report.median(milliseconds(one[what])) for what in ("stall", "lost"))]
+            for saver, one in figures["peers"].items()
+        ]
+        if lines:
+            head = ["saver", "stall, ms", "training time lost with the stall, ms"]
+            found[f"Other savers: {name}"] = report.table(head, lines)
+    return found
+
+
 def main() -> None:
     """The command line; also what each of the processes runs."""
     if sides.answered(measured):
@@ -302,10 +324,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=PART_S, help="of each part of a case (default: %(default)g)")
     parser.add_argument("--threads", type=int, default=CORES, help="of torch (default: all cores, %(default)d)")
     parser.add_argument("--memory", type=float, default=math.inf, help="to use at most, in GB (default: what is free)")
-    parser.add_argument("--note", default="", help="a sentence about this measurement, for the top of the page")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
     options = parser.parse_args()
-    load = os.getloadavg()[0]
     chosen = [
         case
         for case in CASES
@@ -317,12 +337,14 @@ def main() -> None:
     for case in chosen:
         if too_large(case, with_peers, free):
             continue
-        sides.say(case.name)
+        report.say(case.name)
         cases[case.name] = call(case, options.quick, with_peers, options.threads, options.seconds, options.scratch)
-        found = [row for name, figures in cases.items() for row in rows_of(name, figures)]
-        figures = {"rows": [row.as_json() for row in found], "cases": cases, "load": load}
-        text = described(cases, found, load, options.threads, left_out, options.note)
-        report.write(options.out, "saves", text, figures)
+        found = [row.as_json() for name, figures in cases.items() for row in rows_of(name, figures)]
+        text = f"""# What a save costs training
+
+One process, CPU tensors, {options.threads} threads of torch, files on one local disk; see `benchmarks/saves.py` for
+what is measured. Not measured, for too little memory: {", ".join(left_out) or "none"}. {options.note}"""
+        report.write(options.out, "saves", text, {"rows": found, "cases": cases}, tables=tables(cases))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -63,11 +62,6 @@ def rotated(sides: Sequence[T], number: int) -> list[T]:
     """The order changes, so that no side always follows the same one."""
     first = number % len(sides)
     return [*sides[first:], *sides[:first]]
-
-
-def say(words: str) -> None:
-    """What is measured now."""
-    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
 
 
 def bytes_read() -> int:

@@ -121,7 +121,7 @@ def measure(counts: Sequence[int], rounds: int, budget_s: float) -> dict[str, An
                 made = start(kind, ranks)
                 found[str(ranks)][kind].append(seconds_of(made))
                 modules[kind] = made[0]["modules"]
-            print(f"{time.strftime('%H:%M:%S')} round {number + 1}, {ranks} ranks", file=sys.stderr, flush=True)
+            report.say(f"round {number + 1}, {ranks} ranks")
     return {"ranks": found, "modules": modules}
 
 
@@ -191,41 +191,6 @@ def rows_of(figures: Mapping[str, Any]) -> list[rows.Row]:
     return found
 
 
-def described(figures: Mapping[str, Any], found: Sequence[rows.Row], load: float, note: str = "") -> str:
-    """The page."""
-    calls = figures.get("calls")
-    starts = ", ".join(f"{ranks}: {len(sides[OURS])}" for ranks, sides in figures["ranks"].items())
-    table = [[kind, values[OURS], values[EMPTY]] for kind, values in calls.items()] if calls else []
-    return f"""# From the start of the ranks to the first step
-
-{report.place()} {time.strftime("%Y-%m-%d")}, at a load average of {load:.1f} before.
-All ranks on one machine, its files in the page cache: on a cluster, a shared file system adds to each file that is
-opened, for both sides. {note} See `benchmarks/startup.py` for what is measured.
-
-Starts of each side, by the number of ranks: {starts}. The interval of few starts is hardly wider than what they
-happened to show: with more ranks than cores, the CPU time tells more than the time from start to end.
-
-{rows.table([row.as_json() for row in found])}
-
-Phases of rank 0, in seconds (medians). "script": from the start of the process to the first line of the script; in
-ours, the rank joins the supervisor in it, and waits until all others have. Most of "model" is the import of
-torch._dynamo, by the first optimizer or DDP; ours has fewer garbage collections in it (`clusterddp/process.py`).
-
-DNS queries: torch's store looks up the name of each address that connects, on both ends. clusterddp opens a
-second connection per rank, for a thread that waits, but its store looks up IPv4 addresses, which /etc/hosts contains
-here (`clusterddp/distributed/process_group.py`). A query without an answer takes 5 s.
-
-{phases_table(figures["ranks"])}
-
-{
-        report.table(["system calls of one rank, until it exits", "ours", "empty DDP script"], table)
-        if calls
-        else "System calls were not counted: strace is not installed."
-    }
-
-{report.table(["imported at the first step in addition to the empty script's", "modules"], in_addition(figures))}"""
-
-
 def phases_table(by_ranks: Mapping[str, Any]) -> str:
     """The phases of both sides, and which part of all CPU time importing torch is."""
     names = [*next(iter(by_ranks.values()))[OURS][0]["phases"]]
@@ -249,19 +214,25 @@ def main() -> None:
     """The command line."""
     parser = report.parser(__doc__, "1, 2, 4 and 8 ranks, in at most 2 minutes")
     parser.add_argument("--ranks", type=int, nargs="+", help=f"default: {RANKS}")
-    parser.add_argument("--note", default="", help="a sentence about this measurement, for the top of the page")
     parser.add_argument("--seconds", type=float, help=f"in which further rounds are begun (default: {BUDGET_S:g})")
     options = parser.parse_args()
-    load = os.getloadavg()[0]
     counts = options.ranks or (QUICK_RANKS if options.quick else RANKS)
     settings = (QUICK_ROUNDS, QUICK_BUDGET_S) if options.quick else (ROUNDS, BUDGET_S)
     figures = measure(counts, settings[0], options.seconds or settings[1])
     calls = {kind: system_calls(kind) for kind in (OURS, EMPTY)}
     if all(calls.values()):
         figures["calls"] = {name: {kind: (calls[kind] or {})[name] for kind in calls} for name in CALLS}
-    found = rows_of(figures)
-    everything = {"rows": [row.as_json() for row in found], **figures, "load": load}
-    report.write(options.out, "startup", described(figures, found, load, options.note), everything)
+    head = ["imported at the first step in addition to the empty script's", "modules"]
+    text = f"""# From the start of the ranks to the first step
+
+All ranks on one machine, its files in the page cache: on a cluster, a shared file system adds to each file that is
+opened, for both sides. {options.note}"""
+    tables = {
+        "Phases of rank 0, in seconds (medians)": phases_table(figures["ranks"]),
+        "Modules": report.table(head, in_addition(figures)),
+    }
+    everything = {"rows": [row.as_json() for row in rows_of(figures)], **figures}
+    report.write(options.out, "startup", text, everything, tables=tables)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,14 @@ turn, while the others wait; two blocks of the bare loop in each round show the 
 
 A step is a small model's forward, backward and optimizer's step, and then waits 10 or 100 ms, as a step on a GPU does:
 what clusterddp does comes on top. Counted per step: the training thread's CPU time, that of all threads of the rank,
-wall time, the Python instructions of the training thread, and the blocks of memory that Python has more. Then the
-training thread's CPU time in each part of a step, and in our steps without each of the services.
+wall time, the Python instructions of the training thread, and the training thread's CPU
+time in each part of a step. `tests/unit/test_step_cost.py` limits the instructions, and what memory grows by.
 
 The bar: at most 150 us of the training thread's CPU per step more than the bare loop, on each rank.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -39,21 +38,8 @@ SAVED_EVERY = f"{EVALUATED_EVERY} steps"
 BLOCKS = {10: 100, 100: 10}
 ORDER = ("ours", "bare", "again")
 COUNTED_STEPS = 100
-#: The parts of a step, and what it can be measured without; as in the script.
+#: The parts of a step, as in the script.
 PARTS = ("between two steps", "forward", "backward", "optimizer's step", "sleep", "run.log")
-SERVICES = (
-    "run.log and metrics.jsonl",
-    "step timing",
-    "seeding the generators",
-    "stops and signal handlers",
-    "saves, and whether one is due",
-    "the script's values before the step",
-    "whether gradients accumulate",
-    "all of a TensorDataset's batch at once",
-)
-#: The loop's allocations are compared over so many steps.
-GROWTH_STEPS = 1000
-
 #: What the ranks measured in a block, by rank.
 Measured = list[dict[str, float]]
 
@@ -64,15 +50,13 @@ class Loops:
     def __init__(self, connections: dict[tuple[str, int], Connection]) -> None:
         self._connections = connections
 
-    def block(
-        self, who: str, steps: int, pause_ms: float, *, count: bool = False, parts: bool = False, without: str = ""
-    ) -> Measured:
+    def block(self, who: str, steps: int, pause_ms: float, *, count: bool = False, parts: bool = False) -> Measured:
         """Lets the ranks of a loop make a block. Each figure is of the whole block.
 
-        ``count``: with the Python instructions. ``parts``: with the CPU time of a step's parts. ``without``: a service.
+        ``count``: with the Python instructions. ``parts``: with the CPU time of a step's parts.
         """
         ranks = [self._connections[who, rank] for rank in range(RANKS)]
-        command = {"steps": steps, "pause": pause_ms / 1000, "count": count, "parts": parts, "without": without}
+        command = {"steps": steps, "pause": pause_ms / 1000, "count": count, "parts": parts}
         for connection in ranks:
             connection.send(command)
         return [connection.recv() for connection in ranks]
@@ -133,22 +117,17 @@ def measure(rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
                 blocks[str(pause)].append(one_round(loops, number, BLOCKS[pause], pause))
         profile = profiled(loops, rounds // 3 or 1, lengths)
         counted = {who: loops.block(who, COUNTED_STEPS, 0.1, count=True) for who in ("bare", "ours")}
-        growth = {who: [loops.block(who, GROWTH_STEPS, 0.1) for _ in range(2)] for who in ("bare", "ours")}
-    return {"blocks": blocks, "profile": profile, "counted": counted, "growth": growth}
+    return {"blocks": blocks, "profile": profile, "counted": counted}
 
 
-def profiled(loops: Loops, rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
-    """Where a step's time goes: its parts in both loops; and our steps without each of the services, in turn."""
-    parts: dict[str, list[dict[str, Measured]]] = {str(pause): [] for pause in lengths}
-    without: list[dict[str, Measured]] = []
-    pause = min(lengths)
-    for _ in range(rounds):
-        for pause_ms in lengths:
-            both = {who: loops.block(who, BLOCKS[pause_ms], pause_ms, parts=True) for who in ("bare", "ours")}
-            parts[str(pause_ms)].append(both)
-        names = ["", *SERVICES]
-        without.append({name: loops.block("ours", BLOCKS[pause], pause, without=name) for name in names})
-    return {"parts": parts, "without": without}
+def profiled(loops: Loops, rounds: int, lengths: Sequence[int]) -> dict[str, list[dict[str, Measured]]]:
+    """Where a step's time goes: its parts in both loops."""
+    return {
+        str(pause): [
+            {who: loops.block(who, BLOCKS[pause], pause, parts=True) for who in ("bare", "ours")} for _ in range(rounds)
+        ]
+        for pause in lengths
+    }
 
 
 def one_round(loops: Loops, number: int, steps: int, pause_ms: float) -> dict[str, Measured]:
@@ -186,15 +165,9 @@ def table_rows(figures: dict[str, Any]) -> list[rows.Row]:
     return [*found, rows.counted("Python instructions of a step", "", mine, others, limit)]
 
 
-def more_us(figures: dict[str, Any], pause: int, rank: int) -> str:
-    """By how much a step's CPU time is above the bare loop's: the median and its interval."""
-    ours, bare = (series(figures, pause, name, "thread", rank, 1e6) for name in ("ours", "bare"))
-    return paired_us(ours, bare)
-
-
 def by_part(figures: dict[str, Any], pause: int) -> list[list[str]]:
     """For each part of a step, its CPU time in both loops on rank 0, and the difference on each rank."""
-    found, steps = figures["profile"]["parts"][str(pause)], BLOCKS[pause]
+    found, steps = figures["profile"][str(pause)], BLOCKS[pause]
 
     def us(who: str, part: str, rank: int) -> list[float]:
         return [1e6 * one[who][rank][part] / steps for one in found]
@@ -206,16 +179,6 @@ def by_part(figures: dict[str, Any], pause: int) -> list[list[str]]:
     return lines
 
 
-def by_service(figures: dict[str, Any], pause: int) -> list[list[str]]:
-    """How much less of the training thread's CPU a step takes without each of the services, by rank."""
-    found, steps = figures["profile"]["without"], BLOCKS[pause]
-
-    def us(name: str, rank: int) -> list[float]:
-        return [1e6 * one[name][rank]["thread"] / steps for one in found]
-
-    return [[name, *(paired_us(us("", rank), us(name, rank)) for rank in range(RANKS))] for name in SERVICES]
-
-
 def paired_us(ours: Sequence[float], other: Sequence[float]) -> str:
     """The median of the differences, and its interval."""
     differences = [one - another for one, another in zip(ours, other, strict=True)]
@@ -223,69 +186,25 @@ def paired_us(ours: Sequence[float], other: Sequence[float]) -> str:
     return f"{report.median(differences):.0f} ({low:.0f} to {high:.0f})"
 
 
-def grown(figures: dict[str, Any], who: str) -> str:
-    """The blocks of memory per 1000 steps that rank 0 has more, after the loop has settled."""
-    return f"{figures['growth'][who][1][0]['allocated'] * 1000 / GROWTH_STEPS:.0f}"
-
-
-def described(figures: dict[str, Any], found: Sequence[rows.Row], rounds: int) -> str:
-    """The page."""
-    head = ["", *(f"rank {rank}" for rank in range(RANKS))]
-    lengths = {pause: BLOCKS[pause] for pause in map(int, figures["blocks"])}
-    more = [[f"{pause} ms", *(more_us(figures, pause, rank) for rank in range(RANKS))] for pause in lengths]
-    shortest = min(lengths)
-    of_parts = ["part", "ours", "the bare loop", *(f"more on {rank}" for rank in head[1:])]
-    parts = "\n\n".join(f"A step of {p} ms:\n\n{report.table(of_parts, by_part(figures, p))}" for p in lengths)
-    return f"""# What a run costs while it trains
-
-{report.place(f"load average {figures['load']:.0f}")} {RANKS} gloo ranks; medians of {rounds}
-rounds, {" and ".join(f"{steps} steps of {pause} ms" for pause, steps in lengths.items())} in each block. A step
-waits so long with its CPU idle, as a step on a GPU does; on CPUs that train, only the CPU figures apply. A
-checkpoint of 70 kB and an evaluation every 100 steps are in them. `make bench-steady-state`.
-
-{rows.table([row.as_json() for row in found])}
-
-Microseconds of the training thread's CPU per step above the bare loop; the bar is {BAR_US:.0f}:
-
-{report.table(head, more)}
-
-## Where it goes
-
-The training thread's CPU time in the parts of a step, in microseconds, in blocks of their own: the medians of rank 0,
-and by how much ours is above the bare loop's. In cold caches, the first part that uses a piece of Python or torch pays
-for loading it, in either loop; so does "run.log" after the wait.
-
-{parts}
-
-By how much less a step of {shortest} ms takes without each of the services:
-
-{report.table(["without", *head[1:]], by_service(figures, shortest))}
-
-The rows do not add up: without one service, the next one is the first to run in cold caches. The last row is a saving
-of ctx.loader: without it, the batch is read sample by sample, as the bare loop does, and the generators are watched
-meanwhile for draws, as for any other dataset that is read in the training thread. With workers, there is neither.
-
-## Memory
-
-Blocks of memory that Python holds more after {GROWTH_STEPS} further steps on rank 0: ours {grown(figures, "ours")}, the
-bare loop {grown(figures, "bare")}. `tests/unit/test_step_cost.py` limits the instructions of a step, and the growth."""
-
-
 def main() -> None:
     """Measures and writes the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__, "6 rounds")
     parser.add_argument("--rounds", type=int, help="(default: 40)")
     parser.add_argument(
         "--lengths", type=int, nargs="+", choices=list(BLOCKS), default=list(BLOCKS), help="of a step, ms"
     )
-    parser.add_argument("--quick", action="store_true", help="6 rounds")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     rounds = options.rounds or (6 if options.quick else 40)
-    figures = {"load": os.getloadavg()[0], **measure(rounds, options.lengths)}
-    found = table_rows(figures)
-    text = described(figures, found, rounds)
-    report.write(options.out, "steady-state", text, {**figures, "rows": [row.as_json() for row in found]})
+    figures = measure(rounds, options.lengths)
+    blocks = " and ".join(f"{BLOCKS[pause]} steps of {pause} ms" for pause in options.lengths)
+    text = f"""# What a run costs while it trains
+
+{RANKS} gloo ranks; medians of {rounds} rounds, {blocks} in each block. A step waits so long with its CPU idle, as a
+step on a GPU does; on CPUs that train, only the CPU figures apply. {options.note}"""
+    head = ["part", "ours", "the bare loop", *(f"more on rank {rank}" for rank in range(RANKS))]
+    tables = {f"CPU us by part, step of {p} ms": report.table(head, by_part(figures, p)) for p in options.lengths}
+    found = [row.as_json() for row in table_rows(figures)]
+    report.write(options.out, "steady-state", text, {**figures, "rows": found}, tables=tables)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,7 +101,7 @@ def in_turns(up: Cluster, kinds: dict[str, Callable[[Cluster, Path], Any]], repe
     for number in range(-1, repetitions):
         order = list(kinds) if number % 2 else list(reversed(kinds))
         for kind in order:
-            print(f"{time.strftime('%H:%M:%S')} {kind}: {number + 1} of {repetitions}", file=sys.stderr, flush=True)
+            report.say(f"{kind}: {number + 1} of {repetitions}")
             took = kinds[kind](up, folder_for(up, f"{kind}-{number + 1}"))
             found[kind] += [took] if number >= 0 else []
     return found
@@ -132,18 +131,6 @@ def table_rows(figures: dict[str, Any]) -> list[rows.Row]:
     ]
 
 
-def described(found: list[rows.Row], slurm: str) -> str:
-    return f"""# Submission and launch
-
-{report.place(f"Slurm {slurm}, 2 simulated nodes on it")} One user, an idle controller: on a busy one, sbatch takes
-longer on either side. `make bench-submission`.
-
-{rows.table([row.as_json() for row in found])}
-
-A submission of ours is a Python process that reads the definition, records the run and calls sbatch. A launch starts
-the supervisor and, by one srun, the entry point of each rank, which runs the script."""
-
-
 def main() -> None:
     """Measures and writes the report."""
     parser = report.parser(__doc__, "8 submissions and 5 launches of each kind")
@@ -152,9 +139,13 @@ def main() -> None:
     options = parser.parse_args()
     counts = (8, 5) if options.quick else (options.submissions, options.launches)
     figures = measure(*counts)
-    found = table_rows(figures)
-    text = described(found, figures["slurm"])
-    report.write(options.out, "submission", text, {**figures, "rows": [row.as_json() for row in found]})
+    text = """# Submission and launch
+
+A submission and a launch beside those of sbatch and srun, with one user and an idle controller: on a busy one, sbatch
+takes longer on either side."""
+    found = [row.as_json() for row in table_rows(figures)]
+    where = f"Slurm {figures['slurm']}, 2 simulated nodes on it"
+    report.write(options.out, "submission", text, {**figures, "rows": found}, where=where)
 
 
 if __name__ == "__main__":

@@ -8,36 +8,31 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from clusterddp.cli.options import describe
-from clusterddp.cli.progress import Progress
-from clusterddp.cli.recording import Plant
-from clusterddp.cli.runs.cancel import cancel_run
-from clusterddp.cli.runs.first_failure import box, newest_failure
-from clusterddp.cli.runs.logs import find_log
-from clusterddp.cli.runs.status import state_of
-from clusterddp.cli.runs.watch import LOOK_S, Watcher
-from clusterddp.cli.submission import check, record_local, submit_to_slurm
-from clusterddp.cli.sweeps import arrays
-from clusterddp.cli.sweeps.plan import Plan, Sweep, planned, tell
 from clusterddp.errors import RunFailed, SlurmError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.jobdef.source import name_of, source_of
+from clusterddp.jobdef.program import name_of, source_of
 from clusterddp.process import module_command
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.find import open_run, runs_folder
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs import sweep_submission
+from clusterddp.runs.cancellation import cancel_run
+from clusterddp.runs.progress import Progress, Shown
+from clusterddp.runs.rank_output import box, find_log, newest_failure
+from clusterddp.runs.recording import ONLY_JOB, Content
+from clusterddp.runs.run_status import state_of
+from clusterddp.runs.run_watch import LOOK_S, Watcher
+from clusterddp.runs.submission import check, describe, record_local, submit_to_slurm
+from clusterddp.runs.sweep_folder import SweepFolder, default_name
+from clusterddp.runs.sweep_members import jobs_of, keys_of, named, nodes_of, of_python
+from clusterddp.runs.sweep_submission import Plan, Sweep, planned, tell
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import local_loop_alive
 from clusterddp.supervisor.limits import attempts_made
-from clusterddp.sweeps.definition import nodes_of, of_python
-from clusterddp.sweeps.folder import SweepFolder, default_name
-from clusterddp.sweeps.jobs import jobs_of
-from clusterddp.sweeps.members import keys_of, named
 
 #: Keys that say what runs, and so cannot be given with a function.
 _PROGRAM_KEYS = {"script", "module", "args", "resume"}
@@ -47,9 +42,6 @@ def launch(
     target: str | os.PathLike[str] | Callable[..., Any],
     *args: Any,
     fn_kwargs: Mapping[str, Any] | None = None,
-    nodes: int | str | None = None,
-    gpus_per_node: int | str | None = None,
-    device: str | None = None,
     local: bool = False,
     run_dir: str | os.PathLike[str] | None = None,
     **job_definition: Any,
@@ -64,13 +56,12 @@ def launch(
         target: A script, a job definition (``.yaml`` or ``.yml``), or a function.
         *args: Arguments of the function, or command-line arguments of the script, converted to text.
         fn_kwargs: Keyword arguments of the function, such as ``{"lr": 0.1}``. Default: none.
-        nodes: Number of nodes, or a range such as ``"2-4"``. Default: the job definition's, else 1.
-        gpus_per_node: GPUs per node, one rank each, or ``"TYPE:G"``; with ``device="cpu"``, ranks per node. Default:
-            the job definition's, else 1.
-        device: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo). Default: the job definition's, else ``"cuda"``.
         local: Start the ranks as processes on this machine instead of in a Slurm job. They outlive this process.
         run_dir: The run directory. Default: a new one, ``$CLUSTERDDP_RUNS/NAME-N`` or ``./runs/NAME-N``.
-        **job_definition: Any other key of a job definition: ``time="8:00:00"``, ``checkpoint={"every": "500 steps"}``.
+        **job_definition: Keys of a job definition, over those of ``target``: ``nodes=2`` (or a range, ``"2-4"``),
+            ``gpus_per_node=8`` (one rank each; also ``"TYPE:G"``; with ``device="cpu"``, ranks per node),
+            ``device="cuda"`` (NCCL) or ``"cpu"`` (gloo), ``time="8:00:00"``, ``checkpoint={"every": "500 steps"}``.
+            Default: one node with one GPU.
 
     Returns:
         A handle for the run. For a run that completed earlier, nothing is started.
@@ -84,22 +75,21 @@ def launch(
         handle = clusterddp.launch(train, 0.1, fn_kwargs={"seed": 3}, nodes=2, gpus_per_node=8, time="8:00:00")
         accuracy = handle.result()
     """
-    values = _given(nodes=nodes, gpus_per_node=gpus_per_node, device=device, **job_definition)
+    values = {key: value for key, value in job_definition.items() if value is not None}
     folder = None if run_dir is None else os.fspath(run_dir)
     if fn_kwargs and not callable(target):
         raise UsageError(f"fn_kwargs: only for a function, got {target}; pass a script its arguments after it, as text")
     with without_job_variables():
         if callable(target):
-            (job, plant), source = _of_function(target, args, values, fn_kwargs), source_of(target)
+            job, content = _of_function(target, args, values, fn_kwargs)
         else:
             values |= {"args": [str(argument) for argument in args]} if args else {}
-            job, plant, source = describe(os.fspath(target), values, {}), None, None
+            job, content = describe(os.fspath(target), values, {}), ONLY_JOB
         if check(job, folder, place="--local" if local else None) is None and folder:  # it completed earlier
             return Handle(folder)
-        started = (job, folder, plant, source)
         if local:
-            return _start_local(*started)
-        run, job_id = submit_to_slurm(*started)
+            return _start_local(job, folder, content)
+        run, job_id = submit_to_slurm(job, folder, content)
     handle = Handle(run.path)
     handle.job_id = job_id
     return handle
@@ -109,9 +99,6 @@ def sweep(
     target: str | os.PathLike[str] | Callable[..., Any],
     grid: Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]],
     *args: Any,
-    nodes: int | str | None = None,
-    gpus_per_node: int | str | None = None,
-    device: str | None = None,
     local: bool = False,
     run_dir: str | os.PathLike[str] | None = None,
     max_running: int | None = None,
@@ -129,14 +116,11 @@ def sweep(
             list of mappings, one per run. Keys are a function's keyword arguments (values: numbers, text, lists of
             them), or keys of the job definition and arguments of the script (``lr`` or ``args.lr`` for ``--lr``).
         *args: Arguments that all runs have: those of the function, or command-line arguments of the script.
-        nodes: As for ``launch()``.
-        gpus_per_node: As for ``launch()``.
-        device: As for ``launch()``.
         local: Run them one after another on this machine, without Slurm, and return when all are over. Default: False.
         run_dir: The sweep's folder. Default: ``NAME-by-KEYS`` in ``$CLUSTERDDP_RUNS`` or ``./runs``.
         max_running: How many runs may run at a time. Default: no limit.
         retry: ``["failed"]``, ``["cancelled"]`` or both: start runs in these states, too. Default: none.
-        **job_definition: Any other key of a job definition, for all runs.
+        **job_definition: Keys of a job definition, for all runs, as for ``launch()``.
 
     Returns:
         A handle for each run, in the order of the grid.
@@ -150,15 +134,15 @@ def sweep(
         handles = clusterddp.sweep(train, {"lr": [1e-3, 1e-4], "seed": range(5)}, gpus_per_node=8, time="8:00:00")
         accuracies = [handle.result() for handle in handles]
     """
-    values = _given(nodes=nodes, gpus_per_node=gpus_per_node, device=device, **job_definition)
+    values = {key: value for key, value in job_definition.items() if value is not None}
     with without_job_variables():
         asked = replace(_sweep_of(target, grid, args, values, run_dir), max_running=max_running, retry=tuple(retry))
-        with planned(asked, arrays.settle) as plan:
+        with planned(asked, sweep_submission.settle) as plan:
             tell(asked, plan)
             if not local:
                 _submit_all(asked, plan)
         for name in plan.submit if local else ():
-            _start_local(asked.jobs[name], str(asked.folder.member(name)), asked.plants.get(name), asked.source).wait()
+            _start_local(asked.jobs[name], str(asked.folder.member(name)), asked.content(name)).wait()
     return [Handle(asked.folder.member(name).path) for name in asked.members]
 
 
@@ -240,7 +224,7 @@ class Handle:
         job = load_resolved(self._run.job_file)
         local = self._process or self._run.loop_file.exists()
         over = self._local_over if local else Watcher(self._run, job).look
-        with Progress(self._run, job.steps, output=False, every_s=job.progress) as progress:
+        with Progress(self._run, job.steps, job.progress, Shown(output=False)) as progress:
             while not over():
                 progress.update()
                 if deadline is not None and time.monotonic() > deadline:
@@ -316,14 +300,9 @@ class Handle:
 # --- starting
 
 
-def _given(**values: Any) -> dict[str, Any]:
-    """The keys of the job definition that the call names."""
-    return {key: value for key, value in values.items() if value is not None}
-
-
 def _submit_all(wanted: Sweep, plan: Plan) -> None:
     """Raises SlurmError if Slurm took only some of the members."""
-    done = arrays.submit(wanted, plan)
+    done = sweep_submission.submit(wanted, plan)
     if done.refused:
         raise SlurmError(f"{len(done.members)} of {len(plan.submit)} runs submitted: {done.refused}") from done.refused
 
@@ -336,18 +315,17 @@ def _sweep_of(
     members = named(nodes_of(chosen))
     if len(members) < len(chosen):
         raise UsageError("the grid has the same values twice: expected each combination once")
-    plants: dict[str, Plant] = {}
+    contents: dict[str, Content] = {}
     if callable(target):
         made = [_of_function(target, args, dict(values), keywords) for keywords in chosen]
         job = made[0][0]
-        jobs, plants = dict.fromkeys(members, job), dict(zip(members, (plant for _, plant in made), strict=True))
+        jobs, contents = dict.fromkeys(members, job), dict(zip(members, (content for _, content in made), strict=True))
     else:
         values |= {"args": [str(argument) for argument in args]} if args else {}
         job = describe(os.fspath(target), values, {})
         jobs = dict(zip(members, jobs_of(job, list(members.values())), strict=True))
     folder = run_dir or runs_folder(os.environ) / default_name(job, keys_of(members.values()))
-    source = source_of(target) if callable(target) else None
-    return Sweep(SweepFolder(folder), job, members, jobs, plants=plants, source=source)
+    return Sweep(SweepFolder(folder), job, members, jobs, contents=contents)
 
 
 @contextmanager
@@ -365,11 +343,11 @@ def _of_function(
     args: tuple[Any, ...],
     values: dict[str, Any],
     keywords: Mapping[str, Any] | None = None,
-) -> tuple[Job, Plant]:
-    """The job that calls a function, and what writes the function, pickled before anything is created, into its run."""
+) -> tuple[Job, Content]:
+    """The job that calls a function, and the function, pickled before anything is created."""
     from submitit.helpers import DelayedSubmission
 
-    from clusterddp.worker.function import MODULE, function_file, pickled, save_function
+    from clusterddp.worker.function import MODULE, pickled
 
     if clash := _PROGRAM_KEYS & values.keys():
         raise UsageError(f"{', '.join(sorted(clash))}: not allowed when the target is a function")
@@ -378,12 +356,12 @@ def _of_function(
         content = pickled(DelayedSubmission(function, *args, **(keywords or {})))
     except Exception as error:
         raise UsageError(f"{function!r} and its arguments cannot be pickled: {error}") from error
-    return job, lambda run: save_function(function_file(run), content)
+    return job, Content(function=content, source=source_of(function))
 
 
-def _start_local(job: Job, run_dir: str | None, plant: Plant | None, source: Path | None) -> Handle:
+def _start_local(job: Job, run_dir: str | None, content: Content) -> Handle:
     """Records the run and starts a process that trains it, as the command line would continue it."""
-    run = record_local(job, run_dir, plant, source, loop=False)
+    run = record_local(job, run_dir, content, loop=False)
     command = [*module_command("clusterddp.submit"), "--local", "--run-dir", str(run)]
     with open(run.loop_log, "ab", opener=create_file) as log:
         # In its own session, so that Ctrl-C does not reach it.

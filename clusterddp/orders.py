@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.data.orders import plain
-from clusterddp.data.orders import weighted as by_weight
-from clusterddp.data.orders.bucketed import Bucketed
-from clusterddp.data.orders.mixture import Mixture, Weights
-from clusterddp.data.orders.order import Order
-from clusterddp.data.orders.sharded import ByShard
+from clusterddp.data import sample_orders
+from clusterddp.data import sample_orders as by_weight
+from clusterddp.data.mixture import Mixture, Weights
+from clusterddp.data.sample_order import Order
+from clusterddp.data.sample_orders import Bucketed, ByShard
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +34,7 @@ def shuffled(version: int | None = None) -> Order:
 
     Example: ``loader = ctx.loader(dataset, batch_size=64, order=orders.shuffled())``
     """
-    return plain.Shuffled(version)
+    return sample_orders.Shuffled(version)
 
 
 def sequential() -> Order:
@@ -43,7 +42,7 @@ def sequential() -> Order:
 
     Example: ``loader = ctx.loader(dataset, batch_size=64, order=orders.sequential())``
     """
-    return plain.Sequential()
+    return sample_orders.Sequential()
 
 
 def weighted(weights: Any, labels: Any = None, *, num_samples: int | None = None) -> Order:

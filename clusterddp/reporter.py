@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
-
+import unicodedata
 
 #: Colours, and what a terminal would obey or show in another order: control characters but tab and line end, line and
 #: paragraph separators, changes of direction, and what is no character.
@@ -124,3 +124,45 @@ class _Forgiving(io.RawIOBase):
             return os.write(self._descriptor, data)
         except OSError:
             return memoryview(data).nbytes
+
+
+def one_line(text: str) -> str:
+    """``printable`` text in one line: tabs and line ends become question marks, too."""
+    return text if text.isprintable() else printable(text).translate({9: "?", 10: "?"})
+
+
+def columns_of(text: str) -> int:
+    """The columns of a terminal that a text takes: East Asian letters take two, combining ones none."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+        for letter in text
+    )
+
+
+def clipped(text: str, width: int, keep_end: bool = False) -> str:
+    """A text in so many columns. The end of a path tells runs apart."""
+    if columns_of(text) <= width:
+        return text
+    room, kept = max(width - 3, 0), 0
+    for letter in reversed(text) if keep_end else text:  # it may have a million
+        room -= columns_of(letter)
+        if room < 0:
+            break
+        kept += 1
+    return f"...{text[len(text) - kept :]}" if keep_end else f"{text[:kept]}..."
+
+
+def can_ask() -> bool:
+    """Whether someone sees the question and can answer it."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
+
+
+def agreed(question: str) -> bool:
+    """Asks on the terminal; only y and yes agree."""
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    answer = sys.stdin.readline()
+    if not answer.endswith("\n"):  # Ctrl-D: what follows begins a line
+        print(file=sys.stderr)
+    return answer.strip().lower() in ("y", "yes")

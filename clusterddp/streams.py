@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from clusterddp.data.streams import json_lines, tar
-from clusterddp.data.streams.sharded import Indexed, Sharded
-from clusterddp.data.streams.shards import Paths, found, patterns_of
+from clusterddp.data import shard_formats
+from clusterddp.data.shard_formats import Indexed, Sharded
+from clusterddp.data.shards import Paths, found, patterns_of
 
 __all__ = ["JsonLines", "TarShards", "Tokens"]
 
@@ -55,12 +55,12 @@ class TarShards(Indexed):
         *,
         index: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__("tar", files, index, decode, tar.scan)
+        super().__init__("tar", files, index, decode, shard_formats.scan_archive)
 
     def _sample(self, path: str, number: int, within: int) -> Any:  # noqa: ARG002
         start, data = self._bytes(path, number)
         try:
-            key, files = tar.sample(data, start)
+            key, files = shard_formats.sample(data, start)
         except ValueError as error:
             raise ValueError(f"{path}, sample at byte {start}: {error}") from None
         sample = {"__key__": key, "__url__": path, **files}
@@ -90,7 +90,7 @@ class JsonLines(Indexed):
     def __init__(
         self, files: Paths, decode: Callable[[bytes], Any] = json.loads, *, index: str | os.PathLike[str] | None = None
     ) -> None:
-        super().__init__("lines", files, index, decode, json_lines.scan)
+        super().__init__("lines", files, index, decode, shard_formats.scan_lines)
 
     def _sample(self, path: str, number: int, within: int) -> Any:  # noqa: ARG002
         start, line = self._bytes(path, number)

@@ -10,13 +10,10 @@ imports this module for every app, so that it imports what submits only when a m
 
 import argparse
 import copy
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, make_dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -29,14 +26,14 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from clusterddp.errors import ClusterddpError, RunFailed, SlurmError, UsageError
-from clusterddp.jobdef.hydra_overrides import output_folder, text
+from clusterddp.jobdef.program import hydra_text
 from clusterddp.jobdef.schema import READERS
 from clusterddp.jobdef.secrets import MASK, is_secret
 
 if TYPE_CHECKING:
-    from clusterddp.cli.sweeps.plan import Sweep
     from clusterddp.jobdef.job import Job
     from clusterddp.rundir.run_directory import RunDirectory
+    from clusterddp.runs.sweep_submission import Sweep
 
 #: Keys of a job definition that a multirun sets itself.
 _PROGRAM = ("script", "module", "args", "hydra")
@@ -179,10 +176,11 @@ class ClusterddpLauncher(Launcher):
 
     def _sweep(self, batch: Sequence[_Member]) -> "Sweep":
         """These members. Those of earlier batches stay in the same folder, and in its record."""
-        from clusterddp.cli.options import describe
-        from clusterddp.cli.sweeps.plan import Sweep
         from clusterddp.jobdef.yaml12 import Node, Place
-        from clusterddp.sweeps.folder import SweepFolder
+        from clusterddp.runs.recording import Content
+        from clusterddp.runs.submission import describe
+        from clusterddp.runs.sweep_folder import SweepFolder
+        from clusterddp.runs.sweep_submission import Sweep
 
         values = {**self._keys, **_program(), "args": _config_options(sys.argv[1:]), "hydra": True}
         job = describe(None, values, {})
@@ -195,7 +193,7 @@ class ClusterddpLauncher(Launcher):
         return Sweep(
             SweepFolder(self._folder / "runs"), job, members, jobs, tuple(self._own["retry"]),
             max_running=self._own["max_running"], retry_option="hydra.launcher.retry=[{}]",
-            plants={one.name: partial(_link, one.output) for one in batch},
+            contents={one.name: Content(hydra_output=one.output) for one in batch},
         )  # fmt: skip
 
     def _arguments(self, member: _Member) -> list[str]:
@@ -204,8 +202,8 @@ class ClusterddpLauncher(Launcher):
             "hydra.mode": "RUN",
             "hydra.job.num": member.number,
             "hydra.job.id": member.number,
-            "hydra.sweep.dir": text(str(self._folder)),
-            "hydra.run.dir": text(str(member.output)),
+            "hydra.sweep.dir": hydra_text(str(self._folder)),
+            "hydra.run.dir": hydra_text(str(member.output)),
         }
         section = OmegaConf.to_container(self._config.hydra.overrides.hydra)
         assert isinstance(section, list)
@@ -224,17 +222,17 @@ class ClusterddpLauncher(Launcher):
 
     def _submit(self, sweep: "Sweep") -> None:
         """Submits the members, and waits for them. Slurm may take the rest only once some have ended."""
-        from clusterddp.cli.runs.watch import watch
-        from clusterddp.cli.sweeps import arrays
-        from clusterddp.cli.sweeps.plan import planned, tell
         from clusterddp.errors import INTERRUPTED
         from clusterddp.reporter import show
         from clusterddp.rundir.find import as_typed
+        from clusterddp.runs import sweep_submission
+        from clusterddp.runs.run_watch import watch
+        from clusterddp.runs.sweep_submission import planned, tell
 
         while True:
-            with planned(sweep, arrays.settle) as plan:
+            with planned(sweep, sweep_submission.settle) as plan:
                 tell(sweep, replace(plan, left=[]))
-                done = arrays.submit(sweep, plan)
+                done = sweep_submission.submit(sweep, plan)
             if done.job_ids:
                 show(f"submitted {len(done.members)} members as job {', '.join(done.job_ids)}")
             show(f"see them with: clusterddp list {as_typed(sweep.folder.path)}")
@@ -250,22 +248,22 @@ class ClusterddpLauncher(Launcher):
             sweep = replace(sweep, retry=())
 
     def _run_here(self, sweep: "Sweep") -> None:
-        from clusterddp.cli.submission import check_place
-        from clusterddp.cli.sweeps import arrays, local
-        from clusterddp.cli.sweeps.plan import planned, tell
         from clusterddp.errors import INTERRUPTED
+        from clusterddp.runs import sweep_submission
+        from clusterddp.runs.submission import check_ranks
+        from clusterddp.runs.sweep_submission import planned, tell
 
-        check_place(sweep.job, "--local")
-        with planned(sweep, arrays.settle) as plan:
+        check_ranks(sweep.job, "--local")
+        with planned(sweep, sweep_submission.settle) as plan:
             tell(sweep, replace(plan, left=[]))
-        if local.run_all(sweep, plan) == INTERRUPTED:
+        if sweep_submission.run_all(sweep, plan) == INTERRUPTED:
             raise KeyboardInterrupt
 
     def _returned(self, run: "RunDirectory", member: _Member) -> JobReturn:
         """How a member ended, as Hydra's sweepers read it."""
         from clusterddp.api import Handle
+        from clusterddp.events import is_unconfirmed
         from clusterddp.reporter import show
-        from clusterddp.rundir.records import is_unconfirmed
 
         handle = Handle(run.path)
         result = JobReturn() if self._own["wait"] else Submitted()
@@ -320,12 +318,6 @@ def _config_options(arguments: Sequence[str]) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
 
 
-def _link(output: Path, run: "RunDirectory") -> None:
-    """A member's output folder has the same name as that of any run, such as for ``{run_dir}/hydra/last.ckpt``."""
-    with suppress(FileExistsError):
-        output_folder(run.path).symlink_to(os.path.relpath(output, run.path))
-
-
 def _check_distinct(members: Sequence[_Member]) -> None:
     """No two members write to the same folder, or where the run directories are."""
     known: dict[Path, str] = {}
@@ -339,8 +331,7 @@ def _check_distinct(members: Sequence[_Member]) -> None:
 
 def _check_same(sweep: "Sweep") -> None:
     """A member that exists has the same overrides: it is found by its number."""
-    from clusterddp.jobdef.differences import list_differences
-    from clusterddp.jobdef.load import load_resolved
+    from clusterddp.jobdef.load import list_differences, load_resolved
     from clusterddp.jobdef.secrets import without_secrets
 
     def shown(job: "Job") -> "Job":

@@ -156,6 +156,9 @@ def run(parts: Sequence[Part], options: Sequence[str]) -> int:
         reader.start()
     try:
         codes = {one.wait() for one in running}
+        for part, one in zip(parts, running, strict=True):
+            if one.returncode not in (PASSED, NO_TESTS):
+                print(f"{part.name}: pytest exited with code {one.returncode}", flush=True)
     except KeyboardInterrupt:  # which the parts got, too: they take their clusters down
         for one in running:
             one.wait()

@@ -6,10 +6,12 @@ with ``--apart`` those of all processes of the process namespace: of Slurm's dae
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
 import resource
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,9 @@ from typing import Any
 import pytest
 
 from tests import WITH_CLUSTER, ddp
+
+#: pytest's exit code.
+_EXIT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +62,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(f"{item.config.getoption('--seed')}/{item.nodeid}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_EXIT] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the process at once, as the ranks do: what libraries tidy up at its end may crash (kineto in torch 2.13)."""
+    if _EXIT in config.stash:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[_EXIT])
 
 
 @pytest.hookimpl(tryfirst=True)

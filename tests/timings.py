@@ -52,11 +52,10 @@ def timing_lines(
             totals[rank] = [totals[rank][0] + steps] + [
                 total + steps * phases[name] for total, name in zip(totals[rank][1:], PHASES, strict=True)
             ]
-            counts = {name: [[-7, totals[rank][0]]] for name in PHASES}
-            timing.update(rank, {"timing": totals[rank], "histograms": counts}, now)
+            timing.update(rank, {"timing": totals[rank]}, now)
         if timing.due(now):
             lines += timing.interval(now, hosts)
-    return lines + timing.last(now, hosts)
+    return lines + timing.interval(now, hosts)
 
 
 def write_timings(run: RunDirectory, lines: Sequence[Mapping[str, Any]]) -> None:

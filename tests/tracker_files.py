@@ -31,19 +31,9 @@ def in_tensorboard(run: RunDirectory) -> Any:
     """TensorBoard's view of the run, with all points: it discards what a later attempt has repeated."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    kinds = ("scalars", "tensors", "images", "histograms")
-    accumulator = EventAccumulator(str(run.tensorboard), size_guidance=dict.fromkeys(kinds, 0))
+    accumulator = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
     accumulator.Reload()
     return accumulator
-
-
-def texts(run: RunDirectory, name: str) -> list[Point]:
-    """A text in TensorBoard, as its server reads it: only that reader discards repeated texts (2.21)."""
-    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(run.tensorboard), size_guidance={"tensors": 0})
-    accumulator.Reload()
-    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in accumulator.Tensors(name)]
 
 
 def scalars(run: RunDirectory, name: str) -> list[Point]:

@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parser().parse_args(arguments)
     if options.page:
-        from benchmarks.gpu_check import page
+        from benchmarks.gpu_check import session
 
-        return page.main(options.out)
+        return session.write_page(options.out)
     if PREPARED not in os.environ:
         environment = prepared(options)
         os.chdir(REPOSITORY)

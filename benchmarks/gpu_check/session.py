@@ -78,18 +78,22 @@ def main(options: argparse.Namespace, started: float) -> int:
         )  # fmt: skip
         results = kept(options.out, session)
         print(f"{session.on}: {json.dumps(facts)}", flush=True)
-        for case in cases(session.ranks):
-            asked = case.name in options.only if options.only else True
-            done = results.get(case.name, {}).get("state") in ("passed", "failed")
-            if asked and (options.again or not done):
-                result = attempt(case, session)
-                results[case.name] = result.as_json()
-                print(f"{case.name}: {result.state}: {result.words} ({result.seconds:.1f} s)", flush=True)
-                if result.story:
-                    print(result.story, flush=True)
-                if options.out:
-                    keep(options.out, session, results)
+        for case in left(options, results, session.ranks):
+            result = attempt(case, session)
+            results[case.name] = result.as_json()
+            print(f"{case.name}: {result.state}: {result.words} ({result.seconds:.1f} s)", flush=True)
+            if result.story:
+                print(result.story, flush=True)
+            if options.out:
+                keep(options.out, session, results)
     return summary(results)
+
+
+def left(options: argparse.Namespace, results: Mapping[str, Mapping[str, Any]], ranks: int) -> list[Case]:
+    """The cases that were asked for, and have no result yet."""
+    done = {name for name, result in results.items() if result["state"] in ("passed", "failed")}
+    asked = [case for case in cases(ranks) if not options.only or case.name in options.only]
+    return [case for case in asked if options.again or case.name not in done]
 
 
 def summary(results: Mapping[str, Mapping[str, Any]]) -> int:
@@ -257,3 +261,29 @@ def keep(out: Path, session: Session, results: Mapping[str, Mapping[str, Any]]) 
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def write_page(out: Path | None) -> int:
+    """Writes the results in ``out`` into docs/measurements/gpu-check.md, whose other words are written by hand."""
+    record = json.loads(out.read_text()) if out is not None else None
+    if record is None or record["on"] == "stand-in":
+        print(f"{out} has no results of a GPU: no page", file=sys.stderr)
+        return 2
+    figures = {name: value for name, value in record.items() if name != "machine"}
+    report.write(REPOSITORY / "docs" / "measurements", "gpu-check", page(record), figures)
+    return 0
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The page's title and its table of cases. ``record``: the file of ``--out``."""
+    facts, lines = record["facts"], []
+    for result in record["cases"].values():
+        state = result["state"] + (f" (reduced: {', '.join(result['reduced'])})" if result["reduced"] else "")
+        lines.append([result["name"], state, " ".join(result["words"].split()).replace("|", "/"), result["seconds"]])
+    where = f"{facts['gpus']} x {facts['gpu']}, CUDA {facts['cuda']}, NCCL {facts['nccl']}, torch {facts['torch']}"
+    speeds = ", ".join(f"{name} {value:.3g}" for name, value in facts["speeds"].items())
+    return f"""# What needs a GPU
+
+{where}, {record["date"]}. Measured before the cases: {speeds}.
+
+{report.table(["case", "result", "finding", "seconds"], lines)}"""

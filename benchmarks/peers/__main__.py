@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import json
 import shutil
-import sys
 import threading
 import time
 import traceback
@@ -22,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.peers import page
 from benchmarks.peers.lane import NODES, Cell, Lane
-from benchmarks.peers.page import describe
 from benchmarks.peers.peers import BY_NAME, LIMIT, PEERS
 from benchmarks.peers.schedules import CELL_S, EPOCHS, OF_THE_LIMIT, QUICK_EPOCHS, SCHEDULES
 from benchmarks.runs import cluster
@@ -95,7 +94,7 @@ def work(lane: Lane, queue: Queue, results: Results, state: Path) -> None:
             figures = cell.run()
             results.add({**figures, "repetition": repetition, "load": Path("/proc/loadavg").read_text().split()[0]},
                         cell.folder / "final.bin")  # fmt: skip
-            say(f"{lane.partition} {name}: {figures['end']} ({figures['slurm']}), {figures['wall_s']} s")
+            report.say(f"{lane.partition} {name}: {figures['end']} ({figures['slurm']}), {figures['wall_s']} s")
             profile(lane.up, cell, state / "profiles" / f"{name}.json")
             lane.clear()
             cell.keep(state / "cells" / name)
@@ -132,10 +131,6 @@ def measure(keys: list[Key], lanes: int, minutes: float, results: Results, state
             thread.join()
 
 
-def say(words: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -158,7 +153,7 @@ def main() -> None:
     if missing:
         measure(missing, options.lanes, options.minutes, results, state)
     words = (state / "cluster").read_text() if (state / "cluster").exists() else ""
-    report.write(options.out, "peers", *describe(results.cells, state, words, options.note))
+    page.write(options.out, results.cells, state, words, options.note)
 
 
 if __name__ == "__main__":

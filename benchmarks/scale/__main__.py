@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, rows
+from benchmarks import report
 from benchmarks.scale import commands, connections, exponents
-from benchmarks.scale.page import page, table_rows
+from benchmarks.scale.page import table_rows, tables
 
 SIZES, QUICK_SIZES = (1024, 4096, 16384), (1024, 4096)
 BARE = 4096
@@ -97,7 +97,7 @@ def kept(name: str) -> Path:
 def measured(name: str, quick: bool) -> dict[str, Any]:
     """A part's figures, when they were taken, how long that took and what else the machine did."""
     began, load = time.time(), os.getloadavg()[0]
-    print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+    report.say(name)
     found = PARTS[name](quick)
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -110,7 +110,12 @@ def measured(name: str, quick: bool) -> dict[str, Any]:
 def write(folder: Path, found: Mapping[str, Any]) -> None:
     gathered = {name: found[name] for name in PARTS if name in found}
     table = [row.as_json() for row in table_rows({name: part["found"] for name, part in gathered.items()})]
-    report.write(folder, "scale", page(gathered, rows.table(table)), {"rows": table, "parts": gathered})
+    text = """# What grows with the number of ranks
+
+Simulated ranks are connections that speak the real protocol, many in one process; they train nothing, and share this
+machine with the supervisor. [scale.md](../design/scale.md) says what follows from these figures and what is only
+argued."""
+    report.write(folder, "scale", text, {"rows": table, "parts": gathered}, tables=tables(gathered))
 
 
 if __name__ == "__main__":

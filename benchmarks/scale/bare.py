@@ -45,7 +45,7 @@ def main() -> None:
                     continue
                 json.loads(line)
                 joined += 1
-                key.fileobj.sendall(b'{"host": "127.0.0.1", "port": 1, "known": 0}\n')
+                key.fileobj.sendall(b'{"host": "127.0.0.1", "port": 1, "open": true, "known": 0}\n')
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
 from clusterddp import environment
 from clusterddp.hostlist import expand
 from tests.runs_on_disk import event, recorded_run, started, steps
@@ -119,10 +118,3 @@ def make(folder: Path, runs: int) -> None:
     first = recorded_run(folder / "run-00000", history, metrics=metrics, outcome={"state": "completed", "step": 200})
     for number in range(1, runs):
         shutil.copytree(first.path, folder / f"run-{number:05}", copy_function=shutil.copyfile)
-
-
-def exponent(found: list[dict[str, Any]]) -> float:
-    """With which power of the number of runs the time grows."""
-    from benchmarks.scale.exponents import fitted
-
-    return fitted({entry["runs"]: report.median(entry["ours_s"]) for entry in found})

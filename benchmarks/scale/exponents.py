@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks.scale.connections import all_joined, driver, failure, stacks, stop
 from benchmarks.steps.agreement import CountingStore, wait_for_watcher
-from clusterddp.training.agreement import Agreement
+from clusterddp.training.stopping import Agreement
 
 SIZES = (4, 8, 32, 128, 512)
 #: Steps without a request, in which nothing may be sent.

@@ -74,6 +74,9 @@ class Controller:
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
         return "42"
 
+    def successor(self) -> str | None:
+        return None
+
 
 class Launcher:
     """Tells the driver when ranks are wanted; the driver tells how they ended."""

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 import clusterddp
-from clusterddp.training import preflight
-from clusterddp.training.log import reduction
+from clusterddp.training import log_reduction, preflight
 from clusterddp.worker import control_channel
 
 #: What the steps before a moment did.
@@ -43,7 +42,7 @@ def counting_send(event, **values):
 
 
 channel.send = counting_send
-look = reduction.Sender._look
+look = log_reduction.Sender._look
 
 
 def counting_look(sender):
@@ -51,8 +50,8 @@ def counting_look(sender):
     look(sender)
 
 
-reduction.Sender._look = counting_look
-publish = reduction.Sender._publish
+log_reduction.Sender._look = counting_look
+publish = log_reduction.Sender._publish
 
 
 def counting_publish(sender, wait):
@@ -61,7 +60,7 @@ def counting_publish(sender, wait):
     events["chunk"] += sender._chunks - before
 
 
-reduction.Sender._publish = counting_publish
+log_reduction.Sender._publish = counting_publish
 
 
 def connections():

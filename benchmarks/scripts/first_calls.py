@@ -37,7 +37,7 @@ def forked(values: Any, settled: bool) -> tuple[int, int]:
     """A process that makes a first call: its id, and where it writes its result."""
     import torch
 
-    from clusterddp.distributed import math_library
+    from clusterddp.distributed import devices
 
     reads, writes = os.pipe()
     child = os.fork()
@@ -46,7 +46,7 @@ def forked(values: Any, settled: bool) -> tuple[int, int]:
         return child, reads
     try:
         if settled:
-            math_library.settle()
+            devices.settle_vector_functions()
         os.write(writes, struct.pack("id", *wrong(torch.sqrt(values), torch.sqrt(values))))
     finally:
         os._exit(0)
@@ -71,7 +71,7 @@ def again(values: Any) -> Callable[[bool], Results]:
     import torch
 
     from benchmarks.math_library import cpu_number
-    from clusterddp.distributed import math_library
+    from clusterddp.distributed import devices
 
     number = cpu_number()
     if number is None:
@@ -83,7 +83,7 @@ def again(values: Any) -> Callable[[bool], Results]:
     def results(settled: bool) -> Results:
         number.value = -1
         if settled:
-            math_library.settle()
+            devices.settle_vector_functions()
         torch.sqrt(values, out=result)
         return [(0, 0.0) if torch.equal(result, expected) else wrong(result, expected)]
 
@@ -136,8 +136,6 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # before torch is imported
     import numpy
     import torch
-
-    from clusterddp.distributed import math_library  # noqa: F401  (imported before the forks)
 
     random = numpy.random.RandomState(0)  # not torch's, which may use MKL
     values = torch.from_numpy(random.rand(PART * options.threads).astype(numpy.float32))

@@ -9,11 +9,9 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,7 +35,6 @@ class Blocks:
         #: The training thread's seconds of CPU by the part of a step, where they are asked for.
         self._parts: dict[str, float] | None = None
         self._part_began = 0.0
-        self._left_out = ExitStack()
 
     def over(self) -> bool:
         """Between two steps: ends a block and waits for the next one. True when there is no more."""
@@ -47,7 +44,6 @@ class Blocks:
         if self._counter is not None or self.pause:
             self._connection.send(self._ended())
         self._counter, self.pause = None, 0.0
-        self._left_out.close()
         command = self._connection.recv()
         if command is None:
             return True
@@ -56,8 +52,6 @@ class Blocks:
         if command["count"]:
             self._counter = Instructions()
         self._parts = dict.fromkeys(PARTS, 0.0) if command["parts"] else None
-        for owner, name, instead in services()[command["without"]] if command["without"] else ():
-            self._left_out.enter_context(patch.object(owner, name, instead))
         self._before = now()
         self._part_began = self._before["thread"]
         return False
@@ -77,34 +71,8 @@ class Blocks:
             self._part_began = at
 
 
-def services() -> dict[str, list[tuple[Any, str, Callable[..., Any]]]]:
-    """What a run's steps can be measured without: the functions that then do nothing."""
-    from clusterddp.checkpoint.gradients import Gradients
-    from clusterddp.data import randomness
-    from clusterddp.data.batches.rows import Rows
-    from clusterddp.training.agreement import Agreement
-    from clusterddp.training.saving import Saver
-    from clusterddp.training.state.before_step import BeforeStep
-    from clusterddp.training.steps.logging import Logging
-    from clusterddp.training.timing import StepTimes
-
-    def nothing(*_: Any, **__: Any) -> None: ...
-
-    return {
-        "run.log and metrics.jsonl": [(Logging, "log", nothing), (Saver, "log", nothing)],
-        "step timing": [(StepTimes, name, nothing) for name in ("ask", "begin", "end")],
-        "seeding the generators": [(randomness, "seed_all", nothing)],
-        "stops and signal handlers": [(Agreement, "boundary", nothing)],
-        "saves, and whether one is due": [(Saver, "is_idle", lambda *_: True)],
-        "the script's values before the step": [(BeforeStep, "begin_step", nothing)],
-        "whether gradients accumulate": [(Gradients, name, nothing) for name in ("note", "begin_step", "stepped")],
-        "all of a TensorDataset's batch at once": [(Rows, "batch", nothing)],
-    }
-
-
 def now() -> dict[str, float]:
     return {
-        "allocated": sys.getallocatedblocks(),
         "process": time.process_time(),
         "thread": time.thread_time(),
         "wall": time.perf_counter(),

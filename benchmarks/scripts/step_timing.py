@@ -53,14 +53,9 @@ class Blocks:
         self._reduce: str | None = "mean"
         times.close()
 
-    def on(self) -> list[float]:
-        """Seconds and CPU seconds of a block with both."""
-        self._switch(self._times)
-        return self._block()
-
-    def off(self) -> list[float]:
-        """The same without both."""
-        return self._block()
+    def off(self) -> float:
+        """CPU microseconds per step of a block without both."""
+        return 1e6 * self._block() / self._count
 
     def measured(self, reduce: str | None) -> dict[str, float]:
         """CPU microseconds per step in timing and in logging: those of each call in a block with both.
@@ -98,14 +93,14 @@ class Blocks:
         self._log = log or run.log
         times._watch(self._trainer.model)
 
-    def _block(self) -> list[float]:
+    def _block(self) -> float:
         try:
             self._step()  # ends the step before, of another kind
             dist.barrier()
-            wall, cpu = time.perf_counter(), time.thread_time()
+            cpu = time.thread_time()
             for _ in range(self._count):
                 self._step()
-            return [time.perf_counter() - wall, time.thread_time() - cpu]
+            return time.thread_time() - cpu
         finally:
             self._times.close()
             self._run._times, self._logs = NoTimes(self._times._clock), False
@@ -148,12 +143,8 @@ def main() -> None:
         trainer.calibrate(options.step_ms / 1000)
         blocks = Blocks(run, trainer, run._times, options.steps)
         figures: list[dict[str, Any]] = []
-        for number in range(options.pairs):
-            order = [("on", blocks.on), ("off", blocks.off), ("first", blocks.off), ("second", blocks.off)]
-            if number % 2:  # a drift of the machine's speed is on neither side
-                order = [order[1], order[0], order[3], order[2]]
-            figures.append({name: block() for name, block in order})
-            figures[-1]["reduced"], figures[-1]["plain"] = blocks.measured("mean"), blocks.measured(None)
+        for _ in range(options.pairs):
+            figures.append({"off": blocks.off(), "reduced": blocks.measured("mean"), "plain": blocks.measured(None)})
         blocks.end()
         (options.folder / f"rank-{ctx.rank}.json").write_text(json.dumps(figures))
 

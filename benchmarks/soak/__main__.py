@@ -377,7 +377,7 @@ class Soak:
             self.results.append(result)
             said = "; ".join(result.problems) or "as the uninterrupted run"
             count = f"{self._made(proctrack)} of {share} {'faults' if mixed else 'preemptions'}"
-            print(f"{time.strftime('%H:%M:%S')} {case.name}: {count}; {said}", file=sys.stderr, flush=True)
+            report.say(f"{case.name}: {count}; {said}")
 
 
 def summary(results: Sequence[Result]) -> list[Any]:
@@ -401,8 +401,8 @@ def summary(results: Sequence[Result]) -> list[Any]:
     ]
 
 
-def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
-    """The report and the raw figures."""
+def write(out: Path, soak: Soak) -> bool:
+    """The page; whether no run had a problem."""
     results, settings = soak.results, soak.settings
     mixed = bool(settings.get("faults"))
     groups = {
@@ -410,52 +410,22 @@ def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
         for proctrack in settings["proctracks"]
         for grace in settings["graces"]
     }
-    head = [
-        *(
-            "",
-            "new attempts" if mixed else "preemptions",
-            "before the attempt's first step",
-            "runs",
-            "lost",
-            "doubled",
-            "steps repeated",
-        ),
-        *("samples wrong", "weights differ", "any fault", "handover: median / worst", "taking: median / worst"),
-        "resume: median / worst",
-    ]
-    rows = [[name, *summary(own)] for name, own in {**groups, "all": results}.items()]
-    slurm = f"Slurm {', '.join(sorted({result.slurm for result in results}))}"
-    problems = [f"- {result.case}: {'; '.join(result.problems)}" for result in results if result.problems]
+    attempts = ["", "new attempts", "before the attempt's first step", "runs", "lost", "doubled", "steps repeated"]
+    times = ["handover: median / worst", "taking: median / worst", "resume: median / worst"]
+    lines = [[name, *summary(own)] for name, own in {**groups, "all": results}.items()]
+    tables = {"Runs": report.table([*attempts, "samples wrong", "weights differ", "any fault", *times], lines)}
+    tables |= {"Faults": faults.table(results)} if mixed else {}
+    problems = [[result.case, "; ".join(result.problems)] for result in results if result.problems]
+    tables |= {"Problems": report.table(["run", "what is wrong"], problems)} if problems else {}
+    empty = f" An empty DDP script takes {report.median(soak.empty):.1f} s to its first step." if mixed else ""
     text = f"""# Soak: preemptions {"and other faults " if mixed else ""}at random moments
 
-{report.place(slurm)}
-{STEPS} steps per run, seed {settings["seed"]}: `python -m benchmarks.soak{"" if mixed else " --no-faults"}`.
-{_faults_text(soak) if mixed else ""}
-{report.table(head, rows)}
-
-{"" if mixed else "A preemption is counted when a new attempt followed."}
-Times in seconds. Handover: from the TERM to the ranks until the preempting job runs. Taking: the same from the
-submission of that job, scheduling included, also where there were no ranks to signal. Resume: from the first line of
-the restarted batch script to the first new step.
-{"Problems" if mixed else "Faults"}: {"none." if not problems else ""}
-{chr(10).join(problems)}""".rstrip()
-    figures = {"empty_ddp_s": soak.empty} if mixed else {}
-    return text, {**settings, **figures, "runs": [asdict(result) for result in results], "met": not problems}
-
-
-def _faults_text(soak: Soak) -> str:
-    """What each kind of fault cost."""
-    return f"""
-{faults.table(soak.results)}
-
-Runs lost: runs with such a fault that did not complete. A checkpoint is taken every {EVERY} steps; a
-preemption is announced, the other faults are not. A repeated step is attributed to the newest fault before the attempt
-that repeats it (to each of several, if an attempt between them made no step); one repeated after preemptions alone is a
-problem. The next new step is the first that was not done before the fault: its time includes the repeated steps, the
-hold after a requeue (7 s here) and the duration of the fault; faults followed by another one before that step are left
-out. An empty DDP script takes {report.median(soak.empty):.1f} s from its batch script's first line to its first step
-(median of {len(soak.empty)}, measured in the same minutes).
-"""
+{STEPS} steps per run, a checkpoint every {EVERY}, seed {settings["seed"]}; times in seconds, see
+`benchmarks/soak/__main__.py`. Runs with a problem: {len(problems)}.{empty}"""
+    figures = {**settings, "empty_ddp_s": soak.empty, "runs": [asdict(result) for result in results]}
+    where = f"Slurm {', '.join(sorted({result.slurm for result in results}))}"
+    report.write(out, "soak" if mixed else "soak-preemptions", text, figures, where=where, tables=tables)
+    return not problems
 
 
 def main() -> None:
@@ -486,9 +456,7 @@ def main() -> None:
     except Exception:
         traceback.print_exc()
         sys.exit("the soak itself failed; the same command continues")
-    text, figures = describe(soak)
-    report.write(options.out, "soak" if options.faults else "soak-preemptions", text, figures)
-    sys.exit(0 if figures["met"] else 1)
+    sys.exit(0 if write(options.out, soak) else 1)
 
 
 if __name__ == "__main__":

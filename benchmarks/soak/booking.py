@@ -18,16 +18,14 @@ import random
 import re
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
 from benchmarks.runs import cluster, folder_for, until, write_definition
-from benchmarks.soak.booking_faults import CAUSES, LOOK_S, SCHEDULE, Injector, Observer, by_slurm, said, tell_requests
+from benchmarks.soak.booking_faults import CAUSES, SCHEDULE, Injector, Observer, by_slurm, said, tell_requests
 from benchmarks.soak.booking_truth import Record, faults, seconds, spans
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
@@ -134,44 +132,31 @@ def keep(run: RunDirectory, soaked: Soaked, folder: Path) -> None:
     (folder / "independent.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def describe(soaked: Soaked, seed: int) -> tuple[str, dict[str, Any]]:
-    """The report and the raw figures."""
+def write(out: Path, soaked: Soaked, seed: int) -> None:
+    """The page and the raw figures."""
     time, interruptions, categories = soaked.reported["time"], soaked.interruptions(), soaked.categories()
-    kinds = Counter(kind for kind, *_ in interruptions)
-    categories_table = [[name, was, says, says - was, report.verdict(right)] for name, was, says, right in categories]
-    interruptions_table = [[number, kind, how, report.verdict(ok)] for kind, number, how, ok in interruptions]
-    text = f"""# Booked time of an interrupted run
-
-{report.place(f"Slurm {soaked.slurm}")}
-{date.today()}, `python -m benchmarks.soak.booking`, seed {seed}:
-{len(interruptions)} interruptions of {len(kinds)} kinds and
-{SCHEDULE.count("controller")} restarts of slurmctld in {time["total_s"] / 60:.1f} minutes; two ranks on two of
-{CONFIG.nodes} nodes. "Took" is a recomputation from what the script, the injector, slurmctld's log and /proc recorded,
-without code or records of clusterddp; "booked" is `clusterddp report --json`. Seconds; met: within 2% or 1 s.
-
-{report.table(["category", "took", "booked", "difference", ""], categories_table)}
-
-Unknown: {100 * soaked.unknown():.2f}% of the time (at most 2%: {report.verdict(soaked.unknown() <= UNKNOWN)}).
-ETTR {100 * time["ettr"]:.1f}%, goodput {100 * time["goodput"]:.1f}%, {time["repeated_steps"]} steps repeated.
-
-The timeline, with the cause of each interruption:
-
-{report.table(["attempt", "injected", "on the timeline", ""], interruptions_table)}
-
-Times of Slurm are whole seconds in its own records, from which the booking has the end of a hold. The recomputation has
-the ends of processes to within {LOOK_S:g} s."""
+    names = ("kind", "attempt", "how", "met"), ("name", "took_s", "booked_s", "met")
     figures = {
-        "command": " ".join(["python -m benchmarks.soak.booking", *sys.argv[1:]]),
-        "date": str(date.today()),
         "slurm": soaked.slurm,
         "seed": seed,
-        "categories": [dict(zip(("name", "took_s", "booked_s", "met"), one, strict=True)) for one in categories],
-        "interruptions": [dict(zip(("kind", "attempt", "how", "met"), one, strict=True)) for one in interruptions],
+        "interruptions": [dict(zip(names[0], one, strict=True)) for one in interruptions],
+        "categories": [dict(zip(names[1], one, strict=True)) for one in categories],
         "time": time,
         "differences": soaked.differences(),
         "met": soaked.met(),
     }
-    return text, figures
+    text = f"""# Booked time of an interrupted run
+
+{len(interruptions)} interruptions in {time["total_s"] / 60:.1f} minutes, seed {seed}; two ranks on two of
+{CONFIG.nodes} nodes. "Took" is a recomputation from what the script, the injector, slurmctld's log and /proc recorded,
+without code or records of clusterddp; "booked" is `clusterddp report --json`. Seconds; right: within 2% or 1 s.
+Unknown: {100 * soaked.unknown():.2f}% of the time, at most 2%. ETTR {100 * time["ettr"]:.1f}%, goodput
+{100 * time["goodput"]:.1f}%, {time["repeated_steps"]} steps repeated."""
+    tables = {
+        "Categories": report.table(["category", "took", "booked", "right"], categories),
+        "Interruptions": report.table(["injected", "attempt", "on the timeline", "right"], interruptions),
+    }
+    report.write(out, "booking", text, figures, where=f"Slurm {soaked.slurm}", tables=tables)
 
 
 def main() -> None:
@@ -193,10 +178,9 @@ def main() -> None:
         run, soaked = soak(up, options.seed, schedule)
         if options.keep:
             keep(run, soaked, options.keep)
-    text, figures = describe(soaked, options.seed)
-    print("\n".join(figures["differences"]), file=sys.stderr)
-    report.write(options.out, "booking", text, figures)
-    sys.exit(0 if figures["met"] else 1)
+    print("\n".join(soaked.differences()), file=sys.stderr)
+    write(options.out, soaked, options.seed)
+    sys.exit(0 if soaked.met() else 1)
 
 
 if __name__ == "__main__":

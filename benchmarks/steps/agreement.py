@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from benchmarks import report, rows, sides
-from clusterddp.training.agreement import Agreement
+from clusterddp.training.stopping import Agreement
 
 RANKS = 2
 BAR = 1.02
@@ -65,26 +64,6 @@ class CountingStore(Store):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self.calls["compare_set"] += 1
         return self._store.compare_set(key, expected, desired)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Seconds of a block with what is measured and of one without, and of two without, taken next to each other."""
-
-    on: float
-    off: float
-    first: float
-    second: float
-
-    @property
-    def ratio(self) -> float:
-        """The ratio of a step's times."""
-        return self.on / self.off
-
-    @property
-    def control(self) -> float:
-        """The same ratio without any difference, for the machine's noise."""
-        return self.first / self.second
 
 
 # ---- in the ranks
@@ -180,25 +159,23 @@ def measure(pairs: int, steps: int, step_s: float, rank: int, ranks: int, port: 
     dist.all_reduce(messages)
     dist.barrier()
     dist.destroy_process_group()
-    step_ms = 1000 * report.median([pair.off for pair in results]) / steps
-    return {
-        "pairs": [asdict(pair) for pair in results],
-        "steps": steps,
-        "step_ms": step_ms,
-        "boundaries": RANKS * pairs * steps,
-        "messages": int(messages),
-    }
+    return {**of_pairs(results, steps), "boundaries": RANKS * pairs * steps, "messages": int(messages)}
 
 
-def pair(with_it: Callable[[], float], without: Callable[[], float], number: int) -> Pair:
-    """Which block comes first alternates, so that a drift of the machine's speed is on neither side."""
-    if number % 2:
-        on, off = with_it(), without()
-        first, second = without(), without()
-    else:
-        off, on = without(), with_it()
-        second, first = without(), without()
-    return Pair(on, off, first, second)
+def pair(with_it: Callable[[], float], without: Callable[[], float], number: int) -> dict[str, float]:
+    """Seconds of a block with what is measured ("on") and of one without, and of two without, next to each other.
+
+    Which block comes first alternates, so that a drift of the machine's speed is on neither side.
+    """
+    blocks = [("on", with_it), ("off", without), ("first", without), ("second", without)]
+    if not number % 2:
+        blocks = [blocks[1], blocks[0], blocks[3], blocks[2]]
+    return {name: block() for name, block in blocks}
+
+
+def of_pairs(pairs: list[dict[str, float]], steps: int) -> dict[str, Any]:
+    """A rank's figures."""
+    return {"pairs": pairs, "steps": steps, "step_ms": 1000 * report.median([pair["off"] for pair in pairs]) / steps}
 
 
 # ---- around them
@@ -209,37 +186,18 @@ def run_ranks(module: str, request: Mapping[str, Any], **environment: str) -> An
     return sides.run_ranks(module, request, RANKS, OMP_NUM_THREADS="1", **environment)
 
 
-def compare(pairs: list[Pair]) -> tuple[str, dict[str, dict[str, float]]]:
-    """The table of the ratios, and their medians and intervals."""
-    rows, summary = [], {}
-    for name, ratios in (
-        ("with / without", [pair.ratio for pair in pairs]),
-        ("without / without (A/A)", [pair.control for pair in pairs]),
-    ):
+def comparison(pairs: Sequence[Mapping[str, float]]) -> str:
+    """The ratio of the pairs beside that of pairs of two blocks without, which is the machine's noise."""
+    found = {"with / without": ("on", "off"), "without / without (A/A)": ("first", "second")}
+    lines = []
+    for name, (one, other) in found.items():
+        ratios = [pair[one] / pair[other] for pair in pairs]
         low, high = report.bootstrap_interval(ratios)
-        rows.append([name, len(ratios), f"{report.median(ratios):.4f}", f"{low:.4f} to {high:.4f}"])
-        summary[name] = {"median": report.median(ratios), "low": low, "high": high}
-    return report.table(["blocks compared", "pairs", "median ratio", "95% interval of the median"], rows), summary
+        lines.append([name, len(ratios), f"{report.median(ratios):.4f}", f"{low:.4f} to {high:.4f}"])
+    return report.table(["blocks compared", "pairs", "median ratio", "95% interval of the median"], lines)
 
 
-def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The report, and the figures with what follows from them."""
-    table, summary = compare([Pair(**pair) for pair in figures["pairs"]])
-    met = summary["with / without"]["high"] < BAR and figures["messages"] == 0
-    text = f"""# What the stop agreement costs per step
-
-{report.place()} {RANKS} gloo ranks, steps of {figures["step_ms"]:.1f} ms,
-blocks of {figures["steps"]} steps, `python -m benchmarks.steps.agreement`.
-
-{table}
-
-Messages to the store during {figures["boundaries"]} boundaries: {figures["messages"]}.
-
-The bar, an upper end below {BAR} and no message at all, is {report.verdict(met)}."""
-    return text, {**figures, "summary": summary, "met": met, "rows": [row("stop agreement", figures)]}
-
-
-def row(what: str, figures: dict[str, Any]) -> dict[str, Any]:
+def row(what: str, figures: Mapping[str, Any]) -> dict[str, Any]:
     """For the common table: a step's time with something and without it."""
     blocks = {name: [1000 * pair[name] / figures["steps"] for pair in figures["pairs"]] for name in ("on", "off")}
     words = "the same loop without it"
@@ -249,16 +207,23 @@ def row(what: str, figures: dict[str, Any]) -> dict[str, Any]:
 def command_line(
     words: str | None,
     name: str,
+    title: str,
     measure: Callable[..., dict[str, Any]],
     run: Callable[[Mapping[str, Any]], dict[str, Any]],
-    describe: Callable[[dict[str, Any]], tuple[str, dict[str, Any]]],
 ) -> None:
-    """A benchmark of blocks in pairs: in a rank it measures, elsewhere it runs the ranks and writes the report."""
+    """A benchmark of blocks in pairs: in a rank it measures, elsewhere it runs the ranks and writes the page.
+
+    What ``run`` counts besides the pairs is on the page, too.
+    """
     if sides.answered(measure):
         return
     options = block_options(words, 100, 100, QUICK)
-    request = {"pairs": options.pairs, "steps": options.steps, "step_s": options.step_ms / 1000}
-    report.write(options.out, name, *describe(run(request)))
+    figures = run({"pairs": options.pairs, "steps": options.steps, "step_s": options.step_ms / 1000})
+    counts = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if key != "pairs")
+    text = f"# What {title} costs per step\n\n{RANKS} gloo ranks, in blocks of steps. Counted: {counts}."
+    tables = {"Pairs of blocks": comparison(figures["pairs"])}
+    found = [row(title.removeprefix("the "), figures)]
+    report.write(options.out, name, text, {**figures, "rows": found}, tables=tables)
 
 
 def block_options(words: str | None, pairs: int, steps: int, quick: tuple[int, int]) -> argparse.Namespace:
@@ -274,4 +239,4 @@ def block_options(words: str | None, pairs: int, steps: int, quick: tuple[int, i
 
 
 if __name__ == "__main__":
-    command_line(__doc__, "agreement", measure, partial(run_ranks, "benchmarks.steps.agreement"), describe)
+    command_line(__doc__, "agreement", "the stop agreement", measure, partial(run_ranks, "benchmarks.steps.agreement"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import report, sides
-from benchmarks.steps.agreement import BAR, RANKS, Pair, Trainer, command_line, compare, pair, row, run_ranks
+from benchmarks import sides
+from benchmarks.steps.agreement import RANKS, Trainer, command_line, of_pairs, pair, run_ranks
 from clusterddp.failures.hangs import Hang, Watch
 from clusterddp.jobdef.job import Watchdog
-from clusterddp.supervisor.control_server import ControlServer
-from clusterddp.training.heartbeat import Heartbeat
+from clusterddp.supervisor.control_server import ControlServer, Handlers
+from clusterddp.training.heartbeat import Heartbeat, WatchedSteps
 from clusterddp.training.timing import step_times
 from clusterddp.worker.control_channel import ControlChannel
 
@@ -44,8 +43,7 @@ class Watched:
         """``trainer.block`` with it. Collective."""
         heartbeat = Heartbeat(
             WATCHDOG,
-            boundaries=lambda: self._steps,
-            step=lambda: self._steps,
+            WatchedSteps(boundaries=lambda: self._steps, step=lambda: self._steps),
             send=self._link.send,
             flight_record=Path(os.devnull),
         )
@@ -80,8 +78,7 @@ def measure(pairs: int, steps: int, step_s: float, rank: int, ranks: int, port: 
     results = [pair(partial(watched.time, steps), without, number) for number in range(pairs)]
     dist.barrier()
     dist.destroy_process_group()
-    step_ms = 1000 * report.median([pair.off for pair in results]) / steps
-    return {"pairs": [asdict(pair) for pair in results], "steps": steps, "step_ms": step_ms}
+    return of_pairs(results, steps)
 
 
 def supervised(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,30 +94,11 @@ def supervised(request: Mapping[str, Any]) -> dict[str, Any]:
             hangs += any(isinstance(found, Hang) for found in watch.look())
 
     token = secrets.token_hex(16)
-    server = ControlServer(token, hear, host="127.0.0.1")
+    server = ControlServer(token, Handlers(hear), host="127.0.0.1")
     figures = run_ranks("benchmarks.steps.heartbeat", request, **{ADDRESS: f"127.0.0.1:{server.port}", TOKEN: token})
     server.close()
     return {**figures, "beats": beats, "hangs": hangs}
 
 
-def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The report, and the figures with what follows from them."""
-    table, summary = compare([Pair(**pair) for pair in figures["pairs"]])
-    met = summary["with / without"]["high"] < BAR and figures["hangs"] == 0
-    watched = RANKS * len(figures["pairs"]) * figures["steps"]
-    text = f"""# What the watchdog costs per step
-
-{report.place()} {RANKS} gloo ranks, steps of {figures["step_ms"]:.1f} ms,
-blocks of {figures["steps"]} steps, `python -m benchmarks.steps.heartbeat`. With it, every rank sends a heartbeat
-every {WATCHDOG.beat_s:g} s (by default: {Watchdog().beat_s:g} s) and measures its compute time in each step.
-
-{table}
-
-Heartbeats received in {watched} steps: {figures["beats"]}. Hangs reported: {figures["hangs"]}.
-
-The bar, an upper end below {BAR}, is {report.verdict(met)}."""
-    return text, {**figures, "summary": summary, "met": met, "rows": [row("watchdog", figures)]}
-
-
 if __name__ == "__main__":
-    command_line(__doc__, "heartbeat", measure, supervised, describe)
+    command_line(__doc__, "heartbeat", "the watchdog", measure, supervised)

@@ -6,8 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from clusterddp.jobdef.best_metric import best_metric
-from clusterddp.jobdef.job import Keep
+from clusterddp.jobdef.job import Keep, best_metric
 from clusterddp.reporter import say
 from clusterddp.rundir.files import finite
 
@@ -30,7 +29,7 @@ def with_best(keep: Keep, best: str | None, told: bool = True) -> Keep:
 
     Args:
         keep: of the job definition.
-        best: ``accuracy``, or ``-loss`` for the smallest value: see ``jobdef/best_metric.py``.
+        best: ``accuracy``, or ``-loss`` for the smallest value: see ``jobdef/job.py``.
         told: whether to say that the job definition takes precedence.
     """
     if best is None:

@@ -21,7 +21,7 @@ import torch
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.save_plan import Packer
 from clusterddp.checkpoint.snapshot import Snapshot
-from clusterddp.distributed.device_threads import device_thread
+from clusterddp.distributed.devices import device_thread
 from clusterddp.errors import Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command

@@ -6,18 +6,25 @@ A script may accumulate gradients over several steps of the loop, and no ``state
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.checkpoint.state import parameters_of
-from clusterddp.distributed.modules import ddp_modules, optimizers, trained_parameters
+from clusterddp.distributed.wrapping import ddp_modules, optimizers, trained_parameters
 
 #: Gradients by part and parameter.
 Named: TypeAlias = dict[str, dict[str, torch.Tensor]]
+
+
+@dataclass
+class _Seen:
+    """Whether a parameter got a gradient. The hooks hold this alone: with more, a model would be freed late."""
+
+    gradient: bool = False
 
 
 class _Exchange:
@@ -30,22 +37,26 @@ class _Exchange:
         self._module, self._alone = module, alone
         #: The optimizers of its parameters.
         self.trained_by: set[Any] = set()
-        #: The last parameter that got a gradient. The hook is a method of deque: 0.1 us per parameter.
-        self._last: deque[torch.Tensor] = deque(maxlen=1)
+        self._seen = _Seen()  # since the last ``take``
         #: Whether the ranks' gradients differ: DDP reduces them in the next backward without ``no_sync``.
         self.apart = False
 
     def watch(self, parameter: torch.nn.Parameter) -> None:
         """Registers the hook, also on a parameter that is frozen for now."""
+        seen = self._seen
+
+        def note(_: torch.Tensor) -> None:
+            seen.gradient = True
+
         trained = parameter.requires_grad
-        parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._last.append)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trained)
 
     def take(self) -> bool:
         """Whether there was a backward since the last call."""
-        if not self._last:
+        if not self._seen.gradient:
             return False
-        self._last.clear()
+        self._seen.gradient = False
         # DDP sets this in the forward: whether the backward will reduce.
         exchanged = self._module is not None and self._module.require_forward_param_sync
         self.apart = not (self._alone or exchanged)
@@ -64,7 +75,7 @@ class _Exchange:
         for parameter in parameters:
             if parameter in own and parameter.requires_grad:
                 parameter.backward(torch.zeros_like(parameter))  # type: ignore[no-untyped-call]
-        self._last.clear()
+        self._seen.gradient = False
 
 
 class Gradients:

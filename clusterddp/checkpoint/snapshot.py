@@ -16,9 +16,9 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import Tensor, offsets
-from clusterddp.checkpoint.memory.anonymous import anonymous_file, free_memory
+from clusterddp.checkpoint.memory_blocks import anonymous_file, free_memory
 from clusterddp.checkpoint.state import TORCH_DTYPES
-from clusterddp.distributed.device_threads import device_thread
+from clusterddp.distributed.devices import device_thread
 from clusterddp.errors import CheckpointError
 
 #: Bytes of the largest tensor that is copied together with others; torch copies large ones on all cores.

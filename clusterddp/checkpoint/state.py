@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from clusterddp.checkpoint.file_format import Tensor
-from clusterddp.checkpoint.memory.blocks import take_over
-from clusterddp.distributed.modules import bare
+from clusterddp.checkpoint.memory_blocks import take_over
+from clusterddp.distributed.wrapping import bare
 from clusterddp.errors import CheckpointError
 
 #: Names in a checkpoint that are no parts.

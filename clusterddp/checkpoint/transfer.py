@@ -2,6 +2,8 @@
 
 A state is sent as JSON, and its tensors as bytes in portions, so that a rank needs little more memory than the states
 themselves. All functions are collective, and need no process group at one rank.
+
+The state in a checkpoint's content: its tensors are views of the content's memory.
 """
 
 from __future__ import annotations
@@ -17,11 +19,43 @@ import torch
 import torch.distributed as dist
 
 from clusterddp.checkpoint import file_format
-from clusterddp.checkpoint.content import unpacked
-from clusterddp.checkpoint.file_format import Content
-from clusterddp.checkpoint.state import pack, tensor_facts
+from clusterddp.checkpoint.file_format import Content, Pieces
+from clusterddp.checkpoint.memory_blocks import Blocks, offer
+from clusterddp.checkpoint.state import TORCH_DTYPES, pack, tensor_facts, unpack
 from clusterddp.distributed.collectives import PORTION, all_gather_numbers, broadcast_bytes, broadcast_json
 from clusterddp.errors import CheckpointError
+
+
+def unpacked(content: Content) -> Any:
+    """The nested state in a checkpoint's content. Its tensors share the content's memory; ``load_state`` copies.
+
+    Raises CheckpointError if state and tensors do not match: the file is intact, but clusterddp did not write it.
+    """
+    try:
+        tensors = {name: _tensor(entry, content.data) for name, entry in content.entries.items()}
+        return unpack(content.state, tensors)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(
+            f"the state in the checkpoint of step {content.facts.get('step')} does not match its tensors "
+            f"({error!r:.200}): another program wrote the file"
+        ) from error
+
+
+def _tensor(entry: dict[str, Any], data: mmap.mmap | Pieces) -> torch.Tensor:
+    start, stop = entry["data_offsets"]
+    dtype = TORCH_DTYPES[entry["dtype"]]
+    if start == stop:
+        return torch.empty(0, dtype=dtype).reshape(entry["shape"])
+    alone = False
+    if isinstance(data, Blocks):
+        view, alone = data.bytes_of(start, stop)
+    else:
+        view = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=stop - start)
+    found = view.view(dtype).reshape(entry["shape"])
+    if alone:
+        offer(found)
+    return found
+
 
 #: The most that the states of all ranks may take together: they pass through the memory of rank 0.
 MOST_BYTES = 1 << 30

@@ -1,1 +1,1 @@
-"""Checks of a node and its devices, in `doctor --nodes` or before training; those of login nodes are in cli."""
+"""Checks of login nodes, of nodes in a job, and of devices before training; what prints them belongs in ``cli/``."""

@@ -23,7 +23,7 @@ def identify(device: torch.device) -> Check:
     """The device; on a GPU its memory must be free, as nobody else should use it."""
     import torch
 
-    from clusterddp.distributed.process_group import gpu_identity
+    from clusterddp.distributed.devices import gpu_identity
 
     if device.type != "cuda":
         return ok("device", f"CPU, {len(os.sched_getaffinity(0))} cores", cores=len(os.sched_getaffinity(0)))

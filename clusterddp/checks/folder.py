@@ -111,3 +111,29 @@ def existing(path: Path) -> Path:
     while not path.is_dir() and path != path.parent:
         path = path.parent
     return Path(os.path.realpath(path))
+
+
+#: Folders that every host has for itself.
+OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/root")
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+def only_here(places: Mapping[str, Path]) -> list[str]:
+    """Warnings about paths that probably only this host has; ``places``: by what they are."""
+    table = MOUNTS.read_text(errors="replace") if MOUNTS.exists() else ""
+    found: dict[str, list[str]] = {}
+    for what, path in places.items():
+        mount = mount_of(existing(Path(os.path.realpath(path))), table)
+        if (own := own_place(path)) and (mount is None or not mount.shared):
+            found.setdefault(own, []).append(f"{what} ({path})")
+    return [
+        f"{', '.join(names)}: usually each node has its own {own}, and then the job fails at once; "
+        "use a folder that all nodes share"
+        for own, names in found.items()
+    ]
+
+
+def own_place(path: Path) -> str | None:
+    """The folder that every host has for itself and that a path is in, by its name or where it leads."""
+    ways = (str(path), os.path.realpath(path))
+    return next((top for top in OWN for way in ways if way.startswith(f"{top}/")), None)

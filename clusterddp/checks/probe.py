@@ -1,7 +1,7 @@
 """A rank of ``doctor --nodes``: ``python -m clusterddp.checks.probe FOLDER``, started by srun.
 
 It checks its device and its node alone, then, with all others that can, what needs several nodes. It reports each check
-at once to the batch step (``cli/checks/batch_step.py``), over one TCP connection with a JSON object per line:
+at once to the batch step (``checks/batch_step.py``), over one TCP connection with a JSON object per line:
 
 - it sends the job's token with its rank, host and a reserved port; then checks; then whether it can take part;
 - it gets its place among those that can (``Place``); it sends more checks, and that it is done;
@@ -157,7 +157,7 @@ def imported() -> Check:
 
 
 def _device(ranks: RankEnvironment) -> torch.device:
-    from clusterddp.distributed.process_group import devices_of
+    from clusterddp.distributed.devices import devices_of
 
     return devices_of(ranks, os.environ[protocol.DEVICE], 1)[0]
 

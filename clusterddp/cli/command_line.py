@@ -34,15 +34,6 @@ COMMANDS = {
     "bench": "check and time collectives on the training nodes",
     "config": "show and check job definitions, sweeps and profiles",
 }
-#: Commands whose module is in a package below ``cli``.
-PACKAGES = {
-    **dict.fromkeys(("list", "status", "logs", "watch", "wait", "cancel", "prune"), "runs"),
-    **dict.fromkeys(("stacks", "tell", "requeue", "shell"), "steering"),
-    "sweep": "sweeps",
-    "report": "report",
-    "config": "settings",
-    "doctor": "checks",
-}
 USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
     "sweep": "clusterddp sweep SWEEP.yaml [OPTIONS] [-- ARGS]",
@@ -144,8 +135,7 @@ def parser(complete: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
 
 
 def _module(name: str) -> Any:
-    place = f"{PACKAGES[name]}.{name}" if name in PACKAGES else name
-    return import_module(f"clusterddp.cli.{place}")
+    return import_module(f"clusterddp.cli.{name}")
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli.runs.watch import Hold
 from clusterddp.errors import SlurmError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
@@ -29,6 +28,7 @@ from clusterddp.rundir.files import write_json
 from clusterddp.rundir.find import open_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.run_watch import Hold
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
 from clusterddp.slurm.preemption_policy import Preemption

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     Path.cwd()  # raises if it was deleted, where torch's libraries would abort the process
     if not of_run(run).candidates():  # known before torch is imported, which takes seconds
         raise CheckpointError(f"{run} has no checkpoint")
-    from clusterddp.checkpoint.export import export
+    from clusterddp.checkpoint.weights_file import export
 
     keep = load_resolved(run.job_file).checkpoint.keep if step == "best" else Keep()
     put(export(run, arguments.file, arguments.part, step, everything=arguments.all, keep=keep))

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         # A command reads many records that live until it exits. Python 3.11 looks through all of them for cycles after
         # every 700 more, which takes a third of the time of a long history.
-        gc.set_threshold(200_000)
+        gc.set_threshold(1_000_000)
         exit_with(lambda: command(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:  # while the two were imported
         sys.exit(130)  # INTERRUPTED

@@ -5,27 +5,24 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli import fork
-from clusterddp.cli.resume_check.plan import LEAST_STEPS
 from clusterddp.environment import in_step
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.hostlist import tasks_per_node
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.job import Job
-from clusterddp.jobdef.profiles import find_profiles, read_profiles
-from clusterddp.jobdef.source import is_hydra_app, module_file
+from clusterddp.jobdef.profiles_and_presets import find_profiles
 from clusterddp.reporter import show
 from clusterddp.rundir.find import as_typed, open_run
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm import commands as slurm
+from clusterddp.runs import fork
+from clusterddp.runs.resume_verdict import LEAST_STEPS
+from clusterddp.runs.submission import describe
 
 PACKAGED_JOB = Path(__file__).parents[1] / "digits" / "digits.yaml"
-
 #: Options of submit that are keys of a job definition: flags, key, placeholder, help.
 JOB_OPTIONS = (
     (("-N", "--nodes"), "nodes", "N", "number of nodes, or a range such as 2-4; default: 1"),
@@ -92,8 +89,8 @@ def add_arguments(
     )
     submission.add_argument(
         "--check-resume", type=int, metavar="N",
-        help="run the first N steps without and with resumes, in temporary run directories, and name the first "
-        "difference: in a job that is waited for, or with --local or --here",
+        help="with --local: run the first N steps without and with resumes on this machine, in temporary run "
+        "directories, and name the first difference",
     )  # fmt: skip
     submission.add_argument(
         "--debug", nargs="?", type=int, const=0, metavar="RANK",
@@ -176,7 +173,9 @@ def check_combinations(arguments: argparse.Namespace) -> None:
 
 
 def _check_check_resume(arguments: argparse.Namespace) -> None:
-    """Refuses, with ``--check-resume``, what is about a run that remains."""
+    """Refuses, with ``--check-resume``, another place than this machine, and what is about a run that remains."""
+    if not arguments.local:
+        raise UsageError("--check-resume requires --local: it starts the ranks on this machine, not in a job")
     if arguments.check_resume < LEAST_STEPS:
         raise UsageError(
             f"--check-resume {arguments.check_resume}: expected at least {LEAST_STEPS} steps, for two resumes"
@@ -225,44 +224,6 @@ def named_run(arguments: argparse.Namespace) -> RunDirectory | None:
         check_run(run)
         return run
     return None
-
-
-def describe(
-    target: str | None,
-    values: dict[str, Any],
-    overrides: Mapping[str, str],
-    origins: jobs.Origins | None = None,
-    section: str | None = None,
-) -> Job:
-    """The job of a YAML file, or of a script with ``values``, on top of the profiles.
-
-    ``origins`` and ``section``: as in ``load``.
-    """
-    defaults = read_profiles(find_profiles(os.environ, Path.cwd()), slurm.submission_cluster(os.environ))
-    if target and Path(target).suffix in (".yaml", ".yml"):
-        job = jobs.load(target, overrides, values=values, defaults=defaults, origins=origins, section=section)
-    else:
-        values |= {"script": target} if target else {}
-        job = jobs.from_values(values, overrides=overrides, defaults=defaults, origins=origins)
-    return with_hydra(job)
-
-
-def with_hydra(job: Job) -> Job:
-    """The job with ``hydra: true`` where its program is seen to be a Hydra app."""
-    if job.hydra is None and _is_hydra_app(job):
-        job = replace(job, hydra=True)
-    if job.hydra and (multirun := {"-m", "--multirun"} & set(job.args)):
-        raise UsageError(
-            f"{multirun.pop()}: every rank would run all members of this multirun. Use `clusterddp submit --sweep "
-            f"lr=1,2`, or `python {job.script or f'-m {job.module}'} -m hydra/launcher=clusterddp lr=1,2`. To run all "
-            "members in every rank, use --set hydra=false"
-        )
-    return job
-
-
-def _is_hydra_app(job: Job) -> bool:
-    file = Path(job.script) if job.script else module_file(str(job.module), Path.cwd())
-    return file is not None and is_hydra_app(file)
 
 
 def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> dict[str, Any]:

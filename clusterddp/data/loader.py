@@ -1,33 +1,69 @@
 """Which rank sees which sample in which step: a pure function of (seed, step, rank), so that a resume is exact.
 
-All samples form one endless stream, given by an order (``data/orders``). Step s with global batch B takes positions
+All samples form one endless stream, given by an order (``sample_order.py``). Step s with global batch B takes positions
 s * B to (s + 1) * B - 1, and each rank its slice of them. An epoch's last step is filled from the next epoch, so that
 no rank is ever short of samples, and any step can be found in constant time.
+
+What ``ctx.loader`` and ``ctx.eval_loader`` accept: datasets, batch sizes and the options of torch's DataLoader.
+
+The samples of an evaluation: each once over all ranks, with points between the batches where the run can stop.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.autograd import profiler
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from clusterddp.data import randomness
-from clusterddp.data.batches.collation import collated, is_torchs
 from clusterddp.data.device import pinned, to_device
-from clusterddp.data.loader_options import checked
-from clusterddp.data.orders.order import Binding, BoundOrder, Order, ScheduledOrder
+from clusterddp.data.sample_order import Binding, BoundOrder, Order, ScheduledOrder
 from clusterddp.data.seeding import ALWAYS, SEEDED, Batch, SeededSamples
 from clusterddp.data.workers import ShieldedDataLoader, close
 from clusterddp.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from clusterddp.data.early_start import EarlyStart
+#: Arguments that are True or False. None is the default of ``shuffle``.
+_SWITCHES = ("shuffle", "drop_last", "to_device", "pin_memory", "persistent_workers", "in_order")
 
-#: What ``Loader.restore`` depends on.
-_FACTS = ("dataset_length", "global_batch", "samples", "order", "schedule", "drop_last", "seeded")
+
+def check_switches(**given: Any) -> None:
+    """Raises TypeError where a switch is neither True nor False: text and numbers would count as one of them."""
+    for name in _SWITCHES:
+        value = given.get(name, False)
+        if not isinstance(value, bool) and not (name == "shuffle" and value is None):
+            raise TypeError(f"{name} is {value!r}: expected True or False")
+
+
+def checked(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> tuple[int, int]:
+    """The length of the dataset and the batch size. Raises TypeError or ValueError."""
+    check_switches(**options)
+    known = inspect.signature(DataLoader.__init__).parameters.keys() | {"order"}
+    for name in sorted(options.keys() - known):
+        nearest = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
+        raise TypeError(f"{name!r} is not an option of the loader or of torch's DataLoader{nearest}")
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{type(dataset).__name__} has no length and no index, so a run cannot resume in it at once: use a dataset "
+            "with __len__ and __getitem__, such as those of clusterddp.streams, or give ctx.run() a loader of "
+            "your own, such as torchdata's StatefulDataLoader, which it resumes by its state"
+        )
+    try:
+        number = operator.index(batch_size)
+    except TypeError:
+        raise TypeError(f"batch_size is {batch_size!r}: expected an integer") from None
+    if number < 1:
+        raise ValueError(f"batch_size is {number}: expected the number of samples per rank and step, 1 or more")
+    if not len(dataset):
+        raise ValueError(f"the dataset ({type(dataset).__name__}) has no samples")
+    return len(dataset), number
 
 
 class Loader:
@@ -76,8 +112,6 @@ class Loader:
         self._rank, self._world_size, self._options = rank, world_size, options
         self._copies, self._pins_here = to_device(device), pins_here
         self._stream, self._bound_batch = self._bound(None), self.global_batch
-        self._early: EarlyStart | None = None
-        self._restored: dict[str, Any] = {}
         DataLoader(self._samples, batch_sampler=[], **options)  # rejects bad values here rather than in the loop
 
     @property
@@ -109,11 +143,8 @@ class Loader:
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Takes over the run's global batch, at any world size, and the version of its order.
 
-        Does nothing when called again with the same. Raises CheckpointError when the sample order could not be kept.
+        Raises CheckpointError when the sample order could not be kept.
         """
-        facts = {name: progress.get(name) for name in _FACTS}
-        if facts == self._restored:
-            return
         if "dataset_length" not in progress:
             started = "with your own loader: pass that loader to ctx.run() again"
             if "loaders" not in progress:
@@ -143,7 +174,6 @@ class Loader:
         self.global_batch = global_batch
         self._samples.seeded = progress.get("seeded", ALWAYS)
         self._restore_order(progress)
-        self._restored = facts
 
     def _restore_order(self, progress: Mapping[str, Any]) -> None:
         drop_last = progress.get("drop_last", False)
@@ -213,9 +243,7 @@ class Loader:
 
         ``seeds_steps``: whether the caller seeds all generators after each batch.
         """
-        iterator = self._taken(step)
-        if iterator is None:
-            iterator = self._iterator(step)
+        iterator = self._iterator(step)
         # Samples fetched in this process would leave their seeds in the script's generators.
         read = iterator if seeds_steps or self.workers else _preserving(iterator)
         try:
@@ -223,73 +251,91 @@ class Loader:
         finally:
             close(iterator)
 
-    def start(self, step: int) -> None:
-        """Starts the workers, if there are some, and lets them read the first of ``batches(step)``, which then hands
-        these out.
-
-        Nothing is started for a dataset that cannot be compared later (``data/early_start.py``).
-        """
-        from clusterddp.data.early_start import EarlyStart, digest
-
-        self._end_early()
-        if not self.workers or (contents := digest(self._in_workers)) is None:
-            return
-        with randomness.preserved():
-            self._early = EarlyStart(self._iterator(step), self._place(step), contents)
-
-    @property
-    def _in_workers(self) -> tuple[Any, ...]:
-        """What the workers get of the script's objects."""
-        return self._samples.dataset, *(self._options.get(name) for name in ("collate_fn", "worker_init_fn"))
-
-    def _place(self, step: int) -> tuple[Any, ...]:
-        return step, self._stream, self._samples.seeded
-
-    def _taken(self, step: int) -> Iterator[Any] | None:
-        """What ``start`` has started, if it still has the samples of ``step``."""
-        early, self._early = self._early, None
-        return None if early is None else early.take(self._place(step), self._in_workers)
-
-    def _end_early(self) -> None:
-        if self._early is not None:
-            close(self._early.iterator)
-            self._early = None
-
     def _iterator(self, step: int) -> Iterator[Any]:
-        batches: Iterator[Any] = self._batches(step)
-        collate = self._options.get("collate_fn")
-        self._samples.may_join = is_torchs(collate)
-        collate = collated if self._samples.may_join else collate or default_collate
-        if self.workers:
-            from clusterddp.data.batches.message import InMessage
-
-            collate = InMessage(collate)
-        options = {**self._options, "collate_fn": collate}
-        loader = ShieldedDataLoader(self._samples, batch_sampler=batches, **options)
+        batches: Any = self._batches(step)  # endless, unlike torch's type
+        loader = ShieldedDataLoader(self._samples, batch_sampler=batches, **self._options)
         iterator: Iterator[Any] = iter(loader)  # draws a random number, in any case
         if self.workers or loader.pin_memory:
             return iterator
-        read = _read_here(batches, self._samples, collate)
+        read = self._read_here(batches, self._options.get("collate_fn") or default_collate)
         return map(pinned, read) if self._pins_here else read
 
-
-def _read_here(batches: Iterator[Batch], samples: SeededSamples, collate: Callable[[Any], Any]) -> Iterator[Any]:
-    """What torch's iterator does without workers, which takes 7 us more per batch.
-
-    It keeps no batch while the next is made, so that its memory, which is in the CPU's cache, is used again.
-    """
-    for batch in batches:
-        if profiler._is_profiler_enabled:
-            with profiler.record_function("enumerate(DataLoader)#ctx.loader"):
-                found = [collate(samples.__getitems__(batch))]
+    def _read_here(self, batches: Iterator[Batch], collate: Callable[[Any], Any]) -> Iterator[Any]:
+        """What torch's iterator does without workers, which takes 7 us more per batch."""
+        for batch in batches:
+            with (
+                profiler.record_function("enumerate(DataLoader)#ctx.loader")
+                if profiler._is_profiler_enabled
+                else nullcontext()
+            ):
+                found = [collate(self._samples.__getitems__(batch))]
             yield found.pop()
-        else:
-            yield collate(samples.__getitems__(batch))
 
 
 def _preserving(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The iterator's batches; what it draws does not change the script's generators."""
+    """The iterator's batches; what it draws does not change the script's generators. It keeps none of them."""
     while True:
         with randomness.preserved():
             found = [next(iterator)]
         yield found.pop()
+
+
+_ORDERING = {"sampler", "batch_sampler", "drop_last", "order"}
+
+
+class EvalLoader:
+    """The evaluation samples of this rank, each once over all ranks: made by ``Context.eval_loader``.
+
+    Rank r has samples r, r + world_size, ... in order. ``at_batch`` is called before each batch, equally often on every
+    rank, even where a rank's share is a batch shorter: all ranks can stop together there. ``len()`` is this rank's
+    number of batches.
+
+    Attributes:
+        dataset: the dataset.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        rank: int,
+        world_size: int,
+        at_batch: Callable[[], None],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        device: torch.device | None = None,
+        pins_here: bool = False,
+        **options: Any,
+    ) -> None:
+        if clash := _ORDERING & options.keys():
+            raise TypeError(
+                f"{', '.join(sorted(clash))}: ctx.eval_loader() takes each sample once, in the dataset's order; leave "
+                "it out, or loop over your own DataLoader with ctx.stop_requested()"
+            )
+        length, batch_size = checked(dataset, batch_size, options)
+        share = range(rank, length, world_size)
+        self.dataset = dataset
+        self._loader = ShieldedDataLoader(dataset, batch_size=batch_size, sampler=share, **options)
+        self._most = math.ceil(math.ceil(length / world_size) / batch_size)
+        self._copies, self._pins_here = to_device(device), pins_here
+        self._at_batch, self._around = at_batch, around
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._around():
+            yield from self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        iterator = iter(self._loader)
+        batches = map(pinned, iterator) if self._pins_here else iterator
+        try:
+            for number in range(self._most):
+                self._at_batch()
+                if number < len(self):
+                    batch = next(batches)
+                    yield batch if self._copies is None else self._copies.take(self._copies.begin(batch))
+        finally:
+            if not self._loader.persistent_workers:
+                close(iterator)

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from clusterddp.data.eval_loader import EvalLoader
-from clusterddp.data.loader import Loader
-from clusterddp.data.loader_options import check_switches
-from clusterddp.data.orders.choice import chosen
-from clusterddp.data.orders.order import Order
+from clusterddp.data.loader import EvalLoader, Loader, check_switches
+from clusterddp.data.sample_order import Order
+from clusterddp.data.samplers import chosen
 
 
 class Loaders:

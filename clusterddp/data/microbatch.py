@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from clusterddp.data.training_loader import TrainingLoader
-from clusterddp.distributed.modules import ddp_modules, optimizers, trained_parameters
+from clusterddp.distributed.wrapping import ddp_modules, optimizers, trained_parameters
 
 
 def sizes(samples: int, most: int) -> list[int]:

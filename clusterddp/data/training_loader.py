@@ -12,11 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from clusterddp.data.external_loader import ExternalLoader
+from clusterddp.data.external_loader import ExternalLoader, NoLoader, Passes, ReplayedLoader
 from clusterddp.data.loader import Loader
-from clusterddp.data.no_loader import NoLoader
-from clusterddp.data.passes import Passes
-from clusterddp.data.replayed_loader import ReplayedLoader
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.jobdef.job import MOST_SKIPPED
 
@@ -148,17 +145,6 @@ class TrainingLoader:
                 step += 1
         finally:
             iterator.close()  # type: ignore[attr-defined]
-
-    def start(self, progress: Mapping[str, Any], step: int) -> None:
-        """Lets the workers read from ``step`` on, before the state of the checkpoint with this ``progress`` is loaded.
-
-        For a resume, in the main thread, before other threads read the checkpoint: workers are forked. ``restore`` is
-        called later all the same, with the same ``progress``. Does nothing for loaders other than ``ctx.loader()``, and
-        for one without workers. Raises CheckpointError as ``restore`` does.
-        """
-        if isinstance(self._source, Loader) and self.workers:
-            self.restore(progress)
-            self._source.start(self.batch(step))
 
     def _open(self, step: int) -> Iterator[Any]:
         if isinstance(self._source, Loader):

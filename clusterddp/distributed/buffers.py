@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.distributed.modules import bare, ddp_modules, optimizers, trained_parameters
+from clusterddp.distributed.wrapping import bare, ddp_modules, optimizers, trained_parameters
 
 #: Larger buffers are not copied in each step: tables and masks, which seldom change.
 LARGEST_COPY_BYTES = 1 << 20

@@ -1,24 +1,23 @@
-"""The ranks' devices, backend and process group: chosen by pure functions, opened and closed by one object."""
+"""The ranks' backend and process group: chosen by pure functions, opened and closed by one object."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # Its default arguments keep the group that exists when it is first imported (by DDP).
+import torch.distributed.nn
 from torch._C._distributed_c10d import PrefixStore
 
-from clusterddp.distributed.second_group import SecondGroup
+from clusterddp.distributed.devices import gpu_identity
 from clusterddp.distributed.store import LEAVE_TIMEOUT_S, AttemptStore
+from clusterddp.distributed.torch_patches import SecondGroup
 from clusterddp.environment import RankEnvironment
 from clusterddp.errors import DeviceError
 from clusterddp.reporter import say
@@ -27,56 +26,8 @@ from clusterddp.reporter import say
 GLOO_TIMEOUT_CHANGES = hasattr(dist.ProcessGroup, "set_timeout")
 #: The entries of NCCL's flight recorder: torch 2.11's default. torch 2.4 to 2.10 record nothing by default.
 FLIGHT_RECORDS = 2000
-TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
 _GPU_NAME = "gpu name"
 _CONNECTED, _ALL_CONNECTED = "connected", "connected/all"
-
-
-def choose_devices(
-    environment: RankEnvironment,
-    asked: str | None,
-    per_rank: int,
-    visible_gpus: int,
-    host: str,
-    named: str | None = None,
-) -> tuple[torch.device, ...]:
-    """The ``per_rank`` devices of a rank. ``asked`` is "cpu", "cuda", "cuda:N" (the first one), or None: a GPU if any
-    is visible.
-
-    If Slurm bound each task to its own GPUs, exactly ``per_rank`` are visible, from index 0; otherwise the local rank
-    selects them. On a CPU all are the same device. ``named`` is CUDA_VISIBLE_DEVICES. Raises DeviceError when CUDA is
-    requested but absent, or has fewer GPUs than the ranks need.
-    """
-    if asked is None:
-        asked = "cuda" if visible_gpus else "cpu"
-    device = torch.device(asked)
-    if device.type != "cuda":
-        return (device,) * per_rank
-    needed, slurm = environment.local_world_size * per_rank, environment.launcher == "slurm"
-    if not visible_gpus and named:
-        local = environment.launcher == "local" and environment.world_size > environment.local_world_size
-        needs = environment.world_size * per_rank
-        whole = f"; with --local, the job needs {needs} GPUs on this machine" if local else ""
-        raise DeviceError(
-            f"device {asked} requested, but node {host} has none of the GPUs that CUDA_VISIBLE_DEVICES={named} "
-            f"lists{whole}"
-        )
-    if not visible_gpus:
-        hidden = ", because CUDA_VISIBLE_DEVICES is empty" if named == "" else ""
-        raise DeviceError(
-            f"device {asked} requested, but no GPU is visible on node {host}{hidden}; request GPUs (--gpus-per-node), "
-            "install a torch with CUDA, or use --device cpu"
-        )
-    if device.index is not None:
-        first = device.index
-    elif visible_gpus == per_rank and slurm:
-        first = 0
-    elif visible_gpus < needed:
-        gpus = "1 GPU" if needed == 1 else f"{needed} GPUs"
-        raise DeviceError(f"needs {gpus} on node {host}, {'Slurm gave' if slurm else 'there are'} {visible_gpus}")
-    else:
-        first = environment.local_rank * per_rank
-    return tuple(torch.device("cuda", index) for index in range(first, first + per_rank))
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
@@ -100,63 +51,6 @@ def backend_of(backend: str, device_type: str) -> str:
         if kind in ("", device_type):
             return name
     return ""
-
-
-def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -> tuple[torch.device, ...]:
-    """``choose_devices`` for this process and its visible devices. CUDA_VISIBLE_DEVICES stays as it is, unless it lists
-    several MIG devices."""
-    named, host = os.environ.get("CUDA_VISIBLE_DEVICES"), socket.gethostname()
-    own = None if named is None or asked == "cpu" else own_mig_device(environment, per_rank, named, host)
-    if own is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = own
-    visible = visible_gpus()
-    if own is not None and visible == 1:
-        return (torch.device("cuda", 0),)
-    return choose_devices(environment, asked, per_rank, visible, host, named)
-
-
-def visible_gpus() -> int:
-    """How many GPUs this process can use. torch before 2.6 also counts those that ROCR_VISIBLE_DEVICES hides; HIP's own
-    count does not."""
-    if not torch.cuda.is_available():
-        return 0
-    if torch.version.hip and "ROCR_VISIBLE_DEVICES" in os.environ:
-        return int(torch._C._cuda_getDeviceCount())
-    return torch.cuda.device_count()
-
-
-def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host: str) -> str | None:
-    """The rank's own of the several MIG devices that CUDA_VISIBLE_DEVICES lists; None if it lists anything else.
-
-    CUDA shows a process only the first MIG device of the list, so that all ranks of a node would use that one. Raises
-    DeviceError if the node has too few for its ranks.
-    """
-    devices = [one.strip() for one in named.split(",")]
-    if len(devices) < 2 or not all(one.startswith("MIG-") for one in devices):
-        return None
-    if per_rank > 1:
-        raise DeviceError(
-            f"gpus_per_rank is {per_rank}, but node {host} has MIG devices, of which a process can use only one: leave "
-            "gpus_per_rank out"
-        )
-    if len(devices) < environment.local_world_size:
-        raise DeviceError(f"needs {environment.local_world_size} GPUs on node {host}, there are {len(devices)} (MIG)")
-    return devices[environment.local_rank]
-
-
-def gpu_identity(device: torch.device) -> str:
-    """Equal for two ranks, of any nodes, if they see the same GPU: its UUID, or with torch 2.4, which has none, its PCI
-    address and host. DeviceError if CUDA does not tell."""
-    properties = torch.cuda.get_device_properties(device)
-    if hasattr(properties, "uuid"):
-        return str(properties.uuid)
-    platform = "hip" if torch.version.hip else "cuda"
-    library = ctypes.CDLL(str(TORCH_LIBRARIES / f"libc10_{platform}.so"))  # linked against the runtime in use
-    address = ctypes.create_string_buffer(32)
-    name = f"{platform}DeviceGetPCIBusId"
-    if error := getattr(library, name)(address, len(address), device.index):
-        raise DeviceError(f"cannot identify GPU {device}: {name} returned error {error}")
-    return f"{address.value.decode()} on {socket.gethostname()}"
 
 
 def flight_recorder(version: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.hostlist import expand
 from clusterddp.reporter import counted
 
 Event = Mapping[str, Any]
@@ -116,3 +119,18 @@ def _line(event: Event, job: str | None) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
     what = event.get("error") or event.get("what") or "the node stopped responding"
     return f"  {when}  job {job}: {what.splitlines()[0]}"
+
+
+def unchecked(events: Iterable[Mapping[str, Any]], nodes: Sequence[str]) -> list[str]:
+    """The nodes that have not passed a preflight of this run, or failed since they did."""
+    passed: set[str] = set()
+    started: dict[int, list[str]] = {}
+    for event in events:
+        if event["event"] == "started":
+            with suppress(LauncherEnvironmentError):
+                started[event["attempt"]] = expand(event.get("nodes", ""))
+        elif event["event"] == "preflight":
+            passed.update(started.get(event["attempt"], ()))
+        elif event.get("suspect"):
+            passed.discard(event["suspect"])
+    return [node for node in nodes if node not in passed]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from clusterddp.failures.flight_records import Apart, Row, compare, is_outline
 from clusterddp.process import RunningClock
 from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, schema_error
+from clusterddp.rundir.timing import is_slow
 
 #: Heartbeats between a rank's timeout and the verdict that the run hangs: meanwhile the ranks' stacks are written.
 PATIENCE_BEATS = 3
@@ -29,8 +30,6 @@ PATIENCE_BEATS = 3
 SILENCE_BEATS = 4
 #: The most ranks that a message lists.
 NAMED = 4
-#: A rank is slow if its compute time is so many times the others', and the difference such a fraction of a step.
-SLOW_RATIO, SLOW_SHARE = 1.5, 0.1
 _TOLD = ("count", "step", "allowed_s", "place", "waits", "line", "own_s", "step_s", "still_s")
 #: A device that needed less than so many times the usual time of a step for its last step makes progress.
 DEVICE_GAP = 4.0
@@ -310,7 +309,7 @@ def find_slow(statuses: Iterable[RankStatus]) -> list[Slow]:
         if len(times) < 2 or status.own_s is None or status.step_s is None:
             continue
         usual = _median_without(times, status.own_s)
-        if status.own_s > SLOW_RATIO * usual and status.own_s - usual > SLOW_SHARE * status.step_s:
+        if is_slow(status.own_s, usual, status.step_s):
             ratio = status.own_s / max(usual, 1e-3 * status.step_s)
             found.append(Slow(status.rank, status.host, round(status.own_s, 4), round(ratio, 2)))
     return found
@@ -348,10 +347,17 @@ class Watch:
         told["collectives"] = beat.get("collectives") or ()
         self._statuses[rank] = RankStatus(rank, host, moved=now - beat["age_s"], heard=now, **told)
 
-    def look(self, counts: bool = True) -> list[Hang | Slow | KeptUp]:
-        """What has been found by now; to be called every ``beat_s`` seconds."""
+    def look(self, counts: bool = True, gone: Collection[int] = ()) -> list[Hang | Slow | KeptUp]:
+        """What has been found by now; to be called every ``beat_s`` seconds.
+
+        ``gone``: the ranks that have ended in order. Others may work alone from then on, but they send heartbeats.
+        """
         self._clock.look(counts)
-        statuses = list(self._statuses.values())
+        statuses = [status for rank, status in self._statuses.items() if rank not in gone]
+        if gone:
+            silent = [status for status in statuses if _silent(status, self._clock.now, self._beat_s)]
+            hang = self.confirmed_hang(silent, self._clock.now)
+            return [hang] if hang else []
         found: list[Hang | Slow | KeptUp] = []
         slow_now = {slow.rank: slow for slow in find_slow(statuses)}
         for rank in sorted(self._slow - slow_now.keys()):

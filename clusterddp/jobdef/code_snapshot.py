@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.jobdef.checkout import Checkout
+from clusterddp.jobdef.checkout import Checkout, recorded_code
 from clusterddp.reporter import counted
 from clusterddp.rundir.files import create_folder, file_mode, fsync_directory, fsync_file_system, remove, write_json
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json
@@ -86,16 +86,30 @@ def present(run: RunDirectory) -> Snapshot | None:
     return snapshot
 
 
-def renew(run: RunDirectory, checkout: Checkout | None) -> str | None:
-    """Makes the run use the present code: a snapshot of ``checkout``, or (None) the checkout itself.
+@dataclass(frozen=True)
+class Code:
+    """The code that a run is to use: a snapshot of ``checkout``, or (None) the checkout as it is."""
 
-    Returns what to tell the user; None: nothing changed, and there is no snapshot.
+    checkout: Checkout | None
+    owner: RunDirectory | None = None
+    """The folder whose snapshot the run shares instead: the members of a sweep have one."""
+
+
+def use(run: RunDirectory, code: Code) -> str | None:
+    """Makes the run use the code.
+
+    Returns what to tell the user; None: nothing changed, and there is no snapshot, or it is another folder's.
     """
+    if code.owner is not None and (shared := current(code.owner)) is not None:
+        _share(run, shared, code.owner)
+        return None
     before = current(run)
-    if checkout is None:
+    if code.checkout is None:
         remove(run.code_file) if before else None
-        return f"code: the checkout as it is when each attempt starts, instead of {before.words()}" if before else None
-    snapshot = _take(run, checkout)
+        if before is None or code.owner is not None:
+            return None
+        return f"code: the checkout as it is when each attempt starts, instead of {before.words()}"
+    snapshot = _take(run, code.checkout)
     write_json(run.code_file, asdict(snapshot))
     if before is None or before.snapshot == snapshot.snapshot:
         return f"code: {snapshot.words()}"
@@ -105,12 +119,7 @@ def renew(run: RunDirectory, checkout: Checkout | None) -> str | None:
     return f"code: {snapshot.words()}; changed since the last submission ({before.words()}): {names}"
 
 
-def share(run: RunDirectory, owner: RunDirectory) -> None:
-    """Makes a run use the snapshot of another folder, by a symbolic link: the members of a sweep have one."""
-    snapshot = current(owner)
-    if snapshot is None:
-        renew(run, None)
-        return
+def _share(run: RunDirectory, snapshot: Snapshot, owner: RunDirectory) -> None:
     create_folder(run.code, exist_ok=True)
     link = run.code / snapshot.snapshot
     if not link.is_dir():
@@ -246,7 +255,7 @@ def described(snapshot: Snapshot | None, events: Iterable[dict[str, Any]]) -> st
     """The code that the run uses, in words; without a snapshot, that of its newest attempt. None if unknown."""
     if snapshot is not None:
         return snapshot.words()
-    codes = [event.get("code") or {} for event in events if event["event"] == "started"]
+    codes = recorded_code(events)
     if not codes or not codes[-1].get("commit"):
         return None
     changed = " + uncommitted changes" if codes[-1].get("changes") else ""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import yaml
 
-from clusterddp.jobdef.hydra_overrides import with_overrides
+from clusterddp.errors import UsageError
+from clusterddp.jobdef.program import with_overrides
 from clusterddp.reporter import counted
 
 #: The module that calls a function which ``clusterddp.launch()`` pickled.
@@ -374,12 +377,8 @@ class Job:
         return f"{nodes} x {per_node} per node = {ranks}{f' ({note})' if note else ''}"
 
     def to_yaml(self) -> str:
-        """The definition as YAML, including built-in defaults; ``load_resolved`` reads it back as an equal object.
-
-        Keys that older versions do not know are written only if they are set, so that those versions read the others.
-        """
+        """The definition as YAML, including built-in defaults; ``load_resolved`` reads it back as an equal object."""
         values = {key: value for key, value in written(self).items() if value not in (None, (), {})}
-        values = {key: value for key, value in values.items() if key not in _NEW or value != _NEW[key]}
         return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
 
 
@@ -427,17 +426,6 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-#: Keys that older versions do not know, with their defaults.
-_NEW = {
-    "gpu_request": "gpus-per-node",
-    "keep_logs": 50,
-    "preflight": False,
-    "progress": 10.0,
-    "protect_saves": True,
-    "tensorboard": False,
-}
-
-
 def _given(section: Limits | Wandb | Mlflow | Resume | Done | StopSignal) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(section).items() if value not in (None, ())}
 
@@ -460,3 +448,41 @@ def _every_text(checkpoint: Checkpointing) -> str | tuple[str, ...]:
     if checkpoint.every_s is not None:
         texts.append(f"{repr(checkpoint.every_s).removesuffix('.0')} seconds")
     return tuple(texts) if len(texts) == 2 else (texts or ["never"])[0]
+
+
+#: Words in the names of metrics of which the smallest value is best, if the user does not say.
+_SMALLEST = ("loss", "error", "err", "perplexity", "ppl", "nll", "mse", "mae", "wer", "cer", "fid")
+
+
+def best_metric(text: str) -> tuple[str, bool] | None:
+    """The metric, and whether its smallest value is best; None if the text says no such thing.
+
+    ``max``, ``min`` or a minus sign decide, else the name: of ``loss`` and ``val_error`` the smallest, of others the
+    largest.
+    """
+    match = re.fullmatch(r"(-?)([^\s-]\S*)(?: (max|min))?", text)
+    if match is None or (match[1] and match[3]):
+        return None
+    minus, metric, order = match.groups()
+    return metric, bool(minus) or (order == "min" if order else is_loss(metric))
+
+
+def is_loss(metric: str) -> bool:
+    """Whether the smallest value of a metric of this name is best."""
+    return any(word in _SMALLEST or word.endswith("loss") for word in re.split("[^a-z]+", metric.lower()))
+
+
+def check_packages(job: Job) -> None:
+    """Raises UsageError if this interpreter lacks the packages of trackers that the job has."""
+    asked = {"tensorboard": job.tensorboard, "wandb": job.wandb, "mlflow": job.mlflow}
+    wanted = [key for key, value in asked.items() if value]
+    if missing := [key for key in wanted if not _installed(key)]:
+        named = "; ".join(f"{key}: the package {key!r} is not installed" for key in missing)
+        unless = " and ".join(f"{key}=false" for key in missing)
+        raise UsageError(f"{named}: run `pip install 'clusterddp[{','.join(missing)}]'`, or set {unless}")
+
+
+def _installed(package: str) -> bool:
+    """A folder of the same name is no package: wandb writes to ``./wandb``."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None

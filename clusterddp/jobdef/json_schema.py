@@ -14,7 +14,7 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from clusterddp.jobdef import presets
+from clusterddp.jobdef import profiles_and_presets
 from clusterddp.jobdef.job import (
     MOST_PROFILED_STEPS,
     Job,
@@ -170,10 +170,10 @@ _OF_KEY: Mapping[str, Schema] = {
     **dict.fromkeys(WORDS, _text(_WORD)),
     "mem": _either(_count(0), {"type": "string", "pattern": "^[0-9]+([KMGTkmgt][Bb]?)?$"}),
     "resume": _either(
-        {"enum": presets.names()},
+        {"enum": profiles_and_presets.preset_names()},
         _section(
             Resume,
-            preset={"enum": presets.names()},
+            preset={"enum": profiles_and_presets.preset_names()},
             checkpoint=_either(_text(), {"type": "array", "items": _text(), "minItems": 1}),
             args=_list(),
             replace=_list(),

@@ -6,27 +6,25 @@ A null restores a key's built-in default. One error reports all mistakes in all 
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import clusterddp
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
-from clusterddp.jobdef import placeholders, yaml12
-from clusterddp.jobdef.job import Job
-from clusterddp.jobdef.presets import with_preset
-from clusterddp.jobdef.schema import READERS, Fields, read_fields
-from clusterddp.jobdef.secrets import MASK, is_secret, revealed
-from clusterddp.jobdef.values import quoted
+from clusterddp.jobdef import program, yaml12
+from clusterddp.jobdef.job import Job, written
+from clusterddp.jobdef.profiles_and_presets import with_preset
+from clusterddp.jobdef.schema import READERS, Fields, fields_of, file_fields, get, merged, read_fields
+from clusterddp.jobdef.secrets import MASK, is_secret, revealed, without_secrets
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
 from clusterddp.rundir.files import open_binary
-from clusterddp.rundir.records import retrying
 
 #: The format of run directories that this version writes. A later format is recorded as ``format`` in job.yaml.
 RUN_FORMAT = 1
@@ -40,7 +38,6 @@ def load(
     *,
     values: Mapping[str, Any] | None = None,
     defaults: Fields | None = None,
-    recorded: bool = False,
     origins: Origins | None = None,
     section: str | None = None,
 ) -> Job:
@@ -51,7 +48,6 @@ def load(
         overrides: the values of ``--set`` by dotted key, read as YAML scalars. They override everything else.
         values: the options of the command line by YAML key. They override the file.
         defaults: what ``read_profiles`` returned; the file overrides it.
-        recorded: whether a run has recorded it: the script need not exist any more.
         origins: a dict that receives the place of each value that was given in any source.
         section: the key of the file that holds the definition; None: the whole file is one.
 
@@ -59,7 +55,17 @@ def load(
     Example: ``load("jobs/digits.yaml", {"checkpoint.keep": "5"})``.
     """
     mistakes: list[Mistake] = []
-    fields = file_fields(Path(path), mistakes)
+    fields = _definition(Path(path), section, mistakes)
+    given = fields_of(node_of(values or {}, "command line"), mistakes)
+    layers = with_preset([defaults or {}, fields, given, *_overrides(overrides)], mistakes)
+    if origins is not None:
+        origins |= _places(merged(layers))
+    return revealed(_job(layers, Path(path).parent, Place(str(path)), mistakes), Path(path))
+
+
+def _definition(path: Path, section: str | None, mistakes: list[Mistake]) -> Fields:
+    """The fields of the definition in a file, or in a section of it."""
+    fields = file_fields(path, mistakes)
     given = get(fields, "format")
     if given is not None and given.value != RUN_FORMAT:
         raise RunDirectoryError(
@@ -67,13 +73,7 @@ def load(
             "a newer version recorded this run; upgrade clusterddp to continue it"
         )
     fields = {key: node for key, node in fields.items() if key != "format"}
-    if section is not None:
-        fields = fields_of(get(fields, section), mistakes)
-    given_values = fields_of(node_of(values or {}, "command line"), mistakes)
-    layers = with_preset([defaults or {}, fields, given_values, *_overrides(overrides)], mistakes)
-    if origins is not None:
-        origins |= _places(merged(layers))
-    return revealed(_job(layers, Path(path).parent, Place(str(path)), mistakes, recorded), Path(path))
+    return fields if section is None else fields_of(get(fields, section), mistakes)
 
 
 def from_values(
@@ -96,16 +96,19 @@ def from_values(
     return _job(layers, Path.cwd(), Place("command line"), mistakes)
 
 
-def load_resolved(path: str | os.PathLike[str]) -> Job:
-    """Reads a recorded job.yaml, and the run's secrets where this user may read them.
+def load_resolved(path: str | os.PathLike[str], section: str | None = None) -> Job:
+    """Reads a recorded job.yaml, or a section of a record, and the run's secrets where this user may read them.
 
     The script need not exist any more: an old run can still be inspected.
     """
+    file = Path(path)
+    mistakes: list[Mistake] = []
     try:
-        open_binary(Path(path)).close()
+        open_binary(file).close()
     except OSError as error:
         raise JobDefinitionError(f"cannot read {path}: {error.strerror}") from error
-    return load(path, recorded=True)
+    layers = with_preset([{}, _definition(file, section, mistakes)], mistakes)
+    return revealed(_job(layers, file.parent, Place(str(path)), mistakes, recorded=True), file)
 
 
 def variants(job: Job, changes: Sequence[Mapping[str, Node]]) -> list[Job]:
@@ -124,51 +127,6 @@ def variants(job: Job, changes: Sequence[Mapping[str, Node]]) -> list[Job]:
         mistakes += wrong
     raise_mistakes(mistakes)
     return found
-
-
-# --- from text to fields
-
-
-def file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
-    """The fields of a YAML file. JobDefinitionError if it cannot be read or is no mapping."""
-    try:
-        text = retrying(path, lambda: path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JobDefinitionError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise JobDefinitionError(f"{path}: expected UTF-8 text, got another encoding (byte {error.start})") from error
-    root = yaml12.load(text, str(path), mistakes)
-    fields = fields_of(root, mistakes)
-    if not isinstance(root.value, (dict, type(None))):
-        raise_mistakes(mistakes)  # nothing was read; further errors would only be consequences
-    return fields
-
-
-def fields_of(node: Node | None, mistakes: list[Mistake]) -> Fields:
-    """The fields of a mapping; none for a null, such as an empty file."""
-    if node is None or node.value is None:
-        return {}
-    if isinstance(node.value, dict):
-        return node.value
-    mistakes.append(Mistake(node.place, f"expected 'key: value' lines, got {quoted(node)}"))
-    return {}
-
-
-def get(fields: Fields, name: str) -> Node | None:
-    """The node of a key, or None."""
-    return next((node for key, node in fields.items() if key == name), None)
-
-
-def merged(layers: Iterable[Fields]) -> Fields:
-    """All layers in one; later ones win. Mappings such as ``checkpoint`` or ``env`` are merged key by key."""
-    result: Fields = {}
-    for layer in layers:
-        for key, node in layer.items():
-            below = result.pop(key, None)
-            if below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
-                node = dataclasses.replace(node, value=merged([below.value, node.value]))
-            result[key] = node  # with the later layer's key, which has its place
-    return result
 
 
 def _places(fields: Fields, prefix: str = "") -> Origins:
@@ -296,8 +254,8 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     texts = {"args": get(fields, "args"), "env": get(fields, "env")}
     for name, owner in {**texts, "resume.args": get(inner, "args"), "resume.replace": get(inner, "replace")}.items():
         for node in _texts(owner):
-            why = placeholders.wrong(node.text)
-            if "checkpoint" in placeholders.used(node.text) and not patterns:
+            why = program.wrong_placeholder(node.text)
+            if "checkpoint" in program.placeholders_in(node.text) and not patterns:
                 why = "{checkpoint} needs resume.checkpoint, the pattern of the script's checkpoints"
             if why:
                 mistakes.append(Mistake(node.place, f"{name}: {why}"))
@@ -309,7 +267,7 @@ def _wrong_path(pattern: str) -> str | None:
         return "'~' is not expanded; write the whole path"
     if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\}?)", pattern):
         return f"{variable[0]!r} is not expanded; write the whole path"
-    if why := placeholders.wrong(pattern, ["run_dir"], only=True):
+    if why := program.wrong_placeholder(pattern, ["run_dir"], only=True):
         return why
     if "[" in re.sub(r"\[!?\]?[^]]*\]", "", pattern):
         return f"{pattern!r} has a '[' without its ']'; write [[] for the character itself"
@@ -357,3 +315,64 @@ def _check_global_batch(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
         choices = [*nearest, *(f"nodes: {nodes}" for nodes in ranks if batch % ranks[nodes] == 0)]
         wrong = f"{batch} samples cannot be divided evenly among {uneven} ranks; choose {' or '.join(choices)}"
         mistakes.append(Mistake(batch_node.place, f"global_batch: {wrong}"))
+
+
+def list_differences(recorded_job: Job, given_job: Job) -> list[str]:
+    """One line per value that differs: ``nodes: 2 recorded, 4 given``."""
+    recorded, given = _flat(written(recorded_job)), _flat(written(given_job))
+    before, after = (_flat(written(without_secrets(job)[0])) for job in (recorded_job, given_job))
+    lines = []
+    for key in dict.fromkeys([*recorded, *given]):
+        was, now = before.get(key), after.get(key)
+        if isinstance(was, tuple) and isinstance(now, tuple) and key.startswith("args"):
+            was, now = _where_they_differ(recorded[key], given[key], was, now)
+        if recorded.get(key) != given.get(key):
+            lines.append(f"{key}: {_shown(was)} recorded, {_shown(now)} given")
+    return lines
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values under dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _where_they_differ(
+    recorded: tuple[str, ...], given: tuple[str, ...], before: tuple[str, ...], after: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The arguments that only one of two command lines has, an option with its value.
+
+    They are returned as in ``before`` and ``after``, where secrets are masked.
+    """
+    mine, theirs = _options(recorded), _options(given)
+    matcher = difflib.SequenceMatcher(
+        None, [recorded[part] for part in mine], [given[part] for part in theirs], autojunk=False
+    )
+    only_before: tuple[str, ...] = ()
+    only_after: tuple[str, ...] = ()
+    for kind, low, high, other_low, other_high in matcher.get_opcodes():
+        if kind != "equal":
+            only_before += tuple(word for part in mine[low:high] for word in before[part])
+            only_after += tuple(word for part in theirs[other_low:other_high] for word in after[part])
+    return only_before, only_after
+
+
+def _options(words: tuple[str, ...]) -> list[slice]:
+    """The parts of a command line: each option with its value, and each other word."""
+    parts: list[slice] = []
+    start = 0
+    while start < len(words):
+        with_value = words[start].startswith("-") and "=" not in words[start] and start + 1 < len(words)
+        end = start + (2 if with_value and not words[start + 1].startswith("--") else 1)
+        parts.append(slice(start, end))
+        start = end
+    return parts
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == ():
+        return "none"
+    text = shlex.join(value) if isinstance(value, tuple) else str(value)
+    return text if text and text.isprintable() else repr(text)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from clusterddp.jobdef import values as value
+from clusterddp.errors import JobDefinitionError
+from clusterddp.jobdef import readers as value
 from clusterddp.jobdef import yaml12
 from clusterddp.jobdef.job import (
     MOST_PROFILED_RANKS,
@@ -23,10 +26,11 @@ from clusterddp.jobdef.job import (
     Wandb,
     Watchdog,
 )
+from clusterddp.jobdef.readers import ASSIGNMENT, Wrong, did_you_mean, quoted
 from clusterddp.jobdef.secrets import is_secret
-from clusterddp.jobdef.values import ASSIGNMENT, Wrong, did_you_mean, quoted
-from clusterddp.jobdef.yaml12 import Key, Mistake, Node
+from clusterddp.jobdef.yaml12 import Key, Mistake, Node, raise_mistakes
 from clusterddp.protocol import FOR_RANKS
+from clusterddp.rundir.records import retrying
 
 #: Nodes by YAML key, as written.
 Fields = dict[Key, Node]
@@ -287,7 +291,6 @@ ONE_GPU_PER_TASK = ("gpus-per-task", "gpu-bind")
 _STOPS = "clusterddp stops and requeues the run itself; timeouts.notice_s is the notice before the time limit"
 _LOGS = "the outputs are in the run directory, below logs/"
 _SUBMITS = "clusterddp submit runs sbatch and parses its output"
-
 #: What to use instead of the options of sbatch and srun that clusterddp sets or relies on and that have no key.
 INSTEAD_OF_OPTION = {
     "nodefile": "use the key nodelist",
@@ -313,7 +316,6 @@ INSTEAD_OF_KEY = {
     **dict.fromkeys(("grid", "members"), "start a sweep with `clusterddp sweep`"),
     **dict.fromkeys(("time_limit", "walltime"), "use the key time"),
 }
-
 _PROFILE = _fields(steps=value.whole(1, MOST_PROFILED_STEPS), at=value.whole(0), ranks=value.ranks(MOST_PROFILED_RANKS))
 WORDS = ("partition", "account", "qos", "constraint", "reservation", "exclude", "nodelist")
 READERS: dict[str, Reader] = {
@@ -367,3 +369,47 @@ READERS: dict[str, Reader] = {
     "wandb": _tracker("wandb", Wandb, _WANDB, _PROJECT, "a W&B project"),
     "mlflow": _tracker("mlflow", Mlflow, _MLFLOW, value.text, "an MLflow experiment"),
 }
+
+# --- from text to fields
+
+
+def file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
+    """The fields of a YAML file. JobDefinitionError if it cannot be read or is no mapping."""
+    try:
+        text = retrying(path, lambda: path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobDefinitionError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise JobDefinitionError(f"{path}: expected UTF-8 text, got another encoding (byte {error.start})") from error
+    root = yaml12.load(text, str(path), mistakes)
+    fields = fields_of(root, mistakes)
+    if not isinstance(root.value, (dict, type(None))):
+        raise_mistakes(mistakes)  # nothing was read; further errors would only be consequences
+    return fields
+
+
+def fields_of(node: Node | None, mistakes: list[Mistake]) -> Fields:
+    """The fields of a mapping; none for a null, such as an empty file."""
+    if node is None or node.value is None:
+        return {}
+    if isinstance(node.value, dict):
+        return node.value
+    mistakes.append(Mistake(node.place, f"expected 'key: value' lines, got {quoted(node)}"))
+    return {}
+
+
+def get(fields: Fields, name: str) -> Node | None:
+    """The node of a key, or None."""
+    return next((node for key, node in fields.items() if key == name), None)
+
+
+def merged(layers: Iterable[Fields]) -> Fields:
+    """All layers in one; later ones win. Mappings such as ``checkpoint`` or ``env`` are merged key by key."""
+    result: Fields = {}
+    for layer in layers:
+        for key, node in layer.items():
+            below = result.pop(key, None)
+            if below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
+                node = dataclasses.replace(node, value=merged([below.value, node.value]))
+            result[key] = node  # with the later layer's key, which has its place
+    return result

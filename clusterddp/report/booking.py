@@ -1,20 +1,20 @@
 """Where a run's time went: each second since its first submission is booked once. Pure functions of its history,
 and of what its steps spent their time on.
 
-What rank 0 was doing follows from its events ``phase``; when a job waited, from ``allocated``. Histories of older
-versions have neither: then the start-up of an attempt counts as launching, and all of a wait as queued.
+What rank 0 was doing follows from its events ``phase``; when a job waited, from ``allocated``. An attempt that ended
+before these were recorded counts as launching, and all of its wait as queued.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from clusterddp.protocol import ATTEMPT_ENDS, BY_SLURM, PHASES, RUN_ENDS
-from clusterddp.report.intervals import Interval, Wait, laid_over, measured, shared
-from clusterddp.rundir.records import is_count, is_time
+from clusterddp.events import ATTEMPT_ENDS, BY_SLURM, PHASES, RUN_ENDS
+from clusterddp.rundir.records import is_time
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
 
@@ -39,7 +39,7 @@ CATEGORIES: Mapping[str, str] = {
     "down": "down",
     "unknown": "unknown",
 }
-#: The other phases of rank 0 (``protocol.PHASES``) are categories themselves.
+#: The other phases of rank 0 (``events.PHASES``) are categories themselves.
 _OF_PHASE = {"after_loop": "unknown", "ending": "launching"}
 #: What the end of a run's records is followed by, by its state (``slurm/run_states.py``) unless it is over.
 _OF_STATE = {"pending": "queued", "held": "held", "limited": "limited", "running": "", "stopped": "down"}
@@ -49,6 +49,28 @@ BEAT_S = 2.0
 HOLD_S = 121.0
 #: During these, evaluations and saves are possible.
 _IN_LOOP = frozenset(("first_step", "training", "repeating"))
+
+
+class Interval(NamedTuple):
+    """``attempt`` is None before the first and between two attempts. Times are unix seconds."""
+
+    begin: float
+    end: float
+    category: str
+    attempt: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        return self.end - self.begin
+
+
+class Wait(NamedTuple):
+    """From ``begin`` to ``end`` (unix seconds), the share of a step for which ranks waited for a straggler."""
+
+    begin: float
+    end: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -187,11 +209,14 @@ class _Attempt:
 
     def changes(self) -> Iterator[tuple[float, str]]:
         """When rank 0 began to do something else, and what."""
-        phases = any(event["event"] == "phase" for event in self.events)
+        before: str | None = None
         for event in self.events:
             if event["event"] == "stopping":
                 yield from self._stop(event)
-            now = _phase(event) if phases else _phase_of_older(event)
+            now = _phase(event)
+            if before == "importing" and event["event"] == "training" and "log" in event:
+                now = "training"  # its steps are known by its output alone
+            before = now or before
             if now == "importing" and not self.script_loops and self.trouble() is None:
                 now = "unknown"  # it trains in its own way, or not at all
             if now is not None:
@@ -312,17 +337,6 @@ def _phase(event: Event) -> str | None:
     return _OF_PHASE.get(phase, phase) if phase in PHASES else "unknown"
 
 
-def _phase_of_older(event: Event) -> str | None:
-    """The same for an attempt of a version without phases."""
-    name = event["event"]
-    if name in ("training", "resumed"):
-        return "training"
-    if name == "finishing":
-        return "saving"
-    done = name == "progress" and is_count(event.get("step")) and event["step"] >= _seconds(event, "steps")
-    return "unknown" if done or name == "left_loop" else None
-
-
 # --- details within attempts
 
 
@@ -373,3 +387,64 @@ def _slow(events: Iterable[Event], end: float) -> Iterator[Wait]:
     for (begin, share), (until, _) in pairwise([*changes, (end, 0.0)]):
         if share > 0 and until > begin:
             yield Wait(begin, until, share)
+
+
+# --- what is laid over intervals
+
+
+def laid_over(
+    intervals: Iterable[Interval], spans: Iterable[tuple[float, float]], category: str, onto: frozenset[str]
+) -> list[Interval]:
+    """The parts of ``intervals`` of the categories ``onto`` that lie in ``spans`` become ``category``."""
+    waiting = sorted(spans)
+    if not waiting:
+        return list(intervals)
+    found: list[Interval] = []
+    next_span = 0
+    for whole in intervals:
+        while next_span < len(waiting) and waiting[next_span][1] <= whole.begin:
+            next_span += 1
+        at = whole.begin
+        for index in range(next_span, len(waiting)) if whole.category in onto else ():
+            begin, end = waiting[index]
+            if begin >= whole.end:
+                break
+            begin, end = max(begin, at), min(end, whole.end)
+            if end > begin:
+                found += [Interval(at, begin, whole.category, whole.attempt)] if begin > at else []
+                found.append(Interval(begin, end, category, whole.attempt))
+                at = end
+        if whole.end > at:
+            found.append(whole if at == whole.begin else Interval(at, whole.end, whole.category, whole.attempt))
+    return found
+
+
+def measured(estimated: Iterable[Wait], waited: Sequence[Wait]) -> Iterator[Wait]:
+    """What was measured, and estimates for the time in which nothing was."""
+    known = sorted(waited)
+    yield from (one for one in known if one.share > 0)
+    for begin, end, share in estimated:
+        for one in known:
+            if begin < one.begin:
+                yield Wait(begin, min(end, one.begin), share)
+            begin = max(begin, one.end)
+            if begin >= end:
+                break
+        else:
+            yield Wait(begin, end, share)
+
+
+def shared(intervals: Iterable[Interval], slow: Iterable[Wait]) -> list[Interval]:
+    """Of the time in which a rank was slow, only a share was waited: it is booked at the beginning."""
+    found: list[Interval] = []
+    spans = deque(sorted(slow))
+    for one in intervals:
+        if one.category == "straggler":
+            while spans and spans[0].end <= one.begin:
+                spans.popleft()
+            waited = one.begin + one.seconds * (spans[0].share if spans else 0.0)
+            found.append(Interval(one.begin, waited, "straggler", one.attempt))
+            one = Interval(waited, one.end, "training", one.attempt)
+        if one.end > one.begin:
+            found.append(one)
+    return found

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
-from clusterddp.report.axes import Axis, axis_of, number
 from clusterddp.report.booking import CATEGORIES
 from clusterddp.report.curves import Point, thinned
-from clusterddp.report.markup import Markup, tag
-from clusterddp.report.theme import GROUP_OF
+from clusterddp.report.theme import GROUP_OF, Axis, Markup, axis_of, number, tag
 from clusterddp.reporter import duration
 
 #: The units of a drawing: its width, and the height of curves.

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.jobdef.best_metric import is_loss
+from clusterddp.jobdef.job import is_loss
 from clusterddp.reporter import counted
 from clusterddp.rundir import records
 from clusterddp.rundir.files import open_binary

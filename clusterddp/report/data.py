@@ -14,22 +14,22 @@ from functools import partial
 from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.events import is_unconfirmed
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.report.advice import advice
 from clusterddp.report.booking import Booking, book_run
 from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, incomplete, limits, read_metrics
-from clusterddp.report.markup import clipped
+from clusterddp.report.efficiency import advice, spent
 from clusterddp.report.ranks import LEAST_PARTS, PARTS, ranks_over_time
-from clusterddp.report.ratios import spent
 from clusterddp.report.stragglers import waits
+from clusterddp.report.theme import clipped
 from clusterddp.report.timeline import Sentence, in_words, interruptions, lanes, without_attempt
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir import records
-from clusterddp.rundir.curve import main_metric
 from clusterddp.rundir.files import finite, open_binary, read_bytes
-from clusterddp.rundir.records import is_count, is_unconfirmed
+from clusterddp.rundir.progress import main_metric
+from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import Timings, read_timings

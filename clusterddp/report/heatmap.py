@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from clusterddp.report.axes import Axis, time_axis
 from clusterddp.report.charts import WIDTH, Curve, chart, ruler, zoomable
-from clusterddp.report.markup import Markup, tag
+from clusterddp.report.ranks import COST
 from clusterddp.report.sections import Section, legend, plain, section
-from clusterddp.report.theme import LEVELS
+from clusterddp.report.theme import LEVELS, Axis, Markup, tag, time_axis
 from clusterddp.reporter import duration
 from clusterddp.rundir.timing import PHASES
 
@@ -109,7 +108,7 @@ def _level(excess: float | None) -> str | None:
 def _slow(found: Mapping[str, Any]) -> Markup:
     """The ranks that cost most, a sentence each."""
     if not found["slow"]:
-        return tag("p", "No rank made the others wait for more than 1% of the time.")
+        return tag("p", f"No slow rank made the others wait for {100 * COST:.0f}% of the time.")
     return tag("div", tag("h3", "Slow ranks"), tag("ul", *(tag("li", *_of_slow(one)) for one in found["slow"])))
 
 

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterddp.report.axes import number
 from clusterddp.report.heatmap import ranks_over_time
-from clusterddp.report.markup import Markup, clipped, joined, tag, with_code
 from clusterddp.report.ranking import has_rank, label, main_of, newest, ranked
 from clusterddp.report.sections import (
     Section,
@@ -27,7 +25,7 @@ from clusterddp.report.sections import (
     when,
     where_the_time_went,
 )
-from clusterddp.report.theme import style_sheet
+from clusterddp.report.theme import Markup, clipped, joined, number, style_sheet, tag, with_code
 from clusterddp.reporter import counted, duration
 
 Run = Mapping[str, Any]

@@ -12,12 +12,12 @@ from statistics import median_low
 from typing import Any, NamedTuple
 
 from clusterddp.report.curves import short
-from clusterddp.rundir.timing import PHASES, TimedInterval
+from clusterddp.rundir.timing import PHASES, TimedInterval, is_slow
 
 #: Parts of a run's time, of a report on one run and at least; the most rows, of ranks or of hosts.
 PARTS, LEAST_PARTS, ROWS = 120, 20, 64
-#: A rank is slow while its excess is at least SLOW. Listed are those for which it is COST of the time, all in all.
-SLOW, COST, LISTED = 0.05, 0.05, 8
+#: Listed are the slow ranks for which the others waited for such a share of the time, and at most so many.
+COST, LISTED = 0.05, 8
 
 
 class Worker(NamedTuple):
@@ -37,6 +37,7 @@ class Cell(NamedTuple):
     seconds: Sequence[float | None]
     work: float | None
     excess: float | None = None
+    slow: bool = False
 
 
 _Cells = Mapping[int, Mapping[Worker, Cell]]
@@ -119,7 +120,8 @@ def _compared(sums: Mapping[Worker, Sequence[float]]) -> tuple[dict[Worker, Cell
     if usual is not None and step and len(cells) > 1:
         for worker, cell in cells.items():
             if cell.work is not None:
-                cells[worker] = cell._replace(excess=max(0.0, cell.work - usual) / step)
+                excess, slow = max(0.0, cell.work - usual) / step, is_slow(cell.work, usual, step)
+                cells[worker] = cell._replace(excess=excess, slow=slow)
     return cells, medians
 
 
@@ -182,11 +184,11 @@ def _row(host: str | None, workers: Sequence[Worker], cells: _Cells, parts: int)
 
 
 def _slow(cells: _Cells, medians: Mapping[int, Sequence[float | None]], width: float) -> list[dict[str, Any]]:
-    """The ranks that cost most: those whose excess is more than COST of the time in which there were steps."""
+    """The ranks that cost most: whose excess, while they were slow, is COST of the time in which there were steps."""
     found: defaultdict[Worker, list[tuple[Cell, Sequence[float | None]]]] = defaultdict(list)
     for part, own in cells.items():
         for worker, cell in own.items():
-            if cell.excess is not None and cell.excess >= SLOW:
+            if cell.slow:
                 found[worker].append((cell, medians[part]))
     cost = {worker: sum(cell.excess or 0.0 for cell, _ in own) / len(cells) for worker, own in found.items()}
     listed = sorted((worker for worker in cost if cost[worker] >= COST), key=lambda worker: -cost[worker])

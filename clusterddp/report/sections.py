@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from clusterddp.report.axes import Axis, number, time_axis
-from clusterddp.report.booking import CATEGORIES
+from clusterddp.report.booking import CATEGORIES, Interval
 from clusterddp.report.charts import (
     Curve,
     bar,
@@ -21,11 +20,9 @@ from clusterddp.report.charts import (
     zoomable,
 )
 from clusterddp.report.curves import Point
-from clusterddp.report.intervals import Interval
-from clusterddp.report.markup import Markup, clipped, tag, with_code
+from clusterddp.report.efficiency import WITHOUT_NODES
 from clusterddp.report.ranking import has_rank, label, main_of, newest, parameters, ranked
-from clusterddp.report.ratios import WITHOUT_NODES
-from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES
+from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES, Axis, Markup, clipped, number, tag, time_axis, with_code
 from clusterddp.report.timeline import spans
 from clusterddp.reporter import counted, duration
 

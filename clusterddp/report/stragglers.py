@@ -2,7 +2,7 @@
 
 Two scores, as in NVIDIA's NVRx: ``relative`` is the work of the fastest rank divided by this one's, and ``own`` this
 rank's work when it was fastest divided by its work now. Work is all of a step but the wait for other ranks, in seconds.
-Both are 1 at best; below SLOW, by a good part of a step, a rank is slow.
+Both are 1 at best. Whether a rank is slow beside the fastest, or beside itself before, ``rundir/timing.py`` defines.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import mean, median_low
 from typing import Any, NamedTuple
 
-from clusterddp.failures.hangs import SLOW_RATIO, SLOW_SHARE
-from clusterddp.report.intervals import Wait
+from clusterddp.report.booking import Wait
 from clusterddp.reporter import counted
-from clusterddp.rundir.timing import PHASES, TimedInterval
+from clusterddp.rundir.timing import PHASES, TimedInterval, is_slow
 
-#: The threshold of the scores, as NVRx has it.
-SLOW = 0.7
 #: A score is that of so many intervals, the newest ones.
 LATEST = 3
 #: The most ranks or nodes that a sentence names.
@@ -135,7 +132,7 @@ def _score(host: str, rank: int | None, work: _Work, fastest: _Work | None, befo
     own = before.seconds / work.seconds if work.seconds else None
     reference = fastest if fastest is not None and (relative or 1.0) <= (own or 1.0) else before
     longer = [mine - theirs for mine, theirs in zip(work.phases, reference.phases, strict=True)]
-    slow = min(relative or 1.0, own or 1.0) < SLOW and sum(longer) > SLOW_SHARE * work.step_s
+    slow = is_slow(work.seconds, reference.seconds, work.step_s)
     phase = PHASES[longer.index(max(longer))] if max(longer) > 0 else "own_s"
     rounded = [None if one is None else round(one, 3) for one in (relative, own)]
     return Score(host, rank, round(work.seconds, 6), rounded[0], rounded[1], phase, slow)
@@ -207,6 +204,5 @@ def _waited(span: TimedInterval, active: Mapping[int, float]) -> float:
     if len(active) == 1 or work is None:
         return 0.0
     usual = median_low(sorted(active.values())[:-1])
-    longer = active[slowest] - usual
-    slow = active[slowest] > SLOW_RATIO * usual and longer > SLOW_SHARE * work.step_s
-    return min(1.0, longer / work.step_s) if slow else 0.0
+    slow = is_slow(active[slowest], usual, work.step_s)
+    return min(1.0, (active[slowest] - usual) / work.step_s) if slow else 0.0

@@ -1,8 +1,20 @@
-"""How a report looks: its colours for light and dark screens, and the style sheet. Paper has the light ones."""
+"""What the page's charts are made of: colours, HTML and SVG, scales.
+
+How a report looks: its colours for light and dark screens, and the style sheet. Paper has the light ones.
+
+Builds HTML and SVG: every text and every attribute is escaped, so that nothing in a run's files becomes markup.
+
+Scales of charts: where a value lies between 0 and 1, and which round numbers are written beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import html
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 #: Text on ``paper`` and ``card`` has a contrast of at least 4.5, parts of charts at least 3, as WCAG 2.2 demands (AA).
 LIGHT: Mapping[str, str] = {
@@ -173,3 +185,139 @@ summary{cursor:pointer;font-weight:600}
 @media (max-width:560px){body{padding:12px 8px 32px}section{padding:12px}td.bar{width:32%;min-width:60px}
  .when .day{display:block}}
 """
+
+
+#: Characters that XML cannot contain, not even escaped.
+_NOT_XML = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+#: Letters that reverse the order of the text around them: a name could pretend to be another one.
+_REORDERING = re.compile("[\u202a-\u202e\u2066-\u2069]")
+
+
+class Markup(str):
+    """Text that is markup already. Only this module makes it from other text, and ``page.py`` from its style sheet."""
+
+    __slots__ = ()
+
+
+def escaped(value: object) -> Markup:
+    """A value as text for an element or an attribute; ``Markup`` stays as it is."""
+    if isinstance(value, Markup):
+        return value
+    return Markup(html.escape(_REORDERING.sub("?", _NOT_XML.sub("?", str(value)))))
+
+
+def joined(*parts: object) -> Markup:
+    """The parts, one after the other; None is left out."""
+    return Markup("".join(escaped(part) for part in parts if part is not None))
+
+
+def tag(name: str, /, *children: object, **attributes: Any) -> Markup:
+    """An element. ``class_`` stands for class, ``_`` for ``-``; an attribute that is None is left out."""
+    names = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    given = "".join(f' {key}="{escaped(value)}"' for key, value in names.items())
+    inside = joined(*children)
+    return Markup(f"<{name}{given}>{inside}</{name}>" if inside or name not in _EMPTY else f"<{name}{given}/>")
+
+
+def with_code(text: str) -> Markup:
+    """A sentence in which what is between backticks is code."""
+    return joined(*(tag("code", part) if place % 2 else part for place, part in enumerate(text.split("`"))))
+
+
+#: Elements that are written without an end tag if they are empty: those of SVG, and the empty ones of HTML.
+_EMPTY = frozenset(("svg", "g", "path", "rect", "line", "circle", "meta", "col"))
+
+
+def clipped(text: object, most: int) -> str:
+    """At most ``most`` characters of a text, with a mark where it was cut."""
+    whole = str(text)
+    return whole if len(whole) <= most else f"{whole[: most - 4]} ..."
+
+
+#: A scale is logarithmic from this ratio of its largest to its smallest value on, if all are positive.
+_LOGARITHMIC = 30.0
+#: Units of time: the least seconds that they are used for, and the seconds of one.
+_UNITS = (("s", 0.0, 1.0), ("min", 180.0, 60.0), ("h", 3 * 3600.0, 3600.0), ("d", 72 * 3600.0, 86400.0))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """``low`` and ``high``: the values at 0 and at 1. ``name``: charts with axes of one name are zoomed together."""
+
+    low: float
+    high: float
+    logarithmic: bool = False
+    name: str = ""
+
+    def at(self, value: float) -> float:
+        """Where a value lies, from 0 to 1; what is outside of the scale lies at its end."""
+        if self.logarithmic:
+            low, high, value = math.log10(self.low), math.log10(self.high), math.log10(max(value, self.low))
+        else:
+            low, high = self.low, self.high
+        return min(1.0, max(0.0, (value - low) / (high - low)))
+
+    def ticks(self, most: int = 5) -> list[tuple[float, str]]:
+        """At most ``most`` round values, with their texts."""
+        values = self._powers(most) if self.logarithmic else self._multiples(most)
+        texts = [number(value) for value in values]
+        if len(set(texts)) < len(texts):  # they differ less than ``number`` shows
+            texts = [f"{value:.9g}" for value in values]
+        return list(zip(values, texts, strict=True))
+
+    def _multiples(self, most: int) -> list[float]:
+        step = round_step((self.high - self.low) / most)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [index * step for index in range(first, last + 1)][: most + 1]
+
+    def _powers(self, most: int) -> list[float]:
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        decades = [10.0**power for power in range(first, last + 1) if -300 < power < 300]
+        found = [value for value in decades if self.low <= value <= self.high]
+        if len(found) < 2:
+            finer = (factor * value for value in decades for factor in (1, 2, 5))
+            found = [value for value in finer if self.low <= value <= self.high]
+        return found[:: max(1, math.ceil(len(found) / most))]
+
+
+def axis_of(values: Iterable[float]) -> Axis:
+    """The scale for some values: linear, or logarithmic if they are positive and far apart."""
+    known = list(values)
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    if low > 0 and high / low >= _LOGARITHMIC:
+        return Axis(low, high, logarithmic=True)
+    if high - low <= 1e-9 * max(abs(high), abs(low)):  # all equal
+        pad = 0.1 * abs(high) or 1.0
+        return Axis(low - pad, high + pad)
+    return Axis(low, high)
+
+
+def round_step(least: float) -> float:
+    """The next of 1, 2, 5, 10, ... that is at least ``least``."""
+    power = 10.0 ** math.floor(math.log10(max(least, 1e-300)))
+    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= least * (1 - 1e-9))
+
+
+def number(value: float) -> str:
+    """A number as a person writes it: ``20,000``, ``0.25``, ``1e-7``."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if 1e-3 <= size < 1e7:
+        text = f"{value:,.4f}" if size < 1 else f"{value:,.2f}" if size < 1000 else f"{value:,.0f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit for so long a time, and its seconds."""
+    found = [(name, size) for name, least, size in _UNITS if seconds >= least]
+    return found[-1] if found else ("s", 1.0)
+
+
+def time_axis(seconds: float, origin: float = 0.0) -> tuple[Axis, list[tuple[float, str]]]:
+    """The scale of a duration, in seconds from ``origin``, and its marks with their unit."""
+    name, size = time_unit(seconds)
+    axis = Axis(0.0, max(seconds, 1.0) / size)
+    marks = [(origin + value * size, f"{text} {name}" if value else "0") for value, text in axis.ticks()]
+    return Axis(origin, origin + max(seconds, 1.0), name="time"), marks

@@ -8,16 +8,15 @@ from contextlib import suppress
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.hostlist import expand
-from clusterddp.protocol import ATTEMPT_ENDS, RUN_ENDS
-from clusterddp.report.booking import Booking
-from clusterddp.report.intervals import Interval
-from clusterddp.report.markup import clipped
+from clusterddp.report.booking import Booking, Interval
+from clusterddp.report.theme import clipped
 from clusterddp.reporter import counted
 from clusterddp.rundir.records import is_count
 
 Event = Mapping[str, Any]
-#: An event's sentence; None for one that is only recorded (``supervisor/messages.py``).
+#: An event's sentence; None for one that is only recorded (``events.py``).
 Sentence = Callable[[Event], "str | None"]
 #: How finely the lanes of a run show its time: the number of its parts. Each is in one lane, or in two.
 _PARTS = 2000

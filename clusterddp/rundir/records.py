@@ -89,11 +89,6 @@ def schema_error(value: Any, schema: Schema) -> str | None:
     return None
 
 
-def is_unconfirmed(outcome: Mapping[str, Any]) -> bool:
-    """Whether a run completed only by an exit code 0 that may mean something else."""
-    return outcome["state"] == "completed" and outcome.get("confirmed") is False
-
-
 def result_line(event: Mapping[str, Any]) -> dict[str, Any] | None:
     """An event ``result`` as a metrics line of the last step before it: what the script logged outside a step, such as
     an evaluation behind the loop. None for any other event.

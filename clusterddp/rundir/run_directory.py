@@ -1,17 +1,21 @@
-"""The run directory: every path of a run, and its attempts, history, metrics and outcome."""
+"""The run directory: every path of a run, and its attempts, history, metrics and outcome.
+
+Permissions: opens a run to its group or closes it, and keeps ``private`` closed to others.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.protocol import RUN_ENDS
+from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.rundir import records
 from clusterddp.rundir.files import (
     create_folder,
@@ -22,7 +26,79 @@ from clusterddp.rundir.files import (
     remove,
     write_atomically,
 )
-from clusterddp.rundir.sharing import make_private, share_run
+
+
+def share_run(top: Path, share: str, closed: Path) -> None:
+    """Opens the run's folder ``top`` to its group (``share`` is "group") or closes it ("private"); not ``closed``.
+
+    Only this user's own folders and files change. Symbolic links and hard links may lead outside the run and are left
+    unchanged; an executable file stays executable. Raises RunDirectoryError if a mode cannot be changed; calling again
+    continues where it failed.
+    """
+    mode = 0o2750 if share == "group" else 0o700
+    if stat.S_IMODE(top.stat().st_mode) == mode:
+        return
+    try:
+        if share != "group":
+            top.chmod(mode)  # first, so that nobody enters while the walk is under way
+        for folder, folders, files, descriptor in os.fwalk(top, onerror=_raise):
+            folders[:] = [name for name in folders if Path(folder, name) != closed]
+            for name in (*folders, *files):
+                _share(descriptor, name, mode)
+        if share == "group":
+            top.chmod(mode)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise RunDirectoryError(f"cannot change the permissions of {top}{where}: {error.strerror}") from error
+
+
+def _raise(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _share(folder: int, name: str, mode: int) -> None:
+    """Changes the mode of one entry of an open folder, through a descriptor that no link can redirect."""
+    try:
+        descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:  # deleted meanwhile
+        return
+    entry = Path(f"/proc/self/fd/{descriptor}")  # fchmod refuses O_PATH descriptors
+    try:
+        status = os.fstat(descriptor)
+        own = status.st_uid == os.geteuid()
+        if own and stat.S_ISDIR(status.st_mode):
+            entry.chmod(mode)
+        elif own and stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            executable = (0o700 | mode) & 0o111 if status.st_mode & 0o100 else 0
+            entry.chmod(mode & 0o044 | 0o600 | executable)
+    finally:
+        os.close(descriptor)
+
+
+def make_private(path: Path) -> None:
+    """Creates a folder for tokens and pickles that only its owner can enter, or closes an existing one.
+
+    Raises RunDirectoryError if the folder belongs to another user or is a symbolic link.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except NotADirectoryError as error:
+        raise RunDirectoryError(f"{path} is a symbolic link; expected a folder of this run: remove the link") from error
+    except PermissionError as error:
+        raise RunDirectoryError(f"{path} cannot be opened by user {os.geteuid()}: {error.strerror}") from error
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid not in (os.geteuid(), 0):
+            raise RunDirectoryError(
+                f"{path} belongs to user {status.st_uid}, expected user {os.geteuid()}: choose another run directory"
+            )
+        if stat.S_IMODE(status.st_mode) & 0o777 != 0o700 and status.st_uid == os.geteuid():
+            os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & 0o7000 | 0o700)
+    finally:
+        os.close(descriptor)
+
 
 #: A folder of runs with this file is a sweep.
 SWEEP_FILE = "sweep.yaml"
@@ -57,8 +133,6 @@ class RunDirectory:
     loop_log = _Below("logs/loop.log")
     hook_log = _Below("logs/hook.log")
     profiles = _Below("profiles")
-    media_file = _Below("media.jsonl")
-    media = _Below("media")
     tensorboard = _Below("tensorboard")
     wandb = _Below("wandb")
     mlflow = _Below("mlflow")
@@ -66,7 +140,6 @@ class RunDirectory:
     code_file = _Below("code/current.json")  # which snapshot of the code the run uses
     private = _Below("private")
     submitted_file = _Below("private/submitted.json")
-    request_file = _Below("private/resubmit.json")
     tracker_id_file = _Below("private/tracker-id")
     loop_file = _Below("private/loop.json")
     notice_file = _Below("private/notice.json")  # why the loop of a local run sends a signal
@@ -111,14 +184,13 @@ class RunDirectory:
         """Whether a run without an outcome may have one that cannot be seen from here yet, once its job has ended.
 
         A shared disk may hide a new file for a minute from a node that has looked for it. What is added to a file that
-        is known can be seen: the history says then that the run is over, or cannot be seen either. ``job_state``: of
-        the job that has ended, None if unknown.
+        is known can be seen: the history says then that the run is over, or cannot be seen either. Nor does it have the
+        end of an attempt that a full disk did not take. ``job_state``: of the job that has ended, None if unknown.
         """
         events = self.events()
         newest = max((event["attempt"] for event in events), default=None)
-        if newest is None:
-            return job_state == "COMPLETED"
-        return any(event["event"] in RUN_ENDS for event in events if event["attempt"] == newest)
+        ends = {event["event"] for event in events if event["attempt"] == newest}.intersection(ATTEMPT_ENDS)
+        return bool(ends.intersection(RUN_ENDS)) if ends else job_state == "COMPLETED"
 
     # --- attempts
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.protocol import ATTEMPT_ENDS, WITHOUT_RANKS
+from clusterddp.events import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.claims import is_job_id, read_claim, waiting_claim
 from clusterddp.rundir.files import names_in, status
-from clusterddp.rundir.recent import SAMPLES, has_time, pace
+from clusterddp.rundir.progress import SAMPLES, has_time, pace
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.rundir.timing import newest_interval
 
@@ -37,7 +37,7 @@ _BEGINNINGS = ("training", "resumed")
 #: The events that are read. The others may be many; of the checkpoints, only the newest is read.
 _READ = frozenset(("forked", "submitted", "started", "progress", *_BEGINNINGS, *ATTEMPT_ENDS))
 #: How an attempt ends other than by completing the run.
-_STOPS = ATTEMPT_ENDS.keys() - {"completed"}
+_STOPS = frozenset(ATTEMPT_ENDS) - {"completed"}
 
 
 @dataclass(frozen=True)
@@ -264,17 +264,14 @@ def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Mapping[str, 
     if names is None:
         return (), False
     numbers = sorted((int(name[8:]) for name in names if re.fullmatch(r"attempt-\d{1,18}", name)), reverse=True)
-    files = [run.submitted_file] if "submitted.json" in names else []
-    files += map(run.holder_file, numbers[:2])  # one that is just being claimed has no record yet: then the one before
     found: list[Mapping[str, Any]] = []
-    for file in files:
-        waits = file == run.submitted_file
-        read = partial(waiting_claim, run, numbers) if waits else partial(read_claim, file, run)
-        claim = _tried(read, problems)
-        if claim is not None:
-            found.append(claim)
-            if not waits:
-                break
+    seen: list[int] = []
+    for number in numbers[:2]:  # one that is just being claimed has no record yet: then the one before
+        if claim := _tried(partial(read_claim, run.holder_file(number), run), problems):
+            found, seen = [claim], [number]
+            break
+    if "submitted.json" in names and (claim := _tried(partial(waiting_claim, run, seen), problems)):
+        found.insert(0, claim)
     if "loop.json" in names and not any(claim["kind"] == "slurm" for claim in found):
         loop = _tried(partial(read_claim, run.loop_file, run), problems)
         found += [{**loop, "loop": True}] if loop else []
@@ -308,12 +305,15 @@ def _changed(path: Path) -> float:
 
 def best_saved(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The best checkpoint of the history that counts: its step, the metric and the value; None if there is none."""
-    found: list[dict[str, Any]] = []
+    found: list[Mapping[str, Any]] = []
     for event in events:
-        step, best = event.get("step"), event.get("best")
-        if event["event"] in ("training", "resumed"):
-            while found and found[-1]["step"] > (step or 0):
+        if event["event"] == "checkpoint":
+            if isinstance(event.get("best"), Mapping) and event["best"]:
+                found.append(event)
+        elif event["event"] in ("training", "resumed"):
+            while found and found[-1]["step"] > (event.get("step") or 0):
                 found.pop()
-        elif event["event"] == "checkpoint" and isinstance(best, Mapping):
-            found += [{"step": step, "metric": metric, "value": value} for metric, value in best.items()]
-    return found[-1] if found else None
+    if not found:
+        return None
+    metric, value = list(found[-1]["best"].items())[-1]
+    return {"step": found[-1]["step"], "metric": metric, "value": value}

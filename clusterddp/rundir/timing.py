@@ -9,7 +9,7 @@ at most about PARTS x (1 + ln(T / (PARTS x SHORTEST_S))) of these lines and one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,23 @@ from clusterddp.rundir.run_directory import RunDirectory
 
 #: What a step can spend its time on: waiting for the batch, this rank's own work, waiting for other ranks, a save.
 PHASES = ("data_s", "own_s", "wait_s", "save_s")
+#: A rank is slow if it works on a step so many times as long as what it is compared with, and by such a fraction of the
+#: step longer: loaders and kernels vary by less than half, and the other ranks hardly notice a tenth of a step.
+SLOW_RATIO, SLOW_SHARE = 1.5, 0.1
 #: The shortest interval in seconds, and the parts that the age of a run is divided into: fewer with many ranks.
 SHORTEST_S, PARTS, FEWEST_PARTS = 10.0, 100, 20
 #: The number of ranks up to which there are PARTS, and that from which on the shortest interval grows with it.
 _FEW_RANKS, _MANY_RANKS = 64, 1024
-#: A histogram counts the steps that took 2^b to 2^(b+1) seconds in bucket b; the first and the last have the rest.
-FIRST_BUCKET, LAST_BUCKET = -20, 15
 #: Bytes at the end of the file that hold a line, of a thousand ranks, too.
 _END_BYTES = 1 << 17
 
-#: The steps of a rank of which some bucket of a phase has so many: ``{phase: {rank: {bucket: steps}}}``.
-Histograms = Mapping[str, Mapping[int, Mapping[int, int]]]
+
+def is_slow(work_s: float, usual_s: float, step_s: float) -> bool:
+    """Whether a rank is slow: the answer of the watchdog, ``status``, the booking of time and the report.
+
+    All three are seconds per step: of its own work, of the work that it is compared with, and of the whole step.
+    """
+    return work_s > SLOW_RATIO * usual_s and work_s - usual_s > SLOW_SHARE * step_s
 
 
 def interval_s(age_s: float, ranks: int) -> float:
@@ -60,7 +66,6 @@ class TimingLines:
         self._attempt, self._ranks, self._began = attempt, ranks, began
         self._totals: dict[int, Sequence[Any]] = {}
         self._written: dict[int, Sequence[Any]] = {}
-        self._histograms: dict[int, Mapping[str, Any]] = {}
         self._begin: float | None = None
         self._until = 0.0  # when the newest of the totals were added up
         self._written_at = 0.0
@@ -70,7 +75,7 @@ class TimingLines:
 
     def update(self, rank: int, beat: Mapping[str, Any], now: float) -> None:
         """Records the totals in a rank's heartbeat, if it has any. Raises ValueError for malformed ones."""
-        totals, age_s, histograms = beat.get("timing"), beat.get("timing_age_s", 0.0), beat.get("histograms")
+        totals, age_s = beat.get("timing"), beat.get("timing_age_s", 0.0)
         if rank == 0 and is_count(beat.get("made")):
             self.made = beat["made"]
         if totals is not None:
@@ -82,10 +87,6 @@ class TimingLines:
             self._until = max(self._until, now - age_s)
             if self._begin is None and totals[0]:
                 self._begin = self._written_at = now - age_s - sum(seconds or 0.0 for seconds in totals[1:])
-        if histograms is not None:
-            if not _is_histograms(histograms):
-                raise ValueError(f"'histograms' is {histograms!r:.60}")
-            self._histograms[rank] = histograms
 
     def due(self, now: float) -> bool:
         """Whether an interval ends; takes the same time for any number of ranks."""
@@ -111,15 +112,6 @@ class TimingLines:
         made = {} if self.made is None else {"made": self.made}
         return [*first, line | phases | made]
 
-    def last(self, now: float, hosts: Sequence[str]) -> list[dict[str, Any]]:
-        """The last lines of the attempt: the last interval, and the histograms."""
-        lines = self.interval(now, hosts)
-        if self._histograms and self._hosts_written:
-            found = sorted(self._histograms.items())
-            told = {name: {str(rank): one[name] for rank, one in found if one.get(name)} for name in PHASES}
-            lines.append({"attempt": self._attempt, "histograms": told})
-        return lines
-
     def _since_written(self, rank: int, place: int) -> Any:
         total = self._totals.get(rank, [None] * 5)[place]
         if total is None:
@@ -132,18 +124,6 @@ def _is_totals(value: Any) -> bool:
     if not (isinstance(value, list) and len(value) == 1 + len(PHASES) and is_count(value[0])):
         return False
     return all(seconds is None or is_time(seconds) for seconds in value[1:])
-
-
-def _is_histograms(value: Any) -> bool:
-    return isinstance(value, dict) and all(name in PHASES and _is_counts(counts) for name, counts in value.items())
-
-
-def _is_counts(value: Any) -> bool:
-    """Pairs of a bucket and its steps."""
-    if not isinstance(value, list):
-        return False
-    pairs = all(isinstance(pair, list) and [type(item) for item in pair] == [int, int] for pair in value)
-    return pairs and all(FIRST_BUCKET <= bucket <= LAST_BUCKET and count >= 0 for bucket, count in value)
 
 
 class TimingFile:
@@ -198,11 +178,10 @@ class TimedInterval:
 
 @dataclass(frozen=True)
 class Timings:
-    """All of the file, oldest first; ``histograms`` by attempt. ``skipped``: how many lines are of another form;
+    """All of the file, oldest first. ``skipped``: how many lines are of another form;
     ``torn``: whether the last one is incomplete."""
 
     intervals: tuple[TimedInterval, ...] = ()
-    histograms: Mapping[int, Histograms] = field(default_factory=dict)
     skipped: int = 0
     torn: bool = False
 
@@ -214,7 +193,6 @@ def read_timings(run: RunDirectory) -> Timings:
     """
     hosts: dict[int, tuple[str, ...]] = {}
     intervals: list[TimedInterval] = []
-    histograms: dict[int, Histograms] = {}
     skipped = 0
     *complete, rest = _lines(run.timing_file)
     for text in complete:
@@ -224,13 +202,11 @@ def read_timings(run: RunDirectory) -> Timings:
             skipped += wrong is not None
         elif _are(line.get("hosts"), is_text):
             hosts[attempt] = tuple(line["hosts"])
-        elif isinstance(line.get("histograms"), dict):
-            histograms[attempt] = _histograms(line["histograms"])
         elif (interval := _interval(line, hosts.get(attempt, ()))) is not None:
             intervals.append(interval)
         else:
-            skipped += not {"begin", "hosts", "histograms"}.isdisjoint(line)  # other lines are those of a later version
-    return Timings(tuple(intervals), histograms, skipped, bool(rest))
+            skipped += not {"begin", "hosts"}.isdisjoint(line)  # other lines are those of a later version
+    return Timings(tuple(intervals), skipped, bool(rest))
 
 
 def newest_interval(run: RunDirectory) -> TimedInterval | None:
@@ -277,12 +253,3 @@ _INTERVAL: Schema = {
     "steps": lambda value: _are(value, optional(is_count)),
     **{name: lambda value: _are(value, optional(is_time)) for name in PHASES},
 }
-
-
-def _histograms(value: Mapping[str, Any]) -> Histograms:
-    """Of all phases, those that are of the expected form."""
-    return {
-        name: {int(rank): dict(counts) for rank, counts in ranks.items() if rank.isdecimal() and _is_counts(counts)}
-        for name in PHASES
-        if isinstance(ranks := value.get(name), dict)
-    }

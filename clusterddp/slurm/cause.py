@@ -5,8 +5,8 @@ only while the job is in that state (seen on Slurm 22.05.8 and 24.11.5):
 
     JobState     PreemptTime   meaning
     RUNNING      a time        a preemption's grace time; the job will not run again unless it is requeued
-    COMPLETING   a time        a preemption without grace, or after its grace: Slurm is already requeueing or cancelling
-                               the job; within the grace, scancel
+    COMPLETING   a time        a preemption without grace, or after its grace, which the time limit may shorten: Slurm
+                               is already requeueing or cancelling the job; within the grace, scancel
     COMPLETING   None          scancel, or the time limit if it has passed; with more restarts than the attempt's, a
                                requeue: a preemption without grace, or `scontrol requeue`
     RUNNING      None          the job continues: a time-limit warning (near EndTime), or a signal from elsewhere
@@ -62,8 +62,9 @@ def read_cause(job: JobInfo | None, restarts: int, notice_s: float, grace_s: Cal
         time_left = float("inf") if job.end_time is None else job.end_time - now
         return Cause.TIME_LIMIT if time_left <= notice_s + EARLY_S else Cause.NONE
     if job.preempt_time is not None and job.state == "COMPLETING":
-        # Slurm ends a grace late, never early; a second for its whole-second times.
-        return Cause.ENDED_IN_GRACE if now < job.preempt_time + grace_s() - 1 else Cause.PREEMPTED_WITHOUT_GRACE
+        # Slurm ends a grace late, never early, apart from the time limit; a second for its whole-second times.
+        early = now < job.preempt_time + grace_s() - 1 and not job.ran_out
+        return Cause.ENDED_IN_GRACE if early else Cause.PREEMPTED_WITHOUT_GRACE
     if job.state == "TIMEOUT" or job.ran_out:
         return Cause.TIMED_OUT
     by_hand = job.state == "CANCELLED" or (job.state == "COMPLETING" and job.reason in ("None", ""))

@@ -1,6 +1,6 @@
 """What a cluster's configuration says about jobs: release, clock, partitions, and the accounts of a user.
 
-Read by ``clusterddp doctor``; the parsers are pure functions of what scontrol, sinfo and sacctmgr print.
+The parsers are pure functions of what scontrol, sinfo and sacctmgr print.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from clusterddp.errors import SlurmError
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.preemption_policy import fields
 
@@ -136,6 +137,16 @@ def parse_associations(text: str) -> list[Association]:
 def read_configuration() -> Configuration:
     """From the controller."""
     return parse_configuration(slurm.run("scontrol", "show", "config"))
+
+
+def largest_array() -> int:
+    """The number of tasks that an array may have; SlurmError if this cluster has no arrays."""
+    text = slurm.run("scontrol", "show", "config")
+    with slurm.understood("scontrol", text):
+        most = int(fields(text)["MaxArraySize"])
+    if most < 2:
+        raise SlurmError(f"this cluster has no job arrays (MaxArraySize is {most}): submit the runs one by one")
+    return most
 
 
 def read_partitions() -> list[Partition]:

@@ -1,4 +1,4 @@
-"""squeue: the jobs of many runs in one call, and when waiting ones are expected to start."""
+"""The queue: the jobs of many runs in one call of squeue, and why waiting ones wait, in plain words."""
 
 from __future__ import annotations
 
@@ -59,3 +59,175 @@ def parse_queue(text: str) -> dict[str, QueuedJob]:
             job = QueuedJob(job_id, state, nodes, slurm.unix_time(start), limit, partition, reason)
             jobs[job_id.removesuffix("+0")] = jobs[job_id] = job
     return jobs
+
+
+def jobs_by_script(ended: bool = True, without: str = "") -> dict[str, str]:
+    """The id of the job, or array, that each batch script was submitted as: the user's jobs that Slurm still knows.
+
+    ``ended``: whether jobs that have ended count, too. ``without``: a job that does not count.
+    """
+    states = ["--states=all"] if ended else []
+    return parse_scripts(slurm.run("squeue", "--noheader", "--me", *states, "--format=%F|%o"), without)
+
+
+def parse_scripts(text: str, without: str = "") -> dict[str, str]:
+    """Reads lines ``41|/sweep/arrays/0/array.sbatch``."""
+    rows = (line.partition("|") for line in text.splitlines())
+    return {script: job for job, _, script in rows if job.isdecimal() and job != without}
+
+
+# --- why a job waits
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why a job waits, and what to do, with JOB and RUN for its id and its run; an empty remedy: wait."""
+
+    words: str
+    remedy: str = ""
+
+
+def _changed(what: str) -> str:
+    return f"end the job with `scancel JOB`, then `clusterddp submit --run-dir RUN --change` with {what}"
+
+
+_RELEASE = "release it with `scontrol release JOB`"
+_ADMIN = "ask the cluster's administrators"
+_START_NOW = "`scontrol update JobId=JOB StartTime=now` starts it"
+_HELD_AFTER_REQUEUE = Why(
+    "held by Slurm for a while, as after each requeue", f"`clusterddp watch RUN` lifts the hold; {_START_NOW}, too"
+)
+
+#: By Slurm's reason, in any version; a reason that is not here is shown as it is.
+_REASONS: dict[str, Why] = {
+    "None": Why("the scheduler has not considered it yet"),
+    "SchedDefer": Why("the scheduler has not considered it yet"),
+    "Priority": Why("jobs with a higher priority are first"),
+    "Resources": Why("next in the queue, waiting for nodes to become free"),
+    "BeginTime": Why("its begin time is in the future", _START_NOW),
+    "Dependency": Why("waits for another job to end"),
+    "DependencyNeverSatisfied": Why(
+        "waits for a job that ended in another way than required: it will never start",
+        "end the job with `scancel JOB`, then continue the run with `clusterddp submit --run-dir RUN`",
+    ),
+    "JobHeldUser": Why("held by its owner", _RELEASE),
+    "JobHeldAdmin": Why("held by an administrator", _ADMIN),
+    "JobHoldMaxRequeue": Why("held: Slurm requeued it more often than it allows (MaxBatchRequeue)", _RELEASE),
+    "JobArrayTaskLimit": Why("its sweep has reached its limit of running members (--max-running)"),
+    "Licenses": Why("waits for a license"),
+    "Reservation": Why("waits for its reservation to begin"),
+    "ReservationDeleted": Why("its reservation was deleted", _changed("another reservation")),
+    "PartitionDown": Why("its partition is down", f"{_ADMIN}, or use another --partition"),
+    "PartitionInactive": Why("its partition is inactive", f"{_ADMIN}, or use another --partition"),
+    "PartitionNodeLimit": Why(
+        "asks for more nodes than its partition allows or than are up", _changed("fewer --nodes or another --partition")
+    ),
+    "PartitionTimeLimit": Why(
+        "asks for more time than its partition allows", _changed("a shorter --time or another --partition")
+    ),
+    "BadConstraints": Why("no node has what it asks for", _changed("another --constraint, --nodelist or --gpus")),
+    "InvalidAccount": Why("its account is not valid", _changed("another --account")),
+    "AccountNotAllowed": Why(
+        "its account may not use this partition", _changed("another --account or another --partition")
+    ),
+    "InvalidQOS": Why("its QOS is not valid", _changed("another --qos")),
+    "QOSNotAllowed": Why("its account or partition may not use this QOS", _changed("another --qos")),
+    "Prolog": Why("its nodes are being prepared"),
+    "Cleaning": Why("its previous start is still being cleaned up"),
+    "NodeDown": Why("a node that it asks for is down", _changed("other nodes")),
+    "FrontEndDown": Why("the front end of the nodes is down", _ADMIN),
+}
+
+#: Reasons that come with details, such as names of nodes, by how they begin.
+_BEGINNINGS: tuple[tuple[str, Why], ...] = (
+    (
+        "ReqNodeNotAvail",
+        Why(
+            "nodes that it needs are down, drained or reserved, often for a maintenance",
+            "a shorter --time may fit before a maintenance; `scontrol show reservation` lists them",
+        ),
+    ),
+    ("Nodes required for job are DOWN", Why("nodes that it needs are down, drained or reserved for other partitions")),
+    (
+        "launch failed requeued held",
+        Why(
+            "held: Slurm could not launch it on its node and requeued it", f"{_RELEASE}; if it happens again, {_ADMIN}"
+        ),
+    ),
+    ("job requeued in held state", Why("held: it was requeued with a hold", _RELEASE)),
+    ("BurstBuffer", Why("waits for the burst buffer")),
+)
+
+#: Limits have dozens of names, such as QOSMaxGRESPerUser or QOSMaxWallDurationPerJobLimit: whose limit it is, which
+#: kind, what is limited, and over which jobs.
+_LIMIT = re.compile(r"(QOS|Assoc)?(Grp|Max|Min)(\w*?)(PerUser|PerAccount|PerAcct|PerJob|PerNode)?(Limit)?")
+_WHOSE = {"QOS": "its QOS", "Assoc": "its account", None: "the cluster"}
+#: What is limited, by how Slurm's word for it begins; the first that fits counts.
+_WHAT = {
+    "gresrunminutes": "GPU minutes of running jobs",
+    "gresminutes": "GPU minutes",
+    "gres": "GPUs",
+    "cpurunminutes": "CPU minutes of running jobs",
+    "cpuminutes": "CPU minutes",
+    "cpu": "CPUs",
+    "memrunminutes": "memory minutes of running jobs",
+    "memminutes": "memory minutes",
+    "mem": "memory",
+    "noderunminutes": "node minutes of running jobs",
+    "nodeminutes": "node minutes",
+    "node": "nodes",
+    "billing": "billing units",
+    "submit": "submitted jobs",
+    "job": "running jobs",
+    "wall": "time",
+    "energy": "energy",
+    "license": "licenses",
+    "bb": "burst buffer",
+}
+_OVER = {
+    "PerUser": "of all your jobs",
+    "PerAccount": "of all jobs of your account",
+    "PerAcct": "of all jobs of your account",
+    "PerJob": "of one job",
+    "PerNode": "of one node",
+}
+
+
+def is_hold(job: QueuedJob, begun: bool) -> bool:
+    """Whether a waiting job is held: by Slurm after a requeue (``begun``: it has run before), its owner or others."""
+    by_reason = job.reason.startswith(("JobHeld", "JobHold")) or "held" in job.reason
+    return by_reason or job.state in ("REQUEUE_HOLD", "SPECIAL_EXIT") or (begun and job.reason == "BeginTime")
+
+
+def why_waiting(job: QueuedJob, begun: bool, run: str = "RUN") -> Why:
+    """Why a job waits. ``begun``: it has run before, so that its begin time is the end of the hold after a requeue."""
+    after_requeue = begun and job.reason == "BeginTime"
+    why = _HELD_AFTER_REQUEUE if after_requeue else _explained(job.reason) or Why(job.reason)
+    return Why(why.words, why.remedy.replace("JOB", job.job_id).replace("RUN", run))
+
+
+def _explained(reason: str) -> Why | None:
+    return _REASONS.get(reason) or _by_beginning(reason) or _of_limit(reason)
+
+
+def _by_beginning(reason: str) -> Why | None:
+    found = next((why for beginning, why in _BEGINNINGS if reason.startswith(beginning)), None)
+    nodes = re.search(r"UnavailableNodes:(\S+)", reason)
+    return Why(f"{found.words} ({nodes[1]})", found.remedy) if found and nodes else found
+
+
+def _of_limit(reason: str) -> Why | None:
+    limit = _LIMIT.fullmatch(reason)
+    what = next((words for name, words in _WHAT.items() if limit and limit[3].lower().startswith(name)), None)
+    if limit is None or what is None:
+        return None
+    whose, kind, per = _WHOSE[limit[1]], limit[2], limit[4]
+    if kind == "Min":
+        return Why(f"asks for less than {whose} requires: {what} ({reason})", _changed("a larger request"))
+    if per in ("PerJob", "PerNode"):
+        return Why(f"asks for more than {whose} allows: {what} {_OVER[per]} ({reason})", _changed("a smaller request"))
+    over = _OVER[per] if per else "of all its jobs together" if kind == "Grp" else "of all your jobs"
+    return Why(
+        f"a limit of {whose} is reached: {what} {over} ({reason})",
+        "it starts when jobs that count towards the limit end; another --qos or --account may have room",
+    )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from clusterddp.errors import SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.program import calls_method, module_file
 from clusterddp.jobdef.schema import ONE_GPU_PER_TASK
 from clusterddp.jobdef.secrets import MASK, is_secret
-from clusterddp.jobdef.source import calls_method, module_file
 from clusterddp.reporter import counted
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import NodeShape

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import SlurmError
-from clusterddp.rundir.claims import on_this_machine, process_alive
+from clusterddp.rundir.claims import early_end, on_this_machine, process_alive
 from clusterddp.rundir.find import as_typed
-from clusterddp.rundir.job_log import early_end
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
-from clusterddp.slurm.queue import QueuedJob, queued_jobs
-from clusterddp.slurm.waiting import is_hold, why_waiting
+from clusterddp.slurm.queue import QueuedJob, is_hold, queued_jobs, why_waiting
 
 #: The run is over.
 OVER = ("completed", "failed", "cancelled")

@@ -26,28 +26,28 @@ from typing import Any
 
 from clusterddp import protocol
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.failures import preflight
+from clusterddp.failures import exclusion
 from clusterddp.failures.exit_status import ExitStatus, in_order
 from clusterddp.failures.hangs import Watch
-from clusterddp.failures.stacks import after_suspension, uncaught
+from clusterddp.failures.stack_traces import after_suspension, uncaught
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
-from clusterddp.jobdef.code_state import changed, code_state
+from clusterddp.jobdef.checkout import changed_code, code_state, recorded_code
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
-from clusterddp.rundir.control_address import Address, write_address
-from clusterddp.rundir.files import read_bytes, write_atomically
+from clusterddp.rundir.claims import Address, write_address
+from clusterddp.rundir.files import create_folder, read_bytes, write_atomically
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import TimingFile, TimingLines
 from clusterddp.supervisor import decide
-from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import Controller
+from clusterddp.supervisor.failure_box import end_of_file
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
-from clusterddp.supervisor.messages import end_of_file
 from clusterddp.supervisor.monitor import Monitor
 from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
@@ -128,6 +128,8 @@ class Attempt:
         self._run_ranks()
         if self._state.removed:
             return 1
+        with suppress(OSError):  # the script may have deleted it; without it nobody can open the next attempt's log
+            create_folder(self._run.logs, exist_ok=True)
         code = Recovery(self._run, self._number, self._controller, self._history, self._result()).act()
         if code != RESTART:
             self._hook.finish()
@@ -141,15 +143,13 @@ class Attempt:
 
     def _run_ranks(self) -> None:
         token = secrets.token_hex(16)
-        self._server = ControlServer(
-            token,
-            lambda rank, name, values: self.post(RankEvent(rank, name, values)),
-            lambda rank, silent: self.post(ConnectionLost(rank, silent)),
-            self._launcher.supervisor_host,
-            self._job.world_size,
-            lambda client, kind, values: self.post(Request(client, kind, values)),
-            self._fail,
+        handlers = Handlers(
+            on_event=lambda rank, name, values: self.post(RankEvent(rank, name, values)),
+            on_lost=lambda rank, silent: self.post(ConnectionLost(rank, silent)),
+            on_request=lambda client, kind, values: self.post(Request(client, kind, values)),
+            failed=self._fail,
         )
+        self._server = ControlServer(token, handlers, self._launcher.supervisor_host, self._job.world_size)
         logs = self._run.attempt_logs(self._number)
         self._launched = time.time()
         self._launcher.failed = lambda rank: self.post(RankFailed(rank))
@@ -179,7 +179,7 @@ class Attempt:
                 self._step_log.close(read_rest=not self._state.superseded)
             while not self._events.empty():  # the last reports of the ranks
                 self._handle(*self._events.get())
-            self._write_timing(self._timing.last)
+            self._write_timing(self._timing.interval)
             self._ended.set()
             looks.join(LAST_LOOK_S)  # a requeue does not wait for a disk
             self._writes.put(None)
@@ -249,7 +249,7 @@ class Attempt:
     def _on_new_nodes(self) -> bool:
         """Whether some of the nodes have not passed a preflight of this run, or are unknown."""
         nodes = self._state.nodes
-        return not nodes or bool(preflight.unchecked(self._history.events, nodes))
+        return not nodes or bool(exclusion.unchecked(self._history.events, nodes))
 
     def _start(self, name: str, work: Callable[[], None]) -> threading.Thread:
         """Starts a thread, whose exception is raised in the main thread."""
@@ -341,7 +341,8 @@ class Attempt:
                 self._launcher.abandon()
             case Do.RUN_WATCHDOG:
                 # While a disk does not answer, ranks may wait for it, too: that time does not count.
-                for found in self._watch.look(self._writes.unfinished_tasks == 0) if self._watch else ():
+                counts, gone = self._writes.unfinished_tasks == 0, self._state.lost_at.keys()
+                for found in self._watch.look(counts, gone) if self._watch else ():
                     self.post(found)
             case Do.RESET_WATCHDOG:
                 self._watch = self._new_watch()
@@ -399,8 +400,8 @@ class Attempt:
                     "submitted", self._launched, job=self._submission["job"], submitted=self._submission["time"]
                 )
             state = code_state(self._job, self._code.state() if self._code else None)
-            before = [event.get("code") or {} for event in self._history.events if event["event"] == "started"]
-            differences = changed(before[-1], state) if before else []
+            before = recorded_code(self._history.events)
+            differences = changed_code(before[-1], state) if before else []
             started = {**self._controller.describe(), "ranks": self._job.world_size}
             seen = {} if self._seen is None else {"seen": self._seen}
             self._history.add("started", self._launched, **started, code=state, changed=differences, **seen)

@@ -1,6 +1,6 @@
 """The supervisor's side of the control channel; ``worker/control_channel.py`` has the ranks' side and the protocol.
 
-The user's requests come over connections of their own (``cli/steering/client.py``), one each.
+The user's requests come over connections of their own (``runs/client.py``), one each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.reporter import counted, say
-from clusterddp.supervisor.channel.outbox import Outbox
+from clusterddp.supervisor.outbox import Outbox
 from clusterddp.worker.control_channel import LONGEST_LINE, encoded, keep_alive, send_line
 
 # Limits for strangers: connections that have not sent the token yet, which a rank does at once.
@@ -59,13 +59,23 @@ class _Peer:
     """Whether the line being received is too long and will be skipped."""
 
 
-class ControlServer:
-    """Answers ranks once rank 0's address is known, and passes their events to ``on_event``.
+@dataclass(frozen=True)
+class Handlers:
+    """What a control server calls: from its own thread, one at a time."""
 
-    ``on_event(rank, event, values)`` and ``on_lost(rank, silent)`` are called from the server's own thread, one at a
-    time. ``silent``: the rank did not exit; its node does not respond.
-    ``on_request(client, kind, values)``: the same for a request of the user, which ``answer`` answers.
-    ``failed`` gets an error that ends the server's thread; None leaves it to ``threading.excepthook``.
+    on_event: Callable[[int, str, Mapping[str, Any]], None]
+    """With a rank, the event that it reports, and the values."""
+    on_lost: Callable[[int, bool], None] = lambda _rank, _silent: None
+    """With a rank whose connection broke, and whether it is silent: it did not exit; its node does not respond."""
+    on_request: Callable[[int, str, Mapping[str, Any]], None] = lambda *_: None
+    """With the number, the kind and the values of a request of the user, which ``answer`` answers."""
+    failed: Callable[[BaseException], None] | None = None
+    """With an error that ends the server's thread; None leaves it to ``threading.excepthook``."""
+
+
+class ControlServer:
+    """Answers ranks once rank 0's address is known, and passes their events to the handlers.
+
     ``ranks``: the number of ranks; None: any number may join. Each may join once, and rejoin (event ``rejoined``) after
     its connection broke, but not after its node was silent, because it may have been declared lost.
 
@@ -73,18 +83,8 @@ class ControlServer:
     Raises LauncherEnvironmentError if this process may not open a file descriptor per rank.
     """
 
-    def __init__(
-        self,
-        token: str,
-        on_event: Callable[[int, str, Mapping[str, Any]], None],
-        on_lost: Callable[[int, bool], None] = lambda _rank, _silent: None,
-        host: str = "",
-        ranks: int | None = None,
-        on_request: Callable[[int, str, Mapping[str, Any]], None] = lambda *_: None,
-        failed: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        self._token, self._on_event, self._on_lost, self._ranks = token, on_event, on_lost, ranks
-        self._on_request, self._failed = on_request, failed
+    def __init__(self, token: str, handlers: Handlers, host: str = "", ranks: int | None = None) -> None:
+        self._token, self._handlers, self._ranks = token, handlers, ranks
         self._most_strangers = _most_strangers(ranks)
         # All ranks may connect at once. Beyond net.core.somaxconn they wait until their kernel tries again.
         self._listener = socket.create_server((host, 0), backlog=max(4096, ranks or 0))
@@ -98,6 +98,8 @@ class ControlServer:
         self._requests_made = 0
         self._taken: dict[int, Any] = {}  # the process that joined as a rank; None: it may not rejoin
         self._known: Counter[int] = Counter()  # how many events each rank has reported
+        #: Of rank 0, what is passed on once the connections that had broken before are known.
+        self._asked: list[Mapping[str, Any]] = []
         self._store: dict[str, Any] | None = None
         self._told: dict[str, Any] = {}
         self._requests: deque[Callable[[], None]] = deque()  # of other threads
@@ -151,15 +153,16 @@ class ControlServer:
         try:
             self._serve()
         except BaseException as error:
-            if self._failed is None:
+            if self._handlers.failed is None:
                 raise
-            self._failed(error)
+            self._handlers.failed(error)
 
     def _serve(self) -> None:
         deadline: float | None = None
         while deadline is None or self._joined:
             over_s = -1.0 if deadline is None else time.monotonic() - deadline
-            ready = self._selector.select(self._wait_s(deadline))
+            asked, self._asked = self._asked, []
+            ready = self._selector.select(0 if asked else self._wait_s(deadline))
             if over_s >= 0 and (over_s >= _MOST_WORDS_S or not any(map(self._of_rank, ready))):
                 break
             self._carry_out_requests()
@@ -175,6 +178,8 @@ class ControlServer:
                         self._outbox.on_writable(peer.connection)
                     if mask & selectors.EVENT_READ:
                         self._receive(peer)
+            for values in asked:
+                self._handlers.on_event(0, "committing", values)
             self._outbox.retry()
             self._drop_slow()
         self._listener.close()  # first, so that a rank whose connection breaks cannot reconnect
@@ -298,8 +303,10 @@ class ControlServer:
             event = str(message.pop("event"))
             if event == "serving":
                 self._open_store(rank)
+            elif event == "committing" and rank == 0:
+                self._asked.append(message)
             else:
-                self._on_event(rank, event, message)
+                self._handlers.on_event(rank, event, message)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             say(f"skipped what rank {rank} reported ({event!r}): {error!r}")
 
@@ -318,7 +325,7 @@ class ControlServer:
         peer.client = self._requests_made
         self._recognize(peer)
         self._clients[peer.client] = peer
-        self._on_request(peer.client, kind, values)
+        self._handlers.on_request(peer.client, kind, values)
         return True
 
     def _answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:
@@ -356,7 +363,7 @@ class ControlServer:
                 answer = {**self._told, **self._store, "known": self._known[joined]}
                 self._outbox.send(self._joined[joined].connection, encoded(answer))
         values = {"host": str(hello["host"]), "pid": hello["pid"], "address": peer.address}
-        self._on_event(rank, "rejoined" if back else "joined", values)
+        self._handlers.on_event(rank, "rejoined" if back else "joined", values)
         return True
 
     def _refusal(self, rank: Any, port: Any, process: Any) -> str | None:
@@ -380,7 +387,7 @@ class ControlServer:
             del self._joined[peer.rank]
             if silent:
                 self._taken[peer.rank] = None
-            self._on_lost(peer.rank, silent)
+            self._handlers.on_lost(peer.rank, silent)
 
 
 def _send_rest(connection: socket.socket, data: bytes) -> None:

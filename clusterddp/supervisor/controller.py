@@ -7,10 +7,11 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from clusterddp.errors import INTERRUPTED, STOPPED, LauncherEnvironmentError, SlurmError
+from clusterddp.errors import INTERRUPTED, STOPPED, LauncherEnvironmentError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.failures import exclusion
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
@@ -23,6 +24,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
 from clusterddp.slurm.cause import Cause, read_cause
 from clusterddp.slurm.commands import JobInfo
+from clusterddp.slurm.queue import jobs_by_script
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.state import Notice, Stop
 
@@ -74,6 +76,10 @@ class Controller(Protocol):
 
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
         """Submits the run as a new job ``without`` some nodes, to start after this one; returns the new job's id."""
+
+    def successor(self) -> str | None:
+        """The new job, if a submission that Slurm did not answer was carried out nevertheless."""
+        return None
 
 
 class SlurmController(Controller):
@@ -163,12 +169,27 @@ class SlurmController(Controller):
         dependency = [f"--dependency=afterany:{self._job_id}"] if after_this else []
         try:
             new = slurm.submit(self._run.batch_script, *dependency, *exclusion.option(self._exclude, without))
-        except SlurmError:
-            with suppress(SlurmError):
-                slurm.set_requeue(self._job_id, allowed=True)
+        except SlurmError as error:
+            if not isinstance(error, SlurmUnavailable) or isinstance(error, SlurmMissing):
+                with suppress(SlurmError):
+                    slurm.set_requeue(self._job_id, allowed=True)
             raise
-        lease.submitted(self._run, new)
+        self._record(new)
         return new
+
+    def successor(self) -> str | None:
+        """Another live job of the run's batch script."""
+        new = jobs_by_script(ended=False, without=self._job_id).get(str(self._run.batch_script))
+        if new is not None:
+            self._record(new)
+        return new
+
+    def _record(self, new: str) -> None:
+        """Records that the new job holds the run, for which a disk is asked several times."""
+        try:
+            slurm.patiently(partial(lease.submitted, self._run, new), errors=(OSError,))
+        except OSError as error:
+            say(f"cannot record job {new} ({error.strerror}): until it starts, the run seems to be stopped")
 
 
 class AllocationController(SlurmController):
@@ -261,5 +282,11 @@ def _stop_said(notice: Path) -> Stop | None:
 
 
 def give_notice(run: RunDirectory, cause: Cause) -> None:
-    """Writes why the ranks are about to be signalled. To be called before the signal is sent."""
-    write_json(run.notice_file, {"cause": cause.value}, mode=0o600)
+    """Writes why the ranks are about to be signalled. To be called before the signal is sent.
+
+    If that fails, as on a full disk, the signal must still be sent: the ranks save, and the history lacks the cause.
+    """
+    try:
+        write_json(run.notice_file, {"cause": cause.value}, mode=0o600)
+    except OSError as error:
+        say(f"cannot write {run.notice_file} ({error.strerror}): the history will not tell why the ranks were stopped")

@@ -57,6 +57,7 @@ LOOK_S = 2.0
 SETTLE_S = 0.5
 #: How many events of one kind the history takes from ranks other than 0, in an attempt.
 MOST_RECORDED = 64
+_RANK_0 = frozenset((0,))
 #: How often an unreachable controller is asked while a node is silent.
 ASK_AGAIN_S = 2.0
 
@@ -77,7 +78,7 @@ def step(state: State, event: Event, now: float) -> Step:
     state, actions = (
         _TIMERS[event](state, now) if isinstance(event, Timer) else _HANDLERS[type(event)](state, event, now)
     )
-    return state if state.told == before else state.but(told_at=now), actions
+    return state if state.told == before else replace(state, told_at=now), actions
 
 
 # Reports of ranks
@@ -86,13 +87,18 @@ def step(state: State, event: Event, now: float) -> Step:
 def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     rank, values = event.rank, event.values
     if event.name == "joined":
-        return state.but(hosts=state.hosts.put(rank, values["host"])), []
+        state = replace(state, hosts=state.hosts.put(rank, values["host"]))
+        # The others may have stopped before it joined, and it would wait for them. No rank listens before rank 0 joins.
+        late = sorted(state.told - {SIGNAL}) if 0 in state.hosts else []
+        return state, [Broadcast("stop", why, frozenset((rank,))) for why in late]
     if event.name == "alive":
         if is_time(values.get("stood_s")):
-            state = state.but(stood_s=max(state.stood_s, values["stood_s"]))
+            state = replace(state, stood_s=max(state.stood_s, values["stood_s"]))
         return state, [Heartbeat(rank, state.hosts[rank], values)]
     if event.name == "left":
         return _on_left(state, event, now)
+    if event.name == "committing":
+        return _on_committing(state, int(values["question"]), now)
     if event.name in requests.ORDER_ANSWERS:
         return requests.on_rank_event(state, event)
     if wrong := schema_error(values, {"step": optional(is_count)}):
@@ -110,7 +116,7 @@ def _record(state: State, name: str, values: Mapping[str, Any]) -> Step:
     if values["rank"] == 0:
         return state, [Record(name, values)]
     before = state.reported.get(name, 0)
-    state = state.but(reported={**state.reported, name: before + 1})
+    state = replace(state, reported={**state.reported, name: before + 1})
     if before < MOST_RECORDED:
         return state, [Record(name, values)]
     text = f"{MOST_RECORDED} ranks have reported {name!r} in this attempt: the history leaves out those of the others"
@@ -145,15 +151,15 @@ def _confirmed(state: State, why: str) -> Step:
     """A rank stops for this reason. What a signal means only the controller can tell."""
     if why in state.heard:
         return state, []
-    state = state.but(told=state.told | {why}, heard=state.heard | {why})
+    state = replace(state, told=state.told | {why}, heard=state.heard | {why})
     return state, [Do.ASK_CONTROLLER] if why == SIGNAL else []
 
 
 def _on_left(state: State, event: RankEvent, now: float) -> Step:
-    """A rank's last report is the record of its end."""
+    """A rank's last report is the record of its end. One that was done may have been told to exit before it did."""
     check_record(event.values)
-    if event.rank not in state.ends:
-        state = state.but(ends=state.ends.put(event.rank, event.values))
+    if event.rank not in state.ends or event.values["end"] == "dismissed":
+        state = replace(state, ends=state.ends.put(event.rank, event.values))
     if event.values["end"] in ("done", "stopped"):
         return replace(state, alone=state.alone or bool(event.values.get("alone"))), []
     # A rank that exits with 0 in its loop may do so for a signal that only the controller knows of; so may its peers.
@@ -167,7 +173,8 @@ def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step
     # A peer that waits for a silent rank may fail before the silence has lasted long enough.
     lost_at = now - SILENCE_S if event.silent else now
     state = _lose(state, rank, lost_at)
-    state = replace(state, watched=False) if state.watched else state
+    if state.watched and state.ends.get(rank, {}).get("end") not in ("done", "stopped"):
+        state = replace(state, watched=False)
     state, actions = _abandon(replace(state, saving=False)) if rank == 0 else (state, [])
     if rank in state.ends:
         return state, actions
@@ -181,9 +188,24 @@ def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step
     return state, [*actions, Do.ASK_CONTROLLER] if first else actions
 
 
+def _on_committing(state: State, question: int, now: float) -> Step:
+    """Rank 0 may commit its checkpoint if every rank is there, or has finished.
+
+    Otherwise its script may have caught the error of a collective, and goes on alone. It is told to exit at once, so
+    that it makes no more steps that do not count; in a stop it may do what it does afterwards.
+    """
+    ended_well = {rank for rank, end in state.ends.items() if end["end"] in ("done", "stopped")}
+    lost = state.lost_at.keys() - ended_well
+    if not lost:
+        return state, [Broadcast("commit", str(question), _RANK_0)]
+    why = _exited(state, min(lost, key=lambda rank: state.lost_at[rank]))
+    leave = [] if _rest_s(state, now) > 0 else [Broadcast("leave", why, _RANK_0)]
+    return state, [Broadcast("commit", f"{question} {why}", _RANK_0), *leave]
+
+
 def _lose(state: State, rank: int, at: float) -> State:
     """The first sign that a rank is lost counts."""
-    return state if rank in state.lost_at else state.but(lost_at=state.lost_at.put(rank, at))
+    return state if rank in state.lost_at else replace(state, lost_at=state.lost_at.put(rank, at))
 
 
 def _on_rejoined(state: State, rank: int) -> Step:

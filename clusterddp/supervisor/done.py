@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.jobdef.job import Job
-from clusterddp.jobdef.placeholders import fill_pattern, shown
+from clusterddp.jobdef.program import fill_pattern, shown_path
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.limits import SAVED_ITSELF, STEPPED
 from clusterddp.supervisor.own_checkpoints import why_incomplete
@@ -41,11 +41,11 @@ def look(run: RunDirectory, job: Job, events: Iterable[Mapping[str, Any]], exite
 
 
 def _file(named: str, run_dir: str, since: float) -> tuple[bool, str]:
-    found = f"there is no file {shown(named, run_dir)}"
+    found = f"there is no file {shown_path(named, run_dir)}"
     for path in sorted(glob.glob(fill_pattern(named, run_dir), recursive=True)):  # noqa: PTH207
         if (why := _why_not(Path(path), since)) is None:
-            return True, f"{shown(path, run_dir)} exists"
-        found = f"{shown(path, run_dir)} does not count: {why}"
+            return True, f"{shown_path(path, run_dir)} exists"
+        found = f"{shown_path(path, run_dir)} does not count: {why}"
     return False, found
 
 

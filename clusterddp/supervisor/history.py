@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from clusterddp.events import sentence
 from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.records import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.limits import attempts_made
-from clusterddp.supervisor.messages import sentence
 from clusterddp.worker.control_channel import clip
 
 #: The most characters of a free text in an event.
@@ -63,7 +63,7 @@ class History:
             self.newest_checkpoint = values["step"]
         self.events.append(line)
         self.pending.append(line)
-        self._write_pending()
+        self._try_to_write()
         self.listener(line)
         if self._printed and (
             words := sentence(line)
@@ -75,11 +75,15 @@ class History:
         texts = {name: values[name] for name in ("error", "reason") if isinstance(values.get(name), str)}
         return {**values, **{name: clip(masked(text, self.secrets), _LONGEST_TEXT) for name, text in texts.items()}}
 
-    def _write_pending(self) -> None:
+    def write_pending(self) -> None:
+        """Writes what could not be written so far. Raises OSError if it still cannot be."""
+        while self.pending:
+            append_line(self._run.events_file, self.pending[0])
+            del self.pending[0]
+
+    def _try_to_write(self) -> None:
         try:
-            while self.pending:
-                append_line(self._run.events_file, self.pending[0])
-                del self.pending[0]
+            self.write_pending()
         except OSError as error:
             if len(self.pending) == 1:
                 say(f"cannot write the history ({error.strerror}); retrying with the next event")

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from clusterddp import protocol
+from clusterddp.events import BY_SLURM, HOOK_EVENTS
 from clusterddp.jobdef.job import Job
 from clusterddp.process import ending_alone
 from clusterddp.reporter import say
@@ -32,15 +33,15 @@ _PREEMPTED = (Cause.PREEMPTED.value, Cause.PREEMPTED_WITHOUT_GRACE.value)
 
 
 def hook_event(event: Mapping[str, Any]) -> str | None:
-    """What the hook is told of an event of the history: a word of ``protocol.HOOK_EVENTS``, or nothing."""
+    """What the hook is told of an event of the history: a word of ``events.HOOK_EVENTS``, or nothing."""
     name = event["event"]
-    if name == "stopped" and event.get("then") != protocol.BY_SLURM:
+    if name == "stopped" and event.get("then") != BY_SLURM:
         return "stopped"
     if name in ("requeued", "resubmitted", "stopped"):
         return "preempted" if event.get("cause") in _PREEMPTED else None
     if name == "own_resume" and "file" in event:
         return "resumed"
-    return name if name in protocol.HOOK_EVENTS else None
+    return name if name in HOOK_EVENTS else None
 
 
 class Hook:

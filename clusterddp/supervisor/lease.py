@@ -30,8 +30,7 @@ from clusterddp.rundir.claims import (
 from clusterddp.rundir.files import names_in, status, unlink, write_json
 from clusterddp.rundir.ownership import owner_of
 from clusterddp.rundir.records import read_json
-from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.sharing import make_private
+from clusterddp.rundir.run_directory import RunDirectory, make_private
 from clusterddp.slurm import commands as slurm
 
 #: How long, in seconds, a process that submits a run counts as alive if it cannot be seen from here.
@@ -185,6 +184,15 @@ def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
     return entry is not None and not entry.get("let_go") and _same(entry, me)
 
 
+def submitted_again(run: RunDirectory, attempt: int, me: Mapping[str, Any], since: float) -> str | None:
+    """The job that a watcher or a user submitted ``since`` this attempt's supervisor ``me`` began, and that has started
+    no attempt as far as can be seen; None if there is none. They do so only if the supervisor's own job has ended."""
+    claim = waiting_claim(run, [attempt])
+    if claim is None or claim["kind"] != "slurm" or _same(claim, me) or claim.get("time", 0.0) <= since:
+        return None
+    return str(claim["job"])
+
+
 def started(run: RunDirectory, job_id: str) -> bool:
     """Whether the job has started an attempt."""
     claims = (read_claim(run.holder_file(number), run) for number in reversed(run.attempts()))
@@ -194,11 +202,10 @@ def started(run: RunDirectory, job_id: str) -> bool:
 def holders(run: RunDirectory) -> list[dict[str, Any]]:
     """Who may hold the run, the newest claim first. RunDirectoryError for another user's run."""
     try:
-        attempts = run.attempts()
-        pending = waiting_claim(run, attempts)
         # An attempt that is just being claimed has no entry yet: then the previous one counts.
-        taken = (read_claim(run.holder_file(number), run) for number in reversed(attempts))
-        newest = next(filter(None, taken), {})
+        taken = ((number, read_claim(run.holder_file(number), run)) for number in reversed(run.attempts()))
+        number, newest = next(((number, entry) for number, entry in taken if entry), (-1, {}))
+        pending = waiting_claim(run, [number])
     except PermissionError as error:
         raise RunDirectoryError(f"{run} belongs to {owner_of(run.path)}, who alone can control it") from error
     return [entry for entry in (pending, newest) if entry and not entry.get("let_go")]

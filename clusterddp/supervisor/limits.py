@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from clusterddp.events import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.jobdef.job import Job
-from clusterddp.protocol import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.reporter import duration
 from clusterddp.rundir.records import is_count
 from clusterddp.slurm.cause import Cause

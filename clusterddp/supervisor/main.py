@@ -24,6 +24,7 @@ from clusterddp.checkpoint.store import of_run
 from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import RunDirectoryError
+from clusterddp.events import at_step
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -31,9 +32,8 @@ from clusterddp.jobdef.secrets import check_revealed
 from clusterddp.process import die_with_parent
 from clusterddp.protocol import CHECK_RESUME, DEBUG_RANK
 from clusterddp.reporter import ignore_print_errors, say
-from clusterddp.rundir.deletion import delete_old_logs
 from clusterddp.rundir.files import follow_folder, remove
-from clusterddp.rundir.ownership import check_run
+from clusterddp.rundir.ownership import check_run, delete_old_logs
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -45,7 +45,6 @@ from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
 from clusterddp.supervisor.limits import exceeded, held
-from clusterddp.supervisor.messages import at_step
 from clusterddp.supervisor.recovery import FIRST_PAUSE_S, RESTART
 from clusterddp.supervisor.verdict import Action
 from clusterddp.worker.code_paths import mapped
@@ -157,6 +156,8 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     of_run(run).check_present()
     reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
     number = run.create_attempt()
+    if (code := finished(run, controller)) is not None:  # the node may have stood still since the last look
+        return code
     if again := run.outcome() is not None:
         remove(run.outcome_file)  # whoever restarts the run has seen it
     if is_done:

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp import protocol
+from clusterddp.events import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.jobdef.job import Job, Resume
-from clusterddp.jobdef.placeholders import OF_RANK, fill, fill_pattern, shown, used
+from clusterddp.jobdef.program import OF_RANK, fill, fill_pattern, placeholders_in, shown_path
 from clusterddp.jobdef.secrets import without_secrets
+from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
@@ -71,6 +73,11 @@ class _Match:
         """By time, then by name, in which numbers count as such."""
         parts = re.split(r"(\d+)", self.path)
         return self.written_ns, [int(part) if index % 2 else part for index, part in enumerate(parts)]
+
+    @property
+    def beside(self) -> str:
+        """The folder that it is in, with # in place of numbers."""
+        return _without_numbers(os.path.dirname(self.path))  # noqa: PTH120
 
 
 class OwnCheckpoints:
@@ -134,7 +141,7 @@ class OwnCheckpoints:
             "nodes": str(self._job.nodes),
         }
         variables = dict(self._job.env)
-        of_rank = [name for name, value in variables.items() if used(value) & OF_RANK]
+        of_rank = [name for name, value in variables.items() if placeholders_in(value) & OF_RANK]
         variables |= {name: fill(value, known) for name, value in variables.items() if name not in of_rank}
         variables |= {protocol.CHECKPOINT: path} if path else {}
         return variables | ({protocol.PLACEHOLDERS: " ".join(of_rank)} if of_rank else {})
@@ -148,24 +155,33 @@ class OwnCheckpoints:
         if not self._saved:
             return {}
         [event] = self._saved
-        path, before = event["file"], [one for one in self._earlier if one["event"] not in protocol.WITHOUT_RANKS]
+        path, before = event["file"], [one for one in self._earlier if one["event"] not in WITHOUT_RANKS]
         variables: dict[str, str] = {protocol.SAVED: path} if event["attempt"] == before[-1]["attempt"] else {}
         if "items" not in event or not self._continues_from(path, event["written"]):
+            return variables
+        started = [one for one in before if one["event"] == "started" and one["attempt"] == event["attempt"]]
+        ranks = {one["ranks"] for one in started if "ranks" in one}
+        if ranks - {self._job.world_size}:
+            say(
+                f"continue_epoch: the last attempt stopped within an epoch on {counted(max(ranks), 'rank')}. With "
+                f"{self._job.world_size} the batches differ, so the epoch starts again from its beginning"
+            )
             return variables
         return {protocol.SAVED: path, protocol.SAVED_ITEMS: str(event["items"])}
 
     def _continues_from(self, path: str, written: float) -> bool:
         try:
-            return Path(path).stat().st_mtime == written and (
-                self.newest is None or Path(path).samefile(self.newest.path)
-            )
+            unchanged = Path(path).stat().st_mtime == written
+            newest = Path(path if self.newest is None else self.newest.path)
+            return unchanged and any(map(Path(path).samefile, (newest, *newest.parents)))
         except OSError:  # one of them has been removed
             return False
 
     def _look(self) -> Found:
         if self._job.resume is None:
             return Found()
-        found = find(self._job.resume, self._run, self._began, [event["file"] for event in self._saved])
+        also = [event["file"] for event in self._saved]
+        found = find(self._job.resume, self._run, self._began, also, self.newest)
         self.newest = found.newest or self.newest
         return found
 
@@ -173,23 +189,27 @@ class OwnCheckpoints:
         """When the attempt before ended, or was last heard of."""
         last = max((event["attempt"] for event in self._earlier), default=None)
         own = [event for event in self._earlier if event["attempt"] == last]
-        ends = [event["time"] for event in own if event["event"] in protocol.ATTEMPT_ENDS]
+        ends = [event["time"] for event in own if event["event"] in ATTEMPT_ENDS]
         return max(ends or [event["time"] for event in own], default=self._began)
 
     def _described(self, found: OwnCheckpoint) -> dict[str, Any]:
         return {"file": self._named(found.path), "written": found.written}
 
     def _named(self, path: str) -> str:
-        return shown(path, self._run)
+        return shown_path(path, self._run)
 
     def _patterns(self) -> list[str]:
-        return [shown(pattern, self._run) for pattern in (self._job.resume or Resume()).checkpoint]
+        return [shown_path(pattern, self._run) for pattern in (self._job.resume or Resume()).checkpoint]
 
 
-def find(resume: Resume, run_dir: str, since: float, also: Sequence[str] = ()) -> Found:
+def find(
+    resume: Resume, run_dir: str, since: float, also: Sequence[str] = (), known: OwnCheckpoint | None = None
+) -> Found:
     """The newest complete checkpoint that was written after ``since``, the run's begin, in unix seconds.
 
     An older one is of another training, which this run must not continue. ``also``: further files or folders.
+    ``known``: a complete one, which is not opened again unless it was written again: an open would look like the
+    script's own, which shows that it resumes.
     """
     folder = str(Path.cwd())
     paths = {
@@ -204,6 +224,8 @@ def find(resume: Resume, run_dir: str, since: float, also: Sequence[str] = ()) -
         if match.written_ns < since * 1e9:
             passed_over.append((match.path, "it is older than this run"))
             break
+        if known is not None and (match.path, match.written_ns / 1e9) == (known.path, known.written):
+            return Found(known, tuple(passed_over[:MOST_TOLD]))
         why = why_incomplete(match.path) or _what_is_missing(match, matches[index + 1 :])
         if why is None:
             newest = OwnCheckpoint(match.path, match.written_ns / 1e9, _content(match.path))
@@ -231,7 +253,11 @@ def _match(path: str) -> _Match | None:
         written_ns = max((file.stat().st_mtime_ns for file in files), default=Path(path).stat().st_mtime_ns)
     except OSError:
         return None
-    return _Match(path, written_ns, frozenset(re.sub(r"\d+", "#", str(file.relative_to(path))) for file in files))
+    return _Match(path, written_ns, frozenset(_without_numbers(str(file.relative_to(path))) for file in files))
+
+
+def _without_numbers(path: str) -> str:
+    return re.sub(r"\d+", "#", path)
 
 
 def _files(folder: str) -> list[Path]:
@@ -245,7 +271,8 @@ def _files(folder: str) -> list[Path]:
 
 def _what_is_missing(match: _Match, older: Sequence[_Match]) -> str | None:
     """What a folder lacks that the one before it has: the script was stopped while it was writing it."""
-    before = next((one for one in older if one.names and why_incomplete(one.path) is None), None)
+    alike = (one for one in older if one.names and one.beside == match.beside)
+    before = next((one for one in alike if why_incomplete(one.path) is None), None)
     lacking = sorted(before.names - match.names) if before is not None and match.names else []
     return f"{lacking[0]} is missing, which {os.path.basename(before.path)} has" if before and lacking else None  # noqa: PTH119
 

@@ -10,18 +10,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError, RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.events import BY_SLURM, RESTARTING
 from clusterddp.failures import exclusion
-from clusterddp.protocol import BY_SLURM
 from clusterddp.reporter import say, show
-from clusterddp.rundir.files import LASTING, write_json
+from clusterddp.rundir.files import LASTING
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import done, lease
 from clusterddp.supervisor.controller import Controller
+from clusterddp.supervisor.failure_box import FirstFailure, added_arguments, failure_box
 from clusterddp.supervisor.history import History, highest
 from clusterddp.supervisor.limits import began, doubt, exceeded, own_checkpoint, progress
-from clusterddp.supervisor.messages import RESTARTING, added_arguments, failure_box
 from clusterddp.supervisor.state import State, Stop
 from clusterddp.supervisor.verdict import Action, RankEnd, Verdict, judge
 
@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 RESTART = -1
 #: The first pause before an unreachable controller is asked again, in seconds.
 FIRST_PAUSE_S = 0.5
+#: For how long nodes are held while the run directory cannot be written, in seconds.
+OUTAGE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,6 @@ class Recovery:
         if verdict.action is Action.AGAIN or (verdict.cause is Cause.PREEMPTED_WITHOUT_GRACE and self._ends_for_good()):
             return self._again(verdict)
         if verdict.action in (Action.LEAVE, Action.LEAVE_TO_SLURM):
-            if verdict.cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE):
-                self._ask_watcher()
             then = BY_SLURM if verdict.action is Action.LEAVE_TO_SLURM else "stopped"
             if verdict.cause is Cause.STOP_REQUESTED:
                 self._controller.hold()
@@ -151,9 +151,9 @@ class Recovery:
         then = ""
         if verdict.because and (verdict.action is Action.FAIL or self._exceeded("restarted", verdict) is None):
             then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}: {verdict.because}"
-        others, secrets = verdict.others, self._history.secrets
+        first = FirstFailure(failure, verdict.others, step)
         more = (added_arguments(self._run, self._history.events, self._number), then)
-        show(failure_box(self._run, self._number, failure, others, step, time.time(), secrets, more))
+        show(failure_box(self._run, self._number, first, time.time(), self._history.secrets, more))
 
     def _step_of(self, failure: RankEnd, others: Sequence[RankEnd]) -> int | None:
         """The number of steps done when a rank failed. It knows its own, unless it was killed; the others then failed
@@ -189,7 +189,7 @@ class Recovery:
                 return self._resubmit(verdict, choice.nodes, node_lost=True)
             if any(self._state.node_of(rank) in choice.nodes for rank in range(self._job.world_size)):
                 try:
-                    return self._hand_over(verdict, self._controller.resubmit(choice.nodes))
+                    return self._hand_over(verdict, self._submit(choice.nodes))
                 except SlurmError as error:
                     self._history.add("not_excluded", reason=f"no new job could be submitted ({error})")
         if verdict.first_failure is not None and verdict.first_failure.lacks_gpus:
@@ -197,6 +197,8 @@ class Recovery:
         hang = self._state.hang
         hung = f"rank {hang.late[0]} ({hang.host}) hung" if hang else None
         self._add_end("restarted", verdict, hung)
+        # What broke the rank may be an outage of the disk, and the next attempt begins with writing to it.
+        _until_answered(self._history.write_pending, OUTAGE_S)
         return RESTART
 
     def _record_lost(self, nodes: Sequence[str]) -> None:
@@ -253,6 +255,14 @@ class Recovery:
             return 1
         if not self._controller.starts_again:
             return self._stop(verdict)
+        began = min(
+            (event["time"] for event in self._history.events if event["attempt"] == self._number), default=math.inf
+        )
+        me = self._controller.holder()
+        other = _until_answered(partial(lease.submitted_again, self._run, self._number, me, began))
+        # This process stood still for longer than its job lasted. While that lives, the other one ends as it starts.
+        if other is not None and verdict.cause is Cause.TIMED_OUT:
+            return self._stop(verdict, f"{verdict.reason}; the run was submitted again as job {other}")
         wanted = self._job.policy != "resubmit" or not self._controller.resubmits
         requeues = (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED)
         # Slurm would accept a requeue within the grace, too, but `submit` has announced a new job, which is not held.
@@ -306,33 +316,50 @@ class Recovery:
         if node_lost:
             lease.let_go(self._run, self._number)
         try:
-            new = self._controller.resubmit(without, after_this=not node_lost)
+            new = self._submit(without, after_this=not node_lost)
         except SlurmError as error:
             if node_lost:
                 lease.take(self._run, self._number, self._controller.holder())
-            self._ask_watcher(refused=str(error))
-            return self._stop(verdict, f"{verdict.reason}; not resubmitted: {error}")
+            return self._stop(verdict, f"{verdict.reason}; not resubmitted: {error}", refused=str(error))
         return self._hand_over(verdict, new)
 
-    def _hand_over(self, verdict: Verdict, new: str) -> int:
-        """Hands the run over to the job ``new``, which is cancelled if this job was cancelled meanwhile."""
-        if self._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE):
-            slurm.cancel(new)
+    def _submit(self, without: Sequence[str], after_this: bool = True) -> str | None:
+        """Submits the next job, until Slurm answers; returns its id, None if this job was cancelled meanwhile.
+
+        A submission without an answer may have been carried out.
+        """
+        sent = False
+
+        def ask() -> str | None:
+            nonlocal sent
+            if sent and (new := self._controller.successor()):
+                return new
+            if sent and self._is_cancelled():
+                return None
+            sent = True
+            return self._controller.resubmit(without, after_this)
+
+        return _until_answered(ask)
+
+    def _is_cancelled(self) -> bool:
+        return self._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE)
+
+    def _hand_over(self, verdict: Verdict, new: str | None) -> int:
+        """Hands the run over to the job ``new``, which is cancelled if this job was cancelled meanwhile.
+
+        Where it starts nevertheless, it finds the outcome and ends.
+        """
+        if new is None or self._is_cancelled():
             self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
+            if new is None:
+                return 1
+            try:
+                _until_answered(partial(slurm.cancel, new))
+            except SlurmError as error:
+                say(f"job {new} is not cancelled, and ends at once when it starts: {error}")
             return 1
         self._add_end("resubmitted", verdict, job=new)
         return self._controller.again_code
-
-    def _ask_watcher(self, **why: str) -> None:
-        """Leaves a request for ``clusterddp watch``, which resubmits the run if it should continue.
-
-        ``refused``: it should, and Slurm refused the job with this message.
-        """
-        file = self._run.request_file
-        try:
-            write_json(file, {"attempt": self._number, **self._controller.describe(), **why}, mode=0o600)
-        except OSError as error:
-            say(f"cannot write {file} ({error.strerror}): clusterddp watch will not continue this run")
 
     def _stop(self, verdict: Verdict, reason: str | None = None, **values: Any) -> int:
         """Leaves the run so that it can be continued; returns the exit code."""
@@ -348,7 +375,7 @@ class Recovery:
         self._history.add(event, **ended, **values)
 
 
-def _until_answered(ask: Callable[[], _T]) -> _T:
+def _until_answered(ask: Callable[[], _T], patience_s: float = math.inf) -> _T:
     """The result of ``ask``, once the controller and the run directory answer; RunDirectoryError if one never will."""
 
     def answer() -> _T:
@@ -362,4 +389,4 @@ def _until_answered(ask: Callable[[], _T]) -> _T:
                 "directory can be used again, continue with `clusterddp submit --run-dir`"
             ) from error
 
-    return slurm.patiently(answer, math.inf, FIRST_PAUSE_S, (SlurmUnavailable, OSError))
+    return slurm.patiently(answer, patience_s, FIRST_PAUSE_S, (SlurmUnavailable, OSError))

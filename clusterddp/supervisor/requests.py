@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from clusterddp import __version__
-from clusterddp.failures.stack_groups import grouped, is_threads, stacks_key
+from clusterddp.failures.stack_traces import grouped, is_threads, stacks_key
 from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS, MOST_SKIPPED
 from clusterddp.reporter import counted

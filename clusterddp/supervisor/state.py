@@ -367,12 +367,6 @@ class State:
     removed: bool = False
     exit_code: int | None = None
 
-    def but(self, **changed: Any) -> State:
-        """As ``dataclasses.replace``, which takes ten times as long, for what is done for each message of a rank."""
-        made = object.__new__(State)
-        made.__dict__.update(self.__dict__, **changed)
-        return made
-
     @property
     def stop_margin_s(self) -> float:
         """How many seconds before the time limit to stop: as requested, more if saves are slow, less if the limit is

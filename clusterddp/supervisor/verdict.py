@@ -14,7 +14,7 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.failures import error_texts
 from clusterddp.failures.error_texts import Blame, ErrorText
 from clusterddp.failures.exit_status import KILLS, ExitStatus
-from clusterddp.failures.stacks import users_line, without_advice
+from clusterddp.failures.stack_traces import users_line, without_advice
 from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import counted
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
@@ -87,7 +87,8 @@ class RankEnd:
         try:
             return cls.from_record(rank, host, lost_at, read_json(path, _RECORD), death)
         except (RunDirectoryError, OSError) as error:
-            return cls(rank, host, "died", lost_at, error=f"exited, and its record cannot be read: {error}")
+            how = death.words() if death else "exited"
+            return cls(rank, host, "died", lost_at, error=f"{how}; its record cannot be read: {error}", death=death)
 
     @classmethod
     def from_record(

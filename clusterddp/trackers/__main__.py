@@ -12,14 +12,13 @@ from typing import Any
 
 from clusterddp.entry import exit_with
 from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.jobdef.job import check_packages
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.jobdef.packages import check_packages
 from clusterddp.reporter import in_words, say
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers.follower import Orders, folder_of, follow
-from clusterddp.trackers.options import NAMES, wanted
-from clusterddp.trackers.sent import read_sent
+from clusterddp.trackers.sent import NAMES, read_sent, wanted
 
 
 def main() -> int:

@@ -9,7 +9,6 @@ counts, so that nothing is lost if this process is killed: the next attempt's be
 from __future__ import annotations
 
 import fcntl
-import heapq
 import json
 import math
 import os
@@ -27,8 +26,7 @@ from clusterddp.reporter import in_words
 from clusterddp.rundir.files import create_folder
 from clusterddp.rundir.records import NOT_METRICS, counts
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.trackers.lines import Line, Lines
-from clusterddp.trackers.sent import Sent, read_sent, write_sent
+from clusterddp.trackers.sent import Line, Lines, Sent, read_sent, write_sent
 
 #: Seconds between two looks for new lines, for a tracker that takes them at once.
 PERIOD_S = 1.0
@@ -42,10 +40,6 @@ class Tracker(Protocol):
 
     def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """Takes the values of a step that were logged ``at`` that time."""
-        ...
-
-    def add_medium(self, step: int, at: float, medium: Line, folder: Path) -> None:
-        """Takes an image, a histogram or a text: a line of media.jsonl, whose file is below ``folder``."""
         ...
 
     def flush(self, step: int | None) -> Sent:
@@ -62,10 +56,7 @@ class Follower:
 
     def __init__(self, run: RunDirectory, attempt: int, folder: Path, tracker: Tracker) -> None:
         self._run, self._attempt, self._folder, self._tracker = run, attempt, folder, tracker
-        counting = counts(run.first_steps())
-        self._metrics, self._media = (
-            Lines(path, counting, tracker.first) for path in (run.metrics_file, run.media_file)
-        )
+        self._lines = Lines(run.metrics_file, counts(run.first_steps()), tracker.first)
         self._committed = -1
 
     def send(self, committed: int) -> None:
@@ -74,9 +65,7 @@ class Follower:
         if more:
             self._check_newest()
         self._committed = committed
-        below = math.inf if self._tracker.live else committed
-        media = self._media.below(committed)  # TensorBoard's event_accumulator does not discard texts (2.21)
-        for line in heapq.merge(self._metrics.below(below), media, key=lambda line: int(line["step"])):
+        for line in self._lines.below(math.inf if self._tracker.live else committed):
             self._add(line)
         sent = self._tracker.flush(committed if more else None)
         if more:
@@ -88,15 +77,11 @@ class Follower:
         write_sent(self._folder, self._tracker.close(self._committed, clean))
 
     def _add(self, line: Line) -> None:
-        at = float(line.get("time", 0.0))
-        if "kind" in line:
-            self._tracker.add_medium(line["step"], at, line, self._run.path)
-            return
         values = {
             name: value for name, value in line.items() if name not in NOT_METRICS and isinstance(value, (int, float))
         }
         if values:
-            self._tracker.add(line["step"], at, values)
+            self._tracker.add(line["step"], float(line.get("time", 0.0)), values)
 
     def _check_newest(self) -> None:
         if self._run.superseded(self._attempt):

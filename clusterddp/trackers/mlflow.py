@@ -84,18 +84,6 @@ class MLflow:
             self._client.log_batch(self._id, self._metrics[begin : begin + MOST_METRICS])
         self._metrics.clear()
 
-    def add_medium(self, step: int, at: float, medium: Mapping[str, Any], folder: Path) -> None:  # noqa: ARG002
-        """Passes an image, a histogram or a text on, as a file: the same again replaces it."""
-        name = f"media/{_ODD.sub('_', medium['name'])}"
-        file = f"{name}/step-{step:012}"
-        if medium["kind"] == "image":
-            self._client.log_artifact(self._id, str(folder / medium["file"]), name)
-        elif medium["kind"] == "histogram":
-            content = {key: medium[key] for key in ("counts", "edges", "sum", "sum_squares")}
-            self._client.log_dict(self._id, content, f"{file}.json")
-        else:
-            self._client.log_text(self._id, medium["text"], f"{file}.txt")
-
     def flush(self, step: int | None) -> Sent:
         """Sends what was added; returns what MLflow has for certain."""
         self._send()

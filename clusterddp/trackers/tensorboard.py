@@ -9,12 +9,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from clusterddp.rundir.files import create_file, fsync_directory
@@ -42,10 +39,6 @@ class TensorBoard:
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._add(Event(wall_time=at, step=step, summary=summary))
 
-    def add_medium(self, step: int, at: float, medium: Mapping[str, Any], folder: Path) -> None:
-        """Writes an image, a histogram or a text."""
-        self._add(Event(wall_time=at, step=step, summary=Summary(value=[_value(medium, folder)])))
-
     def flush(self, step: int | None) -> Sent:
         """Shows TensorBoard what was written; durably, if ``step`` says below which step everything was. Returns what
         TensorBoard has for certain."""
@@ -63,33 +56,6 @@ class TensorBoard:
 
     def _add(self, event: Event) -> None:
         self._records.write(event.SerializeToString())
-
-
-def _value(medium: Mapping[str, Any], folder: Path) -> Any:
-    name = medium["name"]
-    if medium["kind"] == "image":
-        size = {"height": medium["height"], "width": medium["width"], "colorspace": medium["channels"]}
-        content = (folder / medium["file"]).read_bytes()
-        return Summary.Value(tag=name, image=Summary.Image(encoded_image_string=content, **size))
-    if medium["kind"] == "histogram":
-        return Summary.Value(tag=name, histo=_histogram(medium))
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-    text = TensorProto(dtype="DT_STRING", string_val=[medium["text"].encode()], tensor_shape=shape)
-    return Summary.Value(tag=name, metadata=metadata, tensor=text)
-
-
-def _histogram(medium: Mapping[str, Any]) -> Any:
-    counts, edges = medium["counts"], medium["edges"]
-    return HistogramProto(
-        min=edges[0],
-        max=edges[-1],
-        num=sum(counts),
-        sum=medium["sum"],
-        sum_squares=medium["sum_squares"],
-        bucket_limit=edges[1:],
-        bucket=counts,
-    )
 
 
 def _new_file(folder: Path, attempt: int) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -44,17 +43,6 @@ class WeightsAndBiases:
     def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """Passes the values of a step on; ``at``: when they were logged."""
         self._run.log({**values, "_timestamp": at}, step=step)
-
-    def add_medium(self, step: int, at: float, medium: Mapping[str, Any], folder: Path) -> None:
-        """Passes an image, a histogram or a text on."""
-        value: Any
-        if medium["kind"] == "image":
-            value = wandb.Image(str(folder / medium["file"]))
-        elif medium["kind"] == "histogram":
-            value = wandb.Histogram(np_histogram=(medium["counts"], medium["edges"]))
-        else:
-            value = wandb.Html(f"<pre>{html.escape(medium['text'])}</pre>", inject=False)
-        self._run.log({medium["name"]: value, "_timestamp": at}, step=step)
 
     def flush(self, step: int | None) -> Sent:
         """Returns what W&B has for certain: offline, only what is in closed files."""

@@ -7,42 +7,42 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.checkpoint.best import metric_or_part
+from clusterddp.checkpoint.best import metric_or_part, with_best
+from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
 from clusterddp.data.loaders import Loaders
 from clusterddp.data.training_loader import training_loader
 from clusterddp.data.workers import close_workers, shield_workers
-from clusterddp.distributed import math_library, process_group
+from clusterddp.distributed import collectives, devices, process_group, wrapping
+from clusterddp.distributed.store import NO_TIMEOUT
 from clusterddp.errors import Stopped
-from clusterddp.jobdef.job import Checkpointing
-from clusterddp.jobdef.packages import check_packages
+from clusterddp.jobdef.job import Checkpointing, check_packages
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
-from clusterddp.training import progress_lines, script_loop, script_steps, settings
-from clusterddp.training.attempt_history import AttemptHistory
-from clusterddp.training.evaluations import Evaluations
-from clusterddp.training.heartbeat import begin_heartbeat
-from clusterddp.training.log.tracking import DONE_S, ERROR_S, STOP_S
-from clusterddp.training.loop import Run
-from clusterddp.training.ranks import Ranks
+from clusterddp.training import progress_lines, script_loop, script_steps, settings, warm_start
+from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
+from clusterddp.training.loop import Run, Services
+from clusterddp.training.profiling import Profiling
+from clusterddp.training.run_state import Given, Randomness
+from clusterddp.training.saving import Saver
 from clusterddp.training.script_loop import Item
-from clusterddp.training.services import Services, start_services
-from clusterddp.training.state import initial
-from clusterddp.training.state.initial import Files
-from clusterddp.training.state.parts import Parts, by_name
-from clusterddp.training.state.per_rank import PerRank
-from clusterddp.training.state.run_state import Randomness
-from clusterddp.training.state.values import Values
+from clusterddp.training.script_state import Parts, PerRank, Values, by_name
+from clusterddp.training.settings import AttemptHistory
 from clusterddp.training.stopping import Stopping, open_store
-from clusterddp.worker import completion, control_channel
+from clusterddp.training.timing import Evaluations, step_times
+from clusterddp.training.tracking import DONE_S, ERROR_S, STOP_S, Tracking
+from clusterddp.training.warm_start import Files
+from clusterddp.worker import control_channel, rank_exit
 
 _current: Context | None = None
 
@@ -86,12 +86,12 @@ def init(
         raise TypeError(f"clusterddp.init(seed={seed!r}): expected an integer")
     read = settings.read(os.environ, seed=seed, device=device, backend=backend, run_dir=run_dir, checkpoint=checkpoint)
     collect_as_usual()
-    math_library.settle()
+    devices.settle_vector_functions()
     _current = script_loop.context = Context(read)
     return _current
 
 
-class Context(Ranks, Loaders):
+class Context(Loaders):
     """One rank's view of the training: its place among the ranks, its device, and everything that needs all ranks.
 
     ``clusterddp.init()`` returns it. The process group is closed at the end of a ``with`` block over the context, or of
@@ -114,12 +114,12 @@ class Context(Ranks, Loaders):
         self.rank, self.local_rank, self.node_rank = ranks.rank, ranks.local_rank, ranks.node_rank
         self.world_size, self.local_world_size = ranks.world_size, ranks.local_world_size
         self.seed, self._global_batch = read.job.seed, read.job.global_batch
-        self.devices = process_group.devices_of(ranks, read.device, read.job.gpus_per_rank)
+        self.devices = devices.devices_of(ranks, read.device, read.job.gpus_per_rank)
         self.device = self.devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             if read.device_memory is not None:
-                from clusterddp.distributed.free_memory import wait_until_free
+                from clusterddp.distributed.devices import wait_until_free
 
                 wait_until_free(self.devices, read.device_memory)
         checked_s = 0.0
@@ -141,13 +141,17 @@ class Context(Ranks, Loaders):
         shield_workers()
         self._run: Run | None = None
         self._services: Services | None = None
+        #: The blocks of ``local_first`` and ``main_first`` so far.
+        self._turns = 0
         script_steps.hand_over()
         self._heartbeat = begin_heartbeat(
             read,
             self.attempt,
-            self.device,
-            boundaries=lambda: self._agreement.entered,
-            step=lambda: self._run.step if self._run is not None else self._script_loop.steps,
+            WatchedSteps(
+                boundaries=lambda: self._agreement.entered,
+                step=lambda: self._run.step if self._run is not None else self._script_loop.steps,
+                device=self.device,
+            ),
         )
         self._script_loop = script_loop.ScriptLoop(
             *(self._group.attempt_store, self._agreement, self._heartbeat, self._history.report)
@@ -185,6 +189,96 @@ class Context(Ranks, Loaders):
     def attempt(self) -> int:
         """The number of this attempt, from 0; always 0 without a run directory."""
         return self._history.number
+
+    # --- what all ranks do together
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """``print`` on rank 0 only, flushed.
+
+        Args:
+            values: what to print.
+            options: keyword arguments of ``print``.
+        """
+        if self.is_main:
+            print(*values, **{"flush": True, **options})
+
+    def local_first(self) -> AbstractContextManager[None]:
+        """Runs a ``with`` block on local rank 0 of every node first, then on the node's other ranks. Collective."""
+        return self._first(f"local_first/{self.node_rank}", self.local_rank == 0)
+
+    def main_first(self) -> AbstractContextManager[None]:
+        """Runs a ``with`` block on rank 0 first, then on all others: for files on a shared disk. Collective."""
+        return self._first("main_first", self.is_main)
+
+    @contextmanager
+    def _first(self, of: str, first: bool) -> Iterator[None]:
+        turn = f"{of}/{self._turns}"
+        self._turns += 1
+        if not first:
+            with self._waiting():
+                self._group.store.wait([turn], NO_TIMEOUT)
+        try:
+            yield
+        finally:
+            if first:
+                self._group.store.set(turn, "")
+
+    def wrap(self, model: torch.nn.Module, *, all_used_once: bool = False, **options: Any) -> DistributedDataParallel:
+        """Moves the model to this rank's device and wraps it in DDP, such that resumed runs are exact. Collective.
+
+        With several devices per rank, the model's parts stay where the script has put them.
+
+        Args:
+            model: the model, not yet in DDP.
+            all_used_once: only with ``static_graph=True``, for an exact resume at 3 or more ranks: promises that every
+                parameter gets its gradient in every backward, in one piece (no unused parameters, no reentrant
+                checkpointing). A broken promise raises in one of the first two steps.
+            options: of DistributedDataParallel, such as ``find_unused_parameters=True``.
+
+        Returns the DDP module; the model itself is its ``module``.
+
+        Raises TypeError for anything but a module that is not in DDP yet, and for ``all_used_once`` alone.
+        """
+        return wrapping.wrap(model, self.devices, all_used_once=all_used_once, **options)
+
+    def all_reduce_sum(self, value: torch.Tensor | float) -> torch.Tensor | float:
+        """The sum over all ranks, on every rank. Collective.
+
+        Args:
+            value: a tensor of the same shape on every rank, or a number.
+
+        Returns a tensor of the same dtype and device for a tensor, a float for a number.
+        """
+        with self._waiting():
+            return collectives.all_reduce_sum(value, self._group.collective_device)
+
+    def all_reduce_mean(self, value: torch.Tensor | float, weight: float = 1.0) -> float:
+        """The weighted mean of one number per rank, on every rank. Collective.
+
+        Args:
+            value: this rank's number, or a tensor of one element.
+            weight: its weight, usually the number of samples behind it.
+
+        Returns the mean; nan if all weights are 0.
+        """
+        with self._waiting():
+            return collectives.all_reduce_mean(value, weight, self._group.collective_device)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenates the tensors of all ranks along the first dimension, in rank order, on every rank. Collective.
+
+        Args:
+            tensor: with at least one dimension; the first may differ between ranks, the others and the dtype may not.
+
+        Returns the concatenation, on the tensor's device.
+        """
+        with self._waiting():
+            return collectives.gather(tensor, self._group.collective_device)
 
     # --- training
 
@@ -232,14 +326,27 @@ class Context(Ranks, Loaders):
             raise RuntimeError("ctx.run() was already called in this process; pass it all parts at once")
         metric, named_best = metric_or_part(best)
         named, own = by_name({**parts, **named_best}), PerRank(per_rank, self._group)
-        warm_start = partial(initial.load, init_from, init_strict, named, self._group) if init_from else None
-        values, read, report = Values(progress), self._settings, self._history.report
-        self._services = services = start_services(
-            read, self.attempt, self._group, self._stopping, self._heartbeat, report, named.values(), metric
-        )
+        start_warm = partial(warm_start.load, init_from, init_strict, named, self._group) if init_from else None
+        values = Values(progress)
+        self._services = self._start_services(named.values(), metric)
         batches = training_loader(loader, self._group, self.seed, rng == "step")
-        self._run = _kind_of_run(read)(named, batches, rng, values, own, warm_start, services)
+        given = Given(named, batches, rng, values, own, start_warm)
+        self._run = _kind_of_run(self._settings)(given, self._services)
         return self._run
+
+    def _start_services(self, parts: Iterable[Stateful], best: str | None) -> Services:
+        """Connects who saves, measures, profiles and tracks. Raises ValueError for a ``best`` that names no metric or
+        contradicts the job."""
+        read, group, report, heartbeat = self._settings, self._group, self._history.report, self._heartbeat
+        keep = with_best(read.job.checkpoint.keep, best, told=group.rank == 0)
+        saver = Saver(read.run_dir, self.attempt, group, report, replace(read.job.checkpoint, keep=keep))
+        times = step_times(parts, group.device, group.world_size)
+        profiling = Profiling(read, self.attempt, group.device, report, heartbeat.pause)
+        tracking = Tracking(read.run_dir if group.rank == 0 else None, read.job, self.attempt, report)
+        self._stopping.saver, saver.on_commit = saver, tracking.committed
+        heartbeat.timing, heartbeat.on_device = times.told, times.on_device
+        agreement, deadline = self._agreement, self._stopping.deadline
+        return Services(read.job, group, agreement, saver, deadline, heartbeat, times, profiling, tracking, report)
 
     # --- hanging
 
@@ -280,7 +387,7 @@ class Context(Ranks, Loaders):
             return self._script_loop.stop_requested()
         stop = self._agreement.boundary()
         if stop:
-            completion.told_to_stop = self._agreement.reason or ""
+            rank_exit.told_to_stop = self._agreement.reason or ""
         return stop
 
     def stop_point(self) -> None:
@@ -345,7 +452,7 @@ class Context(Ranks, Loaders):
     def _close_at_exit(self) -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.
         failed = getattr(sys, "last_value", None) is not None
-        self._close(clean=not failed and not completion.exited_in_loop, restore_handlers=False)
+        self._close(clean=not failed and not rank_exit.exited_in_loop, restore_handlers=False)
 
     def _close(self, *, clean: bool, restore_handlers: bool) -> None:
         """Closes everything. Not ``clean``, after an error: other ranks may be stuck in a collective; do not wait."""
@@ -380,7 +487,7 @@ def _kind_of_run(read: settings.Settings) -> Callable[..., Run]:
     """``Run``, or for ``submit --check-resume`` one that records its steps."""
     if read.recording is None:
         return Run
-    from clusterddp.training.resume_check.checked_run import CheckedRun
+    from clusterddp.training.checked_run import CheckedRun
 
     return partial(CheckedRun, read.recording)
 

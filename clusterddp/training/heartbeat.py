@@ -15,19 +15,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from clusterddp.distributed.device_threads import device_thread
+from clusterddp.distributed.devices import device_thread
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock, current_frames
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.worker import control_channel
-from clusterddp.worker.stacks import main_thread_line, main_thread_place, outward
+from clusterddp.worker.thread_stacks import main_thread_line, main_thread_place, outward
 
 if TYPE_CHECKING:
     from clusterddp.training.settings import Settings
@@ -38,8 +39,8 @@ GAP_FACTOR = 4.0
 RECORDED = 100
 #: Seconds that the order to exit after a hang waits for the flight record, less than the grace period for hung ranks.
 RECORD_S = 1.5
-#: Seconds between two heartbeats with histograms of the steps, and for which the end waits for the last heartbeat.
-HISTOGRAMS_S, CLOSE_S = 60.0, 1.0
+#: Seconds for which the end waits for the last heartbeat.
+CLOSE_S = 1.0
 #: How many samples of a thread's stack, and how far apart, tell whether it makes progress.
 LOOKS, LOOK_S = 4, 0.01
 
@@ -86,36 +87,45 @@ def _past_first(count: int, begun_at: int | None) -> bool:
     return begun_at is not None and count >= begun_at + 2
 
 
+@dataclass(frozen=True)
+class WatchedSteps:
+    """The training of a rank, as its heartbeat sees it."""
+
+    boundaries: Callable[[], int]
+    """Returns the number of boundaries that the main thread has reached."""
+    step: Callable[[], int]
+    """Returns the number of completed steps."""
+    device: torch.device | None = None
+    patient: bool = False
+    """Whether what the script does between two steps is unknown."""
+
+
 class Heartbeat:
     """One per process. The rank is watched from ``begin`` to ``rest``, and never if the script calls neither.
 
     Args:
         watchdog: the settings; None turns it off.
-        boundaries: the number of boundaries that the main thread has reached.
-        step: the number of completed steps.
+        watched: what it tells about.
         send: sends an event to the supervisor.
         flight_record: the file for torch's record of the last collectives after a timeout.
         rank, ranks: of how many it is which.
-        device: the rank's.
-        patient: whether what the script does between two steps is unknown.
     """
 
     def __init__(
         self,
         watchdog: Watchdog | None,
-        boundaries: Callable[[], int],
-        step: Callable[[], int],
+        watched: WatchedSteps,
         send: Callable[..., None],
         flight_record: Path,
         rank: int = 0,
         ranks: int = 1,
-        device: torch.device | None = None,
-        patient: bool = False,
     ) -> None:
-        self._boundaries, self._step, self._send, self._flight_record = boundaries, step, send, flight_record
-        self._rank, self._ranks, self._device, self._patient = rank, ranks, device, patient
-        #: What to tell about the steps (``training/timing.py``), with histograms or without.
-        self.timing: Callable[[bool], Mapping[str, Any]] = lambda _: {}
+        self._boundaries, self._step = watched.boundaries, watched.step
+        self._device, self._patient = watched.device, watched.patient
+        self._send, self._flight_record = send, flight_record
+        self._rank, self._ranks = rank, ranks
+        #: What to tell about the steps (``training/timing.py``).
+        self.timing: Callable[[], Mapping[str, Any]] = dict
         #: Where the device is, relative to the completed steps (``training/timing.py``).
         self.on_device: Callable[[], tuple[int, str] | None] = lambda: None
         self._thread: threading.Thread | None = None
@@ -132,7 +142,7 @@ class Heartbeat:
         self._device_since = 0.0
         self._starting_record = threading.Lock()
         if watchdog is not None:
-            self._thread = device_thread(device, self._beat, args=(watchdog,), name="heartbeat")
+            self._thread = device_thread(watched.device, self._beat, args=(watchdog,), name="heartbeat")
             self._thread.start()
 
     def begin(self) -> None:
@@ -164,15 +174,15 @@ class Heartbeat:
         try:
             self._beat_on(watchdog)
         finally:  # a rank whose heartbeat ends must not look as if it hung
-            last = self.timing(True)
-            self._send("alive", count=self._boundaries(), step=self._step(), age_s=0.0, allowed_s=math.inf, **last)
+            self._send(
+                "alive", count=self._boundaries(), step=self._step(), age_s=0.0, allowed_s=math.inf, **self.timing()
+            )
 
     def _beat_on(self, watchdog: Watchdog) -> None:
         period_s = watchdog.period_s(self._ranks)
         self._end.wait(period_s * phase(self._rank))  # all ranks begin at about the same time
         pace, clock = Pace(watchdog, self._patient), RunningClock(period_s)
         still_since = 0.0
-        counted_at = time.monotonic()
         stood: set[object] = set()
         while not self._end.wait(period_s):
             stood_s = clock.look()
@@ -182,10 +192,8 @@ class Heartbeat:
             count = self._boundaries()
             age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)
             beat: dict[str, Any] = {"count": count, "step": self._step(), "age_s": age_s, "allowed_s": pace.allowed_s}
-            counts = time.monotonic() - counted_at >= HISTOGRAMS_S
-            counted_at = time.monotonic() if counts else counted_at
             beat |= {"stood_s": round(stood_s, 1)} if stood_s else {}
-            beat |= self.timing(counts)
+            beat |= self.timing()
             if age_s == 0:
                 self._set_timer(pace.allowed_s)
                 self._recording, self._stalled = None, {}
@@ -299,28 +307,16 @@ def position_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
     return tuple((one.f_code, one.f_lasti) for one in outward(frame))
 
 
-def begin_heartbeat(
-    read: Settings,
-    attempt: int,
-    device: torch.device,
-    boundaries: Callable[[], int],
-    step: Callable[[], int],
-    patient: bool = False,
-) -> Heartbeat:
-    """This rank's heartbeat; off without a supervisor, which would receive it. The arguments: see ``Heartbeat``."""
-    channel = control_channel.current
+def begin_heartbeat(read: Settings, attempt: int, watched: WatchedSteps) -> Heartbeat:
+    """This rank's heartbeat; off without a supervisor, which would receive it."""
     logs = read.run_dir.attempt_logs(attempt) if read.run_dir else Path()
     heartbeat = Heartbeat(
-        read.job.watchdog if channel is not None else None,
-        boundaries=boundaries,
-        step=step,
+        read.job.watchdog if control_channel.supervised() else None,
+        watched,
         send=control_channel.report,
         flight_record=logs / f"rank-{read.ranks.rank}.collectives.json",
         rank=read.ranks.rank,
         ranks=read.ranks.world_size,
-        device=device,
-        patient=patient,
     )
-    if channel is not None:
-        channel.write_flight_record = heartbeat.write_flight_record
+    control_channel.on_hang(heartbeat.write_flight_record)
     return heartbeat

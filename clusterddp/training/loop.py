@@ -10,79 +10,153 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
 from clusterddp.data.microbatch import MicroBatches
-from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.data.workers import close_workers
 from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.reporter import say
-from clusterddp.training.log import values as logged
-from clusterddp.training.log.media import Media
-from clusterddp.training.optimizer_steps import OptimizerSteps
-from clusterddp.training.state import compiled_shapes
-from clusterddp.training.state.divergence import COMPARED_AFTER, explanation, explanation_of_calls
-from clusterddp.training.state.initial import Loaded
-from clusterddp.training.state.per_rank import PerRank
-from clusterddp.training.state.run_state import Randomness, RunState
-from clusterddp.training.state.values import Values
-from clusterddp.training.steps.input_wait import InputWait
-from clusterddp.training.steps.logging import Logging
-from clusterddp.training.steps.position import Step
-from clusterddp.training.steps.steering import Steering
-from clusterddp.worker import completion, control_channel
+from clusterddp.rundir.files import finite
+from clusterddp.rundir.records import NOT_VALUES
+from clusterddp.training import exactness
+from clusterddp.training import logged_values as logged
+from clusterddp.training.exactness import COMPARED_AFTER, explanation_of_calls, explanation_of_divergence
+from clusterddp.training.run_state import Given, RunState
+from clusterddp.training.step import OptimizerSteps, Step
+from clusterddp.training.timing import InputWait
+from clusterddp.worker import control_channel, rank_exit
 
 if TYPE_CHECKING:
-    from clusterddp.training.services import Services
+    from clusterddp.distributed.process_group import ProcessGroup
+    from clusterddp.jobdef.job import Job
+    from clusterddp.training.heartbeat import Heartbeat
+    from clusterddp.training.profiling import Profiling
+    from clusterddp.training.saving import Saver
+    from clusterddp.training.stopping import Agreement, Deadline
+    from clusterddp.training.timing import StepTimes
+    from clusterddp.training.tracking import Tracking
 
 
-class Run(Logging, Steering):
+@dataclass(frozen=True)
+class Services:
+    """What a run uses of its context. ``report`` adds an event to the history, on any rank."""
+
+    job: Job
+    group: ProcessGroup
+    agreement: Agreement
+    saver: Saver
+    deadline: Deadline
+    heartbeat: Heartbeat
+    times: StepTimes
+    profiling: Profiling
+    tracking: Tracking
+    report: Callable[..., None]
+
+
+class Run:
     """One attempt of a run: made by ``Context.run``, with the newest checkpoint restored."""
 
-    def __init__(
-        self,
-        parts: dict[str, Stateful],
-        loader: TrainingLoader,
-        rng: Randomness,
-        values: Values,
-        per_rank: PerRank,
-        warm_start: Callable[[], list[Loaded]] | None,
-        services: Services,
-    ) -> None:
+    def __init__(self, given: Given, services: Services) -> None:
         self._job, self._group, self._agreement = services.job, services.group, services.agreement
         self._saver, self._deadline, self._heartbeat = services.saver, services.deadline, services.heartbeat
         self._times, self._profiling, self._report_event = services.times, services.profiling, services.report
         self._tracking = services.tracking
-        self._loader, self._rng = loader, rng
-        self._times.on_sample = InputWait(self._report, lambda: self.step, loader.workers).look
+        self._loader, self._rng = given.loader, given.rng
+        self._times.on_sample = InputWait(self._report, lambda: self.step, given.loader.workers).look
         self._enter("restoring")
-        self._state = RunState(parts, loader, rng, self._job.seed, self._group, values, per_rank)
+        self._state = RunState(given, self._job.seed, self._group)
         #: Whether all ranks take part in a save, because each has a state.
-        self._together = loader.per_rank_state or bool(per_rank)
-        self._making = None
+        self._together = given.loader.per_rank_state or bool(given.per_rank)
+        #: The step being made; between two steps, and outside the loop, there is none.
+        self._making: Step | None = None
+        #: How often the script has asked for the place for an evaluation, in this attempt.
+        self._asked = 0
         self._goal = 0  # of the current loop
         self._begun = self._stopping = False
+        #: Whether a loop is being made, and whether the last one is complete.
+        self._in_loop = self._done = False
+        #: Whether all ranks know that rank 0 may want to save after this step.
+        self._may_be_due = False
         self._agreement.on_skip = self._on_skip
         self._process = os.getpid()
+        #: The metric of the best checkpoint; empty if there is none.
         self._best_metric = self._saver.best_metric or ""
-        self._values, self._media = logged.Values(keeps_own=self._group.rank == 0), Media()
-        self._micro = MicroBatches(parts, loader)
-        self._optimizer_steps = OptimizerSteps(parts, self._note_optimizer_step)
+        self._values = logged.Values(keeps_own=self._group.rank == 0)
+        self._micro = MicroBatches(given.parts, given.loader)
+        self._optimizer_steps = OptimizerSteps(given.parts, self._note_optimizer_step)
         self._saver.behind = self._optimizer_steps.behind
         self._made = 0  # steps, in this attempt
-        self._state.restore(self._saver.restore(self._state.start_loader))
-        if self._state.parent is None and warm_start is not None:
-            for loaded in warm_start():
+        self._state.restore(self._saver.restore())
+        if self._state.parent is None and given.warm_start is not None:
+            for loaded in given.warm_start():
                 self._report("initialized", **loaded.fields())
         self._enter("importing")
-        if (channel := control_channel.current) is not None:
-            channel.savable = control_channel.Savable(lambda: (self.step, self._saver.committed), self._saver.request)
-            channel.profile, channel.skip = self._profiling.request, self._request_skip
+        control_channel.on_requests(
+            control_channel.RunRequests(
+                progress=lambda: (self.step, self._saver.committed),
+                save=self._saver.request,
+                profile=self._profiling.request,
+                skip=self._request_skip,
+            )
+        )
+
+    @property
+    def step(self) -> int:
+        """The number of completed steps; inside the loop, therefore, the number of the current step, from 0."""
+        return self._state.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, that the current step takes its first sample from."""
+        return self._loader.epoch(self.step)
+
+    @property
+    def end_of_epoch(self) -> bool:
+        """Whether the current step takes the last sample of an epoch.
+
+        Raises TypeError with a loader that is not ``ctx.loader()``'s.
+        """
+        return self._loader.ends_epoch(self.step)
+
+    @property
+    def at_start_of_epoch(self) -> bool:
+        """Whether the current step is the first of an epoch: step 0, and those at which ``every(epochs=1)`` is true.
+        All ranks ask in the same steps.
+
+        Raises TypeError without a loader, RuntimeError outside a step.
+        """
+        return self._place(self.step == 0 or self._loader.epochs_before(self.step, 1))
+
+    def every(self, *unnamed: NoReturn, epochs: int | None = None, steps: int | None = None) -> bool:
+        """Whether so many more epochs, or steps, are complete: the place for an evaluation, at the beginning of a step.
+        All ranks call it in the same steps.
+
+        What the script does there, before the step's training, is exact wherever the run is stopped: evaluate, step a
+        scheduler, change the values of ``ctx.run(progress=...)``, and ``finish``. A stop in an evaluation saves the
+        state from before the step, and the next attempt repeats it. A metric that is logged there belongs to checkpoint
+        ``step``. After the last step of the loop there is no such place: evaluate once more behind the loop.
+
+        Args:
+            unnamed: nothing: a number without ``epochs`` or ``steps`` is refused.
+            epochs: true in the first step after each so many epochs; of another library's loader, passes over it.
+            steps: true in the steps whose number is a multiple of it, except step 0.
+
+        Raises TypeError unless one of them is given, and for epochs without a loader; ValueError for anything but a
+        whole number of at least 1; RuntimeError outside a step.
+        """
+        if unnamed or (epochs is None) == (steps is None):
+            raise TypeError("run.every() takes epochs or steps, as in run.every(epochs=1) or run.every(steps=500)")
+        for name, value in (("epochs", epochs), ("steps", steps)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"run.every({name}={value!r}): expected a whole number of at least 1")
+        if epochs is not None:
+            return self._place(self.step > 0 and self._loader.epochs_before(self.step, epochs))
+        return self._place(self.step > 0 and self.step % (steps or 1) == 0)
 
     def steps(self, total: int | None = None) -> Iterator[Any]:
         """Yields this rank's batch of each step, from the step that the run resumed at.
@@ -107,7 +181,7 @@ class Run(Logging, Steering):
         self._done = self._over()
         if self._done:
             return
-        completion.loop = loop = completion.Loop(lambda: self.step, total)
+        rank_exit.loop = loop = rank_exit.Loop(lambda: self.step, total)
         self._heartbeat.begin()
         self._enter("training" if self._made else "first_step")
         self._in_loop = True
@@ -140,7 +214,7 @@ class Run(Logging, Steering):
         self._profiling.end()
         self._complete()
         self._done = True
-        completion.complete()
+        rank_exit.complete_loop()
 
     def epochs(self, count: float) -> Iterator[Any]:
         """``steps`` for ``count`` passes over the dataset; the last step is filled from the next epoch.
@@ -168,6 +242,62 @@ class Run(Logging, Steering):
         Raises TypeError for a batch that cannot be split, RuntimeError when the loop is used in another way.
         """
         return self._micro.pieces(batch)
+
+    def log(self, *unnamed: NoReturn, reduce: logged.Reduction | None = None, **values: Any) -> None:
+        """Logs metrics of the current step to metrics.jsonl: rank 0's values, merged over the calls in a step.
+
+        Logs the values that tensors have at the call, and never waits for a GPU. Outside a step the values are recorded
+        in the history as a ``result``.
+
+        Args:
+            unnamed: nothing: a value without its name, such as a dict, is refused.
+            reduce: logs one value of all ranks' values, as a float64: their "mean", "sum", "min" or "max". All ranks
+                call it in the same step; a rank that does not is left out. No collective: the values travel beside
+                the training.
+            values: numbers, or tensors of one element, by name.
+
+        Raises TypeError for other values and for reserved names, ValueError for more than 1 MB per step or result and
+        for another ``reduce``, RuntimeError for ``reduce`` outside a step.
+        """
+        if unnamed:
+            raise TypeError(
+                "run.log() takes values by name, as in run.log(loss=loss), or from a dict, run.log(**values)"
+            )
+        if not NOT_VALUES.isdisjoint(values):
+            taken = NOT_VALUES & values.keys()
+            raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved; choose another")
+        if self._making:
+            self._values.add(values, reduce)
+            if self._best_metric in values:
+                self._log_best(values[self._best_metric], reduce)
+            return
+        if reduce is not None:
+            raise RuntimeError("run.log(reduce=...) works in a step; outside, use ctx.all_reduce_mean() on all ranks")
+        logged.Values(keeps_own=False).add(values)
+        if self._group.rank == 0:
+            result = {name: finite(logged.number(name, value)) for name, value in values.items()}
+            self._report("result", step=self.step, **result)
+            if self._done and (best := self._best_metric) in values:
+                self._saver.log_best(self.step, float(logged.number(best, values[best])), self._content, last=True)
+
+    def skip(self, steps: int) -> None:
+        """Skips the batches of the next ``steps`` steps, after a spike of the loss. All ranks call it in the same step.
+
+        The next step takes its batch from that much further on in the data. The number of steps of the run stays the
+        same, as do schedules that count steps. The history and the checkpoints record it: a resumed run does not skip
+        again, on any number of ranks. Another library's loader has to hand the batches out.
+
+        Args:
+            steps: how many global batches.
+
+        Raises RuntimeError outside a step and without a loader, ValueError for anything but a whole number from 1 on.
+        """
+        if not self._making:
+            raise RuntimeError("run.skip() skips what follows a step: call it inside the loop over run.steps()")
+        if why := self._loader.why_not_skip(steps):
+            raise (ValueError if self._loader.can_skip else RuntimeError)(f"run.skip({steps!r}): {why}")
+        self._making.skip += steps
+        self._making.special = True
 
     def finish(self) -> None:
         """Ends the loop after the current step: early stopping. All ranks call it in the same step.
@@ -208,6 +338,53 @@ class Run(Logging, Steering):
         raise Stopped(committed, reason)
 
     # --- the parts of a step
+
+    def _place(self, due: bool) -> bool:
+        """Keeps the state before the step, if an evaluation is due."""
+        if self._making is None:
+            raise RuntimeError("run.every() and run.at_start_of_epoch say where an evaluation is due: ask in the loop")
+        self._asked += 1
+        if due and not self._making.evaluates and not self._making.optimizer_stepped:
+            self._making.evaluates = self._making.special = True
+            self._state.before.keep()
+            self._state.per_rank.keep()
+        return due
+
+    def _log_best(self, value: Any, reduce: str | None) -> None:
+        """At the place for an evaluation, the value is that of the state before the step, which can still be saved."""
+        made = self._making
+        if made is None or self._group.rank != 0:
+            return
+        before = made.evaluates and not made.optimizer_stepped and reduce is None and not self._together
+        made.best_before = before and self._state.is_before_step()
+        if made.best_before:
+            try:
+                with self._heartbeat.pause(), self._times.aside():
+                    number = float(logged.number(self._best_metric, value))
+                    self._saver.log_best(self.step, number, self._content)
+            except Superseded as error:
+                self._agreement.request(str(error))
+
+    def _request_skip(self, request: str, batches: int) -> str | None:
+        """The user's request, on rank 0 in another thread; why it is refused, if so."""
+        why = self._loader.why_not_skip(batches)
+        if why is None and not self._in_loop:
+            why = "the script is not in its loop over run.steps()"
+        if why is None:
+            self._agreement.request_skip(batches, request)
+        return why
+
+    def _on_skip(self, batches: int, request: str) -> None:
+        """The user's request, on all ranks at the same boundary; what it has changed is saved soon."""
+        self._skip(self.step + (self._making is not None), batches, request=request)
+        self._saver.request()
+
+    def _skip(self, step: int, batches: int, **named: str) -> None:
+        self._loader.skip(step, batches)
+        self._may_be_due = True
+        epoch = self._loader.epoch_steps
+        more = {"epoch_steps": epoch} if epoch is not None and batches > epoch else {}
+        self._report("skipped", step=step, batches=batches, batch=self._loader.batch(step), **named, **more)
 
     def _report(self, event: str, **values: Any) -> None:
         """Adds an event to the history, by rank 0."""
@@ -258,8 +435,6 @@ class Run(Logging, Steering):
         made, step = self._making, self._state.step
         assert made is not None
         self._making = None
-        if self._media:
-            self._saver.log_media(step, self._media.take())
         self._saver.log(step, self._values.take(), made.best_before)
         self._state.step = step + 1
         if made.special:
@@ -267,7 +442,7 @@ class Run(Logging, Steering):
         self._state.gradients.note()
         self._state.buffers.share()
         self._made += 1
-        if not self._made % compiled_shapes.LOOK_STEPS:
+        if not self._made % exactness.LOOK_STEPS:
             self._look_at_shapes()
         if self._saver.saves and self._made in COMPARED_AFTER:
             self._compare()
@@ -290,14 +465,14 @@ class Run(Logging, Steering):
         if uneven := self._state.divergence.uneven:
             self._tell_uneven(explanation_of_calls(uneven))
         if parts:
-            say(explanation(parts))
-            self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
+            say(explanation_of_divergence(parts))
+            self._report("diverged", step=self.step, parts=parts, explanation=explanation_of_divergence(parts))
 
     def _look_at_shapes(self, ask: bool = False) -> None:
         """``ask``: on rank 0, also what other ranks have seen."""
         shapes = self._state.shapes
         if self._saver.saves and (shapes.look() or (ask and shapes.ask())):
-            said = compiled_shapes.explanation()
+            said = exactness.explanation_of_shapes()
             say(said)
             self._report("shapes_changed", step=self.step, explanation=said)
 
@@ -383,7 +558,6 @@ class Run(Logging, Steering):
             return
         stepped = self._making is not None and self._making.optimizer_stepped
         if stepped:
-            self._saver.log_media(self.step, self._media.take())
             self._saver.log(self.step, self._values.take())
         self._making = None
         self._report("left_loop", step=self.step + stepped, steps=self._goal, by=by)

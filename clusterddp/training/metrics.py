@@ -2,7 +2,7 @@
 
 Values of GPUs and of other ranks arrive later than their step: its line waits for them, and the following lines wait
 behind it. Lines whose values are there are written at the next end of a step, or by the thread that collects the ranks'
-values (``log/reduction.py``). All lines below a checkpoint are written before it is committed.
+values (``log_reduction.py``). All lines below a checkpoint are written before it is committed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import create_file, finite, fsync_directory, write_atomically
 from clusterddp.rundir.records import drop_torn_line
-from clusterddp.training.log.reduction import Receiver, reduce_values
-from clusterddp.training.log.values import Logged
+from clusterddp.training.log_reduction import Receiver, reduce_values
+from clusterddp.training.logged_values import Logged
 
 #: The most metrics that an event lists as not finite.
 _MOST_NAMES = 20

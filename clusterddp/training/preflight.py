@@ -17,7 +17,7 @@ import torch
 
 from clusterddp.checks import all_reduce, clock, compute
 from clusterddp.checks.check import FAILED, Check, failed, guarded
-from clusterddp.distributed.device_threads import device_thread
+from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import PreflightError
 from clusterddp.rundir.files import write_atomically

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.reporter import say
-from clusterddp.rundir.recent import recent
-from clusterddp.worker import completion, control_channel
+from clusterddp.rundir.progress import recent
+from clusterddp.worker import control_channel, rank_exit
 
 if TYPE_CHECKING:
     from clusterddp.training.settings import Settings
@@ -44,7 +44,7 @@ class ProgressLines:
 
     def line(self) -> str | None:
         """The line, if the loop runs and has completed a step since the last line."""
-        loop = completion.loop
+        loop = rank_exit.loop
         if loop is None or loop.left_at is not None:
             return None
         found = recent(self._metrics)
@@ -63,6 +63,6 @@ def _own_display() -> bool:
 def begin(read: Settings, attempt: int) -> ProgressLines | None:
     """Only in a run's job: elsewhere, the script's launcher and its user decide what is printed."""
     directory, every_s = read.run_dir, read.job.progress
-    if read.ranks.rank != 0 or control_channel.current is None or directory is None or every_s is None:
+    if read.ranks.rank != 0 or not control_channel.supervised() or directory is None or every_s is None:
         return None
     return ProgressLines(directory.metrics_file, attempt, every_s)

@@ -13,22 +13,21 @@ from typing import Any
 
 from clusterddp.checkpoint.best import BestSoFar
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved
-from clusterddp.checkpoint.restore import OnFound, Place, restore
+from clusterddp.checkpoint.restore import Place, restore
 from clusterddp.checkpoint.store import FULL, Checkpoint, Checkpoints, best_of
 from clusterddp.distributed.collectives import broadcast_json
-from clusterddp.distributed.device_threads import device_thread
+from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.distributed.store import NO_TIMEOUT
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.reporter import say
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training.log.media import Medium
-from clusterddp.training.log.media_file import MediaFile
-from clusterddp.training.log.reduction import Receiver, Sender
-from clusterddp.training.log.values import Logged
-from clusterddp.training.metrics import AFTER_ERROR_S, BESIDE_S, WAIT_S, Metrics
-from clusterddp.worker.deadline import CAUTION
+from clusterddp.training.log_reduction import Receiver, Sender
+from clusterddp.training.logged_values import Logged
+from clusterddp.training.metrics import BESIDE_S, WAIT_S, Metrics
+from clusterddp.training.stopping import CAUTION
+from clusterddp.worker import control_channel
 
 #: Where all ranks must take part in a save, rank 0 tells them whether one is due every so many steps.
 TOGETHER_STEPS = 20
@@ -61,7 +60,6 @@ class Saver:
             self._directory = directory
             self._checkpoints = Checkpoints(directory, attempt, settings.keep)
             self._metrics = Metrics(directory.metrics_file, attempt, report)
-            self._media = MediaFile(directory, attempt, report, group.device)
             self._checkpoint_client = CheckpointClient(directory, attempt, settings.keep, group.device)
             if group.world_size > 1:
                 self._metrics.receiver = Receiver(group.store, group.world_size, self._metrics.drain)
@@ -88,6 +86,8 @@ class Saver:
         self._new_best: dict[str, Any] = {}
         self._logged: set[str] = set()
         self._commits = 0
+        #: Counts the other ranks that have made their last step, once this one has.
+        self._arrived: str | None = None
         #: Is told each committed step, on rank 0.
         self.on_commit: Callable[[int], None] = lambda _: None
         #: Around the copies of a state that lies on GPUs.
@@ -95,7 +95,7 @@ class Saver:
         #: Held while taking the writer's answer: by the main thread, or by the one that acts at the deadline.
         self._answering = threading.Lock()
 
-    def restore(self, on_found: OnFound = lambda *_: None) -> tuple[dict[str, Any], Place] | None:
+    def restore(self) -> tuple[dict[str, Any], Place] | None:
         """The newest complete checkpoint and its place, on all ranks; None on a fresh start. Collective.
 
         Only rank 0 reads the disk. Raises CheckpointError, on all ranks, if there are checkpoints but none is complete.
@@ -106,7 +106,6 @@ class Saver:
             self._checkpoints,
             self._group.control_device,
             self._report_damaged,
-            on_found,
             through=self._group.collective_device,
         )
         if restored is not None:
@@ -135,11 +134,6 @@ class Saver:
         """Rank 0 prepares for the first save, once the state has its full size."""
         if self._checkpoints is not None:
             self._checkpoint_client.prepare(state())
-
-    def log_media(self, step: int, media: Sequence[Medium]) -> None:
-        """Takes the media of a completed step."""
-        if self._checkpoints is not None:
-            self._media.add(step, media)
 
     def log(self, step: int, logged: Logged, best_is_older: bool = False) -> None:
         """Takes the values of a completed step, on all ranks; rank 0 notes whether the step is the best so far.
@@ -241,8 +235,12 @@ class Saver:
         self._commits += 1
         if self._sender is not None:
             self._sender.flush()
-        if self._group.rank == 0:
+        if self._group.rank != 0:
+            self._group.store.add(f"{key}/arrived", 1)
+        else:
+            self._arrived = f"{key}/arrived"
             self._group.store.set(key, json.dumps(self._try_commit(step, state)))
+            self._arrived = None
         self._group.store.wait([key], NO_TIMEOUT)
         verdict = json.loads(self._group.store.get(key))
         if "error" in verdict:
@@ -282,7 +280,6 @@ class Saver:
             if clean:
                 self._checkpoint_client.free()
             self._metrics.close(clean)
-            self._media.close(WAIT_S if clean else AFTER_ERROR_S)
 
     # --- saving
 
@@ -306,23 +303,34 @@ class Saver:
             return self._say_failed(step, f"the metrics before it cannot be written ({error.strerror})")
         self._new_best = self._best.save()
         seconds = WAIT_S if urgent else BESIDE_S
-        pending = self._metrics.pending or self._media.pending
-        before = partial(self._complete_metrics, step, seconds) if pending else None
+        before = partial(self._complete, step, seconds)
         with self.behind():
             self._checkpoint_client.save(step, state(), self._best.facts(), urgent, before)
         self._stall_s = time.monotonic() - started
         return None
 
-    def _complete_metrics(self, step: int, seconds: float) -> None:
-        """Writes the lines and media below ``step``. Raises NotSaved. Called by another thread."""
+    def _complete(self, step: int, seconds: float) -> None:
+        """Asks whether all ranks have made ``step``, and writes the lines below it.
+
+        Raises NotSaved. Called by another thread.
+        """
+        if self._group.world_size > 1 and (lost := control_channel.why_not_commit(self._all_arrived)):
+            raise NotSaved(step, f"{lost}, and the step may not have been completed by all ranks")
+        if not self._metrics.pending:
+            return
         self._metrics.settle(step, seconds)
-        self._media.settle(seconds)
         try:
             self._flush_metrics(step)
         except OSError as error:
             raise NotSaved(step, f"the metrics before it cannot be written ({error.strerror})") from error
         except Superseded as error:  # the next save raises it, in the main thread
             raise NotSaved(step, str(error)) from error
+
+    def _all_arrived(self) -> bool:
+        """Whether all ranks have come to the commit of a stop."""
+        if self._arrived is None:
+            return False
+        return bool(self._group.store.add(self._arrived, 0) == self._group.world_size - 1)
 
     def _flush_metrics(self, step: int) -> None:
         """Writes the lines below ``step``; deletes older checkpoints where the disk is full. Raises OSError."""

@@ -12,27 +12,102 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from clusterddp import protocol
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed.store import AttemptStore
 from clusterddp.errors import Stopped
+from clusterddp.events import NO_RANK
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
 from clusterddp.training import script_steps, settings
-from clusterddp.training.agreement import Agreement
-from clusterddp.training.epoch_items import EpochItems
 from clusterddp.training.heartbeat import Heartbeat
-from clusterddp.training.stopping import Stopping, open_store
-from clusterddp.worker import completion, control_channel, saved_file
+from clusterddp.training.stopping import Agreement, Stopping, open_store
+from clusterddp.worker import control_channel, own_saves, rank_exit
 from clusterddp.worker.signals import STOP_SIGNALS, described
+
+Item = TypeVar("Item")
+
+
+class EpochItems:
+    """Counts the items of one epoch after the other. For the thread that trains.
+
+    An item counts once an optimizer has made a step after it was taken: with gradient accumulation, the gradients of
+    those since then are not part of any checkpoint. Steps inside ``torch.compile`` are not seen, and then no item
+    counts: it would be trained on twice, rather than not at all.
+    """
+
+    def __init__(self) -> None:
+        #: The iterations that have begun and not ended, oldest first.
+        self._loops: list[_Loop] = []
+
+    @property
+    def done(self) -> int | None:
+        """The items of this epoch that have been trained on, in this attempt or before; None outside of an epoch.
+
+        None, too, if two loops take turns, as in ``zip``: the one that continues would not know about the other.
+        """
+        if len(self._loops) > 1:
+            say(
+                "continue_epoch: several loops are running inside it at once, so the next attempt starts this epoch "
+                "from its beginning. Use it once, as in continue_epoch(zip(a, b)), and not for an evaluation"
+            )
+        return self._loops[0].done if len(self._loops) == 1 else None
+
+    def iterate(self, items: Iterable[Item], skip: int) -> Iterator[Item]:
+        """Yields all items but the first ``skip``, and the last one in any case.
+
+        Scripts divide by the number of items that they have seen in an epoch.
+        """
+        loop = _Loop(threading.get_ident())
+        self._loops.append(loop)
+        hook = register_optimizer_step_post_hook(loop.on_step)
+        try:
+            rest = iter(items)
+            skipped = deque(islice(enumerate(rest, 1), skip), maxlen=1)
+            loop.taken = loop.done = skipped[-1][0] if skipped else 0
+            if skip:
+                say(f"continue_epoch: {loop.done} items of this epoch were trained on before the stop, and are skipped")
+            if loop.taken < skip:
+                say(f"continue_epoch: there were to be at least {skip} items: has the data changed, or the batch size?")
+            for item in rest:
+                skipped.clear()
+                loop.taken += 1
+                yield item
+            for _, item in skipped:
+                say("continue_epoch: none is left, so the last item is trained on again")
+                yield item
+        finally:
+            hook.remove()
+            self._loops.remove(loop)
+
+
+@dataclass(eq=False)
+class _Loop:
+    """One iteration, by a thread: the items that it has taken, and how many of them were trained on."""
+
+    thread: int
+    taken: int = 0
+    done: int = 0
+
+    def on_step(self, _optimizer: Any, _args: Any, _options: Any) -> None:
+        if torch.compiler.is_compiling():  # it would become a part of the compiled step
+            return
+        if threading.get_ident() == self.thread:
+            self.done = self.taken
+
 
 #: A file or folder that the script has saved.
 SavedPath = str | os.PathLike[str]
-Item = TypeVar("Item")
 
 
 class ScriptLoop:
@@ -52,9 +127,12 @@ class ScriptLoop:
         self._rank, self._store, self._agreement = store.rank, store.store, agreement
         self._heartbeat, self._report, self._step_done = heartbeat, report, step_done
         self._calls = 0
-        #: What the script has saved for its next attempt, and where it was in its epoch when it was told to.
-        self._saved: Path | None = None
+        #: What the script named last in ``requeue(saved=...)``, and whether it was there.
+        self._told: tuple[Path, bool] | None = None
+        #: How many items of the epoch it had trained on when it was asked to stop.
         self._items: int | None = None
+        #: Whether it has read the save of the attempt before; None if that is not known.
+        self._read: bool | None = None
 
     @property
     def steps(self) -> int:
@@ -74,20 +152,22 @@ class ScriptLoop:
         if stop:
             self._items = _epoch.done
             self._heartbeat.rest()  # the script saves now
-            completion.told_to_stop = self._agreement.reason or ""
+            rank_exit.told_to_stop = self._agreement.reason or ""
         return stop
 
     def requeue(self, saved: SavedPath | None) -> NoReturn:
         """See ``requeue`` below."""
         if self._rank == 0 and saved is not None:
             file = Path(saved).absolute()
-            if file.exists():
-                if file != self._saved:  # a script that catches Stopped calls this again
-                    position = {} if self._items is None else {"items": self._items, "written": file.stat().st_mtime}
-                    self._report("saved", file=str(file), **position)
-                self._saved = file
-            else:
-                say(f"requeue(saved={str(saved)!r}): there is no such file or folder; the run continues without it")
+            there = file.exists()
+            if (file, there) != self._told:  # a script that catches Stopped calls this again
+                if not there:
+                    self._report("no_save", file=str(file))
+                elif self._items is None:
+                    self._report("saved", file=str(file))
+                else:
+                    self._report("saved", file=str(file), items=self._items, written=file.stat().st_mtime)
+                self._told = file, there
         close_workers()
         raise Stopped(None, self._agreement.reason or "requested by the script")
 
@@ -97,15 +177,15 @@ class ScriptLoop:
         ``told``: by the supervisor, which does not know what the script has loaded. Rank 0 does.
         """
         if self._rank == 0:
-            loaded = saved_file.current is None or saved_file.current.was_opened() is not False
-            self._store.set(_ITEMS_DONE, str(told if loaded else 0))
+            read = self._read if own_saves.saved_file is None else own_saves.saved_file.was_opened()
+            self._store.set(_ITEMS_DONE, str(0 if read is False else told))
         return int(self._store.get(_ITEMS_DONE))
 
     def _look_at_saved_file(self) -> None:
         """A script reads its save before its first step."""
-        if (saved := saved_file.current) is not None:
-            saved_file.current = None
-            if saved.was_opened() is False:
+        if (saved := own_saves.saved_file) is not None:
+            own_saves.saved_file, self._read = None, saved.was_opened()
+            if self._read is False:
                 self._report("not_read", file=saved.path)
 
 
@@ -145,7 +225,7 @@ def stop_requested() -> bool:
     """
     if context is not None:
         return context.stop_requested()
-    if control_channel.current is None:
+    if not control_channel.supervised():
         _tell_if_started_by_a_rank()
         return False
     return (_loop or _begin()).stop_requested()
@@ -168,7 +248,7 @@ def requeue(saved: SavedPath | None = None) -> None:
     """
     if context is not None:
         context.requeue(saved)
-    if control_channel.current is not None:
+    if control_channel.supervised():
         (_loop or _begin()).requeue(saved)
 
 
@@ -180,7 +260,7 @@ def continue_epoch(items: Iterable[Item]) -> Iterable[Item]:
     makes the script resume at the beginning of the current epoch. In the first epoch of the next attempt, the items
     that had been trained on are then loaded and skipped, provided that the script has opened the file of
     ``requeue(saved=...)``. These are the same items if the order of the epoch is the same, as with
-    ``DistributedSampler.set_epoch()``.
+    ``DistributedSampler.set_epoch()``. If none is left, the last one is trained on again.
 
     An item has been trained on if an optimizer has made a step since it was taken. Outside of a run, all items are
     yielded. ``len()`` is that of ``items``, the whole epoch.
@@ -197,7 +277,7 @@ def continue_epoch(items: Iterable[Item]) -> Iterable[Item]:
     """
     if context is not None:
         return context.continue_epoch(items)
-    if control_channel.current is None:
+    if not control_channel.supervised():
         return items
     return ItemsToDo(items, lambda told: (_loop or _begin()).items_done(told))
 
@@ -219,7 +299,7 @@ class ItemsToDo(Iterable[Item]):
 @functools.cache
 def _tell_if_started_by_a_rank() -> None:
     if protocol.SUPERVISOR in os.environ:
-        say(protocol.NO_RANK)
+        say(NO_RANK)
         control_channel.tell_of_child(os.environ)
 
 

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
 from clusterddp.training import settings
-from clusterddp.training.heartbeat import begin_heartbeat
+from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
 from clusterddp.training.timing import step_times
-from clusterddp.worker import control_channel, own_saves, own_steps
+from clusterddp.worker import control_channel, library_hooks, own_saves
 
 #: The optimizer whose steps are counted is replaced by one that steps so often without it: training has moved on.
 MOVED_ON = 100
@@ -44,20 +44,22 @@ class ScriptSteps:
         #: Steps in this attempt, and calls of the hook.
         self.steps = self._boundaries = 0
         self._begun = False
+        #: The script's process group, held until the process exits. A group of gloo that is freed waits for its thread,
+        #: which may wait for the GIL that the freeing thread holds, to free a tensor (torch 2.13).
+        self._group: dist.ProcessGroup | None = None
         self._leader: weakref.ref[Any] | None = None
         self._others: Counter[int] = Counter()
         self._thread = threading.get_ident()
         self._times = step_times(_ddp_modules(), device, read.ranks.world_size)
-        self.heartbeat = begin_heartbeat(
-            read, read.attempt or 0, device, lambda: self._boundaries, lambda: self.steps, patient=True
-        )
+        watched = WatchedSteps(lambda: self._boundaries, lambda: self.steps, device, patient=True)
+        self.heartbeat = begin_heartbeat(read, read.attempt or 0, watched)
         self.heartbeat.timing = self._told
         own_saves.around = self._saving
         at_exit(self.close)
 
     def by_calls(self) -> None:
         """From now on the script's calls of ``step_done`` are the steps; optimizers are not looked at."""
-        own_steps.stop()
+        library_hooks.unwatch_optimizers()
         self.steps = 0
 
     def step_done(self) -> None:
@@ -93,20 +95,19 @@ class ScriptSteps:
         if not self._begun:
             self._begun = True
             self.heartbeat.begin()
+            self._group = _group()
             if self._rank == 0:
-                if (group := _group_size()) != self._world_size:
-                    control_channel.report("apart", ranks=self._world_size, group=group)
+                size = 1 if self._group is None else self._group.size()
+                if size != self._world_size:
+                    control_channel.report("apart", ranks=self._world_size, group=size)
                 control_channel.report("steps_seen", **_output_sizes())
                 control_channel.report("phase", phase="training")
 
-    def _told(self, histograms: bool) -> Mapping[str, Any]:
+    def _told(self) -> Mapping[str, Any]:
         """As of ``ctx.run()``, without the phases that a step of the script is not divided into."""
-        told = self._times.told(histograms)
+        told = self._times.told()
         steps, _data, own, wait, _save = told["timing"]
-        told |= {"timing": [steps, None, own, wait, None], "made": self.steps}
-        for phase in ("data_s", "save_s"):
-            told.get("histograms", {}).pop(phase, None)
-        return told
+        return told | {"timing": [steps, None, own, wait, None], "made": self.steps}
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -120,15 +121,15 @@ class ScriptSteps:
 
     def close(self) -> None:
         """Reports the last figures. The script is over."""
-        own_steps.stop()
+        library_hooks.unwatch_optimizers()
         own_saves.around = nullcontext
         self._times.close()
         self.heartbeat.close()
 
 
-def _group_size() -> int:
-    """The ranks of the script's process group; 1 without one."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def _group() -> dist.ProcessGroup | None:
+    """The script's process group, if it has made one."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _output_sizes() -> dict[str, int]:
@@ -166,7 +167,7 @@ def current(device: torch.device | None = None) -> ScriptSteps:
 def hand_over() -> None:
     """A context begins. It has its own heartbeat and counts the steps itself."""
     global _current
-    own_steps.stop()
+    library_hooks.unwatch_optimizers()
     if _current is not None:
         cancel_at_exit(_current.close)
         _current.close()
@@ -177,7 +178,7 @@ def on_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """For the hook."""
     seen = _current or current(_device(optimizer))
     if seen._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        own_steps.stop()
+        library_hooks.unwatch_optimizers()
         seen.heartbeat.rest()
         say("the optimizer's step is captured in a CUDA graph: its replays cannot be counted; see `steps: {log: ...}`")
         return

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from clusterddp import environment, protocol
-from clusterddp.distributed.store import StoreAddress
+from clusterddp.distributed.store import AttemptStore, StoreAddress
 from clusterddp.jobdef.job import Checkpointing, Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.reporter import say
+from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.step_records import Recording
 from clusterddp.worker import control_channel
@@ -86,9 +90,8 @@ def read(
 
 
 def of_rank() -> Settings:
-    """Those with which clusterddp has started this rank, whatever variables the script has overwritten since."""
-    channel = control_channel.current
-    return read({**os.environ, **(channel.variables if channel is not None else {})})
+    """The settings that this rank was started with, even if the script has overwritten environment variables since."""
+    return read({**os.environ, **control_channel.variables()})
 
 
 def store_address(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> StoreAddress:
@@ -107,3 +110,30 @@ def _owner(environ: Mapping[str, str]) -> str:
     if protocol.ATTEMPT in environ:
         return f"attempt {environ[protocol.ATTEMPT]} of run {Path(environ[protocol.RUN_DIR]).name}"
     return f"job {environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environ else f"a run of user {os.geteuid()}"
+
+
+class AttemptHistory:
+    """Collective. ``number`` comes from the supervisor, or is claimed by rank 0 if there is none."""
+
+    def __init__(self, settings: Settings, store: AttemptStore) -> None:
+        self._directory, self._rank = settings.run_dir, store.rank
+        #: In a forked child: the run belongs to the parent.
+        self.closed = False
+        self.number = settings.attempt or 0
+        if settings.attempt is None and self._directory is not None:
+            if store.rank == 0:
+                self._directory.create()
+                store.store.set("attempt", str(self._directory.create_attempt()))
+            self.number = int(store.store.get("attempt"))
+
+    def report(self, event: str, **values: Any) -> None:
+        """Adds an event: through the supervisor, or by rank 0 if there is none."""
+        if self.closed:
+            return
+        control_channel.report(event, **values)
+        if not control_channel.supervised() and self._rank == 0 and self._directory is not None:
+            line = {"time": time.time(), "attempt": self.number, "event": event, **values}
+            try:
+                append_line(self._directory.events_file, line)
+            except OSError as error:
+                say(f"cannot add {event!r} to the history: {error.strerror}")

@@ -17,23 +17,23 @@ heartbeat has asked for the totals, or when there are BATCH.
 
 from __future__ import annotations
 
-import math
 import operator
+import os
 import statistics
 import threading
 import time
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.distributed.modules import ddp_modules
+from clusterddp.distributed import torch_patches
+from clusterddp.distributed.wrapping import ddp_modules
 from clusterddp.protocol import IDLE, OWN, WAIT
-from clusterddp.rundir.timing import FIRST_BUCKET, LAST_BUCKET, PHASES
+from clusterddp.rundir.timing import PHASES
 
 #: The pace, by which stragglers are found, is the median of so many samples, each the mean of so many steps.
 SAMPLE_STEPS, SAMPLES = 20, 5
@@ -157,8 +157,6 @@ class StepTimes:
         self._knows_waits = alone
         self._steps = 0
         self._sums = [0.0] * len(PHASES)
-        #: Steps by the exponent that ``math.frexp`` returns, which is 1 more than the bucket's.
-        self._counts: list[Counter[int]] = [Counter() for _ in PHASES]
         #: The steps and the sums, and when they were added up, on the monotonic clock.
         self._totals: tuple[tuple[float, ...], float] = ((0, *self._sums), time.monotonic())
         #: Of the pace: the steps, their own time and their whole time at the last sample; the samples.
@@ -217,8 +215,7 @@ class StepTimes:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for module in [module for module, times in _timed.items() if times is self]:
-            del _timed[module]
+        torch_patches.forget_broadcasts(self.waiting)
 
     def aside(self) -> AbstractContextManager[None]:
         """The body is no part of the step, such as an evaluation. Only the outermost of several counts."""
@@ -261,7 +258,7 @@ class StepTimes:
         """DDP queues its callback that waits for the reductions with the last gradient. A callback that is queued with
         any gradient therefore runs before it, and one that that one queues runs after it."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        _time_broadcasts(module, self)
+        torch_patches.around_broadcasts(module, self.waiting)
         if trained:  # the last parameter usually gets its gradient first
             hook = trained[-1].register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
@@ -330,9 +327,6 @@ class StepTimes:
             return
         self._steps += 1
         self._sums = list(map(operator.add, self._sums, seconds))
-        for counts, one in zip(self._counts, seconds, strict=True):
-            if one > 0:
-                counts[math.frexp(one)[1]] += 1
         if self._steps % SAMPLE_STEPS == 0:
             self._sample()
 
@@ -347,7 +341,7 @@ class StepTimes:
             self._pace = (statistics.median(self._samples), all_s / steps)
         self.on_sample(self._sums)
 
-    def told(self, histograms: bool = False) -> dict[str, Any]:
+    def told(self) -> dict[str, Any]:
         """What a heartbeat tells the supervisor: the pace, if it is known, and the totals up to the first step boundary
         since the last heartbeat, or a later one."""
         self._wanted = True
@@ -358,12 +352,6 @@ class StepTimes:
         values["timing_age_s"] = round(time.monotonic() - counted_at, 3)
         if self._pace is not None:
             values["own_s"], values["step_s"] = self._pace
-        if histograms:
-            values["histograms"] = {
-                phase: _histogram(dict(counts))
-                for phase, counts, one in zip(PHASES, self._counts, seconds, strict=True)
-                if one is not None
-            }
         return values
 
 
@@ -377,37 +365,85 @@ def _doing(step: _Step, clock: Clock) -> str | None:
     return next((does for mark, does in in_order if mark is not None and not clock.passed([mark])), None)
 
 
-#: What times the broadcasts of each DDP module.
-_timed: weakref.WeakKeyDictionary[DistributedDataParallel, StepTimes] = weakref.WeakKeyDictionary()
-_sync_buffers = DistributedDataParallel._sync_buffers
-
-
-def _time_broadcasts(module: DistributedDataParallel, times: StepTimes) -> None:
-    """DDP broadcasts in the middle of its forward, around which no hook fits. The method is replaced in the class: one
-    of the module would be copied and pickled with it."""
-    DistributedDataParallel._sync_buffers = _sync_timed  # type: ignore[method-assign]
-    _timed[module] = times
-
-
-def _sync_timed(module: DistributedDataParallel) -> None:
-    times = _timed.get(module)
-    with nullcontext() if times is None else times.waiting():
-        _sync_buffers(module)  # type: ignore[no-untyped-call]
-
-
 def step_times(parts: Iterable[Any], device: torch.device, world_size: int) -> StepTimes:
     """The timing of a rank's steps on its device."""
     clock = StreamClock(device) if device.type == "cuda" else HostClock()
     return StepTimes(parts, clock, alone=world_size == 1)
 
 
-def _histogram(counts: Mapping[int, int]) -> list[list[int]]:
-    """Pairs of a bucket and its steps, in order."""
-    buckets: Counter[int] = Counter()
-    for exponent, steps in counts.items():
-        buckets[min(max(exponent - 1, FIRST_BUCKET), LAST_BUCKET)] += steps
-    return [[bucket, steps] for bucket, steps in sorted(buckets.items())]
-
-
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+#: Shorter evaluations are reported together: one in every step must not fill the history.
+SHORTEST_S = 1.0
+
+
+class Evaluations:
+    """Adds up evaluations, and passes their seconds to ``report`` when they are worth an event."""
+
+    def __init__(self, report: Callable[[float], None]) -> None:
+        self._report = report
+        self._running = 0
+        self._begun = self._seconds = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """The body is an evaluation, or a part of one that is measured already."""
+        if not self._running:
+            self._begun = time.monotonic()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._seconds += time.monotonic() - self._begun
+                if self._seconds >= SHORTEST_S:
+                    self.report()
+
+    def report(self) -> None:
+        """Reports what has not been reported yet."""
+        if self._seconds:
+            self._report(round(self._seconds, 4))
+            self._seconds = 0.0
+
+
+#: Waiting is said once it was more than MOST of the last SAMPLES samples, and LEAST_S in all: a short run is not told.
+MOST, LEAST_S = 0.10, 10.0
+
+
+class InputWait:
+    """Looks at the totals of the step timing now and then.
+
+    Args:
+        report: adds an event to the history.
+        step: the step of the run.
+        workers: the number of workers that read for this rank.
+    """
+
+    def __init__(self, report: Callable[..., None], step: Callable[[], int], workers: int) -> None:
+        self._report, self._step, self._workers = report, step, workers
+        #: The seconds of data and of all phases, at the last samples.
+        self._totals: deque[tuple[float, float]] = deque(maxlen=SAMPLES + 1)
+        self._said = False
+
+    def look(self, sums: Sequence[float]) -> None:
+        """``sums``: the seconds in each phase so far, of which the first is the wait for batches."""
+        self._totals.append((sums[0], sum(sums)))
+        if self._said or len(self._totals) <= SAMPLES or sums[0] < LEAST_S:
+            return
+        (data_before, all_before), (data, everything) = self._totals[0], self._totals[-1]
+        share = (data - data_before) / max(everything - all_before, 1e-9)
+        if share > MOST:
+            self._said = True
+            self._report("waits_for_data", step=self._step(), percent=round(100 * share), advice=self._advice())
+
+    def _advice(self) -> str:
+        cpus = len(os.sched_getaffinity(0))
+        if not self._workers:
+            return f"the training process reads the samples itself: pass num_workers={min(4, cpus)} to the loader"
+        if self._workers < cpus:
+            return f"pass more than num_workers={self._workers} to the loader; this process may use {cpus} CPUs"
+        most = f"{self._workers} workers share {cpus} CPUs"
+        return f"{most}: ask for more (cpus_per_task), or make the samples cheaper to read"

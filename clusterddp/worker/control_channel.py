@@ -8,6 +8,8 @@ This is the rank's end; the supervisor's is ``supervisor/control_server.py``, an
 - Events: ranks report them; only the supervisor writes the history.
 - Orders: the supervisor tells ranks to stop at a step boundary, or to exit at once; before it ends a hang, to write
   torch's flight record; when the user asks for it, to save, or to answer with their stacks.
+- Commits: rank 0 asks before each checkpoint whether a rank is lost. A script that catches the error of its collective
+  goes on with weights that are not synchronized.
 - Failure detection: if the connection breaks and the rank does not reconnect at once, the rank is lost; if it becomes
   silent, the rank's node is lost.
 
@@ -17,6 +19,7 @@ Files in the run directory are too slow for this: on NFS a new file can be invis
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import secrets
@@ -28,6 +31,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 from clusterddp import protocol
@@ -51,6 +55,10 @@ _TRIES, _PAUSE_S, _LONGEST_PAUSE_S = 5, 0.2, 5.0
 _jitter = random.Random()
 #: How often a rank that waits for its answer looks whether to give up.
 _POLL_S = 0.5
+#: The same for rank 0's question before a commit, which a stop of all ranks answers, too.
+_ANSWER_POLL_S = 0.02
+#: How often the question is asked, as a connection that breaks may lose the answer.
+_ASK_AGAIN_S = 5.0
 #: A dead or disconnected node closes no connection; the kernel breaks it after this many seconds of silence. A network
 #: failure that is shorter has no effect.
 SILENCE_S = 15
@@ -67,12 +75,19 @@ Answer: TypeAlias = "tuple[str, int, float | None, bool, int]"
 
 
 @dataclass(frozen=True)
-class Savable:
-    """A run that rank 0 can be told to save: ``progress`` returns how many steps are done and the newest checkpoint's
-    step; ``request`` has the next step boundary save. Both from any thread."""
+class RunRequests:
+    """What the user can request of the run in this process; from any thread.
+
+    ``progress`` returns how many steps are done and the newest checkpoint's step; ``save`` has the next step boundary
+    save. ``profile`` and ``skip`` take a request and a number of steps, and return why it is refused, if so.
+    ``profile`` records these steps from the next boundary on. ``skip`` is of rank 0, and has all ranks skip so
+    many batches.
+    """
 
     progress: Callable[[], tuple[int, int | None]]
-    request: Callable[[], None]
+    save: Callable[[], None]
+    profile: Callable[[str, int], str | None]
+    skip: Callable[[str, int], str | None]
 
 
 class ControlChannel:
@@ -102,14 +117,12 @@ class ControlChannel:
         self._stopping = threading.Lock()
         #: Writes torch's flight record, in bounded time.
         self.write_flight_record: Callable[[], None] = lambda: None
-        #: The run that this rank saves, once there is one.
-        self.savable: Savable | None = None
-        #: Has the run record a profile from its next step boundary on, for a request and of so many steps; returns why
-        #: not, if so. None: there is no run.
-        self.profile: Callable[[str, int], str | None] | None = None
-        #: The same for batches that all ranks are to skip; of rank 0.
-        self.skip: Callable[[str, int], str | None] | None = None
-        #: torchrun's variables as this rank got them: a script that asks MPI for its rank overwrites them.
+        #: Who carries out the user's requests; None without a run.
+        self.run: RunRequests | None = None
+        self._questions = 0
+        self._answers: SimpleQueue[str] = SimpleQueue()
+        self._unreachable = threading.Event()
+        #: See the function of that name.
         self.variables: Mapping[str, str] = {}
 
     @classmethod
@@ -121,16 +134,21 @@ class ControlChannel:
         port: int | None,
         timeout: float,
         give_up: Callable[[], bool] = lambda: False,
-        process: str | None = None,
     ) -> ControlChannel | None:
         """Joins the supervisor at ``host:port`` and waits up to ``timeout`` seconds for the address of rank 0's store.
 
-        ``port``: the port of the store on rank 0, None on other ranks. ``process`` identifies a rank that reconnects.
-        Returns None once ``give_up``, which is polled twice a second, returns True. Raises LauncherEnvironmentError.
+        ``port``: the port of the store on rank 0, None on other ranks. Returns None once ``give_up``, which is polled
+        twice a second, returns True. Raises LauncherEnvironmentError.
         """
-        process = process or secrets.token_hex(16)
+        process = secrets.token_hex(16)  # by which the supervisor knows a rank that reconnects
         host_name, pid = socket.gethostname(), os.getpid()
         hello = {"token": token, "rank": rank, "port": port, "host": host_name, "pid": pid, "process": process}
+        return cls._join(address, hello, timeout, give_up)
+
+    @classmethod
+    def _join(
+        cls, address: str, hello: Mapping[str, Any], timeout: float, give_up: Callable[[], bool]
+    ) -> ControlChannel | None:
         if (answered := _greet(address, hello, timeout, give_up)) is None:
             return None
         connection, line = answered
@@ -138,7 +156,7 @@ class ControlChannel:
         keep_alive(connection)
         answer, _, more = line.partition(b"\n")
         channel = cls(connection, _answer(answer, address), more)
-        channel._again = lambda timeout: cls.join(address, token, rank, port, timeout, lambda: channel._closed, process)
+        channel._again = lambda timeout: cls._join(address, hello, timeout, lambda: channel._closed)
         return channel
 
     def listen(self, on_lost: Callable[[], None], on_order: Callable[[Mapping[str, Any]], None]) -> None:
@@ -151,6 +169,7 @@ class ControlChannel:
         while not self._closed and self._rejoin():
             self._hear(on_order)
         self.store_open.set()
+        self._unreachable.set()
         if not self._closed:
             on_lost()
 
@@ -205,6 +224,29 @@ class ControlChannel:
                 self._on_stop(reason)
             self._stops.append(reason)
 
+    def why_not_commit(self, is_certain: Callable[[], bool]) -> str | None:
+        """Asks whether every rank is there, and waits for the answer; which one is not, or None.
+
+        Also None if the supervisor is unreachable, as training continues without it, and as soon as ``is_certain``,
+        which is polled, returns True. Of one thread at a time.
+        """
+        self._questions += 1
+        question = str(self._questions)
+        asked_at = -math.inf
+        while not is_certain() and not self._unreachable.is_set():
+            if time.monotonic() - asked_at > _ASK_AGAIN_S:
+                asked_at = time.monotonic()
+                self.send("committing", question=self._questions)
+            with suppress(Empty):
+                number, _, why_not = self._answers.get(timeout=_ANSWER_POLL_S).partition(" ")
+                if number == question:
+                    return why_not or None
+        return None
+
+    def answer(self, text: str) -> None:
+        """The supervisor's answer to that question."""
+        self._answers.put(text)
+
     def close(self) -> None:
         """Closes the connection of this process; a forked child's close leaves the parent's open."""
         self._closed = True
@@ -220,7 +262,8 @@ class ControlChannel:
             self._connection.sendall(line)
 
 
-#: The channel of this process, set by ``worker/rank.py``; None in a process that no supervisor started.
+#: The channel of this process, set by ``worker/rank.py``; None in a process that no supervisor started. Others use the
+#: functions below, which then have no effect.
 current: ControlChannel | None = None
 
 
@@ -238,6 +281,40 @@ def report(event: str, **values: Any) -> None:
     """Reports an event to the supervisor, if there is one."""
     if current is not None:
         current.send(event, **values)
+
+
+def supervised() -> bool:
+    """Whether a supervisor has started this process, and is to hear of it."""
+    return current is not None
+
+
+def variables() -> Mapping[str, str]:
+    """torchrun's variables as this rank got them: a script that asks MPI for its rank overwrites them. Empty without a
+    supervisor."""
+    return {} if current is None else current.variables
+
+
+def on_stop(act: Callable[[str], None] | None) -> None:
+    """Calls ``act`` once with each reason for which the supervisor orders a stop; at once if it already has."""
+    if current is not None:
+        current.on_stop(act)
+
+
+def on_requests(run: RunRequests | None) -> None:
+    """From now on ``run`` carries out what the user requests; None: there is no run any more."""
+    if current is not None:
+        current.run = run
+
+
+def on_hang(write_flight_record: Callable[[], None]) -> None:
+    """Calls this, which takes a bounded time, before the supervisor ends a hang."""
+    if current is not None:
+        current.write_flight_record = write_flight_record
+
+
+def why_not_commit(is_certain: Callable[[], bool]) -> str | None:
+    """Asks the supervisor whether every rank is there; which one is not, or None."""
+    return None if current is None else current.why_not_commit(is_certain)
 
 
 def tell_of_child(environ: Mapping[str, str]) -> None:
@@ -309,8 +386,7 @@ def _answer(line: bytes, address: str) -> Answer:
             raise LauncherEnvironmentError(f"told to exit before all ranks had joined: {answer['leave']}")
         notice = answer.get("term_notice_s")
         notice_s = None if notice is None else float(notice)
-        known, is_open = int(answer.get("known", 0)), bool(answer.get("open", True))  # older versions do not send it
-        return str(answer["host"]), int(answer["port"]), notice_s, is_open, known
+        return str(answer["host"]), int(answer["port"]), notice_s, bool(answer["open"]), int(answer["known"])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise LauncherEnvironmentError(
             f"{address} is not a clusterddp supervisor: it answered {line[:80]!r}"
@@ -406,7 +482,11 @@ def _receive_line(connection: socket.socket, timeout: float, give_up: Callable[[
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Makes the kernel break the connection after ``SILENCE_S`` without a packet from the peer."""
+    """Makes the kernel break the connection after ``SILENCE_S`` without a packet from the peer, and send lines at once.
+
+    Without TCP_NODELAY a second small line waits 40 ms for the acknowledgement of the first.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

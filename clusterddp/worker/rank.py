@@ -33,20 +33,10 @@ from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import (
-    code_paths,
-    completion,
-    control_channel,
-    own_saves,
-    own_steps,
-    rank_exit,
-    saved_file,
-    script_trackers,
-    signals,
-)
+from clusterddp.worker import code_paths, control_channel, library_hooks, own_saves, rank_exit, signals
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
-from clusterddp.worker.stacks import stacks
+from clusterddp.worker.thread_stacks import stacks
 
 #: A rank that uses clusterddp has imported this module, or runs a launched function.
 SCRIPT_LOOP = "clusterddp.training.script_loop"
@@ -65,9 +55,11 @@ def main() -> None:
     """
     started, process = time.time(), os.getpid()
     os.register_at_fork(after_in_child=_forget_in_child)
-    faulthandler.enable()  # for its own crashes, whose stacks failures/stacks.py reads
+    faulthandler.enable()  # for its own crashes, whose stacks failures/stack_traces.py reads
     # Torch's watchdog aborts every rank of a failed NCCL job. Their core files would be as large as their memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    # Processes that the script starts, too, write each line at once: a stop may kill them, and `done` may wait for it.
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
     if os.environ[protocol.LAUNCHER] == "local":
         die_with_parent()
     run = RunDirectory(os.environ[protocol.RUN_DIR])
@@ -81,9 +73,9 @@ def main() -> None:
     except ClusterddpError as error:
         say(str(error))
         _exit_with_record(record, {**end, "end": "lost", "error": str(error)}, 1)
-    if control_channel.current is None:
+    if (channel := control_channel.current) is None:
         _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before all ranks had joined"}, 0)
-    control_channel.current.listen(lambda: exit_if_superseded(run, record, end), lambda order: obey(order, end))
+    channel.listen(lambda: exit_if_superseded(run, record, end), lambda order: obey(channel, order, end))
     _let_signals_through(os.environ.get(protocol.STOP_SIGNAL))
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
@@ -92,8 +84,8 @@ def main() -> None:
         attempt, stop_signal = int(os.environ[protocol.ATTEMPT]), os.environ.get(protocol.STOP_SIGNAL)
         own_saves.protect(str(run), attempt, stops_at_a_step, stop_signal)
     if os.environ.get(protocol.SEE_STEPS) != "off":
-        own_steps.watch()
-    script_trackers.continue_runs(run, ranks.rank, os.environ)
+        library_hooks.watch_optimizers()
+    library_hooks.continue_runs(run, ranks.rank, os.environ)
     collect_rarely()
     if os.environ[protocol.LAUNCHER] == "slurm" and protocol.DEBUG_RANK in os.environ:
         _debug(run, ranks.rank)
@@ -103,10 +95,10 @@ def main() -> None:
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
         if protocol.SAVED in os.environ:
-            saved_file.current = saved_file.SavedFile(os.environ[protocol.SAVED])
+            own_saves.saved_file = own_saves.SavedFile(os.environ[protocol.SAVED])
     values, code = run_script(command)
     values = {**_step_reached(), **values}
-    if values["end"] == "done" and saved_file.current is not None and saved_file.current.was_opened():
+    if values["end"] == "done" and own_saves.saved_file is not None and own_saves.saved_file.was_opened():
         values["read_saved"] = True
     if os.getpid() != process:
         rank_exit.finish_child(code)
@@ -140,7 +132,7 @@ def filled(command: list[str], ranks: environment.RankEnvironment) -> list[str]:
     """The command with this rank's values in place of the placeholders in its arguments, and in the job's variables."""
     if not any("{" in word for word in command) and protocol.PLACEHOLDERS not in os.environ:
         return command
-    from clusterddp.jobdef.placeholders import fill
+    from clusterddp.jobdef.program import fill
 
     values = {
         "checkpoint": os.environ.get(protocol.CHECKPOINT, ""),
@@ -159,12 +151,12 @@ def filled(command: list[str], ranks: environment.RankEnvironment) -> list[str]:
 
 def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
     """The same for a Hydra app: with what makes all ranks and attempts share one output folder."""
-    from clusterddp.jobdef.hydra_overrides import of_run
+    from clusterddp.jobdef.program import hydra_arguments
 
     # Otherwise Hydra prints the traceback itself and exits with 1, and the record has no exception.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     target = 2 if command[0] == "-m" else 1
-    return [*command[:target], *of_run(command[target:], run.path)]
+    return [*command[:target], *hydra_arguments(command[target:], run.path)]
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
@@ -213,47 +205,52 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
     _exit_with_record(record, {**end, "end": "superseded", "reason": words}, 1)
 
 
-def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, skip batches, record a
-    profile, report stacks, write torch's flight record, or exit at once, even if the main thread hangs.
+def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
+    """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, commit, skip batches,
+    record a profile, report stacks, write torch's flight record, or exit at once, even if the main thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
-    if "stop" in order and control_channel.current is not None:
-        control_channel.current.stop(str(order["stop"]))
-    if "connect" in order and control_channel.current is not None:
-        control_channel.current.store_open.set()
-    if "flight_record" in order and control_channel.current is not None:
-        control_channel.current.write_flight_record()
-    if "stacks" in order and control_channel.current is not None:
+    if "stop" in order:
+        channel.stop(str(order["stop"]))
+    if "connect" in order:
+        channel.store_open.set()
+    if "flight_record" in order:
+        channel.write_flight_record()
+    if "stacks" in order:
         # In a thread of its own: orders that follow do not wait for it.
-        threading.Thread(target=_report_stacks, args=(str(order["stacks"]),), name="stacks", daemon=True).start()
-    if "save" in order and control_channel.current is not None:
-        _save(control_channel.current.savable, str(order["save"]))
-    if "profile" in order and control_channel.current is not None:
-        control_channel.report("will_profile", **_begun(control_channel.current.profile, str(order["profile"])))
-    if "skip" in order and control_channel.current is not None:
-        control_channel.report("will_skip", **_begun(control_channel.current.skip, str(order["skip"])))
+        threading.Thread(
+            target=_report_stacks, args=(channel, str(order["stacks"])), name="stacks", daemon=True
+        ).start()
+    run = channel.run
+    if "save" in order:
+        _save(channel, str(order["save"]))
+    if "profile" in order:
+        channel.send("will_profile", **_begun(run.profile if run else None, str(order["profile"])))
+    if "skip" in order:
+        channel.send("will_skip", **_begun(run.skip if run else None, str(order["skip"])))
+    if "commit" in order:
+        channel.answer(str(order["commit"]))
     if "leave" in order and _used_clusterddp():
         say_unlocked(f"told to exit: {order['leave']}")
-        control_channel.report("left", **{**end, "end": "dismissed", "error": order["leave"], "used_clusterddp": True})
+        channel.send("left", **{**end, "end": "dismissed", "error": order["leave"], "used_clusterddp": True})
         rank_exit.end_children()
         os._exit(1)
 
 
-def _report_stacks(request: str) -> None:
-    control_channel.report("stacks", request=request, **stacks())
+def _report_stacks(channel: ControlChannel, request: str) -> None:
+    channel.send("stacks", request=request, **stacks())
 
 
-def _save(run: control_channel.Savable | None, request: str) -> None:
+def _save(channel: ControlChannel, request: str) -> None:
     """Has the next step boundary save. The answer comes first: it must precede the report of the checkpoint."""
-    if run is None:
-        control_channel.report("saving", request=request)
+    if (run := channel.run) is None:
+        channel.send("saving", request=request)
         return
     step, committed = run.progress()
-    control_channel.report("saving", request=request, step=step, committed=committed)
+    channel.send("saving", request=request, step=step, committed=committed)
     if committed != step:
-        run.request()
+        run.save()
 
 
 def _begun(begin: Callable[[str, int], str | None] | None, order: str) -> dict[str, str]:
@@ -297,7 +294,7 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
 
 def _step_reached() -> dict[str, int]:
     """The step at which the script's loop ended early; empty outside the loop."""
-    return {} if completion.loop is None else {"step": completion.loop.step()}
+    return {} if rank_exit.loop is None else {"step": rank_exit.loop.step()}
 
 
 def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
@@ -314,19 +311,19 @@ def _done() -> tuple[dict[str, Any], int]:
     if Stopped.latest is not None:
         say("the script caught clusterddp.Stopped: the run is stopped, not completed")
         return _stopped(Stopped.latest)
-    if completion.told_to_stop is not None:
+    if rank_exit.told_to_stop is not None:
         say("the script exited after stop_requested() returned True without requeue(): stopped, not completed")
-        return {"end": "stopped", "reason": completion.told_to_stop}, 0
+        return {"end": "stopped", "reason": rank_exit.told_to_stop}, 0
     if signals.of_script is not None and signals.of_script.delivered:
         return {"end": "stopped", "reason": f"exited with code 0 after {signals.of_script.number.name}"}, 0
-    return {"end": "done", "left_loop": completion.loop is not None}, 0
+    return {"end": "done", "left_loop": rank_exit.loop is not None}, 0
 
 
 def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
     if leaving.code is None or leaving.code == 0:
-        loop = completion.loop
+        loop = rank_exit.loop
         if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
-            completion.exited_in_loop = True
+            rank_exit.exited_in_loop = True
             where = f"exited with code 0 in its loop, after step {loop.step()} of {loop.steps}"
             say(f"the script {where}: not completed; to end the training early, use run.finish() or break")
             return {"end": "unfinished", "error": where}, 0
@@ -416,7 +413,7 @@ def _let_signals_through(stop_signal: str | None) -> None:
 
     ``stop_signal``: the one that the script expects; every notice becomes that one.
     """
-    if stop_signal and control_channel.current is not None:
+    if stop_signal and control_channel.supervised():
         report = control_channel.report
         expected = ScriptSignal(stop_signal, lambda seen: report("signal", signal=seen.name.removeprefix("SIG")))
 
@@ -424,7 +421,7 @@ def _let_signals_through(stop_signal: str | None) -> None:
             control_channel.report("notified", reason=reason)
             expected.send()
 
-        control_channel.current.on_stop(told)
+        control_channel.on_stop(told)
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -480,6 +477,6 @@ def interface_of(address: str) -> str | None:
 def _forget_in_child() -> None:
     """A forked child is no rank, and one from before ``clusterddp.init()`` does not inherit that USR2 is held back."""
     Stopped.on_raised = Stopped.latest = None
-    completion.complete()
+    rank_exit.complete_loop()
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})

@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli.report.report import collected
+from clusterddp.cli.report import collected
 from clusterddp.process import descendants
 from clusterddp.report.page import page
 from clusterddp.rundir.run_directory import RunDirectory

@@ -34,7 +34,6 @@ EXAMPLES = {
     "Run.epochs": "for images, labels in run.epochs(90):\n    ...",
     "Run.micro": "for images, labels in run.micro(batch):\n    F.cross_entropy(model(images), labels).backward()",
     "Run.log": "run.log(loss=loss, lr=scheduler.get_last_lr()[0])",
-    "Run.log_media": 'run.log_media(images={"samples": image}, histograms={"weights": model.module.weight})',
     "Run.finish": "if loss < 0.01:  # the same value on all ranks\n    run.finish()",
     "Run.stop": 'run.stop("the budget is spent")',
     # --- loaders
@@ -45,7 +44,7 @@ EXAMPLES = {
     "Loader.epoch": "first = loader.epoch(0)",
     "Loader.ends_epoch": "if loader.ends_epoch(run.step):\n    scheduler.step()",
     "Loader.steps_in": "scheduler = OneCycleLR(optimizer, 0.1, total_steps=loader.steps_in(90))",
-    "data.eval_loader.EvalLoader": "test_loader = ctx.eval_loader(test_set, batch_size=256)",
+    "data.loader.EvalLoader": "test_loader = ctx.eval_loader(test_set, batch_size=256)",
     "data.external_loader.StatefulLoader": (
         "run = ctx.run(model=model, optimizer=optimizer, loader=StatefulDataLoader(dataset))"
     ),

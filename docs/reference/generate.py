@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import clusterddp
-from clusterddp import errors, protocol
+from clusterddp import errors, events, protocol
 from clusterddp.cli.command_line import parser
 from clusterddp.jobdef.json_schema import job_schema
 from docs.reference.examples import EXAMPLES
@@ -36,7 +36,7 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
         "clusterddp.data.loader",
         ["Loader"],
     ),
-    ("", "", "clusterddp.data.eval_loader", ["EvalLoader"]),
+    ("", "", "clusterddp.data.loader", ["EvalLoader"]),
     ("", "", "clusterddp.data.external_loader", ["StatefulLoader"]),
     ("Orders of samples", "`from clusterddp import orders`: for `ctx.loader(order=...)`.", "clusterddp.orders", None),
     (
@@ -62,12 +62,7 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
 
 #: Whose public methods a class has, too: its base classes, in other modules.
 BASES = {
-    "Context": [("clusterddp.data.loaders", "Loaders"), ("clusterddp.training.ranks", "Ranks")],
-    "Run": [
-        ("clusterddp.training.steps.logging", "Logging"),
-        ("clusterddp.training.steps.steering", "Steering"),
-        ("clusterddp.training.steps.position", "Position"),
-    ],
+    "Context": [("clusterddp.data.loaders", "Loaders")],
 }
 
 #: What another class returns: nobody calls the constructor.
@@ -468,12 +463,12 @@ ANSWERS: dict[str, str] = {
 def protocol_page() -> str:
     """protocol.md."""
     variables = [value for value in vars(protocol).values() if isinstance(value, protocol.Variable)]
-    events = [(name, event.fields.replace("*", "..."), event.meaning) for name, event in protocol.EVENTS.items()]
+    listed = [(name, event.fields, " ".join((event.__doc__ or "").split())) for name, event in events.EVENTS.items()]
     return _page(
         [
             "# Events and environment variables",
             "",
-            "Written by `make reference` from `clusterddp/protocol.py`.",
+            "Written by `make reference` from `clusterddp/events.py` and `clusterddp/protocol.py`.",
             "",
             "## events.jsonl",
             "",
@@ -482,7 +477,7 @@ def protocol_page() -> str:
             "",
             "| event | fields | meaning |",
             "|---|---|---|",
-            *(f"| `{name}` | {', '.join(fields.split())} | {meaning} |" for name, fields, meaning in events),
+            *(f"| `{name}` | {', '.join(fields.split())} | {meaning} |" for name, fields, meaning in listed),
             "",
             "## The hook",
             "",
@@ -491,7 +486,7 @@ def protocol_page() -> str:
             "",
             "| event | meaning |",
             "|---|---|",
-            *(f"| `{name}` | {meaning} |" for name, meaning in protocol.HOOK_EVENTS.items()),
+            *(f"| `{name}` | {meaning} |" for name, meaning in events.HOOK_EVENTS.items()),
             "",
             "## Environment variables",
             "",
@@ -574,6 +569,30 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("%%", "%")
 
 
+def modules_page() -> str:
+    """modules.md."""
+    root = FOLDER.parents[1] / "clusterddp"
+    lines = [
+        "# Modules",
+        "",
+        "Written by `make reference` from the modules' docstrings. Paths are below `clusterddp/`.",
+    ]
+    folders = sorted(path.parent for path in root.glob("*/**/__init__.py"))
+    for folder in [root, *folders]:
+        said = _first_sentence(folder / "__init__.py")
+        lines += ["", "## The package", ""] if folder == root else ["", f"## {folder.relative_to(root)}/", "", said, ""]
+        for path in sorted(folder.glob("*.py")):
+            if path.name != "__init__.py" or folder == root:
+                lines.append(f"- `{path.name}`: {_first_sentence(path)}")
+    return _page(lines)
+
+
+def _first_sentence(path: Path) -> str:
+    """Of a module's docstring; its first paragraph may have several."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return _sentence(re.split(r"(?<=\.)\s", " ".join(text.partition("\n\n")[0].split()))[0])
+
+
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:].rstrip(".") + "."
 
@@ -589,6 +608,7 @@ def pages() -> dict[str, str]:
         "command-line.md": command_page(),
         "errors.md": error_page(),
         "protocol.md": protocol_page(),
+        "modules.md": modules_page(),
         "job.schema.json": json.dumps(job_schema(), indent=2) + "\n",
     }
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.report.report import collected
+from clusterddp.cli.report import collected
 from clusterddp.jobdef.job import Job
 from clusterddp.report.page import page
 from clusterddp.rundir.claims import write_claim
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
+from clusterddp.runs.sweep_folder import Record
 from clusterddp.slurm import commands as slurm
-from clusterddp.sweeps.folder import Record
 from tests.long_run import long_run
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps, write_lines
 

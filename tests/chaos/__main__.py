@@ -129,8 +129,8 @@ def newest(state: Path) -> dict[tuple[str, str], dict[str, Any]]:
 WAYS = {"alone": "undisturbed", "disturbed": "preempted and killed", "slurm": "the same on Slurm"}
 
 
-def describe(results: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """The report."""
+def write(out: Path, results: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """The page."""
     lines = list(results.values())
     slurm = sorted({line["place"] for line in lines if line["how"] == "slurm"})
     rows = [
@@ -151,24 +151,17 @@ def describe(results: dict[tuple[str, str], dict[str, Any]]) -> str:
         for how, words in WAYS.items()
         if (own := [line for line in lines if line["how"] == how])
     )
-    missing = [name for name in ALL if not any((name, how) in results for how in WAYS)]
-    return f"""# Chaos: what user code does to its own process
+    text = f"""# Chaos: what user code does to its own process
 
-{report.place(", ".join(slurm))}
-{", ".join(dates)}, commit {commits}, seed {seeds}, {ranks} ranks: `python -m tests.chaos` (`make chaos`).
-
-{counts}.
-
-{report.table(["behaviour", "what it does", "must end as", *WAYS.values()], rows)}
-
-A run is preempted once and loses a rank by SIGKILL once, at moments that follow from the seed. Seconds are those of the
-whole run, on a machine with other load. What is checked is in `tests/chaos/__main__.py`.
+{", ".join(dates)}, commit {commits}, seed {seeds}, {ranks} ranks: `python -m tests.chaos` (`make chaos`). A run is
+preempted once and loses a rank by SIGKILL once, at moments that follow from the seed. Seconds are those of the whole
+run, on a machine with other load. {counts}.
 
 {"What failed:" if failing else "Nothing failed."}
 
-{chr(10).join(failing)}
-
-{f"Not run yet: {', '.join(missing)}." if missing else ""}""".rstrip()
+{chr(10).join(failing)}""".rstrip()
+    tables = {"Behaviours": report.table(["behaviour", "what it does", "must end as", *WAYS.values()], rows)}
+    report.write(out, "chaos", text, {"runs": lines}, where=", ".join(slurm), tables=tables)
 
 
 def _first_line(kind: type) -> str:
@@ -215,7 +208,7 @@ def main() -> None:
     results = [] if options.report else make_runs(options)
     if options.out:
         found = newest(options.state)
-        report.write(options.out, "chaos", describe(found), {"runs": list(found.values())})
+        write(options.out, found)
     sys.exit(any(result.problems for result in results))
 
 

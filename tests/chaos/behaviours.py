@@ -133,7 +133,7 @@ class PoolBeforeInit(Behaviour):
 
 
 class PoolOpenAcrossTheStop(Behaviour):
-    """A pool that every step uses and nobody closes."""
+    """Every step uses a pool, which is never closed."""
 
     def after_init(self, ctx: Any) -> None:
         self.pool = multiprocessing.Pool(2)

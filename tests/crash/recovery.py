@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from clusterddp.checkpoint.content import unpacked
 from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.checkpoint.transfer import unpacked
 from clusterddp.errors import ClusterddpError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.claims import waiting_claim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.history import History
-from clusterddp.training.log.values import Logged
+from clusterddp.training.logged_values import Logged
 from tests.checkpoint_files import save
 from tests.crash.disk import Tree
 from tests.crash.subject import JOB, STEPS_PER_SAVE, content, saver_of, values

@@ -30,7 +30,7 @@ from clusterddp.rundir.files import remove, write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.history import History
-from clusterddp.training.log.values import Logged
+from clusterddp.training.logged_values import Logged
 from clusterddp.training.saving import Saver
 
 STEPS_PER_SAVE = 4

@@ -28,8 +28,6 @@ def test_late_copies_change_no_bit_and_no_step_waits_for_a_device(tmp_path: Path
     assert stopped["inexact"] == killed["inexact"] == []
     assert logged(run) == logged(whole)
     assert differing(final_state(run), final_state(whole)) == []
-    (image,), (expected,) = (list(one.media.iterdir()) for one in (run, whole))
-    assert image.read_bytes() == expected.read_bytes()
 
     files = sorted(counts.iterdir())
     assert files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -15,7 +14,7 @@ import torch
 
 from benchmarks import rows
 from benchmarks.gpu_check import __main__ as command_line
-from benchmarks.gpu_check import costs, page, session, training
+from benchmarks.gpu_check import costs, session, training
 from benchmarks.gpu_check.case import REPOSITORY, SMALL, Case, Lab, Result, Sizes, Speeds, carry_out
 from benchmarks.gpu_check.plan import ASSUMED, cases
 from clusterddp.jobdef.job import Keep
@@ -26,25 +25,23 @@ FACTS = {"gpu": "NVIDIA H100", "gpus": 1, "cuda": "13.0", "nccl": "2.28", "torch
 SPEEDS = Speeds(start_s=1.0, copy=10.0, fill=1.0, disk=1.0)
 
 
-def test_the_first_cases_pass_on_a_stand_in_and_are_not_run_twice(tmp_path: Path) -> None:
-    """Their results are marked, and give no page. A second call only measures the machine."""
+def test_the_first_cases_pass_on_a_stand_in(tmp_path: Path) -> None:
+    """Their results are marked, and give no page. Another call has what is left."""
     out = tmp_path / "out.json"
     asked = ["--stand-in", "--out", out, "--folder", tmp_path / "runs", "--only", "wrap", "graph"]
     command = [sys.executable, "-m", "benchmarks.gpu_check", *map(str, asked)]
 
-    def call() -> str:
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert "graph: not run: the stand-in has no CUDA graphs" in call()
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "graph: not run: the stand-in has no CUDA graphs" in done.stdout
     found = json.loads(out.read_text())
     states = {name: result["state"] for name, result in found["cases"].items()}
     assert states == {"wrap": "passed", "graph": "not run"}
     assert {(result["on"], result["counts"]) for result in found["cases"].values()} == {("stand-in", False)}
     assert "steps=100" in found["cases"]["wrap"]["reduced"] and found["rows"] == []
-    assert re.findall(r"^([\w-]+): about", call(), re.MULTILINE) == ["graph"]
-    assert page.main(out) == 2
+    assert session.write_page(out) == 2
+    options = command_line.parser().parse_args(["--only", "wrap", "graph"])
+    assert [case.name for case in session.left(options, found["cases"], 1)] == ["graph"]
 
 
 #: One case that is endless, and one that is not begun.
@@ -129,7 +126,7 @@ def test_only_full_sizes_on_a_gpu_count(tmp_path: Path) -> None:
     record = json.loads(out.read_text())
     assert [row["row"] for row in record["rows"]] == ["full"]
     assert session.kept(out, made) == results
-    text = page.text(record)
+    text = session.page(record)
     assert "| small | passed (reduced: state_gb=5) | fine |" in text and "Not yet run" not in text
     other = session.Session({**FACTS, "gpu": session.STAND_IN}, SPEEDS, SMALL, 1, "inductor", tmp_path, 0.0)
     with pytest.raises(SystemExit, match="has results of NVIDIA H100, and this is stand-in"):
@@ -143,13 +140,6 @@ def test_a_bound_follows_from_what_was_measured() -> None:
     assert more["large-state"] == pytest.approx(3 * 60) and more["wrap"] == 0
     names = [case.name for case in cases(4)]
     assert names[:3] == ["start-1", "start-2", "start-4"] and len(set(names)) == len(names)
-
-
-def test_the_page_is_of_these_cases() -> None:
-    """After a change, ``python -m benchmarks.gpu_check --page`` writes it again."""
-    figures = page.FOLDER / "gpu-check.json"
-    record = json.loads(figures.read_text()) if figures.exists() else None
-    assert page.text(record) in (page.FOLDER / "gpu-check.md").read_text()
 
 
 def test_wheels_of_what_is_missing_are_installed_for_the_call(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.gpu.conftest import GPUs
 
 
@@ -358,6 +360,7 @@ def collects() -> None:
     os._exit(0)  # gloo's threads can hang a process at the end of Python
 
 
+@pytest.mark.product  # test_jobs.py and test_exact_resume.py train on it
 def test_models_train_to_the_cpu_s_bits(gpus: GPUs) -> None:
     """Convolution, normalization, attention, two optimizers; ordinals, mixed devices, pickles, memory."""
     gpus(8)
@@ -380,6 +383,7 @@ def test_missing_synchronization_shows(gpus: GPUs) -> None:
     run(lags)
 
 
+@pytest.mark.product  # the ranks of test_jobs.py reduce over both
 def test_ranks_reduce_over_both_backends(gpus: GPUs, tmp_path: Path) -> None:
     """DDP with device_ids over nccl and cpu:gloo,cuda:nccl; hosts that do not wait for a collective that hangs."""
     gpus(2)

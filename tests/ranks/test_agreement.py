@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from clusterddp.training.agreement import Agreement, Vote
+from clusterddp.training.stopping import Agreement, Vote
 from tests import ddp
 from tests.waiting import wait_until
 

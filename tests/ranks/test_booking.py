@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.report.booking import book
-from clusterddp.report.ratios import spent
+from clusterddp.report.efficiency import spent
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.histories import check_history
 from tests.waiting import story

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import clusterddp
-from clusterddp.cli.resume_check import verdict
-from clusterddp.cli.resume_check.check import compare
 from clusterddp.protocol import CHECK_RESUME
 from clusterddp.rundir.step_records import Recording, Trial, read_trial
+from clusterddp.runs import resume_verdict
+from clusterddp.runs.resume_check import compare
 from clusterddp.training.context import Context
 from tests import faulty_scripts as scripts
 
@@ -46,7 +46,7 @@ class TrialsHere:
         return []
 
 
-def check(function: Callable[[Context], None], folder: Path, patch: pytest.MonkeyPatch) -> verdict.Check:
+def check(function: Callable[[Context], None], folder: Path, patch: pytest.MonkeyPatch) -> resume_verdict.Check:
     return compare(TrialsHere(function, folder, patch), scripts.STEPS - 1)
 
 
@@ -60,8 +60,8 @@ def test_a_script_without_a_fault_passes(
     script: Callable[[Context], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = check(script, tmp_path, monkeypatch)
-    assert not made.differs, str(verdict.failure(made))
-    said = verdict.success(made)
+    assert not made.differs, str(resume_verdict.failure(made))
+    said = resume_verdict.success(made)
     assert said.startswith("no difference in 13 steps, across an epoch's end and two resumes (after 6 and 8 steps)")
     assert "compared: batches, loss, the state of model, optimizer, scheduler" in said.replace("ema, ", "")
 
@@ -71,7 +71,7 @@ def test_a_script_that_ends_before_the_wanted_step_is_checked_to_its_end(
 ) -> None:
     made = compare(TrialsHere(scripts.shuffled, tmp_path, monkeypatch), 10 * scripts.STEPS)
     assert not made.differs
-    assert verdict.success(made).startswith(f"no difference in {scripts.STEPS} steps, across an epoch's end")
+    assert resume_verdict.success(made).startswith(f"no difference in {scripts.STEPS} steps, across an epoch's end")
 
 
 FAULTS: dict[Callable[[Context], None], tuple[int, str]] = {
@@ -96,7 +96,7 @@ def test_a_seeded_fault_is_named(
     code, words = FAULTS[script]
     made = check(script, tmp_path, monkeypatch)
     assert made.differs
-    error = verdict.failure(made)
+    error = resume_verdict.failure(made)
     assert (error.exit_code, words in str(error)) == (code, True), str(error)
 
 
@@ -134,7 +134,6 @@ def submit(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, str(script), *arguments], cwd=folder, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.product  # slurm/test_check_resume.py has the same in a job
 def test_the_command_certifies_a_script_in_fresh_processes_and_leaves_nothing(script: Path) -> None:
     done = submit(script)
     assert done.returncode == 0, done.stderr

@@ -99,6 +99,7 @@ if __name__ == "__main__":
     for batch in run.steps(16):
         train(batch)
         if run.step == 3 and ctx.attempt == 0 and ctx.is_main:
+            subprocess.run([sys.executable, "-c", "import os; print('a line of a child'); os._exit(0)"])
             Path(os.environ["SEEN"]).write_text(json.dumps([before, seen("after")]))
         while run.step == 12 and ctx.attempt == 0 and not ctx._agreement.reason:  # until the preemption
             time.sleep(0.01)
@@ -111,14 +112,16 @@ def test_children_of_every_kind_have_default_signals_and_exit_on_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forked, spawned, served, grandchildren, executors, before and after ``init()``. Nothing that they do reaches the
-    history, and a preemption stops the run as ever, with a pool open."""
+    history, and a preemption stops the run as ever, with a pool open. What they print is in the log at once."""
     script, seen = tmp_path / "forks.py", tmp_path / "seen.json"
     script.write_text(FORKS)
     monkeypatch.setenv("SEEN", str(seen))
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # `make coverage` would handle TERM in each child
     run = RunDirectory(tmp_path / "run")
     done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--preempt-after", "8")
     assert done.returncode == 0, done.stderr + story(run)
+    assert "a line of a child\n" in (run.attempt_logs(0) / "rank-0.out").read_text()
     before, after = json.loads(seen.read_text())
     assert before.pop("fork") == after.pop("fork") == PLAIN
     assert before.pop("executor") == after.pop("executor") == PLAIN

@@ -17,8 +17,9 @@ from torch.utils.data import IterableDataset
 
 from clusterddp import environment
 from clusterddp.data.loader import Loader
-from clusterddp.data.orders.plain import Shuffled
-from clusterddp.distributed.process_group import choose_backend, choose_devices
+from clusterddp.data.sample_orders import Shuffled
+from clusterddp.distributed.devices import choose_devices
+from clusterddp.distributed.process_group import choose_backend
 from tests import ddp
 
 TEXT = (ddp.REPOSITORY / "docs" / "guide" / "tutorial.md").read_text()

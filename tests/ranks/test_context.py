@@ -15,7 +15,7 @@ import torch
 import clusterddp
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training.log import values as logged
+from clusterddp.training import logged_values as logged
 from tests import ddp
 
 SCRIPT = """

@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.data import DistributedSampler
 
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.training.script_loop import EpochItems
 from tests.waiting import preempt_local, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "resumes_at_epochs.py"
@@ -66,9 +69,41 @@ def undisturbed() -> list[Counter[tuple[int, int]]]:
 
 def test_after_stops_within_epochs_each_sample_was_trained_on_once(tmp_path: Path) -> None:
     """A batch whose gradients were not part of a step yet is taken again."""
-    run, _ = train(tmp_path, 4, 9)
+    run, _ = train(tmp_path, 4, 8)
     assert trained_on(run) == undisturbed()
-    assert [event["items"] for event in run.events() if event["event"] == "saved"] == [4, 10]
+    assert [event["items"] for event in run.events() if event["event"] == "saved"] == [4, 8]
+
+
+def test_an_epoch_that_was_over_at_the_stop_still_has_an_item() -> None:
+    """Scripts divide by the number of batches that they have seen."""
+    epoch = EpochItems()
+    assert list(epoch.iterate("abc", 3)) == ["c"]
+    assert list(epoch.iterate("abc", 2)) == ["c"]
+    assert list(epoch.iterate("ab", 3)) == ["b"]
+    assert list(epoch.iterate("", 0)) == []
+
+
+def test_an_evaluation_within_the_epoch_leaves_its_count_alone() -> None:
+    epoch, step = EpochItems(), stepping()
+    for number, _ in enumerate(epoch.iterate(range(6), 0), 1):
+        step()
+        assert list(epoch.iterate("ab", 0)) == ["a", "b"]
+        assert epoch.done == number
+    assert epoch.done is None
+
+
+def test_two_loops_that_take_turns_have_no_common_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the first loader of the next attempt would skip the items of both."""
+    epoch, step = EpochItems(), stepping()
+    for _ in zip(epoch.iterate(range(6), 0), epoch.iterate(range(6), 0), strict=True):
+        step()
+        assert epoch.done is None
+    assert "continue_epoch(zip(a, b))" in capsys.readouterr().err
+
+
+def stepping() -> Callable[[], object]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))])
+    return optimizer.step
 
 
 @pytest.mark.product

@@ -49,21 +49,23 @@ def test_the_first_run_is_preempted_and_continues_as_the_page_shows(tmp_path: Pa
     assert [line for line in said if line in expected] == expected
 
 
+@pytest.mark.product  # test_untouched.py has other scripts that are not changed
 def test_the_torchrun_script_runs_unchanged_under_clusterddp(tmp_path: Path) -> None:
     submit(tmp_path / "plain", block("converting.md", "# before"))
     assert [line.partition(":")[0] for line in printed(tmp_path / "plain")] == ["epoch 0", "epoch 1", "epoch 2"]
 
 
-def test_the_converted_script_prints_the_losses_of_torchrun_when_it_is_preempted(tmp_path: Path) -> None:
-    """400 steps, so that the preemption comes before the end."""
-    epochs = ["--epochs", "20"]
-    submit(tmp_path / "stopped", block("converting.md", "# after"), "--preempt-after", "25", "--", *epochs)
-    assert RunDirectory(tmp_path / "stopped" / "run").attempts() == [0, 1]
+@pytest.mark.parametrize("epochs", [3, pytest.param(20, marks=pytest.mark.product)])
+def test_the_converted_script_prints_the_losses_of_torchrun(tmp_path: Path, epochs: int) -> None:
+    """Also when it is preempted: in 400 steps, so that the preemption comes before the end."""
+    stops = ["--preempt-after", "25"] if epochs == 20 else []
+    submit(tmp_path / "run", block("converting.md", "# after"), *stops, "--", "--epochs", str(epochs))
+    assert RunDirectory(tmp_path / "run" / "run").attempts() == ([0, 1] if stops else [0])
     script = tmp_path / "train.py"
     script.write_text(block("converting.md", "# after"))
-    under_torchrun = ddp.run(script, *epochs, ranks=2, folder=tmp_path / "out")  # which sets the same variables
+    under_torchrun = ddp.run(script, "--epochs", epochs, ranks=2, folder=tmp_path / "out")  # which sets its variables
     lines = [line for line in under_torchrun.output(0).splitlines() if line.startswith("epoch ")]
-    assert printed(tmp_path / "stopped") == lines and len(lines) == 20
+    assert printed(tmp_path / "run") == lines and len(lines) == epochs
 
 
 @pytest.mark.product  # test_launchers.py has another script under torchrun

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker.deadline import Deadline
+from clusterddp.training.stopping import Deadline
 from tests import ddp
 from tests.waiting import wait_until
 

@@ -18,9 +18,9 @@ from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import rank
 from tests.checkpoint_files import save
-from tests.ranks.test_local import start
+from tests.ranks.test_local import start, submit
 from tests.trainings import STEPS, events_of
-from tests.waiting import preempt_local, wait_until
+from tests.waiting import preempt_local, story, wait_until
 
 
 @pytest.fixture
@@ -66,6 +66,43 @@ def test_a_connection_to_the_supervisor_that_breaks_alone_costs_nothing(run: Run
     assert process.returncode == 0, err
     assert run.attempts() == [0]
     assert re.search(r"rank 1 \(\S+\) lost its connection to the supervisor and reconnected", err), err
+
+
+CATCHING = """
+import contextlib, os, signal, sys, torch
+import clusterddp
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 4000
+    def __getitem__(self, index): return torch.tensor([1.0, index % 7])
+ctx = clusterddp.init()
+model = ctx.wrap(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(Samples(), 2))
+for batch in run.steps(40):
+    with contextlib.suppress(BaseException):
+        if run.step == 20 and ctx.rank == 1 and sys.argv[1] == "killed" and os.environ["CLUSTERDDP_ATTEMPT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad(); model(batch).sum().backward(); optimizer.step()
+print("sum", sum(p.sum().item() for p in model.parameters()).hex())
+"""
+
+
+def test_a_rank_0_that_catches_the_loss_of_a_peer_commits_no_step_that_it_made_alone(tmp_path: Path) -> None:
+    """It goes on until the supervisor ends it, with weights that are not synchronized."""
+    script = tmp_path / "catching.py"
+    script.write_text(CATCHING)
+    ends = []
+    for how in ("left alone", "killed"):
+        run = RunDirectory(tmp_path / how.replace(" ", "-"))
+        every_step = ["--set", "checkpoint.every=1 steps"]
+        done = submit(run, str(script), "--device", "cpu", "--gpus", "2", *every_step, "--", how)
+        assert (done.returncode, run.attempts()) == (0, [0] if how == "left alone" else [0, 1]), story(run)
+        ends.append(re.findall("sum (.*)", (run.attempt_logs(run.attempts()[-1]) / "rank-0.out").read_text())[-1])
+    failed = [event for event in run.events() if event["event"] == "checkpoint_failed"]
+    assert failed and all("rank 1 " in event["reason"] for event in failed)
+    committed = [event["step"] for event in run.events() if event["event"] == "checkpoint" and event["attempt"] == 0]
+    assert max(committed) <= 20
+    assert ends[0] == ends[1]
 
 
 def test_rank_0_avoids_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from clusterddp.cli.report.report import collected
+from clusterddp.cli.report import collected
 from clusterddp.failures.hangs import RankStatus, Slow, Watch, find_hang, find_slow
 from clusterddp.report.page import page
 from clusterddp.report.stragglers import scores
@@ -78,17 +78,13 @@ def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]
 
 def test_the_supervisor_writes_what_the_steps_of_each_rank_spent_their_time_on(slow: tuple[RunDirectory, str]) -> None:
     """All steps but the first, which compiles and connects, have been counted when the ranks exit."""
-    *lines, last = map(json.loads, slow[0].timing_file.read_text().splitlines())
-    hosts, *intervals = lines
+    hosts, *intervals = map(json.loads, slow[0].timing_file.read_text().splitlines())
     assert len(hosts["hosts"]) == 2
     assert len(intervals) > 1
     sums = {name: [sum(line[name][rank] for line in intervals) for rank in (0, 1)] for name in ("steps", *PHASES)}
     assert sums["steps"] == [159, 159]
     assert sums["own_s"][1] > 159 * 0.08
     assert sums["wait_s"][0] > sums["wait_s"][1] + 5
-    counted = last["histograms"]["own_s"]
-    assert [sum(count for _, count in counted[rank]) for rank in ("0", "1")] == [159, 159]
-    assert sum(count for bucket, count in counted["1"] if bucket >= -4) == 159  # 2^-4 s: 62 ms
     found = scores(read_timings(slow[0]).intervals)
     assert found is not None
     assert re.fullmatch(r"rank 1 \(\S+\): [\d.]+ times as long per step as the fastest, in compute", found.sentence())
@@ -136,6 +132,7 @@ def check_stacks(logs: Path) -> None:
         assert len(last["entries"]) <= 100
 
 
+@pytest.mark.product  # unit/test_hang_attribution.py has the verdict, the test above a rank that is named
 def test_a_rank_that_skips_a_collective_is_named_rather_than_those_that_wait_in_it(run: RunDirectory) -> None:
     """It is a step ahead, in the next collective, and its stack is shown."""
     said = finished(start(run, "skip", "--gpus", "3", "--set", "watchdog.on_hang=end"), run, code=1)

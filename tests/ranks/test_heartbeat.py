@@ -21,8 +21,8 @@ from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, flight_record, positions_of
-from clusterddp.worker.stacks import place_of, sleeping
+from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, WatchedSteps, flight_record, positions_of
+from clusterddp.worker.thread_stacks import place_of, sleeping
 from tests import ddp
 from tests.waiting import wait_until
 
@@ -94,7 +94,10 @@ def test_a_rank_tells_for_how_long_it_was_stopped(monkeypatch: pytest.MonkeyPatc
     stood, beats = iter([0.0, 700.0, 0.0]), queue.Queue[dict[str, object]]()
     monkeypatch.setattr(RunningClock, "look", lambda _: next(stood, 0.0))
     heartbeat = Heartbeat(
-        Watchdog(step_s=0.1), lambda: 3, lambda: 2, lambda _, **beat: beats.put(beat), tmp_path / "collectives.json"
+        Watchdog(step_s=0.1),
+        WatchedSteps(lambda: 3, lambda: 2),
+        lambda _, **beat: beats.put(beat),
+        tmp_path / "collectives.json",
     )
     found = [beats.get(timeout=10).get("stood_s") for _ in range(3)]
     heartbeat.close()
@@ -155,7 +158,7 @@ LEFT = """
 import torch
 from torch.utils.data import TensorDataset
 import clusterddp
-from clusterddp.training.heartbeat import Heartbeat
+from clusterddp.training.heartbeat import Heartbeat, WatchedSteps
 
 calls = []
 Heartbeat.begin = lambda self: calls.append("begin")
@@ -230,14 +233,15 @@ import torch.distributed as dist
 import clusterddp
 from clusterddp.failures.hangs import Hang
 from clusterddp.jobdef.job import Job
-from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.decide import step
 from clusterddp.supervisor.state import Broadcast, RankEvent, State
 from clusterddp.worker import control_channel, rank
 
-server = ControlServer("token", lambda *_: None, host="127.0.0.1")
+server = ControlServer("token", Handlers(lambda *_: None), host="127.0.0.1")
 control_channel.current = control_channel.ControlChannel.join(f"127.0.0.1:{server.port}", "token", 0, 1, timeout=10)
-control_channel.current.listen(lambda: None, lambda order: rank.obey(order, {"rank": 0}))
+channel = control_channel.current
+channel.listen(lambda: None, lambda order: rank.obey(channel, order, {"rank": 0}))
 ctx = clusterddp.init(device="cpu", run_dir=sys.argv[1])
 dist.all_reduce(torch.ones(1))
 state, _ = step(State(Job(name="x", module="x"), ("n1",), abandon_s=5.0), RankEvent(0, "joined", {"host": "n1"}), 0.0)
@@ -308,6 +312,6 @@ def test_a_torch_without_a_flight_record_is_reported(
     """A CPU build of torch 2.4 has no such function; torch 2.9 records nothing for gloo."""
     monkeypatch.setattr(torch._C, "_distributed_c10d", SimpleNamespace(**dump))
     target = tmp_path / "rank-0.collectives.json"
-    Heartbeat(None, lambda: 0, lambda: 0, lambda *_, **__: None, target).write_flight_record()
+    Heartbeat(None, WatchedSteps(lambda: 0, lambda: 0), lambda *_, **__: None, target).write_flight_record()
     assert "kept no flight record of the last collectives" in capsys.readouterr().err
     assert not target.exists()

@@ -14,7 +14,7 @@ import pytest
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.reporter import say
 from clusterddp.training import heartbeat as heartbeat_module
-from clusterddp.training.heartbeat import Heartbeat
+from clusterddp.training.heartbeat import Heartbeat, WatchedSteps
 from tests.waiting import wait_until
 
 #: A separate process: poll(2) fails in all threads of a process that may have no open files.
@@ -23,7 +23,7 @@ import os, resource, threading
 from pathlib import Path
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
-from clusterddp.training.heartbeat import Heartbeat
+from clusterddp.training.heartbeat import Heartbeat, WatchedSteps
 
 beats, enough = [], threading.Event()
 
@@ -34,7 +34,7 @@ def send(event, **beat):
 
 RunningClock.look = lambda self: setattr(self, "now", self.now + 1.0) or 5.0
 resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
-heartbeat = Heartbeat(Watchdog(step_s=0.1), lambda: 3, lambda: 2, send, Path("unused"))
+heartbeat = Heartbeat(Watchdog(step_s=0.1), WatchedSteps(lambda: 3, lambda: 2), send, Path("unused"))
 os._exit(0 if enough.wait(30) else 1)
 """
 
@@ -46,7 +46,9 @@ def test_the_stacks_of_a_rank_that_timed_out_are_explained(
     explained = threading.Event()
     monkeypatch.setattr(heartbeat_module, "say", lambda words: (say(words), explained.set()))
     watchdog = Watchdog(step_s=2, start_s=0.1)  # the stacks are written long before the next heartbeat
-    heartbeat = Heartbeat(watchdog, lambda: 3, lambda: 2, lambda *_, **__: None, tmp_path / "collectives.json")
+    heartbeat = Heartbeat(
+        watchdog, WatchedSteps(lambda: 3, lambda: 2), lambda *_, **__: None, tmp_path / "collectives.json"
+    )
     heartbeat.begin()
     try:
         assert explained.wait(60)
@@ -63,7 +65,9 @@ def test_stacks_written_just_before_a_step_is_completed_or_the_training_ends_are
     """Between two looks of the heartbeat."""
     told: list[str] = []
     monkeypatch.setattr(heartbeat_module, "say", told.append)
-    heartbeat = Heartbeat(None, lambda: 3, lambda: 2, lambda *_, **__: None, tmp_path / "collectives.json")
+    heartbeat = Heartbeat(
+        None, WatchedSteps(lambda: 3, lambda: 2), lambda *_, **__: None, tmp_path / "collectives.json"
+    )
     heartbeat._set_timer(0.01)
     wait_until(lambda: time.monotonic() > heartbeat._stacks_at, "the timeout")
     then(heartbeat)

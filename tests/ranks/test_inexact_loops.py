@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.events import sentence
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.messages import sentence
 from tests import ddp
 from tests.trainings import events_of
 

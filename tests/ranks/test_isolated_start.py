@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.recording import recorded
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.recording import recorded
 from clusterddp.slurm.batch import batch_script
 from tests.waiting import story
 

@@ -235,6 +235,7 @@ def held_out_loss(said: str) -> str:
     return found[1]
 
 
+@pytest.mark.product  # gpu/test_jobs.py runs it, test_exact_resume.py trains a smaller model
 def test_charlm_learns_more_than_character_frequencies(charlm: tuple[RunDirectory, str]) -> None:
     """Well below what a model without context can reach on that text, and far below a uniform guess (5.55)."""
     text = script("charlm").load_text()
@@ -275,6 +276,7 @@ def test_skew_a_long_timeout_waits_for_the_slow_rank_and_a_short_one_ends_the_at
 # ---- scaling
 
 
+@pytest.mark.product  # gpu/test_jobs.py runs it, the next test has the table, the one after it two ranks
 def test_scaling_shows_throughput_and_efficiency_over_ranks(run: RunDirectory) -> None:
     """From its own times: efficiency is a rank's step without DDP over the step with it on so many ranks."""
     said = submit(run, "scaling", "--", "--steps", "5", "--width", "64")

@@ -15,10 +15,6 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli import submission
-from clusterddp.cli.recording import check_not_held
-from clusterddp.cli.runs import status
-from clusterddp.cli.runs.cancel import cancel_run
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, process_start
@@ -26,6 +22,9 @@ from clusterddp.rundir import claims
 from clusterddp.rundir.claims import write_claim
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs import run_status, submission
+from clusterddp.runs.cancellation import cancel_run
+from clusterddp.runs.recording import check_not_held
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease, main
 from clusterddp.supervisor.controller import LocalController
@@ -77,7 +76,7 @@ def test_a_local_run_that_was_stopped_can_be_continued_under_another_host_name(
     be_elsewhere(monkeypatch)
     check_not_held(run)
     assert not lease.local_loop_alive(run)
-    assert "stopped (interrupted); continue with" in status.state_of(run)[1]
+    assert "stopped (interrupted); continue with" in run_status.state_of(run)[1]
 
 
 def test_a_run_of_an_unreachable_machine_can_be_taken_over(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +261,7 @@ def test_two_submissions_of_one_run_directory_at_the_same_moment_are_one(
     def second() -> None:
         with pytest.raises(RunDirectoryError) as error:
             submission.check(JOB, str(run))
-            submission.submit_to_slurm(JOB, str(run), None)
+            submission.submit_to_slurm(JOB, str(run))
         refused.append(str(error.value))
 
     def sbatch(*_: object) -> str:
@@ -272,7 +271,8 @@ def test_two_submissions_of_one_run_directory_at_the_same_moment_are_one(
     monkeypatch.setattr(submission, "fit_to_cluster", lambda job, required: job)
     monkeypatch.setattr("clusterddp.slurm.batch.submit", sbatch)
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: JobInfo("41", "PENDING", "", "", 0, None, None))
-    submission.submit_to_slurm(JOB, str(run), lambda _: second())
+    monkeypatch.setattr("clusterddp.runs.recording.write_code", lambda *_: None if refused else second())
+    submission.submit_to_slurm(JOB, str(run))
     second()
     assert "is being submitted by process" in refused[0] and "is being submitted by process" in refused[1]
     assert "held by job 41 (PENDING)" in refused[2]

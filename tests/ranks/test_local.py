@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -14,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli import local
-from clusterddp.cli.progress import Progress
 from clusterddp.errors import UNCONFIRMED
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs import local
+from clusterddp.runs.progress import Progress
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.controller import give_notice
 from tests.cluster.system import Process
@@ -339,6 +340,18 @@ def test_on_a_full_disk_the_end_is_reported_on_the_terminal(
     assert "cannot write the history (File too large)" in done.stderr
     assert "Traceback" not in done.stderr
     assert run.outcome() is None
+
+
+def test_ctrl_c_saves_although_the_loop_cannot_write(run: RunDirectory) -> None:
+    """On a full disk nobody can tell the supervisor why the ranks stop; the ranks save where they can."""
+    process = start(run, *TRAINING, *whole(0.02))
+    wait_for_step(run, 0)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert f"cannot write {run.notice_file} (File too large)" in said
+    assert re.search(r"at step (\d+), checkpoint \1 committed, stopped", said, re.IGNORECASE), said
 
 
 def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) -> None:

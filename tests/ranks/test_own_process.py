@@ -52,3 +52,30 @@ def test_a_script_that_changes_everything_in_its_process_ends_like_any_other(
     assert done.returncode == code, done.stderr
     assert said in done.stderr and done.stderr.count("Traceback") == (end == "raises")
     assert (run.outcome() or {})["state"] == ("completed" if code == 0 else "failed")
+
+
+DELETES_LOGS = """
+import os, shutil, time
+import torch
+import clusterddp
+from tests.descent import Descent
+
+with clusterddp.init() as ctx:
+    model = torch.nn.Linear(1, 1)
+    data = torch.utils.data.TensorDataset(torch.ones(400, 1))
+    run = ctx.run(model=model, optimizer=Descent(model), loader=ctx.loader(data, batch_size=1))
+    for _ in run.steps(400):
+        time.sleep(0.05 * (ctx.attempt == 0))
+        if ctx.attempt == 0 and run.step == 2:
+            shutil.rmtree(os.path.join(ctx.run_dir, "logs"))
+"""
+
+
+def test_a_run_continues_after_its_script_has_deleted_the_logs(tmp_path: Path) -> None:
+    """The next attempt has its log there."""
+    run = RunDirectory(tmp_path / "run")
+    script = tmp_path / "deletes_logs.py"
+    script.write_text(DELETES_LOGS)
+    done = submit(run, str(script), "--device", "cpu", "--preempt-after", "4")
+    assert done.returncode == 0, done.stderr
+    assert (run.outcome() or {})["state"] == "completed" and (run.outcome() or {})["attempts"] == 2

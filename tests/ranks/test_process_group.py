@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from clusterddp import environment
-from clusterddp.distributed import process_group, store
-from clusterddp.distributed.process_group import choose_backend, choose_devices
+from clusterddp.distributed import devices, process_group, store
+from clusterddp.distributed.devices import choose_devices
+from clusterddp.distributed.process_group import choose_backend
 from clusterddp.distributed.wrapping import wrap
 from clusterddp.errors import DeviceError, LauncherEnvironmentError
 from clusterddp.training import settings
@@ -107,13 +108,13 @@ def test_a_gpu_is_known_by_its_pci_address_where_torch_has_no_uuid(
     library = tmp_path / "libc10_cuda.so"
     compiler = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     subprocess.run(compiler, input=PCI_OF_DEVICE, text=True, check=True)
-    monkeypatch.setattr(process_group, "TORCH_LIBRARIES", tmp_path)
-    found = [process_group.gpu_identity(torch.device("cuda", index)) for index in (0, 1)]
+    monkeypatch.setattr(devices, "TORCH_LIBRARIES", tmp_path)
+    found = [devices.gpu_identity(torch.device("cuda", index)) for index in (0, 1)]
     assert found == [f"0000:{bus}:00.0 on {socket.gethostname()}" for bus in (17, 18)]
     with pytest.raises(DeviceError, match=r"cannot identify GPU cuda:2: cudaDeviceGetPCIBusId returned error 101"):
-        process_group.gpu_identity(torch.device("cuda", 2))
+        devices.gpu_identity(torch.device("cuda", 2))
     without.uuid = "1a2b3c4d-5e6f"
-    assert process_group.gpu_identity(torch.device("cuda", 0)) == "1a2b3c4d-5e6f"
+    assert devices.gpu_identity(torch.device("cuda", 0)) == "1a2b3c4d-5e6f"
 
 
 @pytest.mark.parametrize(

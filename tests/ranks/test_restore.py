@@ -53,22 +53,9 @@ def test_an_optimizer_that_keeps_what_was_read_shares_it_with_nobody(saved: Path
     assert restored(saved, tmp_path, "twice", 1) == ["step 2\n"]
 
 
-def test_a_checkpoints_progress_is_known_before_its_tensors_are_read(saved: Path, tmp_path: Path) -> None:
-    """On all ranks; of the previous one, too, when the newest turns out to be damaged. Entries with tensors wait."""
-    newest, previous = (({"epoch": step, "pair": (1, 2)}, step) for step in (2, 1))
-    first, second = restored(saved, tmp_path, "announced", 2)
-    assert first.splitlines()[-1] == str([newest, "data", previous, "data"])
-    assert second.splitlines()[-1] == str([newest, previous])
-
-
 def test_the_ranks_of_a_host_restore_in_three_collectives(saved: Path, tmp_path: Path) -> None:
     """Each takes as long as a part of the reading, if the state is small."""
     assert restored(saved, tmp_path, "counted", 2) == ["broadcast gather broadcast\n"] * 2
-
-
-def test_a_process_that_starts_during_a_restore_does_not_keep_its_memory(saved: Path, tmp_path: Path) -> None:
-    """Before the fork, in the child, afterwards; rank 1 opens the memory after the fork."""
-    assert restored(saved, tmp_path, "forked", 2) == ["[1, 0, 0]\n", "[0, 0, 0]\n"]
 
 
 def test_json_of_any_length_reaches_all_ranks(saved: Path, tmp_path: Path) -> None:

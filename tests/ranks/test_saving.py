@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.checkpoint import snapshot
+from clusterddp.checkpoint import memory_blocks, snapshot
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
-from clusterddp.checkpoint.memory import anonymous
 from clusterddp.checkpoint.state import load_state, state_of
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.writer import Messages, Writer
@@ -256,7 +255,7 @@ def test_a_failed_write_leaves_no_file_behind_and_keeps_the_previous_one(
 FULL_DISK = """
 import os, sys, torch
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training.log.values import Logged
+from clusterddp.training.logged_values import Logged
 from tests.crash.subject import saver_of
 
 run = RunDirectory(sys.argv[1])
@@ -339,7 +338,7 @@ def test_where_memfds_are_refused_the_snapshot_is_a_file_without_a_name(
     monkeypatch.setattr(os, "memfd_create", refuse)
     files = set(directory.private.iterdir())
     if not shared_memory:
-        monkeypatch.setattr(anonymous, "SHARED_MEMORY", Path("/proc"))
+        monkeypatch.setattr(memory_blocks, "SHARED_MEMORY", Path("/proc"))
     checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
     try:
         checkpoint_client.prepare(state())
@@ -360,8 +359,8 @@ def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
         (tmp_path / path / "memory.max").write_text(f"{most}\n")
         (tmp_path / path / "memory.current").write_text(f"{used}\n")
         (tmp_path / path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert anonymous.left_in_cgroups(tmp_path, "/a/b", "memory.max", "memory.current") == 650000
-    assert 1 << 20 < anonymous.free_memory() < 1 << 50
+    assert memory_blocks.left_in_cgroups(tmp_path, "/a/b", "memory.max", "memory.current") == 650000
+    assert 1 << 20 < memory_blocks.free_memory() < 1 << 50
 
 
 def test_the_writer_exits_with_its_rank(directory: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import subprocess
 import sys
@@ -86,45 +84,6 @@ def test_mlflow_has_each_counted_step_once_with_the_values_that_count(run: RunDi
         ]
     assert [metric.timestamp for metric in history("loss")] == [round(line["time"] * 1000) for line in lines]
     assert (found.info.status, found.info.run_name, found.data.params["seed"]) == ("FINISHED", "run", "0")
-
-
-def test_media_are_in_all_once_each_with_those_that_count(run: RunDirectory) -> None:
-    """Every fifth step, also where a killed attempt had logged them before."""
-    expected = [(line["step"], line["by"]) for line in tracker_files.counted(run) if line["step"] % 5 == 0]
-    logged = [json.loads(line) for line in run.media_file.read_text().splitlines()]
-    assert len(logged) > 3 * len(expected)
-    shown = tracker_files.in_tensorboard(run)
-    images = [(event.step, _pixel(event.encoded_image_string)) for event in shown.Images("drawn")]
-    histograms = [(event.step, event.histogram_value.num) for event in shown.Histograms("weights")]
-    assert images == expected
-    assert tracker_files.texts(run, "said") == [(step, f"<by> {attempt}") for step, attempt in expected]
-    assert histograms == [(step, 4) for step, _ in expected]
-    for folder, rows in zip(sorted(run.wandb.glob("offline-run-*")), tracker_files.in_wandb(run), strict=True):
-        found = [row for row in rows[1] if "drawn/path" in row or "drawn" in row]
-        for row in found:
-            assert expected.pop(0) == (row["_step"], row["by"])
-            assert {"weights", "said", "drawn"} <= {name.split("/")[0] for name in row}
-        assert len(list(folder.glob("files/media/images/*.png"))) == len(found)
-    assert expected == []
-
-
-def test_media_are_files_of_the_mlflow_run(run: RunDirectory) -> None:
-    """Once each, in a folder for each name."""
-    expected = [(line["step"], line["by"]) for line in tracker_files.counted(run) if line["step"] % 5 == 0]
-    (folder,) = run.path.parent.glob("artifacts/*/artifacts/media")
-    texts = [(folder / f"said/step-{step:012}.txt").read_text() for step, _ in expected]
-    assert texts == [f"<by> {attempt}" for _, attempt in expected]
-    assert len(list((folder / "said").iterdir())) == len(list((folder / "weights").iterdir())) == len(expected)
-    assert [_pixel(path.read_bytes()) for path in sorted((folder / "drawn").iterdir())] == [by for _, by in expected]
-
-
-def _pixel(content: bytes) -> int:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(content)) as image:
-        assert image.size == (4, 2)
-        pixel = image.getpixel((0, 0))
-    return int(pixel[0])
 
 
 def test_status_says_how_to_see_the_run(run: RunDirectory) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker.saved_file import SavedFile
+from clusterddp.worker.own_saves import SavedFile
 from tests.waiting import preempt_local, wait_until
 
 LOOKED_AT = ("saved", "not_read")
@@ -97,6 +97,33 @@ def test_a_rank_that_hangs_between_two_calls_is_found_and_restarted(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     hung = [event["rank"] for event in run.events() if event["event"] == "hung"]
     assert hung == [1], run.events()
+    assert run.attempts() == [0, 1] and (run.outcome() or {})["state"] == "completed"
+
+
+HOLDS_THE_GIL = """
+import ctypes, os, time, torch
+weight = torch.nn.Parameter(torch.zeros(()))
+optimizer = torch.optim.SGD([weight], lr=1.0)
+for step in range(20):
+    weight.sum().backward()
+    optimizer.step()
+    time.sleep(0.05)  # there are heartbeats
+if os.environ["RANK"] == "1" and os.environ["CLUSTERDDP_ATTEMPT"] == "0":
+    ctypes.PyDLL(None).pause()
+"""
+
+
+@pytest.mark.product
+def test_a_rank_that_stands_still_once_others_have_ended_is_found_and_restarted(tmp_path: Path) -> None:
+    """As one that frees its process group while a thread of gloo waits for the GIL (torch 2.13)."""
+    script, run = tmp_path / "holds.py", RunDirectory(tmp_path / "run")
+    script.write_text(HOLDS_THE_GIL)
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(script)]
+    command += ["--device", "cpu", "--gpus", "2", "--set", "watchdog.step_s=1", "--set", "watchdog.start_s=20"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (hung,) = [event for event in run.events() if event["event"] == "hung"]
+    assert hung["late"] == [1] and "no heartbeat since" in hung["what"]
     assert run.attempts() == [0, 1] and (run.outcome() or {})["state"] == "completed"
 
 

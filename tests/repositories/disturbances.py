@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from clusterddp.process import descendants
+from clusterddp import protocol
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.ddp import REPOSITORY
 from tests.gpu import build
@@ -164,13 +164,21 @@ def log_of(directory: RunDirectory, attempt: int) -> str:
 def _kill_a_rank(process: subprocess.Popen[bytes], directory: RunDirectory, moment: str) -> bool:
     """Kills the last rank once attempt 0's log has the moment; False if the run ended before."""
     while process.poll() is None:
-        if re.search(moment, log_of(directory, 0), re.MULTILINE):
-            ranks = [pid for pid in descendants(process.pid) if _variable(pid, "RANK") and _is_rank(pid)]
-            if ranks:
-                os.kill(max(ranks, key=lambda pid: int(_variable(pid, "RANK") or 0)), signal.SIGKILL)
-                return True
+        if re.search(moment, log_of(directory, 0), re.MULTILINE) and (ranks := ranks_of(directory)):
+            os.kill(ranks[-1], signal.SIGKILL)
+            return True
         time.sleep(0.05)
     return False
+
+
+def ranks_of(directory: RunDirectory) -> list[int]:
+    """The processes that are the run's ranks on this machine, in order."""
+    found: list[tuple[int, int]] = []
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        rank = _variable(pid, "RANK") or _variable(pid, "SLURM_PROCID")
+        if rank and _is_rank(pid) and _variable(pid, protocol.RUN_DIR) == str(directory):
+            found.append((int(rank), pid))
+    return [pid for _, pid in sorted(found)]
 
 
 def _is_rank(pid: int) -> bool:

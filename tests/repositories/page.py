@@ -22,8 +22,6 @@ HEADINGS = {
 }
 LINES = "with lines for no lost step"
 PREEMPTED = {name: HEADINGS[name] for name in ("before", "middle", "end")}
-#: Repositories that were meant to be in the table, and why they were not run.
-NOT_RUN: dict[str, str] = {}
 INTRODUCTION = """\
 # Tested repositories
 
@@ -41,12 +39,8 @@ The last column is another preemption in the middle, after
 [the lines that save at a stop](../guide/existing-repository.md#two-lines-for-no-lost-step) were added. Their number
 counts added and changed lines without `import clusterddp`, with the save and `requeue()` on one line.
 
-**Not all cells are filled, and they are not all of one commit.** *Not run* means that nothing is known. On the machine
-of this measurement most runs took ten times as long as they should, and those without an outcome after 15 minutes are
-left out. Cells without a metric, and the row of transformers, were measured on earlier commits of the same day, with
-somewhat larger models and a coarser metric. In two of accelerate's runs, one rank hung after its last step, while its
-script freed what was left of gloo's process group. No other thread of that rank ran meanwhile, and clusterddp did not
-end it within 13 minutes.
+*Completed within the notice* means that the run was over before its ranks had stopped. A batch counts as repeated if it
+was trained on twice. With gradient accumulation, as in yolov5, such a batch was part of no optimizer step before.
 """
 
 
@@ -78,8 +72,6 @@ def page(entries: Sequence[Repository], measured: Mapping[str, Any]) -> str:
         _table(["repository", *PREEMPTED.values()], _on_slurm(entries, measured)),
     ]
     parts += [_section(entry) for entry in entries]
-    if NOT_RUN:
-        parts += ["## Not run", "", *(f"- {name}: {why}" for name, why in NOT_RUN.items()), ""]
     return "\n".join(parts)
 
 
@@ -98,10 +90,17 @@ def short_table(entries: Sequence[Repository], measured: Mapping[str, Any]) -> s
                 str(entry.changed_lines),
                 f"{good} of {len(disturbed)}" if disturbed else "not run",
                 _repeated(middle, whole) if middle and whole else "",
+                _with_lines(results.get("lines"), whole),
             ]
         )
-    rows += [[name, "", "", "not run", ""] for name in NOT_RUN]
-    return _table(["repository", "job definition", "changed lines", "completed", "repeated (middle)"], rows)
+    head = ["repository", "job definition", "changed lines", "completed", "repeated (middle)", "with lines"]
+    return _table(head, rows)
+
+
+def _with_lines(result: Result | None, whole: Result | None) -> str:
+    if result is None or whole is None or not result.complete(whole):
+        return ""
+    return f"{_repeated(result, whole)}, {result.lines} line{'s' * (result.lines > 1)}"
 
 
 def _versions(entries: Sequence[Repository], measured: Mapping[str, Any]) -> str:
@@ -147,6 +146,8 @@ def _cell(result: Result, whole: Result) -> str:
     state = result.state or "no outcome"
     if result.state == "completed" and not result.confirmed:
         state = "completed, not confirmed"
+    if result.attempts == 1:
+        state += " within the notice"
     missing = whole.steps - result.steps
     parts = [f"**{state}**" if not result.complete(whole) else state]
     parts += [f"{missing} steps missing"] if missing > 0 else []

@@ -5,13 +5,25 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from clusterddp.process import descendants
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.ddp import REPOSITORY
-from tests.repositories.disturbances import LIMIT_S, Result, environment, log_of, outcome_of, working_folder, write_job
+from tests.repositories.disturbances import (
+    LIMIT_S,
+    Result,
+    environment,
+    log_of,
+    outcome_of,
+    ranks_of,
+    working_folder,
+    write_job,
+)
 from tests.repositories.entries import Copy
 from tests.trainings import Training
 from tests.waiting import wait_until
@@ -39,14 +51,40 @@ def run(copy: Copy, cell: str, python: Path, cluster: Cluster, kept: Path) -> Re
     reached = lambda: re.search(moment, log_of(directory, 0), re.MULTILINE) or directory.outcome()  # noqa: E731
     try:
         wait_until(reached, f"{moment!r} in the log of {copy.repository.name}", LIMIT_S)
-        if disturbed := directory.outcome() is None:
-            training.preempt()
+        disturbed = _preempt(training)
         training.wait(directory.outcome, "the run to be over", LIMIT_S)
     finally:
         shutil.rmtree(kept, ignore_errors=True)
         shutil.copytree(directory.path, kept, symlinks=True, ignore_dangling_symlinks=True)
     found = outcome_of(copy, directory, cell, time.monotonic() - began)
     return Result(**{**found, "disturbed": disturbed})
+
+
+def _preempt(training: Training) -> bool:
+    """Stops the ranks until the job is told to end, as some make all their steps in less time than that takes.
+
+    Returns False if the run was over before.
+    """
+    processes = [pid for rank in ranks_of(training.run) for pid in (rank, *descendants(rank))]
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    if training.run.outcome():
+        return False
+    try:
+        training.preempt()
+        training.wait(lambda: any(event["event"] == "notice" for event in training.run.events()), "the notice", 20)
+    finally:
+        for pid in filter(_is_stopped, processes):
+            os.kill(pid, signal.SIGCONT)
+    return True
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+    except OSError:
+        return False
 
 
 def _is_passed_on(name: str) -> bool:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint import file_format, memory_blocks
+from clusterddp.checkpoint import restore as restoring
 from clusterddp.checkpoint.checkpoint_folder import CheckpointFolder
-from clusterddp.checkpoint.memory import anonymous, host_memory
 from clusterddp.checkpoint.restore import restore
 from clusterddp.checkpoint.state import load_state
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints
-from clusterddp.distributed import hosts
+from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.distributed import collectives
 from clusterddp.distributed.collectives import _AT_ONCE, broadcast_json
 from clusterddp.errors import CheckpointError
 from clusterddp.jobdef.job import Keep
@@ -137,26 +137,8 @@ def twice(folder: Path) -> None:
     assert weight.data_ptr() % 64 == 0 and weight.untyped_storage().nbytes() == weight.nbytes
 
 
-def announced(folder: Path) -> None:
-    """The progress of each checkpoint that is tried, before its tensors are read; damaged is the newest."""
-    newer = max((folder / "checkpoints").iterdir())
-    flip(newer, newer.stat().st_size - 200)
-    seen: list[object] = []
-    real = Checkpoint.read_data
-
-    def read_data(self: Checkpoint, *arguments: Any) -> Any:
-        seen.append("data")
-        return real(self, *arguments)
-
-    Checkpoint.read_data = read_data  # type: ignore[method-assign]
-    checkpoints = Checkpoints(RunDirectory(folder), 0, Keep()) if RANK == 0 else None
-    restore(checkpoints, CPU, on_found=lambda progress, step: seen.append((progress, step)))
-    flip(newer, newer.stat().st_size - 200)
-    print([one for one in seen if RANK == 0 or one != "data"], flush=True)
-
-
 def counted(folder: Path) -> None:
-    """The collectives of a restore, then what a process that is forked meanwhile has of the memory."""
+    """The collectives of a restore."""
     calls: list[str] = []
     for name in ("broadcast", "gather", "all_gather", "all_reduce", "barrier"):
         setattr(dist, name, counting(name, calls))
@@ -173,28 +155,6 @@ def counting(name: str, calls: list[str]) -> Callable[..., Any]:
         return real(*arguments, **named)
 
     return call
-
-
-def forked(folder: Path) -> None:
-    """A process, such as a loader's worker, is forked once the head is there, when rank 0 has made the memory."""
-    answer, into = os.pipe()
-    before: list[int] = []
-
-    def fork(*_: object) -> None:
-        before.append(open_memory())
-        if not os.fork():
-            os.write(into, b"%d" % open_memory())
-            os._exit(0)
-
-    checkpoints = Checkpoints(RunDirectory(folder), 0, Keep()) if RANK == 0 else None
-    restore(checkpoints, CPU, on_found=fork)
-    print([*before, int(os.read(answer, 1)), open_memory()], flush=True)
-
-
-def open_memory() -> int:
-    """How many files of this process are a checkpoint's memory."""
-    names = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return sum("memfd:clusterddp" in name for name in names)
 
 
 def lengths(_: Path) -> None:
@@ -234,23 +194,23 @@ def small_shared_memory(folder: Path) -> None:
 def stranger(folder: Path) -> None:
     """A rank that may not open what the first rank of its host has made."""
     if RANK == 1:
-        host_memory._open = lambda *_: None
+        restoring._open = lambda *_: None
     attempt(folder)
 
 
 def little_memory(folder: Path) -> None:
-    hosts._host = lambda: RANK
-    host_memory.free_memory = lambda: 1000 if RANK == 1 else 1 << 40
+    collectives._host = lambda: RANK
+    restoring.free_memory = lambda: 1000 if RANK == 1 else 1 << 40
     attempt(folder)
 
 
 def two_hosts(folder: Path) -> None:
-    hosts._host = lambda: RANK // 2
+    collectives._host = lambda: RANK // 2
     damaged(folder)
 
 
 def own_hosts(folder: Path) -> None:
-    hosts._host = lambda: RANK
+    collectives._host = lambda: RANK
     attempt(folder)
 
 
@@ -261,7 +221,7 @@ def killed(folder: Path) -> None:
 
     def write(file: int, data: memoryview, position: int) -> None:
         if position > file_format.CHUNK:
-            assert str(anonymous.SHARED_MEMORY) in os.readlink(f"/proc/self/fd/{file}")
+            assert str(memory_blocks.SHARED_MEMORY) in os.readlink(f"/proc/self/fd/{file}")
             os.kill(os.getpid(), signal.SIGKILL)
         real(file, data, position)
 

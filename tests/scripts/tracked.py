@@ -26,9 +26,6 @@ for (x,) in run.steps(steps):
     loss.backward()
     optimizer.step()
     run.log(loss=loss, by=ctx.attempt)
-    if run.step % 5 == 0:
-        image, weights = torch.full((3, 2, 4), ctx.attempt, dtype=torch.uint8), model.weight
-        run.log_media(images={"drawn": image}, histograms={"weights": weights}, text={"said": f"<by> {ctx.attempt}"})
     time.sleep(0.02)
     if (ctx.attempt, run.step) == (killed, at):
         written = f"tensorboard/*.attempt-{killed}"

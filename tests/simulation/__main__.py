@@ -24,7 +24,7 @@ PROTOCOL = (
     *(f"supervisor/{name}.py" for name in ("attempt", "controller", "decide", "history", "hook", "lease", "limits")),
     *(f"supervisor/{name}.py" for name in ("main", "monitor", "recovery", "requests", "verdict")),
     *("slurm/cause.py", "slurm/commands.py", "slurm/preemption_policy.py", "slurm/queue.py", "slurm/run_states.py"),
-    *("cli/runs/watch.py", "cli/runs/wait.py", "cli/runs/cancel.py", "cli/steering/asking.py"),
+    *("runs/run_watch.py", "runs/run_ends.py", "runs/cancellation.py", "runs/requests.py"),
 )
 
 

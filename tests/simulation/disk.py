@@ -14,12 +14,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from clusterddp.rundir.files import finite
-from tests.simulation.world import EPOCH, World
+from tests.simulation.world import EPOCH, Killed, World
 
 
 @dataclass
@@ -35,10 +35,20 @@ class Node:
     names: dict[str, None] = field(default_factory=dict)
 
 
+class Status(NamedTuple):
+    """What ``os.stat`` tells."""
+
+    st_ino: int
+    st_mtime: float
+    st_size: int
+    st_uid: int = os.geteuid()
+
+
 class Disk:
     """The shared file system. ``lag_s``: for how long a node believes what it has seen of a folder."""
 
-    def __init__(self, world: World, lag_s: float = 0.0, slow: float = 0.0) -> None:
+    def begin(self, world: World, lag_s: float = 0.0, slow: float = 0.0) -> None:
+        """An empty disk. Histories share the object, as its methods are put in many places."""
         self.world, self.lag_s, self.slow = world, lag_s, slow
         self.nodes: dict[str, Node] = {"/": Node(1, 0.0, "", folder=True)}
         self._inodes = 1
@@ -53,26 +63,30 @@ class Disk:
     def _step(self, path: Path, write: bool = False) -> None:
         """A point at which the process may be switched or killed, and the operation may fail."""
         world = self.world
-        if world.thread is None:
+        thread = world.thread
+        if thread is None:
             return
-        world.current()
+        if not thread.process.alive:
+            raise Killed
         if self.slow and world.random.random() < self.slow:
             world.sleep(world.random.expovariate(2.0))
-        until, code, percent = self.broken
-        if until > world.now and (write or code != errno.ENOSPC) and world.random.random() * 100 < percent:
-            raise OSError(code, os.strerror(code), str(path))
+        if self.broken[0] > world.now:
+            _, code, percent = self.broken
+            if (write or code != errno.ENOSPC) and world.random.random() * 100 < percent:
+                raise OSError(code, os.strerror(code), str(path))
 
     def _seen(self, path: str) -> Node | None:
         """What the calling node sees there."""
-        node = self.nodes.get(path)
-        if not self.lag_s or self.world.thread is None:
+        node, thread = self.nodes.get(path), self.world.thread
+        if not self.lag_s or thread is None:
             return node
-        looked = self._looked_at(_above(path))
-        return None if node is None or (node.created > looked and node.node != self.world.process.node) else node
+        here = thread.process.node
+        looked = self._looked_at(here, _above(path))
+        return None if node is None or (node.created > looked and node.node != here) else node
 
-    def _looked_at(self, folder: str) -> float:
-        """When the calling node has looked into a folder, which may be now."""
-        here, now = self.world.process.node, self.world.now
+    def _looked_at(self, here: str, folder: str) -> float:
+        """When a node has looked into a folder, which may be now."""
+        now = self.world.now
         looked = self._looked.get((here, folder), -1e9)
         if now - looked >= self.lag_s:
             looked = self._looked[here, folder] = now
@@ -84,25 +98,23 @@ class Disk:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         return node
 
-    def _add(self, path: Path, folder: bool = False) -> Node:
-        name = str(path)
+    def _add(self, name: str, folder: bool = False) -> Node:
         folder_above = _above(name)
         above = self.nodes.get(folder_above)
         if above is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         self._inodes += 1
         where = self.world.process.node if self.world.thread is not None else ""
         node = self.nodes[name] = Node(self._inodes, self.world.now, where, folder)
-        above.names[path.name] = None
+        above.names[_name(name)] = None
         self._looked[where, folder_above] = self.world.now
         return node
 
-    def _remove(self, path: Path) -> None:
-        name = str(path)
+    def _remove(self, name: str) -> None:
         if self.world.thread is not None:
             self._looked[self.world.process.node, _above(name)] = self.world.now
         if self.nodes.pop(name, None) is not None:
-            self.nodes[_above(name)].names.pop(path.name, None)
+            self.nodes[_above(name)].names.pop(_name(name), None)
 
     # --- clusterddp/rundir/files.py
 
@@ -113,7 +125,7 @@ class Disk:
             if exist_ok:
                 return
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-        self._add(path, folder=True)
+        self._add(str(path), folder=True)
 
     def create_folder(self, path: Path, exist_ok: bool = False) -> None:
         """As in files.py."""
@@ -131,16 +143,28 @@ class Disk:
 
     def write_atomically(self, path: Path, content: str | bytes, mode: int | None = None) -> None:
         """As in files.py."""
-        with self.replacing(path, mode) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+        temporary = self._temporary_of(path)
+        try:
+            self._step(path, write=True)
+        except Exception:
+            self._remove(temporary)
+            raise
+        self.nodes[temporary].data = content.encode() if isinstance(content, str) else content
+        self._move(temporary, str(path))
+
+    def _temporary_of(self, path: Path) -> str:
+        """A new file beside one that it is to replace."""
+        self._temporary += 1
+        name = str(path)
+        temporary = f"{_above(name)}/.{_name(name)}.{self._temporary:08x}.tmp"
+        self._step(path, write=True)
+        self._add(temporary)
+        return temporary
 
     @contextmanager
     def replacing(self, path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
         """As in files.py."""
-        self._temporary += 1
-        temporary = path.with_name(f".{path.name}.{self._temporary:08x}.tmp")
-        self._step(path, write=True)
-        self._add(temporary)
+        temporary = self._temporary_of(path)
         file = io.BytesIO()
         try:
             yield file
@@ -148,20 +172,20 @@ class Disk:
         except Exception:
             self._remove(temporary)
             raise
-        self.nodes[str(temporary)].data = file.getvalue()
-        self._move(temporary, path)
+        self.nodes[temporary].data = file.getvalue()
+        self._move(temporary, str(path))
 
-    def _move(self, old: Path, new: Path) -> None:
-        node = self.nodes[str(old)]
-        before = self.nodes.get(str(new))
+    def _move(self, old: str, new: str) -> None:
+        node = self.nodes[old]
+        before = self.nodes.get(new)
         self._remove(old)
         if before is not None:  # the name is known already
             node.created, node.node = before.created, before.node
         else:
             node.created = self.world.now
         node.changed = self.world.now
-        self.nodes[str(new)] = node
-        self.nodes[str(new.parent)].names[new.name] = None
+        self.nodes[new] = node
+        self.nodes[_above(new)].names[_name(new)] = None
 
     def write_json(self, path: Path, value: Mapping[str, Any], mode: int | None = None) -> None:
         """As in files.py."""
@@ -170,8 +194,8 @@ class Disk:
     def append_line(self, path: Path, value: Mapping[str, Any]) -> None:
         """As in files.py: of a process that is killed meanwhile, a part of the line stays."""
         self._step(path, write=True)
-        node = self.nodes.get(str(path)) or self._add(path)
-        before, data = node.data, (json.dumps(finite(value), allow_nan=False) + "\n").encode()
+        node = self.nodes.get(str(path)) or self._add(str(path))
+        before, data = node.data, (_ENCODER.encode(finite(value)) + "\n").encode()
         if self.slow and self.world.random.random() < self.slow:
             node.data = before + data[: len(data) // 2]
             try:
@@ -188,20 +212,20 @@ class Disk:
     def unlink(self, path: Path) -> None:
         """As in files.py."""
         self._step(path, write=True)
-        self._remove(path)
+        self._remove(str(path))
 
     def rename(self, old: Path, new: Path) -> None:
         """As in files.py."""
         self._step(new, write=True)
         self._there(old)
-        self._move(old, new)
+        self._move(str(old), str(new))
 
     def create_exclusively(self, path: Path, content: str, mode: int) -> bool:
         """As in files.py."""
         self._step(path, write=True)
         if str(path) in self.nodes:
             return False
-        node = self._add(path)
+        node = self._add(str(path))
         self._step(path)
         node.data, node.changed = content.encode(), self.world.now
         return True
@@ -215,9 +239,7 @@ class Disk:
         """As in files.py."""
         self._step(path)
         node = self._there(path)
-        return SimpleNamespace(
-            st_ino=node.inode, st_mtime=EPOCH + node.changed, st_size=len(node.data), st_uid=os.geteuid()
-        )
+        return Status(node.inode, EPOCH + node.changed, len(node.data))
 
     def resolved(self, path: Path) -> str:
         """As in files.py."""
@@ -229,8 +251,8 @@ class Disk:
         names = self._there(folder).names
         if not self.lag_s or self.world.thread is None:
             return list(names)
-        path, here = str(folder), self.world.process.node
-        looked = self._looked_at(path)
+        path, here = str(folder), self.world.thread.process.node
+        looked = self._looked_at(here, path)
         nodes = ((name, self.nodes[f"{path}/{name}"]) for name in names)
         return [name for name, node in nodes if node.created <= looked or node.node == here]
 
@@ -248,6 +270,17 @@ class Disk:
         """As in files.py."""
 
 
+#: As in files.py.
+_ENCODER = json.JSONEncoder(allow_nan=False)
+
+
+@cache
+def _name(path: str) -> str:
+    """The last part of a path."""
+    return path.rpartition("/")[2]
+
+
+@cache
 def _above(path: str) -> str:
     """The folder that a path is in."""
     return path.rpartition("/")[0] or "/"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli.runs import cancel, prune, wait, watch
-from clusterddp.cli.steering import asking, tell
+from clusterddp.cli import tell
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.jobdef.job import Job, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs import cancellation, pruning, requests, run_ends, run_watch
 from clusterddp.slurm import commands
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
@@ -22,7 +22,7 @@ from tests.simulation import product
 from tests.simulation.disk import Disk
 from tests.simulation.invariants import Invariants
 from tests.simulation.ranks import Cluster, Launcher, Rank, Script
-from tests.simulation.slurm import Batch, Settings, Slurm
+from tests.simulation.slurm import HAS_NODES, Batch, Settings, Slurm
 from tests.simulation.world import Process, World
 
 RUN = Path("/shared/runs/sim")
@@ -34,14 +34,18 @@ HUNG_S = 60.0
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens at a time: ``kind`` is a function below; ``draw`` decides its details."""
+    """Something that happens at a time: ``kind`` is a function below; ``draw`` decides its details.
+
+    ``moment``: a command, the first of which by a supervisor is the time's beginning.
+    """
 
     at: float
     kind: str
     draw: int
+    moment: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind} at {self.at:.1f} s"
+        return f"{self.kind} at {self.at:.1f} s{f' after {self.moment}' if self.moment else ''}"
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,16 @@ class Plan:
 SHARE = {"hang": 0.07, "tell stop": 0.2, "scancel": 0.25, "cancel": 0.25}
 
 
+#: Commands by which a supervisor continues a run.
+MOMENTS = ("scontrol requeue", "scontrol update", "sbatch --parsable")
+#: What may happen in such a moment, and what may be wrong with the controller then.
+STRIKING = (
+    *("scancel", "cancel", "tell stop", "submit again"),
+    *("lose a node", "preempt", "kill the supervisor", "requeue"),
+)
+TROUBLE = ("answers lost", "answers lost", "controller slow", "controller away")
+
+
 def drawn(seed: int) -> Plan:
     """The plan of a seed. Swarm testing: which kinds of faults may come is drawn first."""
     draw = random.Random(seed)
@@ -81,6 +95,7 @@ def drawn(seed: int) -> Plan:
         save_every=draw.choice((3, 5, 1000)),
         save_s=draw.choice((0.2, 2.0, 6.0)),
         import_s=draw.choice((2.0, 8.0)),
+        alone=seed % 8 == 5,
     )
     settings = Settings(
         release=draw.choice(("22.05", "24.11", "26.05")),
@@ -96,6 +111,8 @@ def drawn(seed: int) -> Plan:
         (Fault(length * 1.5 * draw.random(), draw.choice(kinds), draw.getrandbits(32)) for _ in range(count)),
         key=lambda fault: fault.at,
     )
+    if seed % 4 == 3:
+        faults = in_bursts(faults, random.Random(-seed))
     return Plan(
         seed,
         settings,
@@ -115,6 +132,19 @@ def drawn(seed: int) -> Plan:
     )
 
 
+def in_bursts(faults: Iterable[Fault], draw: random.Random) -> list[Fault]:
+    """Most of them come within seconds of the one before, and another one while a supervisor recovers."""
+    found: list[Fault] = []
+    for fault in faults:
+        after = draw.expovariate(0.1)
+        found.append(replace(fault, at=found[-1].at + after) if found and draw.random() < 0.7 else fault)
+    moment = draw.choice(MOMENTS)
+    found.append(Fault(12 * draw.random(), draw.choice(STRIKING), draw.getrandbits(32), moment))
+    if draw.random() < 0.5:
+        found.append(Fault(0.0, draw.choice(TROUBLE), draw.getrandbits(32), moment))
+    return sorted(found, key=lambda fault: fault.at)
+
+
 @dataclass
 class Result:
     """What became of a history."""
@@ -129,13 +159,17 @@ class Result:
     story: list[str] = field(default_factory=list)
 
 
+_DISK = Disk()
+
+
 class History:
-    """Plays a plan."""
+    """Plays a plan. One plays at a time."""
 
     def __init__(self, plan: Plan, traced: bool = False) -> None:
         self.plan = plan
         self.world = World(plan.seed, traced)
-        self.disk = Disk(self.world, plan.lag_s, plan.slow)
+        self.disk = _DISK
+        self.disk.begin(self.world, plan.lag_s, plan.slow)
         self.slurm = Slurm(self.world, plan.settings, self._launch)
         self.slurm.nodes_needed, self.slurm.time_limit_s = plan.job_nodes, plan.time_limit_s
         self.cluster = Cluster(self.world, self.slurm, self.disk, plan.script)
@@ -155,9 +189,9 @@ class History:
         )
         self.run = RunDirectory(RUN)
         self.invariants = Invariants(self)
-        self.world.check = self.invariants.check
         self.world.on_crash = self._on_crash
         self._users = 0
+        self._struck: set[Fault] = set()
         self.over_at: float | None = None
         #: Processes of ``watch``.
         self.watching: list[Process] = []
@@ -174,7 +208,9 @@ class History:
             node.created = -1e9
         self.user("submit", self._begin)
         for fault in plan.faults:
-            world.after(fault.at, self._strike, fault)
+            if not fault.moment:
+                world.after(fault.at, self._strike, fault)
+        self.slurm.on_command = self._on_command
         last = max((fault.at for fault in plan.faults), default=0.0)
         try:
             world.run(last + BOUND_S, self._is_over)
@@ -196,10 +232,13 @@ class History:
 
     def _is_over(self) -> bool:
         """A minute after the outcome."""
-        if self.over_at is None:
-            if self.invariants.settled():
-                self.over_at = self.world.now
+        if self.world.now >= self.invariants.look_at:
+            self.invariants.check()
+        if not self.invariants.settled():  # also if ``watch`` continues it after all
+            self.over_at = None
             return False
+        if self.over_at is None:
+            self.over_at = self.world.now
         return self.world.now > max(self.over_at, *(fault.at for fault in self.plan.faults), 0.0) + 400.0
 
     # --- actors
@@ -207,7 +246,7 @@ class History:
     def user(self, name: str, work: Callable[[], Any]) -> Process:
         """A command of a user on the login node."""
         self._users += 1
-        process = Process(self.world, f"{name} {self._users}", "login", {"SLURM_CLUSTER_NAME": "sim"})
+        process = Process(self.world, f"{name} {self._users}", "login", {"SLURM_CLUSTER_NAME": product.CLUSTER})
 
         def main() -> int:
             try:
@@ -234,8 +273,7 @@ class History:
             self._submit()
         except (SlurmError, OSError) as error:
             self.world.tell(self.world.process.name, str(error))
-            return bool(self.slurm.jobs)
-        return True
+        return bool(self.slurm.jobs)  # none if another command was just submitting it, in vain
 
     def _submit(self) -> int:
         """As ``clusterddp submit`` does, from the claim on."""
@@ -259,14 +297,14 @@ class History:
     def _watch(self) -> int:
         """As ``clusterddp watch``, without what it shows of the training."""
         self.watching.append(self.world.process)
-        watcher = watch.Watcher(self.run, self.job)
+        watcher = run_watch.Watcher(self.run, self.job)
         while not watcher.look():  # it looks at the outcome more often, which nothing depends on
-            self.world.sleep(max(watch.LOOK_S, watcher._ask_at - watch.time.monotonic()))
+            self.world.sleep(max(run_watch.LOOK_S, watcher._ask_at - run_watch.time.monotonic()))
         return watcher.result or 0
 
     def _wait(self) -> int:
         """As ``clusterddp wait``."""
-        code = wait.wait([self.run], None, False)
+        code = run_ends.wait([self.run], None, False)
         self.invariants.waited(code)
         return code
 
@@ -277,7 +315,7 @@ class History:
             "SLURM_JOB_PARTITION": "low",
             "SLURM_JOB_NUM_NODES": str(len(batch.nodes)),
             "SLURMD_NODENAME": batch.nodes[0],
-            "SLURM_CLUSTER_NAME": "sim",
+            "SLURM_CLUSTER_NAME": product.CLUSTER,
             **({"SLURM_RESTART_COUNT": str(batch.restarts)} if batch.restarts else {}),
         }
         process = Process(self.world, f"job {batch.id}.{batch.restarts}", batch.nodes[0], environ)
@@ -303,6 +341,13 @@ class History:
         self.world.violations.append(f"crash: {process.name}: {type(error).__name__}: {error} ({at})")
 
     # --- faults
+
+    def _on_command(self, who: str, command: str) -> None:
+        """Of a supervisor, what waits for it strikes."""
+        for fault in self.plan.faults:
+            if fault.moment == command and who.startswith("job ") and fault not in self._struck:
+                self._struck.add(fault)
+                self.world.after(fault.at, self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
         if self.over_at is None:
@@ -332,15 +377,15 @@ def _suspend(history: History, draw: random.Random) -> None:
 
 def _scancel(history: History, draw: random.Random) -> None:
     def work() -> None:
-        for job in list(history.slurm.jobs.values()):
-            if job.state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING"):
-                commands.cancel(job.id)
+        live = [job.id for job in history.slurm.jobs.values() if job.state in ("PENDING", *HAS_NODES)]
+        if live:
+            commands.run("scancel", *live)
 
     history.user("scancel", work)
 
 
 def _cancel(history: History, draw: random.Random) -> None:
-    history.user("cancel", lambda: cancel.cancel_run(history.run) and 0)
+    history.user("cancel", lambda: cancellation.cancel_run(history.run) and 0)
 
 
 def _submit_again(history: History, draw: random.Random) -> None:
@@ -351,7 +396,8 @@ def _lose_node(history: History, draw: random.Random) -> None:
     node = draw.choice(sorted({rank.process.node for rank in history.training}) or history.slurm.node_names)
     dead = draw.random() < 0.5
     lost_s = draw.choice((40.0 if dead else 5.0, 40.0, 500.0, 4000.0))
-    history.slurm.lose_node(node, lost_s, dead, history.cluster.on_node)
+    how = "loses its power" if dead else draw.choice(("is cut off", "is cut off", "stands still"))
+    history.slurm.lose_node(node, lost_s, how, history.cluster.on_node)
 
 
 def _controller_away(history: History, draw: random.Random) -> None:
@@ -414,17 +460,17 @@ def _tell_save(history: History, draw: random.Random) -> None:
 
 def _requeue_command(history: History, draw: random.Random) -> None:
     def work() -> int:
-        if history.run.outcome() is None and asking.waiting_job(history.run):
+        if history.run.outcome() is None and requests.waiting_job(history.run):
             return 0
-        attempt, _ = asking.request(history.run, "requeue")
-        return int(asking.await_end(history.run, attempt)["event"] == "stopped")
+        attempt, _ = requests.request(history.run, "requeue")
+        return int(requests.await_end(history.run, attempt)["event"] == "stopped")
 
     history.user("requeue", work)
 
 
 def _prune(history: History, draw: random.Random) -> None:
     def work() -> int:
-        return prune._delete_all([prune.plan_for(history.run, 1, logs=False)])
+        return pruning.delete_all([pruning.plan_for(history.run, 1, logs=False)])
 
     history.user("prune", work)
 

@@ -7,16 +7,17 @@ controller does, and otherwise every few simulated seconds.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import WAITED
-from clusterddp.protocol import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
+from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
 from clusterddp.slurm.cause import Cause
 from tests.simulation.ranks import Rank, sample_of, trained
-from tests.simulation.slurm import HAS_NODES, Batch
+from tests.simulation.slurm import HAS_NODES, REGISTERS_S, Batch
 from tests.simulation.world import EPOCH, Process
 
 if TYPE_CHECKING:
@@ -26,8 +27,14 @@ if TYPE_CHECKING:
 LOOK_S = 5.0
 #: How long two attempts may train at a time where all of it can be seen, and a job may hold nodes without ranks.
 TOGETHER_S, IDLE_S = 60.0, 120.0
+#: How long a job may wait for a node that is lost, while its supervisor can ask the controller.
+LOST_S = 90.0
 #: The same for a job of which a rank has failed: the others may use a notice to save.
 INCOMPLETE_S = 200.0
+#: Of ranks that fail so closely together, the first message to arrive decides which was the first.
+TOLD_S = 0.1
+#: Between a look at the disk, or a question to Slurm, and what follows from it.
+SLOW_S = 5.0
 #: A history has an end.
 MOST_EVENTS = 30_000
 #: Faults after which a run that is watched must complete.
@@ -45,6 +52,12 @@ HINDERING = frozenset(
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: How often an attempt's supervisor may ask Slurm: so many times, and once in so many seconds.
 ASKED, ASKED_EVERY_S = 45, 10.0
+
+
+@lru_cache(4096)
+def _loaded(text: bytes) -> Any:
+    """What is read here is not changed."""
+    return json.loads(text)
 
 
 @cache
@@ -71,17 +84,19 @@ class Invariants:
     def __init__(self, history: History) -> None:
         self._history, self._world = history, history.world
         self.attempts: dict[int, Trained] = {}
-        self._look_at = 0.0
+        #: When `check` is due.
+        self.look_at = 0.0
         self._together_since: float | None = None
         self._idle_since: dict[str, float] = {}
         self._incomplete_since: dict[str, float] = {}
+        self._waits_since: dict[str, float] = {}
         self._dead_since: float | None = None
         #: When a user last wanted the run to end, or to go on.
         self._cancelled_at: float | None = None
         #: The newest attempt when a user last submitted the run.
         self._submitted_after = -1
-        #: By attempt, the rank that truly failed first, and when.
-        self._failed: dict[int, tuple[float, int]] = {}
+        #: By attempt, the ranks that truly failed by themselves, and when.
+        self._failed: dict[int, dict[int, float]] = {}
         #: Requeues that hit a job which was cancelled after its supervisor had last asked: the known window.
         self.windows = 0
         history.cluster.listener = self._on_rank
@@ -95,7 +110,7 @@ class Invariants:
 
     def _json(self, name: str) -> dict[str, Any] | None:
         node = self._history.disk.nodes.get(f"{self._history.run.path}/{name}")
-        return None if node is None else json.loads(node.data)
+        return None if node is None else _loaded(node.data)
 
     def outcome(self) -> dict[str, Any] | None:
         """How the run ended."""
@@ -107,7 +122,7 @@ class Invariants:
         found = []
         for line in (node.data if node else b"").split(b"\n")[:-1]:
             try:
-                found.append(json.loads(line))
+                found.append(_loaded(line))
             except ValueError:  # torn
                 continue
         return found
@@ -137,13 +152,22 @@ class Invariants:
         """``wait`` has ended with this exit code."""
         state, now = (self.outcome() or {}).get("state"), self._world.now
         self._world.tell("wait", f"exit code {code}")
-        if (code == 0) != (state == "completed"):
+        node = self._history.disk.nodes.get(f"{self._history.run.path}/outcome.json")
+        hidden = code == WAITED["unknown"] and node is not None and now - node.created < self._lag_s + SLOW_S
+        hidden = hidden or (code == WAITED["stopped"] and self._is_history_hidden())
+        if (code == 0) != (state == "completed") and not hidden:
             self._violated("wait", f"exit code {code}, and the run's outcome is {state}")
         if code == WAITED["unknown"] or self._history.disk.broken[0] > now or state is not None:
             return
         for job in self._history.slurm.jobs.values():
-            if job.state in ("PENDING", *HAS_NODES) and job.submitted < now - 15.0 and self._named(job):
+            asked_s = 15.0 + 4 * self._history.slurm.latency_s  # for how long its last questions may have lasted
+            if job.state in ("PENDING", *HAS_NODES) and job.submitted < now - asked_s and self._named(job):
                 self._violated("wait", f"exit code {code}, and job {job.id} continues the run")
+
+    def _is_history_hidden(self) -> bool:
+        """Whether a user's node may not see yet that the run has a history: it began seconds ago."""
+        node = self._history.disk.nodes.get(f"{self._history.run.path}/events.jsonl")
+        return node is not None and self._world.now - node.created < self._history.disk.lag_s
 
     def _named(self, job: Batch) -> bool:
         """Whether a file of the run names the job as who holds it."""
@@ -152,7 +176,7 @@ class Invariants:
 
     def failed(self, rank: Rank) -> None:
         """A rank fails by itself."""
-        self._failed.setdefault(rank.attempt, (self._world.now, rank.number))
+        self._failed.setdefault(rank.attempt, {}).setdefault(rank.number, self._world.now)
 
     def _on_rank(self, what: str, rank: Rank, values: Mapping[str, Any]) -> None:
         if what == "trains" and rank.number == 0:
@@ -161,8 +185,12 @@ class Invariants:
             self.attempts[rank.attempt].reached = int(values["step"])
         elif what == "failed":
             self.failed(rank)
-        elif what == "saved" and rank.process.stopped_until == 0.0 and self._is_late(rank.attempt, self._world.now):
+        elif what == "saved" and self._is_late(rank.attempt, self._world.now) and not self._stood_in_between(rank):
             self._violated("I1", f"attempt {rank.attempt} commits a checkpoint, and has long been superseded")
+
+    def _stood_in_between(self, rank: Rank) -> bool:
+        """Whether a rank may have stood still between its look for a newer attempt and the rename."""
+        return rank.process.stopped_until > 0.0 and self._history.disk.slow > 0.0
 
     def _is_late(self, attempt: int, now: float) -> bool:
         """Whether a newer attempt had begun a minute before, and longer ago than a shared disk may hide it."""
@@ -175,15 +203,21 @@ class Invariants:
             self._violated("I1", f"attempt {number} trains twice")
         if weights != weights_after(step):
             self._violated("I2", f"attempt {number} resumes at step {step} with other weights")
-        if (outcome := self.outcome()) is not None and outcome["state"] == "completed":
+        over = self._history.disk.nodes.get(f"{self._history.run.path}/outcome.json")
+        # Which of two attempts is the newest one a shared disk may hide from the one that ends.
+        since = self._claimed_at(number)
+        hidden = over is not None and since < over.created + SLOW_S and over.created <= since + self._lag_s + SLOW_S
+        # Or it stood still, once it had looked for a newer attempt and restored.
+        restored = self._history.disk.nodes.get(str(self._history.run.resume_record(number)))
+        hidden = hidden or (over is not None and restored is not None and restored.created < over.created)
+        if (outcome := self.outcome()) is not None and outcome["state"] == "completed" and not hidden:
             self._violated("I10", f"attempt {number} trains, and the run has completed")
         if self._is_held(number):
             self._violated("I9", f"attempt {number} trains, and the run was stopped by `clusterddp tell stop`")
-        if (
-            self._marked
-            and self._world.now - self._history.disk.nodes[f"{self._history.run.path}/cancelled"].created > 60
-        ):
-            self._violated("I9", f"attempt {number} trains, and the run was cancelled by `clusterddp cancel`")
+        if self._marked:
+            marked = self._history.disk.nodes[f"{self._history.run.path}/cancelled"].created
+            if self._world.now - max(marked, rank.process.stopped_until) > 60:
+                self._violated("I9", f"attempt {number} trains, and the run was cancelled by `clusterddp cancel`")
         begun = self._world.now - self._history.disk.lag_s - 2 * self._history.plan.script.import_s - 10
         for saved in self._history.cluster.committed:
             if (
@@ -197,18 +231,30 @@ class Invariants:
         assert server is not None
         self.attempts[number] = Trained(number, server.process, rank.step._batch.id, self._world.now, step, step)
 
+    @property
+    def _lag_s(self) -> float:
+        return self._history.disk.lag_s
+
+    def _claimed_at(self, attempt: int) -> float:
+        """When an attempt's number was taken."""
+        folder = self._history.disk.nodes.get(f"{self._history.run.path}/logs/attempt-{attempt}")
+        return math.inf if folder is None else folder.created
+
     def _counts(self, attempt: int, at: float) -> bool:
         """Whether no later attempt had begun when this one saved."""
         return not any(other.number > attempt and other.since < at for other in self.attempts.values())
 
     def _on_job(self, what: str, job: Batch, who: str) -> None:
         now = self._world.now
-        if what == "cancel":
+        if what == "suspend":
+            for since in (self._idle_since, self._incomplete_since, self._waits_since):
+                since.pop(job.id, None)
+        elif what == "cancel":
             self._cancelled_at = now
         elif what == "requeue":
             if who.startswith("admin"):
                 self._cancelled_at = None
-            elif self._cancelled_at is not None and self._history.slurm.shown_at.get(who, 0.0) <= self._cancelled_at:
+            elif self._cancelled_at is not None and self._could_not_know(who):
                 self.windows += 1
                 self._cancelled_at = None  # the known window: nobody can tell any more
         elif what == "revoked":
@@ -218,13 +264,37 @@ class Invariants:
         elif what == "start" and self._is_cancelled(job):
             self._violated("I9", f"job {job.id} starts, and the run was ended by scancel")
 
+    def _could_not_know(self, who: str) -> bool:
+        """Whether a supervisor has asked for its job before the last scancel, and sent one request since."""
+        slurm = self._history.slurm
+        return slurm.shown_at.get(who, 0.0) <= (self._cancelled_at or 0.0) and slurm.requests.get(who, 0) <= 1
+
     def _is_cancelled(self, job: Batch) -> bool:
         """Whether a user has ended the run by scancel since the job was queued. `clusterddp cancel` leaves a mark, and
         a job that starts nevertheless ends at once."""
         since = self._cancelled_at
         if since is None or self._marked or self._world.now - since <= 1.0:
             return False
+        if job.by.startswith("job ") and (not job.restarts or job.made > since):
+            return self._survives(job)
         return job.submitted < since or job.restarts > 0
+
+    def _survives(self, job: Batch) -> bool:
+        """Whether a supervisor submitted the job, and lived on for long after the scancel of its own one."""
+        slurm, disk = self._history.slurm, self._history.disk
+        number, _, restarts = job.by.removeprefix("job ").partition(".")
+        own = slurm.jobs.get(number)
+        if own is None or own.batch is None or own.batch.code is None or own.state != "CANCELLED" or slurm.unanswered:
+            return False
+        # An answer that was on its way is the known window; of a job that is being requeued Slurm does not show it.
+        window_s = 1.0 + 1.5 * slurm.latency_s + (5.0 if disk.slow or disk.broken[0] else 0.0)
+        if (
+            own.preempt_time is not None
+        ):  # a job that is ended after its grace has been preempted, as far as one can see
+            clock_s = max(0.0, self._world.skew.get(own.batch.node, 0.0))
+            if own.batch.ended + clock_s >= own.preempt_time + slurm.settings.grace_s:
+                return False
+        return own.restarts == int(restarts) and own.batch.ended > (self._cancelled_at or 0.0) + window_s
 
     def _is_unneeded(self, job: Batch) -> bool:
         """Whether a supervisor or a watch has submitted it, knowing of all other jobs, for a run that has completed.
@@ -236,18 +306,26 @@ class Invariants:
         disk, slurm = self._history.disk, self._history.slurm
         if not complete or not ours or slurm.unanswered:
             return False
+        users = (other.made for other in slurm.jobs.values() if other.by.startswith("submit"))
+        # While a job submits the next one after a lost node, the run is free, also for a user.
+        if any(0.0 <= job.made - made < SLOW_S + 3 * slurm.latency_s for made in users):
+            return False
+        by = [process for process in self._world.processes if process.name == job.by]
+        if any(process.stopped_until > slurm.shown_at.get(job.by, 0.0) for process in by):  # between look and request
+            return False
+        if any(not process.alive and process.code is None for process in by):  # killed before it could record the job
+            return False
         late = job.submitted - disk.nodes[f"{self._history.run.path}/outcome.json"].created
         return not 0 <= late < disk.lag_s
 
     # --- what lasts
 
     def check(self) -> None:
-        """After each event."""
-        if self._world.now >= self._look_at:
-            self._look_at = self._world.now + LOOK_S
-            if self._world.events > MOST_EVENTS:
-                self._violated("progress", f"{len(self.attempts)} attempts, and no end")
-            self._look()
+        """What lasts, at ``look_at``."""
+        self.look_at = self._world.now + LOOK_S
+        if self._world.events > MOST_EVENTS:
+            self._violated("progress", f"{len(self.attempts)} attempts, and no end")
+        self._look()
 
     def _look(self) -> None:
         history, now = self._history, self._world.now
@@ -270,6 +348,10 @@ class Invariants:
     def _check_idle(self, job: Batch, now: float) -> None:
         """A node that is held for nothing."""
         slurm = self._history.slurm
+        if not self._waits_for_a_node(job, now):
+            self._waits_since.pop(job.id, None)
+        elif now - self._waits_since.setdefault(job.id, now) > LOST_S:
+            self._violated("I7", f"job {job.id} waits for a node that is lost")
         troubled = now < slurm.away_until or now < slurm.lossy[0] or slurm.cut or slurm.latency_s > 0.5
         busy = any(process.alive for process in job.processes if process is not job.batch)
         if job.state != "RUNNING" or troubled or self._history.disk.broken[0] > now:
@@ -284,6 +366,17 @@ class Invariants:
             self._incomplete_since.pop(job.id, None)
         elif now - self._incomplete_since.setdefault(job.id, now) > INCOMPLETE_S:
             self._violated("I7", f"job {job.id} holds its nodes, and some of its ranks are gone")
+
+    def _waits_for_a_node(self, job: Batch, now: float) -> bool:
+        """Whether a node of connected ranks is lost, and nothing keeps the supervisor from seeing that."""
+        slurm, batch = self._history.slurm, job.batch
+        away = now < slurm.away_until or now < slurm.lossy[0] or slurm.latency_s > 0.5
+        if job.state != "RUNNING" or away or batch is None or not batch.alive or batch.stopped_until > now:
+            return False
+        if batch.node in slurm.cut or self._history.disk.broken[0] > now:
+            return False
+        newest = self._history.cluster.ranks[-self._history.job.world_size :]
+        return any(rank.step._batch is job and rank.server and rank.process.node in slurm.cut for rank in newest)
 
     def _lacks_ranks(self, job: Batch) -> bool:
         """Whether a rank of the job's newest attempt has failed."""
@@ -304,12 +397,14 @@ class Invariants:
         faults = {fault.kind for fault in history.plan.faults}
         ends = [event for event in events if event["event"] in RUN_ENDS]
         # On a full disk the outcome is not written, and the product says that the run may start again.
-        if sum(event["event"] == "completed" for event in ends) > 1 and "disk errors" not in faults:
+        completed = [event for event in ends if event["event"] == "completed"]
+        if len(completed) > 1 and "disk errors" not in faults and not self._is_one_hidden(completed):
             self._violated("I7", f"{len(ends)} outcomes in the history")
         if outcome is not None and outcome["state"] == "completed":
             self._check_complete(outcome)
         if history.over_at is not None and (alive := [rank for rank in history.cluster.ranks if rank.process.alive]):
-            stuck = [rank for rank in alive if rank.process.node not in history.slurm.cut]
+            cut, since = history.slurm.cut, self._world.now - REGISTERS_S
+            stuck = [rank for rank in alive if rank.process.node not in cut and rank.process.stopped_until < since]
             if stuck:
                 self._violated("I7", f"{stuck[0].process.name} is left")
         if "disk errors" not in faults:
@@ -324,6 +419,17 @@ class Invariants:
             return
         if faults <= HARMLESS:
             self._violated("progress", f"the run {outcome['state']}: {outcome['reason']}")
+
+    def _is_one_hidden(self, completed: list[dict[str, Any]]) -> bool:
+        """Whether all but the last attempt completed, on nodes that were cut off, while a newer one was hidden."""
+        if not self._history.disk.lag_s or not any(fault.kind == "lose a node" for fault in self._history.plan.faults):
+            return False
+        return not any(
+            event["time"] - EPOCH > other.since + self._history.disk.lag_s
+            for event in completed[:-1]
+            for other in self.attempts.values()
+            if other.number > event["attempt"]
+        )
 
     def _check_complete(self, outcome: Mapping[str, Any]) -> None:
         steps = self._history.plan.script.steps
@@ -346,9 +452,10 @@ class Invariants:
         trained_in = sorted(self.attempts)
         for event in events:
             number, name = event["attempt"], event["event"]
-            if name == "rank_failed" and number in self._failed and self._failed[number][1] != event["rank"]:
-                at, rank = self._failed[number]
-                if at + EPOCH < event["time"] - 1.0 and not faults & {"lose a node", "suspend"}:
+            if name == "rank_failed" and number in self._failed:
+                rank, at = next(iter(self._failed[number].items()))
+                late = self._failed[number].get(event["rank"], math.inf) > at + TOLD_S
+                if late and at + EPOCH < event["time"] - 1.0 and not faults & {"lose a node", "suspend"}:
                     self._violated(
                         "I8", f"rank {rank} failed first in attempt {number}, and rank {event['rank']} is shown"
                     )

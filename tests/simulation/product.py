@@ -8,29 +8,33 @@ the control server, and what ``NAMED`` lists, which is no part of the protocol. 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from clusterddp import process, reporter
 from clusterddp.checkpoint.store import Checkpoint
-from clusterddp.cli.runs import cancel, prune, wait, watch
-from clusterddp.cli.steering import asking, tell
-from clusterddp.cli.steering import requeue as requeue_command
+from clusterddp.cli import requeue as requeue_command
+from clusterddp.cli import tell
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
-from clusterddp.rundir import claims, files, ownership, sharing
+from clusterddp.rundir import claims, files, ownership, records, run_directory
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs import cancellation, pruning, requests, run_ends, run_watch
 from clusterddp.slurm import commands
 from clusterddp.supervisor import attempt, controller, hook, lease, main, recovery
 from tests.simulation.disk import Disk
@@ -39,11 +43,24 @@ from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (cancel, wait, watch, requeue_command, tell, claims, hook, recovery)
+LOADED = (cancellation, run_ends, run_watch, requeue_command, tell, claims, hook, recovery)
 #: Packages whose modules run in the simulated world.
-ROOMS = ("supervisor", "slurm", "rundir", "cli", "failures", "checkpoint.store", "jobdef", "reporter", "process")
+ROOMS = (
+    "supervisor",
+    "slurm",
+    "rundir",
+    "runs",
+    "cli",
+    "failures",
+    "checkpoint.store",
+    "jobdef",
+    "reporter",
+    "process",
+)
+#: The cluster's name.
+CLUSTER = "sim"
 #: Histories between two collections of garbage.
-COLLECTED = 20
+COLLECTED = 50
 #: Modules of the standard library that are replaced wherever a module of these packages has imported them.
 _MODULES = {
     name: importlib.import_module(name) for name in ("time", "queue", "threading", "random", "secrets", "socket", "os")
@@ -51,7 +68,7 @@ _MODULES = {
 #: Functions that are replaced under every name.
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(files, name) for name in vars(Disk) if hasattr(files, name) and not name.startswith("_")},
-    "make_private": sharing.make_private,
+    "make_private": run_directory.make_private,
     "process_start": process.process_start,
     "process_namespace": process.process_namespace,
     "check_run": ownership.check_run,
@@ -86,12 +103,18 @@ class _Os:
         return getattr(os, name)
 
 
+@cache
+def _public(kind: Hashable, *names: str) -> list[str]:
+    """The names of a class and of an object of it."""
+    return [name for name in {*dir(kind), *names} if not name.startswith("_")]
+
+
 class _Current:
     """A module or function of the world that plays at the moment: patched once, for all histories."""
 
     def use(self, target: Any) -> None:
         """Gives it what ``target`` has, so that a call takes no detour."""
-        vars(self).update({name: getattr(target, name) for name in dir(target) if not name.startswith("_")})
+        vars(self).update({name: getattr(target, name) for name in _public(type(target), *vars(target))})  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:  # for type checkers: what ``use`` has not given
         raise AttributeError(name)
@@ -137,6 +160,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     replaced[id(process.process_start)] = _of_process
     replaced[id(process.process_namespace)] = lambda: f"machine {_now.world.process.node}"
     replaced[id(ownership.check_run)] = lambda _: None
+    replaced[id(dataclasses.replace)] = _replace
+    replaced[id(records.read_json)] = _read_json
     for name, module in list(sys.modules.items()):
         if module is None or module is files or not name.startswith(tuple(f"clusterddp.{room}" for room in ROOMS)):
             continue
@@ -155,8 +180,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     )
     yield commands, "require", lambda *_: None
     yield attempt, "ControlServer", lambda *args: Server(_now.cluster, *args)
-    for owner, name, by in NAMED:
-        yield owner, name, by
+    yield from NAMED
+    yield from _remembered()
 
 
 class _Call:
@@ -189,16 +214,16 @@ def _unreachable(run: object, *_: object) -> Iterator[dict[str, Any]]:
 #: What is left out: git's state of the code, its snapshot, old logs, when slurmstepd began, who owns
 #: files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
 NAMED: tuple[tuple[Any, str, Any], ...] = (
-    (asking, "ask", lambda *args: _now.cluster.ask(*args)),
-    (asking, "_through_a_step", _unreachable),
+    (requests, "ask", lambda *args: _now.cluster.ask(*args)),
+    (requests, "_through_a_step", _unreachable),
     (hook, "subprocess", _Part(subprocess, Popen=_Call)),
     (hook, "open", lambda *_, **__: io.BytesIO()),
     (hook, "ending_alone", lambda _: nullcontext()),
     (hook, "_kill", lambda _: None),
-    (prune, "load_resolved", lambda _: Job(name="sim", module="train", device="cpu")),
-    (prune, "_own", lambda path: exists_now(path)),
-    (prune, "size_of", lambda _: 0),
-    (prune.code_snapshot, "unused", lambda _: []),
+    (pruning, "load_resolved", lambda _: Job(name="sim", module="train", device="cpu")),
+    (pruning, "_own", lambda path: exists_now(path)),
+    (pruning, "size_of", lambda _: 0),
+    (pruning.code_snapshot, "unused", lambda _: []),
     (Checkpoint, "verify", lambda self: _now.disk.read_bytes(self.path)),
     (attempt, "code_state", lambda *_: {}),
     (attempt, "code_snapshot", SimpleNamespace(present=lambda _: None)),
@@ -206,6 +231,112 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (controller, "batch_step_began", lambda: _current["time"].time()),
     (lease, "owner_of", lambda _: "ddp"),
 )
+
+
+# --- what is pure is computed once: two thirds of the time would go into the same texts again and again
+
+
+@cache
+def _is_plain(kind: Any) -> bool:
+    """Whether a dataclass's objects are what their fields say, and no more."""
+    derived = any(isinstance(value, cached_property) for base in kind.__mro__ for value in vars(base).values())
+    return "__post_init__" not in dir(kind) and "__slots__" not in vars(kind) and not derived
+
+
+def _replace(value: Any, /, **changes: Any) -> Any:
+    """``dataclasses.replace``, which calls ``__init__`` with all fields."""
+    kind = type(value)
+    if not _is_plain(kind):  # type: ignore[arg-type]
+        return dataclasses.replace(value, **changes)
+    made = object.__new__(kind)
+    made.__dict__.update(value.__dict__, **changes)
+    return made
+
+
+#: Lines of files with what is in them, by schema.
+_lines: dict[int, dict[bytes, tuple[Any, str | None]]] = {}
+_parse = records.parse
+
+
+def _parsed_line(line: bytes, schema: records.Schema | None) -> tuple[Any, str | None]:
+    """``records.parse``. No line's value is changed by those who read it."""
+    known = _lines.setdefault(id(schema), {})
+    if (found := known.get(line)) is None:
+        found = known[line] = _parse(line, schema)
+    return found
+
+
+def _parsed(lines: Iterable[bytes], schema: records.Schema | None) -> Iterator[tuple[Any, str | None]]:
+    """``records.parsed``: each line by itself."""
+    return (_parsed_line(line, schema) for line in lines)
+
+
+#: Files with what is in them, by schema.
+_files: dict[tuple[bytes, int], Any] = {}
+_real_read_json = records.read_json
+
+
+def _read_json(path: Path, schema: records.Schema | None = None) -> dict[str, Any] | None:
+    """``records.read_json``, without checking a text again that has passed."""
+    try:
+        text = records.retrying(path, lambda: _now.disk.read_bytes(path))
+    except FileNotFoundError:
+        return None
+    key = text, id(schema)
+    if (found := _files.get(key)) is None:
+        value: Any = json.loads(text or b"null")
+        if records.schema_error(value, schema or {}):
+            return _real_read_json(path, schema)  # raises
+        found = _files[key] = value
+    return dict(found)
+
+
+@lru_cache(4096)
+def _numbers(*folders: tuple[str, ...]) -> list[int]:
+    found = {match for names in folders for match in map(run_directory._ATTEMPT.fullmatch, names) if match}
+    return sorted({int(match[1]) for match in found})
+
+
+def _attempts(run: RunDirectory) -> list[int]:
+    """``RunDirectory.attempts``."""
+    return list(_numbers(*(tuple(run_directory._names_in(folder)) for folder in (run.logs, run.private))))
+
+
+def _remembered() -> Iterator[tuple[Any, str, Any]]:
+    """Functions of the product whose results are remembered. What Slurm answers has unix times, which need no clock."""
+    unix_time, parse_job = commands.unix_time, commands.parse_job
+    running = re.compile(r"(?<= RunTime=)\S+")
+
+    @lru_cache(4096)
+    def time_of(text: str | None) -> float | None:
+        return unix_time(text, None)
+
+    @lru_cache(1024)
+    def job_of(text: str) -> commands.JobInfo | None:
+        return parse_job(text)
+
+    def job(text: str) -> commands.JobInfo | None:
+        if (ran := running.search(text)) is None:
+            return parse_job(text)
+        found = job_of(f"{text[: ran.start()]}00:00:00{text[ran.end() :]}")
+        return None if found is None else _replace(found, run_time_s=commands._seconds(ran[0]))
+
+    yield commands, "unix_time", lambda text, near=None: time_of(text)
+    yield commands, "_seconds", lru_cache(4096)(commands._seconds)
+    yield commands, "parse_job", job
+    yield commands, "for_parsing", lambda _: {}  # the model's answers do not depend on the environment
+    yield commands, "cluster_name", lambda _: CLUSTER
+    yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
+    yield records, "parse", _parsed_line
+    yield records, "parsed", _parsed
+    yield RunDirectory, "attempts", _attempts
+    for name in ("attempt_logs", "attempt_private", "holder_file", "control_file"):
+        yield RunDirectory, name, _once_per_run(vars(RunDirectory)[name])
+
+
+def _once_per_run(path_of: Callable[[RunDirectory, int], Path]) -> Callable[..., Path]:
+    of = lru_cache(1024)(lambda run, attempt: path_of(RunDirectory(run), attempt))
+    return lambda run, attempt: of(run.path, attempt)
 
 
 @contextmanager
@@ -221,6 +352,7 @@ def installed() -> Iterator[None]:
             setattr(module, name, by)
         yield
     finally:
+        _now.disk = None
         for module, name, value in reversed(before):
             if value is _ABSENT:
                 delattr(module, name)
@@ -238,11 +370,15 @@ def use(world: World, slurm: Slurm, cluster: Cluster, disk: Disk) -> None:
     _now.histories += 1
     if _now.histories % COLLECTED == 0:
         gc.collect()
+        _lines.clear()
+        _files.clear()
+    before = _now.disk
     _now.world, _now.slurm, _now.cluster, _now.disk = world, slurm, cluster, disk
     _os.world = world
     _current["time"].use(Time(world))
     _current["queue"].use(Queues(world))
     _current["threading"].use(Threading(world))
     _current["random"].use(world.random)
-    for module, name, function in _on_disk:
-        setattr(module, name, getattr(disk, function))
+    if disk is not before:
+        for module, name, function in _on_disk:
+            setattr(module, name, getattr(disk, function))

@@ -21,8 +21,9 @@ from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.errors import Superseded
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job, Keep
-from clusterddp.rundir.control_address import Address
+from clusterddp.rundir.claims import Address
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.control_server import Handlers
 from clusterddp.worker.control_channel import SILENCE_S
 from clusterddp.worker.rank import FENCE_S, JOIN_TIMEOUT_S
 from tests.simulation.disk import Disk
@@ -33,6 +34,8 @@ from tests.simulation.world import EPOCH, Process, SimpleQueue, Thread, World
 PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:1234"
 #: How long a message between nodes takes, at most.
 LATENCY_S = 0.02
+#: How long rank 0 waits for an answer before it asks again whether it may commit.
+ASK_AGAIN_S = 5.0
 #: Where a rank waits for others.
 MEETS = "all_reduce"
 
@@ -47,6 +50,8 @@ class Script:
     save_s: float = 1.0
     import_s: float = 5.0
     keep: int = 3
+    #: Whether rank 0 catches the error of a collective that has lost a peer, and trains on alone.
+    alone: bool = False
 
 
 def sample_of(step: int) -> int:
@@ -95,7 +100,7 @@ class Cluster:
         return one == other or not {one, other} & self.slurm.cut
 
     def ask(self, address: Address, host: str, kind: str, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """A user's request to a supervisor, as ``cli/steering/client.py`` sends it."""
+        """A user's request to a supervisor, as ``runs/client.py`` sends it."""
         world = self.world
         if not self.reaches(world.process.node, host):
             world.sleep(3.0)
@@ -129,19 +134,9 @@ class Server:
 
     port = 12345
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        token: str,
-        on_event: Callable[[int, str, Mapping[str, Any]], None],
-        on_lost: Callable[[int, bool], None],
-        host: str,
-        ranks: int,
-        on_request: Callable[[int, str, Mapping[str, Any]], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, cluster: Cluster, token: str, handlers: Handlers, host: str, ranks: int) -> None:
         self._cluster, self._world = cluster, cluster.world
-        self._on_event, self._on_lost, self._on_request = on_event, on_lost, on_request
+        self._handlers = handlers
         self.process = self._world.process
         self.process.server = self  # type: ignore[attr-defined]
         self.token = token
@@ -192,7 +187,7 @@ class Server:
     def request(self, client: int, kind: str, values: Mapping[str, Any], answer: Callable[..., Any]) -> None:
         """A request of the user."""
         self._clients[client] = answer
-        self._on_request(client, kind, values)
+        self._handlers.on_request(client, kind, values)
 
     def join(self, rank: Rank) -> bool:
         """A rank's first message."""
@@ -209,7 +204,7 @@ class Server:
     def _hear(self, number: int, event: str, values: Mapping[str, Any]) -> None:
         if self.open:
             self._world.acting = self.process.node
-            self._on_event(number, event, values)
+            self._handlers.on_event(number, event, values)
 
     def _deliver(self, number: int, act: Callable[..., Any], *args: Any) -> None:
         rank = self._ranks.get(number)
@@ -233,7 +228,7 @@ class Server:
             self._waiting.pop(rank.number, None)
             if self.open:
                 self._world.acting = self.process.node
-                self._on_lost(rank.number, silent)
+                self._handlers.on_lost(rank.number, silent)
             if silent:
                 rank.unreachable()
 
@@ -320,6 +315,9 @@ class Rank:
         self.training = False
         #: The steps done, and whether the user wants a checkpoint at the next boundary.
         self.at, self.save_asked = 0, False
+        #: Whether it trains on without its peers, and the supervisor's answers to its questions before a commit.
+        self.alone = False
+        self._questions, self._answers = 0, SimpleQueue(self.world)
         #: Where its main thread stands, and since when.
         self.place, self.moved = "", 0.0
         self._fencing = False
@@ -344,6 +342,8 @@ class Rank:
         if order == "stop" and not self.stop:
             self.stop = reason
             self.report("notified", reason=reason)
+        elif order == "commit":
+            self._answers.put(reason)
         elif order == "leave":
             self._leave({"end": "dismissed", "error": reason})
             self.process.exit(1)
@@ -392,7 +392,7 @@ class Rank:
     # --- the script
 
     def _leave(self, end: Mapping[str, Any]) -> None:
-        if self.ended:
+        if self.ended and end["end"] != "dismissed":  # an order is the last word
             return
         self.ended = True
         record = {"rank": self.number, "host": self.process.node, "used_clusterddp": True, **end}
@@ -458,13 +458,13 @@ class Rank:
         while step < script.steps:
             self._accident()
             self.place = MEETS
-            stops = [stop for stop in group.meet(self, self.stop).values() if stop]
+            stops = self._agree(group)
             self.place, self.moved = "", self.world.now
             if stops:
                 break
             world.sleep(script.step_s * (0.8 + 0.4 * world.random.random()))
             sample = sample_of(step)
-            step, weights, samples = step + 1, trained(weights, sample), (*samples, sample)
+            step, weights, samples = step + 1, trained(weights, -sample if self.alone else sample), (*samples, sample)
             self.at = step
             if self.number == 0:
                 self.cluster.listener("step", self, {"step": step})
@@ -492,6 +492,31 @@ class Rank:
             if stopped
             else {"end": "done", "step": step}
         ), 0
+
+    def _agree(self, group: Group) -> list[str]:
+        """The reasons of all ranks to stop."""
+        try:
+            stops = group.meet(self, self.stop) if not self.alone else {self.number: self.stop}
+        except LostPeer:
+            if not self.cluster.script.alone or self.number != 0:
+                raise
+            self.world.tell(self.process.name, "trains on alone")
+            self.alone = True
+            stops = {self.number: self.stop}
+        return [stop for stop in stops.values() if stop]
+
+    def _may_commit(self) -> bool:
+        """What the supervisor answers; True if it cannot be reached."""
+        self._questions += 1
+        while self.server is not None and not self._fencing:
+            self.report("committing", question=self._questions)
+            try:
+                number, _, lost = self._answers.get(timeout=ASK_AGAIN_S).partition(" ")
+            except Empty:
+                continue
+            if int(number) == self._questions:
+                return not lost
+        return True
 
     def _beat(self) -> None:
         """Heartbeats, as the worker's thread sends them."""
@@ -536,6 +561,10 @@ class Rank:
             content = json.dumps({"step": step, "weights": weights, "samples": samples})
             disk.create_exclusively(temporary, content, 0o600)
             self.world.sleep(self.cluster.script.save_s * (0.5 + self.world.random.random()))
+            # Asked in all scripts; of those whose ranks end with their peers, the answer changes nothing.
+            if self.cluster.script.alone and (self.training or self.alone) and not self._may_commit():
+                self.report("checkpoint_failed", step=step, reason="a rank is lost")
+                return before
             store.commit(temporary, step)
             self.cluster.committed.append(Committed(self.attempt, step, weights, samples, self.world.now))
             self.world.tell(self.process.name, f"checkpoint {step} committed")
@@ -566,19 +595,23 @@ class Launcher:
         self._left: set[int] = set()
         self._code = 0
         self._statuses: dict[int, ExitStatus] = {}
-        self._abandoned = False
+        self._abandoned = self._reading = False
         self._waiting: list[tuple[Thread, int]] = []
+        #: Failed ranks that srun named before anybody read what it writes.
+        self._unread: list[int] = []
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts the ranks on the job's nodes."""
         self.attempt = int(environment["CLUSTERDDP_ATTEMPT"])
         self.server = self.world.process.server  # type: ignore[attr-defined]
         for number in range(self._job.world_size):
-            rank = Rank(self, number, self._batch.nodes[number // self._job.ranks_per_node])
+            gone = self._batch.batch is not self.world.process or self._batch.state not in ("RUNNING", "SUSPENDED")
+            node = "" if gone else self._batch.nodes[number // self._job.ranks_per_node]
+            rank = Rank(self, number, node)
             self.ranks.append(rank)
             self.cluster.ranks.append(rank)
             self._left.add(number)
-            if rank.process.node in self.cluster.slurm.cut:
+            if gone or rank.process.node in self.cluster.slurm.cut:
                 rank.process.alive = False
                 self.world.after(5.0, self._cannot_start, rank)
                 continue
@@ -592,6 +625,8 @@ class Launcher:
         self._statuses[rank.number] = ExitStatus(not_started="Communication connection failure")
         self.failed(rank.number)
         self.kill()
+        if not self._left:
+            self._wake()
 
     def _signal(self, name: str) -> None:
         for rank in self.ranks:
@@ -634,12 +669,17 @@ class Launcher:
             self._wake()
 
     def _report(self, number: int) -> None:
-        if self._waiting and not self._abandoned:
+        if not self._reading:
+            self._unread.append(number)
+        elif self._waiting and not self._abandoned:
             self.world.acting = self._batch.nodes[0] if self._batch.nodes else ""
             self.failed(number)
 
     def wait(self) -> int:
         """Until all ranks have ended; srun waits for a node that it cannot reach until Slurm gives it up."""
+        self._reading = True
+        for number in self._unread:
+            self.failed(number)
         while self._left and not self._abandoned:
             self._waiting.append(self.world.waiter())
             self.world.park()

@@ -17,6 +17,8 @@ from tests.simulation.world import EPOCH, Process, World
 SUBMIT_LINE = " SubmitLine=sbatch --parsable --comment=JobState=FAILED /shared/runs/sim/job.sbatch"
 #: States in which a job has its nodes.
 HAS_NODES = ("RUNNING", "SUSPENDED", "COMPLETING")
+#: A slurmd that stood still takes at most so long until it is told what it has to kill.
+REGISTERS_S = 10.0
 
 
 @dataclass
@@ -41,6 +43,10 @@ class Batch:
     time_limit_s: int
     submitted: float
     by: str = ""
+    #: For how long it was suspended, which is no part of its run time.
+    stood_s: float = 0.0
+    #: When it was submitted first: a requeue counts as a submission.
+    made: float = 0.0
     script: str = ""
     exclude: frozenset[str] = frozenset()
     after: str | None = None
@@ -84,6 +90,8 @@ class Slurm:
         self.latency_s = 0.02
         #: When each process was last told of its job's state.
         self.shown_at: dict[str, float] = {}
+        #: How many requests for a requeue each process has sent since.
+        self.requests: dict[str, int] = {}
         #: Told of what the controller did: (what, job, by whom).
         self.listener: Callable[[str, Batch, str], Any] = lambda *_: None
         #: All processes of jobs so far, each with its job and the job's era: those on a lost node outlive their job.
@@ -95,6 +103,9 @@ class Slurm:
         self.commands = 0
         #: Of each process that gave commands: when the first and the last one came, and how many.
         self.asked: dict[str, tuple[float, float, int]] = {}
+
+    #: Told of each command, and of who gives it, before it is carried out.
+    on_command: Callable[[str, str], Any] = staticmethod(lambda *_: None)
 
     def _tell(self, what: str) -> None:
         self.world.tell("slurmctld", what)
@@ -108,6 +119,9 @@ class Slurm:
         process = world.process
         first, last, count = self.asked.get(process.name, (world.now, 0.0, 0))
         self.asked[process.name] = (first, max(last, world.now), count + 1)
+        self.on_command(process.name, f"{command[0]} {command[1]}")
+        if command[:2] == ("scontrol", "requeue"):
+            self.requests[process.name] = self.requests.get(process.name, 0) + 1
         world.sleep(self.latency_s * (0.5 + draw.random()))
         if process.node in self.cut or world.now < self.away_until:
             world.sleep(9.0 + 9.0 * draw.random())
@@ -119,7 +133,7 @@ class Slurm:
             world.sleep(10.0)
             return _failed(command, "Socket timed out on send/recv operation")
         answer = self._answer(command)
-        if command[1] not in ("show", "-h") and command[0] != "squeue":
+        if world.traced and command[1] not in ("show", "-h") and command[0] != "squeue":
             said = answer.stdout.strip() if answer.returncode == 0 else answer.stderr.strip()
             world.tell(process.name, f"$ {' '.join(map(str, command))}{f': {said}' if said else ''}")
         if lossy and draw.random() * 100 < after:
@@ -135,6 +149,7 @@ class Slurm:
             case ["scontrol", "show", "job", "-o", job_id]:
                 job = self.jobs.get(job_id)
                 self.shown_at[self.world.process.name] = self.world.now
+                self.requests[self.world.process.name] = 0
                 return _done(command, self.shown(job)) if job else _failed(command, "Invalid job id specified")
             case ["scontrol", "show", "config"]:
                 return _done(command, self._configuration())
@@ -148,8 +163,9 @@ class Slurm:
                 return self._requeue(command, self.jobs[job_id])
             case ["scontrol", "update", what, change]:
                 return self._update(command, self.jobs[what.removeprefix("JobId=")], change)
-            case ["scancel", job_id]:
-                self.cancel(self.jobs[job_id])
+            case ["scancel", *ids]:
+                for job_id in ids:
+                    self.cancel(self.jobs[job_id])
                 return _done(command, "")
             case ["sbatch", "--parsable", *options, script]:
                 return _done(command, self.submit(options, script))
@@ -168,13 +184,13 @@ class Slurm:
     def shown(self, job: Batch) -> str:
         """A line of ``scontrol show job -o``."""
         end = job.ended if job.ended is not None else job.end_time
-        times = {"SubmitTime": job.submitted, "EligibleTime": max(job.submitted, job.begin), "StartTime": job.began}
-        shown = " ".join(f"{name}={_time(at)}" for name, at in times.items())
-        ran = 0 if job.began is None else int((self.world.now if job.ended is None else job.ended) - job.began)
+        until = self.world.now if job.ended is None else job.ended
+        ran = 0 if job.began is None else int(until - job.began - job.stood_s)
         return (
             f"JobId={job.id} JobName=sim UserId=ddp(1000) GroupId=ddp(992) MCS_label=N/A JobState={job.state} "
             f"Reason={job.reason} Dependency=(null) Requeue={job.requeue_allowed:d} Restarts={job.restarts} "
-            f"RunTime={_duration(ran)} TimeLimit={_duration(job.time_limit_s)} {shown} EndTime={_time(end)} "
+            f"RunTime={_duration(ran)} TimeLimit={_duration(job.time_limit_s)} SubmitTime={_time(job.submitted)} "
+            f"EligibleTime={_time(max(job.submitted, job.begin))} StartTime={_time(job.began)} EndTime={_time(end)} "
             f"PreemptTime={_time(job.preempt_time)} Partition=low NodeList={','.join(job.nodes) or '(null)'} "
             f"Command=(null){SUBMIT_LINE if self.settings.release == '26.05' else ''} WorkDir=/shared\n"
         )
@@ -215,7 +231,7 @@ class Slurm:
         self._next_id += 1
         words = dict(option.removeprefix("--").partition("=")[::2] for option in options)
         job = Batch(str(self._next_id), self.nodes_needed, self.time_limit_s, self.world.now, self.world.process.name)
-        job.script = script
+        job.script, job.made = script, self.world.now
         if "dependency" in words:
             job.after = words["dependency"].removeprefix("afterany:")
             job.reason = "Dependency"
@@ -272,7 +288,7 @@ class Slurm:
         world = self.world
         revoked = job.reason == "revoked"
         job.state, job.reason, job.nodes, job.began, job.ended = "RUNNING", "None", nodes, world.now, None
-        job.preempt_time, job.becomes, job.end_time = None, "", world.now + job.time_limit_s
+        job.preempt_time, job.becomes, job.end_time, job.stood_s = None, "", world.now + job.time_limit_s, 0.0
         job.era += 1
         job.processes, job.signal = [], lambda _: None
         self._tell(f"job {job.id} starts on {','.join(nodes)}{f' (restart {job.restarts})' if job.restarts else ''}")
@@ -394,7 +410,7 @@ class Slurm:
 
     def cancel(self, job: Batch) -> None:
         """``scancel``."""
-        if job.state in ("PENDING", *HAS_NODES):
+        if job.state in ("PENDING", "RUNNING", "SUSPENDED") or (job.state, job.becomes) == ("COMPLETING", "PENDING"):
             self.listener("cancel", job, "")
         if job.state == "PENDING":
             self._end(job, "CANCELLED")
@@ -410,6 +426,9 @@ class Slurm:
             self.world.after(job.end_time - self.world.now, self._time_limit, job, era)
             return
         self._tell(f"job {job.id}: time limit")
+        if job.preempt_time is not None:  # its grace ends then, by slurmctld's source (_preempt_signal)
+            self._grace_over(job, era)
+            return
         self._finish(job, "TIMEOUT", "TERM", reason="TimeLimit")
 
     def preempt(self, job: Batch, for_s: float) -> None:
@@ -445,29 +464,31 @@ class Slurm:
         self._tell(f"job {job.id} is suspended for {for_s:.0f} s")
         job.state = "SUSPENDED"
         for process in job.processes:
-            process.stopped_until = self.world.now + for_s
+            process.stopped_until = max(process.stopped_until, self.world.now + for_s)
+        self.listener("suspend", job, "")
         self.world.after(for_s, self._resume, job, job.era, for_s)
 
     def _resume(self, job: Batch, era: int, for_s: float) -> None:
         if job.era == era and job.state == "SUSPENDED" and job.end_time is not None:
             self._tell(f"job {job.id} goes on")
-            job.state, job.end_time = "RUNNING", job.end_time + for_s
+            job.state, job.end_time, job.stood_s = "RUNNING", job.end_time + for_s, job.stood_s + for_s
             self.world.after(job.end_time - self.world.now, self._time_limit, job, era)
 
-    def lose_node(self, node: str, for_s: float, dead: bool, lost: Callable[[str, bool], Any]) -> None:
-        """A node's power or cable fails. ``lost``: told when it is, and (False) when it is back."""
+    def lose_node(self, node: str, for_s: float, how: str, lost: Callable[[str, bool], Any]) -> None:
+        """A node ``loses its power``, ``is cut off`` or ``stands still`` with all of its processes, which go on
+        afterwards. ``lost``: told when it is lost, and (False) when it is back."""
         if node in self.cut | self.down:
             return
-        self._tell(f"({node} {'loses its power' if dead else 'is cut off'})")
+        self._tell(f"({node} {how})")
         self.cut.add(node)
         lost(node, True)
-        if dead:
-            for job in self.jobs.values():
-                for process in job.processes:
-                    if process.node == node:
-                        process.alive = False
+        for process, _, _ in self.started:
+            if process.node == node and how == "loses its power":
+                process.alive = False
+            elif process.node == node and how == "stands still":
+                process.stopped_until = max(process.stopped_until, self.world.now + for_s)
         self.world.after(self.settings.slurmd_timeout_s * (0.9 + 0.2 * self.world.random.random()), self._give_up, node)
-        self.world.after(for_s, self._node_back, node, lost, dead)
+        self.world.after(for_s, self._node_back, node, lost, how)
 
     def _give_up(self, node: str) -> None:
         if node not in self.cut:
@@ -486,21 +507,25 @@ class Slurm:
         self._finish(job, "PENDING" if job.requeue_allowed else "NODE_FAIL", reason="NodeDown")
         self._kill(job, job.era)
 
-    def _node_back(self, node: str, lost: Callable[[str, bool], Any], dead: bool) -> None:
+    def _node_back(self, node: str, lost: Callable[[str, bool], Any], how: str) -> None:
         """slurmd registers, and kills what does not belong to a job of the node."""
         self._tell(f"(node {node} is back)")
         self.cut.discard(node)
         self.down.discard(node)
         lost(node, False)
-        for process, job, era in self.started:
-            if process.node == node and process.alive and (job.era != era or job.state not in ("RUNNING", "SUSPENDED")):
-                process.kill()
+        late_s = REGISTERS_S * self.world.random.random() if how == "stands still" else 0.0
+        self.world.after(late_s, self._clean, node)
         for job in self.jobs.values():
             runs_there = job.state in ("RUNNING", "SUSPENDED") and node in job.nodes
-            if runs_there and dead:  # the node was restarted: slurmctld calls that a lost node, by its source
+            if runs_there and how == "loses its power":  # it was restarted: a lost node, by slurmctld's source
                 self._lost(job, node)
             self._settle(job)
         self._wake()
+
+    def _clean(self, node: str) -> None:
+        for process, job, era in self.started:
+            if process.node == node and process.alive and (job.era != era or job.state not in ("RUNNING", "SUSPENDED")):
+                process.kill()
 
 
 def _done(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:

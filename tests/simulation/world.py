@@ -6,13 +6,13 @@ all that is random is drawn from one generator, so that a seed repeats a history
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 import time as real_time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from queue import Empty
 from typing import Any
 
@@ -36,6 +36,8 @@ class Process:
         self.pid = world.next_pid()
         self.alive = True
         self.code: int | None = None
+        #: When it exited.
+        self.ended = 0.0
         self.threads: list[Thread] = []
         #: Called with the exit code when the process ends, None if it was killed.
         self.on_exit: Callable[[int | None], Any] = lambda _: None
@@ -55,7 +57,7 @@ class Process:
     def exit(self, code: int) -> None:
         """The main thread returned: the others end with it."""
         if self.alive:
-            self.alive, self.code = False, code
+            self.alive, self.code, self.ended = False, code, self.world.now
             self.on_exit(code)
 
     def kill(self) -> None:
@@ -139,11 +141,10 @@ class World:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.hub = getcurrent()
+        self._to_hub = self.hub.switch
         self.thread: Thread | None = None
         self.threads: list[Thread] = []
         self.processes: list[Process] = []
-        #: Called after each event.
-        self.check: Callable[[], Any] = lambda: None
         self._queue: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._pids = itertools.count(1000)
@@ -161,19 +162,18 @@ class World:
 
     def after(self, seconds: float, act: Callable[..., Any], *args: Any) -> None:
         """Does something later."""
-        heapq.heappush(self._queue, (self.now + seconds, next(self._order), act, args))
+        heappush(self._queue, (self.now + seconds, next(self._order), act, args))
 
     def run(self, until: float, done: Callable[[], bool]) -> None:
-        """Plays events until none is left, the time is over, or it is ``done``."""
-        queue = self._queue
-        while queue and not self.violations:
-            at, _, act, args = heapq.heappop(queue)
+        """Plays events until none is left, the time is over, or it is ``done``, which is asked after each event."""
+        queue, violations = self._queue, self.violations
+        while queue and not violations:
+            at, _, act, args = heappop(queue)
             if at > until:
                 break
             self.now = at
             self.events += 1
             act(*args)
-            self.check()
             if done():
                 break
 
@@ -208,21 +208,24 @@ class World:
 
     def park(self, timeout: float | None = None) -> None:
         """The calling thread waits until it is woken, or the time is over."""
-        thread = self.current()
-        thread.wait += 1
+        thread = self.thread
+        if thread is None or not thread.process.alive:
+            raise Killed
+        thread.wait = wait = thread.wait + 1
         if timeout is not None:
-            self.after(max(0.0, timeout), self._resume, thread, thread.wait)
-        self.hub.switch()
+            at = self.now + timeout if timeout > 0.0 else self.now
+            heappush(self._queue, (at, next(self._order), self._resume, (thread, wait)))
+        self._to_hub()
         if self._over or not thread.process.alive:
             raise Killed
 
-    def sleep(self, seconds: float) -> None:
-        """The calling thread does nothing for a while."""
-        self.park(seconds)
+    #: The calling thread does nothing for a while.
+    sleep = park
 
     def wake(self, thread: Thread, wait: int) -> None:
         """Has a thread go on that waits, soon."""
-        self.after(self.random.random() * JITTER_S, self._resume, thread, wait)
+        at = self.now + self.random.random() * JITTER_S
+        heappush(self._queue, (at, next(self._order), self._resume, (thread, wait)))
 
     def _resume(self, thread: Thread, wait: int) -> None:
         process = thread.process
@@ -258,7 +261,7 @@ class Time:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.sleep = world.sleep
+        self.sleep = world.park
         self.strptime, self.localtime, self.mktime = real_time.strptime, real_time.localtime, real_time.mktime
         self.strftime, self.gmtime = real_time.strftime, real_time.gmtime
 

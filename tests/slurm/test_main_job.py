@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from clusterddp.events import sentence
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.messages import sentence
 from tests.cluster import Cluster
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_for_step, wait_until
 
@@ -58,7 +58,8 @@ def preempt_in_training(cluster: Cluster, run: RunDirectory, at_step: int) -> st
     return cluster.preempt(seconds=1)
 
 
-@pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.product)])
+@pytest.mark.product  # test_preemption.py preempts a run at every moment, and compares as much
+@pytest.mark.parametrize("grace", [20, 0])
 def test_a_preempted_run_is_requeued_and_is_the_same_run(
     cluster: Cluster, runs: Path, uninterrupted: RunDirectory, grace: int
 ) -> None:

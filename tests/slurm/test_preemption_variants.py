@@ -13,14 +13,14 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.trainings import MOMENTS, Training, check_same_run, preempt_at_each
 from tests.waiting import story
 
-#: proctrack, user signal, preemption by QOS, grace, loader workers: every pair of the first three occurs (with the
-#: standard cluster of the other tests as the first row of the array), and both values of the others.
-PAIRWISE = [("cgroup", True, True, 0, 2), ("linuxproc", False, True, 20, 2), ("linuxproc", True, False, 0, 0)]
+#: proctrack, user signal, preemption by QOS, grace, loader workers: both values of each, with the standard cluster of
+#: the other tests, whose runs have no workers.
+TYPICAL = [("cgroup", True, True, 0, 2), ("linuxproc", False, True, 20, 2)]
 PRODUCT = list(itertools.product(("cgroup", "linuxproc"), (False, True), (False, True), (20, 0), (0, 2)))
 FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
 
 
-@pytest.mark.parametrize(("proctrack", "user_signal", "qos", "grace", "workers"), PRODUCT if FULL else PAIRWISE)
+@pytest.mark.parametrize(("proctrack", "user_signal", "qos", "grace", "workers"), PRODUCT if FULL else TYPICAL)
 def test_a_preempted_run_is_the_same_run_on_a_cluster_set_up_differently(
     clusters: Any,
     runs_on: Any,

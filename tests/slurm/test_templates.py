@@ -13,7 +13,7 @@ from tests.cluster import Cluster
 from tests.trainings import events_of
 from tests.waiting import story, wait_for_outcome, wait_for_step
 
-FOLDS, STEPS, EVERY = 2, 700, 175
+FOLDS, STEPS, EVERY = 2, 400, 100
 
 
 def submit(cluster: Cluster, template: list[str], runs: Path, **variables: object) -> str:

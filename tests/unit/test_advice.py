@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from clusterddp.jobdef.job import Checkpointing, Job
-from clusterddp.report.advice import advice
 from clusterddp.report.booking import book
+from clusterddp.report.efficiency import advice
 
 BEGAN = 1_795_000_000
 JOB = Job(name="x", module="x", checkpoint=Checkpointing(every_s=60))
@@ -26,6 +26,7 @@ def training(interruptions: int, every: float, blocked: float) -> list[dict[str,
         begun: Mapping[str, Any] = {"event": "resumed", "redone": 5} if attempt else {"event": "training"}
         events.append({"time": time, "attempt": attempt, "event": "started", "pid": 7})
         events.append({"time": time, "attempt": attempt, **begun})
+        events.append({"time": time, "attempt": attempt, "event": "phase", "phase": "training"})
         for number in range(1, int(36_000 / every)):
             saved = {"event": "checkpoint", "step": number, "blocked_s": blocked, "durable_s": blocked}
             events.append({"time": time + every * number, "attempt": attempt, **saved})

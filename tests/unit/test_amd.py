@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.distributed.process_group import visible_gpus
+from clusterddp.distributed.devices import visible_gpus
 from clusterddp.jobdef.job import Job
 from clusterddp.slurm.resources import bound_gpus
 from clusterddp.supervisor.launcher import local_variables, srun_command

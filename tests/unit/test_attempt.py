@@ -29,7 +29,6 @@ from clusterddp.process import started_at
 from clusterddp.report.booking import book
 from clusterddp.rundir import files
 from clusterddp.rundir.files import append_line, write_json
-from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
@@ -88,6 +87,9 @@ class FakeController:
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
         self.asked.append(" ".join(["resubmit", *without]))
         return "42"
+
+    def successor(self) -> str | None:
+        return None
 
 
 def _next(answers: list[Any]) -> Any:
@@ -290,6 +292,24 @@ def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monke
     assert cancelled == ["42"]
 
 
+def test_a_scancel_of_the_new_job_without_an_answer_is_repeated_and_its_start_finds_the_outcome(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user had ended the run, and it trained on in the job that nobody had cancelled."""
+    tried: list[str] = []
+
+    def cancel(job_id: str) -> None:
+        tried.append(str((run.outcome() or {}).get("state")))
+        if len(tried) == 1:
+            raise SlurmUnavailable("Socket timed out")
+        raise SlurmError("Invalid job id specified")
+
+    monkeypatch.setattr(slurm, "cancel", cancel)
+    controller = FakeController(Cause.PREEMPTED, Cause.CANCELLED)
+    code, events = supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
+    assert (code, events[-1], tried) == (1, "cancelled", ["cancelled"] * 2)
+
+
 def test_an_exception_is_shown_even_when_the_job_is_preempted_meanwhile(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,10 +374,10 @@ def test_a_plain_crash_does_not_wait_for_an_unreachable_controller(run: RunDirec
     assert (code, events) == (1, ["started", "rank_failed", "failed"])
 
 
-def test_an_unexplained_end_leaves_a_request_for_a_watcher(run: RunDirectory) -> None:
-    """A node failure is no scancel: the run is not over."""
+def test_an_unexplained_end_does_not_end_the_run(run: RunDirectory) -> None:
+    """A node failure is no scancel: a watcher finds the cause in the history."""
     assert supervised(run, FakeController(Cause.ENDED_OTHERWISE))[1] == ["started", "stopped"]
-    assert run.request_file.exists()
+    assert run.events()[-1]["cause"] == Cause.ENDED_OTHERWISE.value
     assert run.outcome() is None
 
 
@@ -370,6 +390,25 @@ def test_a_superseded_attempt_writes_nothing_and_requeues_nothing(run: RunDirect
     assert attempt.supervise() == 1
     assert controller.asked == []
     assert "requeued" not in [event["event"] for event in run.events()]
+
+
+def test_a_supervisor_that_stood_still_while_the_run_was_submitted_again_leaves_it_at_that(run: RunDirectory) -> None:
+    """Its node was frozen for longer than its time limit. It would continue a run that the user had ended meanwhile. A
+    job that was submitted before this attempt, and never started one, changes nothing."""
+
+    class Frozen(FakeRanks):
+        def wait(self) -> int:
+            lease.submitted(self._run, "43")
+            return super().wait()
+
+    lease.submitted(run, "40")
+    controller = FakeController(Cause.TIMED_OUT)
+    assert supervised(run, controller)[1] == ["started", "resubmitted"]
+    assert Attempt(run, JOB, run.create_attempt(), Frozen(run, STOPPED), controller).supervise() == 3
+    assert controller.asked == ["resubmit"]
+    assert run.events()[-1]["reason"] == "time limit reached; the run was submitted again as job 43"
+    alive = FakeController(Cause.PREEMPTED)  # the other job has ended as it started
+    assert Attempt(run, JOB, run.create_attempt(), Frozen(run, STOPPED), alive).supervise() == 4
 
 
 def test_a_failed_run_is_not_trained_again_by_a_requeue_of_its_own_job(run: RunDirectory) -> None:
@@ -405,6 +444,21 @@ def test_a_run_that_completes_while_another_job_starts_is_not_trained_again(
     assert supervise(run, JOB, lambda: ranks, FakeController(Cause.NONE)) == 0
     assert run.attempts() == [0]
     assert run.outcome() == outcome
+
+
+def test_an_outcome_that_is_written_while_a_start_stands_still_is_kept(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was frozen between its look at the outcome and its attempt, and it removed that of a completed run."""
+    real = RunDirectory.create_attempt
+
+    def create_attempt(run: RunDirectory) -> int:
+        write_json(run.outcome_file, {"state": "completed", "step": 9, "attempts": 1, "reason": "all ranks finished"})
+        return real(run)
+
+    monkeypatch.setattr(RunDirectory, "create_attempt", create_attempt)
+    assert supervise(run, JOB, lambda: FakeRanks(run, STOPPED), FakeController(Cause.NONE)) == 0
+    assert (run.outcome() or {})["state"] == "completed"
 
 
 def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_checkpoint(run: RunDirectory) -> None:
@@ -605,8 +659,7 @@ def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(ru
     controller.nodes = ["n1", "n2"]
     assert cut(run, controller) == 3
     assert run.events()[-1]["reason"].endswith("not resubmitted: sbatch: error: AssocMaxSubmitJobLimit")
-    asked = read_json(run.request_file) or {}
-    assert (asked["job"], asked["attempt"], asked["refused"]) == ("41", 0, "sbatch: error: AssocMaxSubmitJobLimit")
+    assert run.events()[-1]["refused"] == "sbatch: error: AssocMaxSubmitJobLimit"
     assert lease.holders(run) == [controller.holder()]
 
 
@@ -629,6 +682,63 @@ def test_a_run_that_gets_no_new_job_without_a_bad_node_continues_in_place(run: R
     assert names[3:] == [
         *("started", "rank_failed", "excluded", "not_excluded", "restarted"), *("started", "rank_failed", "failed"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("queued", "then", "submissions", "end"),
+    [
+        ("44", Cause.PREEMPTED, 1, ("resubmitted", "44")),
+        (None, Cause.PREEMPTED, 2, ("resubmitted", "45")),
+        (None, Cause.CANCELLED, 1, ("cancelled", None)),
+    ],
+)
+def test_a_submission_without_an_answer_is_looked_for_before_another_one_is_made(
+    run: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    queued: str | None,
+    then: Cause,
+    submissions: int,
+    end: tuple[str, str | None],
+) -> None:
+    """Slurm may have carried it out: that job trained on after `clusterddp tell stop`, and no file named it. This job,
+    which is in the queue, too, is no successor. One that was cancelled meanwhile submits no other."""
+    asked: list[str] = []
+
+    def answer(*command: str, timeout_s: float | None = None) -> str:
+        asked.append(command[0])
+        if asked.count("sbatch") == 1 and command[0] == "sbatch":
+            raise SlurmUnavailable("Socket timed out")
+        own = f"41|{run.batch_script}\n"
+        return {"sbatch": "45\n", "squeue": f"{own}{queued}|{run.batch_script}\n" if queued else own}.get(
+            command[0], ""
+        )
+
+    monkeypatch.setattr(slurm, "run", answer)
+    run.batch_script.write_text("#!/bin/sh\n")
+    real = SlurmController({"SLURM_JOB_ID": "41"}, run, JOB)
+    controller = FakeController(Cause.PREEMPTED, then)
+    controller.resubmit, controller.successor = real.resubmit, real.successor  # type: ignore[method-assign]
+    supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
+    ended = run.events()[-1]
+    assert (ended["event"], ended.get("job"), asked.count("sbatch")) == (*end, submissions)
+    assert [entry["job"] for entry in lease.holders(run)] == [job for job in (end[1],) if job]
+
+
+def test_a_new_job_is_recorded_once_the_disk_answers(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no file would name the job that continues the run, and the supervisor would end with this error."""
+    real, errors = lease.submitted, [OSError(errno.EIO, "Input/output error"), None]
+
+    def submitted(run: RunDirectory, job_id: str) -> None:
+        if error := errors.pop(0):
+            raise error
+        real(run, job_id)
+
+    monkeypatch.setattr(lease, "submitted", submitted)
+    monkeypatch.setattr(slurm, "run", lambda *command, timeout_s=None: "42\n")
+    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+    run.batch_script.write_text("#!/bin/sh\n")
+    assert SlurmController({"SLURM_JOB_ID": "41"}, run, JOB).resubmit() == "42"
+    assert lease.holders(run)[0]["job"] == "42"
 
 
 def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -756,6 +866,24 @@ def test_a_disk_that_delays_the_history_is_no_hang_of_the_ranks(
     assert [event["event"] for event in run.events()] == ["started", "checkpoint", "hung", "restarted"]
 
 
+def test_a_restart_waits_for_the_end_of_an_outage_of_the_disk(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outage may be what broke the rank. The next attempt would find it, too."""
+    real, pauses = append_line, list[float]()
+
+    def append(path: Path, line: Mapping[str, Any]) -> None:
+        if line["event"] in ("rank_failed", "restarted") and len(pauses) < 3:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        real(path, line)
+
+    monkeypatch.setattr("clusterddp.supervisor.history.append_line", append)
+    monkeypatch.setattr("clusterddp.slurm.commands.time.sleep", pauses.append)
+    attempt = Attempt(run, JOB, run.create_attempt(), NeverStarted(run, {}), FakeController(Cause.NONE))
+    assert attempt.supervise() == recovery.RESTART
+    assert [event["event"] for event in run.events()][-2:] == ["rank_failed", "restarted"]
+
+
 def test_the_ranks_are_told_to_stop_while_the_disk_blocks_the_history(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -819,7 +947,7 @@ def ended(attempt: Attempt) -> int | BaseException:
 
 
 @pytest.mark.parametrize(
-    "broken", ["clusterddp.supervisor.channel.outbox.Outbox.retry", "clusterddp.supervisor.monitor.Monitor._asked"]
+    "broken", ["clusterddp.supervisor.outbox.Outbox.retry", "clusterddp.supervisor.monitor.Monitor._asked"]
 )
 def test_an_error_in_a_thread_of_the_supervisor_ends_it_with_that_error(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, broken: str

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,13 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks import checkpoint, handover, report, runs, savers
+from benchmarks import report, runs
 from benchmarks.soak import __main__ as soak
 from benchmarks.soak import faults, judging
-from benchmarks.steps import agreement, step_timing
+from benchmarks.steps import agreement
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training.agreement import Agreement
+from clusterddp.training.stopping import Agreement
 from tests.checkpoint_files import file_bytes
 
 
@@ -46,36 +44,6 @@ def test_the_interval_of_a_median_holds_it_and_repeats() -> None:
     assert (low, high) == report.bootstrap_interval(values, resamples=500)
 
 
-def test_the_cost_of_a_step_is_that_of_the_most_expensive_rank_and_way_to_log() -> None:
-    """Of 50 steps per block. One rank above the bar is enough."""
-    pair = {"on": [1.1, 0.503], "off": [1.0, 0.5], "first": [1.0, 0.5], "second": [1.0, 0.5]}
-    ranks = [
-        [{**pair, **{kind: {"timing": 20.0, "logging": 60.0, "clock": 9.0} for kind in step_timing.LOGGED}}] * 3
-    ] * 2
-    summary = step_timing.summarized(ranks, 50)
-    assert summary["met"] and summary["calls_us"][1]["plain"]["both"] == 80.0
-    assert summary["difference_us"][0][0]["median"] == pytest.approx(60.0)
-    assert (summary["difference_us"][1][1]["median"], summary["wall_ratio"][0]["median"]) == (0.0, 1.1)
-    assert "| 1 | without | 20 | 60 | 80 | 80 |" in step_timing.described({**summary, "load": 1.0}, 3, 50)
-    dear = [{**one, "plain": {"timing": 20.0, "logging": 81.0, "clock": 9.0}} for one in ranks[1]]
-    assert not step_timing.summarized([ranks[0], dear], 50)["met"]
-
-
-def test_the_cost_of_the_hook_is_the_median_of_the_differences() -> None:
-    pairs = [{"on": 60.0 + number, "off": 50.0 + number} for number in range(5)]
-    assert "with the hook\n10 us more (95% interval 10 to 10; 5 pairs" in step_timing.described_hook(pairs)
-    assert step_timing.hook_row(pairs)["met"]
-
-
-def test_a_table_is_markdown() -> None:
-    assert report.table(["a", "b"], [["x", 1.234]]) == "| a | b |\n| --- | --- |\n| x | 1.23 |"
-
-
-def test_a_handover_within_the_bar_is_met_and_one_beyond_it_is_not() -> None:
-    assert handover.compared("(a)", [0.9, 1.0, 1.1], [0.5], 0.5)[-1] == "met"
-    assert handover.compared("(a)", [0.9, 1.1, 1.1], [0.5], 0.5)[-1] == "**not met**"
-
-
 def test_the_moment_of_a_signal_is_read_from_slurmds_log() -> None:
     """As 22.05 and 24.11 write it; signals of the batch step and of other jobs do not count."""
     log = (
@@ -92,43 +60,6 @@ def test_stamps_leave_out_a_line_that_is_being_written(tmp_path: Path) -> None:
     (tmp_path / "stamps").write_text("12.5\n13.25\n14")
     assert runs.stamps(tmp_path / "stamps") == [12.5, 13.25]
     assert runs.stamps(tmp_path / "none") == []
-
-
-# ---- checkpoints
-
-
-def made_figures(**changed: list[float]) -> dict[str, Any]:
-    """Figures of two processes with two saves each, which meet every bar but for what is changed."""
-    names = [savers.COPY, savers.CALLS_AND_COPY, savers.OURS, savers.TorchSave.name, savers.RAW]
-    seconds = {name: {"stall": [9.0, 0.1], "lost": [0.1, 0.2], "durable": [1.0, 1.0]} for name in names}
-    seconds[savers.OURS] |= {name: values for name, values in changed.items() if name in ("stall", "durable")}
-    start = {"seconds": seconds, "state_bytes": 1000, "tensors": 3, "step_ms": 10.0}
-    restored = {savers.OURS: {"seconds": [0.1, 0.2], "read": changed.get("read", [1.0001, 1.0])}}
-    grown = changed.get("grown", [2200])[0]
-    memory = {"trainer_growth": grown, "writer": {"VmHWM": 5000, "RssAnon": 10}, "state_bytes": 1000}
-    return {"starts": [start, start], "restores": {"1": restored, "4": restored}, "memory": memory}
-
-
-@pytest.mark.parametrize(
-    ("changed", "missed"),
-    [
-        ({"stall": [0.1, 0.2]}, "stall"),
-        ({"durable": [1.4, 1.7]}, "until durable"),
-        ({"read": [1.0, 4.0]}, "bytes read"),
-        ({"grown": [2300]}, "growth"),
-    ],
-)
-def test_a_bar_of_a_checkpoint_is_missed_by_its_own_figure_alone(changed: Any, missed: Any) -> None:
-    assert {row[-1] for row in checkpoint.bars("10 MB", made_figures())} == {"met", "-"}
-    rows = checkpoint.bars("10 MB", made_figures(**changed))
-    assert [str(row[1]).startswith(missed) for row in rows] == [row[-1] == "**not met**" for row in rows]
-
-
-def test_the_checkpoint_report_tells_first_saves_from_later_ones() -> None:
-    text, figures = checkpoint.describe({"10 MB": made_figures()})
-    assert "| clusterddp | 9000.0 (9000.0) | 100.0 (100.0) | 150.0 (200.0) | 1000.0 (1000.0) |" in text
-    assert "| 4 | clusterddp | 150.0 (200.0) | 1.00 |" in text
-    assert all(figures["met"].values()) and json.dumps(figures)
 
 
 # ---- the soak
@@ -285,14 +216,3 @@ def test_a_run_that_did_not_complete_is_lost(tmp_path: Path, reference: Any) -> 
     run.outcome_file.unlink()
     result = judged(run, reference)
     assert result.lost and result.problems == ["the outcome is None"]
-
-
-def test_faults_are_shown_in_the_report(tmp_path: Path) -> None:
-    settings = {"preemptions": 10, "graces": [20], "proctracks": ["cgroup"], "seed": 1}
-    made = soak.Soak(tmp_path, settings)
-    good = judging.Result(**RESULT, preemptions=5, handovers=[0.2, 0.4], takings=[1.0, 2.0], resumes=[3.0])
-    made.results = [good, replace(good, case="cgroup-001", lost=True, problems=["the outcome is None"])]
-    text, figures = soak.describe(made)
-    assert "| all | 10 | 0 | 2 | 1 | 0 | 0 | 0 | 0 | 1 | 0.30 / 0.40 | 1.50 / 2.00 | 3.00 / 3.00 |" in text
-    assert "- cgroup-001: the outcome is None" in text
-    assert not figures["met"] and json.dumps(figures)

@@ -13,13 +13,14 @@ import torch
 
 from clusterddp.checkpoint.best import BestSoFar, with_best
 from clusterddp.checkpoint.store import Checkpoints, choose, with_recorded_best
-from clusterddp.cli import export, fork
+from clusterddp.cli import export
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs.status import described
+from clusterddp.cli.status import described
 from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import best_saved
+from clusterddp.runs import fork
 from clusterddp.slurm import commands as slurm
 from tests.checkpoint_files import save
 from tests.runs_on_disk import event, recorded_run, started

@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 
+from clusterddp.events import BY_SLURM
 from clusterddp.jobdef.job import Job
-from clusterddp.protocol import BY_SLURM
-from clusterddp.report.advice import advice
-from clusterddp.report.booking import CATEGORIES, HOLD_S, Booking, book
-from clusterddp.report.intervals import Wait
-from clusterddp.report.ratios import spent
-from clusterddp.training import evaluations
+from clusterddp.report.booking import CATEGORIES, HOLD_S, Booking, Wait, book
+from clusterddp.report.efficiency import advice, spent
+from clusterddp.training import timing
 from tests.histories import check_history
 
 BEGAN = 1_795_000_000
@@ -361,6 +359,21 @@ def test_a_script_without_a_loop_is_not_importing_for_days() -> None:
     assert book([*events, failed], 15.0, state="failed").seconds()["importing"] == 7
 
 
+def test_a_script_whose_steps_are_known_by_its_output_alone_trains_from_the_first_on() -> None:
+    """As one that starts its own processes per GPU: no optimizer steps in its rank."""
+    events = [
+        {"time": 0.0, "attempt": 0, "event": "started", "pid": 7},
+        {"time": 5.0, "attempt": 0, "event": "phase", "phase": "importing"},
+        {"time": 20.0, "attempt": 0, "event": "training", "rank": 0, "step": 0, "log": 0},
+        {"time": 90.0, "attempt": 0, "event": "phase", "phase": "ending"},
+    ]
+    completed = {"time": 95.0, "attempt": 0, "event": "completed", "step": 9}
+    seconds = book([*events, completed], 95.0, "completed").seconds()
+    assert (seconds["importing"], seconds["training"]) == (15, 70)
+    late = [*events[:2], events[3], {**events[2], "time": 91.0}]
+    assert book(late, 95.0, "completed").seconds()["training"] == 0
+
+
 def test_work_since_a_scripts_own_checkpoint_is_booked_as_repeated() -> None:
     """Its steps are unknown: what it did after the checkpoint that it continues from is done again, or all of it."""
 
@@ -508,8 +521,8 @@ def test_the_ettr_of_a_schedule_is_what_the_formula_expects(
 def test_short_evaluations_are_reported_together_and_nested_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 0.4 s in every step makes an event for every third of them."""
     clock, reported = iter([0.0, 0.4, 1.0, 1.4, 2.0, 2.4, 3.0, 3.4, 5.0, 9.0]), list[float]()
-    monkeypatch.setattr(evaluations.time, "monotonic", lambda: next(clock))
-    measuring = evaluations.Evaluations(reported.append)
+    monkeypatch.setattr(timing.time, "monotonic", lambda: next(clock))
+    measuring = timing.Evaluations(reported.append)
     for _ in range(4):
         with measuring.measured():
             pass

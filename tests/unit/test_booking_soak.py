@@ -13,13 +13,13 @@ import pytest
 from benchmarks.soak import booking_truth
 from benchmarks.soak.booking import UNKNOWN, Soaked
 from benchmarks.soak.booking_truth import Record, seconds, spans
+from clusterddp.events import sentence
 from clusterddp.report.booking import book
 from clusterddp.report.stragglers import waits
 from clusterddp.report.timeline import lanes
 from clusterddp.rundir.records import EVENT, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import read_timings
-from clusterddp.supervisor.messages import sentence
 
 RECORDED = Path(__file__).parents[1] / "soaked"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.cli import cancel
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs import cancel
 from clusterddp.errors import FAILED, SlurmError, UsageError
 from clusterddp.rundir import claims
 from clusterddp.rundir.files import write_json

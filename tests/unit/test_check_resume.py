@@ -14,13 +14,25 @@ import pytest
 import torch
 
 from clusterddp.cli.options import add_arguments, check_combinations
-from clusterddp.cli.resume_check import verdict
-from clusterddp.cli.resume_check.comparison import BATCH, LOGGED, RESTORED, STATE, STEPS, first_difference
-from clusterddp.cli.resume_check.plan import choose_stops, crossed, enough_steps
 from clusterddp.errors import NotRepeatable, ResumeDiffers, UsageError
-from clusterddp.rundir.step_records import Recording, States, StepRecord, Trial, read_trial
-from clusterddp.training.resume_check import digests
-from clusterddp.training.resume_check.digests import _summed, of_batch, of_part, of_value
+from clusterddp.rundir.files import append_line
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.step_records import WHY, Recording, States, StepRecord, Trial, read_trial
+from clusterddp.runs import resume_verdict
+from clusterddp.runs.resume_check import stopped_by_others
+from clusterddp.runs.resume_verdict import (
+    BATCH,
+    LOGGED,
+    RESTORED,
+    STATE,
+    STEPS,
+    choose_stops,
+    crossed,
+    enough_steps,
+    first_difference,
+)
+from clusterddp.training import checked_run
+from clusterddp.training.checked_run import _summed, of_batch, of_part, of_value
 
 # --- where a run is interrupted
 
@@ -75,14 +87,14 @@ def trial(steps: int, starts: Sequence[int] = (0,), ranks: int = 2) -> dict[int,
     return {rank: [record(step, before=befores.get(step)) for step in range(steps)] for rank in range(ranks)}
 
 
-def check(resumed: Trial, again: Trial | None = None) -> verdict.Check:
-    return verdict.Check(trial(8), resumed, (3, 5), trial(8) if again is None else again)
+def check(resumed: Trial, again: Trial | None = None) -> resume_verdict.Check:
+    return resume_verdict.Check(trial(8), resumed, (3, 5), trial(8) if again is None else again)
 
 
 def test_equal_trials_have_no_difference() -> None:
     made = check(trial(8, (0, 3, 5)))
     assert not made.differs
-    assert verdict.success(made) == (
+    assert resume_verdict.success(made) == (
         "no difference in 8 steps, across an epoch's end and two resumes (after 3 and 5 steps); compared: batches, "
         "loss, the state of model, on 2 ranks"
     )
@@ -90,7 +102,7 @@ def test_equal_trials_have_no_difference() -> None:
 
 def test_an_epochs_end_that_was_not_crossed_is_said_with_the_steps_to_cross_it() -> None:
     uncrossed = {0: trial(3, ranks=1)[0]}
-    said = verdict.success(verdict.Check(uncrossed, uncrossed, (1, 2)))
+    said = resume_verdict.success(resume_verdict.Check(uncrossed, uncrossed, (1, 2)))
     assert said.startswith("no difference in 3 steps and two resumes (after 1 and 2 steps); compared: ")
     assert said.endswith("no epoch's end was crossed, as an epoch has 4 steps: --check-resume 6 crosses it")
 
@@ -121,7 +133,7 @@ def test_the_first_difference_is_named_with_its_rank(step: int, changed: dict[st
     resumed[1][7] = replace(resumed[1][7], batch={"[0]": "#later"})
     difference = first_difference(trial(8), resumed)
     assert difference and (difference.step, difference.rank, difference.kind) == (step, 1, kind)
-    error = verdict.failure(check(resumed))
+    error = resume_verdict.failure(check(resumed))
     assert (type(error), error.exit_code) == (ResumeDiffers, 3)
     assert words in str(error)
 
@@ -138,11 +150,11 @@ def test_a_run_that_differs_without_a_resume_is_not_the_fault_of_the_resume() ->
     resumed[0][4] = replace(resumed[0][4], logged={"loss": "1"})
     early[1][2] = replace(early[1][2], logged={"loss": "2"})
     late[1][6] = replace(late[1][6], logged={"loss": "2"})
-    error = verdict.failure(check(resumed, early))
+    error = resume_verdict.failure(check(resumed, early))
     assert (type(error), error.exit_code) == (NotRepeatable, 4)
     assert "when it runs again, the logged loss in step 2 on rank 1 differs (2 instead of 0.2)" in str(error)
     assert "the batches of the resumed run were the same in all steps" in str(error)
-    assert type(verdict.failure(check(resumed, late))) is ResumeDiffers
+    assert type(resume_verdict.failure(check(resumed, late))) is ResumeDiffers
 
 
 def test_an_object_that_run_did_not_get_counts_if_it_still_differs_at_the_end() -> None:
@@ -151,18 +163,20 @@ def test_an_object_that_run_did_not_get_counts_if_it_still_differs_at_the_end() 
     assert not check(resumed).differs
     lost = {rank: [*steps[:-1], replace(steps[-1], after=replace(steps[-1].after, others={"ema": {"n": "3"}}))]
             for rank, steps in resumed.items()}  # fmt: skip
-    assert str(verdict.failure(check(lost))).startswith(
+    assert str(resume_verdict.failure(check(lost))).startswith(
         "the state of ema, which ctx.run() did not get, is lost in a resume: pass it to ctx.run(), as in "
         "ctx.run(ema=ema, ...)"
     )
     again = {rank: [replace(one, before=None) for one in steps] for rank, steps in lost.items()}
-    assert type(verdict.failure(check(lost, again))) is NotRepeatable
+    assert type(resume_verdict.failure(check(lost, again))) is NotRepeatable
 
 
 def test_what_also_differs_when_the_attempt_begins_is_named_with_both_values() -> None:
     resumed = trial(8, (0, 3, 5))
     resumed[0][5] = replace(resumed[0][5], variables={"count": "0"}, logged={"loss": "9"})
-    assert "also different when this attempt began: count (0 instead of 5)" in str(verdict.failure(check(resumed)))
+    assert "also different when this attempt began: count (0 instead of 5)" in str(
+        resume_verdict.failure(check(resumed))
+    )
 
 
 # --- digests
@@ -200,7 +214,7 @@ def test_a_sum_in_place_of_a_hash_tells_tensors_apart_by_each_element(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for tensors of a GPU, in pieces of 8 elements."""
-    monkeypatch.setattr(digests, "_SUMMED", 8)
+    monkeypatch.setattr(checked_run, "_SUMMED", 8)
     values = torch.arange(size) + 2**62
     sums = {_summed(values)} | {_summed(torch.where(torch.arange(size) == n, 0, values)) for n in range(size)}
     swapped = torch.cat((values[-1:], values[1:-1], values[:1]))
@@ -236,8 +250,10 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
         (["--check-resume", "2", "--local"], "--check-resume 2: expected at least 3 steps"),
         (["--check-resume", "9", "--local", "--preempt-after", "3"], "--preempt-after cannot be combined"),
         (["--check-resume", "9", "--local", "--sweep", "seed=0..2"], "--sweep cannot be combined"),
-        (["--check-resume", "9", "--dry-run"], "--dry-run cannot be combined with --check-resume"),
-        (["--check-resume", "9", "--wait"], "--wait cannot be combined with --check-resume"),
+        (["--check-resume", "9", "--local", "--dry-run"], "--dry-run cannot be combined with --check-resume"),
+        (["--check-resume", "9", "--local", "--wait"], "--wait cannot be combined with --check-resume"),
+        (["--check-resume", "9"], "--check-resume requires --local"),
+        (["--check-resume", "9", "--here"], "--check-resume requires --local"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(words: list[str], message: str) -> None:
@@ -245,3 +261,27 @@ def test_options_that_make_no_sense_are_refused(words: list[str], message: str) 
     add_arguments(parser)
     with pytest.raises(UsageError, match=message):
         check_combinations(parser.parse_args(["train.py", *words]))
+
+
+# --- a stop that the check did not want
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        ([(0, "stopping", WHY), (0, "stopped", "stopped by a signal")], ""),
+        ([(0, "stopping", "SIGTERM"), (0, "stopped", "preempted")], "preempted"),
+        ([(0, "stopping", WHY), (0, "stopped", ""), (1, "stopped", "preempted")], "preempted"),
+        ([(0, "stopping", WHY), (1, "stopping", "SIGTERM")], "it was stopped before its first step"),
+    ],
+)
+def test_a_stop_is_the_checks_only_if_its_ranks_say_so(
+    tmp_path: Path, events: Sequence[tuple[int, str, str]], why: str
+) -> None:
+    """Of the newest attempt."""
+    run = RunDirectory(tmp_path)
+    run.create()
+    for attempt, event, reason in events:
+        (run.logs / f"attempt-{attempt}").mkdir(exist_ok=True)
+        append_line(run.events_file, {"time": 1.0, "attempt": attempt, "event": event, "reason": reason})
+    assert stopped_by_others(run) == why

@@ -13,16 +13,14 @@ import pytest
 
 from clusterddp import protocol
 from clusterddp.cli.command_line import command
-from clusterddp.cli.recording import recorded
-from clusterddp.cli.submission import with_code
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
-from clusterddp.jobdef.checkout import checkout_of
-from clusterddp.jobdef.code_snapshot import current, described, present, renew, unused
-from clusterddp.jobdef.code_state import changed
+from clusterddp.jobdef.checkout import changed_code, checkout_of
+from clusterddp.jobdef.code_snapshot import Code, current, described, present, unused, use
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values, load_resolved
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.recording import Content, present_code, recorded, write_code
 from clusterddp.supervisor.main import with_snapshot
 from clusterddp.worker import code_paths
 
@@ -68,7 +66,7 @@ def job(**values: object) -> Job:
 
 def submit(run: RunDirectory, **values: object) -> str:
     """What a submission does with the code, and says."""
-    return renew(run, checkout_of(job(**values), [Path("runs")])) or ""
+    return use(run, Code(checkout_of(job(**values), [Path("runs")]))) or ""
 
 
 def folder_of(run: RunDirectory) -> Path:
@@ -174,21 +172,21 @@ def test_a_submission_without_a_snapshot_returns_the_run_to_its_checkout(reposit
     """And says so, once."""
     submit(run)
     name = folder_of(run).name
-    said = renew(run, None) or ""
+    said = use(run, Code(None)) or ""
     assert said.startswith("code: the checkout as it is when each attempt starts") and said.endswith(f"code/{name}")
-    assert (current(run), renew(run, None)) == (None, None)
+    assert (current(run), use(run, Code(None))) == (None, None)
 
 
 def test_a_launched_function_that_is_continued_keeps_its_code(repository: Path, run: RunDirectory) -> None:
     """It is pickled in the run; only another launch takes the present code, as of the file that defines it."""
     source = repository / "src/net.py"
     function = job(script=None, module="clusterddp.function")
-    with_code(function, None, batch=True, source=source)(run)
+    write_code(run, present_code(function, None, source, batch=True))
     before = current(run)
     write(repository, {"src/net.py": "WIDTH = 2"})
-    with_code(function, None, batch=True)(run)
+    write_code(run, present_code(function, None, batch=True))
     assert before is not None and current(run) == before
-    with_code(function, None, batch=True, source=source)(run)
+    write_code(run, present_code(function, None, source, batch=True))
     assert current(run) != before
 
 
@@ -198,7 +196,8 @@ def test_a_refused_submission_leaves_the_run_with_its_earlier_code(repository: P
     submit(run)
     before = current(run)
     write(repository, {"src/net.py": "WIDTH = 2"})
-    with pytest.raises(SlurmError), recorded(run, job(), False, with_code(job(), None, batch=True)):
+    content = Content(code=present_code(job(), None, batch=True))
+    with pytest.raises(SlurmError), recorded(run, job(), False, content):
         assert current(run) != before
         raise SlurmError("refused")
     assert current(run) == before
@@ -210,7 +209,7 @@ def test_a_file_that_is_gone_or_closed_by_now_is_an_error_that_names_it(reposito
     found = checkout_of(job(), [])
     (repository / "4913").unlink()
     with pytest.raises(RunDirectoryError, match=r"cannot copy \S+/4913 for the snapshot of the code \(No such file"):
-        renew(run, found)
+        use(run, Code(found))
     assert (list(run.code.iterdir()), current(run)) == ([], None)
 
 
@@ -407,20 +406,21 @@ def test_the_code_of_a_run_is_named_with_and_without_a_snapshot(run: RunDirector
     """For `status`; and an attempt after one of an older version did not change because it has a snapshot."""
     started = {"event": "started", "code": {"commit": "12345678abc", "changes": "ff"}}
     assert described(None, [started]) == "commit 12345678 + uncommitted changes, no snapshot"
-    assert described(None, [{"event": "started"}]) is None
+    for damaged in ({}, {"code": None}, {"code": "12345678abc"}):
+        assert described(None, [{"event": "started", **damaged}]) is None
     submit(run)
     snapshot = current(run)
     assert snapshot is not None and described(snapshot, [started]) == snapshot.words()
     state = snapshot.state()
-    assert changed({"commit": state["commit"], "changes": None}, state) == []
-    assert changed({**state, "snapshot": "old"}, state) == [f"snapshot old -> {snapshot.snapshot}"]
+    assert changed_code({"commit": state["commit"], "changes": None}, state) == []
+    assert changed_code({**state, "snapshot": "old"}, state) == [f"snapshot old -> {snapshot.snapshot}"]
 
 
 @pytest.mark.parametrize(
     ("given", "read"), [("true", True), ("false", False), ("500M", "500M"), ("2G", "2G"), (None, None)]
 )
 def test_the_key_is_true_false_or_a_size(given: str | None, read: Sequence[object]) -> None:
-    """And is recorded only if it is given: older versions read the definitions of the others."""
+    """And is recorded only if it is given."""
     found = from_values({"script": __file__, "job_name": "x"}, overrides={"snapshot": given} if given else None)
     assert found.snapshot == read
     assert ("snapshot: " in found.to_yaml()) == (given is not None)

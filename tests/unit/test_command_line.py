@@ -9,10 +9,10 @@ import pytest
 
 from clusterddp import __version__
 from clusterddp.cli.command_line import COMMANDS, DESCRIPTIONS, command, parser
-from clusterddp.cli.local import Moment
-from clusterddp.cli.recording import choose_run_directory
 from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
+from clusterddp.runs.local import Moment
+from clusterddp.runs.recording import choose_run_directory
 from clusterddp.slurm.resources import fit_to_cluster
 
 

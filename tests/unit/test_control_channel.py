@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import LauncherEnvironmentError
-from clusterddp.supervisor import control_server
-from clusterddp.supervisor.channel import outbox
-from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.supervisor import control_server, outbox
+from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.worker import control_channel
 from clusterddp.worker.control_channel import ControlChannel
 from tests.connections import accepted_at, break_connection, connection_to
@@ -38,7 +37,7 @@ class Heard:
         self.lost: queue.Queue[tuple[int, bool]] = queue.Queue()
         hear = lambda r, e, v: self.events.put((r, e, dict(v)))  # noqa: E731
         lose = lambda rank, silent: self.lost.put((rank, silent))  # noqa: E731
-        self.server = ControlServer(TOKEN, hear, lose, "127.0.0.1", ranks)
+        self.server = ControlServer(TOKEN, Handlers(hear, lose), "127.0.0.1", ranks)
         self.address = f"127.0.0.1:{self.server.port}"
 
 
@@ -125,7 +124,8 @@ def test_closing_reads_what_was_already_sent_even_when_late(monkeypatch: pytest.
     """A supervisor that waits for a slow disk, or for a CPU, while its time for that passes."""
     monkeypatch.setattr(control_server, "_LAST_WORDS_S", 0.0)
     free, heard = threading.Event(), queue.Queue[str]()
-    server = ControlServer(TOKEN, lambda _, event, __: (free.wait(10), heard.put(event)), host="127.0.0.1")  # type: ignore[arg-type]
+    hear = Handlers(lambda _, event, __: (free.wait(10), heard.put(event)))  # type: ignore[arg-type]
+    server = ControlServer(TOKEN, hear, host="127.0.0.1")
     link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
     link.send("left", traceback="x" * 100_000)  # more than is read at once
@@ -239,9 +239,7 @@ def test_a_rank_whose_connection_broke_learns_that_the_store_is_open(heard: Hear
 
 
 def test_a_rank_does_not_wait_for_a_store_that_nobody_will_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its supervisor is of an older version, has exited, or there is none."""
-    answer = b'{"host": "127.0.0.1", "port": 1, "known": 0}'
-    assert control_channel._answer(answer, "n1:1")[3] is True
+    """Its supervisor has exited, or there is none."""
     heard = Heard()
     link = join(heard, 0, port=1)
     monkeypatch.setattr(control_channel, "current", link)
@@ -278,7 +276,7 @@ def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(m
         if event == "checkpoint":
             free.wait(20)
 
-    server = ControlServer(TOKEN, hear, host="127.0.0.1")
+    server = ControlServer(TOKEN, Handlers(hear), host="127.0.0.1")
     link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
     link.listen(lambda: words.put("lost"), words.put)
@@ -296,7 +294,8 @@ def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(m
 def test_a_rank_whose_node_was_silent_cannot_reconnect(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been declared lost, and its run may continue elsewhere."""
     monkeypatch.setattr(control_server, "_SILENT", {errno.ECONNRESET})
-    join_again = partial(ControlChannel.join, heard.address, TOKEN, 0, 1, timeout=10, process="the same")
+    monkeypatch.setattr(control_channel.secrets, "token_hex", lambda _: "the same process")
+    join_again = partial(ControlChannel.join, heard.address, TOKEN, 0, 1, timeout=10)
     link = join_again()
     assert link is not None
     with connection_to(heard.server.port) as connection:
@@ -477,7 +476,7 @@ def test_a_rank_that_is_displaced_joins_again(heard: Heard) -> None:
                 between.accept()[0].close()
             connection, _ = between.accept()
             connection.recv(4096)
-            connection.sendall(b'{"host": "h", "port": 5, "known": 0}\n')
+            connection.sendall(b'{"host": "h", "port": 5, "open": true, "known": 0}\n')
 
         threading.Thread(target=serve, daemon=True).start()
         address = f"127.0.0.1:{between.getsockname()[1]}"
@@ -492,9 +491,9 @@ def test_too_few_file_descriptors_for_the_ranks_are_an_error_with_numbers() -> N
     code = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.supervisor.control_server import ControlServer, Handlers
 try:
-    ControlServer("token", lambda *_: None, host="127.0.0.1", ranks=200)
+    ControlServer("token", Handlers(lambda *_: None), host="127.0.0.1", ranks=200)
 except Exception as error:
     print(type(error).__name__, error)
 """
@@ -510,9 +509,9 @@ def test_unauthenticated_connections_cannot_exhaust_the_file_descriptors() -> No
     code = """
 import resource, subprocess, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.supervisor.control_server import ControlServer, Handlers
 hear = lambda rank, *_: print("rank", rank, flush=True)
-server = ControlServer("secret of this attempt", hear, host="127.0.0.1", ranks=4)
+server = ControlServer("secret of this attempt", Handlers(hear), host="127.0.0.1", ranks=4)
 print(server.port, flush=True)
 sys.stdin.readline()
 held = [open("/dev/null") for _ in range(40)]
@@ -571,9 +570,8 @@ def test_an_impossible_rank_is_refused_with_a_reason(rank: Any, port: int | None
 def test_a_malformed_report_affects_no_other() -> None:
     """The thread that reads from the ranks survives an event without its fields."""
     heard: queue.Queue[Any] = queue.Queue()
-    server = ControlServer(
-        TOKEN, lambda _, event, values: heard.put(values["pid" if event == "joined" else "word"]), host="127.0.0.1"
-    )
+    hear = Handlers(lambda _, event, values: heard.put(values["pid" if event == "joined" else "word"]))
+    server = ControlServer(TOKEN, hear, host="127.0.0.1")
     link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
     link.send("wordless")
@@ -620,7 +618,7 @@ def test_a_rank_notices_its_supervisors_exit_after_any_message(words: bytes) -> 
         def serve() -> None:
             connection, _ = other.accept()
             connection.recv(4096)
-            connection.sendall(b'{"host": "h", "port": 1}\n' + words + b'\n{"leave": "x"}\n')
+            connection.sendall(b'{"host": "h", "port": 1, "open": true, "known": 0}\n' + words + b'\n{"leave": "x"}\n')
             other.close()
             connection.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,13 @@ HANG = Hang((1,), "n2", 7, 606.0, "rank 1 (n2) last at step 7, 606 s ago", 605.0
 AGAIN = StartTimer(Timer.LOOK, LOOK_S)
 
 
+#: Rank 0's question before it commits a checkpoint, and the answers.
+ASKING = RankEvent(0, "committing", {"question": 3})
+MAY = Broadcast("commit", "3", frozenset((0,)))
+MAY_NOT = Broadcast("commit", "3 rank 1 (n2) exited", frozenset((0,)))
+GOES_ON_ALONE = [MAY_NOT, Broadcast("leave", "rank 1 (n2) exited", frozenset((0,)))]
+
+
 def after(*events: Event, state: State | None = None) -> State:
     """The state of an attempt with two joined ranks after some events."""
     state = state or State(JOB, ("n1", "n2"), abandon_s=5.0)
@@ -96,6 +104,12 @@ def recorded(state: State, event: Event) -> list[str]:
         ([FAILED], RankFailed(1), []),
         ([ConnectionLost(1)], RankFailed(1), LET_GO),
         ([TOLD], FAILED, LET_GO),
+        ([], ASKING, [MAY]),
+        ([RankEvent(1, "left", {"host": "n2", "end": "done"}), ConnectionLost(1)], ASKING, [MAY]),
+        ([ConnectionLost(1)], ASKING, GOES_ON_ALONE),
+        ([FAILED], ASKING, GOES_ON_ALONE),
+        ([RankEvent(0, "stopping", {}), ConnectionLost(1)], ASKING, [MAY_NOT]),
+        ([ConnectionLost(1), RankEvent(1, "rejoined", {})], ASKING, [MAY]),
         ([FAILED], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) failed"), KILL]),
         ([ConnectionLost(1)], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) exited")]),
         ([ConnectionLost(1), RankFailed(1)], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) exited"), KILL]),
@@ -212,6 +226,23 @@ def test_a_silent_node_is_not_called_lost_while_the_controller_is_silent_too() -
     assert actions(state, Timer.ASK) == [Do.ASK_CONTROLLER]
     assert actions(state, AWAY) == [StartTimer(Timer.ASK, ASK_AGAIN_S)]
     assert recorded(state, FINE) == ["controller_back", "node_lost"]
+
+
+def test_a_rank_that_joins_after_a_stop_is_told_of_it() -> None:
+    """Its node was cut off while the user stopped the run: it waited for the others, which had stopped, for hours."""
+    late = RankEvent(1, "joined", {"host": "n2"})
+    state = State(JOB, ("n1", "n2"), abandon_s=5.0)
+    for event in (RankEvent(0, "joined", {"host": "n1"}), PREEMPTED, Timer.LOOK):
+        assert not actions(state, late)
+        state, _ = step(state, event, NOW)
+    assert actions(state, late) == [Broadcast("stop", Stop.PREEMPTION.value, frozenset((1,)))]
+
+
+def test_a_rank_that_is_told_to_exit_when_it_is_done_counts_as_told() -> None:
+    """Its exit code is that of the order: the run had failed, "all ranks finished, but the launcher returned 1"."""
+    done, told = ({"rank": 0, "host": "n1", "end": end} for end in ("done", "dismissed"))
+    state = after(RankEvent(0, "left", done), RankEvent(0, "left", told))
+    assert state.ends[0]["end"] == "dismissed"
 
 
 def test_nodes_that_fall_silent_while_the_controller_is_queried_are_lost_together() -> None:
@@ -400,6 +431,21 @@ def test_a_lost_rank_is_no_hang() -> None:
     assert actions(state, HANG) == []
     assert Do.RUN_WATCHDOG not in actions(state, Timer.WATCHDOG)
     assert Do.RUN_WATCHDOG in actions(after(), Timer.WATCHDOG)
+
+
+def test_ranks_that_outlive_others_are_watched() -> None:
+    """They may work alone, for any time, but a rank that sends no heartbeats does not work."""
+    done = RankEvent(1, "left", {"host": "n2", "end": "done"})
+    assert Do.RUN_WATCHDOG in actions(after(done, ConnectionLost(1)), Timer.WATCHDOG)
+    watch = Watch(beat_s=2.0)
+    beat = {"count": 9, "step": 8, "age_s": 0.0}
+    watch.update(1, "n1", {**beat, "allowed_s": math.inf})  # its last one
+    for rank in (0, 2):
+        watch.update(rank, f"n{rank}", {**beat, "allowed_s": 600.0})
+    for now, late in ((500.0, []), (700.0, [(2,)])):
+        watch._clock.now = now
+        watch.update(0, "n0", {**beat, "age_s": now, "allowed_s": 600.0})
+        assert [found.late for found in watch.look(gone={1}) if isinstance(found, Hang)] == late
 
 
 def test_a_slow_rank_is_recorded() -> None:

@@ -13,9 +13,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from clusterddp.data import device as device_module
 from clusterddp.data.device import ToDevice, mapped, to_device
-from clusterddp.data.eval_loader import EvalLoader
-from clusterddp.data.loader import Loader
-from clusterddp.data.orders.plain import Sequential
+from clusterddp.data.loader import EvalLoader, Loader
+from clusterddp.data.sample_orders import Sequential
 
 Pair = namedtuple("Pair", ["x", "y"])
 CUDA = torch.device("cuda:1")

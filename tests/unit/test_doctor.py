@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from clusterddp.checks import folder
+from clusterddp.checks import folder, login_node
 from clusterddp.checks.check import Check, failed, guarded, ok, warning, worst
 from clusterddp.checks.folder import Mount, mount_of
-from clusterddp.cli.checks import cluster, doctor, login
+from clusterddp.cli import doctor
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration, preemption_policy
@@ -72,13 +72,13 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return str(answer)
 
     monkeypatch.setattr(slurm, "run", run)
-    monkeypatch.setattr(cluster.time, "time", lambda: time.mktime((2026, 11, 22, 9, 5, 26, 0, 0, -1)) + 0.4)
+    monkeypatch.setattr(login_node.time, "time", lambda: time.mktime((2026, 11, 22, 9, 5, 26, 0, 0, -1)) + 0.4)
     return known
 
 
 def test_what_slurm_says_becomes_a_row_each(answers: dict[str, Any]) -> None:
     """Release, clock, accounts and partitions, with what preemption does to a run in the default one."""
-    checks, preempted = cluster.slurm_checks(None, None)
+    checks, preempted = login_node.slurm_checks(None, None)
     assert [f"{check.state} {check.name}: {check.found}" for check in checks] == [
         "ok slurm: 22.05.8 on ctl1, ctl2, cluster alps (tested: 22.05 to 26.05)",
         "ok clock: this host and the controller agree to the second",
@@ -90,8 +90,8 @@ def test_what_slurm_says_becomes_a_row_each(answers: dict[str, Any]) -> None:
         "warning partition off: not open to your accounts; 2 nodes; limit UNLIMITED, default 00:30:00; no preemption",
     ]
     assert preempted.startswith("low preempts with 20 s of notice; the run is requeued and then held for 7 s")
-    assert cluster.slurm_checks("off", None)[1] == "off does not preempt"
-    (*_, unknown), preempted = cluster.slurm_checks("lwo", None)
+    assert login_node.slurm_checks("off", None)[1] == "off does not preempt"
+    (*_, unknown), preempted = login_node.slurm_checks("lwo", None)
     assert preempted == "unknown: no partition 'lwo' on this cluster; available: low, high, off"
     assert (unknown.state, unknown.found) == (
         "failed",
@@ -111,7 +111,7 @@ def test_the_hold_is_the_requeue_delay_where_the_site_sets_one() -> None:
 def test_with_preemption_by_qos_the_qos_says_what_happens(answers: dict[str, Any]) -> None:
     answers["scontrol show config"] = CONFIG.replace("partition_prio", "qos")
     answers["sacctmgr -nP show qos name=long"] = "cluster|00:05:00\n"
-    checks, preempted = cluster.slurm_checks(None, "long")
+    checks, preempted = login_node.slurm_checks(None, "long")
     assert "preempts (REQUEUE, 300 s of grace" in checks[3].found
     assert preempted.startswith("long preempts with 300 s of notice")
 
@@ -123,7 +123,7 @@ def test_with_preemption_by_qos_the_qos_says_what_happens(answers: dict[str, Any
 def test_a_release_that_is_not_tested_is_told(release: str, tested: bool | None) -> None:
     config = configuration.parse_configuration(CONFIG.replace("22.05.8", release))
     assert config.tested is tested
-    assert cluster.judge_release(config).state == ("ok" if tested else "warning")
+    assert login_node.judge_release(config).state == ("ok" if tested else "warning")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_release_that_is_not_tested_is_told(release: str, tested: bool | None)
 )
 def test_the_controllers_clock_is_compared_as_exactly_as_it_is_told(theirs: float | None, state: str) -> None:
     """In whole seconds, between the question and the answer."""
-    assert cluster.judge_clock(theirs, 100.2, 100.4).state == state
+    assert login_node.judge_clock(theirs, 100.2, 100.4).state == state
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_what_is_missing_of_accounting_is_told(
         answers["sacctmgr -nP show assoc"] = ""
     for command in ("sacctmgr -nP show user",) if old == "ddp\n" else list(answers):
         answers[command] = answers[command].replace(old, new)
-    (accounts,) = (check for check in cluster.slurm_checks(None, None)[0] if check.name == "accounts")
+    (accounts,) = (check for check in login_node.slurm_checks(None, None)[0] if check.name == "accounts")
     assert accounts.state == state and words in accounts.found
 
 
@@ -168,7 +168,7 @@ def test_a_user_without_a_name_is_a_row(answers: dict[str, Any], monkeypatch: py
         raise KeyError("getpwuid(): uid not found")
 
     monkeypatch.setattr("getpass.getuser", unknown)
-    (accounts,) = (check for check in cluster.slurm_checks(None, None)[0] if check.name == "accounts")
+    (accounts,) = (check for check in login_node.slurm_checks(None, None)[0] if check.name == "accounts")
     assert accounts.state == "warning" and "has no name on this host" in accounts.found
 
 
@@ -186,7 +186,7 @@ def test_a_command_that_fails_is_a_row(
 ) -> None:
     """The other rows are still there."""
     answers[command] = error
-    checks, _ = cluster.slurm_checks(None, None)
+    checks, _ = login_node.slurm_checks(None, None)
     assert len(checks) == rows
     assert (name, state) in [(check.name, check.state) for check in checks]
 
@@ -219,12 +219,12 @@ def test_the_file_system_of_a_folder_is_found_in_the_mount_table(path: str, moun
     """The longest mount point, the last of two at one place, blanks as octal numbers."""
     found = mount_of(Path(path), MOUNTS)
     assert found == mount and found.shared is shared
-    assert login.judge_mount(path, found).state == ("ok" if shared else "warning")
+    assert login_node.judge_mount(path, found).state == ("ok" if shared else "warning")
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path: Path) -> None:
     assert folder.existing(tmp_path / "a" / "b") == tmp_path
-    names = [check.name for check in login.of_the_runs_folder(tmp_path / "a" / "runs", MOUNTS)]
+    names = [check.name for check in login_node.of_the_runs_folder(tmp_path / "a" / "runs", MOUNTS)]
     assert names == ["runs folder", "free space", "writes"]
     assert list(tmp_path.iterdir()) == []
 
@@ -232,7 +232,7 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path: Pat
 def test_a_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    check = guarded("writes", "choose another", lambda: login.timed_write(file))
+    check = guarded("writes", "choose another", lambda: login_node.timed_write(file))
     assert (check.state, check.advice) == ("failed", "choose another")
     assert "NotADirectoryError" in check.found
 
@@ -248,7 +248,7 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
     ],
 )
 def test_an_environment_that_nodes_may_not_have_is_told(places: dict[str, Path], words: str) -> None:
-    check = login.judge_places(places, MOUNTS)
+    check = login_node.judge_places(places, MOUNTS)
     assert check.state == ("warning" if words else "ok")
     assert words in check.advice
 
@@ -256,13 +256,13 @@ def test_an_environment_that_nodes_may_not_have_is_told(places: dict[str, Path],
 def test_a_submission_warns_of_paths_that_only_this_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `doctor` does: the job would fail before anything can say why. A file system that is mounted there counts."""
     table = tmp_path / "mounts"
-    monkeypatch.setattr(login, "MOUNTS", table)
+    monkeypatch.setattr(folder, "MOUNTS", table)
     table.write_text("21 1 8:1 / / rw - ext4 /dev/sda1 rw\n22 21 0:5 / /tmp/shared rw - nfs4 server:/shared rw\n")
-    monkeypatch.setattr(login.folder, "existing", lambda path: path)
+    monkeypatch.setattr(folder, "existing", lambda path: path)
     places = {"the run directory": Path("/tmp/runs/a"), "Python": Path("/tmp/venv/bin/python")}
-    (warning,) = login.unseen({**places, "clusterddp": Path("/home/me/clusterddp")})
+    (warning,) = folder.only_here({**places, "clusterddp": Path("/home/me/clusterddp")})
     assert warning.startswith("the run directory (/tmp/runs/a), Python (/tmp/venv/bin/python): usually each node")
-    assert login.unseen({"the run directory": Path("/tmp/shared/runs/a")}) == []
+    assert folder.only_here({"the run directory": Path("/tmp/shared/runs/a")}) == []
 
 
 BUILD = """from typing import Optional
@@ -291,7 +291,7 @@ hip: Optional[str] = None
     ],
 )
 def test_the_build_of_torch_is_read_from_its_files(text: str, state: str, words: str) -> None:
-    check = login.judge_build(text, "2.27.5", "<2.16,>=2.4.1")
+    check = login_node.judge_build(text, "2.27.5", "<2.16,>=2.4.1")
     assert check.state == state and words in check.found
 
 

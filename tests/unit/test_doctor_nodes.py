@@ -15,21 +15,19 @@ import pytest
 import torch
 
 from clusterddp import environment
-from clusterddp.checks import all_reduce, clock, compute, probe
+from clusterddp.checks import all_reduce, batch_step, clock, compute, nodes_job, probe
+from clusterddp.checks.batch_step import Conductor, Probe, ProbeServer, results
 from clusterddp.checks.check import Check, failed, ok, warning
-from clusterddp.cli.checks import batch_step, node_job
-from clusterddp.cli.checks.batch_step import Conductor, Probe, ProbeServer, results
-from clusterddp.cli.checks.node_job import nodes_of, summary
+from clusterddp.checks.nodes_job import nodes_of, summary
 from clusterddp.errors import PreflightError, SlurmError
-from clusterddp.failures.exclusion import failures
-from clusterddp.failures.preflight import unchecked
+from clusterddp.events import sentence
+from clusterddp.failures.exclusion import failures, unchecked
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.queue import QueuedJob
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.messages import sentence
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.training import preflight
 from clusterddp.training.settings import read as read_settings
@@ -188,8 +186,8 @@ def test_two_ranks_of_a_node_with_one_gpu_fail_it() -> None:
 def job_states(monkeypatch: pytest.MonkeyPatch) -> list[QueuedJob]:
     """What Slurm says of the job; the last answer is repeated."""
     states: list[QueuedJob] = []
-    monkeypatch.setattr(node_job.awaited_job, "find", lambda _: states.pop(0) if len(states) > 1 else states[0])
-    monkeypatch.setattr(node_job, "ASK_S", 0.0)
+    monkeypatch.setattr(nodes_job, "find_job", lambda _: states.pop(0) if len(states) > 1 else states[0])
+    monkeypatch.setattr(nodes_job, "ASK_S", 0.0)
     return states
 
 
@@ -204,14 +202,14 @@ def test_the_wait_says_why_and_ends_with_the_results(
     run, pending = RunDirectory(tmp_path), [info("PENDING"), info("PENDING", "Priority"), info("PENDING", "Priority")]
     job_states += [*pending, info("PENDING", "Resources"), info("RUNNING"), info("COMPLETED")]
     write_json(tmp_path / "results.json", {"over": False})
-    assert node_job._await_results("7", run)["over"] is False
+    assert nodes_job._await_results("7", run)["over"] is False
     assert capsys.readouterr().err.splitlines() == [
         "doctor: job 7 waits: jobs with a higher priority are first",
         "doctor: job 7 waits: next in the queue, waiting for nodes to become free",
         "doctor: job 7 runs on n[1-2]",
     ]
     write_json(tmp_path / "results.json", {"over": True})
-    assert node_job._await_results("7", run)["over"] is True
+    assert nodes_job._await_results("7", run)["over"] is True
 
 
 def test_a_job_without_results_is_an_error_with_its_log(tmp_path: Path, job_states: list[QueuedJob]) -> None:
@@ -223,18 +221,18 @@ def test_a_job_without_results_is_an_error_with_its_log(tmp_path: Path, job_stat
     with pytest.raises(
         SlurmError, match=r"job 7 ended \(FAILED\) on no node without results .*: No such file or directory"
     ):
-        node_job._await_results("7", run)
+        nodes_job._await_results("7", run)
 
 
 def test_a_job_that_does_not_start_is_given_up(
     tmp_path: Path, job_states: list[QueuedJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_states.append(info("PENDING", "Priority"))
-    monkeypatch.setattr(node_job, "QUEUE_S", -1.0)
+    monkeypatch.setattr(nodes_job, "QUEUE_S", -1.0)
     with pytest.raises(
         SlurmError, match=r"did not start within -0 minutes \(waits: jobs with a higher .*\) and was cancelled"
     ):
-        node_job._await_results("7", RunDirectory(tmp_path))
+        nodes_job._await_results("7", RunDirectory(tmp_path))
 
 
 # --- single checks

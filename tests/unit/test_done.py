@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.submission import check_done
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Done, Job
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.submission import check_done
 from clusterddp.supervisor import done
 
 BEGAN = 1_000_000.0

@@ -18,7 +18,6 @@ PACKAGES = {"yaml", "_yaml", "cloudpickle"}
 #: What only some runs need, or other processes.
 LATER = {
     "clusterddp.checks",
-    "clusterddp.checkpoint.export",
     "clusterddp.checkpoint.weights_file",
     "clusterddp.checkpoint.writer",
     "clusterddp.cli",
@@ -26,9 +25,9 @@ LATER = {
     "clusterddp.report",
     "clusterddp.slurm",
     "clusterddp.supervisor",
-    "clusterddp.sweeps",
+    "clusterddp.runs",
     "clusterddp.training.preflight",
-    "clusterddp.training.resume_check",
+    "clusterddp.training.checked_run",
     "rich",
     "submitit",
 }

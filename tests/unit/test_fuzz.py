@@ -27,22 +27,21 @@ from hypothesis import strategies as st
 from clusterddp import environment, hostlist
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, visible
+from clusterddp.cli import status
 from clusterddp.cli.main import main
-from clusterddp.cli.progress import Progress
-from clusterddp.cli.runs import status
 from clusterddp.errors import ClusterddpError, JobDefinitionError, LauncherEnvironmentError
 from clusterddp.jobdef import load, yaml12
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.jobdef.schema import READERS
-from clusterddp.report.advice import advice
 from clusterddp.report.booking import book
-from clusterddp.report.ratios import spent
+from clusterddp.report.efficiency import advice, spent
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.progress import Progress
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
 from clusterddp.slurm.cause import read_cause
 from clusterddp.supervisor import lease, limits
-from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import LocalController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.verdict import RankEnd
@@ -339,7 +338,7 @@ def test_any_file_is_a_checkpoint_or_damaged(tmp_path_factory: Any, content: byt
 @given(checkpoint_files())
 def test_any_file_is_restored_or_refused(tmp_path_factory: Any, content: bytes) -> None:
     """The state in it, too: a tensor that is not there, or not as large as it says."""
-    from clusterddp.checkpoint.content import unpacked
+    from clusterddp.checkpoint.transfer import unpacked
 
     path = tmp_path_factory.getbasetemp() / "step-000000000001.attempt-0.safetensors"
     path.write_bytes(content)
@@ -376,7 +375,6 @@ FILES = {
     "private/attempt-0/resumed.json": json.dumps({"attempt": 0, "step": 0, "parent": None}),
     "private/loop.json": json.dumps({"kind": "local", "host": "x", "pid": 1, "process_start": "2"}),
     "private/notice.json": json.dumps({"cause": "preempted"}),
-    "private/resubmit.json": json.dumps({"attempt": 1, "job": "1", "restarts": 0, "nodes": "n1"}),
 }
 
 
@@ -504,7 +502,7 @@ def echo_server() -> tuple[ControlServer, threading.Event]:
             assert (rank, values) == (0, {"step": 3})
             heard.set()
 
-    return ControlServer("secret", on_event, host="127.0.0.1"), heard
+    return ControlServer("secret", Handlers(on_event), host="127.0.0.1"), heard
 
 
 @fuzz(60)

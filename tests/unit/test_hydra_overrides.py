@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterddp.cli.command_line import command
-from clusterddp.cli.options import describe
-from clusterddp.jobdef import hydra_overrides, yaml12
-from clusterddp.jobdef.hydra_overrides import with_overrides
+from clusterddp.jobdef import program, yaml12
 from clusterddp.jobdef.job import Job, Resume
-from clusterddp.jobdef.source import is_hydra_app
-from clusterddp.sweeps.definition import of_options
-from clusterddp.sweeps.jobs import jobs_of
+from clusterddp.jobdef.program import is_hydra_app, with_overrides
+from clusterddp.runs.submission import describe
+from clusterddp.runs.sweep_members import jobs_of, of_options
 from tests.packages import require
 
 APP = "import hydra\n@hydra.main(version_base=None)\ndef main(cfg):\n    pass\nmain()\n"
@@ -50,7 +48,7 @@ def plain(value: Any) -> Any:
 )  # fmt: skip
 def test_a_value_is_quoted_as_hydra_wants_it(written: str, expected: str) -> None:
     node = yaml12.load(written, "here")
-    assert hydra_overrides.value(node) == expected
+    assert program.hydra_value(node) == expected
     assert plain(read_by_hydra(f"key={expected}")) == plain_node(node)
 
 
@@ -64,7 +62,7 @@ def plain_node(node: yaml12.Node) -> Any:
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="$"), max_size=12))
 def test_any_text_reaches_the_app_as_it_is(content: str) -> None:
-    assert plain(read_by_hydra(f"key={hydra_overrides.text(content)}")) == content
+    assert plain(read_by_hydra(f"key={program.hydra_text(content)}")) == content
 
 
 @pytest.mark.parametrize(
@@ -139,8 +137,8 @@ def test_a_rank_gets_one_output_folder() -> None:
         Path("/runs/lr=1,a"),
         "++hydra.callbacks.clusterddp._target_=clusterddp.integrations.hydra.RunCallback",
     )
-    assert hydra_overrides.of_run(["lr=1"], run) == ["lr=1", callback, "hydra.run.dir='/runs/lr=1,a/hydra'"]
-    assert hydra_overrides.of_run(["hydra.run.dir=x"], run) == ["hydra.run.dir=x", callback]
+    assert program.hydra_arguments(["lr=1"], run) == ["lr=1", callback, "hydra.run.dir='/runs/lr=1,a/hydra'"]
+    assert program.hydra_arguments(["hydra.run.dir=x"], run) == ["hydra.run.dir=x", callback]
 
 
 @pytest.mark.parametrize(

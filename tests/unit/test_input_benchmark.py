@@ -8,13 +8,13 @@ from benchmarks import input as bench
 
 
 def met(ours: list[float]) -> tuple[bool | None, str]:
-    others = {bench.TORCH: [10e-6] * 3, bench.TORCHDATA: [12e-6] * 3}
+    others = {bench.TORCH: [10e-6] * 3, bench.TORCHDATA: [8e-6] * 3}
     times: list[dict[str, Any]] = [{"case": "a", "rank": 0, "times": {bench.OURS: ours, **others}}]
     row = bench.time_row(times, "a")
     return row.met, row.limit_is
 
 
-def test_a_batch_is_compared_with_the_better_of_the_others() -> None:
+def test_a_batch_is_compared_with_torchs() -> None:
     assert met([9e-6, 10.5e-6, 10e-6]) == (True, bench.TORCH)
     assert met([11e-6, 11e-6, 11e-6]) == (False, bench.TORCH)
 

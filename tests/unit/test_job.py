@@ -10,7 +10,6 @@ import pytest
 
 from clusterddp import __version__
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
-from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import (
     Checkpointing,
     Done,
@@ -25,8 +24,8 @@ from clusterddp.jobdef.job import (
     Wandb,
     Watchdog,
 )
-from clusterddp.jobdef.load import from_values, load, load_resolved
-from clusterddp.jobdef.profiles import Profile, read_profiles
+from clusterddp.jobdef.load import from_values, list_differences, load, load_resolved
+from clusterddp.jobdef.profiles_and_presets import Profile, read_profiles
 from clusterddp.jobdef.schema import READERS
 
 EVERYTHING = """\
@@ -177,19 +176,6 @@ def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp
     (tmp_path / "config.yaml").write_text(users)
     profile = Profile("user", tmp_path / "config.yaml")
     assert read_profiles([profile], "alps").keys() == {"account", "watchdog", "partition"}
-
-
-#: The keys that version 0.1.0 writes for a job with defaults, and reads.
-OLD_KEYS = {
-    *("job_name", "script", "nodes", "gpus_per_node", "gpus_per_rank", "device", "seed", "checkpoint", "timeouts"),
-    *("watchdog", "lift_hold", "share"),
-}
-
-
-def test_a_job_without_new_keys_is_recorded_as_older_versions_read_it() -> None:
-    """They refuse keys that they do not know."""
-    assert set(re.findall(r"^(\w+):", Job("x", script="/x.py").to_yaml(), re.MULTILINE)) == OLD_KEYS
-    assert "preflight: true" in Job("x", script="/x.py", preflight=True).to_yaml()
 
 
 def test_only_the_script_is_required(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,15 @@ def test_no_imports_form_a_circle(in_functions: bool) -> None:
     layers(by_room(graph))
 
 
+def test_the_python_api_is_below_the_command_line() -> None:
+    """It uses the same functions, and none of the options and tables."""
+    graph, used, seen = imports(in_functions=True), {"api"}, set[str]()
+    while new := used - seen:
+        seen |= new
+        used |= {other for name in new for other in graph[name]}
+    assert [name for name in sorted(seen) if name.startswith("cli.")] == []
+
+
 def test_each_package_says_what_belongs_there() -> None:
     """In its ``__init__``: one sentence, which says what does not belong there too, and no code."""
     for name, path in MODULES.items():
@@ -101,14 +110,6 @@ def test_each_package_says_what_belongs_there() -> None:
             text = ast.get_docstring(tree) or ""
             assert len(tree.body) == 1 and text.endswith(".") and text.count(". ") == 0, path
             assert len(text) > 40 and ";" in text, f"{path}: what does not belong there?"
-
-
-def test_the_architecture_lists_each_module_once() -> None:
-    """A line per module, so that a reader finds the file for a change; packages have a section instead."""
-    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
-    listed = re.findall(r"^- `([\w/]+\.py)`: ", text, re.MULTILINE)
-    paths = {str(path.relative_to(PACKAGE)) for path in MODULES.values()}
-    assert sorted(listed) == sorted(path for path in paths if not path.endswith("/__init__.py"))
 
 
 def test_the_architecture_names_no_file_that_does_not_exist() -> None:

@@ -17,8 +17,8 @@ import jsonschema
 import pytest
 
 from clusterddp import Handle
+from clusterddp.cli import table
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs import table
 from clusterddp.errors import UsageError
 from clusterddp.reporter import speed
 from clusterddp.rundir.find import find_runs

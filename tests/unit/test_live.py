@@ -16,14 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.cli import live
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs import live
-from clusterddp.cli.runs.report import moment
-from clusterddp.cli.runs.screen import EVENTS, MOST_LINES, Size, composed, fact_lines
-from clusterddp.cli.runs.sparkline import labelled, sparkline
-from clusterddp.cli.runs.text import clipped
+from clusterddp.cli.live import EVENTS, MOST_LINES, Size, composed, fact_lines, labelled, sparkline
 from clusterddp.errors import INTERRUPTED, UsageError
-from clusterddp.rundir.curve import curve, main_metric
+from clusterddp.reporter import clipped
+from clusterddp.rundir.progress import curve, main_metric
+from clusterddp.runs.run_report import moment
 from clusterddp.slurm import commands as slurm
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps, write_lines
 

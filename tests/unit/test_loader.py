@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
-from clusterddp.data.eval_loader import EvalLoader
-from clusterddp.data.loader import Loader
+from clusterddp.data.loader import EvalLoader, Loader
 from clusterddp.data.loaders import Loaders
-from clusterddp.data.orders.choice import chosen
-from clusterddp.data.orders.plain import Sequential, Shuffled
+from clusterddp.data.sample_orders import Sequential, Shuffled
+from clusterddp.data.samplers import chosen
 from clusterddp.data.training_loader import training_loader
 from clusterddp.errors import CheckpointError
 
@@ -162,8 +161,8 @@ import multiprocessing, os, signal, sys
 
 from tests.unit.test_loader import Numbers
 from clusterddp.data.loader import Loader
-from clusterddp.data.orders.choice import chosen
-from clusterddp.data.orders.plain import Sequential
+from clusterddp.data.samplers import chosen
+from clusterddp.data.sample_orders import Sequential
 
 if __name__ == "__main__":
     options = {"order": Sequential(), "seed": 1, "rank": 0, "world_size": 1, "num_workers": 2}
@@ -193,7 +192,7 @@ import multiprocessing, os, signal, sys
 
 from tests.unit.test_loader import Numbers
 from clusterddp.data.loader import Loader
-from clusterddp.data.orders.plain import Sequential
+from clusterddp.data.sample_orders import Sequential
 
 if __name__ == "__main__":
     options = {"order": Sequential(), "seed": 1, "rank": 0, "world_size": 1, "num_workers": 1}

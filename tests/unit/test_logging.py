@@ -15,10 +15,10 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from clusterddp.rundir.records import METRICS, read_lines
+from clusterddp.training import log_reduction
 from clusterddp.training import metrics as lines
-from clusterddp.training.log import reduction
-from clusterddp.training.log.reduction import Receiver, Sender, decoded, encoded, reduce_values
-from clusterddp.training.log.values import DeviceCopies, Logged, Values
+from clusterddp.training.log_reduction import Receiver, Sender, decoded, encoded, reduce_values
+from clusterddp.training.logged_values import DeviceCopies, Logged, Values
 from clusterddp.training.loop import Run
 from clusterddp.training.metrics import Metrics
 from tests.waiting import wait_until
@@ -68,7 +68,7 @@ class Gpu:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     heard: list[str] = []
-    monkeypatch.setattr(reduction, "say", heard.append)
+    monkeypatch.setattr(log_reduction, "say", heard.append)
     return heard
 
 
@@ -239,8 +239,8 @@ class World:
 
 @pytest.fixture
 def world(open_metrics: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(reduction, "PERIOD_S", 0.01)
-    monkeypatch.setattr(reduction, "IDLE_S", 0.01)
+    monkeypatch.setattr(log_reduction, "PERIOD_S", 0.01)
+    monkeypatch.setattr(log_reduction, "IDLE_S", 0.01)
     made = World(open_metrics(), 3)
     yield made
     made.close()
@@ -316,7 +316,7 @@ def test_the_thread_of_a_rank_asks_a_gpu_only_while_no_step_ends(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would make the capture of a CUDA graph fail. While the script evaluates, nothing else would ask."""
-    monkeypatch.setattr(reduction, "QUIET_PERIODS", 10**9)
+    monkeypatch.setattr(log_reduction, "QUIET_PERIODS", 10**9)
     gpu, asked = Gpu(), set[str]()
 
     def log(step: int) -> None:
@@ -344,7 +344,7 @@ def test_the_thread_of_a_rank_asks_a_gpu_only_while_no_step_ends(
     wait_until(arrived, "the first two steps", 60)
     assert asked == {threading.current_thread().name}
     gpu.events[1].passed = True
-    monkeypatch.setattr(reduction, "QUIET_PERIODS", 2)
+    monkeypatch.setattr(log_reduction, "QUIET_PERIODS", 2)
     wait_until(lambda: written(tmp_path) == [2.0, 2.0, 2.0], "the step before an evaluation", 10)
     assert asked == {threading.current_thread().name, "log"}
     assert not any(event.waited for event in gpu.events)
@@ -353,8 +353,8 @@ def test_the_thread_of_a_rank_asks_a_gpu_only_while_no_step_ends(
 def test_values_that_rank_0_does_not_reduce_are_dropped_with_a_warning(
     world: World, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reduction, "MOST_CHUNKS", 2)
-    monkeypatch.setattr(reduction, "MOST_STEPS", 3)
+    monkeypatch.setattr(log_reduction, "MOST_CHUNKS", 2)
+    monkeypatch.setattr(log_reduction, "MOST_STEPS", 3)
     for step in range(12):
         world.log(1, step, {"loss": 1.0})
         world.senders[1].flush()

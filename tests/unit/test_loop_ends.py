@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from clusterddp.worker.completion import Loop
+from clusterddp.worker.rank_exit import Loop
 
 Around = Callable[[Iterable[int]], Iterable[int]]
 

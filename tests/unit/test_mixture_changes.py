@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from clusterddp import orders
+from clusterddp.data import mixture
 from clusterddp.data.loader import Loader
-from clusterddp.data.orders import mixture
 from clusterddp.errors import CheckpointError
 
 DATA = {name: TensorDataset(torch.zeros(length)) for name, length in (("web", 70), ("books", 9))}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.cli.report.report import collected
+from clusterddp.cli.report import collected
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, SubsetRandomSampler
 
 from clusterddp import orders
+from clusterddp.data import mixture, sample_order
 from clusterddp.data.loader import Loader
-from clusterddp.data.orders import mixture, order
-from clusterddp.data.orders.choice import chosen
-from clusterddp.data.orders.order import Order
+from clusterddp.data.sample_order import Order
+from clusterddp.data.samplers import chosen
 
 
 class Numbers(Dataset[Any]):
@@ -102,9 +102,9 @@ class Case:
 
     def loader(self, rank: int = 0, ranks: int = 1, **options: Any) -> Loader:
         """Of a rank of the run's first attempt, or of another number of ranks."""
-        dataset, order = self.order(self.batch)
+        dataset, sample_order = self.order(self.batch)
         size: dict[str, Any] = {"seed": self.seed, "rank": rank, "world_size": ranks, "drop_last": self.drop_last}
-        return Loader(dataset, self.batch, order=order, **size, **options)
+        return Loader(dataset, self.batch, order=sample_order, **size, **options)
 
     def steps(self, first: int, count: int, ranks: int, checkpoint: Any = None, **options: Any) -> list[list[Any]]:
         """The samples of each global step, over all ranks; resumed from a checkpoint, if there is one."""
@@ -196,10 +196,10 @@ def test_epochs_are_counted_as_the_samples_say(case: Case, step: int) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(cases(), st.integers(0, 30), st.sampled_from([1, 7, order._AT_ONCE]))
+@given(cases(), st.integers(0, 30), st.sampled_from([1, 7, sample_order._AT_ONCE]))
 def test_steps_that_are_drawn_together_have_the_same_samples(case: Case, first: int, at_once: int) -> None:
     """``at_once``: how many samples may be drawn in one call."""
-    with mock.patch.object(order, "_AT_ONCE", at_once):
+    with mock.patch.object(sample_order, "_AT_ONCE", at_once):
         loader = case.loader(case.ranks - 1, case.ranks)
         drawn = list(itertools.islice(loader._batches(first), 20))
     for step, batch in enumerate(drawn, first):
@@ -212,9 +212,9 @@ def test_steps_that_are_drawn_together_have_the_same_samples(case: Case, first: 
 def test_batches_of_buckets_have_similar_lengths(case: Case) -> None:
     """A step spans at most the samples of two neighbouring buckets, and what is mixed between."""
     length, batch = case.length + 60, case.batch * case.ranks
-    _, order = Case("bucketed", length, case.batch, case.ranks, 0, False).order(case.batch)
-    order = orders.bucketed(range(length), buckets=10)
-    loader = Loader(Numbers(length), case.batch, order=order, seed=case.seed, rank=0, world_size=case.ranks)
+    _, sample_order = Case("bucketed", length, case.batch, case.ranks, 0, False).order(case.batch)
+    sample_order = orders.bucketed(range(length), buckets=10)
+    loader = Loader(Numbers(length), case.batch, order=sample_order, seed=case.seed, rank=0, world_size=case.ranks)
     width = -(-length // max(1, min(10, length // (4 * batch))))
     for step in range(3 * len(loader)):
         found = [sample[1] for sample in loader._order.samples(step * batch, step * batch + batch)]

@@ -18,12 +18,11 @@ from torch.utils.data import ConcatDataset, TensorDataset
 
 from clusterddp import orders
 from clusterddp.data import randomness
+from clusterddp.data import sample_orders as by_weight
 from clusterddp.data.loader import Loader
-from clusterddp.data.orders import weighted as by_weight
-from clusterddp.data.orders.choice import chosen
-from clusterddp.data.orders.order import Binding, BoundOrder, Order
-from clusterddp.data.orders.permutation import Permutation
-from clusterddp.data.orders.plain import Shuffled
+from clusterddp.data.sample_order import Binding, BoundOrder, Order, Permutation
+from clusterddp.data.sample_orders import Shuffled
+from clusterddp.data.samplers import chosen
 from clusterddp.errors import CheckpointError
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusterddp.supervisor.channel import outbox
-from clusterddp.supervisor.channel.outbox import Outbox
-from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.supervisor import outbox
+from clusterddp.supervisor.control_server import ControlServer, Handlers
+from clusterddp.supervisor.outbox import Outbox
 from clusterddp.worker.control_channel import send_line
 from tests.connections import accepted_from
 
@@ -119,7 +119,7 @@ def test_a_broken_connection_keeps_nothing(pair: Pair) -> None:
 def test_a_rank_that_reads_late_delays_no_other_and_gets_the_order_to_stop() -> None:
     """It is one of thousands, on a node whose memory is short: the server skipped it before, or tore a line."""
     events: queue.Queue[tuple[int, str]] = queue.Queue()
-    server = ControlServer(TOKEN, lambda rank, event, _: events.put((rank, event)), host="127.0.0.1", ranks=2)
+    server = ControlServer(TOKEN, Handlers(lambda rank, event, _: events.put((rank, event))), host="127.0.0.1", ranks=2)
     slow, quick = socket.socket(), socket.create_connection(("127.0.0.1", server.port))
     with little_room(slow), quick:
         slow.connect(("127.0.0.1", server.port))

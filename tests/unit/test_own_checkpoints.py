@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
+from clusterddp.events import sentence
 from clusterddp.jobdef.job import Job, Limits, Resume
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor.failure_box import added_arguments
 from clusterddp.supervisor.limits import exceeded, progress
-from clusterddp.supervisor.messages import added_arguments, sentence
 from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
+from clusterddp.worker.own_saves import SavedFile
 
 ARGS = ("--resume", "{checkpoint}")
 
@@ -132,6 +134,16 @@ def test_a_folder_is_complete_with_all_that_the_one_before_has(run: RunDirectory
     assert passed == [("step_16", "an empty folder"), ("step_12", "code.patch is missing, which step_8 has")]
     (run.path / "step_12" / "model.pt").write_bytes(b"")
     assert ("step_12", "model.pt: empty") in newest(run, "{run_dir}/step_*")[1]
+
+
+def test_the_folder_of_all_checkpoints_is_no_older_one(run: RunDirectory) -> None:
+    """A script may name it in `requeue(saved=...)`, as one with SpeechBrain's Checkpointer does."""
+    for number in (1, 2):
+        zipped(run.path / "save" / f"CKPT+{number}" / "model.ckpt")
+    also = [str(run.path / "save")]
+    found = find(Resume(("{run_dir}/save/CKPT*",)), str(run), 0.0, also)
+    assert found.newest is not None and found.newest.path == f"{run.path}/save/CKPT+2"
+    assert found.passed_over == ()
 
 
 def test_a_folder_of_torchs_distributed_checkpoint_needs_its_metadata(run: RunDirectory) -> None:
@@ -264,6 +276,19 @@ def test_the_position_in_an_epoch_is_told_while_the_script_continues_from_what_i
     assert told(alone, 0, []) == {}
 
 
+def test_another_number_of_ranks_begins_the_epoch_anew(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of them has other items: skipped ones would never be trained on."""
+    last = run.path / "last.pt"
+    zipped(last)
+    at(last, 119)
+    saved = event(0, 119.0, "saved", file=str(last), items=7, written=119.0)
+    events = [event(0, 50.0, "started", ranks=2), saved]
+    for gpus in (2, 1):
+        same = Job(name="n", module="n", device="cpu", gpus_per_node=gpus)
+        assert ("CLUSTERDDP_SAVED_ITEMS" in OwnCheckpoints(run, same, 1, events).saved()) == (gpus == 2)
+    assert "stopped within an epoch on 2 ranks. With 1 the batches differ" in capsys.readouterr().err
+
+
 def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory) -> None:
     """Except where only the rank knows a value: it fills in the whole variable."""
     zipped(run.path / "a.pt")
@@ -303,6 +328,17 @@ def test_a_pattern_that_matches_none_of_the_saved_files_is_told(run: RunDirector
     other, _ = begun(run, 0, [], Job(name="n", module="n"))
     other.written = "last.pth"
     assert watched(other) == []
+
+
+def test_the_supervisor_opens_the_checkpoint_that_it_continues_from_once(run: RunDirectory) -> None:
+    """Later, an open shows that the script reads it."""
+    zipped(run.path / "a.pt")
+    own, _ = begun(run, 1, [event(0, 50.0, "started")])
+    seen = SavedFile(f"{run.path}/a.pt")
+    assert watched(own) == []
+    assert seen.was_opened() is False
+    zipped(run.path / "a.pt", "later")
+    assert watched(own) == ["attempt 1: own_checkpoint a.pt"]
 
 
 def test_a_state_that_is_saved_again_is_no_new_checkpoint(run: RunDirectory) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from clusterddp.checkpoint.state import load_state, state_of
-from clusterddp.data.no_loader import NoLoader
-from clusterddp.distributed.modules import optimizers
+from clusterddp.data.external_loader import NoLoader
+from clusterddp.distributed.wrapping import optimizers
 from clusterddp.errors import CheckpointError
-from clusterddp.training.state.parts import by_name
+from clusterddp.training.script_state import by_name
 
 
 def layer() -> torch.nn.Linear:

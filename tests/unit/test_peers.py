@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from benchmarks import rows
 from benchmarks.peers.__main__ import Queue, Results, main, plan
 from benchmarks.peers.cells import Line, bound, ettr, figures, gaps, parse
-from benchmarks.peers.page import describe
 from benchmarks.peers.peers import LIMIT, PEERS, count
 from benchmarks.peers.schedules import CELL_S, OF_THE_LIMIT, SCHEDULES
 from benchmarks.peers.summary import Matrix, everything, leads, still_training
@@ -114,26 +112,6 @@ def test_final_values_are_compared_with_the_peers_own_undisturbed_run(tmp_path: 
     assert [matrix.differing(one) for one in cells] == [0, 0, 1, None]
     (tmp_path / "b.bin").unlink()
     assert matrix.differing(cells[2]) is None, "values that were not kept are not compared"
-
-
-def test_the_page_says_what_is_lost_and_what_was_not_run(tmp_path: Path) -> None:
-    """And has the row of ours, once the limit is measured."""
-    whole = [Line(10 + n, n, 1) for n in range(6)]
-    cells = [cell(name, "none", whole) for name in ("clusterddp", "limit", "torchrun")]
-    cells += [cell(schedule=name) for name in ("preempt", "preempt-60")] + [cell("limit")]
-    cells += [cell("torchrun", lines=INTERRUPTED[:4], finished=None, end="no job left", slurm="FAILED 1:0")]
-    late = [Line(8.0 + CELL_S - 10 + n, n, 1) for n in range(4)]
-    cells += [cell("submitit", "kill-90", finished=None, end="no job left", repetition=2)]
-    cells += [
-        cell("submitit", "kill-90"),
-        cell("submitit", "kill-90", late, finished=None, end="not done", repetition=1),
-    ]
-    text, raw = describe(cells, tmp_path, "Slurm 22.05.8")
-    assert "1 of 3 not done, 1 of 3 lost" in text
-    assert "| torchrun | **lost** at step 4: job FAILED |" in text and "| submitit | not run |" in text
-    assert [(row["allowed"], row["met"]) for row in raw["rows"]] == [(None, None), (1 / 0.97, None), (None, None)]
-    assert all(rows.problem(row) is None for row in raw["rows"])
-    json.dumps(raw, allow_nan=False)
 
 
 def test_the_bar_is_judged_from_three_cells_on(tmp_path: Path) -> None:

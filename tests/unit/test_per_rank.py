@@ -12,8 +12,8 @@ import torch
 
 from clusterddp.checkpoint import transfer
 from clusterddp.errors import CheckpointError
-from clusterddp.supervisor.messages import sentence
-from clusterddp.training.state.per_rank import PerRank
+from clusterddp.events import sentence
+from clusterddp.training.script_state import PerRank
 
 
 def group(rank: int = 0, ranks: int = 1) -> Any:

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.command_line import parser
-from clusterddp.cli.options import describe, resolve_job
+from clusterddp.cli.options import resolve_job
 from clusterddp.errors import JobDefinitionError
-from clusterddp.jobdef import profiles
+from clusterddp.jobdef import profiles_and_presets
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values
-from clusterddp.jobdef.profiles import Profile, find_profiles, read_profiles
+from clusterddp.jobdef.profiles_and_presets import Profile, find_profiles, read_profiles
+from clusterddp.runs.submission import describe
 from clusterddp.slurm import commands
 from clusterddp.slurm.commands import submission_cluster
 from tests.other_user import UID
@@ -105,7 +106,7 @@ def test_the_projects_file_is_the_nearest_one_in_the_checkout(checkout: Path, tm
 def test_the_sites_file_is_in_etc_or_where_the_site_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty variable stands for no file, and a missing file is an error."""
     etc = write(tmp_path / "etc" / "config.yaml", SITE)
-    monkeypatch.setattr(profiles, "SITE_FILE", etc)
+    monkeypatch.setattr(profiles_and_presets, "SITE_FILE", etc)
     named = write(tmp_path / "named" / "config.yaml", SITE)
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
     assert find_profiles(environ, tmp_path) == [Profile("site", etc)]

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from clusterddp.cli import progress
-from clusterddp.cli.progress import Progress
-from clusterddp.rundir.recent import Recent, recent
+from clusterddp.rundir.progress import Recent, recent
+from clusterddp.runs import progress
+from clusterddp.runs.progress import Progress, Shown
 from clusterddp.training import progress_lines
 from clusterddp.training.progress_lines import ProgressLines
-from clusterddp.worker import completion
+from clusterddp.worker import rank_exit
 from tests.runs_on_disk import event, recorded_run, steps, write_lines
 
 
@@ -41,7 +41,7 @@ def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProgressL
     """Of attempt 1, in a loop of 100 steps of which 10 are done."""
     path = tmp_path / "metrics.jsonl"
     write_lines(path, steps(range(10), 1, loss=0.5))
-    monkeypatch.setattr(completion, "loop", completion.Loop(lambda: 10, 100))
+    monkeypatch.setattr(rank_exit, "loop", rank_exit.Loop(lambda: 10, 100))
     lines = ProgressLines(path, 1, 3600.0)
     yield lines
     lines.close()
@@ -58,7 +58,7 @@ def test_rank_0_prints_a_line_only_after_new_steps_of_its_loop(
     write_lines(tmp_path / "metrics.jsonl", steps(range(12), 0))
     assert lines.line() is None
     write_lines(tmp_path / "metrics.jsonl", steps(range(13), 1))
-    monkeypatch.setattr(completion, "loop", None)
+    monkeypatch.setattr(rank_exit, "loop", None)
     assert lines.line() is None
 
 
@@ -80,7 +80,7 @@ def test_a_waiting_command_prints_a_line_where_there_is_no_terminal(
     """Only of new steps, and none after the sentence about the run's end."""
     run = recorded_run(tmp_path / "net", [event("training", step=0)])
     shown = Progress(run, 100, every_s=0.0)
-    silent = [Progress(run, 100), Progress(run, 100, bar=False, every_s=0.0)]
+    silent = [Progress(run, 100), Progress(run, 100, 0.0, Shown(bar=False))]
     write_lines(run.metrics_file, steps(range(10), loss=0.5))
     for one in (shown, shown, *silent):
         one.update()

@@ -1,4 +1,4 @@
-"""``clusterddp/protocol.py`` lists what the code really writes and reads: events, messages, environment variables."""
+"""``events.py`` and ``protocol.py`` list what the code really writes and reads: events, messages, variables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from clusterddp import errors, protocol
-from clusterddp.protocol import EVENTS, Event
-from clusterddp.supervisor import control_server, messages
+from clusterddp.events import EVENTS, RUN_ENDS, Event
+from clusterddp.supervisor import control_server
 from clusterddp.worker import control_channel
 from tests.histories import EVERY, check_event, fields
 
@@ -35,7 +35,7 @@ def calls(*functions: str) -> Iterator[ast.Call]:
 def test_every_event_in_the_code_is_listed_with_its_fields() -> None:
     """Where it is reported or added, with the keywords that stand there."""
     found = set()
-    for call in calls("report", "_report", "_send", "add", "_add_end", "_bounded"):
+    for call in calls("report", "_report", "send", "_send", "add", "_add_end", "_bounded"):
         if call.args and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str):
             event = call.args[0].value
             check_event(event, {word.arg for word in call.keywords if word.arg is not None}, complete=False)
@@ -49,7 +49,7 @@ def test_every_event_in_the_code_is_listed_with_its_fields() -> None:
             keys = values.keys if isinstance(values, ast.Dict) else []
             check_event(str(name.value), {str(k.value) for k in keys if isinstance(k, ast.Constant)}, complete=False)
             found.add(str(name.value))
-    elsewhere = {"joined", "rejoined", "forked", *protocol.RUN_ENDS}
+    elsewhere = {"joined", "rejoined", "forked", "committing", *RUN_ENDS}
     assert found | elsewhere == EVERY.keys()
 
 
@@ -65,7 +65,6 @@ def compared(tree: ast.AST) -> Iterator[str]:
 def test_every_event_that_is_read_or_shown_is_listed() -> None:
     for tree in SOURCES.values():
         assert set(compared(tree)) <= EVERY.keys()
-    assert messages._SENTENCES.keys() <= EVENTS.keys()
 
 
 def test_no_field_hides_what_every_line_has() -> None:
@@ -86,8 +85,7 @@ def test_the_messages_of_the_control_channel_are_listed(monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "encoded", encoded)
     server = control_server.ControlServer(
         "token",
-        lambda rank, event, values: heard.append((event, set(values))),
-        lambda rank, silent: None,
+        control_server.Handlers(lambda rank, event, values: heard.append((event, set(values)))),
         "127.0.0.1",
         1,
     )
@@ -134,6 +132,6 @@ def test_an_exit_code_is_written_as_its_name() -> None:
         assert not literals & codes or path.name in ("errors.py", "main.py"), (path, literals & codes)
 
 
-def test_an_event_is_one_line_of_text() -> None:
-    for event in EVERY.values():
-        assert isinstance(event, Event) and event.meaning and "\n" not in event.meaning
+def test_every_event_says_what_it_means() -> None:
+    for event in EVENTS.values():
+        assert event.__doc__ and event.__doc__ != Event.__doc__

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp import reporter
 from clusterddp.checkpoint.store import Checkpoints, choose
+from clusterddp.cli import prune
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs import confirmation, prune
-from clusterddp.cli.runs.prune import size_text
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Keep
-from clusterddp.rundir.deletion import delete_folder, delete_old_logs, old_logs
 from clusterddp.rundir.files import write_json
+from clusterddp.rundir.ownership import delete_folder, delete_old_logs, old_logs
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.pruning import size_text
 from clusterddp.supervisor import lease
 from tests.checkpoint_files import save
 
@@ -128,8 +129,8 @@ def test_the_answer_on_the_terminal_counts(run: RunDirectory, monkeypatch: pytes
 )
 def test_only_yes_is_yes(answer: str, yes: bool, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """The end of the input is not, and ends the line."""
-    monkeypatch.setattr(confirmation.sys.stdin, "readline", lambda: answer)
-    assert confirmation.agreed("end it?") is yes
+    monkeypatch.setattr(reporter.sys.stdin, "readline", lambda: answer)
+    assert reporter.agreed("end it?") is yes
     assert capsys.readouterr() == ("", f"end it? [y/N] {'' if answer else chr(10)}")
 
 
@@ -267,7 +268,7 @@ def test_what_cannot_be_deleted_does_not_stop_the_attempt(
     def fail(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr("clusterddp.rundir.deletion.delete_folder", fail)
+    monkeypatch.setattr("clusterddp.rundir.ownership.delete_folder", fail)
     delete_old_logs(run, 1)
     assert capsys.readouterr().err == f"clusterddp: cannot delete old logs in {run.logs}: Permission denied\n"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.cli import logs as logs_command
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs import rank_logs
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -90,7 +90,7 @@ def test_lines_longer_than_a_block_are_whole(
     run: RunDirectory, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read in pieces; of one that matches in a piece, that piece is printed."""
-    monkeypatch.setattr(rank_logs, "BLOCK", 8)
+    monkeypatch.setattr(logs_command, "BLOCK", 8)
     attempt(run, r0="0123456789abcdef\nx\n")
     assert logs(run, "--rank", "0") == 0
     assert capsys.readouterr().out == "0123456789abcdef\nx\n"
@@ -266,7 +266,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def script(*steps: Callable[[], object]) -> None:
         left = list(steps)
-        monkeypatch.setattr(rank_logs.time, "sleep", lambda _: left.pop(0)())
+        monkeypatch.setattr(logs_command.time, "sleep", lambda _: left.pop(0)())
 
     return script
 

@@ -14,15 +14,15 @@ import pytest
 
 from clusterddp import entry
 from clusterddp.cli.command_line import command
-from clusterddp.cli.report.report import collected
+from clusterddp.cli.report import collected
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.report.booking import CATEGORIES
 from clusterddp.report.curves import BUCKETS
 from clusterddp.report.page import page
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
+from clusterddp.runs.sweep_folder import Record
 from clusterddp.slurm import commands as slurm
-from clusterddp.sweeps.folder import Record
 from tests.long_run import EVERY, HELD_S, QUEUED_S, REPEATED, SLOW, STEP_S, long_run
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
 
@@ -310,7 +310,7 @@ def test_a_folder_of_another_user_is_a_sentence(tmp_path: Path, monkeypatch: pyt
     def refuse(*_: object) -> None:
         raise denied
 
-    monkeypatch.setattr("clusterddp.cli.report.report.write_atomically", refuse)
+    monkeypatch.setattr("clusterddp.cli.report.write_atomically", refuse)
     with pytest.raises(SystemExit) as ended:
         entry.exit_with(lambda: command(["report", "-o", str(tmp_path / "page.html"), str(run)]))
     assert ended.value.code == 1

@@ -17,12 +17,12 @@ import jsonschema
 import pytest
 
 from clusterddp.checkpoint import file_format
-from clusterddp.cli.report.report import collected
+from clusterddp.cli.report import collected
 from clusterddp.jobdef.job import Job
 from clusterddp.report.page import SCRIPT, page
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
+from clusterddp.runs.sweep_folder import Record
 from clusterddp.slurm import commands as slurm
-from clusterddp.sweeps.folder import Record
 from tests.long_run import long_run
 from tests.runs_on_disk import BEGAN, event, write_lines
 from tests.unit.test_report import SCHEMA

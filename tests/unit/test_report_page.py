@@ -19,17 +19,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from clusterddp.cli.report.report import collected
+from clusterddp.cli.report import collected
 from clusterddp.jobdef.job import Job
 from clusterddp.report import theme
-from clusterddp.report.axes import Axis, axis_of, number, time_axis
 from clusterddp.report.booking import CATEGORIES
 from clusterddp.report.charts import Curve, chart, lane
 from clusterddp.report.curves import read_metrics
-from clusterddp.report.markup import escaped, tag
 from clusterddp.report.page import SCRIPT, page
+from clusterddp.report.theme import Axis, axis_of, escaped, number, tag, time_axis
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
-from clusterddp.sweeps.folder import Record
+from clusterddp.runs.sweep_folder import Record
 from tests.long_run import long_run
 from tests.runs_on_disk import BEGAN, event, recorded_run, started, steps, write_lines
 from tests.unit.test_report_ranks import hosts, interval
@@ -222,7 +221,7 @@ def test_many_runs_stay_small(tmp_path: Path) -> None:
 def test_a_hundred_thousand_steps_of_fifty_attempts_stay_small(tmp_path: Path) -> None:
     """The size that the page is made for, with the times of 64 ranks: also the process, which gets 250 MB at most."""
     run = long_run(tmp_path / "run", attempts=50, steps=100_000, ranks=64)
-    assert run.timing_file.stat().st_size > 1e6
+    assert run.timing_file.stat().st_size > 9e5
     command = [sys.executable, "-m", "clusterddp", "report", str(run), "-o", str(tmp_path / "page.html")]
     limits = (resource.RLIMIT_AS, (250_000_000, 250_000_000))
     subprocess.run(command, check=True, preexec_fn=lambda: resource.setrlimit(*limits))

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from clusterddp.events import sentence
 from clusterddp.failures import exclusion
-from clusterddp.failures.stack_groups import described, grouped, summary
+from clusterddp.failures.stack_traces import described, grouped, summary
 from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.jobdef.job import ProfiledSteps
 from clusterddp.rundir.files import append_line
@@ -20,7 +21,6 @@ from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.decide import step
 from clusterddp.supervisor.limits import held
 from clusterddp.supervisor.main import supervise
-from clusterddp.supervisor.messages import sentence
 from clusterddp.supervisor.requests import ANSWER_S
 from clusterddp.supervisor.state import (
     Action,

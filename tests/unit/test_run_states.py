@@ -16,9 +16,8 @@ from clusterddp.process import process_start
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm.queue import QueuedJob, parse_queue
+from clusterddp.slurm.queue import QueuedJob, is_hold, parse_queue, why_waiting
 from clusterddp.slurm.run_states import RunState, run_states
-from clusterddp.slurm.waiting import is_hold, why_waiting
 from tests.runs_on_disk import event, of_job, recorded_run, started
 
 Squeue = Callable[[str], list[tuple[str, ...]]]

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from clusterddp.data.loader import Loader
-from clusterddp.data.orders.choice import chosen
+from clusterddp.data.samplers import chosen
 
 DATA = TensorDataset(torch.arange(12))
 

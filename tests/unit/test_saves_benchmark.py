@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import rows, saves
 from benchmarks.savers import CALLS_AND_COPY, EMPTY_LOOP, OURS
-from benchmarks.saves_page import CPU, NO_SAVE, described
+from benchmarks.saves import CPU, NO_SAVE
 
 
 def figures(ours_ms: float, limit_ms: float, lost_ms: float = 0.0) -> dict[str, Any]:
@@ -45,18 +45,6 @@ def test_training_may_lose_the_writers_cpu_time_by_the_cores_more_than_without_a
 def test_training_on_all_cores_may_lose_little_more_than_beside_an_empty_loop(lost: float, wanted: bool) -> None:
     row = saves.rows_of("10 MB", figures(1.0, 1.0, lost))[-1]
     assert row.limit == pytest.approx(8.0) and row.ours == pytest.approx(lost) and met([row]) == [wanted]
-
-
-def test_the_page_has_every_row_and_the_other_savers() -> None:
-    made = figures(1.0, 1.0)
-    made |= {"bytes": 10_000_000, "tensors": 160}
-    made["peers"] = {name: {"stall": [0.001], "lost": [0.002]} for name in (CALLS_AND_COPY, OURS, "async_save, thread")}
-    made["peers"]["torchsnapshot"] = {"failed": "OSError: [Errno 24] Too many open files"}
-    text = described({"10 MB": made}, saves.rows_of("10 MB", made), load=1.0, threads=4, left_out=["2 GB"])
-    assert "Not measured, for too little memory: 2 GB." in text
-    assert "| 10 MB | a core free | 1.0 | 9.0 | 1.0 | 8.0 |" in text
-    assert "| save, 10 MB: stall |" in text and "| async_save, thread | 1.0 (1.0) | 2.0 (2.0) | 1.00 |" in text
-    assert "| torchsnapshot | OSError: [Errno 24] Too many open files | - | - |" in text
 
 
 def test_a_state_that_takes_more_memory_than_is_free_is_left_out() -> None:

@@ -38,10 +38,10 @@ from clusterddp.supervisor.state import (
     State,
 )
 from clusterddp.supervisor.verdict import RankEnd, judge
+from clusterddp.training import log_reduction
+from clusterddp.training.exactness import Divergence
 from clusterddp.training.heartbeat import phase
-from clusterddp.training.log import reduction
-from clusterddp.training.log.reduction import Receiver
-from clusterddp.training.state.divergence import Divergence
+from clusterddp.training.log_reduction import Receiver
 from tests.instructions import Instructions
 
 FEW, MANY = 64, 256
@@ -225,7 +225,7 @@ except Exception as error:
 
 
 def test_ranks_pass_on_logged_values_less_often_if_there_are_very_many() -> None:
-    assert [reduction.period_s(ranks) for ranks in (2, 256, 1024, 4096, 16384)] == [0.25, 0.25, 1.0, 4.0, 5.0]
+    assert [log_reduction.period_s(ranks) for ranks in (2, 256, 1024, 4096, 16384)] == [0.25, 0.25, 1.0, 4.0, 5.0]
 
 
 def test_a_stop_takes_a_number_of_store_operations_in_proportion_to_the_ranks_and_a_step_none() -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from clusterddp.errors import Stopped
 from clusterddp.training.script_loop import ScriptLoop
+from clusterddp.worker import own_saves
+from clusterddp.worker.own_saves import SavedFile
 
 
-def test_only_a_file_that_is_there_has_been_saved_and_it_is_told_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_file_that_is_there_has_been_saved_and_it_is_told_once(tmp_path: Path) -> None:
     """A script may catch what ``requeue`` raises, and call it again at its next step."""
     told: list[str] = []
     agreement = cast(Any, SimpleNamespace(reason="preempted"))
@@ -24,10 +24,28 @@ def test_only_a_file_that_is_there_has_been_saved_and_it_is_told_once(
     for _ in range(2):
         with pytest.raises(Stopped):
             loop.requeue(file)
-    assert told == []
-    assert "there is no such file or folder; the run continues without it" in capsys.readouterr().err
+    assert told == [f"no_save {file}"]
     file.touch()
     for _ in range(3):
         with pytest.raises(Stopped):
             loop.requeue(file)
-    assert told == [f"saved {file}"]
+    assert told == [f"no_save {file}", f"saved {file}"]
+
+
+@pytest.mark.parametrize(("opened", "items"), [(True, 7), (False, 0)])
+def test_whether_the_save_was_read_still_counts_once_its_watch_has_ended(
+    opened: bool, items: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may make steps before the loop of `continue_epoch`."""
+    file, kept = tmp_path / "last.pt", dict[str, bytes]()
+    file.touch()
+    store = SimpleNamespace(set=lambda name, text: kept.update({name: text.encode()}), get=kept.__getitem__)
+    agreement, heartbeat = SimpleNamespace(boundary=lambda: False), SimpleNamespace(begin=lambda: None)
+    group = SimpleNamespace(rank=0, store=store)
+    loop = ScriptLoop(cast(Any, group), cast(Any, agreement), cast(Any, heartbeat), lambda *_, **__: None)
+    monkeypatch.setattr(own_saves, "saved_file", SavedFile(str(file)))
+    if opened:
+        file.read_bytes()
+    for _ in range(2):
+        loop.stop_requested()
+    assert loop.items_done(7) == items

@@ -19,13 +19,12 @@ from urllib.parse import quote, quote_plus
 import pytest
 
 from clusterddp import entry
+from clusterddp.cli import status
 from clusterddp.cli.command_line import command as run_command
-from clusterddp.cli.recording import recorded
-from clusterddp.cli.runs import status
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import load
-from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import Job, Resume
+from clusterddp.jobdef.load import list_differences
 from clusterddp.jobdef.secrets import (
     MASK,
     _forms,
@@ -40,6 +39,8 @@ from clusterddp.rundir.files import append_line, write_atomically, write_json
 from clusterddp.rundir.find import open_run
 from clusterddp.rundir.ownership import check_own
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs import run_status
+from clusterddp.runs.recording import recorded
 from clusterddp.supervisor.launcher import rank_command
 from clusterddp.supervisor.main import load_trusted
 from clusterddp.supervisor.verdict import RankEnd
@@ -334,7 +335,7 @@ def test_a_reader_without_permission_gets_a_sentence(tmp_path: Path, monkeypatch
             open_run(str(run))
     hidden = lambda folder: None if folder == run.private else os.listdir(folder)  # noqa: E731
     monkeypatch.setattr("clusterddp.rundir.summary._names_in", hidden)
-    assert status.state_of(run) == ("unknown", "unknown: only its owner can see which job or process trains it")
+    assert run_status.state_of(run) == ("unknown", "unknown: only its owner can see which job or process trains it")
 
 
 def test_anothers_history_sends_no_control_characters_to_the_terminal(

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, default_collate
 
-from clusterddp.data import generators, randomness
+from clusterddp.data import randomness, seeding
 from clusterddp.data.loader import Loader
-from clusterddp.data.orders.plain import Shuffled
+from clusterddp.data.sample_orders import Shuffled
 from clusterddp.data.seeding import SEEDED, Batch, SeededSamples
 from clusterddp.errors import CheckpointError
 
@@ -109,7 +109,7 @@ def test_the_generators_are_seeded_for_a_collate_fn_of_the_script_only() -> None
             next(loader.batches(0, seeds_steps=True))
             seeds.append(torch.initial_seed())
     assert seeds[0] != seeds[1]
-    assert seeds[0] == generators._FIXED
+    assert seeds[0] == seeding._FIXED
 
 
 def test_samples_that_draw_nothing_are_read_once_and_of_others_only_the_first_twice() -> None:
@@ -207,7 +207,7 @@ def test_a_way_of_seeding_that_is_not_known_is_refused() -> None:
 def test_only_generators_that_samples_draw_from_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three are only watched, in each batch; the third is seeded for each sample."""
     seeded: list[str] = []
-    for generator, name in zip(generators.ALL, ("torch", "random", "numpy"), strict=True):
+    for generator, name in zip(seeding.ALL, ("torch", "random", "numpy"), strict=True):
         seed = generator.seed
         monkeypatch.setattr(generator, "seed", lambda number, seed=seed, name=name: (seed(number), seeded.append(name)))
     read = SeededSamples(Drawing(["nothing", "torch", "torch"]), 7)

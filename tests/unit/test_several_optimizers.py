@@ -10,7 +10,7 @@ import torch
 
 from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.data.microbatch import MicroBatches
-from clusterddp.training.optimizer_steps import OptimizerSteps
+from clusterddp.training.step import OptimizerSteps
 
 
 class Foreign:

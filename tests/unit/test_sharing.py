@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.checkpoint.export import export
 from clusterddp.checkpoint.store import Checkpoints
-from clusterddp.cli.recording import claim, recorded
+from clusterddp.checkpoint.weights_file import export
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.sweeps.folder import SweepFolder
+from clusterddp.runs.recording import claim, recorded
+from clusterddp.runs.sweep_folder import SweepFolder
 from tests.checkpoint_files import save
 from tests.other_user import UID, run_as_other
 
@@ -151,8 +151,8 @@ def test_another_member_of_the_group_can_fork_and_export_a_shared_run(open_folde
         elif path.is_file():
             path.chmod(0o640)
     fork = (
-        "import sys; from clusterddp.cli import fork; from clusterddp.rundir.run_directory import RunDirectory; "
-        "into = RunDirectory(sys.argv[2]); into.create('private'); print(fork.plant(sys.argv[1], into))"
+        "import sys; from clusterddp.runs import fork; from clusterddp.rundir.run_directory import RunDirectory; "
+        "into = RunDirectory(sys.argv[2]); into.create('private'); print(fork.copy_checkpoint(sys.argv[1], into))"
     )
     for step in (20, 10):
         done = run_as_other(sys.executable, "-c", fork, f"{run}@{step}", f"{mine}-{step}")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.events import sentence
 from clusterddp.failures.exit_status import ExitStatus
-from clusterddp.failures.stacks import MOST_FRAMES, different_calls, end_of_log, users_line
+from clusterddp.failures.stack_traces import MOST_FRAMES, different_calls, end_of_log, users_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.messages import failure_box, sentence
+from clusterddp.supervisor.failure_box import FirstFailure, failure_box
 from clusterddp.supervisor.verdict import RankEnd
 
 BELOW = """  File "<frozen runpy>", line 291 in run_path
@@ -57,7 +58,7 @@ def test_ranks_that_were_ended_for_a_peer_are_not_reported_as_out_of_memory(tmp_
         RankEnd(3, "n2", "died", 2.0, error="killed: out of memory", death=ExitStatus(out_of_memory=True)),
     ]
     first = RankEnd(1, "n1", "exception", 1.0, error="ValueError: x")
-    box = failure_box(RunDirectory(str(tmp_path)), 0, first, others, None, 3.0)
+    box = failure_box(RunDirectory(str(tmp_path)), 0, FirstFailure(first, others), 3.0)
     assert "| as a result: rank 0 (n1) ended by clusterddp after rank 1 failed\n" in box
     assert "| as a result: rank 2 (n2) ended by clusterddp after rank 1 failed\n" in box
     assert "| also failed: rank 3 (n2) killed: out of memory\n" in box
@@ -121,7 +122,7 @@ def test_the_box_of_a_crash_in_mismatched_collectives_says_what_to_do(tmp_path: 
     (run.attempt_logs(0) / "rank-1.err").write_text(f"terminate called\n  what(): {GLOO}\n{CRASHED}")
     failure = RankEnd(1, "n1", "died", 1.0, error="killed by signal 6 (SIGABRT)")
     other = RankEnd(0, "n0", "exception", 1.1, error="RuntimeError: Connection reset", traceback=RAISED)
-    box = failure_box(run, 0, failure, [other], 4, 2.0)
+    box = failure_box(run, 0, FirstFailure(failure, [other], 4), 2.0)
     said = " ".join(line.strip("|").strip() for line in box.splitlines())
     assert "the ranks called different collectives (rank 1 in train.py:52 (train), rank 0 in train.py:40" in said, box
 
@@ -134,7 +135,7 @@ def test_a_box_names_the_log_that_has_the_reason(tmp_path: Path) -> None:
     out.write_text("Error: no such data set: mnits\n")
     err.write_text("\n")
     failure = RankEnd(1, "n1", "exited", 1.0, error="exit code 3")
-    box = failure_box(run, 0, failure, (), None, 2.0)
+    box = failure_box(run, 0, FirstFailure(failure), 2.0)
     assert f"log: {out}" in box and "Error: no such data set: mnits" in box
     err.write_text("Traceback: here\n")
-    assert f"log: {err}" in failure_box(run, 0, failure, (), None, 2.0)
+    assert f"log: {err}" in failure_box(run, 0, FirstFailure(failure), 2.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import rows, startup
+from benchmarks import startup
 
 TRACE = """\
 10 execve("/bin/python", ["python", "-m", "launcher", "train.py"], 0x7f /* 37 vars */) = 0
@@ -44,19 +44,3 @@ def a_rank(started: float, first_step: float, cpu: float) -> dict[str, Any]:
 def test_a_start_ends_when_the_last_rank_has_made_its_step() -> None:
     found = startup.seconds_of([a_rank(10.0, 13.0, 1.0), a_rank(9.5, 14.0, 3.0)])
     assert found == {"seconds": 4.5, "cpu": 2.0, "phases": {"script": 0.5, "first step": 2.5}}
-
-
-def test_the_page_has_rows_phases_and_calls() -> None:
-    sides = {kind: [startup.seconds_of([a_rank(10.0, 13.0, 1.0)])] * 3 for kind in (startup.OURS, startup.EMPTY)}
-    for one in (sides[startup.OURS], sides[startup.EMPTY]):
-        one[0]["phases"]["import torch"] = 1.0
-    figures = {
-        "ranks": {"1": sides},
-        "modules": {startup.OURS: ["torch", "yaml", "yaml.nodes"], startup.EMPTY: ["torch"]},
-        "calls": {"DNS queries": {startup.OURS: 4, startup.EMPTY: 2}},
-    }
-    found = startup.rows_of(figures)
-    assert not any(rows.problem(row.as_json()) for row in found)
-    assert [row.met for row in found] == [True, True, None, None] and [row.ratio for row in found] == [1, 1, 2, 3]
-    text = startup.described(figures, found, load=1.0)
-    assert "| yaml | 2 |" in text and "| DNS queries | 4 | 2 |" in text and "| 1 | ours | 0.50 |" in text

@@ -18,26 +18,25 @@ from typing import Any
 import pytest
 
 from clusterddp import protocol
+from clusterddp.cli import requeue, status
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs import status
-from clusterddp.cli.steering import asking, requeue
-from clusterddp.cli.steering.client import ask, relay
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
+from clusterddp.events import BY_SLURM
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job
-from clusterddp.protocol import BY_SLURM
-from clusterddp.rundir.control_address import Address, read_address, write_address
+from clusterddp.rundir.claims import Address, read_address, write_address
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs import requests
+from clusterddp.runs.client import ask, relay
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import LocalController
-from clusterddp.worker import control_channel
-from clusterddp.worker.control_channel import ControlChannel, Savable
+from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
-from clusterddp.worker.stacks import stacks
+from clusterddp.worker.thread_stacks import stacks
 from tests.histories import check_history, fields
 from tests.waiting import wait_until
 
@@ -53,7 +52,7 @@ class Server:
     def __init__(self) -> None:
         self.requests: queue.Queue[tuple[int, str, dict[str, Any]]] = queue.Queue()
         take = lambda number, kind, values: self.requests.put((number, kind, dict(values)))  # noqa: E731
-        self.server = ControlServer(TOKEN, lambda *_: None, host="127.0.0.1", on_request=take)
+        self.server = ControlServer(TOKEN, Handlers(lambda *_: None, on_request=take), host="127.0.0.1")
         self.address = Address("127.0.0.1", self.server.port, TOKEN)
 
     def ask(self, kind: str = "save", **values: Any) -> queue.Queue[list[dict[str, Any]]]:
@@ -237,14 +236,18 @@ def test_ranks_that_do_not_exist_are_refused(run: RunDirectory, supervised: Call
         command(["stacks", str(run), "--rank", "x"])
 
 
+def taking(**given: Callable[..., Any]) -> RunRequests:
+    """Of a run that takes only these."""
+    return RunRequests(**{name: given.get(name, pytest.fail) for name in ("progress", "save", "profile", "skip")})
+
+
 def test_a_script_that_saves_on_its_own_is_told_so(
     run: RunDirectory, supervised: Callable[[int], StubRanks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer of the rank's own entry point; with a run, the request reaches it."""
     ranks = supervised(2)
     asked: list[str] = []
-    monkeypatch.setattr(control_channel, "current", ranks.channels[0])
-    monkeypatch.setattr(ranks, "_obey", lambda channel, rank, order: obey(order, {}))
+    monkeypatch.setattr(ranks, "_obey", lambda channel, rank, order: obey(channel, order, {}))
     with pytest.raises(RunDirectoryError, match=r"it has not called ctx.run\(\) yet, or saves on its own"):
         command(["tell", str(run), "save"])
 
@@ -252,9 +255,9 @@ def test_a_script_that_saves_on_its_own_is_told_so(
         asked.append("save")
         ranks.channels[0].send("checkpoint", step=8, blocked_s=0.0, durable_s=0.1, bytes=1)
 
-    ranks.channels[0].savable = Savable(lambda: (7, 5), save)
+    ranks.channels[0].run = taking(progress=lambda: (7, 5), save=save)
     assert command(["tell", str(run), "save"]) == 0
-    ranks.channels[0].savable = Savable(lambda: (8, 8), save)
+    ranks.channels[0].run = taking(progress=lambda: (8, 8), save=save)
     assert command(["tell", str(run), "save"]) == 0
     assert asked == ["save"]
 
@@ -294,32 +297,23 @@ def test_a_profile_is_ordered_of_some_ranks_and_its_files_are_named(
         return None
 
     def obey_profile(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
-        channel.profile = None if rank == 1 else partial(begin, rank)
-        control_channel.current = channel
-        obey(order, {})
+        channel.run = None if rank == 1 else taking(profile=partial(begin, rank))
+        obey(channel, order, {})
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(control_channel, "current", None)
-        lock = threading.Lock()
-
-        def one_at_a_time(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
-            with lock:
-                obey_profile(channel, rank, order)
-
-        ranks._obey = one_at_a_time  # type: ignore[method-assign]
-        assert command(["tell", str(run), "profile=3", "--rank", "0"]) == 0
-        shown = capsys.readouterr()
-        trace = run.path / "profiles/attempt-0/rank-0-step-7.pt.trace.json.gz"
-        assert shown.out.endswith(f"rank 0, steps 7 to 9: {trace}\n  top operators: rank-0-step-7.txt, beside it\n")
-        assert "run: rank 0: recording 3 steps from the next step boundary on\n" in shown.err
-        assert "open a trace at https://ui.perfetto.dev" in shown.err
-        assert command(["tell", str(run), "profile", "--rank", "0-2"]) == 1
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
-        assert lines[0].startswith("rank 0, steps 7 to 26: ")
-        assert lines[1:] == [
-            "rank 1: no profile: it has no run: the script has not called ctx.run() yet",
-            "rank 2: no profile: why not",
-        ]
+    ranks._obey = obey_profile  # type: ignore[method-assign]
+    assert command(["tell", str(run), "profile=3", "--rank", "0"]) == 0
+    shown = capsys.readouterr()
+    trace = run.path / "profiles/attempt-0/rank-0-step-7.pt.trace.json.gz"
+    assert shown.out.endswith(f"rank 0, steps 7 to 9: {trace}\n")
+    assert "run: rank 0: recording 3 steps from the next step boundary on\n" in shown.err
+    assert "open a trace at https://ui.perfetto.dev" in shown.err
+    assert command(["tell", str(run), "profile", "--rank", "0-2"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
+    assert lines[0].startswith("rank 0, steps 7 to 26: ")
+    assert lines[1:] == [
+        "rank 1: no profile: it has no run: the script has not called ctx.run() yet",
+        "rank 2: no profile: why not",
+    ]
 
 
 def test_a_rank_that_exits_without_its_profile_is_named(
@@ -397,11 +391,6 @@ def test_who_wants_to_stop_a_run_that_waits_learns_how_to_keep_it_from_starting(
         command(["stacks", str(run)])
 
 
-def of_an_older_version(run: RunDirectory) -> None:
-    lease.take(run, run.create_attempt(), lease.of_this_process())
-    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "started", "pid": 1})
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -409,7 +398,6 @@ def of_an_older_version(run: RunDirectory) -> None:
         (over, r"already completed at step 9, so it is not running"),
         (queued, r"waits in the queue \(job 41, Priority\): it has no ranks"),
         (of_another_machine, r"is held by process \d+ on other, which cannot be .*: give this command on other"),
-        (of_an_older_version, r"the supervisor of attempt 0 takes no requests: an older version of clusterddp started"),
     ],
 )
 def test_a_run_that_takes_no_orders_says_why(
@@ -487,11 +475,11 @@ def test_a_job_that_is_being_requeued_is_waited_for(
     """Slurm has it as running until its batch step has ended, and as completing until the epilog has."""
     lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
     append_line(run.events_file, {"time": 1.0, "attempt": 0, **end})
-    monkeypatch.setattr(asking, "ASK_S", 0.0)
+    monkeypatch.setattr(requests, "ASK_S", 0.0)
     states = ["RUNNING", "COMPLETING", "PENDING"]
     job = lambda state: JobInfo("41", state, "BeginTime", "", 0, None, None)  # noqa: E731
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job(states.pop(0)))
-    found = asking.waiting_job(run)
+    found = requests.waiting_job(run)
     assert (found and found.state, states) == (("PENDING", []) if waits else (None, ["COMPLETING", "PENDING"]))
     assert capsys.readouterr().err.count("job 41 is being requeued (RUNNING); waiting until") == waits
 
@@ -549,7 +537,7 @@ def test_where_the_node_cannot_be_reached_a_step_of_the_job_asks(
     srun = 'printf "%s " "$@" > $(dirname $0)/given; while [[ $1 == --* ]]; do shift; done; exec "$@"'
     in_a_job(run, monkeypatch, server.server.port, tmp_path, srun)
     heard: queue.Queue[Any] = queue.Queue()
-    threading.Thread(target=lambda: heard.put(asking.request(run, "stacks", ranks="0"))).start()
+    threading.Thread(target=lambda: heard.put(requests.request(run, "stacks", ranks="0"))).start()
     number, kind, values = server.requests.get(timeout=20)
     assert (kind, values) == ("stacks", {"ranks": "0"})
     server.server.answer(number, {"news": "wait"}, last=False)
@@ -564,7 +552,7 @@ def test_where_neither_way_works_both_reasons_are_given(
 ) -> None:
     in_a_job(run, monkeypatch, server.server.port, tmp_path, "echo 'srun: error: Job is completing' >&2; exit 1")
     with pytest.raises(RunDirectoryError, match=r"refused\), nor from a step of job 41: srun: .* completing"):
-        asking.request(run, "save")
+        requests.request(run, "save")
 
 
 def test_a_step_that_finds_no_supervisor_says_so(run: RunDirectory) -> None:
@@ -591,6 +579,6 @@ def test_an_unreachable_controller_does_not_keep_a_request_from_the_supervisor(
     monkeypatch.setattr("clusterddp.slurm.commands.node_address", away)
     write_address(run, 0, Address("127.0.0.1", server.server.port, TOKEN, "41"))
     heard: queue.Queue[Any] = queue.Queue()
-    threading.Thread(target=lambda: heard.put(asking.request(run, "save"))).start()
+    threading.Thread(target=lambda: heard.put(requests.request(run, "save"))).start()
     server.server.answer(server.requests.get(timeout=20)[0], {"checkpoint": 7}, last=True)
     assert heard.get(timeout=10) == (0, {"checkpoint": 7})

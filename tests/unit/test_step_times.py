@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp.distributed import torch_patches
 from clusterddp.distributed.buffers import Buffers
 from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.training import timing
@@ -90,8 +91,6 @@ def test_a_step_is_split_into_data_own_work_wait_and_save() -> None:
     assert told(times)[0] == 0
     times.leave()
     assert told(times) == [1, 1.0, 10.0, 0.5, 8.125]
-    counts = times.told(histograms=True)["histograms"]
-    assert counts == {"data_s": [[0, 1]], "own_s": [[3, 1]], "wait_s": [[-1, 1]], "save_s": [[3, 1]]}
 
 
 def test_a_wait_for_other_ranks_is_no_work_and_no_save() -> None:
@@ -125,7 +124,7 @@ def test_a_wait_for_other_ranks_is_no_work_and_no_save() -> None:
 def test_what_ddp_broadcasts_is_a_wait_in_the_forward_and_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """With gloo, rank 0 sends its buffers once all others receive them. A copy of the module is not timed."""
     clock = Stream()
-    monkeypatch.setattr(timing, "_sync_buffers", lambda _: setattr(clock, "now", clock.now + 8.0))
+    monkeypatch.setattr(torch_patches, "_sync_buffers", lambda _: setattr(clock, "now", clock.now + 8.0))
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(torch.nn.BatchNorm1d(2))
@@ -160,7 +159,6 @@ def test_a_rank_alone_waits_for_nobody_and_others_only_know_what_ddp_reduced() -
         times.leave()
     assert told(alone) == [1, 1.0, 2.0, 0.0, 0.0]
     assert told(several) == [1, 1.0, None, None, 0.0]
-    assert several.told(histograms=True)["histograms"].keys() == {"data_s", "save_s"}
 
 
 def test_a_step_that_is_cut_by_a_stop_or_an_exception_does_not_count() -> None:

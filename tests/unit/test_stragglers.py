@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.report.stragglers import SLOW, Scores, scores, waits
+from clusterddp.report.stragglers import Scores, scores, waits
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.timing import TimedInterval, read_timings
+from clusterddp.rundir.timing import SLOW_RATIO, TimedInterval, read_timings
 from tests.timings import BEGAN, timing_lines, write_timings
 
 NODES = ["n1", "n1", "n2", "n2", "n3", "n3"]
@@ -40,7 +40,7 @@ def test_a_slow_rank_is_named_with_the_phase_that_is_slow(
     found = scored(tmp_path, slow={3: (phase, factor)})
     slow = [one for one in found.ranks if one.slow]
     assert [(one.rank, one.host, one.phase) for one in slow] == [(3, "n2", phase)]
-    assert slow[0].relative is not None and slow[0].relative < SLOW
+    assert slow[0].relative is not None and slow[0].relative < 1 / SLOW_RATIO
     assert slow[0].own is not None and slow[0].own > 0.95  # it was so from the beginning
     assert min(one.relative or 0.0 for one in found.ranks if one.rank != 3) > 0.95
     assert found.sentence().startswith("rank 3 (n2): ")
@@ -60,7 +60,7 @@ def test_a_rank_that_was_faster_before_and_one_that_all_wait_for_are_told_apart(
     """All ranks slow down at the same time; against each other none is slow."""
     found = scored(tmp_path, slow=dict.fromkeys(range(6), OWN), after=100.0)
     assert min(one.relative or 0.0 for one in found.ranks) > 0.95
-    assert max(one.own or 1.0 for one in found.ranks) < SLOW
+    assert max(one.own or 1.0 for one in found.ranks) < 1 / SLOW_RATIO
     assert found.sentence() == "all ranks: 2.0 times as long per step as when it was fastest, in compute"
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.rundir.summary import SWEEP_FILE, summarize
+from clusterddp.rundir.run_directory import SWEEP_FILE
+from clusterddp.rundir.summary import summarize
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps, write_lines
 
 HISTORY = [

@@ -13,9 +13,9 @@ from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
+from clusterddp.runs.sweep_comparison import best, common_steps, compare, metric_of
+from clusterddp.runs.sweep_folder import Record, SweepFolder
 from clusterddp.slurm.run_states import RunState
-from clusterddp.sweeps.compare import best, common_steps, compare, metric_of
-from clusterddp.sweeps.folder import Record, SweepFolder
 
 STEPS = {"lr=1,seed=0": 30, "lr=1,seed=1": 12, "lr=2,seed=0": 0, "lr=2,seed=1": 3}
 STATES = {"lr=1,seed=0": "completed", "lr=1,seed=1": "running", "lr=2,seed=0": "pending", "lr=2,seed=1": "failed"}

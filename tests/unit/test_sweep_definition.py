@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.sweeps.sweep import check_marks
 from clusterddp.errors import JobDefinitionError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values
 from clusterddp.jobdef.yaml12 import node_of
-from clusterddp.sweeps.definition import of_options, of_python, read_definition
-from clusterddp.sweeps.folder import Record, SweepFolder, default_name, read_record
-from clusterddp.sweeps.jobs import jobs_of
-from clusterddp.sweeps.members import LONGEST_NAME, member_name, named
+from clusterddp.runs.sweep_folder import Record, SweepFolder, default_name, read_record
+from clusterddp.runs.sweep_members import (
+    LONGEST_NAME,
+    jobs_of,
+    member_name,
+    named,
+    of_options,
+    of_python,
+    read_definition,
+)
+from clusterddp.runs.sweep_submission import check_marks
 
 BASE = Job(name="train", script="/work/train.py", args=("--epochs", "3"), device="cpu")
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.command_line import command
-from clusterddp.cli.sweeps import arrays
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
 from clusterddp.jobdef import code_snapshot
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs import sweep_submission
+from clusterddp.runs.sweep_folder import read_record
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.lease import holders
-from clusterddp.sweeps.folder import read_record
 
 
 class Slurm:
@@ -264,7 +264,7 @@ def test_a_changed_definition_is_refused_unless_asked_for(slurm: Slurm) -> None:
 def test_an_array_that_was_submitted_but_not_recorded_is_found(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command was killed between sbatch's answer and the record of it."""
     with monkeypatch.context() as patched:
-        patched.setattr(arrays, "_record", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(sweep_submission, "_record", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             sweep("seed=0..2")
     assert holders(member(1)) == []

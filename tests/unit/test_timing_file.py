@@ -27,11 +27,11 @@ def test_an_interval_has_what_the_totals_of_each_rank_have_grown_by(run: RunDire
     timing.update(0, {"timing": [10, 1.0, 2.0, 1.0, 0.5], "timing_age_s": 0.5}, 1005.0)
     assert not timing.due(1009.9)
     assert timing.due(1010.0)
-    timing.update(1, {"timing": [10, 1.0, None, None, 0.5], "histograms": {"data_s": [[-4, 10]]}}, 1006.0)
+    timing.update(1, {"timing": [10, 1.0, None, None, 0.5]}, 1006.0)
     timing.update(3, {"timing": [8, 0.5, 3.0, 0.1, 0.0], "timing_age_s": 2.0}, 1009.0)
     write_timings(run, timing.interval(1010.0, HOSTS))
     timing.update(0, {"timing": [30, 1.5, 8.0, 1.5, 0.5], "timing_age_s": 1.0}, 1018.0)
-    write_timings(run, timing.last(1020.0, HOSTS))
+    write_timings(run, timing.interval(1020.0, HOSTS))
     read = read_timings(run)
     first, second = read.intervals
     assert (first.attempt, first.begin, first.end, first.hosts) == (3, 1000.0, 1007.0, tuple(HOSTS))
@@ -40,7 +40,6 @@ def test_an_interval_has_what_the_totals_of_each_rank_have_grown_by(run: RunDire
     assert (second.steps, second.seconds["own_s"]) == ((20, 0, None, 0), (6.0, None, None, 0.0))
     assert second.per_step("own_s", 0) == 0.3
     assert second.per_step("own_s", 1) is second.per_step("own_s", 3) is None
-    assert read.histograms == {3: {"data_s": {1: {-4: 10}}, "own_s": {}, "wait_s": {}, "save_s": {}}}
 
 
 def test_while_no_step_ends_an_interval_is_not_due_with_each_heartbeat(run: RunDirectory) -> None:
@@ -53,9 +52,9 @@ def test_while_no_step_ends_an_interval_is_not_due_with_each_heartbeat(run: RunD
 
 def test_an_attempt_that_ends_before_its_first_step_leaves_nothing(run: RunDirectory) -> None:
     timing = TimingLines(0, 1, began=0.0)
-    timing.update(0, {"timing": [0, 0.0, None, None, 0.0], "histograms": {}}, 5.0)
+    timing.update(0, {"timing": [0, 0.0, None, None, 0.0]}, 5.0)
     assert not timing.due(1e9)
-    assert timing.last(20.0, ["n1"]) == []
+    assert timing.interval(20.0, ["n1"]) == []
     assert read_timings(run).intervals == ()
 
 
@@ -67,10 +66,6 @@ def test_an_attempt_that_ends_before_its_first_step_leaves_nothing(run: RunDirec
         {"timing": [1.5, 0, 0, 0, 0]},
         {"timing": [1, "2", 0, 0, 0]},
         {"timing": [1, 2, 0, 0, 0], "timing_age_s": "2"},
-        {"histograms": []},
-        {"histograms": {"data_s": [[1, 2, 3]]}},
-        {"histograms": {"data_s": [[99, 1]]}},
-        {"histograms": {"other": []}},
     ],
 )
 def test_a_malformed_heartbeat_is_refused(beat: dict[str, object]) -> None:
@@ -86,9 +81,9 @@ def test_the_file_of_a_week_with_many_attempts_stays_small() -> None:
         lines += 1
     hosts = [f"node{rank // 8:03}" for rank in range(64)]
     simulated = timing_lines(hosts, 90_000.0, beat_s=900.0)
-    interval = len(json.dumps(simulated[-2]))
-    ends = len(json.dumps(simulated[0])) + 64 * 4 * 8 * len("[-10, 123456], ")  # with 8 buckets in each histogram
-    assert lines * interval + 50 * (ends + interval) < 6e6
+    interval = len(json.dumps(simulated[-1]))
+    begins = len(json.dumps(simulated[0]))
+    assert lines * interval + 50 * (begins + interval) < 3e6
     assert week / PARTS == interval_s(week, 64) < interval_s(week, 4096)
 
 
@@ -104,13 +99,11 @@ def test_torn_foreign_and_unknown_lines_are_skipped(run: RunDirectory) -> None:
         {name: value for name, value in one.items() if name != "wait_s"},
         {"attempt": 0, "later": "version"},
         {"attempt": 0, "hosts": [1, 2]},
-        {"attempt": 0, "histograms": {"own_s": {"x": [[1, 1]], "1": "none", "2": [[-3, 4]]}}},
     ]
     text = "\n".join(map(json.dumps, [*wrong, one, {**one, "attempt": 1}])) + '\nno json\n{"attempt": 0, "beg'
     run.timing_file.write_text(text)
     read = read_timings(run)
     assert [(interval.attempt, interval.hosts) for interval in read.intervals] == [(0, ()), (1, ())]
-    assert read.histograms[0]["own_s"] == {2: {-3: 4}}
     assert read.skipped == 7
     write_timings(run, timing_lines(HOSTS, 60.0, attempt=2, begin=BEGAN + 100))  # after the torn line
     assert read_timings(run).intervals[-1].hosts == tuple(HOSTS)
@@ -126,7 +119,7 @@ def test_a_full_disk_is_reported_once_and_a_superseded_attempt_writes_nothing(
         file.append(lines)
     assert capfd.readouterr().err.count("cannot write timing.jsonl (No space)") == 1
     file.append(lines)
-    assert len(read_timings(run).intervals) == len(lines) - 2
+    assert len(read_timings(run).intervals) == len(lines) - 1
     file.close()
     file.append(lines)
-    assert len(read_timings(run).intervals) == len(lines) - 2
+    assert len(read_timings(run).intervals) == len(lines) - 1

@@ -14,20 +14,16 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import RunDirectoryError, Superseded, UsageError
-from clusterddp.jobdef.job import Job, Mlflow, Wandb
-from clusterddp.jobdef.packages import check_packages
+from clusterddp.jobdef.job import Job, Mlflow, Wandb, check_packages
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.records import counts
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.trackers import lines, sent
+from clusterddp.trackers import sent
 from clusterddp.trackers.__main__ import main as send_rest
 from clusterddp.trackers.follower import Follower
-from clusterddp.trackers.lines import Lines
-from clusterddp.trackers.options import config, wanted
-from clusterddp.trackers.overview import overview
-from clusterddp.trackers.sent import Sent, read_sent, write_sent
-from clusterddp.training.log import tracking
-from clusterddp.training.log.tracking import Tracking
+from clusterddp.trackers.sent import Lines, Sent, config, overview, read_sent, wanted, write_sent
+from clusterddp.training import tracking
+from clusterddp.training.tracking import Tracking
 from tests import packages, tracker_files
 
 
@@ -64,9 +60,6 @@ class Memory:
 
     def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
         assert (at, values) == (100.5 + step, {"loss": step / 2})
-        self.steps.append(step)
-
-    def add_medium(self, step: int, at: float, medium: Mapping[str, Any], folder: Path) -> None:
         self.steps.append(step)
 
     def flush(self, step: int | None) -> Sent:
@@ -123,7 +116,7 @@ def test_a_line_that_is_being_written_is_read_once_it_is_complete(run: RunDirect
 
 def test_a_long_file_is_read_in_blocks(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which end within lines."""
-    monkeypatch.setattr(lines, "BLOCK", 150)
+    monkeypatch.setattr(sent, "BLOCK", 150)
     number = attempt(run, 0, *range(100))
     found = Lines(run.metrics_file, counts({number: 0}), 7)
     assert [line["step"] for line in found.below(50)] == list(range(7, 50))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +113,12 @@ def test_a_job_that_ends_before_its_grace_does_was_scancelled(age_s: float, caus
     """Slurm ends a grace late, never early; and what may be a scancel is never run again."""
     ending = job("COMPLETING", preempt_time=NOW - age_s)
     assert read_cause(ending, restarts=0, notice_s=120, grace_s=lambda: 20, now=NOW) is cause
+
+
+def test_a_time_limit_within_a_grace_is_no_scancel() -> None:
+    """Slurm then ends the grace at the time limit. The run was taken for cancelled, and never ran again."""
+    ended = replace(job("COMPLETING", preempt_time=NOW - 5), run_time_s=3600.0, time_limit_s=3600.0)
+    assert read_cause(ended, 0, 90.0, lambda: 20.0, NOW) is Cause.PREEMPTED_WITHOUT_GRACE
 
 
 def test_a_later_start_of_the_same_job_is_not_this_attempts_cause() -> None:
@@ -399,6 +406,19 @@ def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_kill
     ends = [RankEnd.from_record(rank, "n1", lost_at, None, killed[rank]) for rank, lost_at in ((0, 6.0), (1, math.inf))]
     failure = judge(ends, 137, False, lambda: Cause.NONE).first_failure
     assert failure is not None and failure.rank == 1
+
+
+def test_a_rank_whose_record_cannot_be_read_keeps_how_its_process_ended(tmp_path: Path) -> None:
+    """Else it seemed to have been killed after its peer, and the peer's name, node and error were shown."""
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}.json").mkdir()  # EISDIR; a disk that fails gives EIO
+    ends = [
+        RankEnd.read(rank, "n1", lost_at, tmp_path / f"rank-{rank}.json", ExitStatus(signal=signum))
+        for rank, lost_at, signum in ((0, 4.0, 9), (1, 4.1, 11))
+    ]
+    failure = judge(ends, 139, False, lambda: Cause.NONE).first_failure
+    assert failure is not None and failure.rank == 1
+    assert failure.error.startswith("killed by signal 11 (SIGSEGV); its record cannot be read: ")
 
 
 def test_a_segfault_comes_before_the_kills_that_it_caused() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.cli.submission import check_place
-from clusterddp.distributed import process_group
-from clusterddp.distributed.process_group import choose_devices, devices_of, own_mig_device
+from clusterddp.distributed import devices
+from clusterddp.distributed.devices import choose_devices, devices_of, own_mig_device
 from clusterddp.environment import RankEnvironment
 from clusterddp.errors import DeviceError, UsageError
 from clusterddp.jobdef.job import Job
+from clusterddp.runs.submission import check_ranks
 from clusterddp.supervisor.launcher import local_variables
-from clusterddp.training.state.run_state import other_hardware
+from clusterddp.training.run_state import other_hardware
 
 MIG = "MIG-11,MIG-22, MIG-33"
 
@@ -41,14 +41,14 @@ def test_local_nodes_share_the_machines_gpus_or_those_that_are_listed(monkeypatc
 
 def test_a_list_that_is_too_short_for_a_local_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    check_place(Job("train.py", gpus_per_node=2), "--local")
-    check_place(Job("train.py", nodes=2, gpus_per_node=2, device="cpu"), "--local")
-    check_place(Job("train.py", nodes=2, gpus_per_node=2), None)
+    check_ranks(Job("train.py", gpus_per_node=2), "--local")
+    check_ranks(Job("train.py", nodes=2, gpus_per_node=2, device="cpu"), "--local")
+    check_ranks(Job("train.py", nodes=2, gpus_per_node=2), None)
     with pytest.raises(UsageError, match=r"need 4 GPUs of this machine, but CUDA_VISIBLE_DEVICES=0,1 lists 2: "):
-        check_place(Job("train.py", nodes=2, gpus_per_node=2), "--local")
+        check_ranks(Job("train.py", nodes=2, gpus_per_node=2), "--local")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES= lists none: unset or change it"):
-        check_place(Job("train.py", gpus_per_node=2), "--local")
+        check_ranks(Job("train.py", gpus_per_node=2), "--local")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_no_visible_gpu_is_explained_by_what_hides_them(rank: int, launcher: Any
 
 def test_each_rank_uses_its_own_mig_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA shows a process only the first one of a list."""
-    cuda = process_group.torch.cuda
+    cuda = devices.torch.cuda
     monkeypatch.setattr(cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda, "device_count", lambda: 1 if "MIG" in os.environ["CUDA_VISIBLE_DEVICES"] else 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", MIG)

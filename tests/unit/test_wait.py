@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs import wait
 from clusterddp.errors import RunDirectoryError
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
+from clusterddp.runs import run_ends
 from clusterddp.slurm.run_states import RunState
 
 Captured = pytest.CaptureFixture[str]
@@ -65,9 +65,9 @@ class World:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(wait.time, "monotonic", lambda: world.now)
-    monkeypatch.setattr(wait.time, "sleep", world.sleep)
-    monkeypatch.setattr(wait, "run_states", world.run_states)
+    monkeypatch.setattr(run_ends.time, "monotonic", lambda: world.now)
+    monkeypatch.setattr(run_ends.time, "sleep", world.sleep)
+    monkeypatch.setattr(run_ends, "run_states", world.run_states)
     return world
 
 
@@ -137,7 +137,7 @@ def test_the_controller_is_asked_once_for_all_and_not_often(world: World) -> Non
     assert world.asked == [(0, ["a", "b"]), (10, ["a", "b"]), (20, ["a", "b"])]
 
 
-@pytest.mark.parametrize("word", ["stopped", "failed"])
+@pytest.mark.parametrize("word", ["stopped", "failed", "cancelled"])
 def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(world: World, word: str) -> None:
     """The history, a file that is known, says that the run is over."""
     hidden, lost = world.add("a", word), world.add("b", word)
@@ -145,7 +145,7 @@ def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(world: Wo
         append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
     world.events = {60: lambda: world.over("a", "completed")}
     assert command(["wait", "a"]) == 0
-    assert command(["wait", "b"]) == {"stopped": 12, "failed": 10}[word]
+    assert command(["wait", "b"]) == {"stopped": 12, "failed": 10, "cancelled": 11}[word]
 
 
 def test_a_run_that_is_between_two_jobs_has_not_stopped(world: World, capsys: Captured) -> None:
@@ -175,6 +175,17 @@ def test_an_unreachable_controller_is_not_the_end(world: World, capsys: Captured
     }
     assert command(["wait", "a", "b"]) == 0
     assert capsys.readouterr().err.count("state unknown, retrying: reason\n") == 1
+
+
+def test_a_run_that_ends_while_the_controller_does_not_answer_has_not_ended_unknown(world: World) -> None:
+    """The last question may take 20 s, in which the outcome was written: it is read again."""
+    world.add("a", "unknown")
+    world.blocked = True
+    assert command(["wait", "a"]) == 13
+    last = world.asked[-1][0]
+    world.add("b", "unknown")
+    world.events = {int(world.now - 1000 + last) - 1: lambda: world.over("b", "completed")}
+    assert command(["wait", "b"]) == 0
 
 
 def test_a_cancelled_run_without_an_outcome_has_ended(world: World) -> None:

@@ -12,19 +12,21 @@ from types import SimpleNamespace
 import pytest
 
 from clusterddp.cli import submit
-from clusterddp.cli.runs import watch
-from clusterddp.cli.runs.watch import Hold, Watcher
 from clusterddp.errors import INTERRUPTED, RunDirectoryError, SlurmError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.summary import summarize
+from clusterddp.runs import run_watch
+from clusterddp.runs.run_watch import Hold, Watcher
+from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
 
 JOB = Job(name="x", module="x")
-#: What the supervisor of the run's only attempt leaves when it could not ask, and when the run's next job was refused.
-REQUEST: dict[str, object] = {"job": "41", "attempt": 0}
-REFUSED: dict[str, object] = {**REQUEST, "refused": "sbatch: error: AssocMaxSubmitJobLimit"}
+#: What the supervisor of the run's only attempt records when it could not ask, and when the run's next job was refused.
+UNKNOWN = {"event": "stopped", "attempt": 0, "time": 2.0, "cause": Cause.UNKNOWN.value}
+REFUSED = {**UNKNOWN, "cause": Cause.NONE.value, "refused": "sbatch: error: AssocMaxSubmitJobLimit"}
 
 
 def info(state: str, reason: str = "None", restarts: int = 0, preempted: bool = False, job: str = "41") -> JobInfo:
@@ -45,7 +47,7 @@ def run(tmp_path: Path) -> RunDirectory:
 @pytest.fixture(autouse=True)
 def nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue has no other job of the run."""
-    monkeypatch.setattr(watch, "jobs_by_script", lambda ended: {})
+    monkeypatch.setattr(run_watch, "jobs_by_script", lambda ended: {})
 
 
 @pytest.fixture
@@ -75,13 +77,15 @@ def look(run: RunDirectory, job: JobInfo | None, monkeypatch: pytest.MonkeyPatch
         (info("TIMEOUT"), None, True),
         (info("FAILED", restarts=1), None, True),
         (info("FAILED"), None, False),
-        (info("COMPLETED", preempted=True), REQUEST, True),
-        (info("COMPLETED", preempted=True), {**REQUEST, "job": "40"}, False),
-        (info("COMPLETED"), REQUEST, False),
-        (info("CANCELLED", preempted=True), REQUEST, False),
-        (None, REQUEST, False),
+        (info("COMPLETED", preempted=True), UNKNOWN, True),
+        (info("COMPLETED", preempted=True), {**UNKNOWN, "cause": Cause.STOP_REQUESTED.value}, False),
+        (info("COMPLETED", preempted=True, job="40"), UNKNOWN, False),
+        (info("COMPLETED"), UNKNOWN, False),
+        (info("CANCELLED", preempted=True), UNKNOWN, False),
+        (None, UNKNOWN, False),
         (info("COMPLETED"), REFUSED, True),
-        (info("COMPLETED"), {**REFUSED, "job": "40"}, False),
+        (info("COMPLETED", job="40"), REFUSED, False),
+        (info("COMPLETED", restarts=1), REFUSED, False),
         (info("COMPLETED", restarts=1), {**REFUSED, "attempt": 1}, False),
         (info("CANCELLED"), REFUSED, False),
         (None, REFUSED, False),
@@ -96,9 +100,10 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
     resubmitted: bool,
 ) -> None:
     """A lost node, a start that failed, a supervisor that could not ask, or was refused: yes. scancel, a crash, the
-    unknown, what was asked for by another job or attempt: never."""
+    unknown, what another job or attempt recorded: never. It is in the history, a file that is known: a new file may
+    stay hidden for a minute where the disk is shared, and the watch ended meanwhile."""
     if asked is not None:
-        write_json(run.request_file, asked)
+        append_line(run.events_file, asked)
     watcher = look(run, job, monkeypatch)
     assert (submitted == ["job.sbatch"]) is resubmitted
     assert watcher.result == (None if resubmitted else 1)
@@ -123,18 +128,54 @@ def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_watch(
     assert lease.holders(run) == []
 
 
+def test_an_attempt_whose_holder_a_shared_disk_does_not_show_yet_is_held_by_its_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that looked into the attempt's folder in its first moment sees its files up to a minute later: `watch` and
+    `wait` took the run for stopped, and a second submission would have been accepted."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    lease.submitted(run, "41")
+    lease.take(run, run.create_attempt(), lease.of_job("41"))
+    run.holder_file(0).unlink()
+    assert [entry["job"] for entry in lease.holders(run)] == ["41"]
+    assert [claim["job"] for claim in summarize(run).claims] == ["41"]
+    assert look(run, info("RUNNING"), monkeypatch).result is None
+
+
 def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The history, a file that is known, says that the run is over. After a minute and a half it has no outcome."""
     append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
     now = 1000.0
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now)
+    monkeypatch.setattr(run_watch.time, "monotonic", lambda: now)
     watcher = look(run, info("COMPLETED"), monkeypatch)
     now += 60
     assert not watcher.look()
     now += 40
     assert watcher.look() and watcher.result == 1
+
+
+@pytest.mark.parametrize(
+    ("events", "job", "over"),
+    [
+        ([], "COMPLETED", True),
+        (["started"], "COMPLETED", True),  # a full disk did not take the end
+        (["started"], "FAILED", False),
+        (["started", "stopped"], "COMPLETED", False),
+        (["started", "completed"], "CANCELLED", True),
+    ],
+)
+def test_a_run_may_be_over_before_its_outcome_can_be_seen(
+    tmp_path: Path, events: list[str], job: str, over: bool
+) -> None:
+    """`watch` and `wait` then wait for the outcome. They said that a completed run was stopped."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    for event in events:
+        append_line(run.events_file, {"event": event, "attempt": 0, "time": 1.0})
+    assert run.may_be_over(job) is over
 
 
 def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_watch(
@@ -150,8 +191,8 @@ def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_watch(
         with pytest.raises(PermissionError):
             watcher.look()
     assert "retrying: " in capsys.readouterr().err
-    later = watch.time.monotonic() + 10
-    monkeypatch.setattr(watch.time, "monotonic", lambda: later)
+    later = run_watch.time.monotonic() + 10
+    monkeypatch.setattr(run_watch.time, "monotonic", lambda: later)
     watcher.look()
     assert submitted == ["job.sbatch"]
 
@@ -164,7 +205,7 @@ def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_i
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """sbatch's answer was lost, or whoever gave the command was killed before it came."""
-    monkeypatch.setattr(watch, "jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"})
+    monkeypatch.setattr(run_watch, "jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"})
     watcher = look(run, info("NODE_FAIL"), monkeypatch)
     assert (submitted, watcher.result, lease.holders(run)[0]["job"]) == ([], None, "77")
     assert "job 77 continues it, and was not recorded" in capsys.readouterr().err
@@ -258,6 +299,38 @@ def test_a_run_that_another_job_continues_is_left_to_it(
     assert (submitted, watcher.result) == ([], None)
 
 
+def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_watched(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a lost node the job releases the run before sbatch answers, which may take minutes (seed 6773)."""
+    lease.let_go(run, 0)
+    assert look(run, info("RUNNING"), monkeypatch).result is None
+    assert capsys.readouterr().err == "run: job 41: waiting for the run's next job\n"
+    assert look(run, info("COMPLETED"), monkeypatch).result == 1
+    assert submitted == []
+
+
+@pytest.mark.parametrize(
+    ("state", "ends", "continues"),
+    [("NODE_FAIL", [], True), ("CANCELLED", [], False), ("NODE_FAIL", ["stopped"], False)],
+)
+def test_a_run_whose_job_died_while_it_submitted_the_next_one_is_submitted(
+    run: RunDirectory,
+    submitted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    ends: list[str],
+    continues: bool,
+) -> None:
+    """It had released the run, so that the watch took it for stopped. One that has recorded its end is stopped."""
+    lease.let_go(run, 0)
+    for end in ends:
+        append_line(run.events_file, {"event": end, "attempt": 0, "time": 2.0, "reason": "x"})
+    monkeypatch.setattr(run_watch, "state_of", lambda _: ("stopped", "stopped"))
+    watcher = look(run, info(state), monkeypatch)
+    assert (submitted == ["job.sbatch"], watcher.result) == (continues, None if continues else 1)
+
+
 def test_a_watcher_retries_what_slurm_refuses(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,15 +345,14 @@ def test_a_watcher_retries_what_slurm_refuses(
 
     monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("COMPLETED"))
-    monkeypatch.setattr(watch, "ASK_WAITING_S", 0.0)
-    write_json(run.request_file, REFUSED)
+    monkeypatch.setattr(run_watch, "ASK_WAITING_S", 0.0)
+    append_line(run.events_file, REFUSED)
     watcher = Watcher(run, JOB)
     for _ in range(3):
         watcher.look()
     said = capsys.readouterr().err
     assert said.count("run: retrying: AssocMaxSubmitJobLimit\n") == 1
     assert "job 41 ended (COMPLETED) without an outcome: resubmitted as job 42" in said
-    assert not run.request_file.exists()
 
 
 def test_watching_ends_as_soon_as_the_user_has_stopped_the_run(
@@ -288,9 +360,9 @@ def test_watching_ends_as_soon_as_the_user_has_stopped_the_run(
 ) -> None:
     """With how to continue it; its job may still be completing."""
     append_line(run.events_file, {"event": "requested", "attempt": 0, "time": 2.0, "request": "stop"})
-    monkeypatch.setattr(watch, "state_of", lambda _: ("held", "job 41 (RUNNING on n1)"))
+    monkeypatch.setattr(run_watch, "state_of", lambda _: ("held", "job 41 (RUNNING on n1)"))
     assert look(run, info("COMPLETING"), monkeypatch).result is None
-    monkeypatch.setattr(watch, "state_of", lambda _: ("stopped", "stopped (by the user); continue with: ..."))
+    monkeypatch.setattr(run_watch, "state_of", lambda _: ("stopped", "stopped (by the user); continue with: ..."))
     assert look(run, info("COMPLETING"), monkeypatch).result == 1
     assert capsys.readouterr().err.splitlines() == [
         "run: job 41 (RUNNING on n1): waiting for the run to end",
@@ -315,16 +387,16 @@ def test_a_hold_is_lifted_only_after_slurmd_accepts_a_new_credential(
     lifted: list[str] = []
     clock = [100.0]
     monkeypatch.setattr("clusterddp.slurm.commands.lift_hold", lifted.append)
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run_watch.time, "monotonic", lambda: clock[0])
     hold, held = Hold(), info("PENDING", "BeginTime", restarts=1)
     assert not hold.lift_when_safe(held)
-    clock[0] += watch.SETTLE_S - 0.1
+    clock[0] += run_watch.SETTLE_S - 0.1
     assert not hold.lift_when_safe(held)
     clock[0] += 0.2
     assert hold.lift_when_safe(held)
     assert lifted == ["41"]
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2)), "the next requeue, unseen in between"
-    clock[0] += watch.SETTLE_S + 1
+    clock[0] += run_watch.SETTLE_S + 1
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2, job="42")), "of the run's next job"
     assert not hold.lift_when_safe(info("PENDING", "Resources", restarts=1))
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=0)), "the user's own --begin"
@@ -340,11 +412,11 @@ def test_a_run_that_cannot_be_read_does_not_end_the_watch_of_the_others(
         one.job_file.write_text("module: x\n")
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("RUNNING"))
     over = {"state": "completed", "step": 7, "reason": "why"}
-    monkeypatch.setattr(watch.time, "sleep", lambda _: write_json(run.outcome_file, over))
-    assert watch.watch([damaged, run]) == 1
+    monkeypatch.setattr(run_watch.time, "sleep", lambda _: write_json(run.outcome_file, over))
+    assert run_watch.watch([damaged, run]) == 1
     assert f"damaged: no longer watched: {damaged.outcome_file} is not JSON" in capsys.readouterr().err
     with pytest.raises(RunDirectoryError, match="is not JSON"):
-        watch.watch([damaged])
+        run_watch.watch([damaged])
 
 
 @pytest.mark.parametrize(("others", "code"), [([], 14), (["completed"], 14), (["completed", "failed"], 1)])
@@ -358,7 +430,7 @@ def test_a_completion_that_is_not_confirmed_has_an_exit_code_of_its_own(
         one.job_file.write_text("module: x\n")
         write_json(one.outcome_file, {"state": state, "step": None, "reason": "why"})
     write_json(run.outcome_file, {"state": "completed", "step": None, "reason": "unconfirmed: why", "confirmed": False})
-    assert watch.watch(runs) == code
+    assert run_watch.watch(runs) == code
 
 
 def test_each_event_of_several_runs_names_its_run(
@@ -369,7 +441,7 @@ def test_each_event_of_several_runs_names_its_run(
     other.create()
     for one in (run, other):
         one.job_file.write_text("module: x\n")
-    monkeypatch.setattr(watch.Watcher, "_help", lambda _: True)
+    monkeypatch.setattr(run_watch.Watcher, "_help", lambda _: True)
     resumed = {"time": 1.0, "attempt": 0, "event": "resumed", "step": 7}
 
     def end(_: float) -> None:
@@ -377,13 +449,13 @@ def test_each_event_of_several_runs_names_its_run(
             append_line(one.events_file, resumed)
             write_json(one.outcome_file, {"state": "completed", "step": 7, "reason": "why"})
 
-    monkeypatch.setattr(watch.time, "sleep", end)
-    assert watch.watch([run, other]) == 0
+    monkeypatch.setattr(run_watch.time, "sleep", end)
+    assert run_watch.watch([run, other]) == 0
     shown = capsys.readouterr().err
     for one in (run, other):
         assert f"{one.path.name}: attempt 0: resumed from step 7\n" in shown
     run.outcome_file.unlink()
-    assert watch.watch([run]) == 0
+    assert run_watch.watch([run]) == 0
     assert "\nattempt 0: resumed from step 7\n" in f"\n{capsys.readouterr().err}"
 
 
@@ -422,7 +494,7 @@ def test_ctrl_c_before_the_watch_of_a_submission_begins_says_that_the_run_contin
         raise KeyboardInterrupt
 
     monkeypatch.setattr(submit, "submit_to_slurm", lambda *_: (run, "41"))
-    monkeypatch.setattr(watch, "watch", interrupted)
+    monkeypatch.setattr(run_watch, "watch", interrupted)
     arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None, debug=None)
     assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
     assert f"the run continues; watch it with: clusterddp watch {run.quoted}\n" in capsys.readouterr().err

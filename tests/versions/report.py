@@ -18,9 +18,6 @@ HEAD = """# Versions
 
 What clusterddp is tested with. `make test-versions` writes this page; each row says when it last ran.
 All ran on one machine: {cores} cores ({cpu}), Linux {kernel}.
-Those of 2026-11-23 ran beside other programs, at a load of 20 to 45. The test that failed under Python 3.13 waited
-120 s for a run that hangs twice. Repeated, it failed so again at a load of 38, and passed in 82 s at a load of 25; it
-now waits 240 s.
 """
 PAIRS_HEAD = """## Python and torch
 

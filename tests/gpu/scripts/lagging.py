@@ -32,8 +32,6 @@ def step(x, y):
     optimizer.step()
     run.log(loss=loss, first=x.flatten()[0])
     run.log(mean=loss, reduce="mean")
-    if run.step == 2:
-        run.log_media(images={"first": (x[0] - x.min()) / (x.max() - x.min())})
 
 
 for x, y in run.steps(int(sys.argv[2])):

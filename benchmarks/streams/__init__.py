@@ -1,1 +1,0 @@
-"""What large files cost: ``python -m benchmarks.streams``."""

@@ -1,0 +1,168 @@
+"""``clusterddp config show``: the job that ``submit`` would start, and where each of its values comes from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clusterddp.cli.options import JOB_OPTIONS, PACKAGED_JOB, add_job_arguments, option_values, set_values
+from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.jobdef import profiles_and_presets
+from clusterddp.jobdef.job import one_line, written
+from clusterddp.jobdef.load import Origins, load
+from clusterddp.jobdef.profiles_and_presets import find_profiles
+from clusterddp.jobdef.readers import did_you_mean
+from clusterddp.jobdef.schema import file_fields
+from clusterddp.jobdef.secrets import without_secrets
+from clusterddp.reporter import counted, put, show
+from clusterddp.runs import sweep_members
+from clusterddp.runs.submission import describe, with_hydra
+from clusterddp.runs.sweep_members import jobs_of, named
+from clusterddp.slurm.commands import submission_cluster
+
+#: The version of the JSON; it grows when a field is renamed or removed.
+SCHEMA = 1
+DEFAULT = "default"
+
+
+def show_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
+    """Prints the resolved job; returns the exit code."""
+    target = arguments.target or _default_target()
+    places: Origins = {}
+    job = describe(target, option_values(arguments, script_arguments), set_values(arguments), places)
+    visible = without_secrets(job)[0]
+    cluster, profiles = submission_cluster(os.environ), find_profiles(os.environ, Path.cwd())
+    show(f"cluster: {cluster or 'unknown'}; profiles: {', '.join(map(str, profiles)) or 'none'}")
+    origins = {key: _words(key, str(place)) for key, place in places.items()}
+    if arguments.json:
+        values = written(visible)
+        files = [{"owner": profile.owner, "file": str(profile.path)} for profile in profiles]
+        of_all = {key: origins.get(key, DEFAULT) for key in _keys(values)}
+        print(json.dumps({"schema": SCHEMA, "cluster": cluster, "profiles": files, "job": values, "origins": of_all}))
+        return 0
+    lines = list(_lines(written(visible), origins))
+    width = min(48, max(len(line) for line, _ in lines))
+    for line, origin in lines:
+        print(f"{line:<{width}}  # {origin}" if origin and arguments.origin else line)
+    return 0
+
+
+def _default_target() -> str:
+    if Path("clusterddp.yaml").exists():
+        show("no script given: showing ./clusterddp.yaml")
+        return "clusterddp.yaml"
+    show("no script given and no ./clusterddp.yaml: showing the bundled digits example")
+    return str(PACKAGED_JOB)
+
+
+#: The option of ``submit`` for a key.
+_OPTIONS = {key: next(flag for flag in flags if flag.startswith("--")) for flags, key, *_ in JOB_OPTIONS}
+
+
+def _words(key: str, place: str) -> str:
+    """An origin in words: ``job.yaml:3:8``, ``option --nodes``, ``--set seed=1``."""
+    if place != "command line":
+        return place
+    if key == "script":
+        return "command line"
+    return f"option {_OPTIONS[key]}" if key in _OPTIONS else "arguments after --"
+
+
+def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted key of each value."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _lines(values: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The values as lines of YAML, each with its origin; without those that are not set anywhere."""
+    indent = "  " * prefix.count(".")
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}:", ""
+            yield from _lines(value, origins, f"{name}.")
+        elif value not in (None, (), {}) or name in origins:
+            yield f"{indent}{key}: {one_line(value)}", origins.get(name, DEFAULT)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The actions of ``config``, each with its own options."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", help="what to do")
+    text = "print the job that submit would start, with profiles, options and defaults; secrets are masked"
+    resolved = actions.add_parser("show", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    resolved.add_argument(
+        "target", nargs="?", metavar="SCRIPT.py | JOB.yaml",
+        help="as for submit; default: ./clusterddp.yaml, else the bundled digits example",
+    )  # fmt: skip
+    resolved.add_argument("--origin", action="store_true", help="add where each value comes from, as a comment")
+    resolved.add_argument("--json", action="store_true", help="print values and origins as JSON")
+    add_job_arguments(resolved)
+    text = "check job definitions, sweeps and profiles; print a line for each valid file and for each mistake"
+    checked = actions.add_parser("validate", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    checked.add_argument("files", nargs="+", metavar="FILE", help="a job definition, a sweep or a profile")
+    text = "list the presets for training repositories; with a NAME, print one"
+    listed = actions.add_parser("presets", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    listed.add_argument("name", nargs="?", metavar="NAME", help="print this preset, a piece of a job definition")
+    text = "print the JSON Schema of job definitions, for editors"
+    actions.add_parser("schema", help=text, description=f"{text[0].upper()}{text[1:]}.")
+
+
+def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
+    """Carries out one action of ``config``; returns the exit code."""
+    if arguments.action == "show":
+        return show_job(arguments, script_arguments)
+    if arguments.action == "validate":
+        return validate(arguments.files)
+    if arguments.action == "presets":
+        return show_presets(arguments.name)
+    from clusterddp.jobdef.json_schema import job_schema
+
+    print(json.dumps(job_schema(), indent=2))
+    return 0
+
+
+def show_presets(name: str | None) -> int:
+    """Prints a line for each preset, or the file of one; returns the exit code."""
+    names = profiles_and_presets.preset_names()
+    if name is None:
+        width = max(map(len, names))
+        put("\n".join(f"{one:<{width}}  {profiles_and_presets.preset_purpose(one)}" for one in names))
+        return 0
+    if name not in names:
+        raise UsageError(f"no preset {name!r}{did_you_mean(name, names)}; presets: {', '.join(names)}")
+    put(profiles_and_presets.preset_text(name).rstrip("\n"))
+    return 0
+
+
+def validate(files: Sequence[str]) -> int:
+    """Prints a line for each valid file and for each mistake; returns the exit code."""
+    code = 0
+    for name in files:
+        try:
+            put(f"{name}: valid {_check(Path(name))}")
+        except ClusterddpError as error:
+            put(str(error))
+            code = UsageError.exit_code
+    return code
+
+
+def _check(path: Path) -> str:
+    """What kind of file it is. Raises what is wrong with it, regardless of the profiles that apply here."""
+    keys = file_fields(path, []).keys()
+    if keys & {*profiles_and_presets.SECTIONS}:
+        profiles_and_presets.check_profile(path)
+        return "profile"
+    if keys & {*sweep_members.KEYS}:
+        sweep = sweep_members.read_definition(path)
+        job = with_hydra(load(sweep.job or path, section=None if sweep.job else "job"))
+        return f"sweep of {counted(len(jobs_of(job, list(named(sweep.members).values()))), 'member')}"
+    load(path)
+    return "job definition"

@@ -1,0 +1,92 @@
+"""``clusterddp doctor``: what a run needs, checked on the login node or, with ``--nodes``, on nodes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from clusterddp.checks.check import FAILED, Check, worst
+from clusterddp.checks.login_node import login_checks, slurm_checks
+from clusterddp.checks.nodes_job import check_nodes, summary
+from clusterddp.errors import UsageError
+
+#: The format of ``--json``.
+SCHEMA = 1
+#: Options that only the job of ``--nodes`` uses.
+OF_THE_JOB = {"gpus_per_node": "--gpus", "device": "--device", "account": "-A"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``doctor``."""
+    parser.add_argument("-N", "--nodes", type=int, metavar="N", help="check N nodes with a job of about a minute")
+    parser.add_argument(
+        "--gpus", "--gpus-per-node", dest="gpus_per_node", metavar="G",
+        help="with --nodes: GPUs per node, also TYPE:G; default: all; with --device cpu, ranks per node (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--device", metavar="cuda|cpu", help="with --nodes: cuda (NCCL) or cpu (gloo); default: cuda")
+    parser.add_argument("-p", "--partition", metavar="NAME", help="partition, as in sbatch; default: the default one")
+    parser.add_argument("-A", "--account", metavar="NAME", help="with --nodes: account to charge, as in sbatch")
+    parser.add_argument("-q", "--qos", metavar="NAME", help="quality of service, as in sbatch")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def run(arguments: argparse.Namespace, _: object) -> int:
+    """Prints a row per check, or per node; 0 if none failed."""
+    if arguments.nodes is None:
+        if given := [option for key, option in OF_THE_JOB.items() if getattr(arguments, key) is not None]:
+            raise UsageError(f"{' and '.join(given)} without --nodes: expected --nodes N, the number of nodes to check")
+        checks, preempted = slurm_checks(arguments.partition, arguments.qos)
+        checks += login_checks(os.environ)
+        results: dict[str, Any] = {"checks": [check.as_json() for check in checks], "preemption": preempted}
+        last = f"preemption: {preempted}"
+    else:
+        nodes = check_nodes(arguments)
+        checks = [node.row for node in nodes]
+        results, last = {"nodes": [node.as_json() for node in nodes]}, summary(nodes)
+    state = worst(checks)
+    if arguments.json:
+        print(json.dumps({"schema": SCHEMA, "state": state, **results}, indent=1))
+    else:
+        columns = _columns()
+        print("\n".join([*rows(checks, columns), *([last] if columns is None else _wrapped(last, columns))]))
+    return int(state == FAILED)
+
+
+def _columns() -> int | None:
+    """The terminal's width; None in a pipe, whose lines are not wrapped."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def rows(checks: Sequence[Check], columns: int | None) -> list[str]:
+    """A row per check: its state, its name and what was found; what to do follows on the next line."""
+    width = max((len(check.name) for check in checks), default=0)
+    lines = []
+    for check in checks:
+        head = f"{check.state:7}  {check.name:{width}}  "
+        texts = [check.found, *([f"-> {check.advice}"] if check.advice else [])]
+        indent = len(head) if columns is None or columns - len(head) >= 30 else 4
+        for number, text in enumerate(texts):
+            first = head if number == 0 else " " * indent
+            if columns is None:
+                lines.append(first + text)
+            else:
+                lines += _wrapped(text, columns, first, " " * indent)
+    return lines
+
+
+def _wrapped(text: str, columns: int, first: str = "", others: str = "") -> list[str]:
+    """Paths and commands stay whole."""
+    return textwrap.wrap(
+        text,
+        columns,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

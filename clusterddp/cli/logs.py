@@ -1,0 +1,376 @@
+"""``clusterddp logs``: prints or follows the output of ranks, or shows the first failure of a failed run.
+
+Files are opened one at a time and read in blocks, so that neither thousands of ranks nor large logs cost memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from clusterddp.errors import FAILED, RunDirectoryError, UsageError
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.reporter import counted, printable, put, say, show
+from clusterddp.rundir.claims import job_log, taken_over, waiting_claim
+from clusterddp.rundir.files import open_binary
+from clusterddp.rundir.find import NEWEST, ONE_RUN, open_run
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.rank_output import (
+    Log,
+    Wanted,
+    box,
+    check_not_deleted,
+    failed_ranks,
+    find_log,
+    logs_of,
+    newest_failure,
+    started,
+)
+
+#: The most bytes read at once. A longer line is searched, and labelled, in pieces.
+BLOCK = 1 << 20
+#: Seconds between two looks at files that are followed: at least the first, and the second for each file.
+LOOK_S, LOOK_PER_FILE_S = 0.2, 0.0005
+#: ANSI colours of the ranks' labels.
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+# --- whole files
+
+
+def print_one(log: Log, pattern: re.Pattern[str] | None) -> bool:
+    """Prints a rank's stdout to stdout and its stderr to stderr; returns whether there was anything to print."""
+    printed = False
+    for kind, stream in (("out", sys.stdout), ("err", sys.stderr)):
+        write = _writer(stream, log.folder)
+        for piece in _pieces(log.path(kind), pattern):
+            write(piece)
+            printed = True
+        stream.flush()
+    return printed
+
+
+def print_grouped(logs: Iterable[Log], pattern: re.Pattern[str] | None) -> bool:
+    """Prints logs to stdout, each file below a line that names it, unless it has nothing; returns whether any had."""
+    printed = False
+    for log in logs:
+        write = _writer(sys.stdout, log.folder)
+        for kind, name in (("out", "stdout"), ("err", "stderr")):
+            last = b""
+            for piece in _pieces(log.path(kind), pattern):
+                if not last:
+                    title = f"==> rank {log.rank}, attempt {log.attempt}: {name} <==\n"
+                    write(("\n" * printed + title).encode())
+                write(piece)
+                last, printed = piece, True
+            if last and not last.endswith(b"\n"):
+                write(b"\n")
+    sys.stdout.flush()
+    return printed
+
+
+def _writer(stream: TextIO, folder: Path) -> Callable[[bytes], object]:
+    """Writes bytes as they are, with a rank's colours; on a terminal, those of another user as ``printable`` text."""
+    if not stream.isatty() or folder.stat().st_uid == os.geteuid():
+        return stream.buffer.write
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a block may end within a letter
+    return lambda data: stream.buffer.write(printable(decoder.decode(data)).encode(errors="replace"))
+
+
+def _pieces(path: Path, pattern: re.Pattern[str] | None) -> Iterator[bytes]:
+    """A file in blocks, or its lines that match; nothing if it does not exist."""
+    try:
+        file = open_binary(path)
+    except FileNotFoundError:
+        return
+    with file:
+        if pattern is None:
+            while block := file.read(BLOCK):
+                yield block
+        else:
+            while line := file.readline(BLOCK):
+                if _matches(pattern, line.rstrip(b"\r\n")):
+                    yield line
+
+
+def _matches(pattern: re.Pattern[str] | None, line: bytes) -> bool:
+    return pattern is None or pattern.search(line.decode(errors="replace")) is not None
+
+
+# --- as lines arrive
+
+
+class Follower:
+    """Follows logs of a run's ranks: one rank's as ``print_one`` prints it; those of several with a label on each line.
+
+    ``alone``: only one rank is wanted.
+    """
+
+    def __init__(self, run: RunDirectory, wanted: Wanted, pattern: re.Pattern[str] | None, alone: bool) -> None:
+        self._run, self._wanted, self._pattern, self._alone = run, wanted, pattern, alone
+        self._coloured = coloured(sys.stdout)
+        #: How much of each file of the present attempt has been printed.
+        self._offsets: dict[Path, int] = {}
+
+    def follow(self, number: int | None, later: bool) -> None:
+        """Follows an attempt until it is superseded or the run is over; with ``later`` also those after it.
+
+        ``number``: its number; None: the first, for which it waits.
+        """
+        while number is None and self._run.outcome() is None:
+            self._pause(LOOK_S)
+            number = min(self._run.attempts(), default=None)
+        while number is not None:
+            following = self._follow_one(number)
+            number = following if later else None
+            if number is not None:
+                show(f"==> attempt {number} <==")
+
+    def _follow_one(self, number: int) -> int | None:
+        """Follows one attempt; returns the number of the next, None if the run is over."""
+        self._offsets.clear()
+        while True:
+            # Before reading: what is read after an attempt's end is complete.
+            following = min((other for other in self._run.attempts() if other > number), default=None)
+            ended = following is not None or self._run.outcome() is not None
+            logs = logs_of(self._run, number, self._wanted)
+            more = [self._print_new(log, kind, ended) for log in logs for kind in ("out", "err")]
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            if ended and not any(more):
+                return following
+            if not any(more):
+                self._pause(max(LOOK_S, LOOK_PER_FILE_S * len(more)))
+
+    def _pause(self, seconds: float) -> None:
+        """Waits for more. Raises RunDirectoryError if there can be none any more."""
+        if not os.path.lexists(self._run.path):
+            raise RunDirectoryError(f"{self._run} was deleted")
+        time.sleep(seconds)
+
+    def _print_new(self, log: Log, kind: str, ended: bool) -> bool:
+        """Prints a file's new complete lines, and its incomplete last one if the attempt has ended; at most a block.
+
+        Returns whether there may be more.
+        """
+        path = log.path(kind)
+        offset = self._offsets.get(path, 0)
+        try:
+            with open_binary(path) as file:
+                file.seek(offset)
+                data = file.read(BLOCK)
+        except FileNotFoundError:
+            return False
+        size = data.rfind(b"\n") + 1
+        if not size and (ended or len(data) == BLOCK):
+            size = len(data)
+        if size:
+            self._offsets[path] = offset + size
+            self._print(log, kind, data[:size])
+        return size > 0 and (ended or len(data) == BLOCK)
+
+    def _print(self, log: Log, kind: str, data: bytes) -> None:
+        stream = sys.stderr if self._alone and kind == "err" else sys.stdout
+        write = _writer(stream, log.folder)
+        if self._alone and self._pattern is None:
+            write(data)
+            return
+        label = b"" if self._alone else self._label(log.rank)
+        for line in data.removesuffix(b"\n").split(b"\n"):
+            if _matches(self._pattern, line):
+                stream.buffer.write(label)
+                write(line + b"\n")
+
+    def _label(self, rank: int) -> bytes:
+        label = f"[rank {rank}]"
+        return (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{label}\x1b[0m " if self._coloured else f"{label} ").encode()
+
+
+def coloured(stream: object) -> bool:
+    """Whether a stream takes colours: it is a terminal, and NO_COLOR (no-color.org) is not set."""
+    isatty = getattr(stream, "isatty", lambda: False)
+    return isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+_ALL, _FAILED = "all", "failed"
+
+
+class Ranks:
+    """The value of ``--rank``: ``3``, ``0,4-7``, ``all`` or ``failed``."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.failed = text, text == _FAILED
+        self._ranges: list[range] | None = None
+        if text not in (_ALL, _FAILED):
+            self._ranges = [_range(part) for part in text.split(",")]
+
+    @property
+    def single(self) -> int | None:
+        """The rank, if the value is a number."""
+        return int(self.text) if self.text.isdecimal() else None
+
+    @property
+    def highest(self) -> int | None:
+        """The highest rank that the value names; None for all or failed."""
+        return max(part[-1] for part in self._ranges) if self._ranges else None
+
+    def __contains__(self, rank: int) -> bool:
+        return self._ranges is None or any(rank in part for part in self._ranges)
+
+
+def _range(part: str) -> range:
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip(), re.ASCII)
+    if not match or int(match[1]) > int(match[2] or match[1]):
+        raise argparse.ArgumentTypeError(f"expected ranks such as 3 or 0,4-7, all, or failed, got {part!r}")
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
+def _attempt(text: str) -> int | str:
+    if text != _ALL and not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected the number of an attempt, or all, got {text!r}")
+    return text if text == _ALL else int(text)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from error
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``logs``."""
+    parser.add_argument("run", metavar="RUN", nargs="?", default=NEWEST, help=f"{ONE_RUN}; default: {NEWEST}")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow the output, across restarts, to the end")
+    parser.add_argument(
+        "--rank",
+        type=Ranks,
+        metavar="R",
+        help="ranks such as 3 or 0,4-7; all; or failed: those that failed by themselves; default: 0, or for a failed "
+        "run without other options its first failure",
+    )
+    parser.add_argument(
+        "--attempt",
+        type=_attempt,
+        metavar="N",
+        help="an attempt, or all; default: the newest, with --rank failed the newest with a failure",
+    )
+    parser.add_argument(
+        "--grep", type=_pattern, metavar="REGEX", help="only lines with a match; exit code 1 if there is none"
+    )
+
+
+def run(arguments: argparse.Namespace, _: object) -> int:
+    """Carries out ``logs``; returns the exit code."""
+    run = open_run(arguments.run)
+    by_default = arguments.rank is None and arguments.attempt is None and arguments.grep is None
+    ranks = arguments.rank or Ranks("0")
+    if isinstance(arguments.attempt, int) and arguments.attempt not in (made := run.attempts()):
+        available = ", ".join(map(str, made)) or "none yet"
+        raise RunDirectoryError(f"{run} has no attempt {arguments.attempt}; available: {available}")
+    if arguments.follow and run.outcome() is None:
+        _follow(run, ranks, arguments.attempt, arguments.grep)
+        if by_default:
+            _show_failure(run)
+        return 0
+    if by_default and (_show_failure(run) or _show_job_log(run)):
+        return 0
+    logs = _chosen(run, ranks, arguments.attempt)
+    alone = len(logs) == 1 and ranks.single is not None and arguments.attempt != _ALL
+    printed = print_one(logs[0], arguments.grep) if alone else print_grouped(logs, arguments.grep)
+    if arguments.grep is not None and not printed:
+        say(f"no line matches {arguments.grep.pattern!r}")
+        return FAILED
+    if not printed:
+        earlier = logs[-1].attempt > 0 and arguments.attempt is None
+        so_far = "" if run.outcome() else " so far"
+        hint = "; --attempt all prints earlier attempts', too" if earlier else ""
+        which = "any rank" if ranks.text == _ALL else f"rank {ranks.text}"
+        show(f"no output of {which} in attempt {logs[-1].attempt}{so_far}{hint}")
+    return 0
+
+
+def _chosen(run: RunDirectory, ranks: Ranks, attempt: int | str | None) -> list[Log]:
+    """The logs to print, by rank and then by attempt; RunDirectoryError if there is none."""
+    if ranks.failed:
+        logs = _failed_logs(run, attempt)
+    elif attempt != _ALL:
+        number = started(run, run.newest_attempt() if attempt is None else int(attempt))
+        if ranks.single is not None:
+            find_log(run, ranks.single, number)
+        check_not_deleted(run, number)
+        logs = logs_of(run, number, ranks.__contains__)
+    else:
+        started(run, run.newest_attempt())
+        logs = [log for number in run.attempts() for log in logs_of(run, number, ranks.__contains__)]
+    if not logs:
+        which = "the attempts" if attempt in (_ALL, None) else f"attempt {attempt}"
+        raise RunDirectoryError(f"{which} of {run} have no log of rank {ranks.text}; --rank all prints those there are")
+    return sorted(logs, key=lambda log: (log.rank, log.attempt))
+
+
+def _failed_logs(run: RunDirectory, attempt: int | str | None) -> list[Log]:
+    """The logs of the ranks that failed by themselves in an attempt; None: in the newest in which one did."""
+    events = run.events()
+    if attempt is None and (newest := newest_failure(events)) is not None:
+        attempt = int(newest["attempt"])
+    numbers = run.attempts() if attempt in (_ALL, None) else [attempt]
+    found = [(int(number), failed_ranks(run, int(number), events)) for number in numbers]
+    if not any(ranks for _, ranks in found):
+        where = "" if attempt in (_ALL, None) else f" in attempt {attempt}"
+        raise RunDirectoryError(f"no rank of {run} failed{where}; `clusterddp status {run.quoted}` shows its history")
+    return [log for number, ranks in found for log in logs_of(run, number, ranks.__contains__)]
+
+
+def _follow(run: RunDirectory, ranks: Ranks, attempt: int | str | None, pattern: re.Pattern[str] | None) -> None:
+    if ranks.failed:
+        raise UsageError("--rank failed: the run is not over; with -f, expected ranks such as 3 or 0,4-7, or all")
+    size = load_resolved(run.job_file).world_size
+    if (highest := ranks.highest) is not None and highest >= size:
+        raise UsageError(f"--rank {ranks.text}: {run} has {counted(size, 'rank')}, numbered from 0")
+    follower = Follower(run, ranks.__contains__, pattern, alone=ranks.single is not None)
+    if isinstance(attempt, int):
+        follower.follow(attempt, later=False)
+    else:
+        follower.follow(min(run.attempts(), default=None) if attempt == _ALL else run.newest_attempt(), later=True)
+
+
+def _show_failure(run: RunDirectory) -> bool:
+    """Shows a failed run's first failure, and how to see the rest; returns whether the run failed and has one."""
+    outcome = run.outcome()
+    if outcome is None or outcome["state"] != "failed":
+        return False
+    show(f"{run}: failed: {outcome['reason']}")
+    failure = newest_failure(run.events())
+    if failure is None:
+        return False
+    put(box(run, failure))
+    rank, attempt = failure["rank"], failure["attempt"]
+    show(f"the whole output of rank {rank}: clusterddp logs {run.quoted} --rank {rank} --attempt {attempt}")
+    show("of others: --rank failed, --rank 0,4-7 or --rank all; of all attempts: --attempt all")
+    return True
+
+
+def _show_job_log(run: RunDirectory) -> bool:
+    """Shows the log of the run's job if no supervisor has taken the run over yet; returns whether it did.
+
+    The job may have ended before, for a reason that is in its log. After earlier attempts it only names the log.
+    """
+    try:
+        claim = waiting_claim(run, run.attempts())
+    except PermissionError:  # another user's run
+        return False
+    log = job_log(run, str((claim or {}).get("job")))
+    if claim is None or not log.is_file() or not log.stat().st_size or taken_over(run, claim):
+        return False
+    show(f"job {claim['job']} has not started its supervisor, or ended before that; its log: {log}")
+    if run.attempts():
+        return False
+    put(log.read_text(errors="replace").rstrip())
+    return True

@@ -1,0 +1,94 @@
+"""``clusterddp prune``: deletes old checkpoints, code, logs and profiles of runs that are over; asks first."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from clusterddp.errors import FAILED, ClusterddpError
+from clusterddp.reporter import agreed, can_ask, counted, put, say, show, what_failed
+from clusterddp.rundir.find import find_runs
+from clusterddp.runs.pruning import Plan, delete_all, plan_for, size_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``prune``."""
+    parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs, or quoted patterns")
+    parser.add_argument(
+        "--keep-checkpoints",
+        type=_at_least_one,
+        default=1,
+        metavar="N",
+        help="newest checkpoints to keep, besides the one with the best metric; default: 1",
+    )
+    parser.add_argument("--logs", action="store_true", help="also delete logs, except the first and the last attempt's")
+    parser.add_argument("--profiles", action="store_true", help="also delete recorded profiles")
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+
+
+def _at_least_one(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def run(arguments: argparse.Namespace, _: object) -> int:
+    """Prints what can be deleted, and deletes it if that is wanted; returns 1 if a run was refused."""
+    plans, refused = [], 0
+    for run in find_runs(arguments.run):
+        try:
+            plan = plan_for(run, arguments.keep_checkpoints, arguments.logs, arguments.profiles)
+        except (ClusterddpError, OSError) as error:  # such as a run that was deleted in the meantime
+            say(what_failed(error))
+            refused += 1
+            continue
+        _print(plan)
+        if plan.files or plan.folders:
+            plans.append(plan)
+    if plans and _wanted(plans, arguments.yes):
+        refused += delete_all(plans)
+    return FAILED if refused else 0
+
+
+# --- what is printed
+
+
+def _print(plan: Plan) -> None:
+    if not plan.files and not plan.folders:
+        put(f"{plan.run}: nothing to delete")
+        return
+    put(f"{plan.run}: {size_text(plan.size)} to delete; {_kept(plan)}")
+    for path, size in plan.files.items():
+        put(f"  {size_text(size):>10}  {path.relative_to(plan.run.path)}")
+    for path, size in plan.folders.items():
+        put(f"  {size_text(size):>10}  {path.relative_to(plan.run.path)}/")
+
+
+def _kept(plan: Plan) -> str:
+    """``keeps checkpoints 900, 750``, at most five of them."""
+    steps = [str(checkpoint.step) for checkpoint in plan.kept]
+    if not steps:
+        return "it has no checkpoint"
+    shown = ", ".join(steps if len(steps) <= 5 else [*steps[:5], "..."])
+    return f"keeps checkpoint {shown}" if len(steps) == 1 else f"keeps checkpoints {shown}"
+
+
+# --- deleting
+
+
+def _wanted(plans: Sequence[Plan], yes: bool) -> bool:
+    """Whether to delete: by ``--yes``, or by an answer on the terminal."""
+    names = ("files", "logs", "code", "profiles")
+    files, logs, code, profiles = (sum(len(getattr(plan, name)) for plan in plans) for name in names)
+    parts = [counted(files, "checkpoint file")] if files else []
+    parts += [f"the logs of {counted(logs, 'attempt')}"] if logs else []
+    parts += [counted(code, "unused snapshot of the code", "unused snapshots of the code")] if code else []
+    parts += ["profiles"] if profiles else []
+    listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    what = f"{listed} of {counted(len(plans), 'run')}, {size_text(sum(plan.size for plan in plans))}"
+    if yes:
+        return True
+    if can_ask():
+        return agreed(f"delete {what}?")
+    show(f"nothing was deleted; --yes deletes {what}")
+    return False

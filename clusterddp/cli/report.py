@@ -1,0 +1,120 @@
+"""``clusterddp report``: one HTML file about a run, or about several laid over each other; or the same data as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clusterddp import __version__
+from clusterddp.checkpoint.store import of_run
+from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.events import sentence
+from clusterddp.report.curves import BUCKETS
+from clusterddp.report.data import SCHEMA, Words, collect
+from clusterddp.report.page import page
+from clusterddp.reporter import counted, put, say
+from clusterddp.rundir.files import write_atomically
+from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.summary import summarize
+from clusterddp.runs import rank_output
+from clusterddp.runs.sweep_comparison import Found, compare
+from clusterddp.slurm.run_states import run_states
+
+#: The fewest points of a curve where there are many runs.
+_FEWEST = 60
+_WORDS = Words(sentence, rank_output.box)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``report``."""
+    parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs or patterns")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="the file to write, - for stdout; default: NAME-report.html in the current folder",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report's data as JSON (report.schema.json)")
+
+
+def run(arguments: argparse.Namespace, _: object) -> int:
+    """Carries out ``report``."""
+    runs = find_runs(arguments.run)
+    output = None if arguments.output in (None, "-") else _file(arguments.output)
+    data = collected(runs, time.time())
+    text = json.dumps(data, indent=1) + "\n" if arguments.json else page(data)
+    if output is None and (arguments.json or arguments.output == "-"):
+        sys.stdout.write(text)
+        return 0
+    output = output or _file(f"{_name(arguments.run, runs)}-report.html")
+    content = text.encode(errors="replace")
+    if output.exists() and not output.is_file():  # a pipe or a device, such as /dev/null, which must not be replaced
+        output.write_bytes(content)
+    else:
+        write_atomically(output, content)
+    missing = [entry for entry in data["runs"] if entry["notes"]]
+    if missing:
+        say(f"the records of {counted(len(missing), 'run')} are incomplete: see 'Missing' in the report")
+    put(str(output))
+    return 0
+
+
+def collected(runs: Sequence[RunDirectory], now: float) -> dict[str, Any]:
+    """The data of a report, as docs/reference/report.schema.json describes it."""
+    summaries = [summarize(one) for one in runs]
+    found = list(zip(summaries, run_states(summaries), strict=True))
+    values, notes = _values(found)
+    buckets = max(_FEWEST, BUCKETS // len(runs))
+    collected = []
+    for summary, state in found:
+        data = collect(summary, state, _WORDS, now, buckets)
+        data["notes"] += notes + _damaged_checkpoint(summary.run)
+        collected.append({**data, "values": values.get(summary.run.path, {})})
+        notes = []  # about the sweep: once
+    return {"schema": SCHEMA, "made": now, "version": __version__, "runs": collected}
+
+
+def _values(found: Sequence[Found]) -> tuple[Mapping[Path, dict[str, str]], list[str]]:
+    """The values of a sweep's members, by run directory; none for other runs. And why they cannot be read."""
+    values: dict[Path, dict[str, str]] = {}
+    try:
+        comparison = compare(found, ())
+    except ClusterddpError as error:
+        return values, [str(error)]
+    for key, own in (comparison.values if comparison else {}).items():
+        for path, text in own.items():
+            values.setdefault(path, {})[key.rstrip("=")] = text
+    return values, []
+
+
+def _damaged_checkpoint(run: RunDirectory) -> list[str]:
+    """What is wrong with the checkpoint from which the run would continue, as far as its header tells."""
+    try:
+        for newest in of_run(run).candidates()[:1]:
+            newest.check_header()
+    except (ClusterddpError, OSError) as error:
+        return [f"the newest checkpoint: {error}"]
+    return []
+
+
+def _file(name: str) -> Path:
+    """Where to write; UsageError if that is no place for a file."""
+    path = Path(name).absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"is in {path.parent}, which does not exist"
+        raise UsageError(f"-o {name}: expected a file in a folder that exists; this {what}")
+    return path
+
+
+def _name(words: Sequence[str], runs: Sequence[RunDirectory]) -> str:
+    """What the file is called: the name of the run, of the folder of runs, or ``runs``."""
+    if len(runs) == 1:
+        return runs[0].path.name
+    folder = Path(words[0]).absolute()
+    return folder.name if len(words) == 1 and folder.is_dir() else "runs"

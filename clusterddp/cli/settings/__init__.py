@@ -1,1 +1,0 @@
-"""``clusterddp config``: shows and checks job definitions and profiles; what submits them belongs in ``cli/``."""

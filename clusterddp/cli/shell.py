@@ -1,0 +1,94 @@
+"""``clusterddp shell``: a shell, or a command, on the node of a rank, inside its job; or the rank's debugger."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from clusterddp.errors import INTERRUPTED, RunDirectoryError, UsageError
+from clusterddp.hostlist import expand
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.process import module_command
+from clusterddp.reporter import show
+from clusterddp.rundir.find import ONE_RUN, open_run
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.requests import backwards, check_trains, find_address
+from clusterddp.runs.run_status import state_of
+from clusterddp.slurm import commands as slurm
+
+#: How often a run that has not started is looked at, in seconds.
+LOOK_S = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``shell``."""
+    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank whose node is meant (default: 0)")
+    parser.add_argument(
+        "--attach",
+        action="store_true",
+        help="attach to breakpoint() in the rank that --debug named at submission",
+    )
+
+
+def run(arguments: argparse.Namespace, command: Sequence[str] | None) -> int:
+    """Starts a step of the job on the rank's node, and returns its exit code."""
+    if arguments.attach and command:
+        raise UsageError("--attach opens the rank's debugger: leave out the command after --")
+    run = open_run(arguments.run)
+    check_trains(run, "shell")
+    if arguments.attach:
+        return _attach(run, arguments.rank)
+    return _step(run, arguments.rank, list(command or [os.environ.get("SHELL", "/bin/sh")]))
+
+
+def debug(run: RunDirectory, rank: int) -> int:
+    """Of ``submit --debug``: waits until the job has started, then attaches to the rank."""
+    how = f"clusterddp shell {run.quoted} --rank {rank} --attach"
+    if not sys.stdin.isatty():
+        show(f"once the job has started, attach to rank {rank} with: {how}")
+        return 0
+    before = run.newest_attempt()
+    show(f"waiting for the job to start; Ctrl-C stops waiting, and {how} attaches later")
+    try:
+        while run.newest_attempt() == before:
+            if (state := state_of(run))[0] in ("completed", "failed", "cancelled"):
+                raise RunDirectoryError(f"{run}: {state[1]}")
+            time.sleep(LOOK_S)
+        return _attach(run, rank)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _attach(run: RunDirectory, rank: int) -> int:
+    if (read_json(run.debug_file) or {}).get("rank") != rank:
+        raise RunDirectoryError(
+            f"{run} was not submitted with --debug {rank}: rank {rank} does not wait in breakpoint(); "
+            f"submit it again with: clusterddp submit --run-dir {run.quoted} --debug {rank}"
+        )
+    attempt, _ = find_address(run)
+    python = load_resolved(run.job_file).python
+    return _step(run, rank, [*module_command("clusterddp.worker.debugger", python), str(run), str(attempt), str(rank)])
+
+
+def _step(run: RunDirectory, rank: int, command: list[str]) -> int:
+    """Runs a command beside the ranks, with this terminal if there is one. It takes nothing from them."""
+    attempt, address = find_address(run)
+    if address.job is None:
+        raise RunDirectoryError(f"{run} trains on {address.host} without a job of Slurm: open a shell there")
+    job = load_resolved(run.job_file)
+    nodes = next((event["nodes"] for event in backwards(run, attempt) if event["event"] == "started"), "")
+    hosts = expand(nodes) if nodes else []
+    if not 0 <= rank < len(hosts) * job.ranks_per_node:
+        raise UsageError(f"--rank {rank}: {run} has the ranks 0 to {len(hosts) * job.ranks_per_node - 1}")
+    slurm.require("srun")
+    options = ["--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={hosts[rank // job.ranks_per_node]}"]
+    terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+    return subprocess.call(
+        ["srun", f"--jobid={address.job}", *options, *terminal, *command], env=slurm.scrub(os.environ)
+    )

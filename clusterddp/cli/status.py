@@ -1,0 +1,230 @@
+"""``clusterddp status``: one run's state and history, from its own files and, if it answers, the Slurm controller."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clusterddp.cli import live
+from clusterddp.cli.live import INDENT, Fact, Size, composed, fact_lines, labelled
+from clusterddp.errors import UsageError
+from clusterddp.events import sentence
+from clusterddp.failures import exclusion
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.report.booking import Booking
+from clusterddp.report.efficiency import Spent, advice
+from clusterddp.reporter import clipped, counted, duration, one_line, put, speed
+from clusterddp.rundir.find import NEWEST, ONE_RUN, as_typed, open_run
+from clusterddp.rundir.progress import curve, main_metric
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.summary import Summary, best_saved
+from clusterddp.runs.run_report import booked, left_s, moment, stalled_s, values
+from clusterddp.runs.run_status import Event, code_of, full_report, looked_at, scores_of, state_sentence
+from clusterddp.slurm.run_states import OVER, RunState
+from clusterddp.supervisor.limits import SAVED_ITSELF, attempts_made
+from clusterddp.trackers.sent import overview
+
+#: The most columns of a metric's curve, and the places of metrics.jsonl that it is read from.
+CURVE_COLUMNS = 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``status``."""
+    parser.add_argument("run", metavar="RUN", nargs="?", default=NEWEST, help=f"{ONE_RUN}; default: {NEWEST}")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON, without the history (run.schema.json)")
+    form.add_argument("--watch", action="store_true", help="refresh it every 5 s until the run is over, or Ctrl-C")
+    parser.add_argument("--show", metavar="NAMES", default="", help="metrics that --watch draws; default: the loss")
+
+
+def run(arguments: argparse.Namespace, _: object) -> int:
+    """Carries out ``status``."""
+    run = open_run(arguments.run)
+    if arguments.watch:
+        names = list(dict.fromkeys(name for name in arguments.show.split(",") if name))
+        return live.watch(lambda size: _view(run, names, size))
+    if arguments.show:
+        raise UsageError("--show: only with --watch; without it, status shows all metrics of the last step")
+    if arguments.json:
+        print(json.dumps(full_report(run), indent=1))
+    else:
+        show(run)
+    return 0
+
+
+def show(run: RunDirectory) -> None:
+    """Prints a run's state, its history in sentences, and how to continue it."""
+    put(described(run))
+
+
+def described(run: RunDirectory) -> str:
+    """A run's state and its history in sentences, and a text for the administrator about its excluded nodes."""
+    events, now = run.events(), time.time()
+    summary, state = looked_at(run)
+    lines = fact_lines([fact for facts in _facts(summary, state, events, now).values() for fact in facts])
+    lines += _history(events)
+    for node in exclusion.excluded(events, now):
+        lines.append(f"\nto send to the cluster's administrator:\n\n{exclusion.letter(events, node, now)}")
+    return "\n".join(lines)
+
+
+def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], now: float) -> dict[str, list[Fact]]:
+    """Names and words of all that is known of a run, by subject."""
+    job = load_resolved(summary.run.job_file)
+    code = code_of(summary.run, events)
+    facts: dict[str, Sequence[Fact]] = {
+        "run": [("run", str(summary.run))],
+        "job": [("job", f"{job.name}: {job.shape}")],
+        "state": [("state", state_sentence(summary, state)), *_waiting(state, now), *_log(state)],
+        "code": [("code", code)] if code else [],
+        "attempts": [("attempts", str(attempts_made(events)))],
+        **_time(job, *booked(summary, state, events, now), events),
+        "progress": [*_progress(summary, state, now), *_own_checkpoint(summary, events, now), *_best(events)],
+        "slow": _slow(summary.run) if state.word not in OVER else [],
+        "nodes": [*_nodes(job, summary, state), *_excluded(events, now)],
+        "trackers": overview(summary.run),
+    }
+    return {subject: list(found) for subject, found in facts.items()}
+
+
+def _history(events: Sequence[Event]) -> list[str]:
+    """A line per event that has a sentence, oldest first."""
+    return [f"  {moment(event['time'])}  {words}" for event in events if (words := sentence(event))]
+
+
+#: What --watch shows, from the top.
+_WATCHED = ("run", "state", "progress", "slow", "curves", "time", "nodes", "attempts")
+
+
+def _view(run: RunDirectory, metrics: list[str], size: Size | None) -> live.View:
+    """What --watch shows on a terminal of this size."""
+    events, now = run.events(), time.time()
+    summary, state = looked_at(run, metrics, live.EVERY_S)
+    facts = _facts(summary, state, events, now) | {"curves": _curves(summary, metrics, events, size)}
+    if size:  # one line for the path, whose end tells runs apart
+        facts["run"] = [("run", clipped(one_line(as_typed(run.path)), size.columns - INDENT, keep_end=True))]
+    above = fact_lines([fact for subject in _WATCHED for fact in facts[subject]], size.columns if size else None)
+    over = state.word in OVER
+    end = "the run is over" if over else f"{time.strftime('%H:%M:%S')}, every {live.EVERY_S:.0f} s until Ctrl-C"
+    history = [" ".join(line.split()) for line in _history(events)]
+    return live.View(composed([*above, ""], history, end, size), over)
+
+
+def _curves(summary: Summary, metrics: list[str], events: Sequence[Event], size: Size | None) -> list[Fact]:
+    """A sparkline per metric."""
+    room = (size.columns if size else CURVE_COLUMNS + INDENT) - INDENT
+    facts = []
+    main = main_metric(values(summary))
+    for name in metrics or ([main] if main else []):
+        points = curve(summary.run.metrics_file, name, CURVE_COLUMNS, events)
+        words = labelled(points, min(room, CURVE_COLUMNS), live.encoding()) or "no value logged"
+        facts.append((name, words))
+    return facts
+
+
+def _waiting(state: RunState, now: float) -> Sequence[Fact]:
+    """Why a job waits, what can be done about it, and when Slurm expects it to start."""
+    if state.word not in ("pending", "held") or state.job is None:
+        return []
+    lines = [("waits", state.reason)]
+    if state.remedy:
+        lines.append(("to do", state.remedy))
+    start = state.job.start
+    if start is not None:
+        when = time.strftime("%m-%d %H:%M", time.localtime(start))
+        lines.append(("starts", f"{when} at the earliest{f', in {duration(start - now)}' if start > now else ''}"))
+    return lines
+
+
+def _log(state: RunState) -> Sequence[Fact]:
+    """What a job printed that ended before its supervisor started."""
+    return [("" if index else "its log", line) for index, line in enumerate(state.log)]
+
+
+def _time(job: Job, booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Sequence[Fact]]:
+    """ETTR and where the time went, and what could be better."""
+    if made is None or all(event.get("step") is None and event["event"] != "steps_seen" for event in events):
+        return {"time": []}
+    facts = [("time", made.sentence()), ("", made.breakdown())]
+    return {"time": facts, "advice": [("advice", words) for words in advice(job, booking, events)]}
+
+
+def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
+    """Steps, their speed, and the last checkpoint."""
+    if summary.step is None:
+        return _made(summary, state)
+    of = f" of {summary.steps}" if summary.steps is not None else ""
+    logged = _values(values(summary))
+    lines = [("steps", f"{summary.step}{of} done{f'; the last: {logged}' if logged else ''}")]
+    if summary.seconds_per_step and state.word not in OVER:
+        left, stalled = left_s(summary, state), stalled_s(summary, state)
+        about = "" if left is None else f", about {duration(left)} left"
+        about = about if stalled is None else f" until {duration(stalled)} ago; no step since then"
+        lines.append(("speed", f"{speed(summary.seconds_per_step)}{about}"))
+    if summary.saved is not None:
+        lines.append(
+            ("saved", f"step {summary.saved.get('step')}, {duration(max(0.0, now - summary.saved['time']))} ago")
+        )
+    return lines
+
+
+def _made(summary: Summary, state: RunState) -> Sequence[Fact]:
+    """Of a script whose steps have no known numbers: how many the newest attempt has made, and their speed."""
+    if summary.made is None:
+        return [("steps", "no steps recorded")]
+    over = state.word in OVER
+    lines = [("steps", f"{'at least ' if over else ''}{summary.made} in {'the last' if over else 'this'} attempt")]
+    return lines if over else [*lines, ("speed", speed(summary.seconds_per_step))]
+
+
+def _own_checkpoint(summary: Summary, events: Sequence[Event], now: float) -> Sequence[Fact]:
+    """The newest checkpoint of a script that saves by itself."""
+    own = [event for event in events if event["event"] in SAVED_ITSELF]
+    if not own or summary.saved is not None:
+        return []
+    written = own[-1].get("written", own[-1]["time"])
+    return [("saved", f"{own[-1]['file']}, {duration(max(0.0, now - written))} ago")]
+
+
+def _best(events: Sequence[Event]) -> Sequence[Fact]:
+    """The best checkpoint, under the number by which ``export`` knows it."""
+    best = best_saved(events)
+    return [] if best is None else [("best", f"{_values({best['metric']: best['value']})}, checkpoint {best['step']}")]
+
+
+def _slow(run: RunDirectory) -> Sequence[Fact]:
+    """Ranks or nodes that are slow in the newest steps."""
+    found = scores_of(run)
+    return [("slow", words)] if found is not None and (words := found.sentence()) else []
+
+
+def _nodes(job: Job, summary: Summary, state: RunState) -> Sequence[Fact]:
+    """The nodes of the running attempt, or of the last, with their GPUs."""
+    lines = []
+    if nodes := state.nodes or summary.nodes:
+        kind = f"{job.gpu_type} GPU" if job.gpu_type else "GPU"
+        each = (
+            counted(job.gpus_per_node, kind)
+            if job.device == "cuda"
+            else counted(job.ranks_per_node, "process", "processes")
+        )
+        lines.append(("nodes", f"{nodes}, {each} each"))
+    return lines
+
+
+def _excluded(events: Sequence[Event], now: float) -> Sequence[Fact]:
+    """The nodes that the next jobs exclude."""
+    failed = exclusion.excluded(events, now)
+    wanted = [node for node in exclusion.left_out(events, now) if node not in failed]
+    reasons = ((failed, "failed this run repeatedly"), (wanted, "by `clusterddp requeue --exclude`"))
+    return [("excluded", f"{', '.join(nodes)}: {reason}") for nodes, reason in reasons if nodes]
+
+
+def _values(logged: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in logged.items()
+    )

@@ -1,0 +1,30 @@
+"""``clusterddp wait``: waits until runs are over, and tells by its exit code how they ended. It changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from clusterddp.rundir.find import find_runs
+from clusterddp.runs.run_ends import wait
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``wait``."""
+    parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs, or quoted patterns")
+    parser.add_argument("--timeout", type=_seconds, metavar="TIME", help="90s, 30m, 2h, 1d, ...; default: no limit")
+    parser.add_argument("--any", action="store_true", help="wait until one of the runs has ended, not all of them")
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", text, re.ASCII)
+    if not match:
+        raise argparse.ArgumentTypeError(f"expected a time with its unit, such as 90s, 30m, 2h or 1d, got {text!r}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def run(arguments: argparse.Namespace, _: object) -> int:
+    """Carries out ``wait``; returns the exit code."""
+    return wait(find_runs(arguments.run), arguments.timeout, arguments.any)

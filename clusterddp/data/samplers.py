@@ -1,0 +1,212 @@
+"""Which order ``ctx.loader`` uses, and torch's samplers as one.
+
+The user's own ``Sampler`` or ``batch_sampler`` as an order: drawn once per epoch, under a seed made from the epoch.
+
+It must give the same samples whenever an epoch is drawn again, since a resumed run does that. Two epochs are drawn in
+turn to check it.
+
+Which order ``ctx.loader`` uses, from its arguments, which have the names of torch's DataLoader.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from clusterddp.data import randomness
+from clusterddp.data.sample_order import Binding, BoundOrder, EpochOrder, Order, short_hash
+from clusterddp.data.sample_orders import Sequential, Shuffled, Weighted
+
+_REMEDY = (
+    "draw from the global generators of torch, random or numpy, which are seeded for each epoch, use the number given "
+    "to set_epoch(), or choose one of clusterddp.orders"
+)
+
+
+class Sampled(Order):
+    """``batch_size``: of the batches, if the sampler gives these rather than single samples."""
+
+    def __init__(self, sampler: Iterable[Any], batch_size: int | None = None) -> None:
+        self._sampler, self._batch_size = sampler, batch_size
+        self._argument = "sampler" if batch_size is None else "batch_sampler"
+        self._name = type(sampler).__name__
+        if not isinstance(sampler, Iterable):
+            raise TypeError(f"{self._argument} is {sampler!r}: expected a torch Sampler, or an iterable of indices")
+        self._checked = False
+
+    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
+        self._most = 10**6 + 100 * to.length
+        first = self._draw(0, to.seed)
+        if not self._checked:
+            self._check(first, to.seed)
+        return _Drawn(f"{self._name} ({len(first)} per epoch, hash {short_hash(first)})", len(first), self, to)
+
+    def _check(self, first: list[Any], seed: int) -> None:
+        """Raises ValueError for a sampler that is no pure function of the epoch."""
+        if not first:
+            raise ValueError(f"{self._argument}: {self._name} gives no samples")
+        second = self._draw(1, seed)
+        if len(first) != len(second):
+            raise ValueError(
+                f"{self._argument}: {self._name} gives {len(first)} samples in epoch 0 and {len(second)} in epoch 1: "
+                "expected the same number in every epoch, by which a resumed run finds its place"
+            )
+        if first != self._draw(0, seed):
+            raise ValueError(
+                f"{self._argument}: {self._name} gives other samples when an epoch is drawn again, so that a resumed "
+                f"run could not continue it. It has a state or a generator of its own: {_REMEDY}"
+            )
+        self._checked = True
+
+    def epoch(self, number: int, seed: int, length: int) -> list[Any]:
+        """The samples of an epoch. Raises ValueError if their number is not ``length``."""
+        found = self._draw(number, seed)
+        if len(found) != length:
+            raise ValueError(
+                f"{self._argument}: {self._name} gives {len(found)} samples in epoch {number}, and {length} in epoch "
+                "0: expected the same number in every epoch"
+            )
+        return found
+
+    def _draw(self, epoch: int, seed: int) -> list[Any]:
+        number = randomness.hash32("sampler", seed, epoch)
+        with randomness.preserved():
+            randomness.seed_all(number)
+            for part in _parts(self._sampler):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+                if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                    generator.manual_seed(number)
+            found = list(islice(self._samples(), self._most + 1))
+        if len(found) > self._most:
+            raise ValueError(f"{self._argument}: {self._name} gave {self._most} samples and no end: epochs must end")
+        return found
+
+    def _samples(self) -> Iterator[Any]:
+        if self._batch_size is None:
+            yield from map(_plain, self._sampler)
+            return
+        for batch in self._sampler:
+            if len(batch) != self._batch_size:
+                raise ValueError(
+                    f"batch_sampler: {self._name} gave a batch of {len(batch)} samples, and batch_size is "
+                    f"{self._batch_size}: expected batches of that size only; let it drop a smaller last batch"
+                )
+            yield from map(_plain, batch)
+
+
+class _Drawn(EpochOrder):
+    repeats = True
+
+    def __init__(self, label: str, length: int, sampler: Sampled, to: Binding) -> None:
+        super().__init__(label, to.of_epoch(length))
+        self._epoch = lru_cache(2)(lambda number: sampler.epoch(number, to.seed, length))
+
+    def indices(self, epoch: int, start: int, stop: int) -> list[Any]:
+        return self._epoch(epoch)[start:stop]
+
+
+def _parts(sampler: Any) -> list[Any]:
+    """A sampler and those within it, as in a BatchSampler, each once: torch's, and others that take an epoch."""
+    found = [sampler]
+    for part in found:  # also over those that are appended
+        for inner in list(getattr(part, "__dict__", {}).values()):
+            takes_epoch = hasattr(inner, "set_epoch") and not hasattr(inner, "__getitem__")  # which a dataset has
+            is_sampler = isinstance(inner, Sampler) or takes_epoch
+            if is_sampler and not any(inner is other for other in found):
+                found.append(inner)
+    return found
+
+
+def _plain(index: Any) -> Any:
+    """An index of torch or numpy as Python's, and any other key as it is."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return index
+
+
+def chosen(
+    dataset: Any,
+    batch_size: int,
+    *,
+    shuffle: bool | None = None,
+    order: Order | None = None,
+    sampler: Iterable[Any] | None = None,
+    batch_sampler: Iterable[Any] | None = None,
+) -> Order:
+    """The order that the arguments of ``ctx.loader`` ask for.
+
+    Raises TypeError where they ask for two, for samplers that divide the samples among the ranks, and for several
+    datasets without a mixture.
+    """
+    given = {"shuffle": shuffle, "order": order, "sampler": sampler, "batch_sampler": batch_sampler}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise TypeError(f"{' and '.join(names)} each say how the samples are ordered: give ctx.loader() one of them")
+    if order is not None:
+        if not isinstance(order, Order):
+            raise TypeError(f"order is {order!r}: expected one of clusterddp.orders, such as orders.weighted(weights)")
+        return order
+    if sampler is not None:
+        return _of_sampler(sampler, dataset)
+    if batch_sampler is not None:
+        return _of_batch_sampler(batch_sampler, batch_size, dataset)
+    if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
+        listed = ", ".join(map(repr, islice(dataset, 3))) + ", ..." * (len(dataset) > 3)
+        raise TypeError(
+            f"the dataset is a dict with {listed}: pass one of its datasets, or order=orders.mixture(weights) for all"
+        )
+    return Sequential() if shuffle is False else Shuffled()
+
+
+def _of_sampler(sampler: Any, dataset: Any) -> Order:
+    """One of ours that does the same as torch's and needs no list of the samples, or the sampler itself."""
+    _refuse_shares(sampler)
+    if type(sampler) is WeightedRandomSampler and sampler.replacement:
+        return Weighted(sampler.weights, None, sampler.num_samples)
+    whole = hasattr(dataset, "__len__") and hasattr(sampler, "__len__") and len(sampler) == len(dataset)
+    if type(sampler) is SequentialSampler and whole:
+        return Sequential()
+    if (
+        type(sampler) is RandomSampler
+        and whole
+        and not sampler.replacement
+        and len(sampler.data_source) == len(sampler)
+    ):
+        return Shuffled()
+    return Sampled(sampler)
+
+
+def _of_batch_sampler(sampler: Any, batch_size: int, dataset: Any) -> Order:
+    _refuse_shares(sampler)
+    if type(sampler) is not BatchSampler or sampler.drop_last:
+        return Sampled(sampler, batch_size)
+    if sampler.batch_size != batch_size:
+        raise ValueError(f"batch_size is {batch_size}, and that of batch_sampler is {sampler.batch_size}")
+    return _of_sampler(sampler.sampler, dataset)
+
+
+def _refuse_shares(sampler: Any) -> None:
+    """Raises TypeError for a sampler, or one within a batch sampler, that gives each rank its part."""
+    for part in (sampler, getattr(sampler, "sampler", None)):
+        numbers = [getattr(part, name, None) for name in ("num_replicas", "world_size")]
+        divides = any(isinstance(number, int) and number > 1 for number in numbers)
+        if divides or isinstance(part, DistributedSampler):
+            raise TypeError(
+                f"{type(part).__name__} gives each rank its part of the samples, and ctx.loader() does that itself: "
+                "leave it out, with shuffle=False if it did not shuffle, or give ctx.loader() a sampler of all samples"
+            )

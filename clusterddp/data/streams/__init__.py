@@ -1,1 +1,0 @@
-"""Datasets over large files, the shards, in which each sample has a known place; the order of samples is elsewhere."""

@@ -1,0 +1,187 @@
+"""A rank's devices: which they are, threads that use a GPU beside the training, memory that a killed process holds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clusterddp.environment import RankEnvironment
+from clusterddp.errors import DeviceError
+from clusterddp.reporter import say
+
+#: ``cudaStreamCaptureModeThreadLocal``, of the enumeration in driver_types.h; HIP's has the same value.
+_THREAD_LOCAL = 1
+_EXCHANGES = ("cudaThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode")
+_LIBRARY: Any = ctypes.CDLL(None)  # torch loads the runtime of its GPUs with global symbols
+TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
+
+
+def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -> tuple[torch.device, ...]:
+    """``choose_devices`` for this process and its visible devices. CUDA_VISIBLE_DEVICES stays as it is, unless it lists
+    several MIG devices."""
+    named, host = os.environ.get("CUDA_VISIBLE_DEVICES"), socket.gethostname()
+    own = None if named is None or asked == "cpu" else own_mig_device(environment, per_rank, named, host)
+    if own is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own
+    visible = visible_gpus()
+    if own is not None and visible == 1:
+        return (torch.device("cuda", 0),)
+    return choose_devices(environment, asked, per_rank, visible, host, named)
+
+
+def choose_devices(
+    environment: RankEnvironment,
+    asked: str | None,
+    per_rank: int,
+    visible_gpus: int,
+    host: str,
+    named: str | None = None,
+) -> tuple[torch.device, ...]:
+    """The ``per_rank`` devices of a rank. ``asked`` is "cpu", "cuda", "cuda:N" (the first one), or None: a GPU if any
+    is visible.
+
+    If Slurm bound each task to its own GPUs, exactly ``per_rank`` are visible, from index 0; otherwise the local rank
+    selects them. On a CPU all are the same device. ``named`` is CUDA_VISIBLE_DEVICES. Raises DeviceError when CUDA is
+    requested but absent, or has fewer GPUs than the ranks need.
+    """
+    if asked is None:
+        asked = "cuda" if visible_gpus else "cpu"
+    device = torch.device(asked)
+    if device.type != "cuda":
+        return (device,) * per_rank
+    needed, slurm = environment.local_world_size * per_rank, environment.launcher == "slurm"
+    if not visible_gpus and named:
+        local = environment.launcher == "local" and environment.world_size > environment.local_world_size
+        needs = environment.world_size * per_rank
+        whole = f"; with --local, the job needs {needs} GPUs on this machine" if local else ""
+        raise DeviceError(
+            f"device {asked} requested, but node {host} has none of the GPUs that CUDA_VISIBLE_DEVICES={named} "
+            f"lists{whole}"
+        )
+    if not visible_gpus:
+        hidden = ", because CUDA_VISIBLE_DEVICES is empty" if named == "" else ""
+        raise DeviceError(
+            f"device {asked} requested, but no GPU is visible on node {host}{hidden}; request GPUs (--gpus-per-node), "
+            "install a torch with CUDA, or use --device cpu"
+        )
+    if device.index is not None:
+        first = device.index
+    elif visible_gpus == per_rank and slurm:
+        first = 0
+    elif visible_gpus < needed:
+        gpus = "1 GPU" if needed == 1 else f"{needed} GPUs"
+        raise DeviceError(f"needs {gpus} on node {host}, {'Slurm gave' if slurm else 'there are'} {visible_gpus}")
+    else:
+        first = environment.local_rank * per_rank
+    return tuple(torch.device("cuda", index) for index in range(first, first + per_rank))
+
+
+def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host: str) -> str | None:
+    """The rank's own of the several MIG devices that CUDA_VISIBLE_DEVICES lists; None if it lists anything else.
+
+    CUDA shows a process only the first MIG device of the list, so that all ranks of a node would use that one. Raises
+    DeviceError if the node has too few for its ranks.
+    """
+    devices = [one.strip() for one in named.split(",")]
+    if len(devices) < 2 or not all(one.startswith("MIG-") for one in devices):
+        return None
+    if per_rank > 1:
+        raise DeviceError(
+            f"gpus_per_rank is {per_rank}, but node {host} has MIG devices, of which a process can use only one: leave "
+            "gpus_per_rank out"
+        )
+    if len(devices) < environment.local_world_size:
+        raise DeviceError(f"needs {environment.local_world_size} GPUs on node {host}, there are {len(devices)} (MIG)")
+    return devices[environment.local_rank]
+
+
+def visible_gpus() -> int:
+    """How many GPUs this process can use. torch before 2.6 also counts those that ROCR_VISIBLE_DEVICES hides; HIP's own
+    count does not."""
+    if not torch.cuda.is_available():
+        return 0
+    if torch.version.hip and "ROCR_VISIBLE_DEVICES" in os.environ:
+        return int(torch._C._cuda_getDeviceCount())
+    return torch.cuda.device_count()
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Equal for two ranks, of any nodes, if they see the same GPU: its UUID, or with torch 2.4, which has none, its PCI
+    address and host. DeviceError if CUDA does not tell."""
+    properties = torch.cuda.get_device_properties(device)
+    if hasattr(properties, "uuid"):
+        return str(properties.uuid)
+    platform = "hip" if torch.version.hip else "cuda"
+    library = ctypes.CDLL(str(TORCH_LIBRARIES / f"libc10_{platform}.so"))  # linked against the runtime in use
+    address = ctypes.create_string_buffer(32)
+    name = f"{platform}DeviceGetPCIBusId"
+    if error := getattr(library, name)(address, len(address), device.index):
+        raise DeviceError(f"cannot identify GPU {device}: {name} returned error {error}")
+    return f"{address.value.decode()} on {socket.gethostname()}"
+
+
+def device_thread(
+    device: torch.device | None, target: Callable[..., None], *, name: str, args: tuple[Any, ...] = ()
+) -> threading.Thread:
+    """A daemon thread, not started yet, that may use events and pinned memory of the device.
+
+    A thread begins on device 0, and its first call of CUDA would open a context there: half a gigabyte of another
+    rank's GPU. While another thread captures a CUDA graph in the usual mode, "global", such calls are errors that end
+    the capture, unless their own thread says that only its own captures concern it.
+    """
+
+    def run() -> None:
+        if device is not None and device.type == "cuda":
+            torch.cuda.set_device(device)
+            mode = ctypes.c_int(_THREAD_LOCAL)
+            for exchange in _EXCHANGES:
+                if hasattr(_LIBRARY, exchange):
+                    getattr(_LIBRARY, exchange)(ctypes.byref(mode))
+        target(*args)
+
+    return threading.Thread(target=run, name=name, daemon=True)
+
+
+#: The driver frees the memory of a killed process within seconds, or after its last kernel. Between two looks.
+PATIENCE_S, LOOK_S = 60.0, 0.5
+GIB = 2**30
+
+
+def wait_until_free(devices: Sequence[torch.device], wanted: int, patience_s: float = PATIENCE_S) -> bool:
+    """Waits until each device has ``wanted`` free bytes, as the attempt before used; False after ``patience_s``."""
+    deadline, said = time.monotonic() + patience_s, False
+    while (least := min((torch.cuda.mem_get_info(device)[0], str(device)) for device in devices))[0] < wanted:
+        free = f"{least[0] / GIB:.2f} GiB are free on {least[1]}, but the previous attempt used {wanted / GIB:.2f} GiB"
+        if time.monotonic() > deadline:
+            say(f"{free}: continuing anyway after {patience_s:.0f} s")
+            return False
+        if not said:
+            say(f"{free}: waiting")
+            said = True
+        time.sleep(LOOK_S)
+    return True
+
+
+_FUNCTIONS = (torch.sqrt, torch.exp, torch.log, torch.log1p, torch.expm1, torch.sin, torch.cos, torch.tanh, torch.erf)
+
+
+def settle_vector_functions() -> None:
+    """Calls each function once, in this thread.
+
+    MKL (2024.2, in torch 2.13) stores the number of the CPU's type in its first call, and then replaces it by its own
+    numbering, without a lock. A thread that reads the number in between gets another row of the table of kernels, and
+    its part of the first result has errors of up to 3e-4 (docs/measurements/math-library.md). AdamW's first step after
+    a start or a resume then differed from that of other ranks.
+    """
+    for dtype in (torch.float32, torch.float64):
+        values = torch.full((8,), 0.5, dtype=dtype)
+        for function in _FUNCTIONS:
+            function(values)

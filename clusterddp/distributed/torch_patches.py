@@ -1,0 +1,100 @@
+"""Functions of torch, and of a script's own objects, that are replaced in a rank, because there is no hook for them.
+
+Each says why. Whatever else a run needs to know of torch, it learns by torch's hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+_NAME = "init_process_group"
+#: What is entered around the broadcasts of each DDP module.
+_around: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[], AbstractContextManager[None]]]
+_around = weakref.WeakKeyDictionary()
+_sync_buffers = DistributedDataParallel._sync_buffers
+
+
+class SecondGroup:
+    """From now on, and once, the script may make its own default group, beside the one that ``init()`` has made.
+
+    torch refuses that: "trying to initialize the default process group twice!". But nearly every public training
+    repository calls ``init_process_group`` without asking ``is_initialized()``, and ``init()`` cannot leave the group
+    to the script: others, and libraries, use the group that exists. So until the script calls torch's function,
+    another one is in its place, which destroys the group of ``init()`` first.
+
+    The function is replaced in every module that has it under its name, as ``from torch.distributed import
+    init_process_group`` usually comes before ``init()``. Under another name it fails as without this class.
+
+    Args:
+        before: removes the group that there is.
+        made: called once the script's own exists.
+    """
+
+    def __init__(self, before: Callable[[], None], made: Callable[[], None]) -> None:
+        self._torchs = dist.init_process_group
+
+        @functools.wraps(self._torchs)
+        def init_process_group(*values: Any, **options: Any) -> None:
+            self.allow()
+            before()
+            self._torchs(*values, **options)
+            made()
+
+        self._ours = init_process_group
+        _replace(self._torchs, self._ours)
+
+    def allow(self) -> None:
+        """Puts torch's function back."""
+        _replace(self._ours, self._torchs)
+
+
+def _replace(old: Callable[..., None], new: Callable[..., None]) -> None:
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(_NAME) is old:
+            setattr(module, _NAME, new)
+
+
+def around_broadcasts(module: DistributedDataParallel, around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Enters ``around`` whenever this module broadcasts its buffers.
+
+    DDP broadcasts in the middle of its forward, around which no hook fits. The method is replaced in the class: one of
+    the module would be copied and pickled with it.
+    """
+    DistributedDataParallel._sync_buffers = _sync_within  # type: ignore[method-assign]
+    _around[module] = around
+
+
+def forget_broadcasts(around: Callable[[], AbstractContextManager[None]]) -> None:
+    """No longer, for all modules."""
+    for module in [module for module, given in _around.items() if given == around]:
+        del _around[module]
+
+
+def _sync_within(module: DistributedDataParallel) -> None:
+    around = _around.get(module, nullcontext)
+    with around():
+        _sync_buffers(module)  # type: ignore[no-untyped-call]
+
+
+def after_step(part: Any, act: Callable[..., None]) -> None:
+    """Calls ``act`` after each call of the part's ``step``, with its arguments.
+
+    For what torch has no hook for: an optimizer of another library, and a GradScaler, which may skip the step of an
+    optimizer, so that the optimizer's own hook is not called. The method of this one object is replaced.
+    """
+    step = part.step
+
+    def both(*values: Any, **options: Any) -> Any:
+        result = step(*values, **options)
+        act(*values, **options)
+        return result
+
+    part.step = both

@@ -1,0 +1,953 @@
+"""The events of a run's history: each is a class with its fields, its meaning and its sentence.
+
+A line of ``events.jsonl`` has an event's fields, and besides them ``time`` (unix seconds), ``attempt`` and ``event``,
+the class's name in snake case. Ranks report some of them over the control channel; the supervisor writes all, and adds
+``rank`` to those. A field with a default may be missing. An event without a sentence is only recorded.
+
+docs/reference/protocol.md is generated from this module, and a test compares it with what the code writes and reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from clusterddp.reporter import counted, duration, printable
+
+#: The most characters of a reason that a sentence shows.
+LONGEST_REASON = 500
+#: What follows most failures.
+RESTARTING = "restarting all ranks in place"
+#: ``then`` of an attempt that is ``stopped`` while Slurm is requeueing its job by itself.
+BY_SLURM = "requeued by Slurm"
+#: How a run can end; also the "state" in outcome.json.
+RUN_ENDS = ("completed", "failed", "cancelled")
+#: After these an attempt has no ranks.
+ATTEMPT_ENDS = ("restarted", "requeued", "resubmitted", "stopped", *RUN_ENDS)
+#: Events of an attempt that never started its ranks. Any other event shows that it did, even if `started` is missing.
+WITHOUT_RANKS = frozenset(("submitted", "forked", *RUN_ENDS))
+#: What rank 0 can be doing outside of saves: ``report/booking.py`` books the time by it.
+PHASES: Mapping[str, str] = {
+    "importing": "the script's imports, and all else that it does before its loop, such as building the model",
+    "rendezvous": "clusterddp.init() waits for all ranks",
+    "restoring": "ctx.run() checks its parts and restores the newest checkpoint",
+    "first_step": "the first step of the attempt: compilation, the first collectives, the first batch",
+    "repeating": "steps that an earlier attempt made, but did not save",
+    "training": "steps",
+    "after_loop": "what the script does after its loop, other than evaluations",
+    "ending": "the script has ended",
+}
+#: What the hook of a job definition is told.
+HOOK_EVENTS: Mapping[str, str] = {
+    "preempted": "the job is being preempted, and the run continues: it is requeued or resubmitted",
+    "resumed": "an attempt continues from a checkpoint",
+    "stopped": "nothing trains the run until someone continues it",
+    "completed": "all ranks finished",
+    "failed": "the run failed",
+    "cancelled": "the run was cancelled while an attempt ran",
+}
+#: The sentence of an event that both the rank and the supervisor print.
+HANDLER_REPLACED = (
+    "the script replaced the {signal} handler of clusterddp.init() with {handler}: if it exits or raises when {signal} "
+    "arrives, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops the run on its own"
+)
+#: The same, of a process that a rank has started and the supervisor.
+NO_RANK = (
+    "clusterddp.stop_requested() is always False in a process that a rank has started: have clusterddp start a rank "
+    "per GPU (--gpus), instead of starting processes in the script (torch.multiprocessing.spawn)"
+)
+#: What to do about a completion that is not confirmed.
+CONFIRM = (
+    "If the training is complete, name its mark: `clusterddp submit --run-dir RUN --change --set done=FILE`. If not, "
+    "correct what is wrong, and continue with `clusterddp submit --run-dir RUN`"
+)
+
+
+def sentence(event: Mapping[str, Any]) -> str | None:
+    """One line for an event; None for events that are only recorded."""
+    kind = EVENTS.get(event["event"])
+    try:
+        text = None if kind is None else kind(event).sentence()
+    except (KeyError, TypeError, ValueError, AttributeError):  # damaged, or written by another version of clusterddp
+        text = event["event"]
+    return f"attempt {event['attempt']}: {printable(text)}" if text else None
+
+
+def at_step(step: int | None) -> str:
+    """`` at step 7``; empty if no step was recorded, as by a script that does not use clusterddp."""
+    return "" if step is None else f" at step {step}"
+
+
+class Event:
+    """A line of the history. Reading a field that is missing, and has no default, raises AttributeError."""
+
+    name: ClassVar[str]
+    #: The names of the fields, as in ``step? reason`` if ``step`` may be missing.
+    fields: ClassVar[str]
+    attempt: int
+    rank: int
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub("(?<=.)(?=[A-Z])", "_", cls.__name__).lower()
+        below_event = reversed(cls.__mro__[: cls.__mro__.index(Event)])
+        names = [name for part in below_event for name in inspect.get_annotations(part)]
+        cls.fields = " ".join(f"{name}?" if hasattr(cls, name) else name for name in names)
+        if not cls.__name__.startswith("_"):
+            EVENTS[cls.name] = cls
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def sentence(self) -> str | None:
+        """The event in words."""
+        return None
+
+
+EVENTS: dict[str, type[Event]] = {}
+
+
+# --- an attempt begins
+
+
+class Forked(Event):
+    """`submit --fork` copied checkpoint `step` of the run `source`"""
+
+    step: int
+    source: str
+
+    def sentence(self) -> str:
+        return f"starts from checkpoint {self.step} of {self.source}"
+
+
+class Submitted(Event):
+    """when the job was submitted"""
+
+    job: str
+    submitted: float
+
+    def sentence(self) -> str:
+        return f"submitted as job {self.job}"
+
+
+class Started(Event):
+    """the ranks are being started"""
+
+    nodes: str
+    ranks: int
+    code: str
+    changed: Sequence[str]
+    job: str | None = None
+    restarts: int = 0
+    pid: int | None = None
+    seen: float | None = None
+
+    def sentence(self) -> str:
+        who = f"process {self.pid}" if self.job is None else f"job {self.job}"
+        again = f", restart {self.restarts}" if self.restarts else ""
+        changed = f"; the code changed since the last attempt: {', '.join(self.changed)}" if self.changed else ""
+        return f"started ({who} on {self.nodes}{again}){changed}"
+
+
+class Allocated(Event):
+    """when the job was queued, could start, and got its nodes; of a task of an array, how many may run at a time"""
+
+    begun: float
+    submitted: float | None = None
+    eligible: float | None = None
+    limit: int | None = None
+
+
+class OwnResume(Event):
+    """the attempt continues from the script's own checkpoint `file`, with these arguments; without `file`: none of
+    `patterns` matches a complete one"""
+
+    file: str | None = None
+    written: float | None = None
+    before_s: float = 0.0
+    arguments: Sequence[str] = ()
+    passed_over: Sequence[str] = ()
+    patterns: Sequence[str] = ()
+    from_start: bool = False
+
+    def sentence(self) -> str | None:
+        passed = f"; not used: {'; '.join(self.passed_over)}" if self.passed_over else ""
+        if self.file is not None:
+            words = shlex.join(self.arguments)
+            resumed = "resumed from" if words else "the newest checkpoint of the script is"
+            age = duration(self.before_s)
+            return f"{resumed} {self.file}, written {age} before the stop{f', with {words}' if words else ''}{passed}"
+        if self.attempt == 0:
+            return passed.removeprefix("; ")
+        start = ": starts from the beginning" if self.from_start else ""
+        return f"no complete checkpoint matches {' or '.join(self.patterns)}{start}{passed}"
+
+
+class Rejoined(Event):
+    """the rank lost its connection to the supervisor and reconnected"""
+
+    host: str
+    pid: int
+    address: str
+
+    def sentence(self) -> str:
+        return f"rank {self.rank} ({self.host}) lost its connection to the supervisor and reconnected"
+
+
+class Preflight(Event):
+    """the nodes have passed the checks of `preflight: true`"""
+
+    seconds: float
+    warnings: Sequence[str]
+
+    def sentence(self) -> str:
+        return "; ".join([f"all nodes passed the preflight in {self.seconds:.1f} s", *self.warnings])
+
+
+class Phase(Event):
+    """rank 0 has begun another phase, one of PHASES"""
+
+    phase: str
+
+
+class Initialized(Event):
+    """a part starts from a file: `ctx.run(init_from=...)`"""
+
+    part: str
+    file: str
+    missing: Sequence[str]
+    unexpected: Sequence[str]
+
+    def sentence(self) -> str:
+        sides = (("missing in it", self.missing), ("not in the model", self.unexpected))
+        lists = "".join(f"; {what}: {', '.join(keys[:5])}{', ...' * (len(keys) > 5)}" for what, keys in sides if keys)
+        return f"{self.part} starts from {self.file}{lists}"
+
+
+class Training(Event):
+    """the attempt starts from step 0, or from the one before `log`, the first in rank 0's output"""
+
+    step: int
+    redone: int | None = None
+    log: int | None = None
+
+    def sentence(self) -> str | None:
+        return None if self.log is None else f"rank 0 prints steps from {self.log} on{_repeated(self.redone)}"
+
+
+class Resumed(Event):
+    """the attempt resumes from checkpoint `step` of attempt `parent`"""
+
+    step: int
+    parent: Mapping[str, int]
+    inexact: Sequence[str] = ()
+    redone: int | None = None
+
+    def sentence(self) -> str:
+        inexact = f" (not bit-exact: {'; '.join(self.inexact)})" if self.inexact else ""
+        return f"resumed from step {self.step}{_repeated(self.redone)}{inexact}"
+
+
+def _repeated(redone: int | None) -> str:
+    return "" if redone is None else f", {counted(redone, 'step')} repeated"
+
+
+class OrderChanged(Event):
+    """the resumed run's order has other weights in steps to come"""
+
+    step: int
+    was: str
+    now: str
+
+    def sentence(self) -> str:
+        return f"the weights of the mixture from now on: {self.now}; they were: {self.was}"
+
+
+class NotRead(Event):
+    """the script has made its first step without opening `file`, saved at its last stop"""
+
+    file: str
+
+    def sentence(self) -> str:
+        return (
+            f"the script made its first step without opening {self.file}, which it saved at its last stop: it may have "
+            "started from an older checkpoint, or from the beginning"
+        )
+
+
+# --- steps
+
+
+class Progress(Event):
+    """a loop to `steps` begins, or has just ended, at `step`"""
+
+    step: int
+    steps: int
+
+
+class StepsSeen(Event):
+    """rank 0 has made its first step in a script without clusterddp; its number is unknown; `out` and `err`: the size
+    of the files with its output, in bytes"""
+
+    out: int | None = None
+    err: int | None = None
+
+
+class Apart(Event):
+    """rank 0 has made its first step in a process group of `group` ranks, or without one"""
+
+    ranks: int
+    group: int
+
+    def sentence(self) -> str:
+        if self.group > 1:
+            return (
+                f"the script's process group has {counted(self.group, 'rank')}, but the run has {self.ranks}: each "
+                "group trains a separate model"
+            )
+        return f"rank 0 trains alone, though the run has {self.ranks} ranks: it is in no process group with them"
+
+
+class NoRank(Event):
+    """a process that a rank has started calls `clusterddp.stop_requested()`, which is False there"""
+
+    def sentence(self) -> str:
+        return NO_RANK
+
+
+class WholeBatches(Event):
+    """more samples per rank than batch_size, without `run.micro()`"""
+
+    step: int
+    samples: int
+    most: int
+
+    def sentence(self) -> str:
+        return (
+            f"each rank takes {self.samples} samples at once, more than its batch_size of {self.most}: "
+            "the script does not call run.micro()"
+        )
+
+
+class WaitsForData(Event):
+    """rank 0 waits for batches in `percent` % of its time; said once"""
+
+    step: int
+    percent: int
+    advice: str
+
+    def sentence(self) -> str:
+        return f"rank 0 waited for data in {self.percent}% of the last steps' time: {self.advice}"
+
+
+class Skipped(Event):
+    """`batches` global batches are skipped, so that `step` takes global batch `batch`; `epoch_steps`: those of an
+    epoch, if more than these are skipped"""
+
+    step: int
+    batches: int
+    batch: int
+    request: int | None = None
+    epoch_steps: int | None = None
+
+    def sentence(self) -> str:
+        skipped = (
+            f"{counted(self.batches, 'batch', 'batches')} skipped: step {self.step} takes global batch {self.batch}"
+        )
+        if self.epoch_steps is None:
+            return skipped
+        return f"{skipped}; that is more than an epoch, which has {counted(self.epoch_steps, 'step')}"
+
+
+class DeviceMemory(Event):
+    """the most GPU memory that rank 0's allocator has reserved, after its first step"""
+
+    bytes: int
+
+
+class NotFinite(Event):
+    """metrics became NaN or infinite"""
+
+    step: int
+    metrics: Mapping[str, str]
+    count: int
+
+    def sentence(self) -> str:
+        (metric, value), *others = self.metrics.items()
+        more = max(len(others), self.count - 1)
+        also = f", and {counted(more, 'other metric')} became NaN or infinite" if more else ""
+        return f"{metric} became {value} at step {self.step}{also}; training continues"
+
+
+class _Explained(Event):
+    step: int
+    explanation: str
+
+    def sentence(self) -> str:
+        return str(self.explanation)
+
+
+class UnevenCalls(_Explained):
+    """some ranks call `run.every()` more often than others; said once"""
+
+
+class ShapesChanged(_Explained):
+    """torch.compile has seen changing shapes; said once"""
+
+
+class Diverged(_Explained):
+    """the state differs between ranks"""
+
+    parts: Sequence[str]
+
+
+class Tracker(Event):
+    """TensorBoard, W&B or MLflow does not get all values; training continues"""
+
+    tracker: str
+    problem: str
+
+    def sentence(self) -> str:
+        return f"{self.tracker} {self.problem}"
+
+
+class Evaluated(Event):
+    """rank 0 has spent `seconds` in evaluations since the last such event"""
+
+    seconds: float
+
+
+class Result(Event):
+    """`run.log()` outside a step; what it logs are further fields"""
+
+    step: int
+
+
+class Profiling(Event):
+    """the rank records a profile of `steps` steps from `step` on"""
+
+    step: int
+    steps: int
+    request: int | None = None
+
+
+class Profiled(Event):
+    """the rank has stored a profile of `steps` steps in `file`"""
+
+    step: int
+    steps: int
+    file: str
+    request: int | None = None
+
+    def sentence(self) -> str:
+        return (
+            f"rank {self.rank} recorded a profile of {counted(self.steps, 'step')} from step {self.step}: {self.file}"
+        )
+
+
+class NotProfiled(Event):
+    """the rank did not record or store a profile"""
+
+    reason: str
+    request: int | None = None
+
+    def sentence(self) -> str:
+        return f"rank {self.rank}: no profile: {self.reason}"
+
+
+# --- checkpoints
+
+
+class Interval(Event):
+    """`every: auto` chose a new interval between checkpoints"""
+
+    step: int
+    seconds: float
+    stall_s: float
+    between_s: float
+
+    def sentence(self) -> str:
+        return (
+            f"saving every {self.seconds:.0f} s: a save blocks training for {1000 * self.stall_s:.0f} ms, and this run "
+            f"is interrupted every {self.between_s / 3600:.1f} hours on average"
+        )
+
+
+class Checkpoint(Event):
+    """a checkpoint is committed; `best`: the metric in which it is the best"""
+
+    step: int
+    blocked_s: float
+    durable_s: float
+    bytes: int
+    best: Mapping[str, Any] | None = None
+
+
+class RoomMade(Event):
+    """the disk was full; the older checkpoints `deleted` made room for `step`"""
+
+    step: int
+    deleted: Sequence[int]
+
+    def sentence(self) -> str:
+        return (
+            f"the disk is full: deleted checkpoint{'s' * (len(self.deleted) > 1)} {', '.join(map(str, self.deleted))} "
+            f"to make room for {self.step}"
+        )
+
+
+class CheckpointFailed(Event):
+    """a checkpoint was not saved; training continues"""
+
+    step: int
+    reason: str
+
+    def sentence(self) -> str:
+        return f"checkpoint {self.step} was not saved: {self.reason}; training continues"
+
+
+class CheckpointDamaged(Event):
+    """a checkpoint cannot be read; the previous one is tried"""
+
+    step: int
+    reason: str
+
+    def sentence(self) -> str:
+        return f"{self.reason}; skipped"
+
+
+class PerRankGrows(Event):
+    """the per-rank state takes more than half of what a checkpoint holds; said once"""
+
+    step: int
+    names: Sequence[str]
+    bytes: int
+    limit: int
+
+    def sentence(self) -> str:
+        return (
+            f"the per-rank state of all ranks ({', '.join(self.names)}) takes {self.bytes / 1e6:,.0f} MB, more than "
+            f"half of the {self.limit / 1e6:,.0f} MB that a checkpoint holds; beyond that the run fails: save less of "
+            "it"
+        )
+
+
+class NoBest(Event):
+    """all steps are done, and the metric of the best checkpoint was never logged"""
+
+    metric: str
+    logged: Sequence[str]
+
+    def sentence(self) -> str:
+        logged = ", ".join(self.logged) or "nothing"
+        return f"no best checkpoint: the script has never logged {self.metric!r}, only {logged}"
+
+
+class Saved(Event):
+    """the script has saved its state in `file` and called `requeue(saved=file)`; with `clusterddp.continue_epoch()`
+    also how many `items` of its epoch it had trained on, and when the file was `written`"""
+
+    file: str
+    items: int | None = None
+    written: float | None = None
+
+    def sentence(self) -> str:
+        into = "" if self.items is None else f", {counted(self.items, 'item')} into its epoch"
+        return f"the script saved {self.file}{into}"
+
+
+class NoSave(Event):
+    """the script has called `requeue(saved=file)`, but rank 0 sees no such file or folder"""
+
+    file: str
+
+    def sentence(self) -> str:
+        return f"requeue(saved={self.file!r}): there is no such file or folder; the next attempt continues without it"
+
+
+class OwnCheckpoint(Event):
+    """the script has written a complete checkpoint in its own format"""
+
+    file: str
+    written: float
+
+
+class NoMatch(Event):
+    """the script has saved `file`, and no file matches `patterns`"""
+
+    file: str
+    patterns: Sequence[str]
+
+    def sentence(self) -> str:
+        return (
+            f"the script has saved {self.file}, but no file matches {' or '.join(self.patterns)} so far: check "
+            "`resume.checkpoint`"
+        )
+
+
+# --- stops and requests
+
+
+class HandlerReplaced(Event):
+    """the script replaced a signal handler of clusterddp"""
+
+    signal: str
+    handler: str
+
+    def sentence(self) -> str:
+        return HANDLER_REPLACED.format(signal=self.signal, handler=self.handler)
+
+
+class Signal(Event):
+    """a stop signal reached the rank"""
+
+    signal: str
+
+
+class Notified(Event):
+    """the supervisor's request to stop reached the rank"""
+
+    reason: str
+
+
+class Notice(Event):
+    """the supervisor asks the ranks to stop"""
+
+    why: str
+
+    def sentence(self) -> str:
+        return f"{self.why}: telling the ranks to stop"
+
+
+class Requested(Event):
+    """the user asked for `request`; the next jobs exclude `nodes` for a day; a profile is of `steps` on `ranks`;
+    `batches` are to be skipped"""
+
+    request: str
+    nodes: Sequence[str] = ()
+    steps: int | None = None
+    ranks: str = ""
+    batches: int | None = None
+
+    def sentence(self) -> str:
+        if self.request == "profile":
+            who = "rank" if self.ranks.isdecimal() else "ranks"
+            return f"requested by `clusterddp tell profile={self.steps}`: a profile of {who} {self.ranks}"
+        if self.request == "skip":
+            return f"requested by `clusterddp tell skip={self.batches}`: all ranks skip batches, and save"
+        follows = {
+            "save": "a checkpoint at the next step boundary",
+            "stop": "all ranks save and stop, and the run is held",
+            "requeue": "all ranks save and stop, and the run is requeued",
+        }.get(self.request, self.request)
+        command = "requeue" if self.request == "requeue" else f"tell {self.request}"
+        without = f", without {', '.join(self.nodes)}" if self.nodes else ""
+        return f"requested by `clusterddp {command}`: {follows}{without}"
+
+
+class Overdue(Event):
+    """no rank's step ended within `seconds` of the notice; rank 0 exits; `behind`: the late ranks"""
+
+    seconds: float
+    behind: str | None = None
+
+    def sentence(self) -> str:
+        behind = f" ({self.behind})" if self.behind else ""
+        return (
+            f"the step did not end within {self.seconds:.0f} s of the notice{behind}: exiting with the newest "
+            "checkpoint; rank 0's log has its stacks"
+        )
+
+
+class Stopping(Event):
+    """all ranks stop after `step`"""
+
+    step: int
+    reason: str
+
+    def sentence(self) -> str:
+        return f"stop requested ({self.reason}): all ranks stop after step {self.step}"
+
+
+class Finishing(Event):
+    """all steps are done; the last checkpoint is being saved"""
+
+    step: int
+
+
+class LeftLoop(Event):
+    """the script left its loop, by a `break` or an `exception`"""
+
+    step: int
+    steps: int
+    by: str = ""
+
+    def sentence(self) -> str:
+        ways = {"break": "break or return", "exception": "an exception or close()"}
+        advice = "" if self.by == "exception" else "; to end a run early, call run.finish(), which saves"
+        return (
+            f"the script left its loop by {ways.get(self.by, 'break or an exception')} after step {self.step} of "
+            f"{self.steps}: steps since the newest checkpoint are not saved{advice}"
+        )
+
+
+# --- the cluster, and failures
+
+
+class ControllerAway(Event):
+    """Slurm's controller is unreachable; training continues"""
+
+    error: str
+
+    def sentence(self) -> str:
+        return f"Slurm controller unreachable, training continues: {self.error}"
+
+
+class ControllerBack(Event):
+    """Slurm's controller answers again"""
+
+    def sentence(self) -> str:
+        return "Slurm controller reachable again"
+
+
+class ControllerMissing(Event):
+    """Slurm's commands are not installed here"""
+
+    error: str
+
+    def sentence(self) -> str:
+        return (
+            f"{self.error}: the ranks stop only when they are signalled, and the cause of a stop cannot be determined"
+        )
+
+
+class Slow(Event):
+    """a straggler"""
+
+    rank: int
+    host: str
+    own_s: float
+    ratio: float
+
+    def sentence(self) -> str:
+        return (
+            f"rank {self.rank} ({self.host}) is slow: {self.own_s:.3g} s of compute per step, {self.ratio:.1f} times "
+            "the others' median; they wait for it"
+        )
+
+
+class KeptUp(Event):
+    """a rank that was slow is not slow any more"""
+
+    rank: int
+    host: str
+
+
+class Hung(Event):
+    """a hang: all ranks are being ended; `suspect`: the node whose GPU hung"""
+
+    rank: int
+    late: Sequence[int]
+    host: str
+    seconds: float
+    what: str
+    step: int | None = None
+    stalled_s: float | None = None
+    suspect: str | None = None
+
+    def sentence(self) -> str:
+        return f"{self.what}; terminating all ranks"
+
+
+class NodeLost(Event):
+    """a node does not answer, or these ranks outlived a KILL"""
+
+    node: str
+    suspect: str
+    unkillable: Sequence[int] = ()
+
+    def sentence(self) -> str:
+        if not self.unkillable:
+            return f"node {self.node} lost: it no longer responds"
+        who = f"{'rank' if len(self.unkillable) == 1 else 'ranks'} {', '.join(map(str, self.unkillable))}"
+        return f"node {self.node} lost: {who} did not exit after SIGKILL"
+
+
+class RankFailed(Event):
+    """the first failure of the attempt; `raised`: its exception, line and step; `lacks_gpus`: the node has too few"""
+
+    rank: int
+    host: str
+    error: str
+    step: int | None = None
+    suspect: str | None = None
+    since: float | None = None
+    raised: str | None = None
+    lacks_gpus: bool | None = None
+
+    def sentence(self) -> str:
+        return f"rank {self.rank} ({self.host}) failed first{at_step(self.step)}: {self.error}"
+
+
+class Excluded(Event):
+    """nodes that the next jobs exclude, for a day"""
+
+    nodes: Sequence[str]
+    failures: Sequence[int]
+
+    def sentence(self) -> str:
+        times = f"{' and '.join(map(str, self.failures))} {'time' if self.failures == [1] else 'times'}"
+        return f"{' and '.join(self.nodes)} failed this run {times}: excluded from its jobs for 24 hours"
+
+
+class NotExcluded(Event):
+    """a failed node is not excluded"""
+
+    reason: str
+
+    def sentence(self) -> str:
+        return f"no further node is excluded: {self.reason}"
+
+
+# --- an attempt ends
+
+
+class RequeueRefused(Event):
+    """Slurm refused the requeue; the run is resubmitted"""
+
+    error: str
+
+    def sentence(self) -> str:
+        return f"requeue refused ({self.error}), resubmitting"
+
+
+class _Ended(Event):
+    """An attempt that ended so that the run continues, now or later."""
+
+    reason: str
+    cause: str
+    step: int | None
+    checkpoint: int | None
+    file: str | None = None
+    made: int | None = None
+
+    def ended(self, then: str) -> str:
+        """Why it ended, what was saved, what was not, and what happens next."""
+        reason, step, checkpoint = self.reason.rstrip("."), self.step, self.checkpoint
+        clause = not re.search("[.,:;]", reason)  # such as ``preempted``; a failure's is a sentence, or several
+        facts = [f"at step {step}"] if step else []
+        if clause and facts:
+            reason = f"{reason} {facts.pop()}"
+        if self.file is not None and checkpoint is None:
+            facts.append(f"newest checkpoint {self.file}")
+        elif step is None:
+            facts.append("no steps recorded" if self.made is None else f"at least {counted(self.made, 'step')} made")
+        elif step == 0:
+            facts.append("nothing new to save")
+        elif checkpoint is None:
+            facts.append("no checkpoint committed")
+        else:
+            repeated = f" ({counted(step - checkpoint, 'step')} will be repeated)" if step > checkpoint else ""
+            facts.append(f"checkpoint {checkpoint} committed{repeated}")
+        rest = ", ".join([*facts, then])
+        return f"{reason}, {rest}" if clause else f"{reason}. {rest[0].upper()}{rest[1:]}"
+
+
+class Restarted(_Ended):
+    """the ranks are restarted in place"""
+
+    def sentence(self) -> str:
+        return self.ended(RESTARTING)
+
+
+class Requeued(_Ended):
+    """the job is requeued"""
+
+    window_s: float | None
+
+    def sentence(self) -> str:
+        return self.ended("requeued")
+
+
+class Resubmitted(_Ended):
+    """the run continues as job `job`"""
+
+    job: str
+
+    def sentence(self) -> str:
+        return self.ended(f"resubmitted as job {self.job}")
+
+
+class Stopped(_Ended):
+    """the run can be continued; `file`: the script's own checkpoint; `made`: so many steps of the attempt, at least;
+    `refused`: why Slurm refused the run's next job, which `clusterddp watch` submits again"""
+
+    then: str = "stopped"
+    refused: str | None = None
+
+    def sentence(self) -> str:
+        return self.ended(self.then)
+
+
+class Completed(Event):
+    """all ranks finished; `confirmed` is false if that is doubtful: a restarted script may have exited with code 0
+    without training"""
+
+    step: int | None
+    attempts: int
+    reason: str
+    confirmed: bool | None = None
+
+    def sentence(self) -> str:
+        completed = f"completed{at_step(self.step)} after {counted(self.attempts, 'attempt')}"
+        if self.confirmed is False:
+            return f"{completed}, {self.reason}. {CONFIRM}"
+        return f"{completed}; {self.reason}" if self.reason.startswith("done: ") else completed
+
+
+class Failed(Event):
+    """the run failed"""
+
+    step: int | None
+    attempts: int
+    reason: str
+
+    def sentence(self) -> str:
+        reason = self.reason
+        shown = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ..."
+        return f"failed{at_step(self.step)}: {shown}"
+
+
+class Cancelled(Event):
+    """the run was cancelled"""
+
+    step: int | None
+    attempts: int
+    reason: str
+
+    def sentence(self) -> str:
+        return f"cancelled{at_step(self.step)}; it will not run again"
+
+
+# --- the last of these, as outcome.json
+
+
+def is_unconfirmed(outcome: Mapping[str, Any]) -> bool:
+    """Whether a run completed only by an exit code 0 that may mean something else."""
+    return outcome["state"] == "completed" and outcome.get("confirmed") is False
+
+
+def over_already(run: object, outcome: Mapping[str, Any]) -> str:
+    """The message of a command that has nothing to do because the run is over."""
+    return f"{run}: already {outcome['state']}{at_step(outcome['step'])}"
+
+
+def how_it_ended(outcome: Mapping[str, Any]) -> str:
+    """The state of a run that is over, its step, and the reason if that says more than the state."""
+    if is_unconfirmed(outcome):
+        return f"{outcome['state']}{at_step(outcome['step'])}, {outcome['reason']}"
+    reason = f": {outcome['reason']}" if outcome["reason"] != outcome["state"] else ""
+    return f"{outcome['state']}{at_step(outcome['step'])}{reason}"

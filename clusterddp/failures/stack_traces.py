@@ -1,0 +1,199 @@
+"""Stacks in words: the part of a rank's log that explains a crash, and the stacks of many ranks, grouped."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from clusterddp.hostlist import ranges
+from clusterddp.reporter import counted
+from clusterddp.rundir.records import is_text
+
+#: The frames below every script: those of the rank's entry point, a launched function, and runpy.
+_BELOW = re.compile(
+    r'File "(<frozen runpy>|<frozen importlib\._bootstrap\w*>'
+    r'|.*/runpy\.py|.*/clusterddp/(worker/)?(rank|function|__main__)\.py|.*/submitit/core/\w+\.py)"'
+)
+#: The number of frames, and of log lines, that are shown.
+MOST_FRAMES, MOST_LINES = 20, 12
+#: The most ranks that a sentence names.
+_NAMED = 4
+
+#: A frame of a traceback or of faulthandler's stacks: file, line and function.
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
+#: Files of code that is not the user's.
+_NOT_THE_USERS = re.compile(
+    r"/(site|dist)-packages/|/lib/python3\.\d+/|^<|/clusterddp/((__init__|__main__|api|entry|function)\.py|(checkpoint|data|distributed|training|worker)/)"
+)
+#: What torch says if ranks are in different collectives; of a timeout, one of them may also be late.
+_MISMATCH = re.compile(r"collective mismatch|mismatch between collectives|op\.preamble\.length <= op\.nbytes")
+#: The last two are torch 2.15's.
+_TIMEOUT = re.compile(
+    r"Timed out waiting \d+ms for|collective operation timeout"
+    r"|Operation timed out after \d+ ms|Aborting process on rank \d+ due to timeout"
+)
+#: What libstdc++ prints of an uncaught exception, up to Python's fault handler or an empty line.
+_TERMINATE = re.compile(
+    r"^terminate called after throwing an instance of '([^']+)'\n"
+    r"\s*what\(\):\s*((?:.|\n)*?)(?=\n\n|\nFatal Python error|\Z)",
+    re.MULTILINE,
+)
+_ADVICE = re.compile(
+    r"\n(?:CUDA|HIP) kernel errors might be|\nSearch for `|\nException raised from |\nframe #0|\nCompile with `"
+)
+_ROCM = re.compile(r"^(?:HW Exception by GPU node|Memory access fault by GPU node).*", re.MULTILINE)
+
+
+def users_line(text: str) -> str | None:
+    """The innermost frame of the user's code in a traceback, or in the first of faulthandler's stacks."""
+    frames = [found for found in _FRAME.findall(text) if not _NOT_THE_USERS.search(found[0])]
+    if not frames:
+        return None
+    file, line, function = frames[0 if "(most recent call first)" in text else -1]
+    return f"{file.rpartition('/')[2]}:{line} ({function})"
+
+
+def different_calls(error: str, texts: Mapping[int, str]) -> str:
+    """A sentence if ``error`` comes of ranks in different collectives; '' if not. ``texts``: the ranks' tracebacks."""
+    lines = {rank: line for rank, text in texts.items() if (line := users_line(text))}
+    apart = len(set(lines.values())) > 1
+    where = ", ".join(f"rank {rank} in {line}" for rank, line in list(lines.items())[:_NAMED])
+    if _MISMATCH.search(error):
+        order = "every rank must call the same ones in the same order"
+        return f"the ranks called different collectives{f' ({where})' if apart else ''}: {order}"
+    if apart and _TIMEOUT.search(error):
+        return f"the ranks waited in different calls ({where}): one was late, or they called different collectives"
+    return ""
+
+
+def uncaught(text: str) -> str | None:
+    """The C++ exception that ended the process, as ``TYPE: MESSAGE``, or what the ROCm runtime said before it did.
+
+    Under NCCL torch's watchdog thread ends a process so after an asynchronous error of its device or of a peer.
+    """
+    if amd := _ROCM.findall(text):
+        return str(amd[-1])
+    found = _TERMINATE.findall(text)
+    if not found:
+        return None
+    kind, message = found[-1]
+    return f"{kind}: {without_advice(message)}"
+
+
+def without_advice(error: str) -> str:
+    """An error's message without what torch appends: how to debug an asynchronous error, and its own C++ stack."""
+    return _ADVICE.split(error)[0].strip()
+
+
+def after_suspension(error: str, stood_s: float, timeout_s: float) -> str:
+    """A sentence if ``error`` is a timeout of a collective that may have ended while the job was suspended; '' if not.
+
+    The clocks of NCCL's watchdog and of gloo keep running meanwhile. After the resume, both take what is still under
+    way for late. torch 2.4 and 2.6 do so with what the GPUs have completed meanwhile, too; torch 2.9 and 2.15 do not.
+    ``stood_s``: for how long the ranks were stopped.
+    """
+    if stood_s < timeout_s or not _TIMEOUT.search(error):
+        return ""
+    return (
+        f"the ranks had been stopped for {stood_s:.0f} s, as by scontrol suspend, which timeouts.step_s "
+        f"({timeout_s:g} s) counts"
+    )
+
+
+def end_of_log(text: str) -> str:
+    """The part of a rank's error output that best explains its end."""
+    return _crash(text) or _hang(text) or "\n".join(text.splitlines()[-MOST_LINES:])
+
+
+def _crash(text: str) -> str:
+    """The output of Python's fault handler: the error and the stack of the thread that caused it.
+
+    A C++ thread, such as a process group's that aborts, has no Python stack: then the main thread's, which is printed
+    last. The message of an uncaught C++ exception is printed right before.
+    """
+    before, found, after = text.rpartition("Fatal Python error:")
+    if not found:
+        return ""
+    uncaught = [line for line in before.splitlines()[-2:] if re.match(r"terminate called|  what\(\):", line)]
+    error, *sections = re.split(r"\n\n+", found + after)
+    stacks = [section for section in sections if re.match(r"(Current t|T)hread 0x", section)]
+    crashed = next((stack for stack in stacks if stack.startswith("Current")), stacks[-1] if stacks else "")
+    return "\n".join([*uncaught, error, "", *_frames(crashed)]).rstrip()
+
+
+def _hang(text: str) -> str:
+    """The main thread's stack, which faulthandler prints last, if it was dumped on a timeout."""
+    if "Timeout (" not in text:
+        return ""
+    stacks = text.rpartition("Timeout (")[2].partition("\nclusterddp: ")[0]
+    return "\n".join(_frames(stacks.rpartition("Thread 0x")[2])[1:])
+
+
+def _frames(stack: str) -> list[str]:
+    """A stack's title and frames, most recent first, without those below the script."""
+    title, *frames = stack.splitlines() or [""]
+    frames = [frame for frame in frames if frame.startswith("  ") and not _BELOW.search(frame)]
+    left_out = [f"  ... {len(frames) - MOST_FRAMES} more"] if len(frames) > MOST_FRAMES else []
+    return [title, *frames[:MOST_FRAMES], *left_out]
+
+
+#: The most ranks, or hosts, that a line names.
+NAMED = 8
+_FIELDS = {"name", "frames"}
+
+
+def is_threads(value: Any) -> bool:
+    """Whether a value from a rank is a list of threads with their frames."""
+    return isinstance(value, list) and all(
+        isinstance(thread, dict)
+        and thread.keys() == _FIELDS
+        and is_text(thread["name"])
+        and isinstance(thread["frames"], list)
+        and all(map(is_text, thread["frames"]))
+        for thread in value
+    )
+
+
+def stacks_key(said: Mapping[str, Any]) -> Any:
+    """Equal for ranks with equal stacks."""
+    return said["place"], tuple((thread["name"], *thread["frames"]) for thread in said["threads"])
+
+
+def grouped(stacks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Ranks with equal stacks together, the largest group first: "ranks", "hosts", "place" and "threads"."""
+    groups: dict[Any, dict[str, Any]] = {}
+    keys: dict[int, Any] = {}  # by the identity of values, which thousands of ranks share
+    of: dict[Any, dict[str | None, None]] = {}  # the hosts of each group
+    for rank, said in sorted(stacks.items(), key=lambda item: item[0]):
+        if (key := keys.get(id(said))) is None:
+            key = keys[id(said)] = stacks_key(said)
+        group = groups.setdefault(key, {"ranks": [], "hosts": [], "place": said["place"], "threads": said["threads"]})
+        group["ranks"].append(rank)
+        of.setdefault(key, {})[hosts.get(rank)] = None
+    for key, group in groups.items():
+        group["hosts"] = list(of[key])
+    return sorted(groups.values(), key=lambda group: (-len(group["ranks"]), group["ranks"]))
+
+
+def summary(groups: Iterable[Mapping[str, Any]]) -> str:
+    """``510 ranks in the all_reduce of backward, 2 in data.py:88 (read)``: where the main threads are."""
+    places: Counter[str] = Counter()
+    for group in groups:
+        places[group["place"]] += len(group["ranks"])
+    parts = [f"{number} in {place}" for place, number in places.most_common()]
+    if parts:
+        place, number = places.most_common(1)[0]
+        parts[0] = f"{counted(number, 'rank')} in {place}"
+    return ", ".join(parts) or "no rank has answered"
+
+
+def described(group: Mapping[str, Any]) -> Iterator[str]:
+    """The lines about one group: its ranks and hosts, and the stacks of its threads."""
+    ranks, hosts = group["ranks"], group["hosts"]
+    where = ", ".join(map(str, hosts)) if len(hosts) <= NAMED else f"{len(hosts)} nodes"
+    yield f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)} ({where}) in {group['place']}"
+    for thread in group["threads"]:
+        yield f"  {thread['name']}, most recent call first"
+        yield from (f"    {frame}" for frame in thread["frames"])

@@ -1,0 +1,250 @@
+"""``submit --local`` and ``submit --here``: the loop that starts the supervisor, on this machine or in an allocation.
+
+For a local run this loop has slurmctld's role: it starts the supervisor once per attempt. The supervisor gets its own
+session, so that Ctrl-C reaches only the loop; to preempt, the loop writes the cause to a file and sends TERM to all
+processes of that session.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+from clusterddp.errors import INTERRUPTED, STOPPED, UNCONFIRMED, UsageError
+from clusterddp.events import is_unconfirmed
+from clusterddp.jobdef.job import Job
+from clusterddp.process import module_command, signal_ranks
+from clusterddp.reporter import counted, show
+from clusterddp.rundir.files import create_file
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.progress import Progress
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor.controller import give_notice
+
+#: How often what a run has written is looked at, in seconds: for the user, and while a preemption is to come.
+LOOK_S, POLL_S = 0.2, 0.05
+INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to preempt: after ``step`` steps, ``seconds`` after the attempt's start, or once a rank has printed a
+    ``line`` that matches."""
+
+    step: int | None = None
+    seconds: float | None = None
+    line: re.Pattern[str] | None = None
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> Moment:
+        """Parses the value of ``--preempt-after``, ``120`` (a step) or ``2.5s`` (seconds), or of ``--preempt-at``."""
+        if option == "--preempt-at":
+            try:
+                if not text:
+                    raise re.error("got nothing")
+                return cls(line=re.compile(text))
+            except re.error as error:
+                raise UsageError(f"--preempt-at {text!r}: expected a regular expression: {error}") from None
+        try:
+            moment = cls(seconds=float(text[:-1])) if text.endswith("s") else cls(step=int(text))
+            if not (moment.step or moment.seconds or 0) >= 0:  # also refuses nan
+                raise ValueError
+        except ValueError:
+            raise UsageError(f"--preempt-after {text}: expected a step such as 120, or seconds such as 2.5s") from None
+        return moment
+
+    def reached(self, steps_done: int, elapsed_s: float, output: Output) -> bool:
+        """Whether it is time to preempt. ``output``: of the attempt's ranks."""
+        if self.line is not None:
+            return output.has(self.line)
+        if self.step is not None:
+            return steps_done >= self.step
+        return elapsed_s >= (self.seconds or 0.0)
+
+    def __str__(self) -> str:
+        if self.line is not None:
+            return f"--preempt-at {self.line.pattern!r}"
+        return f"--preempt-after {f'{self.seconds:g}s' if self.step is None else self.step}"
+
+    def missed(self, steps_done: int) -> str:
+        """The message for an attempt that ended earlier."""
+        if self.line is not None:
+            return f"{self} did not fire: the attempt ended, and no line of its ranks' output matched"
+        if self.step is None:
+            return f"{self} did not fire: the attempt ended earlier"
+        if steps_done:
+            return f"{self} did not fire: the attempt ended after {counted(steps_done, 'step')}"
+        others = "--preempt-at 'REGEX', or seconds: --preempt-after 2.5s"
+        return f"{self} did not fire: the script's step numbers are unknown; these work with any script: {others}"
+
+
+class Output:
+    """The lines that ranks print in attempts from now on. A carriage return, as of a progress bar, ends one, too."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self._earlier = run, set(run.attempts())
+        #: How much of each file has been read, up to the end of its last whole line.
+        self._read: dict[Path, int] = {}
+
+    def has(self, pattern: re.Pattern[str]) -> bool:
+        """Whether a line that was printed since the last call matches."""
+        new = [self._run.attempt_logs(number) for number in self._run.attempts() if number not in self._earlier]
+        return any(self._in_file(path, pattern) for folder in new for path in folder.glob("rank-*"))
+
+    def _in_file(self, path: Path, pattern: re.Pattern[str]) -> bool:
+        read = self._read.get(path, 0)
+        if path.stat().st_size == read:
+            return False
+        with open(path, "rb") as file:
+            file.seek(read)
+            data = file.read()
+        whole = data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
+        self._read[path] = read + len(whole)
+        return any(pattern.search(line) for line in re.split("[\r\n]+", whole.decode(errors="replace")) if line)
+
+
+def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
+    """A warning if a moment is given as a step and the script seems to record none."""
+    moment = next((moment for moment in moments if moment.step), None)
+    if moment is None or job.script is None:
+        return None
+    try:
+        text = Path(job.script).read_bytes()
+    except OSError:  # a missing script is reported elsewhere
+        return None
+    if b"clusterddp" in text:
+        return None
+    return f"{job.script} does not mention clusterddp: if it records no steps, {moment} never fires; use seconds (2.5s)"
+
+
+@dataclass
+class LocalRun:
+    """The loop of one local run. ``preemptions`` are carried out in order, at most one per attempt.
+
+    ``environment``: more variables for the supervisor and the ranks.
+    """
+
+    run: RunDirectory
+    job: Job
+    preemptions: list[Moment] = field(default_factory=list)
+    debug_rank: int | None = None
+    interrupts: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+    _process: subprocess.Popen[bytes] | None = None
+    stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
+
+    def loop(self, progress: Progress) -> int:
+        """Runs attempts until the run is over or interrupted; returns the exit code."""
+        with interrupts_counted(self._interrupted):
+            while True:
+                self.run.notice_file.unlink(missing_ok=True)  # of an earlier attempt
+                if self.interrupts:
+                    return INTERRUPTED
+                code = self._attempt(progress)
+                if (outcome := self.run.outcome()) is not None:  # even if the script itself exited with one of these
+                    for moment in self.preemptions:
+                        show(f"{moment} did not fire: the run was already over")
+                    return UNCONFIRMED if is_unconfirmed(outcome) else code
+                if code != STOPPED and not self.interrupts:
+                    return code
+
+    def _attempt(self, progress: Progress) -> int:
+        """Runs the supervisor of one attempt; returns its exit code."""
+        # Like the batch script: TERM is ignored before Python starts.
+        shell = ["/bin/sh", "-c", "trap '' TERM; exec \"$@\"", "sh"]
+        command = [*shell, *module_command("clusterddp.supervisor"), str(self.run), *self._options()]
+        debugging = self.debug_rank is not None
+        # A debugged rank keeps the terminal, which it would lose in another session.
+        stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab", opener=create_file)
+        environment = {**os.environ, **self.environment}
+        self._process = process = subprocess.Popen(
+            command, start_new_session=not debugging, stdout=stdout, env=environment
+        )
+        try:
+            return self._watch(process, progress)
+        finally:
+            if process.poll() is None:
+                self._kill()
+            self._process = None
+            if stdout:
+                stdout.close()
+
+    def _options(self) -> list[str]:
+        return ["--local", *(["--debug", str(self.debug_rank)] if self.debug_rank is not None else [])]
+
+    def _watch(self, process: subprocess.Popen[bytes], progress: Progress) -> int:
+        started, starts_before = time.monotonic(), progress.starts
+        moment = self.preemptions.pop(0) if self.preemptions else None
+        output = Output(self.run)
+        ended = threading.Event()
+
+        def wait() -> None:
+            process.wait()
+            ended.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        while not ended.wait(POLL_S if moment else LOOK_S):
+            progress.update()
+            # Not before the ranks run: the signal would be lost, or end the shell before it ignores TERM.
+            begun = progress.starts > starts_before
+            if moment and begun and moment.reached(progress.steps_done, time.monotonic() - started, output):
+                self._signal(Cause.PREEMPTED)
+                moment = None
+        progress.update()
+        if moment and not self.interrupts:
+            show(moment.missed(progress.steps_done))
+        return process.wait()
+
+    def _interrupted(self) -> None:
+        self.interrupts += 1
+        if self.interrupts == 1:
+            show("\nsaving and stopping; press Ctrl-C again to stop at once")
+            self._signal(Cause.INTERRUPTED)
+        else:
+            self._kill()
+
+    def _kill(self) -> None:
+        """Kills the supervisor; its ranks die with it."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _signal(self, cause: Cause) -> None:
+        """Signals the ranks. The supervisor, which finds the notice, tells those that have not started yet."""
+        give_notice(self.run, cause)
+        if self._process is not None:
+            signal_ranks(self._process.pid, self.stop_signal)
+
+
+class AllocatedRun(LocalRun):
+    """``submit --here`` in salloc's shell: one attempt in the allocation, as the supervisor never asks for another."""
+
+    #: The supervisor ignores it, and srun forwards it to every rank.
+    stop_signal: ClassVar[signal.Signals] = signal.SIGUSR2
+
+    def _options(self) -> list[str]:
+        return []
+
+    def _interrupted(self) -> None:
+        self.interrupts += 1
+        show("\nsaving and stopping; scancel ends the allocation at once")
+        self._signal(Cause.INTERRUPTED)
+
+
+@contextmanager
+def interrupts_counted(act: Callable[[], None]) -> Iterator[None]:
+    """Calls ``act`` on Ctrl-C, hang-up and TERM."""
+    before = [signal.signal(signum, lambda *_: act()) for signum in INTERRUPTS]
+    try:
+        yield
+    finally:
+        for signum, handler in zip(INTERRUPTS, before, strict=True):
+            signal.signal(signum, handler)

@@ -1,0 +1,176 @@
+"""What a waiting command shows: a run's events as sentences, rank 0's output, and its progress: a bar or lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.events import sentence
+from clusterddp.reporter import clipped, one_line, printable, show
+from clusterddp.rundir.files import open_binary
+from clusterddp.rundir.progress import recent
+from clusterddp.rundir.records import EVENT, METRICS, Schema, is_count, parse
+from clusterddp.rundir.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+#: Seconds between two looks at what the bar says besides the step.
+_WORDS_EVERY_S = 1.0
+
+
+class Tail:
+    """The complete lines appended to a file since the last call."""
+
+    def __init__(self, path: Path, from_end: bool = False) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def lines(self) -> list[str]:
+        """New complete lines, without line ends."""
+        try:
+            with open_binary(self._path) as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        if not (whole := data.rpartition(b"\n")[0]):
+            return []
+        self._offset += len(whole) + 1
+        return whole.decode(errors="replace").split("\n")
+
+
+def _objects(lines: list[str], form: Schema) -> Iterator[dict[str, Any]]:
+    """The objects in lines of JSON. Invalid lines are skipped: they must not end a command that only watches."""
+    for line in lines:
+        value, _ = parse(line.encode(), form)
+        if value is not None:
+            yield value
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a waiting command shows of a run."""
+
+    bar: bool = True
+    """Whether to show the progress: on a terminal as a bar, elsewhere as a line every so many seconds."""
+    output: bool = True
+    """Whether to show rank 0's output."""
+    events: Collection[str] | None = None
+    """Which events are shown; None: all."""
+    label: str = ""
+    """The beginning of each event's line."""
+
+
+_ALL = Shown()
+
+
+class Progress:
+    """Follows a run directory, as a context manager; call ``update()`` a few times per second.
+
+    ``every_s``: how often the progress is shown as a line, in seconds; None: never.
+    """
+
+    def __init__(
+        self, run: RunDirectory, total_steps: int | None, every_s: float | None = None, shown: Shown = _ALL
+    ) -> None:
+        self._run, self._shown = run, shown
+        self._events = Tail(run.events_file, from_end=True)
+        self._metrics = Tail(run.metrics_file, from_end=True)
+        self._output: Tail | None = None
+        self._total = total_steps
+        self._bar: Bar | None = None
+        self._every_s = every_s if shown.bar else None
+        self._words_at, self._steps_shown = time.monotonic(), 0
+        #: Attempts started since this object was created, and steps done.
+        self.starts = self.steps_done = 0
+
+    def __enter__(self) -> Progress:
+        if self._shown.bar and sys.stderr.isatty():
+            self._bar = _bar()
+            self._task = self._bar.add_task("", total=self._total, words="")
+            self._bar.start()
+            self._every_s = _WORDS_EVERY_S
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.update()
+        if self._bar:
+            self._bar.stop()
+
+    def update(self) -> None:
+        """Shows new events, output and steps."""
+        for event in _objects(self._events.lines(), EVENT):
+            self._event(event)
+        self._say_output()
+        for metrics in _objects(self._metrics.lines(), METRICS):
+            self.steps_done = metrics["step"] + 1
+        if self._bar:
+            self._bar.update(self._task, completed=self.steps_done, total=self._total)
+        if self._every_s is not None and time.monotonic() >= self._words_at + self._every_s:
+            self._words_at = time.monotonic()
+            self._show_words()
+
+    def _show_words(self) -> None:
+        """Shows speed, time left and metrics, if there are new steps."""
+        found = recent(self._run.metrics_file) if self.steps_done != self._steps_shown else None
+        if found is None:
+            return
+        self._steps_shown = self.steps_done
+        if self._bar:
+            room = _room(self._bar.console.width, self._total)
+            self._bar.update(self._task, words=clipped(one_line(found.words(self._total)), room) if room > 3 else "")
+        else:
+            show(found.line(self._total))
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self.starts += event["event"] == "started"
+        self._words_at = time.monotonic()  # nothing follows the sentence about the run's end
+        if event["event"] == "started" and self._shown.output:
+            self._output = Tail(self._run.attempt_logs(event["attempt"]) / "rank-0.out")
+        self._total = event["steps"] if is_count(event.get("steps")) else self._total
+        said = sentence(event) if self._shown.events is None or event["event"] in self._shown.events else None
+        self._say_output()
+        if said:
+            self._say(f"{self._shown.label}{said}")
+
+    def _say_output(self) -> None:
+        """Shows what the user's own script has printed as it is, with its colours."""
+        for line in filter(None, self._output.lines() if self._output else ()):
+            self._say(line, raw=True)
+
+    def _say(self, line: str, raw: bool = False) -> None:
+        if self._bar:
+            self._bar.console.print(line if raw else printable(line), markup=False, highlight=False)
+        else:
+            show(line, raw)
+
+
+def _bar() -> Bar:
+    """``steps ━━━━━━ 1200/5000 2.1 steps/s, 30 min left, loss 0.412``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    return Bar(
+        "steps",
+        BarColumn(bar_width=_bar_width(console.width)),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[words]}", markup=False),
+        console=console,
+        transient=True,
+    )
+
+
+def _bar_width(columns: int) -> int:
+    return max(4, min(40, columns // 5))
+
+
+def _room(columns: int, total: int | None) -> int:
+    """The columns behind the bar and the numbers of steps."""
+    return columns - _bar_width(columns) - len(f"steps  {total}/{total} ")

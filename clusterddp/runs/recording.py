@@ -1,0 +1,194 @@
+"""The recording of a submission in its run directory: one process at a time, and undone if Slurm refuses the job."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
+from clusterddp.jobdef import code_snapshot
+from clusterddp.jobdef.checkout import checkout_of
+from clusterddp.jobdef.code_snapshot import Code
+from clusterddp.jobdef.job import FUNCTION, Job
+from clusterddp.jobdef.program import hydra_folder
+from clusterddp.jobdef.secrets import secrets_file, without_secrets
+from clusterddp.reporter import show
+from clusterddp.rundir.files import make_folder, remove, write_atomically, write_json
+from clusterddp.rundir.find import runs_folder
+from clusterddp.rundir.ownership import check_own, check_place, check_run
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs import fork
+from clusterddp.supervisor.lease import being_submitted, held_by_other, loop_here, submitting
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a submission writes into the run directory beside the job definition."""
+
+    function: bytes | None = None
+    """A launched function and its arguments, pickled."""
+    source: Path | None = None
+    """The file that defines the function: the code of the run is that file's repository."""
+    fork: str | None = None
+    """``RUN``, ``RUN@STEP`` or ``RUN@best``: the checkpoint that a new run starts from."""
+    debug_rank: int | None = None
+    """The rank that runs in the user's terminal: ``submit --debug``."""
+    hydra_output: Path | None = None
+    """The output folder of a member of a Hydra multirun."""
+    code: Code | None = None
+    """None: what the run has of its code is left as it is."""
+
+
+ONLY_JOB = Content()
+
+
+def present_code(job: Job, run_dir: str | None, source: Path | None = None, *, batch: bool = False) -> Code | None:
+    """The code for a run that is submitted now: a snapshot of the job's repository, or the repository as it is.
+
+    The repository is listed at once, before anything is written, and its size checked. A ``batch`` job waits, and is
+    requeued: it gets a snapshot unless told otherwise. ``source``: the file of a launched function. None for a function
+    that continues without being launched again: it is pickled in the run, and keeps its code.
+    """
+    if job.module == FUNCTION and source is None:
+        return None
+    wanted = batch if job.snapshot is None else job.snapshot
+    runs = [runs_folder(os.environ), *([Path(run_dir)] if run_dir else [])]
+    return Code(checkout_of(job, runs, source) if wanted else None)
+
+
+def choose_run_directory(run_dir: str | None, job: Job) -> RunDirectory:
+    """``run_dir``, if given, else NAME-N under $CLUSTERDDP_RUNS or ./runs, with the first free N."""
+    if run_dir:
+        return RunDirectory(run_dir)
+    parent = runs_folder(os.environ)
+    return RunDirectory(next(path for n in count() if not os.path.lexists(path := parent / f"{job.name}-{n}")))
+
+
+def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:
+    """The run directory, and whether this process has just created it.
+
+    RunDirectoryError, and nothing is changed, if another user has put something there.
+    """
+    while True:
+        run = choose_run_directory(run_dir, job)
+        try:
+            make_folder(run.path, exist_ok=False, mode=0o700)  # nobody else may put anything there first
+            return run, True
+        except FileExistsError:
+            check_place(run.path)
+            if run_dir:
+                return run, False
+        except OSError as error:
+            raise UsageError(f"cannot create {run} ({error.strerror}): choose another --run-dir") from error
+
+
+def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> None:
+    """Refuses a run that another job or process than ``me`` trains: a run has one job at a time."""
+    if held := held_by_other(run, me):
+        if "cannot be reached from here" in held:
+            remedy = "if it has ended, continue the run with --take-over; if it is still training, it will then exit"
+        else:
+            remedy = (
+                f"follow it with `clusterddp watch {run.quoted}`, or save and stop it with "
+                f"`clusterddp tell {run.quoted} stop` and submit it again"
+            )
+        raise RunDirectoryError(f"{run} is {held}: {remedy}")
+
+
+def check_not_submitted(run: RunDirectory) -> None:
+    """Refuses a run that another process submits at this moment."""
+    if other := being_submitted(run):
+        raise _busy(run, other)
+
+
+def _busy(run: RunDirectory, other: str) -> RunDirectoryError:
+    return RunDirectoryError(f"{other}; see the run with `clusterddp status {run.quoted}`")
+
+
+@contextmanager
+def alone(run: RunDirectory, created: bool) -> Iterator[None]:
+    """While this process submits the run or starts its loop, no other does. RunDirectoryError if another one is doing
+    so, or a job or process trains the run. ``created``: as for ``recorded``."""
+    check_own(run.path, closed=True)
+    with ExitStack() as claims:
+        try:
+            other = claims.enter_context(submitting(run))
+        except OSError:  # such as a full disk
+            if created:
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise
+        if other:
+            raise _busy(run, other)
+        check_not_held(run)
+        if run.outcome() is None and loop_here(run):
+            raise RunDirectoryError(f"{run} is held by a local run on this machine; stop it with Ctrl-C first")
+        yield
+
+
+@contextmanager
+def recorded(run: RunDirectory, job: Job, created: bool, content: Content = ONLY_JOB) -> Iterator[None]:
+    """Records the job in the run directory, and restores the directory if Slurm refuses the job in the body.
+
+    ``created``: whether this process created the directory, and may remove it. The outcome of a run that
+    continues (failed, or completed and extended) is removed. After any other error in the body nothing is undone: the
+    job may exist.
+    """
+    files = (secrets_file(run.job_file), run.job_file, run.batch_script, run.outcome_file, run.code_file)
+    before = {path: path.read_bytes() for path in files if path.exists()}
+    shown, secrets = without_secrets(job)
+    try:
+        run.create(share=job.share)
+        check_run(run)  # of existing content, in a folder that others could write
+        _write(run, content)
+        write_json(secrets_file(run.job_file), secrets)
+        write_atomically(run.job_file, shown.to_yaml())
+        remove(run.outcome_file)
+    except BaseException:
+        with suppress(OSError):  # such as the full disk that the error is about
+            _undo(run, created, before, files)
+        raise
+    try:
+        yield
+    except SlurmError:
+        _undo(run, created, before, files)
+        raise
+
+
+def _write(run: RunDirectory, content: Content) -> None:
+    if content.function is not None:
+        from clusterddp.worker.function import function_file, save_function
+
+        save_function(function_file(run), content.function)
+    if content.fork:
+        show(fork.copy_checkpoint(content.fork, run))
+    if content.debug_rank is not None:
+        write_json(run.debug_file, {"rank": content.debug_rank}, mode=0o600)
+    if content.hydra_output is not None:  # the folder has the same name as that of any run
+        with suppress(FileExistsError):
+            hydra_folder(run.path).symlink_to(os.path.relpath(content.hydra_output, run.path))
+    write_code(run, content.code)
+
+
+def write_code(run: RunDirectory, code: Code | None) -> None:
+    """Makes the run use the code, if there is any to write, and tells the user what has changed."""
+    if code is not None and (text := code_snapshot.use(run, code)):
+        show(text)
+
+
+def _undo(run: RunDirectory, created: bool, before: Mapping[Path, bytes], files: Iterable[Path]) -> None:
+    """Restores the files of a run directory, or removes a directory that was created: no run has started in it."""
+    if created:
+        shutil.rmtree(run.path)
+        return
+    for path in files:
+        held = path.read_bytes() if path.exists() else None
+        if path not in before:
+            path.unlink(missing_ok=True)
+        elif held != before[path]:
+            write_atomically(path, before[path])

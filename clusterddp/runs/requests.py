@@ -1,0 +1,227 @@
+"""Sends a request to the supervisor that trains a run, and takes its answer, or says why there is none.
+
+The connection goes to the supervisor's node; where the login node cannot reach it, a job step sends the request from
+that node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from clusterddp.errors import RunDirectoryError, SlurmError
+from clusterddp.events import ATTEMPT_ENDS, BY_SLURM, over_already
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.process import module_command
+from clusterddp.reporter import show
+from clusterddp.rundir.claims import Address, read_address
+from clusterddp.rundir.records import EVENT, read_backwards
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.client import ask
+from clusterddp.runs.run_status import state_of
+from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.commands import JobInfo
+from clusterddp.supervisor import lease
+
+#: Polling intervals for the run's files and for Slurm, in seconds.
+LOOK_S, ASK_S = 0.1, 1.0
+#: Seconds for an attempt that is starting to record its address, and for one whose ranks have exited to end.
+START_S, END_S = 10.0, 60.0
+
+
+def request(run: RunDirectory, kind: str, **values: Any) -> tuple[int, dict[str, Any]]:
+    """The number of the attempt that trains the run, and its supervisor's last answer to a request.
+
+    Shows what the supervisor says meanwhile. The answer is empty if the supervisor exited without one. Raises
+    RunDirectoryError if nothing trains the run, or the supervisor refuses.
+    """
+    check_trains(run, kind)
+    attempt, address = find_address(run)
+    answer: dict[str, Any] = {}
+    for answer in _answers(run, attempt, address, kind, values):
+        if "news" in answer:
+            show(f"{run.path.name}: {answer['news']}")
+    if "refused" in answer:
+        raise RunDirectoryError(f"{run}: {answer['refused']}")
+    return attempt, {} if "news" in answer else answer
+
+
+def check_trains(run: RunDirectory, kind: str) -> None:
+    """Raises RunDirectoryError, with the reason, unless a process or a job that has started trains the run.
+
+    ``kind``: of the request.
+    """
+    if outcome := run.outcome():
+        options = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
+        how = f"; continue with: clusterddp submit {options} {run.quoted}" if outcome["state"] == "failed" else ""
+        raise RunDirectoryError(f"{over_already(run, outcome)}, so it is not running{how}")
+    if job := waiting_job(run):
+        may_start = kind == "stop" and job.reason != "JobHeldUser"
+        hold = f"; `scontrol hold {job.job_id}` keeps it from starting" if may_start else ""
+        raise RunDirectoryError(f"{run} waits in the queue (job {job.job_id}, {job.reason}): it has no ranks{hold}")
+    for entry in lease.holders(run):
+        if not lease.reachable(entry):
+            where = f"on {entry['host']}" if entry["kind"] == "local" else f"on cluster {entry.get('cluster')}"
+            raise RunDirectoryError(f"{run} is {lease.held_by_other(run)}: give this command {where}")
+    deadline = time.monotonic() + START_S
+    try:
+        while (held := lease.held_by_other(run)) is None and lease.local_loop_alive(run):  # between two attempts
+            if time.monotonic() > deadline:
+                break
+            time.sleep(LOOK_S)
+    except SlurmError as error:
+        show(f"{error}; asking the supervisor nevertheless")
+        return
+    if held is None:
+        raise RunDirectoryError(f"{run} is not running: {state_of(run)[1]}")
+
+
+def waiting_job(run: RunDirectory) -> JobInfo | None:
+    """The run's pending job; None if there is none, or its state is unknown.
+
+    If the job is being requeued, waits until Slurm has finished its batch step and epilog.
+    """
+    deadline, said = time.monotonic() + END_S, False
+    while True:
+        job = _live_job(run)
+        if job is None or job.state == "PENDING":
+            return job
+        if not is_requeued(run) or time.monotonic() > deadline:
+            return None
+        if not said:
+            show(f"{run.path.name}: job {job.job_id} is being requeued ({job.state}); waiting until it is in the queue")
+            said = True
+        time.sleep(ASK_S)
+
+
+def _live_job(run: RunDirectory) -> JobInfo | None:
+    for entry in lease.holders(run):
+        if entry["kind"] == "slurm" and lease.reachable(entry):
+            try:
+                job = slurm.show_job(entry["job"])
+            except SlurmError:
+                return None
+            if job is not None and job.live:
+                return job
+    return None
+
+
+def is_requeued(run: RunDirectory) -> bool:
+    """Whether the newest attempt ended with a requeue of its job, according to the history."""
+    if (newest := run.newest_attempt()) is None:
+        return False
+    last = islice(backwards(run, newest), 10)  # late reports of ranks may follow its end
+    return any(event["event"] == "requeued" or event.get("then") == BY_SLURM for event in last)
+
+
+def find_address(run: RunDirectory) -> tuple[int, Address]:
+    """The newest attempt, and where its supervisor takes requests. Waits for an attempt that is just starting."""
+    deadline = time.monotonic() + START_S
+    while True:
+        newest = run.newest_attempt()
+        if newest is not None and (address := read_address(run, newest)):
+            return newest, address
+        if time.monotonic() > deadline:
+            raise RunDirectoryError(f"{run}: its job has started, but not its supervisor; try again in a minute")
+        time.sleep(LOOK_S)
+
+
+def backwards(run: RunDirectory, attempt: int) -> Iterator[dict[str, Any]]:
+    """An attempt's events, the newest first."""
+    for event in read_backwards(run.events_file, EVENT):
+        if event["attempt"] < attempt:
+            return
+        if event["attempt"] == attempt:
+            yield event
+
+
+def _answers(
+    run: RunDirectory, attempt: int, address: Address, kind: str, values: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The supervisor's answers; from within the job if it cannot be reached directly."""
+    said = False
+    try:
+        for answer in ask(address, _reachable_name(address), kind, values):
+            said = True
+            yield answer
+    except OSError as error:
+        if said:  # the supervisor's node is lost, or the supervisor was killed
+            return
+        if address.job is None:
+            where = f"{address.host}, port {address.port}"
+            raise RunDirectoryError(f"{run}: its supervisor does not answer ({where}: {error})") from error
+        yield from _through_a_step(run, attempt, address, [kind, json.dumps(values)], error)
+
+
+def _reachable_name(address: Address) -> str:
+    """The address by which Slurm reaches the supervisor's node: its name may be unknown here."""
+    if address.job is None:
+        return address.host
+    try:
+        return slurm.node_address(address.host)
+    except SlurmError:
+        return address.host
+
+
+def _through_a_step(
+    run: RunDirectory, attempt: int, address: Address, request: list[str], direct: OSError
+) -> Iterator[dict[str, Any]]:
+    slurm.require("srun")
+    python = load_resolved(run.job_file).python
+    command = [*step_command(address, python), str(run), str(attempt), *request]
+    with subprocess.Popen(
+        command,
+        env=slurm.for_parsing(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C ends the step, which does not ask twice
+    ) as step:
+        assert step.stdout is not None and step.stderr is not None
+        try:
+            said = False
+            for line in step.stdout:
+                said = True
+                yield json.loads(line)
+            problem = step.stderr.read().strip().splitlines()
+        finally:
+            step.terminate()
+    if not said:
+        why = problem[-1] if problem else f"srun ended with exit code {step.returncode}"
+        raise RunDirectoryError(
+            f"{run}: its supervisor cannot be reached on {address.host}, port {address.port} ({direct}), nor from a "
+            f"step of job {address.job}: {why}"
+        )
+
+
+def step_command(address: Address, python: str | None) -> list[str]:
+    """srun's command line for a step beside the ranks, on the supervisor's node, that takes nothing from them.
+
+    ``python``: the interpreter of the job definition, if it names one.
+    """
+    options = ("--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0", "--gres=none", "--unbuffered")
+    where = (f"--jobid={address.job}", f"--nodelist={address.host}", "--chdir=/")
+    return ["srun", *where, *options, *module_command("clusterddp.runs.client", python)]
+
+
+def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
+    """The event that ended an attempt whose ranks have exited.
+
+    RunDirectoryError if there is none after a minute: the supervisor may be waiting for Slurm's controller.
+    """
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline:
+        for event in backwards(run, attempt):
+            if event["event"] in ATTEMPT_ENDS:
+                return event
+        time.sleep(LOOK_S)
+    raise RunDirectoryError(
+        f"{run}: all ranks have exited, and attempt {attempt} has not ended yet: the supervisor waits for Slurm, or "
+        f"was killed; see its state with: clusterddp status {run.quoted}"
+    )

@@ -1,0 +1,373 @@
+"""Pure: where ``submit --check-resume`` interrupts a script, where two trials of it first differ, what that says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TypeVar
+
+from clusterddp.errors import NotRepeatable, ResumeDiffers
+from clusterddp.reporter import counted
+from clusterddp.rundir.step_records import Digests, States, StepRecord, Trial
+
+#: Two stops that are not at the same step, and a step before and after.
+LEAST_STEPS = 3
+
+
+def choose_stops(epochs: Sequence[int | None]) -> list[int]:
+    """After how many steps to stop, given the epoch of each step of the uninterrupted run.
+
+    Two stops are in one epoch, so that the second resume continues what the first one has begun, and the end of that
+    epoch follows: in the second epoch if the steps reach its end, as what counts epochs starts at 0, too. Else in the
+    first, with a third stop in the second. Without an end of an epoch that has a step between two stops, at thirds of
+    the steps.
+    """
+    starts = [0, *ends_of_epochs(epochs)]
+    complete = [(start, end) for start, end in pairwise(starts) if end - start >= LEAST_STEPS]
+    if len(complete) > 1 or (complete and complete[0][0] > 0):
+        return _thirds(*complete[-1])
+    if complete:
+        last = (complete[0][1] + len(epochs) + 1) // 2
+        return [*_thirds(*complete[0]), *([last] if complete[0][1] < last < len(epochs) else [])]
+    return _thirds(0, len(epochs))
+
+
+def _thirds(start: int, end: int) -> list[int]:
+    first = start + max(1, (end - start) // 3)
+    return [first, min(end - 1, max(first + 1, start + 2 * (end - start) // 3))]
+
+
+def ends_of_epochs(epochs: Sequence[int | None]) -> list[int]:
+    """The steps that are the first of an epoch, but the very first."""
+    return [step for step in range(1, len(epochs)) if epochs[step] != epochs[step - 1]]
+
+
+def crossed(epochs: Sequence[int | None], stops: Sequence[int]) -> int:
+    """How many ends of epochs follow a resume."""
+    return sum(step > stops[0] for step in ends_of_epochs(epochs))
+
+
+def enough_steps(epoch_steps: int) -> int:
+    """The steps with which an epoch's end follows two resumes in it, and a third resume is in the next."""
+    return epoch_steps + max(2, epoch_steps // 4)
+
+
+_Value = TypeVar("_Value")
+#: The most differences that are named as a possible cause.
+_MOST_CAUSES = 6
+#: What can differ in a step, in the order in which a step has it. ``others``: see ``States``.
+RESTORED, BATCH, LOGGED, STATE, STEPS, OTHERS = "restored", "batch", "logged", "state", "steps", "others"
+_ORDER = (RESTORED, BATCH, STEPS, LOGGED, STATE, OTHERS)
+ALL = frozenset(_ORDER) - {OTHERS}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference between two trials.
+
+    ``names``: what differs there, the entries of the batch, the logged values or the parts of the state.
+    ``was`` and ``now``: of the first of them, in the trial without a resume and in the other.
+    ``batch_of``: the step that had the same batch without a resume.
+    """
+
+    step: int
+    kind: str
+    rank: int
+    names: tuple[str, ...] = ()
+    was: str = ""
+    now: str = ""
+    batch_of: int | None = None
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Earlier differences have a smaller one."""
+        return self.step, _ORDER.index(self.kind), self.rank
+
+
+def first_difference(expected: Trial, found: Trial, kinds: frozenset[str] = ALL) -> Difference | None:
+    """Where ``found`` first differs from ``expected``; None: nowhere. ``kinds``: of which differences."""
+    differences = [
+        difference
+        for rank in sorted(expected.keys() | found.keys())
+        for difference in _of_rank(expected.get(rank, []), found.get(rank, []), rank)
+        if difference.kind in kinds
+    ]
+    return min(differences, key=lambda difference: difference.place, default=None)
+
+
+def _of_rank(expected: Sequence[StepRecord], found: Sequence[StepRecord], rank: int) -> Iterator[Difference]:
+    """The differences of one rank's steps, a few at least: all that is in the first step that differs."""
+    by_step = {record.step: record for record in expected}
+    for record in found:
+        if (same := by_step.get(record.step)) is None:
+            yield Difference(record.step, STEPS, rank)
+            return
+        differences = list(_of_step(same, record, by_step.get(record.step - 1), rank))
+        if differences:
+            batch = next((one.step for one in expected if one.batch == record.batch), None)
+            yield from (replace(one, batch_of=batch) if one.kind == BATCH else one for one in differences)
+            return
+    if len(found) < len(expected):
+        yield Difference(found[-1].step + 1 if found else 0, STEPS, rank)
+
+
+def _of_step(expected: StepRecord, found: StepRecord, before: StepRecord | None, rank: int) -> Iterator[Difference]:
+    """``before``: the step before it, without a resume."""
+    if found.before is not None and (start := before.after if before else expected.before) is not None:
+        yield from _compared(expected.step, RESTORED, rank, _parts(start), _parts(found.before))
+    yield from _compared(expected.step, BATCH, rank, expected.batch, found.batch)
+    yield from _compared(expected.step, LOGGED, rank, expected.logged, found.logged)
+    yield from _compared(expected.step, STATE, rank, _parts(expected.after), _parts(found.after))
+
+
+def _compared(step: int, kind: str, rank: int, was: Digests, now: Digests) -> Iterator[Difference]:
+    if names := differing(was, now):
+        first = names[0]
+        yield Difference(step, kind, rank, tuple(names), was.get(first, "missing"), now.get(first, "missing"))
+
+
+def differing(was: Digests, now: Digests) -> list[str]:
+    """The names whose values differ, or that only one of them has; in the order of ``was``."""
+    return [name for name in {**was, **now} if was.get(name) != now.get(name)]
+
+
+def _parts(states: States) -> dict[str, str]:
+    """The values in all parts by name, such as ``model.fc.weight``."""
+    return {
+        f"{part}.{name}" if name else part: value
+        for part, values in states.parts.items()
+        for name, value in values.items()
+    }
+
+
+def not_restored(expected: Trial, found: Trial) -> list[str]:
+    """The objects that ``ctx.run()`` did not get and that still differ after the last step: a resume loses them.
+
+    Those that the script makes afresh, such as an average over an epoch, are equal again after a while.
+    """
+    names: dict[str, None] = {}
+    for rank in expected.keys() & found.keys():
+        if expected[rank] and found[rank] and expected[rank][-1].step == found[rank][-1].step:
+            was, now = expected[rank][-1].after.others, found[rank][-1].after.others
+            names |= dict.fromkeys(name for name in was if name in now and was[name] != now[name])
+    return list(names)
+
+
+def causes(expected: Trial, again: Trial, found: Trial, difference: Difference) -> list[str]:
+    """What else differs when the attempt that has the difference begins, and is the same without a resume.
+
+    Objects that ``ctx.run()`` did not get, and the script's plain values with both contents.
+    """
+    begun = [record for record in found.get(difference.rank, []) if record.before and record.step <= difference.step]
+    if not begun:
+        return []
+    start, (was, twice) = begun[-1], (_at(trial, difference.rank, begun[-1].step) for trial in (expected, again))
+    before, before_twice = (_at(trial, difference.rank, start.step - 1) for trial in (expected, again))
+    names: list[str] = []
+    if before and before_twice and start.before:
+        same = _common(before.after.others, before_twice.after.others)
+        names = [name for name, value in same.items() if start.before.others.get(name, value) != value]
+    if was and twice:
+        same_values = _common(was.variables, twice.variables)
+        names += [
+            f"{name} ({start.variables[name]} instead of {value})" if "#" not in value else name
+            for name, value in same_values.items()
+            if start.variables.get(name, value) != value
+        ]
+    return names[:_MOST_CAUSES]
+
+
+def unsteady(expected: Trial, again: Trial, difference: Difference) -> list[str]:
+    """What differs between two runs without a resume in their first step, such as a generator without a seed."""
+    one, other = (_at(trial, difference.rank, 0) for trial in (expected, again))
+    if one is None or other is None:
+        return []
+    was, now = ({**record.variables, **(record.before.others if record.before else {})} for record in (one, other))
+    return [name for name, value in was.items() if now.get(name, value) != value][:_MOST_CAUSES]
+
+
+def _common(one: Mapping[str, _Value], other: Mapping[str, _Value]) -> dict[str, _Value]:
+    """What both have with the same value."""
+    return {name: value for name, value in one.items() if other.get(name) == value}
+
+
+def _at(trial: Trial, rank: int, step: int) -> StepRecord | None:
+    return next((record for record in trial.get(rank, []) if record.step == step), None)
+
+
+def parts_of(trial: Trial) -> tuple[list[str], list[str]]:
+    """The names of the parts and of the logged values that a trial has recorded."""
+    parts: dict[str, None] = {}
+    values: dict[str, None] = {}
+    for record in (record for records in trial.values() for record in records):
+        parts |= dict.fromkeys(record.after.parts)
+        values |= dict.fromkeys(record.logged)
+    return list(parts), list(values)
+
+
+def epochs_of(trial: Trial) -> list[int | None]:
+    """The epoch of each step."""
+    return [record.epoch for record in trial.get(0, [])]
+
+
+_COUNTS = {2: "two resumes", 3: "three resumes"}
+#: The most names of one kind that a sentence has.
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Check:
+    """The trials of a check.
+
+    ``uninterrupted`` and ``again``: without a resume; the second one is needed only if the resumed one differs.
+    ``stops``: after how many steps the resumed run was interrupted. ``inexact``: what that run itself says.
+    """
+
+    uninterrupted: Trial
+    resumed: Trial
+    stops: Sequence[int]
+    again: Trial = field(default_factory=dict)
+    inexact: Sequence[str] = ()
+
+    @property
+    def differs(self) -> bool:
+        """Whether the resumed run is another one."""
+        return self.difference is not None or bool(self.lost)
+
+    @property
+    def difference(self) -> Difference | None:
+        """The first difference of the resumed run."""
+        return first_difference(self.uninterrupted, self.resumed)
+
+    @property
+    def lost(self) -> list[str]:
+        """The objects that ``ctx.run()`` did not get and that a resume loses."""
+        return not_restored(self.uninterrupted, self.resumed)
+
+
+def success(check: Check) -> str:
+    """What is known of a run whose resumes make no difference."""
+    epochs = epochs_of(check.uninterrupted)
+    steps, resumes = counted(len(epochs), "step"), _COUNTS[len(check.stops)]
+    parts, values = parts_of(check.uninterrupted)
+    logged = _listed(values) if values else "no values, as the script logs none"
+    compared = f"compared: batches, {logged}, the state of {_listed(parts)}"
+    ranks = counted(len(check.uninterrupted), "rank")
+    stops = f"(after {joined(check.stops)} steps)"
+    ends = crossed(epochs, check.stops)
+    if ends:
+        across = "across an epoch's end" if ends == 1 else f"across the ends of {ends} epochs"
+        return f"no difference in {steps}, {across} and {resumes} {stops}; {compared}, on {ranks}"
+    return f"no difference in {steps} and {resumes} {stops}; {compared}, on {ranks}{_without_end(check, epochs)}"
+
+
+def joined(stops: Sequence[int]) -> str:
+    """Numbers as in a sentence, such as ``8, 16 and 27``."""
+    return f"{', '.join(map(str, stops[:-1]))} and {stops[-1]}"
+
+
+def _without_end(check: Check, epochs: Sequence[int | None]) -> str:
+    """What was not tried, as no epoch has ended after a resume."""
+    if all(epoch is None for epoch in epochs):
+        return ""
+    length = next(iter(check.uninterrupted.values()))[0].epoch_steps
+    if length is None:
+        ends = ends_of_epochs(epochs)
+        return "; no epoch's end was crossed after a resume" + ("" if ends else ", as no epoch ended")
+    return (
+        f"; no epoch's end was crossed, as an epoch has {counted(length, 'step')}: "
+        f"--check-resume {enough_steps(length)} crosses it"
+    )
+
+
+def failure(check: Check) -> ResumeDiffers:
+    """The error for a run that differs, with its first difference."""
+    difference, lost = check.difference, check.lost
+    unsteady = first_difference(check.uninterrupted, check.again)
+    if unsteady is not None and (difference is None or unsteady.place <= difference.place):
+        return NotRepeatable(_not_repeatable(check, unsteady))
+    lost = [name for name in lost if name not in not_restored(check.uninterrupted, check.again)]
+    if difference is None:
+        if not lost:  # they differ without a resume, too
+            return NotRepeatable(_unsteady_objects(check.lost))
+        return ResumeDiffers(f"{_lost(lost)}; batches, logged values and parts were the same in all steps")
+    also = causes(check.uninterrupted, check.again, check.resumed, difference)
+    return ResumeDiffers(_differs(check, difference, lost, also))
+
+
+def _differs(check: Check, difference: Difference, lost: Sequence[str], causes: Sequence[str]) -> str:
+    resume = max((stop for stop in check.stops if stop <= difference.step), default=0)
+    nth = ["first", "second", "third"][check.stops.index(resume)] if resume in check.stops else "first"
+    text = f"the resumed run differs: after the {nth} resume, from step {resume}, {_words(difference)}"
+    if difference.kind in (LOGGED, STATE):
+        text += "; its batch is the same, and so was all state of the parts when the step began"
+    if lost:
+        text += f"; {_lost(lost)}"
+    elif causes:
+        text += f"; also different when this attempt began: {_listed(causes)}"
+    elif difference.kind in (LOGGED, STATE):
+        text += "; it depends on something that ctx.run() did not get, such as a generator, a counter or a part"
+    elif difference.kind == BATCH:
+        text += "; the loader, its dataset or its sampler has a state that its state_dict() does not restore"
+    if check.inexact:
+        text += f"; the run itself says: not bit-exact: {'; '.join(check.inexact)}"
+    return text
+
+
+def _words(difference: Difference) -> str:
+    """What differs, with rank and step."""
+    where, names = f"in step {difference.step} on rank {difference.rank}", _listed(difference.names)
+    values = f" ({difference.now} instead of {difference.was})" if _shown(difference) else ""
+    if difference.kind == BATCH:
+        what = "" if difference.names == ("",) else f" in {names}"
+        same = difference.batch_of
+        return f"the batch {where} is another one{what}" + (
+            f": the batch of step {same}" if same is not None and same != difference.step else ""
+        )
+    if difference.kind == RESTORED:
+        return f"the state is not restored: {names}{values} before step {difference.step} on rank {difference.rank}"
+    if difference.kind == LOGGED:
+        return f"the logged {names} {where} differs{values}"
+    if difference.kind == STATE:
+        return f"the state after step {difference.step} on rank {difference.rank} differs: {names}{values}"
+    return f"rank {difference.rank} makes another number of steps: only one of the two runs has step {difference.step}"
+
+
+def _shown(difference: Difference) -> bool:
+    return bool(difference.was) and "#" not in difference.was + difference.now
+
+
+def _lost(names: Sequence[str]) -> str:
+    example = next((name for name in names if name.isidentifier()), None)
+    how = f", as in ctx.run({example}={example}, ...)" if example else ""
+    return (
+        f"the state of {_listed(names)}, which ctx.run() did not get, is lost in a resume: pass "
+        f"{'it' if len(names) == 1 else 'them'} to ctx.run(){how}"
+    )
+
+
+def _not_repeatable(check: Check, difference: Difference) -> str:
+    text = f"the uninterrupted run itself is not repeatable: when it runs again, {_words(difference)}"
+    if names := unsteady(check.uninterrupted, check.again, difference):
+        text += f"; also different in its first step: {_listed(names)}"
+    text += (
+        "; look for a random generator without a seed, the time, the order of a set or of files, and on GPUs for "
+        "kernels that are not deterministic"
+    )
+    batches = first_difference(check.uninterrupted, check.resumed, frozenset({BATCH}))
+    if difference.kind != BATCH and batches is None:
+        text += "; the batches of the resumed run were the same in all steps"
+    return text
+
+
+def _unsteady_objects(names: Sequence[str]) -> str:
+    return (
+        f"the uninterrupted run itself is not repeatable: {_listed(names)}, which ctx.run() did not get, has another "
+        "state when it runs again; batches, logged values and parts were the same in all steps"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

@@ -1,0 +1,113 @@
+"""The state of a run, as words and as JSON: from its files and, if it answers, the Slurm controller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clusterddp.events import how_it_ended
+from clusterddp.failures import exclusion
+from clusterddp.jobdef import code_snapshot
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.report.booking import Booking
+from clusterddp.report.efficiency import Spent, advice
+from clusterddp.report.stragglers import Scores, scores
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.summary import Summary, best_saved, summarize
+from clusterddp.rundir.timing import read_timings
+from clusterddp.runs.run_report import booked, report
+from clusterddp.slurm.run_states import OVER, RunState, run_states
+from clusterddp.supervisor.limits import attempts_made
+
+#: Seconds for which a controller that does not answer is asked again.
+PATIENCE_S = 20.0
+Event = Mapping[str, Any]
+
+
+def state_of(run: RunDirectory) -> tuple[str, str]:
+    """The state in a word of ``run_states.WORDS``, and in a sentence."""
+    summary, state = looked_at(run)
+    return state.word, state_sentence(summary, state)
+
+
+def looked_at(
+    run: RunDirectory, metrics: Sequence[str] = (), patience_s: float = PATIENCE_S
+) -> tuple[Summary, RunState]:
+    summary = summarize(run, metrics)
+    return summary, run_states([summary], patience_s)[0]
+
+
+def full_report(run: RunDirectory) -> dict[str, Any]:
+    """The keys of every run, and those that need the whole history or the job definition."""
+    job, events, now = load_resolved(run.job_file), run.events(), time.time()
+    summary, state = looked_at(run)
+    booking, made = booked(summary, state, events, now)
+    return report(summary, state) | {
+        "attempts": attempts_made(events),
+        "job_name": job.name,
+        "shape": job.shape,
+        "code": code_of(run, events),
+        "best": best_saved(events),
+        "gpus_per_node": job.gpus_per_node if job.device == "cuda" else 0,
+        "gpu_type": job.gpu_type,
+        "excluded": exclusion.left_out(events, now),
+        "cost": _cost(booking, made, events),
+        "time": made
+        and {
+            "total_s": made.total_s,
+            "seconds": made.seconds,
+            "ettr": made.ettr,
+            "goodput": made.goodput,
+            "repeated_steps": made.repeated,
+            "provisional": made.provisional,
+        },
+        "advice": advice(job, booking, events),
+        "stragglers": (found := scores_of(run)) and found.as_json(),
+    }
+
+
+def _cost(booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Any] | None:
+    """What version 1 of the schema has besides ``time``."""
+    if made is None or not attempts_made(events):
+        return None
+    first = next((one.begin for one in booking.intervals if one.attempt is not None), booking.intervals[-1].end)
+    in_loop = ("training", "evaluating", "saving", "repeating", "straggler")
+    return {
+        "repeated_steps": made.repeated,
+        "training_s": sum(made.seconds[name] for name in in_loop),
+        "total_s": booking.intervals[-1].end - first,
+    }
+
+
+# --- the lines of the text
+
+
+def code_of(run: RunDirectory, events: Sequence[dict[str, Any]]) -> str | None:
+    return code_snapshot.described(code_snapshot.current(run), events)
+
+
+def state_sentence(summary: Summary, state: RunState) -> str:
+    """The state in a sentence, with the job or process that holds the run, or how to continue it."""
+    if summary.outcome is not None:
+        return how_it_ended(summary.outcome)
+    if state.word == "failed":
+        return f"failed: {state.reason}; fix it, then continue with: clusterddp submit --run-dir {summary.run.quoted}"
+    if state.word in OVER:
+        return state.reason
+    if state.word == "unknown":
+        return f"unknown: {state.reason}"
+    if state.word == "stopped":
+        how = "--local --run-dir" if summary.run.loop_file.exists() else "--run-dir"
+        ended = f" ({state.reason})" if state.reason else ""
+        return f"stopped{ended}; continue with: clusterddp submit {how} {summary.run.quoted}"
+    if state.job is None:
+        return state.reason
+    return f"job {state.job_id} ({state.job.state}{f' on {state.nodes}' if state.nodes else ''})"
+
+
+def scores_of(run: RunDirectory) -> Scores | None:
+    try:
+        return scores(read_timings(run).intervals)
+    except OSError:  # another user's
+        return None

@@ -1,0 +1,271 @@
+"""From a script or a job definition to a recorded, submitted run: for ``submit``, sweeps and ``clusterddp.launch()``.
+
+Everything is checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clusterddp.checkpoint.store import of_run
+from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.events import at_step, is_unconfirmed
+from clusterddp.jobdef import load as jobs
+from clusterddp.jobdef.job import Job, check_packages
+from clusterddp.jobdef.load import list_differences, load_resolved
+from clusterddp.jobdef.profiles_and_presets import find_profiles, read_profiles
+from clusterddp.jobdef.program import is_hydra_app, module_file, placeholders_in
+from clusterddp.process import PACKAGE_FOLDER, signals_blocked
+from clusterddp.reporter import counted, show
+from clusterddp.rundir.ownership import check_run
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.recording import ONLY_JOB, Content, alone, check_not_submitted, claim, present_code, recorded
+from clusterddp.slurm import commands as slurm
+from clusterddp.supervisor import lease
+
+
+def describe(
+    target: str | None,
+    values: dict[str, Any],
+    overrides: Mapping[str, str],
+    origins: jobs.Origins | None = None,
+    section: str | None = None,
+) -> Job:
+    """The job of a YAML file, or of a script with ``values``, on top of the profiles.
+
+    ``origins`` and ``section``: as in ``load``.
+    """
+    defaults = read_profiles(find_profiles(os.environ, Path.cwd()), slurm.submission_cluster(os.environ))
+    if target and Path(target).suffix in (".yaml", ".yml"):
+        job = jobs.load(target, overrides, values=values, defaults=defaults, origins=origins, section=section)
+    else:
+        values |= {"script": target} if target else {}
+        job = jobs.from_values(values, overrides=overrides, defaults=defaults, origins=origins)
+    return with_hydra(job)
+
+
+def with_hydra(job: Job) -> Job:
+    """The job with ``hydra: true`` where its program is seen to be a Hydra app."""
+    if job.hydra is None and _is_hydra_app(job):
+        job = replace(job, hydra=True)
+    if job.hydra and (multirun := {"-m", "--multirun"} & set(job.args)):
+        raise UsageError(
+            f"{multirun.pop()}: every rank would run all members of this multirun. Use `clusterddp submit --sweep "
+            f"lr=1,2`, or `python {job.script or f'-m {job.module}'} -m hydra/launcher=clusterddp lr=1,2`. To run all "
+            "members in every rank, use --set hydra=false"
+        )
+    return job
+
+
+def _is_hydra_app(job: Job) -> bool:
+    file = Path(job.script) if job.script else module_file(str(job.module), Path.cwd())
+    return file is not None and is_hydra_app(file)
+
+
+def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | None = None) -> list[str] | None:
+    """Checks that the job can start, or continue the run in ``run_dir``.
+
+    ``place``: ``--local`` or ``--here``; None for a Slurm job. Returns the differences from the recorded job, which are
+    to be recorded, or None when the run has completed and there is nothing to do.
+    """
+    differences: list[str] = []
+    if run_dir:
+        check_folder(run_dir)
+        run = RunDirectory(run_dir)
+        differences = check_continues(run, job, change)
+        if run.exists() and completed(run, bool(differences)):
+            return None
+        if differences and not change:
+            show(f"{run} failed before its first step: recording the new arguments ({'; '.join(differences)})")
+    if not (run_dir and RunDirectory(run_dir).exists()):
+        check_done(job)
+    check_ranks(job, place)
+    if job.python is None and "container-image" not in job.srun:  # the ranks' interpreter is this one
+        check_packages(job)
+    show(f"{job.name}: {job.shape}")
+    return differences
+
+
+def check_done(job: Job) -> None:
+    """Checks that no folder that exists already would be the mark of a new run's end, once something is written to
+    it."""
+    pattern = (job.done and job.done.file) or ""
+    if "run_dir" in placeholders_in(pattern):
+        return
+    if folder := next(filter(os.path.isdir, glob.glob(pattern, recursive=True)), None):  # noqa: PTH207
+        raise UsageError(
+            f"done: {folder} is a folder that exists already; name a file that the script writes once it has finished"
+        )
+
+
+def check_folder(path: str) -> None:
+    """Checks that the path can be a folder, and stays on its line of a batch script."""
+    if not path.isprintable():
+        raise UsageError(f"--run-dir {path!r}: line breaks and control characters are not allowed in a path")
+    try:
+        Path(path).stat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"--run-dir {path[:200]}: {error.strerror}") from error
+    if not Path(path).is_dir():
+        raise UsageError(f"--run-dir {path} is a file: expected a run directory, or a path for a new one")
+
+
+def check_continues(run: RunDirectory, job: Job, change: bool) -> list[str]:
+    """Checks that the job may start or continue the run; returns how it differs from the recorded one.
+
+    Differences are an error unless ``change`` is set or the run failed before its first step. What every step depends
+    on cannot change at all.
+    """
+    if not run.exists():
+        check_not_submitted(run)
+        if run.path.exists() and any(run.path.iterdir()):
+            raise RunDirectoryError(f"{run} is not empty and holds no run (no job.yaml): choose another --run-dir")
+        return []
+    check_run(run)
+    recorded = load_resolved(run.job_file)
+    differences = list_differences(recorded, job)
+    if differences and not change and not failed_before_first_step(run):
+        raise RunDirectoryError(
+            f"{run} was started with other arguments: {'; '.join(differences)}. "
+            f"Use the recorded arguments (`clusterddp submit --run-dir {run.quoted}` alone does), add --change to "
+            "record the new ones, or choose another --run-dir"
+        )
+    check_frozen(run, recorded, job)
+    return differences
+
+
+def check_frozen(run: RunDirectory, recorded: Job, job: Job) -> None:
+    """Checks that what the order of samples depends on is as recorded once there is a checkpoint."""
+    changed = ["seed"] if job.seed != recorded.seed else []
+    if job.global_batch and recorded.global_batch and job.global_batch != recorded.global_batch:
+        changed.append("global_batch")
+    if changed and any(run.checkpoints.glob("step-*")):
+        was, now = (", ".join(f"{key} {getattr(one, key)}" for key in changed) for one in (recorded, job))
+        raise RunDirectoryError(
+            f"{run} has checkpoints made with {was} and cannot continue with {now}: use the recorded value, or start a "
+            "new run with another --run-dir"
+        )
+
+
+def failed_before_first_step(run: RunDirectory) -> bool:
+    """Whether a failed run has trained nothing: no step is recorded, and the script has written no file."""
+    outcome = run.outcome()
+    if outcome is None or outcome["state"] != "failed" or outcome["step"] or run.last_metrics() is not None:
+        return False
+    own = {path.name for path in (run.job_file, run.batch_script, run.events_file, run.metrics_file, run.outcome_file)}
+    own |= {path.name for path in (run.checkpoints, run.logs, run.private, run.code)}
+    own |= {path.name for path in (run.tensorboard, run.wandb, run.mlflow)}
+    return not any(run.checkpoints.glob("*")) and not {path.name for path in run.path.iterdir()} - own
+
+
+def completed(run: RunDirectory, changed: bool) -> bool:
+    """Whether the run has completed, and no ``changed`` arguments extend it. RunDirectoryError for a cancelled one."""
+    outcome = run.outcome()
+    over = outcome is not None and outcome["state"] != "failed" and not is_unconfirmed(outcome)
+    if outcome is None or not over or (outcome["state"] == "completed" and changed):
+        of_run(run).check_present()
+        return False
+    if outcome["state"] == "completed":
+        show(
+            f"{run} has already completed{at_step(outcome['step'])}: nothing to do; for more steps, add --change and "
+            "the new number of steps"
+        )
+        return True
+    raise RunDirectoryError(
+        f"{run} was cancelled{at_step(outcome['step'])} and cannot continue: `clusterddp submit --fork {run.quoted}` "
+        "starts a new run from its newest checkpoint"
+    )
+
+
+def check_ranks(job: Job, place: str | None) -> None:
+    """Refuses what ``--here`` and ``--local`` cannot have, and more ranks than this machine can start."""
+    if place and job.min_nodes is not None:
+        raise UsageError(
+            f"nodes {job.nodes_text} is a range for Slurm to choose from: with {place}, expected one number, "
+            f"such as --nodes {job.nodes} (add --change if the run has already started)"
+        )
+    cores = len(os.sched_getaffinity(0))
+    most = max(64, 32 * cores)  # each rank is a Python process
+    if place == "--local" and job.world_size > most:
+        raise UsageError(
+            f"{job.world_size} ranks with --local on this machine's {counted(cores, 'core')}: expected at most {most}; "
+            "reduce --nodes or --gpus"
+        )
+    needed, named = job.nodes * job.gpus_per_node, os.environ.get("CUDA_VISIBLE_DEVICES")
+    listed = len([gpu for gpu in (named or "").split(",") if gpu.strip()])
+    if place == "--local" and job.device == "cuda" and named is not None and needed > listed:
+        raise UsageError(
+            f"{job.shape} with --local need {counted(needed, 'GPU')} of this machine, but CUDA_VISIBLE_DEVICES={named} "
+            f"lists {listed or 'none'}: unset or change it, reduce --nodes or --gpus, or use --device cpu"
+        )
+    if place == "--here" and job.gpus_per_rank > 1:
+        raise UsageError(
+            f"gpus_per_rank {job.gpus_per_rank} with --here: each task of the allocation is one rank. "
+            "Remove it (--set gpus_per_rank=1) and request more GPUs than tasks in the sbatch script"
+        )
+
+
+def record_local(
+    job: Job, run_dir: str | None, content: Content = ONLY_JOB, *, told: bool = True, loop: bool = True
+) -> RunDirectory:
+    """Records a job that is to run on this machine, without Slurm.
+
+    ``told``: whether the user is told where. ``loop``: whether this process then starts its attempts.
+    """
+    content = replace(content, code=present_code(job, run_dir, content.source))
+    run, created = claim(run_dir, job)
+    with alone(run, created):
+        with recorded(run, job, created, content):
+            pass
+        if loop:
+            lease.loop_started(run)
+    if told:
+        show(f"run directory: {run}")
+    return run
+
+
+def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) -> tuple[RunDirectory, str]:
+    """Checks the job against the cluster, records it and submits it; returns the run and the job id."""
+    from clusterddp.slurm import batch
+
+    fitted = fit_to_cluster(job, required=True)
+    content = replace(content, code=present_code(job, run_dir, content.source, batch=True))
+    run, created = claim(run_dir, job)
+    run.debug_file.unlink(missing_ok=True)  # of an earlier submission
+    warn_of_unseen(run)
+    # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
+    with alone(run, created), signals_blocked(signal.SIGINT), recorded(run, job, created, content):
+        job_id = batch.submit(fitted, run, Path.cwd())
+        lease.submitted(run, job_id)
+        run.loop_file.unlink(missing_ok=True)
+        show(f"submitted as job {job_id}; run directory: {run}")  # before Ctrl-C ends the command
+    return run, job_id
+
+
+def warn_of_unseen(run: RunDirectory) -> None:
+    """Warns of what the nodes probably do not have: then the job fails before its supervisor can say why."""
+    from clusterddp.checks.folder import only_here
+
+    places = {"the run directory": run.path, "Python": Path(sys.executable), "clusterddp": PACKAGE_FOLDER}
+    for warning in only_here({what: path.absolute() for what, path in places.items()}):
+        show(warning)
+
+
+def fit_to_cluster(job: Job, required: bool) -> Job:
+    """The job with the resources that it requests of the cluster; see ``resources.fit_to_cluster``."""
+    from clusterddp.slurm import resources
+
+    remarks = resources.check_micro(job)
+    fitted, more = resources.fit_to_cluster(job, required=required)
+    for remark in [*remarks, *more]:
+        show(remark)
+    return fitted

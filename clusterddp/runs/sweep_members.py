@@ -1,0 +1,316 @@
+"""What a sweep varies: its members and their values, their names, and the job of each."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Number
+from pathlib import Path
+from typing import Any, TypeVar
+
+from clusterddp.errors import JobDefinitionError, UsageError
+from clusterddp.jobdef import program, yaml12
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import variants
+from clusterddp.jobdef.program import with_overrides
+from clusterddp.jobdef.readers import quoted
+from clusterddp.jobdef.schema import INSTEAD_OF_KEY, READERS, check_keys, fields_of, file_fields, get
+from clusterddp.jobdef.secrets import is_secret
+from clusterddp.jobdef.yaml12 import Mistake, Node, Place, node_of, raise_mistakes
+
+T = TypeVar("T")
+#: One member: the value of each key, as written.
+Values = Mapping[str, Node]
+#: More members are a mistake, as in ``seed=0..1000000``.
+MOST_MEMBERS = 10_000
+#: The longest name of a member's folder, in characters; file systems allow 255 bytes.
+LONGEST_NAME = 120
+_RANGE = re.compile(r"(-?[0-9]{1,9})\.\.(-?[0-9]{1,9})", re.ASCII)
+
+
+def expanded(node: Node, mistakes: list[Mistake]) -> list[Node]:
+    """The values of a key: those of a list, a single one, and the numbers of a range ``0..4``, which includes both."""
+    values: list[Node] = []
+    for item in node.value if isinstance(node.value, list) else [node]:
+        match = _RANGE.fullmatch(item.text)
+        if not match:
+            values.append(item)
+            continue
+        low, high = int(match[1]), int(match[2])
+        if not 0 <= high - low < MOST_MEMBERS:
+            expected = f"a range from the smaller number to the larger, of at most {MOST_MEMBERS} numbers"
+            mistakes.append(Mistake(item.place, f"expected {expected}, such as 0..4; got {item.text}"))
+            continue
+        values += [Node(number, str(number), item.place) for number in range(low, high + 1)]
+    if not values or (node.value is None and not node.text):
+        mistakes.append(Mistake(node.place, "expected a value, a list of values, or a range such as 0..4; got none"))
+    return values
+
+
+def combinations(grid: Mapping[str, Sequence[T]]) -> list[dict[str, T]]:
+    """Every combination of the values; the last key changes first. JobDefinitionError if there are too many."""
+    size = math.prod(map(len, grid.values()))
+    if size > MOST_MEMBERS:
+        raise JobDefinitionError(f"expected a sweep of at most {MOST_MEMBERS} members, got {size}")
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+# --- names
+
+
+def keys_of(members: Iterable[Mapping[str, object]]) -> list[str]:
+    """The keys of all members, in the order in which they come."""
+    return list(dict.fromkeys(key for values in members for key in values))
+
+
+def short_keys(keys: Iterable[str]) -> dict[str, str]:
+    """The last part of each key, as names and tables show it; the whole key where another key ends in the same part."""
+    keys = list(keys)
+    last = {key: key.rpartition(".")[2] for key in keys}
+    shared = [part for part in last.values() if list(last.values()).count(part) > 1]
+    return {key: key if last[key] in shared else last[key] for key in keys}
+
+
+def named(members: Sequence[Values]) -> dict[str, Values]:
+    """The members by name; a member that is given twice counts once. JobDefinitionError for two of one name."""
+    short, texts = short_keys(keys_of(members)), dict[str, dict[str, str]]()
+    found: dict[str, Values] = {}
+    for values in members:
+        own = {short[key]: text_of(node) for key, node in values.items()}
+        name = member_name(own)
+        if texts.setdefault(name, own) != own:
+            raise JobDefinitionError(
+                f"two members would have the name {name!r}, {texts[name]} and {own}: expected values without commas"
+            )
+        found[name] = values
+    return found
+
+
+def member_name(texts: Mapping[str, str]) -> str:
+    """The name of a member's folder: ``lr=1e-3,seed=0``.
+
+    Characters that have a meaning in a shell or in a batch script become ``-``, and a long name is cut: such a name
+    ends in a hash of all values, so that different members have different names.
+    """
+    text = ",".join(f"{key}={value}" for key, value in texts.items())
+    name = re.sub(r"[^A-Za-z0-9_.+=,-]+", "-", text)
+    if name == text and len(name) <= LONGEST_NAME:
+        return name
+    ending = "-" + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
+    return name[: LONGEST_NAME - len(ending)] + ending
+
+
+def text_of(node: Node) -> str:
+    """A value as it was written; a list or a mapping in YAML's one-line form."""
+    if isinstance(node.value, list):
+        return f"[{','.join(map(text_of, node.value))}]"
+    if isinstance(node.value, dict):
+        return f"{{{','.join(f'{key}:{text_of(item)}' for key, item in node.value.items())}}}"
+    return node.text or ("null" if node.value is None else "")
+
+
+KEYS = ("job", "grid", "members")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A sweep as its file describes it. ``job``: the path of the job definition, None if it is the file's own section
+    ``job``. ``members``: the values of each."""
+
+    job: Path | None
+    members: list[Values]
+
+
+def read_definition(path: Path) -> Definition:
+    """Reads SWEEP.yaml; the path of a job in it is relative to its folder. JobDefinitionError for all mistakes."""
+    mistakes: list[Mistake] = []
+    fields = file_fields(path, mistakes)
+    check_keys(fields, KEYS, mistakes)
+    place, job = Place(str(path)), get(fields, "job")
+    if job is None or job.value is None or isinstance(job.value, list):
+        wrong = "expected job: JOB.yaml, or job: with the keys of a job definition"
+        mistakes.append(Mistake(job.place if job else place, wrong))
+    grid, listed = get(fields, "grid"), get(fields, "members")
+    if (grid is None) == (listed is None):
+        mistakes.append(Mistake(place, "expected either grid: {KEY: [VALUES]} or members: [{KEY: VALUE}]"))
+    members = [*_of_grid(grid, mistakes), *_of_list(listed, mistakes)]
+    if not members:
+        mistakes.append(Mistake(place, "this sweep has no members"))
+    raise_mistakes(mistakes)
+    assert job is not None
+    return Definition(None if isinstance(job.value, dict) else path.parent / job.text, members)
+
+
+def of_options(texts: Sequence[str]) -> list[Values]:
+    """The combinations of ``--sweep lr=1e-3,1e-4`` and ``--sweep seed=0..4``; UsageError for all mistakes."""
+    grid: dict[str, Node] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        if not (key and equals and values):
+            raise UsageError(f"--sweep {text}: expected KEY=VALUE,VALUE or KEY=0..4, such as lr=1e-3,1e-4")
+        if key in grid:
+            raise UsageError(f"--sweep {text}: {key} is given twice; give all its values at once")
+        place = Place(f"--sweep {text}")
+        if values.startswith("["):
+            grid[key] = yaml12.load(values, str(place))
+        else:
+            grid[key] = Node([Node(yaml12.scalar(value), value, place) for value in values.split(",")], "", place)
+    mistakes: list[Mistake] = []
+    members = _combined(grid, mistakes)
+    raise_mistakes(mistakes)
+    return members
+
+
+def of_python(grid: Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The combinations of a mapping of keys to values, or the members that are listed, as Python values."""
+    if isinstance(grid, Mapping):
+        listed = {key: [values] if isinstance(values, str) else list(values) for key, values in grid.items()}
+        members = combinations(listed)
+    else:
+        members = [dict(values) for values in grid]
+    if not members or not all(members):
+        raise UsageError("this sweep has no members: expected a mapping of keys to values, or a list of mappings")
+    return members
+
+
+def nodes_of(members: Iterable[Mapping[str, Any]]) -> list[Values]:
+    """The same as nodes, for names and job definitions.
+
+    UsageError for a value that has no text which is the same in every process.
+    """
+    for values in members:
+        if wrong := [key for key, value in values.items() if not _is_plain(value)]:
+            key = wrong[0]
+            raise UsageError(
+                f"{key}={values[key]!r:.80}: expected numbers, text or lists of them, which name the run; sweep a name "
+                "or an index, and look the object up in the function"
+            )
+    return [{key: node_of(value, f"{key}={value}"[:80]) for key, value in values.items()} for values in members]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, (str, Number))
+
+
+def _of_grid(grid: Node | None, mistakes: list[Mistake]) -> list[Values]:
+    fields = fields_of(grid, mistakes)
+    return _combined(fields, mistakes) if fields else []
+
+
+def _of_list(listed: Node | None, mistakes: list[Mistake]) -> list[Values]:
+    if listed is None:
+        return []
+    if not isinstance(listed.value, list):
+        mistakes.append(Mistake(listed.place, f"members: expected a list of mappings, got {quoted(listed)}"))
+        return []
+    members: list[Values] = []
+    for item in listed.value:
+        values = fields_of(item, mistakes)
+        if values:
+            members.append({str(key): node for key, node in values.items()})
+        elif item.value is None:
+            mistakes.append(Mistake(item.place, "members: expected a mapping such as {lr: 1e-3, seed: 0}, got nothing"))
+    return members
+
+
+def _combined(grid: Mapping[Any, Node], mistakes: list[Mistake]) -> list[Values]:
+    values = {str(key): expanded(node, mistakes) for key, node in grid.items()}
+    return list(combinations(values))
+
+
+_ARGUMENT = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+
+
+def jobs_of(base: Job, members: Sequence[Values]) -> list[Job]:
+    """The job of each member: ``base`` with its values. A JobDefinitionError lists all mistakes."""
+    mistakes = [*_wrong_keys(members, bool(base.hydra)), *_wrong_arguments(members, bool(base.hydra))]
+    raise_mistakes(mistakes)
+    changes = [{key: node for key, node in values.items() if not argument_of(key)} for values in members]
+    jobs = [
+        replace(job, args=with_overrides(job.args, _overrides(values)) if job.hydra else (*job.args, *_words(values)))
+        for job, values in zip(variants(base, changes), members, strict=True)
+    ]
+    _check_own_checkpoints(jobs)
+    return jobs
+
+
+def _check_own_checkpoints(jobs: Sequence[Job]) -> None:
+    """Members whose scripts save to the same place would continue from each other's checkpoints."""
+    patterns = [pattern for job in jobs if job.resume for pattern in job.resume.checkpoint]
+    shared = [one for one in patterns if "run_dir" not in program.placeholders_in(one) and patterns.count(one) > 1]
+    if shared:
+        raise JobDefinitionError(
+            f"resume.checkpoint: {shared[0]!r} is the same for several members, which would continue from each other's "
+            "checkpoints: have the script save below {run_dir}, and begin the pattern with it"
+        )
+
+
+def argument_of(key: str) -> str | None:
+    """The name of the script's argument that a key stands for; None for a key of the job definition."""
+    if key.startswith("args."):
+        return key.removeprefix("args.")
+    return None if key.partition(".")[0] in READERS else key
+
+
+def _words(values: Values) -> Iterator[str]:
+    """The script's arguments: ``--lr 1e-3``; true stands for the option alone, false and null for none."""
+    for key, node in values.items():
+        name = argument_of(key)
+        if name is None or node.value is None or node.value is False:
+            continue
+        option = f"-{name}" if len(name) == 1 else f"--{name}"
+        if node.value is True:
+            yield option
+        elif node.text.startswith("-"):  # argparse would take -x for an option
+            yield f"{option}={node.text}"
+        else:
+            yield option
+            yield node.text
+
+
+def _overrides(values: Values) -> Iterator[str]:
+    """The same for a Hydra app: ``model.lr=1e-3``."""
+    for key, node in values.items():
+        if name := argument_of(key):
+            yield f"{name}={program.hydra_value(node)}"
+
+
+def _wrong_keys(members: Sequence[Values], hydra: bool) -> Iterator[Mistake]:
+    first = {key: node for values in reversed(members) for key, node in values.items()}
+    for key, node in first.items():
+        name, top = argument_of(key), key.partition(".")[0]
+        if is_secret(key):
+            yield Mistake(node.place, f"{key}: a secret cannot be swept: its values would be in names of folders")
+        elif key == "args":
+            yield Mistake(node.place, "args: expected args.NAME, for the script's argument --NAME")
+        elif name is not None and not (program.HYDRA_KEY if hydra else _ARGUMENT).fullmatch(name):
+            yield Mistake(node.place, f"{key}: expected a key of the job definition or the name of an argument")
+        elif name == key and (hint := _meant(top)):
+            yield Mistake(node.place, f"{key} is no key of a job definition: {hint} (for --{key}, args.{key})")
+
+
+def _meant(key: str) -> str | None:
+    """What a key that looks like one of the job definition was meant to be."""
+    if instead := INSTEAD_OF_KEY.get(key.replace("-", "_")):
+        return instead
+    candidates = READERS.keys() - {"script", "module"}  # --model is an argument of many scripts
+    near = difflib.get_close_matches(key, sorted(candidates), 1, cutoff=0.75)
+    return f"did you mean {near[0]}?" if near else None
+
+
+def _wrong_arguments(members: Sequence[Values], hydra: bool) -> Iterator[Mistake]:
+    for values in members:
+        for key, node in values.items():
+            if argument_of(key) and ((isinstance(node.value, (list, dict)) and not hydra) or "\0" in node.text):
+                yield Mistake(node.place, f"{key}: expected a single value for the script's argument")
+            elif argument_of(key) and (why := program.wrong_placeholder(node.text)):
+                yield Mistake(node.place, f"{key}: {why}")

@@ -1,0 +1,413 @@
+"""Starts the members of a sweep that need it, as Slurm job arrays or one after another on this machine.
+
+The same command again submits what is missing: members that are new, that never started, or that nothing trains any
+more. Those that failed or were cancelled are submitted only on request. Members that a job or process holds never
+are, nor those that their user has stopped with ``clusterddp tell stop``. Members that request the same resources share
+an array, as far as MaxArraySize and the user's submit limit allow.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from clusterddp.errors import (
+    FAILED,
+    INTERRUPTED,
+    UNCONFIRMED,
+    RunDirectoryError,
+    SlurmError,
+    SlurmMissing,
+    SlurmUnavailable,
+    UsageError,
+)
+from clusterddp.events import is_unconfirmed
+from clusterddp.jobdef.code_snapshot import Code
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import list_differences
+from clusterddp.jobdef.secrets import without_secrets
+from clusterddp.process import signals_blocked
+from clusterddp.reporter import counted, show
+from clusterddp.rundir.files import write_atomically
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.summary import Summary, summarize
+from clusterddp.runs.local import LocalRun
+from clusterddp.runs.progress import Progress
+from clusterddp.runs.recording import ONLY_JOB, Content, claim, present_code, recorded, write_code
+from clusterddp.runs.submission import check_continues, fit_to_cluster, record_local, warn_of_unseen
+from clusterddp.runs.sweep_folder import Array, Record, SweepFolder, read_record
+from clusterddp.runs.sweep_members import (
+    Values,
+    text_of,
+)
+from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.batch import array_script, batch_script
+from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.configuration import largest_array
+from clusterddp.slurm.queue import jobs_by_script
+from clusterddp.slurm.run_states import RunState, run_states
+from clusterddp.supervisor import lease
+from clusterddp.supervisor.lease import held_by_other
+
+#: The states of members that a command submits unasked, and those that it submits on request (``--retry``).
+MISSING = ("new", "missing", "stopped")
+RETRIED = ("failed", "cancelled")
+#: The state of a member that its user has stopped: no sweep continues it.
+STOPPED_BY_USER = Cause.STOP_REQUESTED.value
+#: In sbatch's message, if a smaller array may pass: the limits on submitted jobs of a QOS, an account or a user, and
+#: max_array_tasks of SchedulerParameters.
+_TOO_MANY = re.compile(r"Submit\w*Limit|job submit limit|Invalid job array specification")
+#: How many members a message names.
+_NAMED = 10
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a user asked for. ``job``: the definition that the members vary. ``contents``: what else is written into
+    the run directory of a member that is submitted. ``retry_option``: how the user asks for members in a state."""
+
+    folder: SweepFolder
+    job: Job
+    members: Mapping[str, Values]
+    jobs: Mapping[str, Job]
+    retry: Collection[str] = ()
+    change: bool = False
+    max_running: int | None = None
+    contents: Mapping[str, Content] = field(default_factory=dict)
+    retry_option: str = "--retry {}"
+
+    def content(self, name: str) -> Content:
+        """What else is written into the run directory of a member."""
+        return self.contents.get(name, ONLY_JOB)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The members by state, and those of earlier definitions that the present one has not."""
+
+    states: Mapping[str, str]
+    submit: list[str]
+    left: list[str]
+
+    def in_state(self, *states: str) -> list[str]:
+        """The members in these states."""
+        return [name for name, state in self.states.items() if state in states]
+
+
+@contextmanager
+def planned(sweep: Sweep, settle: Callable[[SweepFolder], None]) -> Iterator[Plan]:
+    """Records the sweep and holds its lock, while the body carries out the plan.
+
+    ``settle`` is called with the lock held, and completes what an earlier command left.
+    """
+    folder = sweep.folder
+    folder.check()
+    folder.create(sweep.job.share)
+    with folder.locked():
+        settle(folder)
+        plan = make_plan(sweep)
+        for name in plan.submit:
+            check_continues(folder.member(name), sweep.jobs[name], sweep.change)
+        before = read_record(folder.path)
+        known = {**before.members, **before.left} if before else {}
+        members = {name: {key: text_of(node) for key, node in values.items()} for name, values in sweep.members.items()}
+        folder.write(Record(sweep.job, members, {name: known[name] for name in plan.left}))
+        yield plan
+
+
+def make_plan(sweep: Sweep) -> Plan:
+    """Reads the folder and decides; writes nothing. RunDirectoryError if the recorded definition differs."""
+    before = read_record(sweep.folder.path)
+    states = _states(sweep)
+    known = {**before.members, **before.left} if before else {}
+    kept = [name for name in known if name not in sweep.members and sweep.folder.member(name).exists()]
+    if before and (kept or set(states.values()) != {"new"}) and not sweep.change:
+        _check_same(sweep, before)
+    return Plan(states, [name for name, state in states.items() if state in (*MISSING, *sweep.retry)], kept)
+
+
+def _check_same(sweep: Sweep, before: Record) -> None:
+    if differences := list_differences(before.job, without_secrets(sweep.job)[0]):
+        raise RunDirectoryError(
+            f"{sweep.folder} was started with another definition: {'; '.join(differences)}. Use the recorded one, add "
+            "--change to submit members with the new one, or choose another --run-dir"
+        )
+
+
+def _states(sweep: Sweep) -> dict[str, str]:
+    """The state of each member, with one query of the controller: ``new``, ``missing`` (it never started), ``stopped``,
+    ``held``, ``unknown``, or the state of its outcome."""
+    summaries = {name: summarize(run) for name in sweep.members if (run := sweep.folder.member(name)).exists()}
+    seen = run_states(list(summaries.values()))
+    found = dict(zip(summaries, map(_state, summaries.values(), seen), strict=True))
+    for name, state in found.items():
+        if state in sweep.retry and held_by_other(sweep.folder.member(name)):  # its job is just ending
+            found[name] = "held"
+    return {name: found.get(name, "new") for name in sweep.members}
+
+
+def _state(summary: Summary, seen: RunState) -> str:
+    if seen.word in ("pending", "held", "running"):
+        return "held"
+    if (seen.word, seen.reason) == ("stopped", STOPPED_BY_USER):
+        return STOPPED_BY_USER
+    return "missing" if seen.word == "stopped" and not summary.attempts else seen.word
+
+
+def tell(sweep: Sweep, plan: Plan) -> None:
+    """Prints what is known of the members, and names those that need the user."""
+    count = {state: len(plan.in_state(state)) for state in _TOLD}
+    words = ", ".join(f"{number} {_WORDS.get(state, state)}" for state, number in count.items() if number)
+    show(f"{sweep.folder}: {counted(len(plan.states), 'member')}: {words}")
+    for state in RETRIED:
+        if (names := plan.in_state(state)) and state not in sweep.retry:
+            show(f"{state}: {listed(names)}; {sweep.retry_option.format(state)} submits them again")
+    if names := plan.in_state(STOPPED_BY_USER):
+        show(f"continued only by `clusterddp submit --run-dir`: {listed(names)}")
+    if names := plan.in_state("unknown"):
+        show(f"not submitted, because `clusterddp status` cannot see their state: {listed(names)}")
+    if plan.left:
+        show(f"no longer in the sweep, and left as they are: {listed(plan.left)}")
+
+
+_TOLD = (*MISSING, "held", "completed", *RETRIED, STOPPED_BY_USER, "unknown")
+_WORDS = {"missing": "never started", "held": "queued or running"}
+
+
+def listed(names: Collection[str]) -> str:
+    """Names for a message, the first few of them."""
+    first, more = list(names)[:_NAMED], len(names) - _NAMED
+    return " ".join(first) + (f" and {more} more" if more > 0 else "")
+
+
+#: Threads that write members: each of their files is synced, which takes milliseconds on a shared disk.
+_WRITERS = 16
+
+
+@dataclass
+class Submitted:
+    """What Slurm has accepted: the ids of the arrays, and the members. ``refused``: why it took no more."""
+
+    job_ids: list[str] = field(default_factory=list)
+    members: list[str] = field(default_factory=list)
+    refused: SlurmError | None = None
+
+
+def settle(folder: SweepFolder) -> None:
+    """Completes what a command that was killed left: an array that Slurm has is recorded, any other one is removed.
+
+    SlurmUnavailable while that is unknown: nothing is to be submitted then.
+    """
+    left = folder.unfinished_arrays()
+    jobs = slurm.patiently(jobs_by_script) if left else {}
+    for array in left:
+        if job_id := jobs.get(str(array.script)):
+            show(f"job {job_id} of {folder} had been submitted, but was not recorded")
+            _record(folder, array, job_id)
+        else:
+            array.remove()
+
+
+def groups(sweep: Sweep, names: Sequence[str]) -> Iterator[dict[str, Job]]:
+    """The members that can share an array: nothing but the run directory differs in their batch scripts."""
+    found: dict[str, dict[str, Job]] = {}
+    for name in names:
+        text = array_script(sweep.jobs[name], sweep.folder.arrays / "0", 1, None, Path.cwd())
+        found.setdefault(text, {})[name] = sweep.jobs[name]
+    yield from found.values()
+
+
+def fitted(group: Mapping[str, Job], required: bool = True) -> dict[str, Job]:
+    """The same members with the CPUs and the memory that they request of the cluster, which is asked once."""
+    fit = fit_to_cluster(next(iter(group.values())), required)
+    return {name: replace(job, cpus_per_task=fit.cpus_per_task, mem=fit.mem) for name, job in group.items()}
+
+
+def submit(sweep: Sweep, plan: Plan) -> Submitted:
+    """Submits the members that the plan names; SlurmError if Slurm accepts none of them."""
+    done = Submitted()
+    if not plan.submit:
+        return done
+    most = largest_array()
+    ready = [fitted(group) for group in groups(sweep, plan.submit)]  # all checks before anything is written
+    warn_of_unseen(RunDirectory(sweep.folder.path))
+    source = sweep.content(plan.submit[0]).source  # all members call the same function
+    write_code(RunDirectory(sweep.folder.path), present_code(sweep.job, str(sweep.folder), source, batch=True))
+    for group in ready:
+        _submit_group(sweep, group, most, len(plan.submit), done)
+        if done.refused:
+            break
+    if done.refused and not done.members:
+        raise done.refused
+    return done
+
+
+def _submit_group(sweep: Sweep, group: Mapping[str, Job], most: int, total: int, done: Submitted) -> None:
+    """Submits members in arrays of equal size; halves it when the user's submit limit is reached."""
+    left = list(group)
+    size = array_size(len(left), most)
+    while left:
+        chunk = {name: group[name] for name in left[:size]}
+        running = share(sweep.max_running, len(done.members), len(chunk), total)
+        try:
+            job_id = _submit_array(sweep, chunk, running)
+        except SlurmError as error:
+            if size > 1 and smaller_may_pass(error):
+                size = min(size, len(left)) // 2
+                continue
+            done.refused = error
+            return
+        done.job_ids.append(job_id)
+        done.members += chunk
+        left = left[size:]
+
+
+def smaller_may_pass(error: SlurmError) -> bool:
+    """Whether sbatch refused an array for the number of its tasks."""
+    return _TOO_MANY.search(str(error)) is not None
+
+
+def array_size(members: int, most: int) -> int:
+    """How many members each array gets: as few arrays as possible, of equal size."""
+    return math.ceil(members / math.ceil(members / most))
+
+
+def share(most: int | None, before: int, size: int, total: int) -> int | None:
+    """How many of ``size`` members, of ``total`` in all arrays, may run at a time so that ``most`` do in all."""
+    if most is None:
+        return None
+    return max(1, most * (before + size) // total - most * before // total)
+
+
+def _submit_array(sweep: Sweep, jobs: Mapping[str, Job], running: int | None) -> str:
+    """Records the members and submits them as one array; if Slurm refuses it, all is as before."""
+    folder, names = sweep.folder, list(jobs)
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            for member in pool.map(partial(_member, sweep), jobs.items()):
+                stack.push(member)
+        array = folder.next_array()
+        script = array_script(jobs[names[0]], array.path, len(names), running, Path.cwd())
+        # On Ctrl-C between sbatch's answer and our record of it, the next command would have to ask for the job id.
+        stack.enter_context(signals_blocked(signal.SIGINT))
+        folder.prepare(array, names, script)
+        job_id = _sbatch(array)
+        _record(folder, array, job_id)
+    return job_id
+
+
+def _member(sweep: Sweep, named: tuple[str, Job]) -> AbstractContextManager[None]:
+    """Records a member; the context, which is entered, restores its run directory if Slurm refuses the array."""
+    name, job = named
+    run, created = claim(str(sweep.folder.member(name)), sweep.jobs[name])
+    code = Code(None, owner=RunDirectory(sweep.folder.path))
+    context = recorded(run, sweep.jobs[name], created, replace(sweep.content(name), code=code))
+    context.__enter__()
+    run.unmark_cancelled()
+    write_atomically(run.batch_script, batch_script(job, run, Path.cwd()))
+    return context
+
+
+def _sbatch(array: Array) -> str:
+    try:
+        return slurm.submit(array.script, timeout_s=None)
+    except SlurmMissing:
+        array.remove()
+        raise
+    except SlurmUnavailable as error:  # it may have the job, and what the job needs must stay
+        again = "run the same command again, which asks Slurm first"
+        raise RunDirectoryError(f"Slurm may or may not have accepted {array.script}: {error}; {again}") from error
+    except SlurmError:
+        array.remove()
+        raise
+
+
+def _record(folder: SweepFolder, array: Array, job_id: str) -> None:
+    """Records who holds each member, and that the array is submitted."""
+    names = array.members()
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        tasks = (f"{job_id}_{task}" for task in range(len(names)))
+        list(pool.map(_hold, map(folder.member, names), tasks))
+    array.submitted(job_id)
+
+
+def _hold(run: RunDirectory, task_id: str) -> None:
+    if not lease.started(run, task_id):  # else it may have handed the run over to another job already
+        lease.submitted(run, task_id)
+    run.loop_file.unlink(missing_ok=True)
+
+
+def scripts(sweep: Sweep, plan: Plan) -> Iterator[str]:
+    """The batch scripts that would be submitted; without a Slurm that answers, nothing is checked."""
+    most = len(plan.submit)
+    with suppress(SlurmUnavailable):
+        most = largest_array()
+    done, number = 0, int(sweep.folder.next_array().path.name)
+    for group in groups(sweep, plan.submit):
+        ready = fitted(group, required=False)
+        names, size = list(ready), array_size(len(ready), most)
+        for first in range(0, len(names), size):
+            chunk = names[first : first + size]
+            running = share(sweep.max_running, done, len(chunk), len(plan.submit))
+            path = sweep.folder.arrays / str(number)
+            yield array_script(ready[chunk[0]], path, len(chunk), running, Path.cwd())
+            done, number = done + len(chunk), number + 1
+
+
+def run_all(sweep: Sweep, plan: Plan) -> int:
+    """Runs the members that the plan names; returns the exit code. The one that Ctrl-C stops is continued first."""
+    failed, unconfirmed = [], []
+    order = sorted(plan.submit, key=lambda name: plan.states[name] != "stopped")
+    for number, name in enumerate(order, start=1):
+        show(f"member {number} of {len(order)}: {name}")
+        code = _run(sweep, name)
+        if code == INTERRUPTED or code < 0:
+            show("stopped; the same command continues")
+            return INTERRUPTED
+        outcome = sweep.folder.member(name).outcome()
+        if outcome is not None and is_unconfirmed(outcome):  # not by the code, which may be the script's
+            unconfirmed.append(name)
+        elif code:
+            failed.append(name)
+    if unconfirmed:
+        show(f"completed, but not confirmed: {listed(unconfirmed)}; `clusterddp status` says why")
+    if failed:
+        show(f"failed: {listed(failed)}; {sweep.retry_option.format('failed')} runs them again")
+    failed_before = set(plan.in_state("failed")) - set(plan.submit)
+    return FAILED if failed or failed_before else UNCONFIRMED if unconfirmed else 0
+
+
+def _run(sweep: Sweep, name: str) -> int:
+    """Runs one member to its end."""
+    job, folder = sweep.jobs[name], sweep.folder
+    run = record_local(job, str(folder.member(name)), sweep.content(name))
+    run.unmark_cancelled()
+    try:
+        with Progress(run, job.steps, job.progress) as progress:
+            return LocalRun(run, job).loop(progress)
+    finally:
+        _loop_ended(run)
+
+
+def _loop_ended(run: RunDirectory) -> None:
+    with suppress(OSError):  # the disk is full: the entry names a process that no longer runs
+        lease.loop_ended(run)
+
+
+def check_marks(jobs: Iterable[Job]) -> None:
+    """Refuses a file that is the mark of several members: the first to finish would complete the others."""
+    marks = Counter(job.done.file for job in jobs if job.done and job.done.file and "{" not in job.done.file)
+    for file, members in marks.items():
+        if members > 1:
+            raise UsageError(
+                f"done: {file} would be the mark of {members} members of the sweep, and the first to finish would "
+                "complete the others: name a file of each member, such as {run_dir}/out/done"
+            )

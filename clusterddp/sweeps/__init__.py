@@ -1,1 +1,0 @@
-"""Sweeps: many runs of one job definition, their values, names, folder and comparison; ``cli/sweeps`` submits them."""

@@ -1,1 +1,0 @@
-"""What ranks record of each step under ``submit --check-resume``; the records are compared in cli/resume_check/."""

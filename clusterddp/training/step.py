@@ -1,0 +1,146 @@
+"""A step of a run: what has happened in it so far, and the state that it began with.
+
+A stop in an evaluation saves the state before the step, which the next attempt repeats. What the script has changed
+since then, such as its own values or a scheduler that took the result of a first evaluation, must not count twice.
+Buffers are rewound by ``distributed/buffers.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from clusterddp.checkpoint.state import Stateful, copied, pack, state_of
+from clusterddp.distributed.torch_patches import after_step
+from clusterddp.distributed.wrapping import optimizers, trained_parameters
+from clusterddp.training.script_state import Values
+
+
+class Step:
+    """The step being made. Class attributes, which few steps change: one is made in every step."""
+
+    optimizer_stepped = False
+    #: Whether the metric of the best checkpoint that it has logged is that of the state before it.
+    best_before = False
+    #: Whether it has one of the following.
+    special = False
+    #: Whether the script was told that an evaluation is due.
+    evaluates = False
+    #: Whether ``finish`` made it the last one.
+    last = False
+    #: How many batches are skipped after it.
+    skip = 0
+
+
+class OptimizerSteps:
+    """The optimizers among a run's parts, and which of them have stepped in the loop's step.
+
+    ``on_step`` is called with an optimizer after each of its steps, also where a GradScaler has skipped it.
+
+    A run may have several optimizers. Once the first of them has stepped, the state before the loop's step is lost, so
+    that a stop from there on keeps the step, and says which optimizers have not stepped in it.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], on_step: Callable[[Any], None]) -> None:
+        self._names = {id(part): name for name, part in optimizers(parts).items()}
+        self._on_step = on_step
+        #: Whether there are optimizers.
+        self.any = bool(self._names)
+        self._stepped: dict[str, None] = {}
+        self._gpus: dict[int, set[torch.device]] = {}
+        for part in optimizers(parts).values():
+            if gpus := {one.device for one in trained_parameters(part) if one.device.type == "cuda"}:
+                self._gpus[id(part)] = gpus
+        #: The streams of GPUs on which optimizers have stepped, other than those that are current between the steps.
+        self._streams: set[torch.cuda.Stream] = set()
+        self._before: dict[str, None] = {}
+        for part in dict.fromkeys(optimizers(parts).values()):
+            if isinstance(part, torch.optim.Optimizer):
+                part.register_step_post_hook(self._note)
+            else:
+                after_step(part, lambda *_, part=part, **__: self._note(part))
+        for part in parts.values():
+            if isinstance(part, torch.amp.GradScaler):
+                after_step(part, self._note)
+
+    def begin_step(self) -> None:
+        """The loop begins a step."""
+        if self._stepped:
+            self._before, self._stepped = self._stepped, {}
+
+    def missing(self) -> list[str]:
+        """The optimizers that have stepped in an earlier step of the loop, the last with any, and not in this one."""
+        return [name for name in self._before if name not in self._stepped]
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """What is queued on GPUs inside comes after the optimizers' steps, and before what follows on their streams:
+        a script may step on streams of its own."""
+        current = [(stream, torch.cuda.current_stream(stream.device)) for stream in self._streams]
+        for stream, own in current:
+            own.wait_stream(stream)
+        yield
+        for stream, own in current:
+            stream.wait_stream(own)
+
+    def _note(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if self._gpus:
+            for device in self._gpus.get(id(optimizer), ()):
+                stream = torch.cuda.current_stream(device)
+                if stream != torch.cuda.default_stream(device):
+                    self._streams.add(stream)
+        if (name := self._names.get(id(optimizer))) is not None:
+            self._stepped[name] = None
+        self._on_step(optimizer)
+
+
+#: A part with larger tensors is not copied at an evaluation: it trains or collects, rather than counts.
+LARGEST_COPY_BYTES = 1 << 20
+
+
+class BeforeStep:
+    """``begin_step`` keeps the script's own values in each step; ``keep``, at the place for an evaluation, all else."""
+
+    def __init__(self, parts: Mapping[str, Stateful], values: Values) -> None:
+        self._parts, self._own, self._has_values = parts, values, bool(values)
+        #: The script's own values.
+        self.values: dict[str, Any] = {}
+        self._kept: dict[str, dict[str, Any]] = {}
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        if self._has_values:
+            self.values = self._own.state_dict()
+        if self._kept:
+            self._kept = {}
+
+    def keep(self) -> None:
+        """Copies the states of optimizers, without what they hold per parameter, and of the parts that are small."""
+        self._kept = {name: _small_state(part) for name, part in self._parts.items()}
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """A part's state when the step began, as far as it was kept; its present state otherwise."""
+        part, kept = self._parts[name], self._kept.get(name)
+        if not kept:
+            return state_of(part)
+        if not isinstance(part, torch.optim.Optimizer):
+            return kept
+        now = state_of(part)
+        groups = zip(now["param_groups"], kept["param_groups"], strict=True)
+        return {**now, "param_groups": [{**group, **before} for group, before in groups]}
+
+
+def _small_state(part: Stateful) -> dict[str, Any]:
+    """What is kept of a part; nothing of a module, or of one that is large."""
+    if isinstance(part, torch.nn.Module):
+        return {}
+    state = state_of(part)
+    if isinstance(part, torch.optim.Optimizer):
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+        kept: dict[str, Any] = copied({"param_groups": groups})
+        return kept
+    _, tensors = pack(state)
+    return copied(state) if sum(tensor.nbytes for tensor in tensors.values()) <= LARGEST_COPY_BYTES else {}
