@@ -169,6 +169,7 @@ def run(parts: Sequence[Part], options: Sequence[str]) -> int:
     if codes <= {PASSED, NO_TESTS}:
         return min(codes)
     if not failed or len(failed) > FEW or codes - {PASSED, FAILED, NO_TESTS}:
+        print(f"\nfailed: {', '.join(failed) or 'no test'}", flush=True)
         return 1
     print(f"\nonce more, with nothing beside: {', '.join(failed)}\n", flush=True)
     again = [run_again(part, options) for part in parts if part.failed()]

@@ -116,8 +116,7 @@ def doubt(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
     for event in events:
         by_attempt.setdefault(event["attempt"], []).append(event)
     ran = {number: seconds for number, own in by_attempt.items() if (seconds := _script_s(own)) is not None}
-    ended = {number for number, own in by_attempt.items() if any(event["event"] == "completed" for event in own)}
-    before = [number for number in ran if number < attempt and number not in ended]
+    before = [number for number in ran if number < attempt and _interrupted(by_attempt[number])]
     if not before or attempt not in ran:
         return None
     begin = f"unconfirmed: the script exited with code 0 after {duration(ran[attempt])}"
@@ -134,6 +133,12 @@ def _script_s(events: list[Mapping[str, Any]]) -> float | None:
     starts = [event["time"] for event in events if (event["event"], event.get("phase")) == ("phase", "importing")]
     ends = [event["time"] for event in events if (event["event"], event.get("phase")) == ("phase", "ending")]
     return (ends or [events[-1]["time"]])[-1] - starts[0] if starts else None
+
+
+def _interrupted(events: list[Mapping[str, Any]]) -> bool:
+    """Whether an attempt's script still had work to do: it neither completed nor failed before it had begun."""
+    ends = {event["event"] for event in events} & {"completed", "failed"}
+    return not ends or (ends == {"failed"} and _progressed(events))
 
 
 def _made_steps(events: list[Mapping[str, Any]]) -> bool:

@@ -456,6 +456,8 @@ def ran(attempt: int, begin: float, end: float, last: str = "requeued", *more: s
         ([*ran(0, 0, 100, "requeued", "training"), *ran(1, 200, 290)], "without making a step"),
         ([*ran(0, 0, 100, "requeued", "training"), *ran(1, 200, 201, "requeued", "training")], None),
         ([{"attempt": 0, "event": "started", "time": 0}, *ran(1, 200, 201)], None),
+        ([*ran(0, 0, 20, "failed"), *ran(1, 200, 201, "completed")], None),
+        ([*ran(0, 0, 100, "failed"), *ran(1, 200, 201, "completed")], "of the 100 s of attempt 0"),
     ],
 )  # fmt: skip
 def test_exit_0_of_a_later_attempt_is_doubted_if_it_was_short_or_made_no_step(
