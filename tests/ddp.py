@@ -62,6 +62,9 @@ class Ranks:
         while any(process.poll() is None for process in self.processes):
             if time.monotonic() > deadline:
                 for process in self.processes:
+                    process.send_signal(signal.SIGPROF)
+                time.sleep(1)  # rank_server.py makes that print the stacks
+                for process in self.processes:
                     process.send_signal(signal.SIGKILL)
                 raise AssertionError(f"ranks still run after {timeout} s:\n{self.text()}")
             time.sleep(0.01)

@@ -177,8 +177,8 @@ def test_the_replay_fails_for_each_fsync_that_is_left_out(stories: Stories, repl
         if not any(replay.problems([item for item in recording if item is not sync]))
     ]
     print(f"{len(syncs)} left out")
-    # Those of the first attempt's claim and resume record: until the claim is seen, that of the job's submission counts,
-    # and that the attempt began at step 0 is in the history, too.
+    # Those of the first attempt's claim and resume record: until the claim is seen, that of the submission counts, and
+    # that the attempt began at step 0 is in the history, too.
     needed = [words for words in harmless if not words.endswith("/private/attempt-0")]
     assert len(syncs) > 30 and needed == [] and len(harmless) <= 2
 

@@ -146,6 +146,8 @@ def start(visible: list[int]) -> None:
         for index, number in enumerate(visible):
             _standin.share(index, str(folder_of_host(state) / f"memory-{number}"), held_s)
     atexit.register(_stop)
+    # A task that ends later frees its tensors with Python's lock, which ends its thread, and so the process.
+    atexit.register(_standin.finish)
     if "STANDIN_CUDA_COUNTS" in os.environ:
         _standin.trace_waits(True)
 
