@@ -93,6 +93,14 @@ class Part:
             command = ["nice", "-n", "5", *command]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
+    def code(self, process: subprocess.Popen[str]) -> int:
+        """pytest's exit code; a crash after the last test is shown, and is none of them."""
+        code = process.wait()
+        if code < 0 and (written := self.folder / "exit-code").exists():
+            print(f"{self.name}: signal {-code} ended pytest while it exited, after its tests", flush=True)
+            return int(written.read_text())
+        return code
+
     def failed(self) -> list[str]:
         """The tests that failed when it was last run."""
         try:
@@ -155,10 +163,11 @@ def run(parts: Sequence[Part], options: Sequence[str]) -> int:
     for reader in readers:
         reader.start()
     try:
-        codes = {one.wait() for one in running}
-        for part, one in zip(parts, running, strict=True):
-            if one.returncode not in (PASSED, NO_TESTS):
-                print(f"{part.name}: pytest exited with code {one.returncode}", flush=True)
+        by_part = {part.name: part.code(one) for part, one in zip(parts, running, strict=True)}
+        codes = set(by_part.values())
+        for name, code in by_part.items():
+            if code not in (PASSED, NO_TESTS):
+                print(f"{name}: pytest exited with code {code}", flush=True)
     except KeyboardInterrupt:  # which the parts got, too: they take their clusters down
         for one in running:
             one.wait()
@@ -187,7 +196,7 @@ def run_again(part: Part, options: Sequence[str]) -> int:
     part.junit.replace(part.folder / "junit-first.xml")
     running = replace(part, queue=None).start("--last-failed", *options)
     show(part.name, running)
-    return running.wait()
+    return part.code(running)
 
 
 def show(name: str, running: subprocess.Popen[str]) -> None:

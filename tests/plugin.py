@@ -69,10 +69,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     session.config.stash[_EXIT] = int(exitstatus)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # while pytest's faulthandler still prints the stacks of a crash
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends the process at once, as the ranks do: what libraries tidy up at its end may crash (kineto in torch 2.13)."""
+    """Ends the process at once, as the ranks do: what libraries tidy up at its end may crash (kineto in torch 2.13).
+
+    Such a crash says nothing about the tests. So their exit code is written beside their costs before.
+    """
     if _EXIT in config.stash:
+        if costs := config.getoption("--costs"):
+            costs.with_name("exit-code").write_text(str(config.stash[_EXIT]))
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

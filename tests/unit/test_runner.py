@@ -94,6 +94,31 @@ def test_arguments_reach_every_part_and_results_are_kept(tmp_path: Path) -> None
     assert cost["test"] == "test_some.py::test_on_a_cluster" and cost["part"].startswith("slurm")
 
 
+CRASHES = """
+import atexit
+import os
+import pytest
+
+@pytest.mark.slurm
+def test_on_a_cluster():
+    pass
+
+def test_other():
+    atexit.register(os.kill, os.getpid(), 11)
+    assert {passes}
+"""
+
+
+@pytest.mark.parametrize(("passes", "code"), [(True, 0), (False, 1)])
+def test_a_crash_after_the_last_test_is_shown_and_the_tests_decide(tmp_path: Path, passes: bool, code: int) -> None:
+    (tmp_path / "pytest.ini").write_text(INI)
+    (tmp_path / "test_some.py").write_text(CRASHES.format(passes=passes))
+    done = run_tests(tmp_path)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "signal 11 ended pytest while it exited, after its tests" in done.stdout
+    assert "Fatal Python error: Segmentation fault" in done.stdout
+
+
 DAEMON = """
 import subprocess
 import threading
