@@ -117,7 +117,8 @@ def test_an_exception_after_progress_restarts_all_ranks_and_the_same_one_twice_e
     done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--set", "checkpoint.every=5 steps")
     assert (done.returncode, run.attempts()) == (1, [0, 1, 2, 3]), story(run)
     raised = [event["raised"] for event in run.events() if event["event"] == "rank_failed"]
-    assert re.match(r"RuntimeError at passing.py:\d+ \(<module>\), step \d+$", raised[0]), raised
+    # Or what its peer meets at the other end of a socket: EOFError, ConnectionResetError.
+    assert re.match(r"\w+Error at passing.py:\d+ \(<module>\), step \d+$", raised[0]), raised
     assert raised[1] == "OSError at passing.py:10 (<module>)"
     assert raised[2:] == ["ValueError at passing.py:19 (<module>), step 33"] * 2
     assert re.search(r"\| restarting all ranks in place: the attempt had made \d+ steps\n", done.stderr), done.stderr
