@@ -17,12 +17,8 @@ from benchmarks import report, rows
 FOLDER = Path("docs/measurements")
 #: The figures that the README shows, and what they are called there.
 CHOICE = {
-    "step of 10 ms: CPU of rank 0's training thread": "CPU time of a training step",
-    "save, 400 MB: stall": "training waits for a save of 400 MB",
     "hand-over: TERM to free nodes": "preemption: from TERM to free nodes",
     "resume: batch script to first step": "resume: from the batch script to the first step",
-    "restore, 400 MB, 8 ranks, warm": "restore of 400 MB on 8 ranks",
-    "wall time, a preemption every 60 s, GraceTime=0": "a run that is preempted every 60 s",
 }
 
 
