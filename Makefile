@@ -11,6 +11,7 @@
 # make real-nccl     torch's own NCCL process group over stand-in CUDA and NCCL libraries: flight record, timeout,
 #                    suspension in torch 2.4 to the newest; RELEASES="2.4.1 newest" some of them
 # make pictures      docs/images, those of the README: a real run, and its report in Chromium
+# make docs          the documentation as a site with search, in build/docs/site; a dead link is an error
 # make reference     docs/reference, from the docstrings, signatures and options in the code
 # make completion    completions/ for bash and zsh, from the options in the code
 # make dist   wheel and sdist in dist/, and a run from the wheel in a clean environment
@@ -58,7 +59,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos simulate soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos simulate soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion docs dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -122,7 +123,7 @@ test-product: .venv/integrations slurm
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest \
 		$$(grep -rlE 'mark\.product|CLUSTERDDP_TEST_PRODUCT' tests --include='test_*.py' | grep -v ^tests/browser/)
 
-.venv/browser: .venv/ready
+.venv/browser: .venv/ready .venv/docs
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[browser]'
 	@command -v chromium google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
 	@touch $@
@@ -223,10 +224,18 @@ lint: .venv/ready
 	.venv/bin/mypy
 
 pictures: .venv/browser
+	.venv/bin/python -m docs.images.recording
 	.venv/bin/python -m docs.images.make
 
 reference: .venv/ready
 	.venv/bin/python -m docs.reference.generate
+
+.venv/docs: .venv/ready
+	$(PIP) install -c constraints.txt $(INDEX) -e '.[docs]'
+	@touch $@
+
+docs: .venv/docs
+	.venv/bin/python -m docs.site
 
 completion: .venv/ready
 	.venv/bin/python -m docs.reference.completion

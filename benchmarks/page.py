@@ -1,8 +1,8 @@
-"""The page with all figures: ``python -m benchmarks.page`` fills in the tables of docs/measurements/README.md.
+"""The page of costs: ``python -m benchmarks.page`` fills in the tables of docs/measurements/README.md.
 
 They are made from the JSON files there. Each row comes from the page of its own benchmark, or, where that has not been
-measured yet, from ``make bench``. The README's table is a choice of these rows. What is around the tables is written by
-hand, each table stands between two comments.
+measured yet, from ``make bench``. The page shows HEADLINES, and for each benchmark how many of its bars are met. The
+README shows CHOICE. What is around the tables is written by hand, each table stands between two comments.
 """
 
 from __future__ import annotations
@@ -17,13 +17,27 @@ from benchmarks import report, rows
 FOLDER = Path("docs/measurements")
 #: The figures that the README shows, and what they are called there.
 CHOICE = {
-    "step of 10 ms: CPU of rank 0's training thread": "CPU time of a training step",
-    "save, 400 MB: stall": "training waits for a save of 400 MB",
     "hand-over: TERM to free nodes": "preemption: from TERM to free nodes",
     "resume: batch script to first step": "resume: from the batch script to the first step",
-    "restore, 400 MB, 8 ranks, warm": "restore of 400 MB on 8 ranks",
-    "wall time, a preemption every 60 s, GraceTime=0": "a run that is preempted every 60 s",
 }
+#: The figures of the page of costs.
+HEADLINES = (
+    *CHOICE,
+    "no progress around a preemption, GraceTime=0",
+    "wall time, a preemption every 60 s, GraceTime=0",
+    "wall time, a rank killed (SIGKILL) every 90 s",
+    "wall time, a node loses its power and stays off",
+    "wall time, a rank stops (SIGSTOP)",
+    "step of 10 ms: CPU of rank 0's training thread",
+    "step of 10 ms: wall time",
+    "step of 100 ms: CPU of rank 0's training thread",
+    "step with the watchdog",
+    "step with the stop agreement",
+    "save, 400 MB: stall",
+    "save, 400 MB: training time lost (all cores)",
+    "restore, 400 MB, 8 ranks, warm",
+    "questions to slurmctld in a minute of training",
+)
 
 
 def gathered(folder: Path) -> list[dict[str, Any]]:
@@ -45,13 +59,20 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def tables(found: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """By the name in its comments: all rows, the bars that are not met, and the README's choice."""
-    everything = [[*rows.cells(row), f"[{row['page']}]({row['page']}.md)"] for row in found]
+    """By the name in its comments: the headlines, each benchmark's bars, the bars not met, and the README's choice."""
+    chosen = sorted((row for row in found if row["row"] in HEADLINES), key=lambda row: HEADLINES.index(row["row"]))
+    failures = [row for row in found if "failed" in row]
+    shown = [[*rows.cells(row), f"[{row['page']}]({row['page']}.md)"] for row in [*chosen, *failures]]
+    met = {
+        row["page"]: [one["met"] for one in found if one["page"] == row["page"] and one.get("allowed")] for row in found
+    }
+    counts = [[f"[{name}]({name}.md)", str(len(bars)), str(bars.count(True))] for name, bars in sorted(met.items())]
     by_name = {row["row"]: rows.cells(row) for row in found if "failed" not in row}
     missed = {False: "missed", None: "cannot tell: the bar lies within the interval"}
     judged = [(row["row"], row["met"]) for row in found if row.get("allowed") is not None]
     return {
-        "figures": report.table([*rows.HEAD, "from"], everything),
+        "figures": report.table([*rows.HEAD, "from"], shown),
+        "pages": report.table(["benchmark", "bars", "met"], counts),
         "bars": report.table(["row", "bar"], [[name, missed[met]] for name, met in judged if not met]),
         "choice": report.table(
             ["", "clusterddp", "limit", "ratio (95% interval)"],

@@ -5,7 +5,6 @@ with the keyboard, and passes axe. ``SCREENSHOTS=FOLDER`` keeps a picture of eac
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,6 @@ STEPS, TIME = "svg[data-axis=steps]", "svg[data-axis=time]"
 VALUES = 44
 
 Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium: apt-get install chromium")
-    with playwright.sync_playwright() as api:
-        started = api.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

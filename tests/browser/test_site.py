@@ -1,0 +1,62 @@
+"""The documentation's site, as ``make docs`` builds it, in a real browser: ``make test-browser``."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.product
+REPOSITORY = Path(__file__).resolve().parents[2]
+#: Of a user, and the page that answers it.
+QUESTIONS = {
+    "preset timm": "existing-repository.html",
+    "BatchNorm exact resume": "exact-resume.html",
+    "requeue held": "preemption.html",
+    "wandb": "trackers.html",
+    "NCCL_SOCKET_IFNAME": "nodes.html",
+}
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[str]:
+    """The address of the site, on loopback."""
+    subprocess.run([sys.executable, "-m", "docs.site"], cwd=REPOSITORY, check=True)
+    folder = REPOSITORY / "build" / "docs" / "site"
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_search_finds_the_page_that_answers(site: str, browser: Any, question: str) -> None:
+    page = browser.new_page()
+    page.goto(f"{site}/index.html")
+    page.keyboard.press("/")
+    page.keyboard.type(question, delay=20)
+    found = page.locator(f"a[href*='{QUESTIONS[question]}']").filter(visible=True)
+    found.first.wait_for(timeout=20_000)
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_fit_the_width_and_ask_no_other_host(site: str, browser: Any, width: int, scheme: str) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for name in ("index.html", "docs/guide/preemption.html"):
+        page.goto(f"{site}/{name}", wait_until="networkidle")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.screenshot(path=REPOSITORY / "build" / "docs" / f"{Path(name).stem}-{width}-{scheme}.png")
+    assert [url for url in asked if not url.startswith((site, "data:", "blob:"))] == []
+    page.close()
