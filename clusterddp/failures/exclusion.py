@@ -55,8 +55,14 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
 def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:
     """A node's failures: a rank on it failed first, and not by an error of the script, its GPU hung, or the node was
     lost."""
-    own = (event for event in events if event.get("suspect") == node and event["time"] > now - FOR_S)
-    return [event for event in own if event["event"] in ("rank_failed", "hung", "node_lost")]
+    return [
+        event for event in events if is_failure(event) and event["suspect"] == node and event["time"] > now - FOR_S
+    ]
+
+
+def is_failure(event: Event) -> bool:
+    """Whether the event is a failure of a node."""
+    return bool(event.get("suspect")) and event["event"] in ("rank_failed", "hung", "node_lost")
 
 
 def failed(events: Iterable[Event], now: float) -> list[str]:
