@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import LauncherEnvironmentError, RunDirectoryError, SlurmError
-from clusterddp.failures.exclusion import is_failure
+from clusterddp.failures import exclusion
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, say
@@ -67,11 +67,10 @@ def memory_of(run: RunDirectory) -> Path:
 
 def remember(run: RunDirectory, job: str | None, event: Mapping[str, Any]) -> None:
     """Writes an entry if the event is a failure of a node. An error is printed, and changes nothing for the run."""
-    if not is_failure(event):
+    if not exclusion.is_failure(event):
         return
     folder, at = memory_of(run), float(event["time"])
-    what = event.get("error") or event.get("what") or "the node stopped responding"
-    value = {"time": at, "node": event["suspect"], "run": str(run), "job": job, "what": str(what).splitlines()[0][:300]}
+    value = {"time": at, "node": event["suspect"], "run": str(run), "job": job, "what": exclusion.what(event)[:300]}
     try:
         _make(folder)
         write_json(folder / f"{at:.0f}-{event['suspect']}-{secrets.token_hex(4)}.json", value)
@@ -192,15 +191,8 @@ def avoided(
     return nodes
 
 
-def letter(node: str, failures: Sequence[NodeFailure], when: Callable[[float], str]) -> str:
+def letter(node: str, failures: Sequence[NodeFailure]) -> str:
     """A text that a user can send to the cluster's administrator."""
-    lines = [f"  {when(failure.time)}  job {failure.job or 'unknown'}: {failure.what}" for failure in failures]
-    runs = counted(len({failure.run for failure in failures}), "training run")
-    return "\n".join(
-        [
-            f"Node {node} failed {counted(len(failures), 'time')} in {runs}:",
-            *lines,
-            "The ranks on other nodes did not fail first. Could you check the node (memory, GPUs, network, disk)?",
-            f"Until then our jobs exclude it (sbatch --exclude={node}).",
-        ]
-    )
+    runs = counted(len({failure.run for failure in failures}), "of our training runs", "of our training runs")
+    found = [(failure.time, failure.job, failure.what) for failure in failures]
+    return exclusion.letter_about(node, f"failed {runs} {counted(len(failures), 'time')}", found)
