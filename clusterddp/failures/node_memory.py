@@ -112,7 +112,7 @@ def recall(folder: Path, shared: bool, now: float) -> list[NodeFailure]:
                 continue
             value = read_json(path, _SCHEMA)
             if value and now - KEPT_S < value["time"] <= now + DAY_S and _NODE.fullmatch(value["node"]):
-                found.append(NodeFailure(**{key: value.get(key) for key in _SCHEMA}))
+                found.append(NodeFailure(**{"job": None} | {key: value[key] for key in _SCHEMA if key in value}))
     return sorted(found, key=lambda failure: failure.time, reverse=True)
 
 

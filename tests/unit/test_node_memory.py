@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.main import main
+from clusterddp.cli.command_line import command
 from clusterddp.failures import node_memory
 from clusterddp.failures.node_memory import DAY_S, NodeFailure, avoided, choose, memory_of, recall, remember, weight
 from clusterddp.jobdef.job import Job
@@ -127,26 +127,26 @@ def test_a_new_job_says_which_nodes_it_avoids_and_asks_slurm_only_then(
         asked.append(1)
         return MANY
 
-    job = Job(script="train.py", nodes=2)
+    job = Job(name="train", script="train.py", nodes=2)
     assert avoided(run, job, (), usable, NOW) == [] and not asked
     remember(RunDirectory(run.path.with_name("a")), "7", lost("n2"))
     remember(RunDirectory(run.path.with_name("b")), "8", lost("n2"))
     assert avoided(run, job, (), usable, NOW) == ["n2"]
     assert "avoids n2" in capsys.readouterr().err
-    assert avoided(run, Job(script="train.py", nodes=2, node_memory=False), (), usable, NOW) == []
+    assert avoided(run, Job(name="train", script="train.py", nodes=2, node_memory=False), (), usable, NOW) == []
 
 
 def test_nodes_lists_failures_and_writes_to_the_administrator(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(run.path.parent)
-    assert main(["nodes", folder]) == 0
+    assert command(["nodes", folder]) == 0
     assert "No node failures" in capsys.readouterr().err
     now = time.time()
     remember(RunDirectory(run.path.with_name("a")), "7", lost("n2", now))
     remember(RunDirectory(run.path.with_name("b")), "8", lost("n2", now))
     remember(run, "9", lost("n3", now - 60))
-    assert main(["nodes", folder]) == 0
+    assert command(["nodes", folder]) == 0
     out = capsys.readouterr().out
     assert "n2: 2 failures in 2 runs" in out and "new jobs avoid it" in out
     assert "n3: 1 failure in 1 run" in out
