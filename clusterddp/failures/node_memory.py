@@ -12,7 +12,6 @@ import os
 import pwd
 import re
 import secrets
-import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from clusterddp.failures import exclusion
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, say
-from clusterddp.rundir.files import names_in, status, unlink, write_json
+from clusterddp.rundir.files import create_common_folder, exists, names_in, status, unlink, write_json
 from clusterddp.rundir.records import is_text, is_time, optional, read_json
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 
@@ -62,7 +61,7 @@ class NodeFailure:
 def memory_of(run: RunDirectory) -> Path:
     """The folder of a run's entries: beside the run, or beside its sweep."""
     beside = run.path.parent
-    return (beside.parent if os.path.lexists(beside / SWEEP_FILE) else beside) / FOLDER
+    return (beside.parent if exists(beside / SWEEP_FILE) else beside) / FOLDER
 
 
 def remember(run: RunDirectory, job: str | None, event: Mapping[str, Any]) -> None:
@@ -72,18 +71,11 @@ def remember(run: RunDirectory, job: str | None, event: Mapping[str, Any]) -> No
     folder, at = memory_of(run), float(event["time"])
     value = {"time": at, "node": event["suspect"], "run": str(run), "job": job, "what": exclusion.what(event)[:300]}
     try:
-        _make(folder)
+        create_common_folder(folder)
         write_json(folder / f"{at:.0f}-{event['suspect']}-{secrets.token_hex(4)}.json", value)
         _delete_old(folder, at)
     except OSError as error:
         say(f"Could not remember the failure of {event['suspect']} in {folder}: {error.strerror}")
-
-
-def _make(folder: Path) -> None:
-    """Creates the folder for everyone who may create runs beside it; each may delete only their own entries."""
-    with suppress(FileExistsError):
-        folder.mkdir()
-        folder.chmod(stat.S_IMODE(folder.parent.stat().st_mode) & 0o2770 | 0o1700)
 
 
 def _delete_old(folder: Path, now: float) -> None:
@@ -108,7 +100,7 @@ def recall(folder: Path, shared: bool, now: float) -> list[NodeFailure]:
     for name in names[:MOST_READ]:
         with suppress(OSError, RunDirectoryError):
             path = folder / name
-            if not _counts(path.lstat().st_uid, group if shared else None):
+            if not _counts(status(path).st_uid, group if shared else None):
                 continue
             value = read_json(path, _SCHEMA)
             if value and now - KEPT_S < value["time"] <= now + DAY_S and _NODE.fullmatch(value["node"]):
