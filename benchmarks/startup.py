@@ -56,7 +56,7 @@ def command(kind: str, ranks: int, folder: Path) -> list[str]:
     script = [str(SCRIPT), kind, str(folder)]
     if kind == EMPTY:
         return [sys.executable, *script]
-    shape = ["--local", "--device", "cpu", "--gpus", str(ranks), "--set", "progress=off"]
+    shape = ["--local", "--device", "cpu", "--gpus", str(ranks), "--set", "progress_interval=off"]
     run = ["submit", str(SCRIPT), *shape, "--run-dir", str(folder / "run")]
     return [sys.executable, "-m", "clusterddp", *run, "--", *script[1:]]
 

@@ -18,9 +18,9 @@ from clusterddp.checkpoint.store import of_run
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.events import at_step, is_unconfirmed
 from clusterddp.jobdef import load as jobs
+from clusterddp.jobdef.configuration_files import find_configuration_files, read_configuration_files
 from clusterddp.jobdef.job import Job, check_packages
 from clusterddp.jobdef.load import list_differences, load_resolved
-from clusterddp.jobdef.profiles_and_presets import find_profiles, read_profiles
 from clusterddp.jobdef.program import is_hydra_app, module_file, placeholders_in
 from clusterddp.process import PACKAGE_FOLDER, signals_blocked
 from clusterddp.reporter import counted, show
@@ -38,11 +38,13 @@ def describe(
     origins: jobs.Origins | None = None,
     section: str | None = None,
 ) -> Job:
-    """The job of a YAML file, or of a script with ``values``, on top of the profiles.
+    """The job of a YAML file, or of a script with ``values``, on top of the configuration files.
 
     ``origins`` and ``section``: as in ``load``.
     """
-    defaults = read_profiles(find_profiles(os.environ, Path.cwd()), slurm.submission_cluster(os.environ))
+    defaults = read_configuration_files(
+        find_configuration_files(os.environ, Path.cwd()), slurm.submission_cluster(os.environ)
+    )
     if target and Path(target).suffix in (".yaml", ".yml"):
         job = jobs.load(target, overrides, values=values, defaults=defaults, origins=origins, section=section)
     else:

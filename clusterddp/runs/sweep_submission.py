@@ -391,7 +391,7 @@ def _run(sweep: Sweep, name: str) -> int:
     run = record_local(job, str(folder.member(name)), sweep.content(name))
     run.unmark_cancelled()
     try:
-        with Progress(run, job.steps, job.progress) as progress:
+        with Progress(run, job.steps, job.progress_interval) as progress:
             return LocalRun(run, job).loop(progress)
     finally:
         _loop_ended(run)

@@ -10,6 +10,7 @@ import pytest
 
 from clusterddp import __version__
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
+from clusterddp.jobdef.configuration_files import ConfigurationFile, read_configuration_files
 from clusterddp.jobdef.job import (
     Checkpointing,
     Done,
@@ -25,7 +26,6 @@ from clusterddp.jobdef.job import (
     Watchdog,
 )
 from clusterddp.jobdef.load import from_values, list_differences, load, load_resolved
-from clusterddp.jobdef.profiles_and_presets import Profile, read_profiles
 from clusterddp.jobdef.schema import READERS
 
 EVERYTHING = """\
@@ -63,7 +63,7 @@ global_batch: 64
 checkpoint: {every: 500 steps, keep: 5}
 timeouts: {start_s: 600, step_s: 90.5, notice_s: 60}
 watchdog: {step_s: 120, start_s: 900, on_hang: end}
-progress: 60
+progress_interval: 60
 limits: {attempts: 20, gpu_hours: 1.5}
 snapshot: 500M
 hook: [python, notify.py]
@@ -135,7 +135,7 @@ def test_every_field_is_read(folder: Path) -> None:
         global_batch=64,
         checkpoint=Checkpointing(every_steps=500, every_s=None, keep=Keep(5)),
         watchdog=Watchdog(120.0, 900.0, "end"),
-        progress=60.0,
+        progress_interval=60.0,
         limits=Limits(attempts=20, gpu_hours=1.5),
         snapshot="500M",
         hook=("python", "notify.py"),
@@ -165,7 +165,7 @@ def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp
         "seed",
         "timeouts",
         "watchdog",
-        "progress",
+        "progress_interval",
         "lift_hold",
         "keep_logs",
         "share",
@@ -174,8 +174,8 @@ def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp
     assert [getattr(job, name) for name in same] == [getattr(plain, name) for name in same]
     assert (job.checkpoint.every_s, job.checkpoint.keep.last) == (plain.checkpoint.every_s, plain.checkpoint.keep.last)
     (tmp_path / "config.yaml").write_text(users)
-    profile = Profile("user", tmp_path / "config.yaml")
-    assert read_profiles([profile], "alps").keys() == {"account", "watchdog", "partition"}
+    file = ConfigurationFile("user", tmp_path / "config.yaml")
+    assert read_configuration_files([file], "alps").keys() == {"account", "watchdog", "partition"}
 
 
 def test_only_the_script_is_required(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,7 +478,7 @@ def test_layers_win_in_order_and_are_all_checked(folder: Path) -> None:
     """Defaults, file, options, ``--set``; a mistake that a higher layer hides is still reported."""
     (folder / "config.yaml").write_text("defaults: {partition: a, account: a, qos: a, seed: 1, env: {A: a, B: a}}\n")
     given: dict[str, Any] = {
-        "defaults": read_profiles([Profile("user", folder / "config.yaml")], None),
+        "defaults": read_configuration_files([ConfigurationFile("user", folder / "config.yaml")], None),
         "values": {"qos": "c", "seed": "3"},
         "overrides": {"seed": "4"},
     }

@@ -1,4 +1,4 @@
-"""What a watcher does for a run, and what it never does; on a cluster it is tested in test_preemption.py."""
+"""What a resubmitter does for a run, and what it never does; on a cluster it is tested in test_preemption.py."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
-from clusterddp.runs import run_watch
-from clusterddp.runs.run_watch import Hold, Watcher
+from clusterddp.runs import resubmission
+from clusterddp.runs.resubmission import Hold, Resubmitter
 from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> RunDirectory:
 @pytest.fixture(autouse=True)
 def nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue has no other job of the run."""
-    monkeypatch.setattr(run_watch, "jobs_by_script", lambda ended: {})
+    monkeypatch.setattr(resubmission, "jobs_by_script", lambda ended: {})
 
 
 @pytest.fixture
@@ -63,11 +63,11 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def look(run: RunDirectory, job: JobInfo | None, monkeypatch: pytest.MonkeyPatch) -> Watcher:
+def look(run: RunDirectory, job: JobInfo | None, monkeypatch: pytest.MonkeyPatch) -> Resubmitter:
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job)
-    watcher = Watcher(run, JOB)
-    watcher.look()
-    return watcher
+    resubmitter = Resubmitter(run, JOB)
+    resubmitter.look()
+    return resubmitter
 
 
 @pytest.mark.parametrize(
@@ -101,17 +101,17 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
 ) -> None:
     """A lost node, a start that failed, a supervisor that could not ask, or was refused: yes. scancel, a crash, the
     unknown, what another job or attempt recorded: never. It is in the history, a file that is known: a new file may
-    stay hidden for a minute where the disk is shared, and the watch ended meanwhile."""
+    stay hidden for a minute where the disk is shared, and the command ended meanwhile."""
     if asked is not None:
         append_line(run.events_file, asked)
-    watcher = look(run, job, monkeypatch)
+    resubmitter = look(run, job, monkeypatch)
     assert (submitted == ["job.sbatch"]) is resubmitted
-    assert watcher.result == (None if resubmitted else 1)
+    assert resubmitter.result == (None if resubmitted else 1)
     if resubmitted:
         assert lease.holders(run)[0]["job"] == "42"
 
 
-def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_watch(
+def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another node's folder may stay hidden for a minute: then the submission that led to it holds the run. Once the
@@ -131,8 +131,8 @@ def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_watch(
 def test_an_attempt_whose_holder_a_shared_disk_does_not_show_yet_is_held_by_its_submission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that looked into the attempt's folder in its first moment sees its files up to a minute later: `watch` and
-    `wait` took the run for stopped, and a second submission would have been accepted."""
+    """A node that looked into the attempt's folder in its first moment sees its files up to a minute later:
+    `resubmit` and `wait` took the run for stopped, and a second submission would have been accepted."""
     run = RunDirectory(tmp_path / "run")
     run.create()
     lease.submitted(run, "41")
@@ -149,12 +149,12 @@ def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
     """The history, a file that is known, says that the run is over. After a minute and a half it has no outcome."""
     append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
     now = 1000.0
-    monkeypatch.setattr(run_watch.time, "monotonic", lambda: now)
-    watcher = look(run, info("COMPLETED"), monkeypatch)
+    monkeypatch.setattr(resubmission.time, "monotonic", lambda: now)
+    resubmitter = look(run, info("COMPLETED"), monkeypatch)
     now += 60
-    assert not watcher.look()
+    assert not resubmitter.look()
     now += 40
-    assert watcher.look() and watcher.result == 1
+    assert resubmitter.look() and resubmitter.result == 1
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
 def test_a_run_may_be_over_before_its_outcome_can_be_seen(
     tmp_path: Path, events: list[str], job: str, over: bool
 ) -> None:
-    """`watch` and `wait` then wait for the outcome. They said that a completed run was stopped."""
+    """`resubmit` and `wait` then wait for the outcome. They said that a completed run was stopped."""
     run = RunDirectory(tmp_path / "run")
     run.create()
     for event in events:
@@ -178,22 +178,22 @@ def test_a_run_may_be_over_before_its_outcome_can_be_seen(
     assert run.may_be_over(job) is over
 
 
-def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_watch(
+def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_waiting(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run may need it all the more afterwards. An error that lasts does, as of a run that was deleted."""
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("NODE_FAIL"))
-    watcher = Watcher(run, JOB)
+    resubmitter = Resubmitter(run, JOB)
     with monkeypatch.context() as away:
         away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EIO))
-        assert not watcher.look() and watcher.result is None
+        assert not resubmitter.look() and resubmitter.result is None
         away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EACCES))
         with pytest.raises(PermissionError):
-            watcher.look()
+            resubmitter.look()
     assert "retrying: " in capsys.readouterr().err
-    later = run_watch.time.monotonic() + 10
-    monkeypatch.setattr(run_watch.time, "monotonic", lambda: later)
-    watcher.look()
+    later = resubmission.time.monotonic() + 10
+    monkeypatch.setattr(resubmission.time, "monotonic", lambda: later)
+    resubmitter.look()
     assert submitted == ["job.sbatch"]
 
 
@@ -205,9 +205,9 @@ def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_i
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """sbatch's answer was lost, or whoever gave the command was killed before it came."""
-    monkeypatch.setattr(run_watch, "jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"})
-    watcher = look(run, info("NODE_FAIL"), monkeypatch)
-    assert (submitted, watcher.result, lease.holders(run)[0]["job"]) == ([], None, "77")
+    monkeypatch.setattr(resubmission, "jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"})
+    resubmitter = look(run, info("NODE_FAIL"), monkeypatch)
+    assert (submitted, resubmitter.result, lease.holders(run)[0]["job"]) == ([], None, "77")
     assert "job 77 continues it, and was not recorded" in capsys.readouterr().err
 
 
@@ -222,13 +222,13 @@ def test_a_node_that_failed_the_run_twice_stays_excluded(
     assert submitted == [f"job.sbatch{options}"]
 
 
-def test_of_two_watchers_at_the_same_moment_one_resubmits(
+def test_of_two_resubmitters_at_the_same_moment_one_resubmits(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`submit --wait` and `Handle.wait()`; the other one says so, and watches the new job."""
+    """`submit --wait` and `Handle.wait()`; the other one says so, and waits for the new job."""
     jobs = {"41": info("NODE_FAIL"), "42": info("RUNNING", job="42")}
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
-    other, made = Watcher(run, JOB), list[str]()
+    other, made = Resubmitter(run, JOB), list[str]()
 
     def submit(script: Path, *options: str) -> str:
         made.append(script.name)
@@ -236,7 +236,7 @@ def test_of_two_watchers_at_the_same_moment_one_resubmits(
         return "42"
 
     monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
-    Watcher(run, JOB).look()
+    Resubmitter(run, JOB).look()
     assert made == ["job.sbatch"]
     assert f"is being submitted by process {os.getpid()} on" in capsys.readouterr().err
     other._ask_at = 0.0
@@ -245,19 +245,19 @@ def test_of_two_watchers_at_the_same_moment_one_resubmits(
     assert "job 42: RUNNING" in capsys.readouterr().err
 
 
-def test_a_watcher_that_learned_of_the_end_before_another_resubmitted_leaves_it_at_that(
+def test_a_resubmitter_that_learned_of_the_end_before_another_resubmitted_leaves_it_at_that(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It decided by the old claims."""
 
     def show_job(job_id: str) -> JobInfo:
-        lease.submitted(run, "42")  # by the other watcher, meanwhile
+        lease.submitted(run, "42")  # by the other resubmitter, meanwhile
         return info("NODE_FAIL", job=job_id)
 
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
-    watcher = Watcher(run, JOB)
-    watcher.look()
-    assert submitted == [] and watcher.result is None
+    resubmitter = Resubmitter(run, JOB)
+    resubmitter.look()
+    assert submitted == [] and resubmitter.result is None
 
 
 @pytest.mark.parametrize("earlier", [True, False])
@@ -273,8 +273,8 @@ def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_a
         run.events_file.unlink()
     lease.submitted(run, "42")
     (run.logs / "job-42.log").write_text("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
-    watcher = look(run, info("FAILED", job="42"), monkeypatch)
-    assert (submitted, watcher.result) == ([], 1)
+    resubmitter = look(run, info("FAILED", job="42"), monkeypatch)
+    assert (submitted, resubmitter.result) == ([], 1)
     said = capsys.readouterr().err
     assert said.startswith("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
     assert "job 42 ended (FAILED) before it started the supervisor: slurm_script: line 20: python: not found" in said
@@ -294,12 +294,12 @@ def test_a_run_that_another_job_continues_is_left_to_it(
     lease.submitted(run, "43")
     states = {"42": "RUNNING", "43": "FAILED"}
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda job: info(states[job], job=job))
-    watcher = Watcher(run, JOB)
-    watcher.look()
-    assert (submitted, watcher.result) == ([], None)
+    resubmitter = Resubmitter(run, JOB)
+    resubmitter.look()
+    assert (submitted, resubmitter.result) == ([], None)
 
 
-def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_watched(
+def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a lost node the job releases the run before sbatch answers, which may take minutes (seed 6773)."""
@@ -322,16 +322,16 @@ def test_a_run_whose_job_died_while_it_submitted_the_next_one_is_submitted(
     ends: list[str],
     continues: bool,
 ) -> None:
-    """It had released the run, so that the watch took it for stopped. One that has recorded its end is stopped."""
+    """It had released the run, so that the command took it for stopped. One that has recorded its end is stopped."""
     lease.let_go(run, 0)
     for end in ends:
         append_line(run.events_file, {"event": end, "attempt": 0, "time": 2.0, "reason": "x"})
-    monkeypatch.setattr(run_watch, "state_of", lambda _: ("stopped", "stopped"))
-    watcher = look(run, info(state), monkeypatch)
-    assert (submitted == ["job.sbatch"], watcher.result) == (continues, None if continues else 1)
+    monkeypatch.setattr(resubmission, "state_of", lambda _: ("stopped", "stopped"))
+    resubmitter = look(run, info(state), monkeypatch)
+    assert (submitted == ["job.sbatch"], resubmitter.result) == (continues, None if continues else 1)
 
 
-def test_a_watcher_retries_what_slurm_refuses(
+def test_a_resubmitter_retries_what_slurm_refuses(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And says Slurm's reason, once."""
@@ -345,24 +345,24 @@ def test_a_watcher_retries_what_slurm_refuses(
 
     monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("COMPLETED"))
-    monkeypatch.setattr(run_watch, "ASK_WAITING_S", 0.0)
+    monkeypatch.setattr(resubmission, "ASK_WAITING_S", 0.0)
     append_line(run.events_file, REFUSED)
-    watcher = Watcher(run, JOB)
+    resubmitter = Resubmitter(run, JOB)
     for _ in range(3):
-        watcher.look()
+        resubmitter.look()
     said = capsys.readouterr().err
     assert said.count("run: retrying: AssocMaxSubmitJobLimit\n") == 1
     assert "job 41 ended (COMPLETED) without an outcome: resubmitted as job 42" in said
 
 
-def test_watching_ends_as_soon_as_the_user_has_stopped_the_run(
+def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With how to continue it; its job may still be completing."""
     append_line(run.events_file, {"event": "requested", "attempt": 0, "time": 2.0, "request": "stop"})
-    monkeypatch.setattr(run_watch, "state_of", lambda _: ("held", "job 41 (RUNNING on n1)"))
+    monkeypatch.setattr(resubmission, "state_of", lambda _: ("held", "job 41 (RUNNING on n1)"))
     assert look(run, info("COMPLETING"), monkeypatch).result is None
-    monkeypatch.setattr(run_watch, "state_of", lambda _: ("stopped", "stopped (by the user); continue with: ..."))
+    monkeypatch.setattr(resubmission, "state_of", lambda _: ("stopped", "stopped (by the user); continue with: ..."))
     assert look(run, info("COMPLETING"), monkeypatch).result == 1
     assert capsys.readouterr().err.splitlines() == [
         "run: job 41 (RUNNING on n1): waiting for the run to end",
@@ -387,22 +387,22 @@ def test_a_hold_is_lifted_only_after_slurmd_accepts_a_new_credential(
     lifted: list[str] = []
     clock = [100.0]
     monkeypatch.setattr("clusterddp.slurm.commands.lift_hold", lifted.append)
-    monkeypatch.setattr(run_watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(resubmission.time, "monotonic", lambda: clock[0])
     hold, held = Hold(), info("PENDING", "BeginTime", restarts=1)
     assert not hold.lift_when_safe(held)
-    clock[0] += run_watch.SETTLE_S - 0.1
+    clock[0] += resubmission.SETTLE_S - 0.1
     assert not hold.lift_when_safe(held)
     clock[0] += 0.2
     assert hold.lift_when_safe(held)
     assert lifted == ["41"]
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2)), "the next requeue, unseen in between"
-    clock[0] += run_watch.SETTLE_S + 1
+    clock[0] += resubmission.SETTLE_S + 1
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2, job="42")), "of the run's next job"
     assert not hold.lift_when_safe(info("PENDING", "Resources", restarts=1))
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=0)), "the user's own --begin"
 
 
-def test_a_run_that_cannot_be_read_does_not_end_the_watch_of_the_others(
+def test_a_run_that_cannot_be_read_does_not_end_the_waiting_for_the_others(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = RunDirectory(run.path.with_name("damaged"))
@@ -412,11 +412,11 @@ def test_a_run_that_cannot_be_read_does_not_end_the_watch_of_the_others(
         one.job_file.write_text("module: x\n")
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("RUNNING"))
     over = {"state": "completed", "step": 7, "reason": "why"}
-    monkeypatch.setattr(run_watch.time, "sleep", lambda _: write_json(run.outcome_file, over))
-    assert run_watch.watch([damaged, run]) == 1
-    assert f"damaged: no longer watched: {damaged.outcome_file} is not JSON" in capsys.readouterr().err
+    monkeypatch.setattr(resubmission.time, "sleep", lambda _: write_json(run.outcome_file, over))
+    assert resubmission.wait_and_resubmit([damaged, run]) == 1
+    assert f"damaged: no longer waiting for this run: {damaged.outcome_file} is not JSON" in capsys.readouterr().err
     with pytest.raises(RunDirectoryError, match="is not JSON"):
-        run_watch.watch([damaged])
+        resubmission.wait_and_resubmit([damaged])
 
 
 @pytest.mark.parametrize(("others", "code"), [([], 14), (["completed"], 14), (["completed", "failed"], 1)])
@@ -430,7 +430,7 @@ def test_a_completion_that_is_not_confirmed_has_an_exit_code_of_its_own(
         one.job_file.write_text("module: x\n")
         write_json(one.outcome_file, {"state": state, "step": None, "reason": "why"})
     write_json(run.outcome_file, {"state": "completed", "step": None, "reason": "unconfirmed: why", "confirmed": False})
-    assert run_watch.watch(runs) == code
+    assert resubmission.wait_and_resubmit(runs) == code
 
 
 def test_each_event_of_several_runs_names_its_run(
@@ -441,7 +441,7 @@ def test_each_event_of_several_runs_names_its_run(
     other.create()
     for one in (run, other):
         one.job_file.write_text("module: x\n")
-    monkeypatch.setattr(run_watch.Watcher, "_help", lambda _: True)
+    monkeypatch.setattr(resubmission.Resubmitter, "_help", lambda _: True)
     resumed = {"time": 1.0, "attempt": 0, "event": "resumed", "step": 7}
 
     def end(_: float) -> None:
@@ -449,13 +449,13 @@ def test_each_event_of_several_runs_names_its_run(
             append_line(one.events_file, resumed)
             write_json(one.outcome_file, {"state": "completed", "step": 7, "reason": "why"})
 
-    monkeypatch.setattr(run_watch.time, "sleep", end)
-    assert run_watch.watch([run, other]) == 0
+    monkeypatch.setattr(resubmission.time, "sleep", end)
+    assert resubmission.wait_and_resubmit([run, other]) == 0
     shown = capsys.readouterr().err
     for one in (run, other):
         assert f"{one.path.name}: attempt 0: resumed from step 7\n" in shown
     run.outcome_file.unlink()
-    assert run_watch.watch([run]) == 0
+    assert resubmission.wait_and_resubmit([run]) == 0
     assert "\nattempt 0: resumed from step 7\n" in f"\n{capsys.readouterr().err}"
 
 
@@ -466,11 +466,11 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     run = RunDirectory(tmp_path / "run")
     run.create()
     write_json(run.loop_file, lease.of_this_process(), mode=0o600)
-    local = Watcher(run, JOB)
+    local = Resubmitter(run, JOB)
     local.look()
     assert local.result is None
     lease.take(run, run.create_attempt(), lease.of_this_process())
-    training = Watcher(run, JOB)
+    training = Resubmitter(run, JOB)
     training.look()
     assert training.result is None
     starting, held = capsys.readouterr().err.splitlines()
@@ -478,14 +478,14 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     assert re.fullmatch(r"run: process \d+ on this machine: waiting for the run to end", held)
     write_json(run.loop_file, {**lease.of_this_process(), "process_start": "1"})
     write_json(run.holder_file(0), {**lease.of_this_process(), "process_start": "1"})
-    stopped = Watcher(run, JOB)
+    stopped = Resubmitter(run, JOB)
     stopped.look()
     assert stopped.result == 1
     how = f"continue with: clusterddp submit --local --run-dir {run}"
     assert capsys.readouterr().err == f"run: stopped (not started); {how}\n"
 
 
-def test_ctrl_c_before_the_watch_of_a_submission_begins_says_that_the_run_continues(
+def test_ctrl_c_before_the_wait_of_a_submission_begins_says_that_the_run_continues(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """While its module is imported, or the run's records are opened."""
@@ -494,7 +494,7 @@ def test_ctrl_c_before_the_watch_of_a_submission_begins_says_that_the_run_contin
         raise KeyboardInterrupt
 
     monkeypatch.setattr(submit, "submit_to_slurm", lambda *_: (run, "41"))
-    monkeypatch.setattr(run_watch, "watch", interrupted)
+    monkeypatch.setattr(resubmission, "wait_and_resubmit", interrupted)
     arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None, debug=None)
     assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
-    assert f"the run continues; watch it with: clusterddp watch {run.quoted}\n" in capsys.readouterr().err
+    assert f"The run continues. Wait for it with: clusterddp resubmit {run.quoted}\n" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``clusterddp watch`` and ``submit --wait``: do from a login node what a run's own job cannot.
+"""``clusterddp resubmit`` and ``submit --wait``: do from a login node what a run's own job cannot.
 
 After a requeue Slurm holds the job, by default for two minutes; its owner may lift the hold. A run is resubmitted if
 its job ended without continuing it: its first node died and the job could not be requeued, scontrol is missing on the
@@ -63,8 +63,8 @@ class Hold:
         return True
 
 
-class Watcher:
-    """Watches one run."""
+class Resubmitter:
+    """Waits for one run and helps it on."""
 
     def __init__(self, run: RunDirectory, job: Job) -> None:
         self._run, self._job = run, job
@@ -79,7 +79,7 @@ class Watcher:
     def look(self) -> bool:
         """Checks the outcome and, less often, the job; returns whether the run is over.
 
-        A disk that does not answer is asked again, as the run may need this watch all the more afterwards.
+        A disk that does not answer is asked again, as the run may need this process all the more afterwards.
         """
         try:
             return self._look()
@@ -102,15 +102,15 @@ class Watcher:
         return self.result is not None
 
     def give_up(self, why: str) -> None:
-        """Watches no longer, for this reason."""
+        """Waits no longer, for this reason."""
         self.result = FAILED
-        self._say(f"no longer watched: {why}")
+        self._say(f"no longer waiting for this run: {why}")
 
     def leave(self) -> None:
         """Says, if the run is not over, that it continues without this process."""
         if self.result is None:
             self._say(
-                f"no longer watching; the run continues; watch it again with: clusterddp watch {self._run.quoted}"
+                f"no longer waiting. The run continues. Wait for it again with: clusterddp resubmit {self._run.quoted}"
             )
 
     def _help(self) -> bool:
@@ -196,7 +196,7 @@ class Watcher:
         return job.state in _INVOLUNTARY_ENDS or never_started or (bool(of_job) and _is_stuck(events, of_job[-1], job))
 
     def _resubmit(self, ended: str, claims: Sequence[Mapping[str, Any]]) -> bool:
-        """Submits the run again, unless another watcher does, or has done so since these claims were read."""
+        """Submits the run again, unless another process does, or has done so since these claims were read."""
         check_run(self._run)
         with submitting(self._run) as other:
             if other:
@@ -238,14 +238,14 @@ def _is_stuck(events: Sequence[Mapping[str, Any]], started: Mapping[str, Any], j
     return "refused" in ends[-1] or (unexplained and job.preempt_time is not None)
 
 
-def _look(watcher: Watcher, alone: bool) -> None:
-    """A run whose records cannot be read, or that belongs to another user, does not end the watch of the others."""
+def _look(resubmitter: Resubmitter, alone: bool) -> None:
+    """A run whose records cannot be read, or that belongs to another user, does not end the waiting for the others."""
     try:
-        watcher.look()
+        resubmitter.look()
     except (ClusterddpError, OSError) as error:
         if alone:
             raise
-        watcher.give_up(what_failed(error))
+        resubmitter.give_up(what_failed(error))
 
 
 def _show(progress: Progress) -> None:
@@ -257,10 +257,10 @@ def _show(progress: Progress) -> None:
             raise
 
 
-def watch(runs: list[RunDirectory], follow: bool = False) -> int:
-    """Watches until all runs are over; 0 if all completed. ``follow`` also shows rank 0's output."""
+def wait_and_resubmit(runs: list[RunDirectory], follow: bool = False) -> int:
+    """Waits until all runs are over, and returns 0 if all completed. ``follow`` also shows rank 0's output."""
     jobs = [load_resolved(run.job_file) for run in runs]
-    watchers = [Watcher(run, job) for run, job in zip(runs, jobs, strict=True)]
+    resubmitters = [Resubmitter(run, job) for run, job in zip(runs, jobs, strict=True)]
     for run in runs:
         with suppress(RunDirectoryError, OSError):  # which the first look reports
             if outcome := run.outcome():
@@ -271,22 +271,22 @@ def watch(runs: list[RunDirectory], follow: bool = False) -> int:
                 Progress(
                     run,
                     job.steps,
-                    job.progress,
+                    job.progress_interval,
                     Shown(bar=len(runs) == 1, output=follow, label=f"{run.path.name}: " if len(runs) > 1 else ""),
                 )
             )
             for run, job in zip(runs, jobs, strict=True)
         ]
         try:
-            while any(watcher.result is None for watcher in watchers):
-                for watcher, progress in zip(watchers, shown, strict=True):
-                    if watcher.result is None:
-                        _look(watcher, alone=len(runs) == 1)
+            while any(resubmitter.result is None for resubmitter in resubmitters):
+                for resubmitter, progress in zip(resubmitters, shown, strict=True):
+                    if resubmitter.result is None:
+                        _look(resubmitter, alone=len(runs) == 1)
                     _show(progress)
                 time.sleep(LOOK_S)
         except KeyboardInterrupt:
-            for watcher in watchers:
-                watcher.leave()
+            for resubmitter in resubmitters:
+                resubmitter.leave()
             return INTERRUPTED
-    results = {watcher.result for watcher in watchers}
+    results = {resubmitter.result for resubmitter in resubmitters}
     return next((code for code in (FAILED, UNCONFIRMED) if code in results), 0)

@@ -1,4 +1,4 @@
-"""Profiles: which files apply, whose value wins, and whose file is refused."""
+"""Configuration files: which files apply, whose value wins, and whose file is refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from clusterddp.cli.command_line import parser
 from clusterddp.cli.options import resolve_job
 from clusterddp.errors import JobDefinitionError
-from clusterddp.jobdef import profiles_and_presets
+from clusterddp.jobdef import configuration_files
+from clusterddp.jobdef.configuration_files import ConfigurationFile, find_configuration_files, read_configuration_files
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values
-from clusterddp.jobdef.profiles_and_presets import Profile, find_profiles, read_profiles
 from clusterddp.runs.submission import describe
 from clusterddp.slurm import commands
 from clusterddp.slurm.commands import submission_cluster
@@ -60,7 +60,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def job(environ: dict[str, str], folder: Path, cluster: str | None) -> Job:
-    return from_values({"module": "m"}, defaults=read_profiles(find_profiles(environ, folder), cluster))
+    return from_values(
+        {"module": "m"}, defaults=read_configuration_files(find_configuration_files(environ, folder), cluster)
+    )
 
 
 def test_the_more_specific_file_wins(environ: dict[str, str], checkout: Path) -> None:
@@ -74,7 +76,7 @@ def test_the_more_specific_file_wins(environ: dict[str, str], checkout: Path) ->
         assert (elsewhere.account, elsewhere.constraint, elsewhere.setup) == ("site", "user", ())
 
 
-def test_a_job_overrides_the_profiles_and_null_restores_a_default(
+def test_a_job_overrides_the_configuration_files_and_null_restores_a_default(
     environ: dict[str, str], checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then come the options and --set, as `submit` and `launch()` read them."""
@@ -92,29 +94,31 @@ def test_the_projects_file_is_the_nearest_one_in_the_checkout(checkout: Path, tm
     deep = checkout / "a" / "b"
     deep.mkdir(parents=True)
     top = checkout / ".clusterddp" / "config.yaml"
-    assert [profile.path for profile in find_profiles(BARE, deep)] == [top]
+    assert [file.path for file in find_configuration_files(BARE, deep)] == [top]
     near = write(checkout / "a" / ".clusterddp" / "config.yaml", "")
-    assert [profile.path for profile in find_profiles(BARE, deep)] == [near]
+    assert [file.path for file in find_configuration_files(BARE, deep)] == [near]
     write(tmp_path / ".clusterddp" / "config.yaml", "")
     (checkout / ".git").rmdir()
-    assert find_profiles(BARE, deep) == []
-    assert [profile.path for profile in find_profiles(BARE, checkout)] == [top]
+    assert find_configuration_files(BARE, deep) == []
+    assert [file.path for file in find_configuration_files(BARE, checkout)] == [top]
     (checkout / ".git").write_text("gitdir: elsewhere\n")
-    assert [profile.path for profile in find_profiles(BARE, deep)] == [near]
+    assert [file.path for file in find_configuration_files(BARE, deep)] == [near]
 
 
 def test_the_sites_file_is_in_etc_or_where_the_site_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty variable stands for no file, and a missing file is an error."""
     etc = write(tmp_path / "etc" / "config.yaml", SITE)
-    monkeypatch.setattr(profiles_and_presets, "SITE_FILE", etc)
+    monkeypatch.setattr(configuration_files, "SITE_FILE", etc)
     named = write(tmp_path / "named" / "config.yaml", SITE)
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
-    assert find_profiles(environ, tmp_path) == [Profile("site", etc)]
-    assert find_profiles({**environ, "CLUSTERDDP_SITE_CONFIG": str(named)}, tmp_path) == [Profile("site", named)]
-    assert find_profiles({**environ, "CLUSTERDDP_SITE_CONFIG": ""}, tmp_path) == []
-    absent = find_profiles({**environ, "CLUSTERDDP_SITE_CONFIG": str(tmp_path / "absent.yaml")}, tmp_path)
+    assert find_configuration_files(environ, tmp_path) == [ConfigurationFile("site", etc)]
+    assert find_configuration_files({**environ, "CLUSTERDDP_SITE_CONFIG": str(named)}, tmp_path) == [
+        ConfigurationFile("site", named)
+    ]
+    assert find_configuration_files({**environ, "CLUSTERDDP_SITE_CONFIG": ""}, tmp_path) == []
+    absent = find_configuration_files({**environ, "CLUSTERDDP_SITE_CONFIG": str(tmp_path / "absent.yaml")}, tmp_path)
     with pytest.raises(JobDefinitionError, match=r"absent.yaml: No such file"):
-        read_profiles(absent, None)
+        read_configuration_files(absent, None)
 
 
 def test_all_mistakes_in_all_files_are_reported(tmp_path: Path) -> None:
@@ -125,7 +129,7 @@ def test_all_mistakes_in_all_files_are_reported(tmp_path: Path) -> None:
     )
     user = write(tmp_path / "user" / "config.yaml", "clusters: {a: {gpu_request: gpus}}\n")
     with pytest.raises(JobDefinitionError) as caught:
-        read_profiles([Profile("site", site), Profile("user", user)], "c")
+        read_configuration_files([ConfigurationFile("site", site), ConfigurationFile("user", user)], "c")
     assert [line[:36] for line in str(caught.value).replace(f"{tmp_path}/", "").splitlines()] == [
         "site/config.yaml:1:1: unknown key 'd",
         "site/config.yaml:2:19: nodes: expect",
@@ -159,11 +163,11 @@ def test_a_file_that_another_user_may_have_written_is_refused(
     path = write(tmp_path / "open" / "config.yaml", "defaults: {setup: [touch executed]}\n")
     change(path if part == "file" else path.parent)
     with pytest.raises(JobDefinitionError, match=why):
-        read_profiles([Profile(owner, path)], None)
-    assert read_profiles([Profile("user", path)], None).keys() == {"setup"}
+        read_configuration_files([ConfigurationFile(owner, path)], None)
+    assert read_configuration_files([ConfigurationFile("user", path)], None).keys() == {"setup"}
 
 
-def test_the_page_shows_a_valid_profile(tmp_path: Path) -> None:
+def test_the_page_shows_a_valid_configuration_file(tmp_path: Path) -> None:
     """For several clusters."""
     page = (Path(__file__).parents[2] / "docs" / "guide" / "profiles.md").read_text()
     path = write(tmp_path / "config.yaml", re.findall(r"```yaml\n(defaults.*?)```", page, re.DOTALL)[0])
@@ -172,10 +176,10 @@ def test_the_page_shows_a_valid_profile(tmp_path: Path) -> None:
 
 
 def job_of(path: Path, cluster: str) -> Job:
-    return from_values({"module": "m"}, defaults=read_profiles([Profile("user", path)], cluster))
+    return from_values({"module": "m"}, defaults=read_configuration_files([ConfigurationFile("user", path)], cluster))
 
 
-def test_submit_names_the_profiles_that_it_has_read(
+def test_submit_names_the_configuration_files_that_it_has_read(
     environ: dict[str, str], checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They change a job without being on its command line."""
@@ -185,7 +189,10 @@ def test_submit_names_the_profiles_that_it_has_read(
     arguments = parser(["submit"]).parse_args(["submit", "-m", "net"])
     assert resolve_job(arguments, None).partition == "site"
     named = [f"site {environ['CLUSTERDDP_SITE_CONFIG']}", f"user {environ['XDG_CONFIG_HOME']}/clusterddp/config.yaml"]
-    assert capsys.readouterr().err == f"profiles: {', '.join(named)}, project {checkout}/.clusterddp/config.yaml\n"
+    assert (
+        capsys.readouterr().err
+        == f"configuration files: {', '.join(named)}, project {checkout}/.clusterddp/config.yaml\n"
+    )
 
 
 def test_the_cluster_is_also_known_where_slurmctld_distributes_its_configuration(

@@ -1,9 +1,9 @@
-"""What job definitions have in common: profiles of a site, a user or a project, and presets for known repositories.
+"""What job definitions share: configuration files of the site, user and project, and presets for known repositories.
 
-A profile has ``defaults:`` and ``clusters: {NAME: ...}``, whose values win on that cluster. Of the files, the more
-specific one wins: the site's, then the user's, then the project's. A preset is a piece of a job definition for a
-training repository of others, ``presets/NAME.yaml``: ``resume: NAME`` takes all keys of the file. Its first line, a
-comment, says which script it is for. A job definition overrides them all.
+A configuration file has ``defaults:`` and ``clusters: {NAME: ...}``, whose values win on that cluster. The user's
+file overrides the site's, and the project's overrides both. A preset, ``presets/NAME.yaml``, is a piece of a job
+definition for a public training repository: ``resume: NAME`` takes all keys of the file. Its first line, a comment,
+names the script that it is for. A job definition overrides them all.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SITE_FILE = Path("/etc/clusterddp/config.yaml")
 #: Below the folder that jobs are submitted from or, inside a git checkout, below one above it.
 PROJECT_FILE = Path(".clusterddp", "config.yaml")
 SECTIONS = ("defaults", "clusters")
-#: Keys of a job definition that no profile has.
-_NOT_IN_PROFILES = {"job_name", "script", "module", "args", "resume", "steps", "done"}
-_PROFILE_KEYS = {key: reader for key, reader in READERS.items() if key not in _NOT_IN_PROFILES}
+#: Keys of a job definition that no configuration file has.
+_NOT_IN_CONFIGURATION = {"job_name", "script", "module", "args", "resume", "steps", "done"}
+_CONFIGURATION_KEYS = {key: reader for key, reader in READERS.items() if key not in _NOT_IN_CONFIGURATION}
 
 
 @dataclass(frozen=True)
-class Profile:
+class ConfigurationFile:
     """One of the files, and whose it is."""
 
     owner: str
@@ -44,13 +44,13 @@ class Profile:
         return f"{self.owner} {self.path}"
 
 
-def find_profiles(environ: Mapping[str, str], folder: Path) -> list[Profile]:
+def find_configuration_files(environ: Mapping[str, str], folder: Path) -> list[ConfigurationFile]:
     """The files that apply to a submission from ``folder``; the last wins."""
     files = {"site": _site_file(environ), "user": _user_file(environ), "project": _project_file(folder)}
-    return [Profile(owner, path) for owner, path in files.items() if path is not None]
+    return [ConfigurationFile(owner, path) for owner, path in files.items() if path is not None]
 
 
-def read_profiles(profiles: Sequence[Profile], cluster: str | None) -> Fields:
+def read_configuration_files(files: Sequence[ConfigurationFile], cluster: str | None) -> Fields:
     """The values for a cluster from all files, for ``load`` and ``from_values``.
 
     Raises one JobDefinitionError for the mistakes anywhere in the files, and one for a site's or project's file that
@@ -58,15 +58,15 @@ def read_profiles(profiles: Sequence[Profile], cluster: str | None) -> Fields:
     """
     mistakes: list[Mistake] = []
     layers: list[Fields] = []
-    for profile in profiles:
-        if profile.owner != "user":
-            _check_trusted(profile)
-        layers += _sections(profile.path, cluster, mistakes)
+    for file in files:
+        if file.owner != "user":
+            _check_trusted(file)
+        layers += _sections(file.path, cluster, mistakes)
     raise_mistakes(mistakes)
     return merged(layers)
 
 
-def check_profile(path: Path) -> None:
+def check_configuration_file(path: Path) -> None:
     """Raises one JobDefinitionError for all mistakes in a file, whoever owns it."""
     mistakes: list[Mistake] = []
     _sections(path, None, mistakes)
@@ -81,18 +81,18 @@ def _sections(path: Path, cluster: str | None, mistakes: list[Mistake]) -> list[
     clusters = fields_of(get(top, "clusters"), mistakes)
     by_name = {name.lower(): fields_of(node, mistakes) for name, node in clusters.items()}
     for section in (defaults, *by_name.values()):
-        read_fields(section, _PROFILE_KEYS, mistakes)
+        read_fields(section, _CONFIGURATION_KEYS, mistakes)
     return [defaults, by_name.get((cluster or "").lower(), {})]
 
 
-def _check_trusted(profile: Profile) -> None:
+def _check_trusted(file: ConfigurationFile) -> None:
     instead = {
         "site": f"Set {protocol.SITE_CONFIG} to a copy of your own, or to nothing to do without it",
         "project": "Work in a checkout of your own",
-    }[profile.owner]
-    folder = profile.path.parent
+    }[file.owner]
+    folder = file.path.parent
     closed = folder.exists() and folder.stat().st_mode & 0o077 == 0
-    for why in (why_foreign(folder, instead), why_foreign(profile.path, instead, closed)):
+    for why in (why_foreign(folder, instead), why_foreign(file.path, instead, closed)):
         if why:
             raise JobDefinitionError(why)
 
@@ -156,7 +156,8 @@ def preset_purpose(name: str) -> str:
 def with_preset(layers: Sequence[Fields], mistakes: list[Mistake]) -> list[Fields]:
     """The layers of a job definition with the preset that they name; of several names, the last one counts.
 
-    It comes after the first layer, the profiles. Its ``args`` stay, except for options that the job's ``args`` have.
+    It comes after the first layer, the configuration files. The job's ``args`` replace those of its ``args`` that set
+    the same options.
     """
     named: Node | None = None
     rest: list[Fields] = []
