@@ -29,7 +29,7 @@ Public training repositories at pinned commits, with the command of their README
 one machine. Each is run undisturbed, preempted at three moments of its training, and with a rank killed in the middle.
 `make test-repositories REPOSITORIES=FOLDER` measures them and writes this page. It downloads nothing and runs those
 whose checkouts the folder has. What it knows of each is in `tests/repositories/entries/`. The
-[guide](../guide/existing-repository.md#presets) explains the keys of the job definition.
+[guide](../guide/job-definition.md#presets) explains the keys of the job definition.
 
 A disturbed run is *completed* if it made every step of the undisturbed run. *Repeated* are the steps that it made
 twice, because the repository saves after certain steps or epochs only. Repositories that call `.cuda()` run on stand-in
