@@ -12,13 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.utils.data import IterableDataset
 
 from clusterddp import environment
+from clusterddp.data.loader import Loader
+from clusterddp.data.sample_orders import Shuffled
 from clusterddp.distributed.devices import choose_devices
+from clusterddp.distributed.process_group import choose_backend
 from tests import ddp
 
-TEXT = (ddp.REPOSITORY / "docs" / "guide" / "converting.md").read_text()
-TABLE = re.findall(r"^\| `([^`]+)`", TEXT[TEXT.index("| you see") :], re.MULTILINE)
+PAGE = (ddp.REPOSITORY / "docs" / "guide" / "debugging.md").read_text()
+TEXT = PAGE[PAGE.index("## Common mistakes") :].partition("\n## ")[0]
+TABLE = re.findall(r"^\| `([^`]+)`", TEXT, re.MULTILINE)
 
 
 def submitted(folder: Path, body: str, *options: str) -> str:
@@ -90,6 +96,17 @@ def one_gpu_for_two_ranks(folder: Path) -> str:
     return started(folder, SHARED)
 
 
+def a_store_of_another_run(folder: Path) -> str:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("clusterddp/owner", "another run")
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(store.port)}
+    return started(folder, "import clusterddp; clusterddp.init(device='cpu')", ranks=1, **place)
+
+
+def a_job_script_without_srun(folder: Path) -> str:
+    return refusal(lambda: environment.read({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}))
+
+
 ALONE = """
 import datetime, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -104,9 +121,28 @@ def a_collective_on_one_rank_only(folder: Path) -> str:
     return started(folder, ALONE)
 
 
+def data_without_an_index(folder: Path) -> str:
+    class Stream(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            return iter(range(9))
+
+    options = {"order": Shuffled(), "seed": 0, "rank": 0, "world_size": 1, "global_batch": None}
+    return refusal(lambda: Loader(Stream(), 1, **options))  # type: ignore[arg-type]
+
+
+def the_same_run_with_other_arguments(folder: Path) -> str:
+    begun = 'import os; open(os.environ["CLUSTERDDP_RUN_DIR"] + "/model.pt", "w"); raise SystemExit(1)'
+    submitted(folder, begun, "--device", "cpu", "--", "--lr", "0.1")
+    return submitted(folder, "", "--device", "cpu", "--", "--lr", "0.2")
+
+
 def weights_of_the_wrapper(folder: Path) -> str:
     saved = {f"module.{name}": value for name, value in torch.nn.Linear(1, 1).state_dict().items()}
     return refusal(lambda: torch.nn.Linear(1, 1).load_state_dict(saved))
+
+
+def a_backend_that_torch_lacks(folder: Path) -> str:
+    return refusal(lambda: choose_backend("mpi", torch.device("cpu")))
 
 
 def refusal(act: Callable[[], object]) -> str:
@@ -117,18 +153,14 @@ def refusal(act: Callable[[], object]) -> str:
 
 #: In the order of the table.
 MISTAKES = [
-    a_collective_on_one_rank_only,
-    weights_of_the_wrapper,
-    saved_on_every_node,
-    more_ranks_than_gpus,
-    one_gpu_for_two_ranks,
-    cuda_without_gpus,
-]
+    cuda_without_gpus, more_ranks_than_gpus, one_gpu_for_two_ranks, a_collective_on_one_rank_only, saved_on_every_node,
+    weights_of_the_wrapper, a_store_of_another_run, a_job_script_without_srun, data_without_an_index,
+    the_same_run_with_other_arguments, a_backend_that_torch_lacks,
+]  # fmt: skip
 
 
 def test_every_row_has_a_message_and_a_mistake_that_causes_it() -> None:
-    rows = TEXT[TEXT.index("| you see") :].splitlines()[2:]
-    assert len([row for row in rows if row.startswith("|")]) == len(TABLE) == len(MISTAKES)
+    assert len([row for row in TEXT.splitlines() if row.startswith("|")]) - 2 == len(TABLE) == len(MISTAKES)
 
 
 @pytest.mark.parametrize(("message", "mistake"), list(zip(TABLE, MISTAKES, strict=True)))
