@@ -69,6 +69,7 @@ snapshot: 500M
 hook: [python, notify.py]
 policy: resubmit
 lift_hold: false
+node_memory: false
 backend: gloo
 keep_logs: 7
 share: group
@@ -141,6 +142,7 @@ def test_every_field_is_read(folder: Path) -> None:
         hook=("python", "notify.py"),
         policy="resubmit",
         lift_hold=False,
+        node_memory=False,
         timeouts=Timeouts(start_s=600.0, step_s=90.5, notice_s=60.0),
         backend="gloo",
         keep_logs=7,
@@ -167,6 +169,7 @@ def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp
         "watchdog",
         "progress_interval",
         "lift_hold",
+        "node_memory",
         "keep_logs",
         "share",
         "preflight",
