@@ -1,4 +1,4 @@
-"""Runs a rank under torchrun and writes the first exit code other than 0 to $EXIT_CODE_FILE. torchrun itself exits with 1.
+"""Runs a rank under torchrun and writes the first exit code other than 0 to $EXIT_CODE_FILE, as torchrun exits with 1.
 
 A rank killed by a signal has exit code 128 + signal, as in a shell. See torchrun.sbatch.
 """
