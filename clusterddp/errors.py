@@ -38,7 +38,7 @@ MEANINGS: Mapping[int | str, str] = {
 ANSWERS: Mapping[str, str] = {
     "submit": "0: submitted. With `--wait`, `-f`, `--local` and `--here`: 0 if the run completed, "
     f"{UNCONFIRMED} if it completed but this is not confirmed, else the training's exit code, or 1.",
-    "watch": f"0: all runs completed. 1: at least one did not. {UNCONFIRMED}: all completed, and at least one of "
+    "resubmit": f"0: all runs completed. 1: at least one did not. {UNCONFIRMED}: all completed, and at least one of "
     "them is not confirmed.",
     "wait": "0: all runs completed. Otherwise the code of the worst end, in this order: "
     + ", ".join(f"{code} {word}" for word, code in WAITED.items())
