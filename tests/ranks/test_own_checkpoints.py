@@ -123,7 +123,7 @@ def test_a_failure_before_any_progress_names_the_arguments_that_were_added(run: 
     assert outcome(run) == "failed", story(run)
     path = run.path.parent / "out" / "checkpoint-10.pth"
     lines = " ".join(printed.replace("\n|", "").split())
-    assert f"arguments added for {path}, which exists: --resume {path}.gz" in lines
+    assert f"`resume` added `--resume {path}.gz` for {path}. Check that the script can load it" in lines
 
 
 def test_the_presets_that_come_with_clusterddp_are_in_the_package() -> None:
