@@ -169,7 +169,8 @@ WANDB_NAME = Variable(
 MLFLOW = Variable("CLUSTERDDP_MLFLOW", "supervisor to ranks: on if the script's own MLflow run continues")
 RUNS = Variable("CLUSTERDDP_RUNS", "user to submit and launch(): the folder for new run directories, instead of ./runs")
 SITE_CONFIG = Variable(
-    "CLUSTERDDP_SITE_CONFIG", "site to submit and launch(): its profile, instead of /etc/clusterddp/config.yaml"
+    "CLUSTERDDP_SITE_CONFIG",
+    "site to submit and launch(): its configuration file, instead of /etc/clusterddp/config.yaml",
 )
 STOP_SIGNAL = Variable(
     "CLUSTERDDP_STOP_SIGNAL",

@@ -290,7 +290,7 @@ class Job:
     """Of the process group, and the notice before the time limit."""
     watchdog: Watchdog | None = field(default_factory=Watchdog)
     """None, in YAML ``off``: a run that hangs does so until its time limit or the process group's timeout."""
-    progress: float | None = 10.0
+    progress_interval: float | None = 10.0
     """Seconds between the lines in rank 0's log that tell the step, the speed and the newest metrics; None, in YAML
     ``off``: no such lines."""
     limits: Limits = field(default_factory=Limits)
@@ -299,10 +299,12 @@ class Job:
     """How a preempted run continues: ``requeue`` keeps the job id and its age, but Slurm holds the job for a while;
     ``resubmit`` submits a new job. None: requeue if the cluster allows it, else resubmit."""
     lift_hold: bool = True
-    """Whether ``submit --wait`` and ``watch`` release a requeued job from Slurm's hold. Its owner is allowed to; a site
-    may ask its users not to."""
+    """Whether ``submit --wait`` and ``resubmit`` release a requeued job from Slurm's hold. Its owner is allowed to; a
+    site may ask its users not to."""
     backend: Literal["nccl", "gloo"] | None = None
     """The process group's backend; None: gloo for cpu, and for cuda NCCL, with gloo for tensors on the CPU."""
+    node_memory: bool = True
+    """Whether new jobs avoid nodes on which other runs failed, and whether this run's failures are remembered."""
     keep_logs: int = 50
     """The number of newest attempts whose logs are kept; those of the first attempt are always kept."""
     share: Literal["private", "group"] = "private"
@@ -397,7 +399,7 @@ def written(job: Job) -> dict[str, Any]:
     values["timeouts"] = dataclasses.asdict(job.timeouts)
     values["steps"] = job.steps or ({"log": job.step_log} if job.step_log else None if job.see_steps else "off")
     values["watchdog"] = dataclasses.asdict(job.watchdog) if job.watchdog else "off"
-    values["progress"] = job.progress or "off"
+    values["progress_interval"] = job.progress_interval or "off"
     values["profile"] = job.profile and _profile_values(job.profile)
     values["wandb"] = job.wandb and (_given(job.wandb) or True)
     values["mlflow"] = job.mlflow and (_given(job.mlflow) or True)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from clusterddp.jobdef import profiles_and_presets
+from clusterddp.jobdef import configuration_files
 from clusterddp.jobdef.job import (
     MOST_PROFILED_STEPS,
     Job,
@@ -170,10 +170,10 @@ _OF_KEY: Mapping[str, Schema] = {
     **dict.fromkeys(WORDS, _text(_WORD)),
     "mem": _either(_count(0), {"type": "string", "pattern": "^[0-9]+([KMGTkmgt][Bb]?)?$"}),
     "resume": _either(
-        {"enum": profiles_and_presets.preset_names()},
+        {"enum": configuration_files.preset_names()},
         _section(
             Resume,
-            preset={"enum": profiles_and_presets.preset_names()},
+            preset={"enum": configuration_files.preset_names()},
             checkpoint=_either(_text(), {"type": "array", "items": _text(), "minItems": 1}),
             args=_list(),
             replace=_list(),
@@ -224,7 +224,7 @@ _OF_KEY: Mapping[str, Schema] = {
     "wandb": _either({"type": "boolean"}, {**_text(PROJECT), "type": "string"}, _WANDB),
     "mlflow": _either({"type": "boolean"}, {**_text(), "type": "string"}, _MLFLOW),
     "watchdog": _either({"const": "off"}, _section(Watchdog)),
-    "progress": _either({"const": "off"}, _OF_TYPE[float]),
+    "progress_interval": _either({"const": "off"}, _OF_TYPE[float]),
     "done": _either(
         _text(), {"type": "object", "properties": {"log": _text()}, "required": ["log"], "additionalProperties": False}
     ),

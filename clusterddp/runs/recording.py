@@ -95,7 +95,7 @@ def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> No
             remedy = "if it has ended, continue the run with --take-over; if it is still training, it will then exit"
         else:
             remedy = (
-                f"follow it with `clusterddp watch {run.quoted}`, or save and stop it with "
+                f"follow it with `clusterddp resubmit {run.quoted}`, or save and stop it with "
                 f"`clusterddp tell {run.quoted} stop` and submit it again"
             )
         raise RunDirectoryError(f"{run} is {held}: {remedy}")

@@ -86,9 +86,10 @@ EXAMPLES = {
         "clusterddp logs runs/train-0 -f --rank 3\nclusterddp logs runs/train-0 --rank 0,4-7 --attempt all --grep Error"
     ),
     "report": "clusterddp report runs/train-0 -o report.html",
-    "watch": "clusterddp watch runs/train-0 runs/train-1",
+    "resubmit": "clusterddp resubmit runs/train-0 runs/train-1",
     "drill": "clusterddp drill -p gpu --run runs/train-0",
     "doctor": "clusterddp doctor\nclusterddp doctor --nodes 2 -p gpu",
+    "nodes": "clusterddp nodes",
     "export": "clusterddp export runs/train-0 model.safetensors",
     "wait": "clusterddp wait runs/train-0 runs/train-1 --timeout 2h",
     "cancel": "clusterddp cancel runs/train-0\nclusterddp cancel 'runs/lr-*' --yes",

@@ -448,7 +448,7 @@ ANSWERS: dict[str, str] = {
         "0 submitted; with `--wait`, `-f`, `--local`, `--here`: 0 completed, "
         f"{errors.UNCONFIRMED} completed but not confirmed, else the training's exit code or 1"
     ),
-    "watch": f"0 all runs completed, 1 another end, {errors.UNCONFIRMED} all completed, one of them not confirmed",
+    "resubmit": f"0 all runs completed, 1 another end, {errors.UNCONFIRMED} all completed, one of them not confirmed",
     "wait": (
         "0 all runs completed; else that of the worst end: "
         + ", ".join(f"{code} {word}" for word, code in errors.WAITED.items())
