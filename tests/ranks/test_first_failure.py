@@ -121,7 +121,8 @@ def test_an_exception_after_progress_restarts_all_ranks_and_the_same_one_twice_e
     assert re.match(r"\w+Error at passing.py:\d+ \(<module>\), step \d+$", raised[0]), raised
     assert raised[1] == "OSError at passing.py:10 (<module>)"
     assert raised[2:] == ["ValueError at passing.py:19 (<module>), step 33"] * 2
-    assert re.search(r"\| restarting all ranks in place, because the attempt had completed \d+ steps\n", done.stderr), done.stderr
+    made = r"\| restarting all ranks in place, because the attempt had completed \d+ steps\n"
+    assert re.search(made, done.stderr), done.stderr
     assert "| restarting all ranks in place, because an earlier attempt had made progress\n" in done.stderr
     twice = "the previous attempt failed with the same exception at the same line and step"
     assert f"| not restarted, because {twice}\n" in done.stderr
