@@ -303,6 +303,8 @@ class Job:
     site may ask its users not to."""
     backend: Literal["nccl", "gloo"] | None = None
     """The process group's backend; None: gloo for cpu, and for cuda NCCL, with gloo for tensors on the CPU."""
+    node_memory: bool = True
+    """Whether new jobs avoid nodes on which other runs failed, and whether this run's failures are remembered."""
     keep_logs: int = 50
     """The number of newest attempts whose logs are kept; those of the first attempt are always kept."""
     share: Literal["private", "group"] = "private"

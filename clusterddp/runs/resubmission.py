@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterddp.errors import FAILED, INTERRUPTED, UNCONFIRMED, ClusterddpError, RunDirectoryError, SlurmError
 from clusterddp.events import ATTEMPT_ENDS, is_unconfirmed, over_already
-from clusterddp.failures import exclusion
+from clusterddp.failures import exclusion, node_memory
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
@@ -215,6 +215,9 @@ class Resubmitter:
             time.time(),
             lambda: slurm.usable_nodes(self._job.partition),
             self._job.node_counts[0],
+        )
+        nodes += node_memory.avoided(
+            self._run, self._job, nodes, lambda: slurm.usable_nodes(self._job.partition), time.time()
         )
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
         submitted(self._run, new)

@@ -89,6 +89,7 @@ EXAMPLES = {
     "resubmit": "clusterddp resubmit runs/train-0 runs/train-1",
     "drill": "clusterddp drill -p gpu --run runs/train-0",
     "doctor": "clusterddp doctor\nclusterddp doctor --nodes 2 -p gpu",
+    "nodes": "clusterddp nodes",
     "export": "clusterddp export runs/train-0 model.safetensors",
     "wait": "clusterddp wait runs/train-0 runs/train-1 --timeout 2h",
     "cancel": "clusterddp cancel runs/train-0\nclusterddp cancel 'runs/lr-*' --yes",

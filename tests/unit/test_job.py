@@ -67,6 +67,7 @@ snapshot: 500M
 hook: [python, notify.py]
 policy: resubmit
 lift_hold: false
+node_memory: false
 backend: gloo
 keep_logs: 7
 share: group
@@ -139,6 +140,7 @@ def test_every_field_is_read(folder: Path) -> None:
         hook=("python", "notify.py"),
         policy="resubmit",
         lift_hold=False,
+        node_memory=False,
         timeouts=Timeouts(start_s=600.0, step_s=90.5, notice_s=60.0),
         backend="gloo",
         keep_logs=7,
