@@ -27,10 +27,7 @@ from clusterddp.training.context import Context
 from clusterddp.training.loop import Run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = [
-    REPOSITORY / "README.md",
-    *sorted(set((REPOSITORY / "docs/guide").glob("*.md")) - {REPOSITORY / "docs/guide/messages.md"}),
-]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs" / "guide").glob("*.md"))]
 #: What a fragment calls by these names.
 KNOWN = {
     "clusterddp": clusterddp,
