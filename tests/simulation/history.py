@@ -231,9 +231,10 @@ class History:
         )
 
     def _is_over(self) -> bool:
-        """A minute after the outcome."""
+        """A while after the outcome."""
         if self.world.now >= self.invariants.look_at:
             self.invariants.check()
+            self.world.look_at = self.invariants.look_at if self.invariants.is_live else 0.0
         if not self.invariants.settled():  # also if ``watch`` continues it after all
             self.over_at = None
             return False
