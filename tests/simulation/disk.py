@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +21,19 @@ from typing import Any, BinaryIO, NamedTuple
 
 from clusterddp.rundir.files import finite
 from tests.simulation.world import EPOCH, Killed, World
+
+
+#: What `remembered` functions do not read: checkpoints, and files that grow with each step.
+UNSEEN, UNREAD = "/checkpoints/", ("/metrics.jsonl", "/timing.jsonl")
+
+
+class _Known(NamedTuple):
+    """What a `remembered` function found."""
+
+    found: Any
+    changes: int
+    steps: int
+    looked: float
 
 
 @dataclass
@@ -57,6 +71,13 @@ class Disk:
         #: Until when operations fail, with which error, and how many of a hundred.
         self.broken: tuple[float, int, int] = (0.0, 0, 0)
         self._temporary = 0
+        #: Counts the changes of what `remembered` functions read.
+        self.changes = 0
+        #: What they found; how many steps were made so far; when the first folder that counts was looked into.
+        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._steps, self._oldest = 0, math.inf
+        #: Draws of slow steps that are made already.
+        self._drawn: list[float] = []
 
     # --- what goes wrong
 
@@ -68,12 +89,49 @@ class Disk:
             return
         if not thread.process.alive:
             raise Killed
-        if self.slow and world.random.random() < self.slow:
+        self._steps += 1
+        if self.slow and (self._drawn.pop() if self._drawn else world.random.random()) < self.slow:
             world.sleep(world.random.expovariate(2.0))
         if self.broken[0] > world.now:
             _, code, percent = self.broken
             if (write or code != errno.ENOSPC) and world.random.random() * 100 < percent:
                 raise OSError(code, os.strerror(code), str(path))
+
+    def remembered(self, read: Callable[..., Any], copied: Callable[[Any], Any], *names: Any) -> Any:
+        """What ``read()`` returns, which only reads; the same as before, without reading, if nothing has changed.
+
+        ``names``: of the function and what it reads. It must not read what ``UNSEEN`` lists.
+        """
+        world = self.world
+        thread = world.thread
+        if thread is None or not thread.process.alive or self.broken[0] > world.now:
+            return read()
+        key = (thread.process.node, *names)
+        known = self._known.get(key)
+        if known is not None and known.changes == self.changes and world.now - known.looked < self.lag_s:
+            if not self.slow or (not self._drawn and self._is_quick(known.steps)):
+                self._steps += known.steps
+                self._oldest = min(self._oldest, known.looked)
+                return copied(known.found)
+        outer, self._oldest = self._oldest, math.inf
+        wait, steps = thread.wait, self._steps
+        try:
+            found = read()
+            if thread.wait == wait:  # else others have run meanwhile
+                self._known[key] = _Known(copied(found), self.changes, self._steps - steps, self._oldest)
+        finally:
+            self._oldest = min(outer, self._oldest)
+        return found
+
+    def _is_quick(self, steps: int) -> bool:
+        """Whether none of so many steps is slow. If one is, they are drawn already for who makes them."""
+        drawn = []
+        for _ in range(steps):
+            drawn.append(self.world.random.random())
+            if drawn[-1] < self.slow:
+                self._drawn = drawn[::-1]
+                return False
+        return True
 
     def _seen(self, path: str) -> Node | None:
         """What the calling node sees there."""
@@ -90,6 +148,8 @@ class Disk:
         looked = self._looked.get((here, folder), -1e9)
         if now - looked >= self.lag_s:
             looked = self._looked[here, folder] = now
+        if looked < self._oldest:
+            self._oldest = looked
         return looked
 
     def _there(self, path: Path) -> Node:
@@ -108,6 +168,7 @@ class Disk:
         node = self.nodes[name] = Node(self._inodes, self.world.now, where, folder)
         above.names[_name(name)] = None
         self._looked[where, folder_above] = self.world.now
+        self._change(name)
         return node
 
     def _remove(self, name: str) -> None:
@@ -115,6 +176,11 @@ class Disk:
             self._looked[self.world.process.node, _above(name)] = self.world.now
         if self.nodes.pop(name, None) is not None:
             self.nodes[_above(name)].names.pop(_name(name), None)
+        self._change(name)
+
+    def _change(self, name: str) -> None:
+        if UNSEEN not in name:
+            self.changes += 1
 
     # --- clusterddp/rundir/files.py
 
@@ -186,6 +252,7 @@ class Disk:
         node.changed = self.world.now
         self.nodes[new] = node
         self.nodes[_above(new)].names[_name(new)] = None
+        self._change(new)
 
     def write_json(self, path: Path, value: Mapping[str, Any], mode: int | None = None) -> None:
         """As in files.py."""
@@ -194,7 +261,10 @@ class Disk:
     def append_line(self, path: Path, value: Mapping[str, Any]) -> None:
         """As in files.py: of a process that is killed meanwhile, a part of the line stays."""
         self._step(path, write=True)
-        node = self.nodes.get(str(path)) or self._add(str(path))
+        name = str(path)
+        node = self.nodes.get(name) or self._add(name)
+        seen = not name.endswith(UNREAD)
+        self.changes += seen
         before, data = node.data, (_ENCODER.encode(finite(value)) + "\n").encode()
         if self.slow and self.world.random.random() < self.slow:
             node.data = before + data[: len(data) // 2]
@@ -204,6 +274,7 @@ class Disk:
                 node.data = before
                 raise
         node.data, node.changed = before + data, self.world.now
+        self.changes += seen
 
     def remove(self, path: Path) -> None:
         """As in files.py."""
@@ -228,6 +299,7 @@ class Disk:
         node = self._add(str(path))
         self._step(path)
         node.data, node.changed = content.encode(), self.world.now
+        self._change(str(path))
         return True
 
     def exists(self, path: Path) -> bool:
@@ -264,7 +336,7 @@ class Disk:
     def open_binary(self, path: Path, change: bool = False, buffered: bool = True) -> BinaryIO:
         """As in files.py."""
         self._step(path)
-        return _Open(self._there(path))
+        return _Open(self, self._there(path))
 
     def fsync_directory(self, path: Path) -> None:
         """As in files.py."""
@@ -289,11 +361,12 @@ def _above(path: str) -> str:
 class _Open(io.BytesIO):
     """An open file, whose end may be cut off."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, disk: Disk, node: Node) -> None:
         super().__init__(node.data)
-        self._node = node
+        self._disk, self._node = disk, node
 
     def truncate(self, size: int | None = None) -> int:
         """As of a file."""
         self._node.data = self._node.data[:size]
+        self._disk.changes += 1
         return super().truncate(size)

@@ -18,7 +18,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -162,6 +162,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     replaced[id(ownership.check_run)] = lambda _: None
     replaced[id(dataclasses.replace)] = _replace
     replaced[id(records.read_json)] = _read_json
+    replaced.update(_reading())
     for name, module in list(sys.modules.items()):
         if module is None or module is files or not name.startswith(tuple(f"clusterddp.{room}" for room in ROOMS)):
             continue
@@ -329,9 +330,37 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
     yield records, "parse", _parsed_line
     yield records, "parsed", _parsed
-    yield RunDirectory, "attempts", _attempts
+    yield RunDirectory, "attempts", lambda run: _now.disk.remembered(lambda: _attempts(run), list, "attempts", run.path)
+    yield RunDirectory, "events", _of_run("events", list)
+    yield RunDirectory, "outcome", _of_run("outcome", _copied)
     for name in ("attempt_logs", "attempt_private", "holder_file", "control_file"):
         yield RunDirectory, name, _once_per_run(vars(RunDirectory)[name])
+
+
+def _reading() -> dict[int, Callable[..., Any]]:
+    """Functions that only read, and find the same until something changes; by the id of what they replace."""
+    read_claim, waiting_claim, holders = claims.read_claim, claims.waiting_claim, lease.holders
+
+    def claim(path: Path, run: RunDirectory) -> dict[str, Any] | None:
+        return _now.disk.remembered(lambda: read_claim(path, run), _copied, path)
+
+    def waiting(run: RunDirectory, attempts: Sequence[int]) -> dict[str, Any] | None:
+        return _now.disk.remembered(lambda: waiting_claim(run, attempts), _copied, run.path, *attempts)
+
+    def held(run: RunDirectory) -> list[dict[str, Any]]:
+        return _now.disk.remembered(lambda: holders(run), lambda found: [dict(each) for each in found], "held", run.path)
+
+    return {id(read_claim): claim, id(waiting_claim): waiting, id(holders): held}
+
+
+def _of_run(name: str, copied: Callable[[Any], Any]) -> Callable[[RunDirectory], Any]:
+    """A method of `RunDirectory` that only reads."""
+    method = vars(RunDirectory)[name]
+    return lambda run: _now.disk.remembered(lambda: method(run), copied, name, run.path)
+
+
+def _copied(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if found is None else dict(found)
 
 
 def _once_per_run(path_of: Callable[[RunDirectory, int], Path]) -> Callable[..., Path]:
