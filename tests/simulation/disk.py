@@ -27,15 +27,6 @@ from tests.simulation.world import EPOCH, Killed, World
 UNSEEN, UNREAD = "/checkpoints/", ("/metrics.jsonl", "/timing.jsonl")
 
 
-class _Known(NamedTuple):
-    """What a `remembered` function found."""
-
-    found: Any
-    changes: int
-    steps: int
-    looked: float
-
-
 @dataclass
 class Node:
     """A file or a folder. ``node``: where it was created, from which it is visible at once."""
@@ -73,8 +64,9 @@ class Disk:
         self._temporary = 0
         #: Counts the changes of what `remembered` functions read.
         self.changes = 0
-        #: What they found; how many steps were made so far; when the first folder that counts was looked into.
-        self._known: dict[tuple[Any, ...], _Known] = {}
+        #: What they found, at which number of changes, in how many steps, and when the first folder was looked into.
+        self._known: dict[tuple[Any, ...], tuple[Any, int, int, float]] = {}
+        #: How many steps were made so far, and when the first of the folders that count was looked into.
         self._steps, self._oldest = 0, math.inf
         #: Draws of slow steps that are made already.
         self._drawn: list[float] = []
@@ -108,19 +100,23 @@ class Disk:
             return read()
         key = (thread.process.node, *names)
         known = self._known.get(key)
-        if known is not None and known.changes == self.changes and world.now - known.looked < self.lag_s:
-            if not self.slow or (not self._drawn and self._is_quick(known.steps)):
-                self._steps += known.steps
-                self._oldest = min(self._oldest, known.looked)
-                return copied(known.found)
+        if known is not None:
+            found, changes, steps, looked = known
+            if changes == self.changes and world.now - looked < self.lag_s:
+                if not self.slow or (not self._drawn and self._is_quick(steps)):
+                    self._steps += steps
+                    if looked < self._oldest:
+                        self._oldest = looked
+                    return copied(found)
         outer, self._oldest = self._oldest, math.inf
         wait, steps = thread.wait, self._steps
         try:
             found = read()
             if thread.wait == wait:  # else others have run meanwhile
-                self._known[key] = _Known(copied(found), self.changes, self._steps - steps, self._oldest)
+                self._known[key] = copied(found), self.changes, self._steps - steps, self._oldest
         finally:
-            self._oldest = min(outer, self._oldest)
+            if outer < self._oldest:
+                self._oldest = outer
         return found
 
     def _is_quick(self, steps: int) -> bool:

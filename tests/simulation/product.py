@@ -60,7 +60,7 @@ ROOMS = (
 #: The cluster's name.
 CLUSTER = "sim"
 #: Histories between two collections of garbage.
-COLLECTED = 50
+COLLECTED = 200
 #: Modules of the standard library that are replaced wherever a module of these packages has imported them.
 _MODULES = {
     name: importlib.import_module(name) for name in ("time", "queue", "threading", "random", "secrets", "socket", "os")
@@ -250,7 +250,8 @@ def _replace(value: Any, /, **changes: Any) -> Any:
     if not _is_plain(kind):  # type: ignore[arg-type]
         return dataclasses.replace(value, **changes)
     made = object.__new__(kind)
-    made.__dict__.update(value.__dict__, **changes)
+    made.__dict__.update(value.__dict__)
+    made.__dict__.update(changes)
     return made
 
 
@@ -306,7 +307,6 @@ def _attempts(run: RunDirectory) -> list[int]:
 def _remembered() -> Iterator[tuple[Any, str, Any]]:
     """Functions of the product whose results are remembered. What Slurm answers has unix times, which need no clock."""
     unix_time, parse_job = commands.unix_time, commands.parse_job
-    running = re.compile(r"(?<= RunTime=)\S+")
 
     @lru_cache(4096)
     def time_of(text: str | None) -> float | None:
@@ -317,13 +317,17 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
         return parse_job(text)
 
     def job(text: str) -> commands.JobInfo | None:
-        if (ran := running.search(text)) is None:
+        start = text.find(" RunTime=") + len(" RunTime=")
+        end = text.find(" ", start)
+        ran = text[start:end]
+        if not ran[:2].isdigit():
             return parse_job(text)
-        found = job_of(f"{text[: ran.start()]}00:00:00{text[ran.end() :]}")
-        return None if found is None else _replace(found, run_time_s=commands._seconds(ran[0]))
+        found = job_of(f"{text[:start]}00:00:00{text[end:]}")
+        return None if found is None else _replace(found, run_time_s=seconds(ran))
 
+    seconds = lru_cache(4096)(commands._seconds)
     yield commands, "unix_time", lambda text, near=None: time_of(text)
-    yield commands, "_seconds", lru_cache(4096)(commands._seconds)
+    yield commands, "_seconds", seconds
     yield commands, "parse_job", job
     yield commands, "for_parsing", lambda _: {}  # the model's answers do not depend on the environment
     yield commands, "cluster_name", lambda _: CLUSTER
@@ -364,8 +368,15 @@ def _copied(found: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _once_per_run(path_of: Callable[[RunDirectory, int], Path]) -> Callable[..., Path]:
-    of = lru_cache(1024)(lambda run, attempt: path_of(RunDirectory(run), attempt))
-    return lambda run, attempt: of(run.path, attempt)
+    of: dict[tuple[str, int], Path] = {}
+
+    def path(run: RunDirectory, attempt: int) -> Path:
+        key = str(run.path), attempt
+        if (found := of.get(key)) is None:
+            found = of[key] = path_of(run, attempt)
+        return found
+
+    return path
 
 
 @contextmanager
