@@ -25,6 +25,8 @@ from tests.simulation.world import EPOCH, Killed, World
 
 #: What `remembered` functions do not read: checkpoints, and files that grow with each step.
 UNSEEN, UNREAD = "/checkpoints/", ("/metrics.jsonl", "/timing.jsonl")
+#: What they do read: claims and folders of attempts; files in the run's folder; these, and what is added to them.
+CLAIMS, FILES, LINES = slice(0, 1), slice(1, 2), slice(1, 3)
 
 
 @dataclass
@@ -62,8 +64,8 @@ class Disk:
         #: Until when operations fail, with which error, and how many of a hundred.
         self.broken: tuple[float, int, int] = (0.0, 0, 0)
         self._temporary = 0
-        #: Counts the changes of what `remembered` functions read.
-        self.changes = 0
+        #: Counts the changes of what `remembered` functions read: claims, other files, and what is added to these.
+        self.changes = [0, 0, 0]
         #: What they found, at which number of changes, in how many steps, and when the first folder was looked into.
         self._known: dict[tuple[Any, ...], tuple[Any, int, int, float]] = {}
         #: How many steps were made so far, and when the first of the folders that count was looked into.
@@ -89,20 +91,21 @@ class Disk:
             if (write or code != errno.ENOSPC) and world.random.random() * 100 < percent:
                 raise OSError(code, os.strerror(code), str(path))
 
-    def remembered(self, read: Callable[..., Any], copied: Callable[[Any], Any], *names: Any) -> Any:
+    def remembered(self, read: Callable[..., Any], copied: Callable[[Any], Any], what: slice, *names: Any) -> Any:
         """What ``read()`` returns, which only reads; the same as before, without reading, if nothing has changed.
 
-        ``names``: of the function and what it reads. It must not read what ``UNSEEN`` lists.
+        ``what`` it reads: ``CLAIMS``, ``FILES`` or ``LINES``. ``names``: of the function, and what it reads.
         """
         world = self.world
         thread = world.thread
         if thread is None or not thread.process.alive or self.broken[0] > world.now:
             return read()
         key = (thread.process.node, *names)
+        now = sum(self.changes[what])
         known = self._known.get(key)
         if known is not None:
             found, changes, steps, looked = known
-            if changes == self.changes and world.now - looked < self.lag_s:
+            if changes == now and world.now - looked < self.lag_s:
                 if not self.slow or (not self._drawn and self._is_quick(steps)):
                     self._steps += steps
                     if looked < self._oldest:
@@ -113,7 +116,7 @@ class Disk:
         try:
             found = read()
             if thread.wait == wait:  # else others have run meanwhile
-                self._known[key] = copied(found), self.changes, self._steps - steps, self._oldest
+                self._known[key] = copied(found), now, self._steps - steps, self._oldest
         finally:
             if outer < self._oldest:
                 self._oldest = outer
@@ -176,7 +179,7 @@ class Disk:
 
     def _change(self, name: str) -> None:
         if UNSEEN not in name:
-            self.changes += 1
+            self.changes[not ("/private" in name or "/logs" in name)] += 1
 
     # --- clusterddp/rundir/files.py
 
@@ -260,7 +263,7 @@ class Disk:
         name = str(path)
         node = self.nodes.get(name) or self._add(name)
         seen = not name.endswith(UNREAD)
-        self.changes += seen
+        self.changes[2] += seen
         before, data = node.data, (_ENCODER.encode(finite(value)) + "\n").encode()
         if self.slow and self.world.random.random() < self.slow:
             node.data = before + data[: len(data) // 2]
@@ -270,7 +273,7 @@ class Disk:
                 node.data = before
                 raise
         node.data, node.changed = before + data, self.world.now
-        self.changes += seen
+        self.changes[2] += seen
 
     def remove(self, path: Path) -> None:
         """As in files.py."""
@@ -364,5 +367,5 @@ class _Open(io.BytesIO):
     def truncate(self, size: int | None = None) -> int:
         """As of a file."""
         self._node.data = self._node.data[:size]
-        self._disk.changes += 1
+        self._disk.changes[2] += 1
         return super().truncate(size)

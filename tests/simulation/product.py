@@ -37,7 +37,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import cancellation, pruning, requests, run_ends, run_watch
 from clusterddp.slurm import commands
 from clusterddp.supervisor import attempt, controller, hook, lease, main, recovery
-from tests.simulation.disk import Disk
+from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
 from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
@@ -334,9 +334,9 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
     yield records, "parse", _parsed_line
     yield records, "parsed", _parsed
-    yield RunDirectory, "attempts", lambda run: _now.disk.remembered(lambda: _attempts(run), list, "attempts", run.path)
-    yield RunDirectory, "events", _of_run("events", list)
-    yield RunDirectory, "outcome", _of_run("outcome", _copied)
+    yield RunDirectory, "attempts", _of_run("attempts", list, CLAIMS, _attempts)
+    yield RunDirectory, "events", _of_run("events", list, LINES)
+    yield RunDirectory, "outcome", _of_run("outcome", _copied, FILES)
     for name in ("attempt_logs", "attempt_private", "holder_file", "control_file"):
         yield RunDirectory, name, _once_per_run(vars(RunDirectory)[name])
 
@@ -346,25 +346,31 @@ def _reading() -> dict[int, Callable[..., Any]]:
     read_claim, waiting_claim, holders = claims.read_claim, claims.waiting_claim, lease.holders
 
     def claim(path: Path, run: RunDirectory) -> dict[str, Any] | None:
-        return _now.disk.remembered(lambda: read_claim(path, run), _copied, path)
+        return _now.disk.remembered(lambda: read_claim(path, run), _copied, CLAIMS, path)
 
     def waiting(run: RunDirectory, attempts: Sequence[int]) -> dict[str, Any] | None:
-        return _now.disk.remembered(lambda: waiting_claim(run, attempts), _copied, run.path, *attempts)
+        return _now.disk.remembered(lambda: waiting_claim(run, attempts), _copied, CLAIMS, run.path, *attempts)
 
     def held(run: RunDirectory) -> list[dict[str, Any]]:
-        return _now.disk.remembered(lambda: holders(run), lambda found: [dict(each) for each in found], "held", run.path)
+        return _now.disk.remembered(lambda: holders(run), _each_copied, CLAIMS, "held", run.path)
 
     return {id(read_claim): claim, id(waiting_claim): waiting, id(holders): held}
 
 
-def _of_run(name: str, copied: Callable[[Any], Any]) -> Callable[[RunDirectory], Any]:
-    """A method of `RunDirectory` that only reads."""
-    method = vars(RunDirectory)[name]
-    return lambda run: _now.disk.remembered(lambda: method(run), copied, name, run.path)
+def _of_run(
+    name: str, copied: Callable[[Any], Any], what: slice, method: Callable[[RunDirectory], Any] | None = None
+) -> Callable[[RunDirectory], Any]:
+    """A method of `RunDirectory` that only reads ``what``."""
+    read = method or vars(RunDirectory)[name]
+    return lambda run: _now.disk.remembered(lambda: read(run), copied, what, name, run.path)
 
 
 def _copied(found: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if found is None else dict(found)
+
+
+def _each_copied(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [dict(each) for each in found]
 
 
 def _once_per_run(path_of: Callable[[RunDirectory, int], Path]) -> Callable[..., Path]:
