@@ -22,7 +22,6 @@ from typing import Any, BinaryIO, NamedTuple
 from clusterddp.rundir.files import finite
 from tests.simulation.world import EPOCH, Killed, World
 
-
 #: What `remembered` functions do not read: checkpoints, and files that grow with each step.
 UNSEEN, UNREAD = "/checkpoints/", ("/metrics.jsonl", "/timing.jsonl")
 #: What they do read: claims and folders of attempts; files in the run's folder; these, and what is added to them.
@@ -105,12 +104,12 @@ class Disk:
         known = self._known.get(key)
         if known is not None:
             found, changes, steps, looked = known
-            if changes == now and world.now - looked < self.lag_s:
-                if not self.slow or (not self._drawn and self._is_quick(steps)):
-                    self._steps += steps
-                    if looked < self._oldest:
-                        self._oldest = looked
-                    return copied(found)
+            is_same = changes == now and world.now - looked < self.lag_s
+            if is_same and (not self.slow or (not self._drawn and self._is_quick(steps))):
+                self._steps += steps
+                if looked < self._oldest:
+                    self._oldest = looked
+                return copied(found)
         outer, self._oldest = self._oldest, math.inf
         wait, steps = thread.wait, self._steps
         try:

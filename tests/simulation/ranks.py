@@ -13,8 +13,8 @@ import json
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from functools import lru_cache
+from pathlib import Path
 from queue import Empty
 from typing import Any
 
