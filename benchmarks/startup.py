@@ -56,7 +56,7 @@ def command(kind: str, ranks: int, folder: Path) -> list[str]:
     script = [str(SCRIPT), kind, str(folder)]
     if kind == EMPTY:
         return [sys.executable, *script]
-    shape = ["--local", "--device", "cpu", "--gpus", str(ranks), "--set", "progress=off"]
+    shape = ["--local", "--device", "cpu", "--gpus", str(ranks), "--set", "progress_interval=off"]
     run = ["submit", str(SCRIPT), *shape, "--run-dir", str(folder / "run")]
     return [sys.executable, "-m", "clusterddp", *run, "--", *script[1:]]
 
@@ -223,10 +223,10 @@ def main() -> None:
     if all(calls.values()):
         figures["calls"] = {name: {kind: (calls[kind] or {})[name] for kind in calls} for name in CALLS}
     head = ["imported at the first step in addition to the empty script's", "modules"]
-    text = f"""# From the start of the ranks to the first step
+    text = """# From the start of the ranks to the first step
 
 All ranks on one machine, its files in the page cache: on a cluster, a shared file system adds to each file that is
-opened, for both sides. {options.note}"""
+opened, for both sides."""
     tables = {
         "Phases of rank 0, in seconds (medians)": phases_table(figures["ranks"]),
         "Modules": report.table(head, in_addition(figures)),

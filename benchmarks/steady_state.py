@@ -1,9 +1,9 @@
 """What a run costs while it trains: ``python -m benchmarks.steady_state``, 10 minutes (``make bench-steady-state``).
 
 Two gloo ranks of a run under ``submit --local`` with everything on: two calls of ``run.log`` per step with one reduced
-value, step timing, the watchdog, a checkpoint and an evaluation every 100 steps, ``best=``, ``progress=``. Beside them,
-two ranks of a loop as in torch's DDP tutorial, in processes without clusterddp. They make blocks of the same steps in
-turn, while the others wait; two blocks of the bare loop in each round show the machine's noise (A/A).
+value, step timing, the watchdog, a checkpoint and an evaluation every 100 steps, ``best=``, ``script_state=``. Beside
+them, two ranks of a loop as in torch's DDP tutorial, in processes without clusterddp. They make blocks of the same
+steps in turn, while the others wait; two blocks of the bare loop in each round show the machine's noise (A/A).
 
 A step is a small model's forward, backward and optimizer's step, and then waits 10 or 100 ms, as a step on a GPU does:
 what clusterddp does comes on top. Counted per step: the training thread's CPU time, that of all threads of the rank,
@@ -92,7 +92,7 @@ def both_loops() -> Iterator[Loops]:
 
 def our_run(folder: str) -> subprocess.Popen[bytes]:
     run = [sys.executable, "-m", "clusterddp", "submit", str(SCRIPT), "--local", "--run-dir", f"{folder}/run"]
-    shape = ["--device", "cpu", "--gpus", str(RANKS), "--set", "progress=off"]
+    shape = ["--device", "cpu", "--gpus", str(RANKS), "--set", "progress_interval=off"]
     saves = ["--set", f"checkpoint.every={SAVED_EVERY}"]
     return subprocess.Popen([*run, *shape, *saves, "--", f"{folder}/socket", "ours"], cwd=REPOSITORY)
 
@@ -200,7 +200,7 @@ def main() -> None:
     text = f"""# What a run costs while it trains
 
 {RANKS} gloo ranks; medians of {rounds} rounds, {blocks} in each block. A step waits so long with its CPU idle, as a
-step on a GPU does; on CPUs that train, only the CPU figures apply. {options.note}"""
+step on a GPU does; on CPUs that train, only the CPU figures apply."""
     head = ["part", "ours", "the bare loop", *(f"more on rank {rank}" for rank in range(RANKS))]
     tables = {f"CPU us by part, step of {p} ms": report.table(head, by_part(figures, p)) for p in options.lengths}
     found = [row.as_json() for row in table_rows(figures)]

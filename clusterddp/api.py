@@ -24,8 +24,8 @@ from clusterddp.runs.cancellation import cancel_run
 from clusterddp.runs.progress import Progress, Shown
 from clusterddp.runs.rank_output import box, find_log, newest_failure
 from clusterddp.runs.recording import ONLY_JOB, Content
+from clusterddp.runs.resubmission import LOOK_S, Resubmitter
 from clusterddp.runs.run_status import state_of
-from clusterddp.runs.run_watch import LOOK_S, Watcher
 from clusterddp.runs.submission import check, describe, record_local, submit_to_slurm
 from clusterddp.runs.sweep_folder import SweepFolder, default_name
 from clusterddp.runs.sweep_members import jobs_of, keys_of, named, nodes_of, of_python
@@ -207,7 +207,7 @@ class Handle:
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the run is over or stopped, through requeues and restarts, and return its state.
 
-        Prints the events of the run to stderr meanwhile. Like ``clusterddp watch`` it lifts Slurm's hold after a
+        Prints the events of the run to stderr meanwhile. Like ``clusterddp resubmit`` it lifts Slurm's hold after a
         requeue and resubmits a run that lost its job.
 
         Args:
@@ -223,8 +223,8 @@ class Handle:
         deadline = None if timeout is None else time.monotonic() + timeout
         job = load_resolved(self._run.job_file)
         local = self._process or self._run.loop_file.exists()
-        over = self._local_over if local else Watcher(self._run, job).look
-        with Progress(self._run, job.steps, job.progress, Shown(output=False)) as progress:
+        over = self._local_over if local else Resubmitter(self._run, job).look
+        with Progress(self._run, job.steps, job.progress_interval, Shown(output=False)) as progress:
             while not over():
                 progress.update()
                 if deadline is not None and time.monotonic() > deadline:

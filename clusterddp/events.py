@@ -4,7 +4,7 @@ A line of ``events.jsonl`` has an event's fields, and besides them ``time`` (uni
 the class's name in snake case. Ranks report some of them over the control channel; the supervisor writes all, and adds
 ``rank`` to those. A field with a default may be missing. An event without a sentence is only recorded.
 
-docs/reference/protocol.md is generated from this module, and a test compares it with what the code writes and reads.
+docs/reference/events.md is generated from this module, and a test compares it with what the code writes and reads.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class NoRank(Event):
         return NO_RANK
 
 
-class WholeBatches(Event):
+class MicrobatchingSkipped(Event):
     """more samples per rank than batch_size, without `run.micro()`"""
 
     step: int
@@ -739,7 +739,7 @@ class Slow(Event):
         )
 
 
-class KeptUp(Event):
+class StragglerRecovered(Event):
     """a rank that was slow is not slow any more"""
 
     rank: int
@@ -883,7 +883,7 @@ class Resubmitted(_Ended):
 
 class Stopped(_Ended):
     """the run can be continued; `file`: the script's own checkpoint; `made`: so many steps of the attempt, at least;
-    `refused`: why Slurm refused the run's next job, which `clusterddp watch` submits again"""
+    `refused`: why Slurm refused the run's next job, which `clusterddp resubmit` submits again"""
 
     then: str = "stopped"
     refused: str | None = None

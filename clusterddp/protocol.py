@@ -1,6 +1,6 @@
 """What the processes of a run say to each other besides events: messages of the control channel, environment variables.
 
-Events are in events.py, exit codes in errors.py. docs/reference/protocol.md is generated from this module, too, and a
+Events are in events.py, exit codes in errors.py. docs/reference/events.md is generated from this module, too, and a
 test compares it with what the code writes and reads.
 """
 
@@ -169,7 +169,8 @@ WANDB_NAME = Variable(
 MLFLOW = Variable("CLUSTERDDP_MLFLOW", "supervisor to ranks: on if the script's own MLflow run continues")
 RUNS = Variable("CLUSTERDDP_RUNS", "user to submit and launch(): the folder for new run directories, instead of ./runs")
 SITE_CONFIG = Variable(
-    "CLUSTERDDP_SITE_CONFIG", "site to submit and launch(): its profile, instead of /etc/clusterddp/config.yaml"
+    "CLUSTERDDP_SITE_CONFIG",
+    "site to submit and launch(): its configuration file, instead of /etc/clusterddp/config.yaml",
 )
 STOP_SIGNAL = Variable(
     "CLUSTERDDP_STOP_SIGNAL",

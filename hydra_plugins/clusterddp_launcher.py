@@ -226,7 +226,7 @@ class ClusterddpLauncher(Launcher):
         from clusterddp.reporter import show
         from clusterddp.rundir.find import as_typed
         from clusterddp.runs import sweep_submission
-        from clusterddp.runs.run_watch import watch
+        from clusterddp.runs.resubmission import wait_and_resubmit
         from clusterddp.runs.sweep_submission import planned, tell
 
         while True:
@@ -241,7 +241,10 @@ class ClusterddpLauncher(Launcher):
                     raise SlurmError(f"{len(done.members)} of {len(plan.submit)} submitted: {done.refused}")
                 return
             awaited = {*done.members, *plan.in_state("held", "unknown")}
-            if awaited and watch([sweep.folder.member(name) for name in sorted(awaited, key=int)]) == INTERRUPTED:
+            if (
+                awaited
+                and wait_and_resubmit([sweep.folder.member(name) for name in sorted(awaited, key=int)]) == INTERRUPTED
+            ):
                 raise KeyboardInterrupt
             if not done.refused:
                 return

@@ -40,7 +40,7 @@ def main():
     loader = ctx.loader(noisy_data(64, seed=1), batch_size=8)
     held_out = ctx.eval_loader(noisy_data(256, seed=2), batch_size=128)
     progress = {"best": float("inf"), "since_best": 0}  # saved with the run, and restored in place
-    run = ctx.run(model=model, optimizer=optimizer, loader=loader, progress=progress, best="-held_out_loss")
+    run = ctx.run(model=model, optimizer=optimizer, loader=loader, script_state=progress, best="-held_out_loss")
     for inputs, targets in run.steps(args.steps):
         # The place for an evaluation: a stop within it saves the state before the step, and a resume repeats it.
         if run.every(steps=args.eval_every):

@@ -18,7 +18,7 @@ from tests.waiting import differing, final_state, story, wait_for_outcome, wait_
 STEPS = 40
 #: What the ranks can be doing; see tests/scripts/train.py.
 MOMENTS = ["import", "rendezvous", "first step", "evaluation", "restore", "save", "last step", "after the end"]
-#: As in clusterddp.runs.run_watch, for a machine with one clock.
+#: As in clusterddp.runs.resubmission, for a machine with one clock.
 SETTLE_S = 1.5
 
 
@@ -77,7 +77,7 @@ class Training:
         (self.marks / f"{attempt}-go").touch()
 
     def lift_hold(self) -> None:
-        """What a watcher does, twice a second at most: Slurm's hold after a requeue is of no interest here."""
+        """What `resubmit` does, twice a second at most: Slurm's hold after a requeue is of no interest here."""
         if time.monotonic() - self._looked < 0.5:
             return
         self._looked = time.monotonic()

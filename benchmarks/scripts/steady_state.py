@@ -149,7 +149,7 @@ def ours(blocks: Blocks) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         loader = ctx.loader(dataset, batch_size=BATCH)
         progress = {"samples": 0}
-        run = ctx.run(model=model, optimizer=optimizer, loader=loader, best="accuracy", progress=progress)
+        run = ctx.run(model=model, optimizer=optimizer, loader=loader, best="accuracy", script_state=progress)
         for (batch,) in run.steps(10**9):
             if blocks.over():
                 run.finish()

@@ -87,7 +87,7 @@ class Case:
     preemptions: tuple[Preemption | Fault, ...]
     """And other faults, in order."""
     watched: bool = False
-    """Whether ``clusterddp watch`` lifts Slurm's hold after each requeue, as for a user; else the soak does."""
+    """Whether ``clusterddp resubmit`` lifts Slurm's hold after each requeue, as for a user; else the soak does."""
 
     @property
     def name(self) -> str:
@@ -140,7 +140,7 @@ class Preempter:
 
     def _watch(self) -> subprocess.Popen[str]:
         with open(self._folder / "watch.log", "w") as log:
-            command = [str(self._up.python), "-m", "clusterddp", "watch", str(self.training.run.path)]
+            command = [str(self._up.python), "-m", "clusterddp", "resubmit", str(self.training.run.path)]
             return self._up.popen(command, stdout=log, stderr=log)
 
     def make_all(self) -> None:
@@ -439,7 +439,7 @@ def main() -> None:
     parser.add_argument("--proctracks", default="cgroup,linuxproc")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--state", type=Path, default=Path("runs/soak"), help="progress, references, failed runs")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
     options = parser.parse_args()
     settings = {
         "preemptions": options.preemptions,

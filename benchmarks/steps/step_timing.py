@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def train(script: Path, folder: str, ranks: int, how: Sequence[str]) -> None:
     """A local run."""
     run = [sys.executable, "-m", "clusterddp", "submit", str(script), "--local", "--run-dir", f"{folder}/run"]
-    shape = ["--device", "cpu", "--gpus", str(ranks), "--set", "progress=off"]
+    shape = ["--device", "cpu", "--gpus", str(ranks), "--set", "progress_interval=off"]
     done = subprocess.run([*run, *shape, "--", folder, *how], cwd=REPOSITORY)
     if done.returncode:
         sys.exit(f"the run ended with {done.returncode}")

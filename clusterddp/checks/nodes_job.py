@@ -16,9 +16,9 @@ from typing import Any
 from clusterddp.checks.check import FAILED, OK, Check, failed, worst
 from clusterddp.checks.probe import JOB_FILE, RESULTS_FILE, START_S, TOGETHER_S
 from clusterddp.errors import SlurmError
+from clusterddp.jobdef.configuration_files import find_configuration_files, read_configuration_files
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values
-from clusterddp.jobdef.profiles_and_presets import find_profiles, read_profiles
 from clusterddp.reporter import show
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.find import runs_folder
@@ -85,8 +85,10 @@ def check_nodes(arguments: argparse.Namespace) -> list[Node]:
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
-    """The job, on top of the profiles; all GPUs of the partition's nodes unless told otherwise."""
-    defaults = read_profiles(find_profiles(os.environ, Path.cwd()), slurm.submission_cluster(os.environ))
+    """The job, on top of the configuration files: by default with all GPUs of the partition's nodes."""
+    defaults = read_configuration_files(
+        find_configuration_files(os.environ, Path.cwd()), slurm.submission_cluster(os.environ)
+    )
     values = {key: getattr(arguments, key) for key in KEYS if getattr(arguments, key) is not None}
     fixed = {"job_name": "clusterddp-doctor", "module": "clusterddp.checks.probe", "gpus_per_rank": 1}
     job = from_values({**values, **fixed, "time": str(LIMIT_MIN)}, defaults=defaults)

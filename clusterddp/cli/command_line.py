@@ -20,7 +20,7 @@ COMMANDS = {
     "status": "show a run's state and history",
     "logs": "print what ranks wrote, or a run's first failure",
     "report": "write a page about runs: timeline, where the time went, metrics, failures",
-    "watch": "wait for runs; release requeue holds and resubmit lost jobs",
+    "resubmit": "wait for runs, release requeue holds and resubmit lost jobs",
     "wait": "wait for runs, and tell by the exit code how they ended",
     "cancel": "end runs for good",
     "prune": "delete old checkpoints and logs of runs that are over",
@@ -31,8 +31,9 @@ COMMANDS = {
     "export": "write a checkpoint's model to a file",
     "drill": "test with a tiny job what a preemption would do to a run",
     "doctor": "check the cluster, or nodes, for what a run needs",
+    "nodes": "list the nodes on which runs failed, and what to tell the administrator",
     "bench": "check and time collectives on the training nodes",
-    "config": "show and check job definitions, sweeps and profiles",
+    "config": "show and check job definitions, sweeps and configuration files",
 }
 USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
@@ -53,9 +54,9 @@ DESCRIPTIONS = {
     "report": "Write one HTML file about a run that opens anywhere: what happened when and why, where the time went, "
     "metrics, checkpoints, failures, and the commands to continue it. Several runs, or a sweep, are laid over each "
     "other. Prints the name of the file.",
-    "watch": "Wait until runs are over and show their events. Meanwhile lift the hold that Slurm puts on a requeued "
-    "job, and resubmit a run whose job ended without continuing it. Ctrl-C stops watching; the runs continue.",
-    "wait": "Wait until all runs are over, or stopped so that only a submission continues them. Unlike watch, it "
+    "resubmit": "Wait until runs are over and show their events. Meanwhile lift the hold that Slurm puts on a requeued "
+    "job, and resubmit a run whose job ended without continuing it. Ctrl-C ends this command, and the runs continue.",
+    "wait": "Wait until all runs are over, or stopped so that only a submission continues them. Unlike resubmit, it "
     "changes nothing. The exit code is 0 if all completed, else that of the worst end: 10 failed, 11 cancelled, "
     "12 stopped, 13 unknown; 124 if the time is up.",
     "cancel": "End runs for good: cancel their jobs or processes, and wait until they have ended. They never run "
@@ -74,9 +75,11 @@ DESCRIPTIONS = {
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
     "doctor": "Check what a run needs: on this host Slurm, partitions, accounts, the folder for runs, Python, torch; "
     "with --nodes, in a job, the devices, folder, clock and network of nodes. Exit code 1 if a check failed.",
+    "nodes": "List the nodes on which runs failed in the last week, and whether new jobs avoid them. Print a text that "
+    "you can send to the cluster's administrator.",
     "bench": "Submit a packaged benchmark and show its output. The options are those of submit.",
     "config": "Show the job that submit would start and where each value comes from, check job definitions, sweeps "
-    "and profiles, or print the JSON Schema for editors.",
+    "and configuration files, or print the JSON Schema for editors.",
 }
 EPILOGS = {
     "submit": "JOB.yaml and --set take the keys that `clusterddp config schema` describes; `clusterddp config show` "

@@ -11,10 +11,10 @@ from typing import Any
 
 from clusterddp.cli.options import JOB_OPTIONS, PACKAGED_JOB, add_job_arguments, option_values, set_values
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.jobdef import profiles_and_presets
+from clusterddp.jobdef import configuration_files
+from clusterddp.jobdef.configuration_files import find_configuration_files
 from clusterddp.jobdef.job import one_line, written
 from clusterddp.jobdef.load import Origins, load
-from clusterddp.jobdef.profiles_and_presets import find_profiles
 from clusterddp.jobdef.readers import did_you_mean
 from clusterddp.jobdef.schema import file_fields
 from clusterddp.jobdef.secrets import without_secrets
@@ -35,14 +35,15 @@ def show_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | No
     places: Origins = {}
     job = describe(target, option_values(arguments, script_arguments), set_values(arguments), places)
     visible = without_secrets(job)[0]
-    cluster, profiles = submission_cluster(os.environ), find_profiles(os.environ, Path.cwd())
-    show(f"cluster: {cluster or 'unknown'}; profiles: {', '.join(map(str, profiles)) or 'none'}")
+    cluster, files = submission_cluster(os.environ), find_configuration_files(os.environ, Path.cwd())
+    show(f"cluster: {cluster or 'unknown'}\nconfiguration files: {', '.join(map(str, files)) or 'none'}")
     origins = {key: _words(key, str(place)) for key, place in places.items()}
     if arguments.json:
         values = written(visible)
-        files = [{"owner": profile.owner, "file": str(profile.path)} for profile in profiles]
         of_all = {key: origins.get(key, DEFAULT) for key in _keys(values)}
-        print(json.dumps({"schema": SCHEMA, "cluster": cluster, "profiles": files, "job": values, "origins": of_all}))
+        named = [{"owner": file.owner, "file": str(file.path)} for file in files]
+        shown = {"cluster": cluster, "configuration_files": named, "job": values, "origins": of_all}
+        print(json.dumps({"schema": SCHEMA, **shown}))
         return 0
     lines = list(_lines(written(visible), origins))
     width = min(48, max(len(line) for line, _ in lines))
@@ -96,7 +97,7 @@ def _lines(values: Mapping[str, Any], origins: Mapping[str, str], prefix: str = 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The actions of ``config``, each with its own options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", help="what to do")
-    text = "print the job that submit would start, with profiles, options and defaults; secrets are masked"
+    text = "print the job that submit would start, from configuration files, options and defaults, with secrets masked"
     resolved = actions.add_parser("show", help=text, description=f"{text[0].upper()}{text[1:]}.")
     resolved.add_argument(
         "target", nargs="?", metavar="SCRIPT.py | JOB.yaml",
@@ -105,9 +106,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     resolved.add_argument("--origin", action="store_true", help="add where each value comes from, as a comment")
     resolved.add_argument("--json", action="store_true", help="print values and origins as JSON")
     add_job_arguments(resolved)
-    text = "check job definitions, sweeps and profiles; print a line for each valid file and for each mistake"
+    text = (
+        "check job definitions, sweeps and configuration files, and print a line for each valid file and each mistake"
+    )
     checked = actions.add_parser("validate", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    checked.add_argument("files", nargs="+", metavar="FILE", help="a job definition, a sweep or a profile")
+    checked.add_argument("files", nargs="+", metavar="FILE", help="a job definition, a sweep or a configuration file")
     text = "list the presets for training repositories; with a NAME, print one"
     listed = actions.add_parser("presets", help=text, description=f"{text[0].upper()}{text[1:]}.")
     listed.add_argument("name", nargs="?", metavar="NAME", help="print this preset, a piece of a job definition")
@@ -131,14 +134,14 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
 
 def show_presets(name: str | None) -> int:
     """Prints a line for each preset, or the file of one; returns the exit code."""
-    names = profiles_and_presets.preset_names()
+    names = configuration_files.preset_names()
     if name is None:
         width = max(map(len, names))
-        put("\n".join(f"{one:<{width}}  {profiles_and_presets.preset_purpose(one)}" for one in names))
+        put("\n".join(f"{one:<{width}}  {configuration_files.preset_purpose(one)}" for one in names))
         return 0
     if name not in names:
         raise UsageError(f"no preset {name!r}{did_you_mean(name, names)}; presets: {', '.join(names)}")
-    put(profiles_and_presets.preset_text(name).rstrip("\n"))
+    put(configuration_files.preset_text(name).rstrip("\n"))
     return 0
 
 
@@ -155,11 +158,11 @@ def validate(files: Sequence[str]) -> int:
 
 
 def _check(path: Path) -> str:
-    """What kind of file it is. Raises what is wrong with it, regardless of the profiles that apply here."""
+    """What kind of file it is. Raises what is wrong with it, regardless of the configuration files that apply here."""
     keys = file_fields(path, []).keys()
-    if keys & {*profiles_and_presets.SECTIONS}:
-        profiles_and_presets.check_profile(path)
-        return "profile"
+    if keys & {*configuration_files.SECTIONS}:
+        configuration_files.check_configuration_file(path)
+        return "configuration file"
     if keys & {*sweep_members.KEYS}:
         sweep = sweep_members.read_definition(path)
         job = with_hydra(load(sweep.job or path, section=None if sweep.job else "job"))

@@ -28,7 +28,7 @@ from clusterddp.rundir.files import write_json
 from clusterddp.rundir.find import open_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.run_watch import Hold
+from clusterddp.runs.resubmission import Hold
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
 from clusterddp.slurm.preemption_policy import Preemption
@@ -112,7 +112,7 @@ def verdict(preemption: Preemption, first: Found, second: Found, save_s: float |
     if first["signalled"] < first["ranks"]:
         return "the signal does not reach every rank: start python directly, not in a wrapper script"
     if "scontrol" in first["missing"]:
-        return "scontrol is missing on the nodes: keep `clusterddp watch` running on a login node"
+        return "scontrol is missing on the nodes: keep `clusterddp resubmit` running on a login node"
     if not second and not preemption.must_resubmit:
         return f"the requeue does not restart the job: {first.get('requeue_error') or 'it did not start again'}"
     if save_s is not None and preemption.notice_s < 2 * save_s + 2:

@@ -12,8 +12,8 @@ from clusterddp.environment import in_step
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.hostlist import tasks_per_node
 from clusterddp.jobdef import load as jobs
+from clusterddp.jobdef.configuration_files import find_configuration_files
 from clusterddp.jobdef.job import Job
-from clusterddp.jobdef.profiles_and_presets import find_profiles
 from clusterddp.reporter import show
 from clusterddp.rundir.find import as_typed, open_run
 from clusterddp.rundir.ownership import check_run
@@ -28,7 +28,7 @@ JOB_OPTIONS = (
     (("-N", "--nodes"), "nodes", "N", "number of nodes, or a range such as 2-4; default: 1"),
     (
         ("--gpus", "--gpus-per-node"), "gpus_per_node", "G",
-        "GPUs per node, with one rank each; also TYPE:G; with --device cpu, ranks per node; default: 1",
+        "GPUs per node, unlike sbatch's; one rank each; also TYPE:G; with --device cpu, ranks per node; default: 1",
     ),
     (
         ("--preset",), "resume", "NAME",
@@ -128,6 +128,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-snapshot", action="store_true",
         help="run the code that is in the checkout when an attempt starts, instead of a snapshot of it",
     )  # fmt: skip
+    job.add_argument("--no-node-memory", action="store_true", help="also use nodes on which other runs failed")
     job.add_argument(
         "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option; repeatable"
     )
@@ -211,8 +212,8 @@ def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] |
             return jobs.load(run.job_file, set_values(arguments), values=values)
         target = default_target(values, arguments.run_dir)
     values |= {"module": arguments.module} if arguments.module else {}
-    if profiles := find_profiles(os.environ, Path.cwd()):
-        show(f"profiles: {', '.join(map(str, profiles))}")
+    if files := find_configuration_files(os.environ, Path.cwd()):
+        show(f"configuration files: {', '.join(map(str, files))}")
     return describe(target, values, set_values(arguments))
 
 
@@ -234,6 +235,8 @@ def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str]
         values["args"] = list(script_arguments)
     if arguments.no_snapshot:
         values["snapshot"] = False
+    if arguments.no_node_memory:
+        values["node_memory"] = False
     return values
 
 

@@ -60,7 +60,7 @@ def tell_waiting(run: RunDirectory, job: slurm.JobInfo, exclude: str | None) -> 
             f"{run} waits in the queue (job {job.job_id}, {job.reason}); exclude nodes from it with: "
             f"scontrol update JobId={job.job_id} ExcNodeList={exclude}"
         )
-    held = f"; clusterddp watch {run.quoted} releases Slurm's hold" if job.reason == "BeginTime" else ""
+    held = f"; clusterddp resubmit {run.quoted} releases Slurm's hold" if job.reason == "BeginTime" else ""
     put(f"{run} waits in the queue already (job {job.job_id}, {job.reason}){held}")
     return 0
 

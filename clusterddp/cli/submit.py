@@ -83,7 +83,7 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     if warning := step_warning(job, moments):
         show(warning)
     run = record_local(job, arguments.run_dir, Content(fork=arguments.fork))
-    with Progress(run, job.steps, job.progress, Shown(bar=arguments.debug is None)) as progress:
+    with Progress(run, job.steps, job.progress_interval, Shown(bar=arguments.debug is None)) as progress:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
     with suppress(OSError):  # the disk is full: the entry names a process that no longer runs
         lease.loop_ended(run)
@@ -112,7 +112,7 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     if in_batch_step(os.environ):
         return supervise_slurm(str(run))
     show(f"run directory: {run}")
-    with Progress(run, job.steps, job.progress) as progress:
+    with Progress(run, job.steps, job.progress_interval) as progress:
         code = AllocatedRun(run, job).loop(progress)
     return ended(
         run, code, f"clusterddp submit --here --run-dir {run.quoted}, or sbatch {shlex.quote(str(run.batch_script))}"
@@ -140,11 +140,11 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         return debug(run, rank)
     if arguments.wait or arguments.follow:
         try:
-            from clusterddp.runs.run_watch import watch
+            from clusterddp.runs.resubmission import wait_and_resubmit
 
-            return watch([run], follow=arguments.follow)
-        except KeyboardInterrupt:  # before the watch began
-            show(f"the run continues; watch it with: clusterddp watch {run.quoted}")
+            return wait_and_resubmit([run], follow=arguments.follow)
+        except KeyboardInterrupt:  # before the waiting began
+            show(f"The run continues. Wait for it with: clusterddp resubmit {run.quoted}")
             return INTERRUPTED
     return 0
 

@@ -84,7 +84,7 @@ class Slow:
 
 
 @dataclass(frozen=True)
-class KeptUp:
+class StragglerRecovered:
     """A rank that was a straggler is none any more."""
 
     rank: int
@@ -347,7 +347,7 @@ class Watch:
         told["collectives"] = beat.get("collectives") or ()
         self._statuses[rank] = RankStatus(rank, host, moved=now - beat["age_s"], heard=now, **told)
 
-    def look(self, counts: bool = True, gone: Collection[int] = ()) -> list[Hang | Slow | KeptUp]:
+    def look(self, counts: bool = True, gone: Collection[int] = ()) -> list[Hang | Slow | StragglerRecovered]:
         """What has been found by now; to be called every ``beat_s`` seconds.
 
         ``gone``: the ranks that have ended in order. Others may work alone from then on, but they send heartbeats.
@@ -358,10 +358,10 @@ class Watch:
             silent = [status for status in statuses if _silent(status, self._clock.now, self._beat_s)]
             hang = self.confirmed_hang(silent, self._clock.now)
             return [hang] if hang else []
-        found: list[Hang | Slow | KeptUp] = []
+        found: list[Hang | Slow | StragglerRecovered] = []
         slow_now = {slow.rank: slow for slow in find_slow(statuses)}
         for rank in sorted(self._slow - slow_now.keys()):
-            found.append(KeptUp(rank, self._statuses[rank].host))
+            found.append(StragglerRecovered(rank, self._statuses[rank].host))
         self._slow &= slow_now.keys()
         for slow in slow_now.values():
             if slow.ratio > 2 * self._warned.get(slow.rank, 0.0):

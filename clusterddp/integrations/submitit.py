@@ -36,7 +36,7 @@ _SBATCH = (
 )
 #: Those that clusterddp cannot carry out, with the value that means that they are not used, and why.
 _REFUSED: Mapping[str, tuple[Any, str]] = {
-    "teardown": (None, "use the key `hook` in a profile instead"),
+    "teardown": (None, "use the key `hook` in a configuration file instead"),
     "stderr_to_stdout": (False, "each rank has a file for either, in the run directory below logs/"),
     "use_srun": (True, "the ranks are always started by srun"),
     "gpus_per_task": (

@@ -1,6 +1,6 @@
 """Reads a job definition from YAML and the command line into a ``Job``.
 
-Sources, the last wins: the profiles, the file, the options of the command line, ``--set key.path=value``.
+Sources, the last wins: the configuration files, the file, the options of the command line, ``--set key.path=value``.
 A null restores a key's built-in default. One error reports all mistakes in all sources.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import clusterddp
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import program, yaml12
+from clusterddp.jobdef.configuration_files import with_preset
 from clusterddp.jobdef.job import Job, written
-from clusterddp.jobdef.profiles_and_presets import with_preset
 from clusterddp.jobdef.schema import READERS, Fields, fields_of, file_fields, get, merged, read_fields
 from clusterddp.jobdef.secrets import MASK, is_secret, revealed, without_secrets
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
@@ -47,7 +47,7 @@ def load(
         path: the YAML file; a relative ``script`` in it is relative to its folder.
         overrides: the values of ``--set`` by dotted key, read as YAML scalars. They override everything else.
         values: the options of the command line by YAML key. They override the file.
-        defaults: what ``read_profiles`` returned; the file overrides it.
+        defaults: what ``read_configuration_files`` returned; the file overrides it.
         origins: a dict that receives the place of each value that was given in any source.
         section: the key of the file that holds the definition; None: the whole file is one.
 

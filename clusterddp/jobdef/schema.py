@@ -209,9 +209,9 @@ def _resume(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     return _section("resume", Resume, _RESUME)(node, mistakes)
 
 
-def _progress(node: Node, _: list[Mistake]) -> dict[str, Any]:
+def _progress_interval(node: Node, _: list[Mistake]) -> dict[str, Any]:
     """``off``, or seconds."""
-    return {"progress": None if node.text == "off" else _SECONDS(node)}
+    return {"progress_interval": None if node.text == "off" else _SECONDS(node)}
 
 
 def _tracker(
@@ -354,11 +354,12 @@ READERS: dict[str, Reader] = {
     "checkpoint": _section("checkpoint", Checkpointing, {"every": _every, "keep": _keep}),
     "timeouts": _section("timeouts", Timeouts, _fields(start_s=_SECONDS, step_s=_SECONDS, notice_s=_SECONDS)),
     "watchdog": _watchdog,
-    "progress": _progress,
+    "progress_interval": _progress_interval,
     "limits": _section("limits", Limits, _fields(attempts=value.whole(1), gpu_hours=value.positive("hours"))),
     **_fields(
         policy=value.choice("requeue", "resubmit"),
         lift_hold=value.truth,
+        node_memory=value.truth,
         backend=value.backend,
         keep_logs=value.whole(1),
         share=value.choice("private", "group"),

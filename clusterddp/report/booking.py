@@ -381,7 +381,7 @@ def _slow(events: Iterable[Event], end: float) -> Iterator[Wait]:
     ratios: dict[Any, float] = {}
     changes: list[tuple[float, float]] = []
     for event in events:
-        if event["event"] in ("slow", "kept_up"):
+        if event["event"] in ("slow", "straggler_recovered"):
             ratios[str(event.get("rank"))] = max(1.0, _seconds(event, "ratio"))
             changes.append((event["time"], 1 - 1 / max(ratios.values())))
     for (begin, share), (until, _) in pairwise([*changes, (end, 0.0)]):

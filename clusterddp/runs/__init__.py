@@ -1,1 +1,1 @@
-"""What a user does with runs, as functions: submit, watch, cancel, tell; options and tables belong in ``cli/``."""
+"""What a user does with runs, as functions: submit, resubmit, cancel, tell; options and tables belong in ``cli/``."""

@@ -61,7 +61,7 @@ class Preemption:
             return "the run continues in a new job (policy: resubmit)"
         if job.policy is None and job.min_nodes is not None and self.grace_s:
             return "the run continues in a new job: a requeued one would wait for as many nodes as it had"
-        lifted = "`submit --wait` or `clusterddp watch` lifts it" if job.lift_hold else "lift_hold: false keeps it"
+        lifted = "`submit --wait` or `clusterddp resubmit` lifts it" if job.lift_hold else "lift_hold: false keeps it"
         return f"the run is requeued and then held for {self.hold_s} s: {lifted}"
 
 

@@ -95,7 +95,7 @@ _RELEASE = "release it with `scontrol release JOB`"
 _ADMIN = "ask the cluster's administrators"
 _START_NOW = "`scontrol update JobId=JOB StartTime=now` starts it"
 _HELD_AFTER_REQUEUE = Why(
-    "held by Slurm for a while, as after each requeue", f"`clusterddp watch RUN` lifts the hold; {_START_NOW}, too"
+    "held by Slurm for a while, as after each requeue", f"`clusterddp resubmit RUN` lifts the hold; {_START_NOW}, too"
 )
 
 #: By Slurm's reason, in any version; a reason that is not here is shown as it is.

@@ -26,7 +26,7 @@ from typing import Any
 
 from clusterddp import protocol
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.failures import exclusion
+from clusterddp.failures import exclusion, node_memory
 from clusterddp.failures.exit_status import ExitStatus, in_order
 from clusterddp.failures.hangs import Watch
 from clusterddp.failures.stack_traces import after_suspension, uncaught
@@ -97,7 +97,7 @@ class Attempt:
         self._launcher, self._controller = launcher, controller
         self._history = History(run, number, secret_values(job, os.environ))
         self._hook = Hook(run, job, number, hurry=controller.resubmits)
-        self._history.listener = self._hook.notify
+        self._history.listener = self._on_event
         self._code = code_snapshot.present(run)
         before = last_line(run)
         #: When the run last completed a step, before this attempt; None if it never did.
@@ -115,6 +115,11 @@ class Attempt:
         self._step_log: StepLog | None = None
         #: What the thread of the history has to do; None: nothing more.
         self._writes: queue.Queue[Callable[[], Any] | None] = queue.Queue()
+
+    def _on_event(self, event: Mapping[str, Any]) -> None:
+        self._hook.notify(event)
+        if self._job.node_memory:
+            node_memory.remember(self._run, self._controller.describe().get("job"), event)
 
     def _new_watch(self) -> Watch | None:
         watchdog = self._job.watchdog

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clusterddp.errors import INTERRUPTED, STOPPED, LauncherEnvironmentError, SlurmError, SlurmMissing, SlurmUnavailable
-from clusterddp.failures import exclusion
+from clusterddp.failures import exclusion, node_memory
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.process import started_at
@@ -95,13 +95,12 @@ class SlurmController(Controller):
                 "SLURM_JOB_ID is not set: this is the supervisor of a Slurm job. "
                 "Submit with `clusterddp submit`, or `sbatch job.sbatch`"
             )
-        self._run, self._job_id = run, job_id
+        self._run, self._job, self._job_id = run, job, job_id
         self._restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
         self._nodes = environ.get("SLURM_JOB_NODELIST", "")
         # SBATCH_PARTITION or an administrator may have changed what the job definition asks for.
         self._partition = environ.get("SLURM_JOB_PARTITION") or job.partition
         self._qos = environ.get("SLURM_JOB_QOS") or job.qos
-        self._exclude = job.exclude
         self._policy: preemption_policy.Preemption | None = None
 
     def holder(self) -> dict[str, Any]:
@@ -153,7 +152,7 @@ class SlurmController(Controller):
 
     def usable_nodes(self) -> list[str]:
         """The partition's working nodes without those that the job definition excludes."""
-        excluded = expand(self._exclude or "")
+        excluded = expand(self._job.exclude or "")
         return [node for node in slurm.usable_nodes(self._partition) if node not in excluded]
 
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
@@ -168,7 +167,9 @@ class SlurmController(Controller):
             slurm.set_requeue(self._job_id, allowed=False)
         dependency = [f"--dependency=afterany:{self._job_id}"] if after_this else []
         try:
-            new = slurm.submit(self._run.batch_script, *dependency, *exclusion.option(self._exclude, without))
+            remembered = node_memory.avoided(self._run, self._job, without, self.usable_nodes, time.time())
+            options = exclusion.option(self._job.exclude, [*without, *remembered])
+            new = slurm.submit(self._run.batch_script, *dependency, *options)
         except SlurmError as error:
             if not isinstance(error, SlurmUnavailable) or isinstance(error, SlurmMissing):
                 with suppress(SlurmError):

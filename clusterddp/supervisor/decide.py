@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from clusterddp.failures.hangs import Hang, KeptUp, Slow
+from clusterddp.failures.hangs import Hang, Slow, StragglerRecovered
 from clusterddp.rundir.records import is_count, is_time, optional, schema_error
 from clusterddp.supervisor import requests
 from clusterddp.supervisor.state import (
@@ -440,7 +440,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Request: _on_request,
     Hang: _on_hang,
     Slow: lambda state, slow, _: (state, [Record("slow", asdict(slow))]),
-    KeptUp: lambda state, rank, _: (state, [Record("kept_up", asdict(rank))]),
+    StragglerRecovered: lambda state, rank, _: (state, [Record("straggler_recovered", asdict(rank))]),
 }
 _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
     Timer.LOOK: _look,

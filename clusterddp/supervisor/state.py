@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from clusterddp.failures.hangs import Hang, KeptUp, Slow
+from clusterddp.failures.hangs import Hang, Slow, StragglerRecovered
 from clusterddp.jobdef.job import Job
 
 #: How often the controller is asked, in seconds, while something may be happening to the job.
@@ -145,7 +145,7 @@ Event = (
     | Timer
     | Hang
     | Slow
-    | KeptUp
+    | StragglerRecovered
 )
 
 # --- actions

@@ -92,7 +92,7 @@ class CheckedRun(Run):
     def _states(self, others: dict[str, dict[str, str]]) -> States:
         parts = {name: self._digests(part) for name, part in self._parts.items()}
         if self._own_values:
-            parts["progress"] = {name: of_value(value) for name, value in self._own_values.state_dict().items()}
+            parts["script_state"] = {name: of_value(value) for name, value in self._own_values.state_dict().items()}
         return States(parts, others)
 
     def _digests(self, part: Stateful) -> dict[str, str]:

@@ -290,7 +290,7 @@ class Context(Loaders):
         per_rank: Parts = None,
         init_from: Files | None = None,
         init_strict: bool = True,
-        progress: Any = None,
+        script_state: Any = None,
         best: str | Parts = None,
         **parts: Parts,
     ) -> Run:
@@ -308,8 +308,8 @@ class Context(Loaders):
             init_from: a file of weights to start from, ``.pt`` or ``.safetensors``, for ``model`` or the only module;
                 or a dict with a file for each part. Read when the run starts, not when it resumes.
             init_strict: whether names that are in the file or in the part, but not in both, are an error.
-            progress: the script's own values: a dict, or an instance of a dataclass, that the script may change at any
-                time, alike on all ranks: numbers, text, True, False, None, and lists and dicts of them. They are
+            script_state: the script's own values: a dict, or an instance of a dataclass, that the script may change at
+                any time, alike on all ranks: numbers, text, True, False, None, and lists and dicts of them. They are
                 restored in place.
             best: the metric whose best checkpoint is kept beside the newest, of what ``run.log()`` got: "accuracy" for
                 the largest value, "-score" or "loss" for the smallest. Anything but text is a part of that name.
@@ -327,7 +327,7 @@ class Context(Loaders):
         metric, named_best = metric_or_part(best)
         named, own = by_name({**parts, **named_best}), PerRank(per_rank, self._group)
         start_warm = partial(warm_start.load, init_from, init_strict, named, self._group) if init_from else None
-        values = Values(progress)
+        values = Values(script_state)
         self._services = self._start_services(named.values(), metric)
         batches = training_loader(loader, self._group, self.seed, rng == "step")
         given = Given(named, batches, rng, values, own, start_warm)

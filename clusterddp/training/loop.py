@@ -137,7 +137,7 @@ class Run:
         All ranks call it in the same steps.
 
         What the script does there, before the step's training, is exact wherever the run is stopped: evaluate, step a
-        scheduler, change the values of ``ctx.run(progress=...)``, and ``finish``. A stop in an evaluation saves the
+        scheduler, change the values of ``ctx.run(script_state=...)``, and ``finish``. A stop in an evaluation saves the
         state from before the step, and the next attempt repeats it. A metric that is logged there belongs to checkpoint
         ``step``. After the last step of the loop there is no such place: evaluate once more behind the loop.
 
@@ -431,7 +431,9 @@ class Run:
 
     def _finish_step(self) -> None:
         if self._micro.end_step():
-            self._report("whole_batches", step=self.step, samples=self._loader.share, most=self._loader.batch_size)
+            self._report(
+                "microbatching_skipped", step=self.step, samples=self._loader.share, most=self._loader.batch_size
+            )
         made, step = self._making, self._state.step
         assert made is not None
         self._making = None

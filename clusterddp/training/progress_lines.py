@@ -62,7 +62,7 @@ def _own_display() -> bool:
 
 def begin(read: Settings, attempt: int) -> ProgressLines | None:
     """Only in a run's job: elsewhere, the script's launcher and its user decide what is printed."""
-    directory, every_s = read.run_dir, read.job.progress
+    directory, every_s = read.run_dir, read.job.progress_interval
     if read.ranks.rank != 0 or not control_channel.supervised() or directory is None or every_s is None:
         return None
     return ProgressLines(directory.metrics_file, attempt, every_s)

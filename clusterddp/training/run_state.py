@@ -67,7 +67,7 @@ class RunState:
         self.gradients = Gradients(parts, group.world_size, group.rank)
         self._values = values
         self.before = BeforeStep(parts if group.rank == 0 else {}, values)
-        self.divergence = Divergence({**parts, "progress": values} if values else parts, group)
+        self.divergence = Divergence({**parts, "script_state": values} if values else parts, group)
         self.buffers = Buffers(parts, group.world_size)
         self._hardware = group.hardware() if group.rank == 0 else {}
         self.shapes = CompiledShapes(group)

@@ -1,6 +1,6 @@
 """What a script gives to ``ctx.run()`` to save: its parts by name, its own values, and state per rank.
 
-The values are restored in place (``progress={"best": 0.0, "patience": 0}``). State per rank is that of
+The values are restored in place (``script_state={"best": 0.0, "patience": 0}``). State per rank is that of
 environments, replay buffers and generators; checkpoints hold that of all ranks.
 """
 
@@ -32,7 +32,7 @@ def by_name(given: Mapping[str, Any]) -> dict[str, Stateful]:
         if part is not None:
             parts |= by_name(_members(name, part)) if _is_container(part) else {name: with_state(part)}
     check_parts(
-        "run", parts, "keep numbers and text in progress={...}, and wrap other values in a class with these methods"
+        "run", parts, "keep numbers and text in script_state={...}, and wrap other values in a class with these methods"
     )
     return parts
 
@@ -50,7 +50,7 @@ def _members(name: str, container: Any) -> dict[str, Any]:
     return {f"{name}.{key}": member for key, member in container.items()}
 
 
-#: What ``ctx.run(progress=...)`` takes besides dicts: an instance of a dataclass.
+#: What ``ctx.run(script_state=...)`` takes besides dicts: an instance of a dataclass.
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -67,12 +67,12 @@ class Values:
         if dataclasses.is_dataclass(given) and not isinstance(given, type):
             if given.__dataclass_params__.frozen:  # type: ignore[attr-defined]
                 raise TypeError(
-                    f"run(progress=...): {type(given).__name__} is frozen; the values could not be restored"
+                    f"run(script_state=...): {type(given).__name__} is frozen; the values could not be restored"
                 )
         elif not isinstance(given, dict):
             value = repr(given) if type(given) in _PLAIN else "..."
             raise TypeError(
-                f"run(progress={value}): expected a dict or an instance of a dataclass, got {_described(given)}"
+                f"run(script_state={value}): expected a dict or an instance of a dataclass, got {_described(given)}"
             )
         self.state_dict()
 
@@ -87,10 +87,10 @@ class Values:
             values = dict(self._given)
             if all(map(_is_plain, values, values.values())):
                 return values
-            copied: dict[str, Any] = _copied(values, "progress")
+            copied: dict[str, Any] = _copied(values, "script_state")
             return copied
         names = [field.name for field in dataclasses.fields(self._given)]
-        return {name: _copied(getattr(self._given, name), f"progress.{name}") for name in names}
+        return {name: _copied(getattr(self._given, name), f"script_state.{name}") for name in names}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Sets the values in place; those that the checkpoint does not have keep what the script gave.
@@ -99,8 +99,8 @@ class Values:
         """
         if saved and self._given is None:
             raise CheckpointError(
-                f"the checkpoint also has the script's values {', '.join(saved)}, and ctx.run() got no progress=: pass "
-                "it again, or start a new run"
+                f"the checkpoint also has the script's values {', '.join(saved)}, and ctx.run() got no script_state=: "
+                "pass it again, or start a new run"
             )
         if isinstance(self._given, dict):
             self._given.update(saved)
@@ -108,8 +108,8 @@ class Values:
         for name, value in saved.items():
             if name not in {field.name for field in dataclasses.fields(self._given)}:
                 raise CheckpointError(
-                    f"the checkpoint's progress has {name!r}, and {type(self._given).__name__} has no such field: keep "
-                    "the field, or start a new run"
+                    f"the checkpoint's script_state has {name!r}, and {type(self._given).__name__} has no such field: "
+                    "keep the field, or start a new run"
                 )
             setattr(self._given, name, value)
 
@@ -128,12 +128,12 @@ def _copied(value: Any, path: str) -> Any:
     if type(value) is dict:
         for key in value:
             if type(key) is not str:
-                raise TypeError(f"ctx.run(progress=...): {path} has the key {key!r}; expected text")
+                raise TypeError(f"ctx.run(script_state=...): {path} has the key {key!r}; expected text")
         return {key: _copied(entry, f"{path}[{key!r}]") for key, entry in value.items()}
     hint = ": keep its .item()" if hasattr(value, "item") else ""
     raise TypeError(
-        f"ctx.run(progress=...): {path} is {_described(value)}; expected numbers, text, True, False, None, and lists "
-        f"and dicts of them{hint}"
+        f"ctx.run(script_state=...): {path} is {_described(value)}; expected numbers, text, True, False, None, and "
+        f"lists and dicts of them{hint}"
     )
 
 

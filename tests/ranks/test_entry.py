@@ -176,7 +176,7 @@ def test_ctrl_c_ends_a_watch_and_leaves_the_run_alone(run: RunDirectory) -> None
     """The message says so."""
     write_json(run.submitted_file, {"kind": "slurm", "job": "41"}, mode=0o600)
     process = subprocess.Popen(
-        [*CLI, "watch", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*CLI, "resubmit", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PATH": "/nowhere"},
     )  # fmt: skip
     seen: list[str] = []
@@ -185,4 +185,4 @@ def test_ctrl_c_ends_a_watch_and_leaves_the_run_alone(run: RunDirectory) -> None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Traceback" not in err and "no longer watching" in err
+    assert "Traceback" not in err and "no longer waiting" in err

@@ -1,4 +1,4 @@
-"""What a script does at run.every(), and with progress=, best= and run.skip(), is exact wherever the run stops."""
+"""What a script does at run.every(), and with script_state=, best= and run.skip(), is exact wherever the run stops."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ own = {
     "secret": Own(**{"rank 0 only": True}),
 }
 loader = ctx.loader(TensorDataset(torch.rand(8, 1)), batch_size=1)
-run = ctx.run(model=model, optimizer=optimizer, loader=loader, progress={"rank": ctx.rank}, **own)
+run = ctx.run(model=model, optimizer=optimizer, loader=loader, script_state={"rank": ctx.rank}, **own)
 for (x,) in run.steps(12):
     if ctx.attempt == 0 and run.step == 11:
         run.stop("by the test")
@@ -124,7 +124,10 @@ for (x,) in run.steps(12):
 
 @pytest.mark.parametrize(
     ("model", "parts"),
-    [("wrapped", [["env", "progress"], ["late"]]), ("unwrapped", [["model", "optimizer", "progress"], ["late"]])],
+    [
+        ("wrapped", [["env", "script_state"], ["late"]]),
+        ("unwrapped", [["model", "optimizer", "script_state"], ["late"]]),
+    ],
 )
 def test_parts_that_differ_between_ranks_are_named_when_detected_and_at_a_resume(
     tmp_path: Path, model: Any, parts: Any

@@ -99,7 +99,8 @@ def test_a_process_is_identified_by_its_machine_under_any_host_name(
     be_elsewhere(monkeypatch, lease.process_namespace())
     lease.let_go_unreachable(run)
     advice = (
-        "follow it with `clusterddp watch .*`, or save and stop it with `clusterddp tell .* stop` and submit it again"
+        "follow it with `clusterddp resubmit .*`, "
+        "or save and stop it with `clusterddp tell .* stop` and submit it again"
     )
     with pytest.raises(RunDirectoryError, match=f"on this machine: {advice}"):
         check_not_held(run)

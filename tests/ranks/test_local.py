@@ -438,7 +438,7 @@ def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirector
     assert again.returncode == 0
     assert "has already completed at step 5: nothing to do" in again.stderr
     assert run.attempts() == [0]
-    command = [sys.executable, "-m", "clusterddp", "watch", str(run)]
+    command = [sys.executable, "-m", "clusterddp", "resubmit", str(run)]
     watched = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert (watched.returncode, watched.stderr) == (0, f"{run}: already completed at step 5\n")
     refused = submit(run, *one_rank, "--", "--steps", "9")

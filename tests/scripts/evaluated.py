@@ -53,7 +53,7 @@ scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, pa
 progress = {"best": float("inf"), "patience": 0, "history": []}
 loader = ctx.loader(data, batch_size=4 // ctx.world_size)
 run = ctx.run(
-    model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, progress=progress, best="-held_out_loss"
+    model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, script_state=progress, best="-held_out_loss"
 )
 for inputs, targets in run.epochs(12):
     if run.every(epochs=1):

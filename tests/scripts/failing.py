@@ -44,7 +44,7 @@ def fail():
         os._exit(3)
     if HOW == "memory":
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 26), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), resource.RLIM_INFINITY))
         torch.empty(1 << 30)
 
 

@@ -25,7 +25,7 @@ PROTOCOL = (
     *(f"supervisor/{name}.py" for name in ("attempt", "controller", "decide", "history", "hook", "lease", "limits")),
     *(f"supervisor/{name}.py" for name in ("main", "monitor", "recovery", "requests", "verdict")),
     *("slurm/cause.py", "slurm/commands.py", "slurm/preemption_policy.py", "slurm/queue.py", "slurm/run_states.py"),
-    *("runs/run_watch.py", "runs/run_ends.py", "runs/cancellation.py", "runs/requests.py"),
+    *("runs/resubmission.py", "runs/run_ends.py", "runs/cancellation.py", "runs/requests.py"),
 )
 
 
@@ -56,7 +56,8 @@ def _tell(seed: int, shrink: bool) -> int:
         result = play(plan, traced=True)
     print(f"seed {seed}: {plan.settings}, {plan.script}")
     print(
-        f"  {plan.job_nodes} nodes of {plan.per_node} ranks, time limit {plan.time_limit_s} s, {plan.watchers} watch it"
+        f"  {plan.job_nodes} nodes of {plan.per_node} ranks, time limit {plan.time_limit_s} s, "
+        f"{plan.resubmitters} of `resubmit`"
     )
     print("\n".join(result.story))
     print(f"{result.ended}; {result.events} events; {'; '.join(result.violations) or 'no violation'}")

@@ -13,7 +13,7 @@ from clusterddp.cli import tell
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.jobdef.job import Job, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import cancellation, pruning, requests, run_ends, run_watch
+from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends
 from clusterddp.slurm import commands
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
@@ -60,7 +60,7 @@ class Plan:
     time_limit_s: int
     lag_s: float = 0.0
     slow: float = 0.0
-    watchers: int = 0
+    resubmitters: int = 0
     policy: str | None = None
     #: Whether the job has a hook, and a watchdog; whether somebody waits for the run; which clock is wrong, and by how
     #: much.
@@ -122,7 +122,7 @@ def drawn(seed: int) -> Plan:
         time_limit_s=draw.choice((3600, 3600, max(240, int(length / 2)))),
         lag_s=draw.choice((0.0, 0.0, 3.0, 30.0)),
         slow=draw.choice((0.0, 0.0, 0.02, 0.1)),
-        watchers=draw.choice((0, 0, 1, 1, 1, 2)),
+        resubmitters=draw.choice((0, 0, 1, 1, 1, 2)),
         policy=draw.choice((None, None, "resubmit")),
         hook=draw.random() < 0.2,
         watchdog="hang" in kinds,
@@ -193,8 +193,8 @@ class History:
         self._users = 0
         self._struck: set[Fault] = set()
         self.over_at: float | None = None
-        #: Processes of ``watch``.
-        self.watching: list[Process] = []
+        #: Processes of ``resubmit``.
+        self.resubmitting: list[Process] = []
 
     def play(self) -> Result:
         """Plays until the run is over and quiet, or the bound has passed."""
@@ -235,7 +235,7 @@ class History:
         if self.world.now >= self.invariants.look_at:
             self.invariants.check()
             self.world.look_at = self.invariants.look_at if self.invariants.is_live else 0.0
-        if not self.invariants.settled():  # also if ``watch`` continues it after all
+        if not self.invariants.settled():  # also if ``resubmit`` continues it after all
             self.over_at = None
             return False
         if self.over_at is None:
@@ -260,11 +260,11 @@ class History:
         return process
 
     def _begin(self) -> int:
-        """Submits the run, again if Slurm does not answer, and has it watched."""
+        """Submits the run, again if Slurm does not answer, and runs `resubmit` for it."""
         while not self._is_submitted():
             self.world.sleep(30.0)
-        for number in range(self.plan.watchers):
-            self.world.after(1.0 + number, self.user, "watch", self._watch)
+        for number in range(self.plan.resubmitters):
+            self.world.after(1.0 + number, self.user, "resubmit", self._resubmit)
         if self.plan.waits:
             self.world.after(2.0, self.user, "wait", self._wait)
         return 0
@@ -295,13 +295,13 @@ class History:
             lease.submitted(self.run, job_id)
         return 0
 
-    def _watch(self) -> int:
-        """As ``clusterddp watch``, without what it shows of the training."""
-        self.watching.append(self.world.process)
-        watcher = run_watch.Watcher(self.run, self.job)
-        while not watcher.look():  # it looks at the outcome more often, which nothing depends on
-            self.world.sleep(max(run_watch.LOOK_S, watcher._ask_at - run_watch.time.monotonic()))
-        return watcher.result or 0
+    def _resubmit(self) -> int:
+        """As ``clusterddp resubmit``, without what it shows of the training."""
+        self.resubmitting.append(self.world.process)
+        resubmitter = resubmission.Resubmitter(self.run, self.job)
+        while not resubmitter.look():  # it looks at the outcome more often, which nothing depends on
+            self.world.sleep(max(resubmission.LOOK_S, resubmitter._ask_at - resubmission.time.monotonic()))
+        return resubmitter.result or 0
 
     def _wait(self) -> int:
         """As ``clusterddp wait``."""
@@ -483,14 +483,14 @@ def _hang(history: History, draw: random.Random) -> None:
 
 def _kill_command(history: History, draw: random.Random) -> None:
     """A terminal is closed: a command of the user's ends at once, ``submit`` apart, and is given again."""
-    names = ("cancel", "watch", "wait", "tell", "requeue")
+    names = ("cancel", "resubmit", "wait", "tell", "requeue")
     there = [each for each in history.world.processes if each.alive and each.name.startswith(names)]
     if there:
         process = draw.choice(there)
         history.world.tell(process.name, "is killed")
         process.kill()
-        if process.name.startswith("watch"):
-            history.world.after(draw.choice((1.0, 30.0)), history.user, "watch", history._watch)
+        if process.name.startswith("resubmit"):
+            history.world.after(draw.choice((1.0, 30.0)), history.user, "resubmit", history._resubmit)
 
 
 def _disk_errors(history: History, draw: random.Random) -> None:
@@ -549,7 +549,7 @@ def shrunk(plan: Plan) -> Plan:
             if _which(play(less)) == wanted:
                 plan, left_out = less, True
                 break
-    for change in ({"watchers": 0}, {"lag_s": 0.0}, {"slow": 0.0}):
+    for change in ({"resubmitters": 0}, {"lag_s": 0.0}, {"slow": 0.0}):
         less = replace(plan, **change)
         if _which(play(less)) == wanted:
             plan = less

@@ -37,7 +37,7 @@ TOLD_S = 0.1
 SLOW_S = 5.0
 #: A history has an end.
 MOST_EVENTS = 30_000
-#: Faults after which a run that is watched must complete.
+#: Faults after which a run that `resubmit` waits for must complete.
 HARMLESS = frozenset(
     (
         *("preempt", "suspend", "lose a node", "controller away", "answers lost", "controller slow", "submit again"),
@@ -297,7 +297,7 @@ class Invariants:
         return own.restarts == int(restarts) and own.batch.ended > (self._cancelled_at or 0.0) + window_s
 
     def _is_unneeded(self, job: Batch) -> bool:
-        """Whether a supervisor or a watch has submitted it, knowing of all other jobs, for a run that has completed.
+        """Whether a supervisor or `resubmit` has submitted it, knowing of all other jobs, for a run that has completed.
 
         Who submits may not see the outcome yet.
         """
@@ -418,7 +418,7 @@ class Invariants:
         for name, (first, last, count) in history.slurm.asked.items():
             if name.startswith("job ") and count > ASKED + (last - first) / ASKED_EVERY_S:
                 self._violated("budget", f"{name} asked Slurm {count} times in {last - first:.0f} s")
-        if outcome is None and faults <= HARMLESS and history.plan.watchers:
+        if outcome is None and faults <= HARMLESS and history.plan.resubmitters:
             self._violated("progress", "the run has not completed, and nothing continues it")
         if outcome is None or outcome["state"] == "completed" or "consecutive attempts" in outcome["reason"]:
             return

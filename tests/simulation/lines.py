@@ -16,7 +16,7 @@ from tests.simulation.world import Thread
 LEFT_OUT = {
     "runs/cancellation.py": {"run", "_confirmed", "_cancel", "_report"},
     "runs/run_ends.py": {"_seconds", "run", "add_arguments"},
-    "runs/run_watch.py": {"_show", "watch", "run", "add_arguments"},
+    "runs/resubmission.py": {"_show", "wait_and_resubmit", "run", "add_arguments"},
     "runs/requests.py": {"_through_a_step"},
     "slurm/commands.py": {
         *("submission_cluster", "require", "default_partition", "partition_nodes", "parse_node_sizes", "parse_gres"),

@@ -10,7 +10,7 @@ from unittest import mock
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures.hangs import Watch
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import run_watch
+from clusterddp.runs import resubmission
 from clusterddp.slurm import commands
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import decide, lease, main, monitor, recovery, requests, verdict
@@ -49,8 +49,8 @@ def _cancelled_is_not_remembered() -> Patches:
 
 
 def _hold_lifted_at_once() -> Patches:
-    """`watch` lifts the hold after a requeue within the first second."""
-    return [(run_watch, "SETTLE_S", -1.0)]
+    """`resubmit` lifts the hold after a requeue within the first second."""
+    return [(resubmission, "SETTLE_S", -1.0)]
 
 
 def _resubmitted_without_dependency() -> Patches:
@@ -112,25 +112,25 @@ def _everything_is_deleted() -> Patches:
     return [(Checkpoints, "check_newest", lambda _: None)]
 
 
-def _watch_resubmits_always() -> Patches:
-    """`watch` resubmits a run however its job ended, even after scancel."""
-    return [(run_watch.Watcher, "_should_continue", lambda *_: True)]
+def _resubmit_always() -> Patches:
+    """`resubmit` resubmits a run however its job ended, even after scancel."""
+    return [(resubmission.Resubmitter, "_should_continue", lambda *_: True)]
 
 
 def _hold_of_another_job() -> Patches:
-    """`watch` does not restart the timer of the hold for a different job."""
+    """`resubmit` does not restart the timer of the hold for a different job."""
 
     def lift(hold: Any, job: Any) -> bool:
         if job.state != "PENDING" or job.reason != "BeginTime" or not job.restarts:
             return False
         if job.restarts != (hold._of or ("", 0))[1]:
-            hold._of, hold._since = (job.job_id, job.restarts), run_watch.time.monotonic()
-        if run_watch.time.monotonic() - hold._since < run_watch.SETTLE_S:
+            hold._of, hold._since = (job.job_id, job.restarts), resubmission.time.monotonic()
+        if resubmission.time.monotonic() - hold._since < resubmission.SETTLE_S:
             return False
         commands.lift_hold(job.job_id)
         return True
 
-    return [(run_watch.Hold, "lift_when_safe", lift)]
+    return [(resubmission.Hold, "lift_when_safe", lift)]
 
 
 def _a_busy_controller_ends_a_start() -> Patches:
@@ -157,14 +157,14 @@ def _a_submission_ends_with_its_start() -> Patches:
 
 
 def _hidden_outcomes_are_not_waited_for() -> Patches:
-    """`watch` and `wait` do not allow for an outcome that the disk does not show yet."""
+    """`resubmit` and `wait` do not allow for an outcome that the disk does not show yet."""
     return [(RunDirectory, "may_be_over", lambda *_: False)]
 
 
 def _stop_is_forgotten() -> Patches:
     """After `clusterddp tell stop` the run is requeued."""
     follows = {**verdict._FOLLOWS, Cause.STOP_REQUESTED: verdict.Action.AGAIN}
-    return [(verdict, "_FOLLOWS", follows), (main, "held", lambda _: False), (run_watch, "held", lambda _: False)]
+    return [(verdict, "_FOLLOWS", follows), (main, "held", lambda _: False), (resubmission, "held", lambda _: False)]
 
 
 def _the_last_failure_is_shown() -> Patches:
@@ -218,9 +218,9 @@ def _newest_checkpoint_is_deleted() -> Patches:
     return [(Checkpoints, "old", lambda self: self.candidates())]
 
 
-def _watch_gives_up_a_lost_node() -> Patches:
-    """`watch` does not resubmit a run whose job ended because a node failed."""
-    return [(run_watch, "_INVOLUNTARY_ENDS", frozenset())]
+def _resubmit_gives_up_a_lost_node() -> Patches:
+    """`resubmit` does not resubmit a run whose job ended because a node failed."""
+    return [(resubmission, "_INVOLUNTARY_ENDS", frozenset())]
 
 
 def _peers_are_never_dismissed() -> Patches:
@@ -265,7 +265,7 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _no_outcome,
         _oldest_checkpoint,
         _everything_is_deleted,
-        _watch_resubmits_always,
+        _resubmit_always,
         _hold_of_another_job,
         _a_busy_controller_ends_a_start,
         _time_limit_without_progress,
@@ -279,7 +279,7 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_new_job_survives_scancel,
         _lease_not_taken,
         _newest_checkpoint_is_deleted,
-        _watch_gives_up_a_lost_node,
+        _resubmit_gives_up_a_lost_node,
         _peers_are_never_dismissed,
         _a_silent_node_is_waited_for,
         _hangs_are_not_seen,
@@ -304,7 +304,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "no outcome": 1,
     "oldest checkpoint": 2,
     "everything is deleted": 1303,
-    "watch resubmits always": 100,
+    "resubmit always": 100,
     "hold of another job": 795,
     "a busy controller ends a start": 1486,
     "time limit without progress": 67,
@@ -318,7 +318,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "a new job survives scancel": 83_364,
     "lease not taken": 8,
     "newest checkpoint is deleted": 1,
-    "watch gives up a lost node": 408,
+    "resubmit gives up a lost node": 408,
     "peers are never dismissed": 329,
     "a silent node is waited for": 1172,
     "hangs are not seen": 387,
@@ -329,12 +329,12 @@ NEEDS: Mapping[str, set[str]] = {
     "requeue without asking again": {"answers lost", "scancel"},
     "resubmitted without dependency": {"preempt"},
     "everything is deleted": {"lose a node"},
-    "watch resubmits always": {"scancel"},
+    "resubmit always": {"scancel"},
     "hold of another job": {"preempt", "lose a node"},
     "a busy controller ends a start": {"preempt", "answers lost"},
     "time limit without progress": {"time limit lowered"},
     "a new job survives scancel": {"controller slow", "scancel"},
-    "watch gives up a lost node": {"lose a node"},
+    "resubmit gives up a lost node": {"lose a node"},
     "peers are never dismissed": {"kill a rank"},
     "a silent node is waited for": {"lose a node"},
     "hangs are not seen": {"hang"},

@@ -34,7 +34,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import claims, files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import cancellation, pruning, requests, run_ends, run_watch
+from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends
 from clusterddp.slurm import commands
 from clusterddp.supervisor import attempt, controller, hook, lease, main, recovery
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
@@ -43,7 +43,7 @@ from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (cancellation, run_ends, run_watch, requeue_command, tell, claims, hook, recovery)
+LOADED = (cancellation, run_ends, resubmission, requeue_command, tell, claims, hook, recovery)
 #: Packages whose modules run in the simulated world.
 ROOMS = (
     "supervisor",

@@ -89,7 +89,7 @@ class Drawn:
     struck: tuple[Struck, ...]
     outcome: str
     told: tuple[str, ...]
-    watched: bool
+    resubmitted: bool
 
 
 def plan_of(seed: int, settings: Settings, lasting: bool) -> Plan:
@@ -104,7 +104,7 @@ def plan_of(seed: int, settings: Settings, lasting: bool) -> Plan:
         job_nodes=2,
         per_node=1,
         time_limit_s=1800,
-        watchers=draw.choice((0, 1)),
+        resubmitters=draw.choice((0, 1)),
         faults=tuple(Fault(time, draw.choice(kinds), draw.getrandbits(32)) for time in at),
     )
 
@@ -142,7 +142,7 @@ def in_the_model(plan: Plan) -> Drawn | None:
     if result.violations or len(history.struck) < len(history.plan.faults):
         return None
     events = history.invariants.events()
-    return Drawn(seed, tuple(history.struck), result.ended, tuple(told(events)), bool(history.plan.watchers))
+    return Drawn(seed, tuple(history.struck), result.ended, tuple(told(events)), bool(history.plan.resubmitters))
 
 
 def _moment(history: History, fault: Fault) -> Struck | None:
@@ -199,8 +199,8 @@ def on_the_cluster(cluster: Cluster, history: Drawn, folder: Path) -> tuple[str,
         quiet = subprocess.DEVNULL
         commands.append(cluster.popen(command, cwd=cluster.source, stdin=quiet, stdout=quiet, stderr=quiet))
 
-    if history.watched:
-        user("watch", training.run.path)
+    if history.resubmitted:
+        user("resubmit", training.run.path)
     ends: list[threading.Timer] = []
     try:
         for struck in history.struck:
@@ -234,7 +234,7 @@ def _is_now(training: Training, cluster: Cluster, struck: Struck) -> bool:
 
 
 def _is_over(training: Training, cluster: Cluster) -> bool:
-    """Whether no job of the run is left, for longer than ``watch`` needs for a new one."""
+    """Whether no job of the run is left, for longer than ``resubmit`` needs for a new one."""
     for _ in range(20):
         jobs = cluster.root(["squeue", "--noheader"], check=False)
         if jobs.returncode != 0 or jobs.stdout.strip():

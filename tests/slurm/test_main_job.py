@@ -207,7 +207,7 @@ def test_a_job_that_ends_before_its_supervisor_starts_says_why(cluster: Cluster,
     job_id = submit(cluster, run, "--set", "setup=[exec /nowhere/python]", *job()).stdout.strip()
     cluster.wait_job(job_id, {"FAILED"})
     words = f"job {job_id} ended (FAILED) before it started the supervisor"
-    for command, code in (("status", 0), ("watch", 1)):
+    for command, code in (("status", 0), ("resubmit", 1)):
         done = cluster.run([cluster.python, "-m", "clusterddp", command, run.path], check=False)
         assert done.returncode == code and words in done.stdout + done.stderr
         assert "/nowhere/python: " in done.stdout + done.stderr

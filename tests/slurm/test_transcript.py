@@ -114,8 +114,8 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         OVER: (0, "ten steps done"),
         "failed hung": (0, "ValueError: bad label"),
     },
-    "watch RUN ^C": {
-        f"{WAITING} {RUNNING}": (130, "no longer watching; the run continues"),
+    "resubmit RUN ^C": {
+        f"{WAITING} {RUNNING}": (130, "no longer waiting. The run continues"),
         "completed": (0, "completed"),
         "failed hung cancelled": (1, "failed|cancelled"),
         "forgotten": (1, "continue with: clusterddp submit"),

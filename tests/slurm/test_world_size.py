@@ -83,7 +83,7 @@ def test_a_rank_share_larger_than_the_batch_size_is_reported_once(tmp_path: Path
     assert done.returncode == 0, done.stderr
     words = "each rank takes 24 samples at once, more than its batch_size of 6: the script does not call run.micro()"
     assert done.stderr.count(words) == 1
-    assert len(events_of(run, "whole_batches")) == 1
+    assert len(events_of(run, "microbatching_skipped")) == 1
 
 
 def submit(cluster: Cluster, run: RunDirectory, nodes: str, *script: str) -> str:

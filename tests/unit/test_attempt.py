@@ -375,7 +375,7 @@ def test_a_plain_crash_does_not_wait_for_an_unreachable_controller(run: RunDirec
 
 
 def test_an_unexplained_end_does_not_end_the_run(run: RunDirectory) -> None:
-    """A node failure is no scancel: a watcher finds the cause in the history."""
+    """A node failure is no scancel: `resubmit` finds the cause in the history."""
     assert supervised(run, FakeController(Cause.ENDED_OTHERWISE))[1] == ["started", "stopped"]
     assert run.events()[-1]["cause"] == Cause.ENDED_OTHERWISE.value
     assert run.outcome() is None
@@ -654,7 +654,7 @@ def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_excluded(
 
 
 def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(run: RunDirectory) -> None:
-    """A watcher queries that job, whose state tells what happened, and no other job trains meanwhile."""
+    """`resubmit` queries that job, whose state tells what happened, and no other job trains meanwhile."""
     controller = Refusing(Cause.NONE)
     controller.nodes = ["n1", "n2"]
     assert cut(run, controller) == 3

@@ -320,7 +320,7 @@ def test_steps_wait_for_a_straggler_from_its_report_until_it_keeps_up() -> None:
     world.train(10)
     world.tell("slow", rank=1, host="n1", own_s=1.0, ratio=2.0)
     world.train(40)
-    world.tell("kept_up", rank=1, host="n1")
+    world.tell("straggler_recovered", rank=1, host="n1")
     world.train(30)
     booking = book(world.events, world.now, state="running")
     check_shape(booking)
@@ -336,7 +336,7 @@ def test_what_was_measured_replaces_the_estimate() -> None:
     world.train(40)
     world.tell("slow", rank=1, host="n1", own_s=1.0, ratio=2.0)
     world.train(30)
-    world.tell("kept_up", rank=1, host="n1")
+    world.tell("straggler_recovered", rank=1, host="n1")
     world.train(20)
     waited = [Wait(begun, begun + 20, 0.25), Wait(begun + 20, begun + 50, 0.0), Wait(begun + 80, begun + 95, 0.0)]
     booking = book(world.events, world.now, state="running", waited=waited)

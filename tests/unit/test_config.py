@@ -33,7 +33,7 @@ SHOW = ["config", "show", "job.yaml", "--gpus", "a100:4", "--set", "seed=7", "--
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with a profile of its own and a job, which is the current folder."""
+    """A project with a configuration file and a job, which is the current folder."""
     for name, value in {
         "CLUSTERDDP_SITE_CONFIG": "",
         "XDG_CONFIG_HOME": "/nonexistent",
@@ -57,7 +57,7 @@ def test_each_value_is_shown_with_its_origin(folder: Path, capsys: pytest.Captur
     """File, line and column, the option, or the default; as YAML with comments."""
     assert command([*SHOW, "--origin"]) == 0
     shown = capsys.readouterr()
-    assert shown.err == f"cluster: alps; profiles: project {folder}/.clusterddp/config.yaml\n"
+    assert shown.err == f"cluster: alps\nconfiguration files: project {folder}/.clusterddp/config.yaml\n"
     lines = [" ".join(line.replace(f"{folder}/", "").split()) for line in shown.out.splitlines()]
     for expected in (
         "job_name: train # default",
@@ -103,13 +103,13 @@ def test_json_has_every_key_with_its_origin(folder: Path, capsys: pytest.Capture
     command([*SHOW, "--json"])
     shown = json.loads(capsys.readouterr().out)
     assert (shown["schema"], shown["cluster"], shown["job"]["env"]["HF_TOKEN"]) == (1, "alps", "***")
-    assert shown["profiles"] == [{"owner": "project", "file": str(folder / ".clusterddp" / "config.yaml")}]
+    assert shown["configuration_files"] == [{"owner": "project", "file": str(folder / ".clusterddp" / "config.yaml")}]
     assert shown["job"].keys() == READERS.keys()
     assert (shown["origins"]["qos"], shown["origins"]["checkpoint.every"]) == ("default", "job.yaml:3:21")
 
 
 def test_without_a_job_the_bundled_one_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With what the profiles set, which a user on a new cluster wants to see."""
+    """With what the configuration files set, which a user on a new cluster wants to see."""
     command(["config", "show"])
     shown = capsys.readouterr()
     assert yaml.safe_load(shown.out)["partition"] == "normal" and "showing the bundled digits example" in shown.err
@@ -122,12 +122,12 @@ def test_without_a_job_the_bundled_one_is_shown(folder: Path, capsys: pytest.Cap
 
 
 def test_each_file_gets_a_line_and_each_mistake_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On stdout; the profiles that apply here do not count."""
+    """On stdout; the configuration files that apply here do not count."""
     (folder / "wrong.yaml").write_text("nodes: x\nscript: trian.py\n")
-    (folder / "profile.yaml").write_text("clusters: {alps: {args: [a]}}\n")
+    (folder / "config.yaml").write_text("clusters: {alps: {args: [a]}}\n")
     (folder / "sweep.yaml").write_text("job: job.yaml\ngrid: {lr: [1, 2], seed: 0..2}\n")
     (folder / "wrong_sweep.yaml").write_text("job: {script: train.py}\ngrid: {nodes: [1, x]}\n")
-    names = ["job.yaml", "wrong.yaml", "profile.yaml", ".clusterddp/config.yaml", "absent.yaml"]
+    names = ["job.yaml", "wrong.yaml", "config.yaml", ".clusterddp/config.yaml", "absent.yaml"]
     names += ["sweep.yaml", "wrong_sweep.yaml"]
     assert command(["config", "validate", *names]) == 2
     lines = capsys.readouterr().out.splitlines()
@@ -135,8 +135,8 @@ def test_each_file_gets_a_line_and_each_mistake_its_own(folder: Path, capsys: py
         "job.yaml: valid job definition",
         "wrong.yaml:1:8: nodes: expected a ",
         "wrong.yaml:2:9: script 'trian.py' ",
-        "profile.yaml:1:19: unknown key 'ar",
-        ".clusterddp/config.yaml: valid pro",
+        "config.yaml:1:19: unknown key 'arg",
+        ".clusterddp/config.yaml: valid con",
         "cannot read absent.yaml: No such f",
         "sweep.yaml: valid sweep of 6 membe",
         "wrong_sweep.yaml:2:19: nodes: expe",
@@ -207,10 +207,11 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "timeouts": (["{start_s: 60, step_s: 1.5}", "{step_s: null}"], ["{start_s: 0}", "{x: 1}", "60"]),
     "watchdog": (["off", "{step_s: 5, on_hang: end}"], ["on", "{on_hang: x}", "false"]),
-    "progress": (["off", "2.5", "60"], ["on", "0", "-1", "false"]),
+    "progress_interval": (["off", "2.5", "60"], ["on", "0", "-1", "false"]),
     "limits": (["{attempts: 3, gpu_hours: 0.5}", "{}"], ["{attempts: 0}", "{gpu_hours: -1}"]),
     "policy": (["requeue"], ["never"]),
     "lift_hold": (["false"], ["no", "0"]),
+    "node_memory": (["false"], ["no", "0"]),
     "keep_logs": _COUNT,
     "snapshot": (["true", "false", "500M", "2G"], ["500", "2 G", "no", "[2G]"]),
     "hook": (["[python, notify.py]", "echo done"], ["[]", "{a: b}", '""', "[[a]]"]),

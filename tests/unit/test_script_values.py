@@ -1,4 +1,4 @@
-"""The values of ``ctx.run(progress=...)``, and what a checkpoint of the moment before a step has."""
+"""The values of ``ctx.run(script_state=...)``, and what a checkpoint of the moment before a step has."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class Colour(enum.IntEnum):
     [
         (
             {"a": [0, torch.ones(())]},
-            r"progress\['a'\]\[1\] is a torch.Tensor; expected numbers, .*: keep its .item\(\)",
+            r"script_state\['a'\]\[1\] is a torch.Tensor; expected numbers, .*: keep its .item\(\)",
         ),
-        ({"a": {"b": {1, 2}}}, r"progress\['a'\]\['b'\] is a set; expected"),
-        ({"a": Colour.RED}, r"progress\['a'\] is a .*Colour; expected"),
-        ({"a": {1: 2}}, r"progress\['a'\] has the key 1; expected text"),
-        (Progress(history=[object()]), r"progress.history\[0\] is an object"),  # type: ignore[list-item]
-        (3, r"run\(progress=3\): expected a dict or an instance of a dataclass, got an int"),
+        ({"a": {"b": {1, 2}}}, r"script_state\['a'\]\['b'\] is a set; expected"),
+        ({"a": Colour.RED}, r"script_state\['a'\] is a .*Colour; expected"),
+        ({"a": {1: 2}}, r"script_state\['a'\] has the key 1; expected text"),
+        (Progress(history=[object()]), r"script_state.history\[0\] is an object"),  # type: ignore[list-item]
+        (3, r"run\(script_state=3\): expected a dict or an instance of a dataclass, got an int"),
         ([1], "expected a dict or an instance of a dataclass, got a list"),
         (1, "got an int"),
         (Progress, "expected a dict or an instance of a dataclass, got a type"),
@@ -82,14 +82,18 @@ def test_a_value_that_has_become_wrong_is_named_when_it_is_saved() -> None:
     given: dict[str, Any] = {"best": 0.0}
     values = Values(given)
     given["best"] = torch.zeros(())
-    with pytest.raises(TypeError, match=r"progress\['best'\] is a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"script_state\['best'\] is a torch.Tensor"):
         values.state_dict()
 
 
 def test_values_without_a_place_are_an_error() -> None:
-    with pytest.raises(CheckpointError, match=r"the script's values best, patience, and ctx.run\(\) got no progress="):
+    with pytest.raises(
+        CheckpointError, match=r"the script's values best, patience, and ctx.run\(\) got no script_state="
+    ):
         Values(None).load_state_dict({"best": 0.0, "patience": 1})
-    with pytest.raises(CheckpointError, match="the checkpoint's progress has 'worst', and Progress has no such field"):
+    with pytest.raises(
+        CheckpointError, match="the checkpoint's script_state has 'worst', and Progress has no such field"
+    ):
         Values(Progress()).load_state_dict({"worst": 0.0})
     Values(None).load_state_dict({})
 

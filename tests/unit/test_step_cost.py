@@ -93,7 +93,7 @@ def test_the_memory_that_python_holds_does_not_grow_with_the_steps(tmp_path: Pat
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = ctx.loader(torch.utils.data.TensorDataset(torch.ones(64, 4)), batch_size=4)
         progress = {"samples": 0}
-        run = ctx.run(model=model, optimizer=optimizer, loader=loader, best="score", progress=progress)
+        run = ctx.run(model=model, optimizer=optimizer, loader=loader, best="score", script_state=progress)
         for (batch,) in run.steps(GROWN_AFTER + GROWTH_STEPS + 1):
             if run.step in (GROWN_AFTER, GROWN_AFTER + GROWTH_STEPS):
                 gc.collect()

@@ -195,7 +195,7 @@ def test_a_cancelled_run_without_an_outcome_has_ended(world: World) -> None:
 
 
 def test_nothing_in_a_run_changes(world: World) -> None:
-    """Unlike with `watch`."""
+    """Unlike with `resubmit`."""
     run = world.add("a", "stopped")
 
     def files() -> Mapping[Path, float]:

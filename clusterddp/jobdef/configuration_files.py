@@ -1,0 +1,239 @@
+"""What job definitions share: configuration files of the site, user and project, and presets for known repositories.
+
+A configuration file has ``defaults:`` and ``clusters: {NAME: ...}``, whose values win on that cluster. The user's
+file overrides the site's, and the project's overrides both. A preset, ``presets/NAME.yaml``, is a piece of a job
+definition for a public training repository: ``resume: NAME`` takes all keys of the file. Its first line, a comment,
+names the script that it is for. A job definition overrides them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp import protocol
+from clusterddp.errors import JobDefinitionError
+from clusterddp.jobdef import yaml12
+from clusterddp.jobdef.program import placeholders_in
+from clusterddp.jobdef.readers import did_you_mean, quoted
+from clusterddp.jobdef.schema import READERS, Fields, check_keys, fields_of, file_fields, get, merged, read_fields
+from clusterddp.jobdef.yaml12 import Mistake, Node, raise_mistakes
+from clusterddp.process import PACKAGE_FOLDER
+from clusterddp.rundir.ownership import why_foreign
+
+SITE_FILE = Path("/etc/clusterddp/config.yaml")
+#: Below the folder that jobs are submitted from or, inside a git checkout, below one above it.
+PROJECT_FILE = Path(".clusterddp", "config.yaml")
+SECTIONS = ("defaults", "clusters")
+#: Keys of a job definition that no configuration file has.
+_NOT_IN_CONFIGURATION = {"job_name", "script", "module", "args", "resume", "steps", "done"}
+_CONFIGURATION_KEYS = {key: reader for key, reader in READERS.items() if key not in _NOT_IN_CONFIGURATION}
+
+
+@dataclass(frozen=True)
+class ConfigurationFile:
+    """One of the files, and whose it is."""
+
+    owner: str
+    """``site``, ``user`` or ``project``."""
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.owner} {self.path}"
+
+
+def find_configuration_files(environ: Mapping[str, str], folder: Path) -> list[ConfigurationFile]:
+    """The files that apply to a submission from ``folder``; the last wins."""
+    files = {"site": _site_file(environ), "user": _user_file(environ), "project": _project_file(folder)}
+    return [ConfigurationFile(owner, path) for owner, path in files.items() if path is not None]
+
+
+def read_configuration_files(files: Sequence[ConfigurationFile], cluster: str | None) -> Fields:
+    """The values for a cluster from all files, for ``load`` and ``from_values``.
+
+    Raises one JobDefinitionError for the mistakes anywhere in the files, and one for a site's or project's file that
+    another user may have written: ``setup`` lines are executed.
+    """
+    mistakes: list[Mistake] = []
+    layers: list[Fields] = []
+    for file in files:
+        if file.owner != "user":
+            _check_trusted(file)
+        layers += _sections(file.path, cluster, mistakes)
+    raise_mistakes(mistakes)
+    return merged(layers)
+
+
+def check_configuration_file(path: Path) -> None:
+    """Raises one JobDefinitionError for all mistakes in a file, whoever owns it."""
+    mistakes: list[Mistake] = []
+    _sections(path, None, mistakes)
+    raise_mistakes(mistakes)
+
+
+def _sections(path: Path, cluster: str | None, mistakes: list[Mistake]) -> list[Fields]:
+    """The values for all clusters, and those for this one; all sections are checked."""
+    top = file_fields(path, mistakes)
+    check_keys(top, SECTIONS, mistakes)
+    defaults = fields_of(get(top, "defaults"), mistakes)
+    clusters = fields_of(get(top, "clusters"), mistakes)
+    by_name = {name.lower(): fields_of(node, mistakes) for name, node in clusters.items()}
+    for section in (defaults, *by_name.values()):
+        read_fields(section, _CONFIGURATION_KEYS, mistakes)
+    return [defaults, by_name.get((cluster or "").lower(), {})]
+
+
+def _check_trusted(file: ConfigurationFile) -> None:
+    instead = {
+        "site": f"Set {protocol.SITE_CONFIG} to a copy of your own, or to nothing to do without it",
+        "project": "Work in a checkout of your own",
+    }[file.owner]
+    folder = file.path.parent
+    closed = folder.exists() and folder.stat().st_mode & 0o077 == 0
+    for why in (why_foreign(folder, instead), why_foreign(file.path, instead, closed)):
+        if why:
+            raise JobDefinitionError(why)
+
+
+def _site_file(environ: Mapping[str, str]) -> Path | None:
+    """The file that the variable names, which must exist, or none if it is empty; without it, the usual one."""
+    named = environ.get(protocol.SITE_CONFIG)
+    if named is None:
+        return SITE_FILE if _exists(SITE_FILE) else None
+    return Path(named) if named else None
+
+
+def _user_file(environ: Mapping[str, str]) -> Path | None:
+    """None also without a home directory that this user can read."""
+    home = environ.get("XDG_CONFIG_HOME")
+    try:
+        path = (Path(home) if home else Path("~/.config").expanduser()) / "clusterddp" / "config.yaml"
+    except RuntimeError:  # no home directory
+        return None
+    return path if _exists(path) else None
+
+
+def _project_file(folder: Path) -> Path | None:
+    """The nearest one, from the folder up to the top of its git checkout; outside a checkout, only the folder's own.
+
+    Further up, it might be any user's: in /tmp, for example.
+    """
+    folders = [folder, *folder.parents]
+    top = next((index for index, above in enumerate(folders) if _exists(above / ".git")), 0)
+    return next((above / PROJECT_FILE for above in folders[: top + 1] if _exists(above / PROJECT_FILE)), None)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # no permission, for example
+        return False
+
+
+PRESETS_FOLDER = PACKAGE_FOLDER / "clusterddp" / "presets"
+#: Keys of a job definition that no preset has.
+_NOT_IN_PRESETS = {"job_name", "script", "module"}
+PRESET_KEYS = {key: reader for key, reader in READERS.items() if key not in _NOT_IN_PRESETS}
+
+
+def preset_names() -> list[str]:
+    """The names of all presets."""
+    return sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
+
+
+def preset_text(name: str) -> str:
+    """The file of a preset."""
+    return (PRESETS_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def preset_purpose(name: str) -> str:
+    """Which script it is for, in a line."""
+    return preset_text(name).partition("\n")[0].lstrip("# ")
+
+
+def with_preset(layers: Sequence[Fields], mistakes: list[Mistake]) -> list[Fields]:
+    """The layers of a job definition with the preset that they name; of several names, the last one counts.
+
+    It comes after the first layer, the configuration files. The job's ``args`` replace those of its ``args`` that set
+    the same options.
+    """
+    named: Node | None = None
+    rest: list[Fields] = []
+    for layer in layers:
+        node = _get(layer, "resume")
+        if node is None:
+            rest.append(layer)
+        elif isinstance(node.value, dict):
+            chosen = _get(node.value, "preset")
+            named = chosen if chosen is not None and chosen.value is not None else named
+            inner = {key: item for key, item in node.value.items() if key != "preset"}
+            rest.append(
+                {key: dataclasses.replace(node, value=inner) if key == "resume" else layer[key] for key in layer}
+            )
+        elif isinstance(node.value, list):
+            rest.append(layer)  # a mistake
+        else:  # a name, or a null, takes the place of what the layers before it say
+            named = node if node.value is not None else None
+            rest = [{key: item for key, item in one.items() if key != "resume"} for one in [*rest, layer]]
+    if named is None:
+        return rest
+    if named.text not in preset_names():
+        hint = did_you_mean(named.text, preset_names()) or f"; presets: {', '.join(preset_names())}"
+        expected = "expected a mapping with checkpoint: PATTERN, or the name of a preset"
+        mistakes.append(Mistake(named.place, f"resume: {expected}, got {quoted(named)}{hint}"))
+        return rest
+    root = yaml12.load(preset_text(named.text), f"preset {named.text}")
+    preset = root.value if isinstance(root.value, dict) else {}
+    given = [(index, node) for index, layer in enumerate(rest) if (node := _get(layer, "args")) is not None]
+    if given and isinstance(given[-1][1].value, list):
+        index, node = given[-1]
+        elsewhere = any(_has_checkpoint(layer) for layer in rest)
+        more = _added_arguments(preset, node, None if elsewhere else named, mistakes)
+        joined = dataclasses.replace(node, value=[*_items(node), *more])
+        rest[index] = {key: joined if key == "args" else item for key, item in rest[index].items()}
+    return [*rest[:1], preset, *rest[1:]]
+
+
+def _added_arguments(preset: Fields, given: Node, named: Node | None, mistakes: list[Mistake]) -> list[Node]:
+    """The preset's arguments without the options that the job's own have.
+
+    ``named``: the preset's name if it says where the checkpoints are: then the options with the folder must be its own.
+    """
+    words = [item.text for item in _items(given)]
+    kept: list[Node] = []
+    for option in _options(_items(_get(preset, "args"))):
+        name = option[0].text.partition("=")[0]
+        if not any(word == name or word.startswith(f"{name}=") for word in words):
+            kept += option
+        elif named is not None and any("run_dir" in placeholders_in(item.text) for item in option):
+            written = " ".join(item.text for item in option)
+            what = f"args: {name} is also set by the preset {named.text} ({written}), which looks for checkpoints there"
+            mistakes.append(Mistake(given.place, f"{what}: remove it, or set resume.checkpoint, too"))
+    return kept
+
+
+def _options(words: Sequence[Node]) -> Iterator[list[Node]]:
+    """Each option with the words that follow it."""
+    option: list[Node] = []
+    for word in words:
+        if word.text.startswith("-") and option:
+            yield option
+            option = []
+        option.append(word)
+    if option:
+        yield option
+
+
+def _has_checkpoint(layer: Fields) -> bool:
+    node = _get(layer, "resume")
+    return node is not None and isinstance(node.value, dict) and _get(node.value, "checkpoint") is not None
+
+
+def _items(node: Node | None) -> list[Node]:
+    return node.value if node is not None and isinstance(node.value, list) else []
+
+
+def _get(fields: Fields, name: str) -> Node | None:
+    return next((node for key, node in fields.items() if key == name), None)

@@ -1,0 +1,295 @@
+"""``clusterddp resubmit`` and ``submit --wait``: do from a login node what a run's own job cannot.
+
+After a requeue Slurm holds the job, by default for two minutes; its owner may lift the hold. A run is resubmitted if
+its job ended without continuing it: its first node died and the job could not be requeued, scontrol is missing on the
+nodes, or Slurm refused its next job. For a local run it only waits. ``status`` does none of this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from clusterddp.errors import FAILED, INTERRUPTED, UNCONFIRMED, ClusterddpError, RunDirectoryError, SlurmError
+from clusterddp.events import ATTEMPT_ENDS, is_unconfirmed, over_already
+from clusterddp.failures import exclusion, node_memory
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.reporter import show, what_failed
+from clusterddp.rundir.claims import early_end, read_claim
+from clusterddp.rundir.files import LASTING
+from clusterddp.rundir.ownership import check_run
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.progress import Progress, Shown
+from clusterddp.runs.run_status import state_of
+from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.commands import JobInfo
+from clusterddp.slurm.queue import jobs_by_script
+from clusterddp.supervisor.lease import holders, reachable, submitted, submitting
+from clusterddp.supervisor.limits import held
+
+LOOK_S = 0.2
+#: Seconds between queries of the controller while a job waits to start, and while it runs.
+ASK_WAITING_S, ASK_RUNNING_S = 1.0, 5.0
+#: For how long a shared disk may hide a new file (NFS: acdirmax is 60 s), with some reserve.
+HIDDEN_S = 90.0
+#: States of jobs that ended by no fault or request of the user.
+_INVOLUNTARY_ENDS = frozenset(("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "TIMEOUT"))
+#: Seconds in its hold after which a requeued job may start. slurmd refuses a credential that is not newer than the
+#: second in which it revoked the previous one: a job released within that second was FAILED for good, "Job credential
+#: revoked" (seen on 22.05.8). The rest allows for clocks that differ between nodes.
+SETTLE_S = 3.0
+
+
+class Hold:
+    """The hold that Slurm puts on a job after each requeue."""
+
+    def __init__(self) -> None:
+        self._of: tuple[str, int] | None = None
+        self._since = 0.0
+
+    def lift_when_safe(self, job: JobInfo) -> bool:
+        """Lifts the hold if the job has been in it for long enough; returns whether it did."""
+        if job.state != "PENDING" or job.reason != "BeginTime" or not job.restarts:
+            return False
+        if (job.job_id, job.restarts) != self._of:  # each requeue starts another hold, also of another job of the run
+            self._of, self._since = (job.job_id, job.restarts), time.monotonic()
+        if time.monotonic() - self._since < SETTLE_S:
+            return False
+        slurm.lift_hold(job.job_id)
+        return True
+
+
+class Resubmitter:
+    """Waits for one run and helps it on."""
+
+    def __init__(self, run: RunDirectory, job: Job) -> None:
+        self._run, self._job = run, job
+        self._hold = Hold()
+        self._ask_at = 0.0
+        self._words = ""
+        #: Since when the run seems to be over, and has no outcome.
+        self._hidden_since: float | None = None
+        #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if that is doubtful.
+        self.result: int | None = None
+
+    def look(self) -> bool:
+        """Checks the outcome and, less often, the job; returns whether the run is over.
+
+        A disk that does not answer is asked again, as the run may need this process all the more afterwards.
+        """
+        try:
+            return self._look()
+        except OSError as error:
+            if error.errno in LASTING:
+                raise
+            self._ask_at = time.monotonic() + ASK_RUNNING_S
+            self._say(f"retrying: {what_failed(error)}")
+            return False
+
+    def _look(self) -> bool:
+        if outcome := self._run.outcome():
+            self.result = UNCONFIRMED if is_unconfirmed(outcome) else 0 if outcome["state"] == "completed" else 1
+        elif time.monotonic() >= self._ask_at:
+            try:
+                waiting = self._help()
+            except SlurmError as error:
+                waiting = self._say(f"retrying: {error}")
+            self._ask_at = time.monotonic() + (ASK_WAITING_S if waiting else ASK_RUNNING_S)
+        return self.result is not None
+
+    def give_up(self, why: str) -> None:
+        """Waits no longer, for this reason."""
+        self.result = FAILED
+        self._say(f"no longer waiting for this run: {why}")
+
+    def leave(self) -> None:
+        """Says, if the run is not over, that it continues without this process."""
+        if self.result is None:
+            self._say(
+                f"no longer waiting. The run continues. Wait for it again with: clusterddp resubmit {self._run.quoted}"
+            )
+
+    def _help(self) -> bool:
+        """Does what the run needs; returns whether it is waiting for something."""
+        if held(self._run.events()):  # the user has stopped the run: its job does nothing more for it
+            return self._look_on()
+        if not (claims := self._claims()):
+            return self._help_released()
+        jobs = []
+        for entry in claims:  # each of them: an unknown job may have started before a resubmission
+            jobs.append(job := slurm.show_job(entry["job"]))
+            if job is not None and job.live:
+                return self._help_live(job)
+        newest, job = claims[0]["job"], jobs[0]
+        if self._run.outcome() is not None:  # it ended between the two queries
+            return False
+        if self._waits_for_outcome(job):
+            return self._say(f"job {newest} ended: waiting until its outcome can be seen from here")
+        ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without an outcome"
+        if self._should_continue(job):
+            return self._resubmit(ended, claims)
+        self.result = 1
+        if early := early_end(self._run, claims[0], job.state if job else None):
+            show("\n".join(early.lines))
+            ended = early.reason
+        return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run.quoted}")
+
+    def _waits_for_outcome(self, job: JobInfo | None) -> bool:
+        """Whether the run may be over, and a shared disk does not show it yet."""
+        if not self._run.may_be_over(job.state if job else None):
+            self._hidden_since = None
+            return False
+        now = time.monotonic()
+        self._hidden_since = now if self._hidden_since is None else self._hidden_since
+        return now - self._hidden_since < HIDDEN_S
+
+    def _claims(self) -> list[dict[str, Any]]:
+        """The jobs that may train the run, as far as this cluster knows them."""
+        return [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
+
+    def _help_released(self) -> bool:
+        """Handles a run that no job holds. The newest attempt's job may have released it to submit the next one."""
+        newest = self._run.newest_attempt()
+        entry = None if newest is None else read_claim(self._run.holder_file(newest), self._run)
+        if self._run.outcome() is not None or not entry or entry["kind"] != "slurm" or not reachable(entry):
+            return self._look_on()
+        job = slurm.show_job(entry["job"])
+        if job is not None and job.live:
+            return self._say(f"job {job.job_id}: waiting for the run's next job")
+        ended = any(event["event"] in ATTEMPT_ENDS for event in self._run.events() if event["attempt"] == newest)
+        if job is None or ended or not self._should_continue(job):
+            return self._look_on()
+        return self._resubmit(f"job {job.job_id} ended ({job.state}) before it had submitted the next one", [])
+
+    def _look_on(self) -> bool:
+        """Handles a run that needs no help: it trains as local processes, or is stopped."""
+        state, words = state_of(self._run)
+        if state in ("pending", "held", "running", "unknown"):
+            return self._say(f"{words}: waiting for the run to end")
+        if self._run.outcome() is None:
+            self.result = 1
+            self._say(words)
+        return True
+
+    def _help_live(self, job: JobInfo) -> bool:
+        if job.state != "PENDING":
+            self._say(f"job {job.job_id}: {job.state}{f' on {job.nodes}' if job.nodes else ''}")
+            return job.state != "RUNNING"
+        if self._job.lift_hold and self._hold.lift_when_safe(job):
+            return self._say(f"job {job.job_id}: lifted Slurm's hold after the requeue")
+        return self._say(f"job {job.job_id}: PENDING ({job.reason})")
+
+    def _should_continue(self, job: JobInfo | None) -> bool:
+        """Whether to resubmit the run: never after a scancel or ``tell stop``; otherwise if preemption, the time limit
+        or a lost node ended its job, if a requeued job failed before its batch script ran, or if its supervisor could
+        not continue it."""
+        events = self._run.events()
+        if self._run.cancelled or job is None or job.state == "CANCELLED" or held(events):
+            return False
+        started = [event for event in events if event["event"] == "started"]
+        of_job = [event for event in started if (event.get("job"), event.get("restarts")) == (job.job_id, job.restarts)]
+        never_started = job.state == "FAILED" and bool(started) and job.restarts > 0 and not of_job
+        return job.state in _INVOLUNTARY_ENDS or never_started or (bool(of_job) and _is_stuck(events, of_job[-1], job))
+
+    def _resubmit(self, ended: str, claims: Sequence[Mapping[str, Any]]) -> bool:
+        """Submits the run again, unless another process does, or has done so since these claims were read."""
+        check_run(self._run)
+        with submitting(self._run) as other:
+            if other:
+                return self._say(f"{ended}: {other}")
+            if self._claims() != claims:
+                return True
+            # Whoever submitted it may have been killed, or not have heard from Slurm, before it recorded the job.
+            if job_id := jobs_by_script(ended=False).get(str(self._run.batch_script)):
+                submitted(self._run, job_id)
+                return self._say(f"{ended}: job {job_id} continues it, and was not recorded")
+            return self._submit(ended)
+
+    def _submit(self, ended: str) -> bool:
+        nodes = exclusion.still_excluded(
+            self._run.events(),
+            time.time(),
+            lambda: slurm.usable_nodes(self._job.partition),
+            self._job.node_counts[0],
+        )
+        nodes += node_memory.avoided(
+            self._run, self._job, nodes, lambda: slurm.usable_nodes(self._job.partition), time.time()
+        )
+        new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
+        submitted(self._run, new)
+        return self._say(f"{ended}: resubmitted as job {new}")
+
+    def _say(self, words: str) -> bool:
+        if words != self._words:
+            show(f"{self._run.path.name}: {words}")
+        self._words = words
+        return True
+
+
+def _is_stuck(events: Sequence[Mapping[str, Any]], started: Mapping[str, Any], job: JobInfo) -> bool:
+    """Whether the newest attempt, which this job ``started``, could not continue the run: Slurm refused the next job,
+    or did not say why this one ended, and it was preempted."""
+    newest = max(event["attempt"] for event in events)
+    ends = [event for event in events if event["event"] == "stopped" and event["attempt"] == newest]
+    if not ends or started["attempt"] != newest:
+        return False
+    unexplained = ends[-1].get("cause") in (Cause.UNKNOWN.value, Cause.ENDED_OTHERWISE.value)
+    return "refused" in ends[-1] or (unexplained and job.preempt_time is not None)
+
+
+def _look(resubmitter: Resubmitter, alone: bool) -> None:
+    """A run whose records cannot be read, or that belongs to another user, does not end the waiting for the others."""
+    try:
+        resubmitter.look()
+    except (ClusterddpError, OSError) as error:
+        if alone:
+            raise
+        resubmitter.give_up(what_failed(error))
+
+
+def _show(progress: Progress) -> None:
+    """What a disk does not show now, it shows at the next look."""
+    try:
+        progress.update()
+    except OSError as error:
+        if error.errno in LASTING:
+            raise
+
+
+def wait_and_resubmit(runs: list[RunDirectory], follow: bool = False) -> int:
+    """Waits until all runs are over, and returns 0 if all completed. ``follow`` also shows rank 0's output."""
+    jobs = [load_resolved(run.job_file) for run in runs]
+    resubmitters = [Resubmitter(run, job) for run, job in zip(runs, jobs, strict=True)]
+    for run in runs:
+        with suppress(RunDirectoryError, OSError):  # which the first look reports
+            if outcome := run.outcome():
+                show(over_already(run, outcome))
+    with ExitStack() as stack:
+        shown = [
+            stack.enter_context(
+                Progress(
+                    run,
+                    job.steps,
+                    job.progress_interval,
+                    Shown(bar=len(runs) == 1, output=follow, label=f"{run.path.name}: " if len(runs) > 1 else ""),
+                )
+            )
+            for run, job in zip(runs, jobs, strict=True)
+        ]
+        try:
+            while any(resubmitter.result is None for resubmitter in resubmitters):
+                for resubmitter, progress in zip(resubmitters, shown, strict=True):
+                    if resubmitter.result is None:
+                        _look(resubmitter, alone=len(runs) == 1)
+                    _show(progress)
+                time.sleep(LOOK_S)
+        except KeyboardInterrupt:
+            for resubmitter in resubmitters:
+                resubmitter.leave()
+            return INTERRUPTED
+    results = {resubmitter.result for resubmitter in resubmitters}
+    return next((code for code in (FAILED, UNCONFIRMED) if code in results), 0)

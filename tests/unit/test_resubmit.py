@@ -1,0 +1,500 @@
+"""What a resubmitter does for a run, and what it never does; on a cluster it is tested in test_preemption.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from clusterddp.cli import submit
+from clusterddp.errors import INTERRUPTED, RunDirectoryError, SlurmError
+from clusterddp.jobdef.job import Job
+from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.summary import summarize
+from clusterddp.runs import resubmission
+from clusterddp.runs.resubmission import Hold, Resubmitter
+from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.commands import JobInfo
+from clusterddp.supervisor import lease
+
+JOB = Job(name="x", module="x")
+#: What the supervisor of the run's only attempt records when it could not ask, and when the run's next job was refused.
+UNKNOWN = {"event": "stopped", "attempt": 0, "time": 2.0, "cause": Cause.UNKNOWN.value}
+REFUSED = {**UNKNOWN, "cause": Cause.NONE.value, "refused": "sbatch: error: AssocMaxSubmitJobLimit"}
+
+
+def info(state: str, reason: str = "None", restarts: int = 0, preempted: bool = False, job: str = "41") -> JobInfo:
+    return JobInfo(job, state, reason, "n1", restarts, 1.0 if preempted else None, None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run whose job 41 has made attempt 0."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    number = run.create_attempt()
+    lease.take(run, number, lease.of_job("41"))
+    append_line(run.events_file, {"event": "started", "attempt": 0, "time": 1.0, "job": "41", "restarts": 0})
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue has no other job of the run."""
+    monkeypatch.setattr(resubmission, "jobs_by_script", lambda ended: {})
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The submissions that were made."""
+    made: list[str] = []
+
+    def submit(script: Path, *options: str) -> str:
+        made.append(" ".join([script.name, *options]))
+        return "42"
+
+    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
+    return made
+
+
+def look(run: RunDirectory, job: JobInfo | None, monkeypatch: pytest.MonkeyPatch) -> Resubmitter:
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job)
+    resubmitter = Resubmitter(run, JOB)
+    resubmitter.look()
+    return resubmitter
+
+
+@pytest.mark.parametrize(
+    ("job", "asked", "resubmitted"),
+    [
+        (info("NODE_FAIL"), None, True),
+        (info("TIMEOUT"), None, True),
+        (info("FAILED", restarts=1), None, True),
+        (info("FAILED"), None, False),
+        (info("COMPLETED", preempted=True), UNKNOWN, True),
+        (info("COMPLETED", preempted=True), {**UNKNOWN, "cause": Cause.STOP_REQUESTED.value}, False),
+        (info("COMPLETED", preempted=True, job="40"), UNKNOWN, False),
+        (info("COMPLETED"), UNKNOWN, False),
+        (info("CANCELLED", preempted=True), UNKNOWN, False),
+        (None, UNKNOWN, False),
+        (info("COMPLETED"), REFUSED, True),
+        (info("COMPLETED", job="40"), REFUSED, False),
+        (info("COMPLETED", restarts=1), REFUSED, False),
+        (info("COMPLETED", restarts=1), {**REFUSED, "attempt": 1}, False),
+        (info("CANCELLED"), REFUSED, False),
+        (None, REFUSED, False),
+    ],
+)
+def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
+    run: RunDirectory,
+    submitted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    job: JobInfo | None,
+    asked: dict[str, object] | None,
+    resubmitted: bool,
+) -> None:
+    """A lost node, a start that failed, a supervisor that could not ask, or was refused: yes. scancel, a crash, the
+    unknown, what another job or attempt recorded: never. It is in the history, a file that is known: a new file may
+    stay hidden for a minute where the disk is shared, and the command ended meanwhile."""
+    if asked is not None:
+        append_line(run.events_file, asked)
+    resubmitter = look(run, job, monkeypatch)
+    assert (submitted == ["job.sbatch"]) is resubmitted
+    assert resubmitter.result == (None if resubmitted else 1)
+    if resubmitted:
+        assert lease.holders(run)[0]["job"] == "42"
+
+
+def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node's folder may stay hidden for a minute: then the submission that led to it holds the run. Once the
+    attempt can be seen, or has released the run, it does not."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    lease.submitted(run, "41")
+    assert (lease.take(run, run.create_attempt(), lease.of_job("41")) or {})["job"] == "41"
+    assert lease.take(run, run.create_attempt(), lease.of_job("41")) is None
+    assert [entry.get("attempt") for entry in lease.holders(run)] == [None], "the submission counts as well"
+    monkeypatch.setattr(RunDirectory, "attempts", lambda _: [])
+    assert look(run, info("RUNNING"), monkeypatch).result is None
+    lease.let_go(run, 1)
+    assert lease.holders(run) == []
+
+
+def test_an_attempt_whose_holder_a_shared_disk_does_not_show_yet_is_held_by_its_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that looked into the attempt's folder in its first moment sees its files up to a minute later:
+    `resubmit` and `wait` took the run for stopped, and a second submission would have been accepted."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    lease.submitted(run, "41")
+    lease.take(run, run.create_attempt(), lease.of_job("41"))
+    run.holder_file(0).unlink()
+    assert [entry["job"] for entry in lease.holders(run)] == ["41"]
+    assert [claim["job"] for claim in summarize(run).claims] == ["41"]
+    assert look(run, info("RUNNING"), monkeypatch).result is None
+
+
+def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The history, a file that is known, says that the run is over. After a minute and a half it has no outcome."""
+    append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
+    now = 1000.0
+    monkeypatch.setattr(resubmission.time, "monotonic", lambda: now)
+    resubmitter = look(run, info("COMPLETED"), monkeypatch)
+    now += 60
+    assert not resubmitter.look()
+    now += 40
+    assert resubmitter.look() and resubmitter.result == 1
+
+
+@pytest.mark.parametrize(
+    ("events", "job", "over"),
+    [
+        ([], "COMPLETED", True),
+        (["started"], "COMPLETED", True),  # a full disk did not take the end
+        (["started"], "FAILED", False),
+        (["started", "stopped"], "COMPLETED", False),
+        (["started", "completed"], "CANCELLED", True),
+    ],
+)
+def test_a_run_may_be_over_before_its_outcome_can_be_seen(
+    tmp_path: Path, events: list[str], job: str, over: bool
+) -> None:
+    """`resubmit` and `wait` then wait for the outcome. They said that a completed run was stopped."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    for event in events:
+        append_line(run.events_file, {"event": event, "attempt": 0, "time": 1.0})
+    assert run.may_be_over(job) is over
+
+
+def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_waiting(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run may need it all the more afterwards. An error that lasts does, as of a run that was deleted."""
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("NODE_FAIL"))
+    resubmitter = Resubmitter(run, JOB)
+    with monkeypatch.context() as away:
+        away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EIO))
+        assert not resubmitter.look() and resubmitter.result is None
+        away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EACCES))
+        with pytest.raises(PermissionError):
+            resubmitter.look()
+    assert "retrying: " in capsys.readouterr().err
+    later = resubmission.time.monotonic() + 10
+    monkeypatch.setattr(resubmission.time, "monotonic", lambda: later)
+    resubmitter.look()
+    assert submitted == ["job.sbatch"]
+
+
+def fail(code: int) -> None:
+    raise OSError(code, os.strerror(code), "outcome.json")
+
+
+def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_is_submitted(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sbatch's answer was lost, or whoever gave the command was killed before it came."""
+    monkeypatch.setattr(resubmission, "jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"})
+    resubmitter = look(run, info("NODE_FAIL"), monkeypatch)
+    assert (submitted, resubmitter.result, lease.holders(run)[0]["job"]) == ([], None, "77")
+    assert "job 77 continues it, and was not recorded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("usable", "options"), [(["n1", "n2"], " --exclude=n2"), (["n2"], "")])
+def test_a_node_that_failed_the_run_twice_stays_excluded(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, usable: list[str], options: str
+) -> None:
+    """Where another one works."""
+    append_line(run.events_file, {"event": "excluded", "attempt": 0, "time": time.time(), "nodes": ["n2"]})
+    monkeypatch.setattr("clusterddp.slurm.commands.usable_nodes", lambda _: usable)
+    look(run, info("NODE_FAIL"), monkeypatch)
+    assert submitted == [f"job.sbatch{options}"]
+
+
+def test_of_two_resubmitters_at_the_same_moment_one_resubmits(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`submit --wait` and `Handle.wait()`; the other one says so, and waits for the new job."""
+    jobs = {"41": info("NODE_FAIL"), "42": info("RUNNING", job="42")}
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
+    other, made = Resubmitter(run, JOB), list[str]()
+
+    def submit(script: Path, *options: str) -> str:
+        made.append(script.name)
+        other.look()  # while sbatch runs
+        return "42"
+
+    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
+    Resubmitter(run, JOB).look()
+    assert made == ["job.sbatch"]
+    assert f"is being submitted by process {os.getpid()} on" in capsys.readouterr().err
+    other._ask_at = 0.0
+    other.look()
+    assert made == ["job.sbatch"] and other.result is None
+    assert "job 42: RUNNING" in capsys.readouterr().err
+
+
+def test_a_resubmitter_that_learned_of_the_end_before_another_resubmitted_leaves_it_at_that(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decided by the old claims."""
+
+    def show_job(job_id: str) -> JobInfo:
+        lease.submitted(run, "42")  # by the other resubmitter, meanwhile
+        return info("NODE_FAIL", job=job_id)
+
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
+    resubmitter = Resubmitter(run, JOB)
+    resubmitter.look()
+    assert submitted == [] and resubmitter.result is None
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_and_its_log_is_shown(
+    run: RunDirectory,
+    submitted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    earlier: bool,
+) -> None:
+    """It would end in the same way."""
+    if not earlier:
+        run.events_file.unlink()
+    lease.submitted(run, "42")
+    (run.logs / "job-42.log").write_text("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
+    resubmitter = look(run, info("FAILED", job="42"), monkeypatch)
+    assert (submitted, resubmitter.result) == ([], 1)
+    said = capsys.readouterr().err
+    assert said.startswith("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
+    assert "job 42 ended (FAILED) before it started the supervisor: slurm_script: line 20: python: not found" in said
+
+
+def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_run(run: RunDirectory) -> None:
+    """Its folder is there, its entry not yet: the one before still holds the run."""
+    run.create_attempt()
+    assert lease.holders(run) == [lease.of_job("41")]
+
+
+def test_a_run_that_another_job_continues_is_left_to_it(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job whose submission got no answer existed after all: the one submitted in its place has exited."""
+    lease.take(run, run.create_attempt(), lease.of_job("42"))
+    lease.submitted(run, "43")
+    states = {"42": "RUNNING", "43": "FAILED"}
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda job: info(states[job], job=job))
+    resubmitter = Resubmitter(run, JOB)
+    resubmitter.look()
+    assert (submitted, resubmitter.result) == ([], None)
+
+
+def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a lost node the job releases the run before sbatch answers, which may take minutes (seed 6773)."""
+    lease.let_go(run, 0)
+    assert look(run, info("RUNNING"), monkeypatch).result is None
+    assert capsys.readouterr().err == "run: job 41: waiting for the run's next job\n"
+    assert look(run, info("COMPLETED"), monkeypatch).result == 1
+    assert submitted == []
+
+
+@pytest.mark.parametrize(
+    ("state", "ends", "continues"),
+    [("NODE_FAIL", [], True), ("CANCELLED", [], False), ("NODE_FAIL", ["stopped"], False)],
+)
+def test_a_run_whose_job_died_while_it_submitted_the_next_one_is_submitted(
+    run: RunDirectory,
+    submitted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    ends: list[str],
+    continues: bool,
+) -> None:
+    """It had released the run, so that the command took it for stopped. One that has recorded its end is stopped."""
+    lease.let_go(run, 0)
+    for end in ends:
+        append_line(run.events_file, {"event": end, "attempt": 0, "time": 2.0, "reason": "x"})
+    monkeypatch.setattr(resubmission, "state_of", lambda _: ("stopped", "stopped"))
+    resubmitter = look(run, info(state), monkeypatch)
+    assert (submitted == ["job.sbatch"], resubmitter.result) == (continues, None if continues else 1)
+
+
+def test_a_resubmitter_retries_what_slurm_refuses(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says Slurm's reason, once."""
+    answers: list[str | SlurmError] = [SlurmError("AssocMaxSubmitJobLimit"), SlurmError("AssocMaxSubmitJobLimit"), "42"]
+
+    def submit(script: Path, *options: str) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("COMPLETED"))
+    monkeypatch.setattr(resubmission, "ASK_WAITING_S", 0.0)
+    append_line(run.events_file, REFUSED)
+    resubmitter = Resubmitter(run, JOB)
+    for _ in range(3):
+        resubmitter.look()
+    said = capsys.readouterr().err
+    assert said.count("run: retrying: AssocMaxSubmitJobLimit\n") == 1
+    assert "job 41 ended (COMPLETED) without an outcome: resubmitted as job 42" in said
+
+
+def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With how to continue it; its job may still be completing."""
+    append_line(run.events_file, {"event": "requested", "attempt": 0, "time": 2.0, "request": "stop"})
+    monkeypatch.setattr(resubmission, "state_of", lambda _: ("held", "job 41 (RUNNING on n1)"))
+    assert look(run, info("COMPLETING"), monkeypatch).result is None
+    monkeypatch.setattr(resubmission, "state_of", lambda _: ("stopped", "stopped (by the user); continue with: ..."))
+    assert look(run, info("COMPLETING"), monkeypatch).result == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "run: job 41 (RUNNING on n1): waiting for the run to end",
+        "run: stopped (by the user); continue with: ...",
+    ]
+    assert not submitted
+
+
+def test_a_cancelled_run_is_never_resubmitted(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever became of its job."""
+    run.mark_cancelled()
+    look(run, info("NODE_FAIL"), monkeypatch)
+    assert submitted == []
+
+
+def test_a_hold_is_lifted_only_after_slurmd_accepts_a_new_credential(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lifted within the second of the requeue, the job would be FAILED for good: credential revoked."""
+    lifted: list[str] = []
+    clock = [100.0]
+    monkeypatch.setattr("clusterddp.slurm.commands.lift_hold", lifted.append)
+    monkeypatch.setattr(resubmission.time, "monotonic", lambda: clock[0])
+    hold, held = Hold(), info("PENDING", "BeginTime", restarts=1)
+    assert not hold.lift_when_safe(held)
+    clock[0] += resubmission.SETTLE_S - 0.1
+    assert not hold.lift_when_safe(held)
+    clock[0] += 0.2
+    assert hold.lift_when_safe(held)
+    assert lifted == ["41"]
+    assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2)), "the next requeue, unseen in between"
+    clock[0] += resubmission.SETTLE_S + 1
+    assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2, job="42")), "of the run's next job"
+    assert not hold.lift_when_safe(info("PENDING", "Resources", restarts=1))
+    assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=0)), "the user's own --begin"
+
+
+def test_a_run_that_cannot_be_read_does_not_end_the_waiting_for_the_others(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = RunDirectory(run.path.with_name("damaged"))
+    damaged.create()
+    damaged.outcome_file.write_text("garbage")
+    for one in (damaged, run):
+        one.job_file.write_text("module: x\n")
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("RUNNING"))
+    over = {"state": "completed", "step": 7, "reason": "why"}
+    monkeypatch.setattr(resubmission.time, "sleep", lambda _: write_json(run.outcome_file, over))
+    assert resubmission.wait_and_resubmit([damaged, run]) == 1
+    assert f"damaged: no longer waiting for this run: {damaged.outcome_file} is not JSON" in capsys.readouterr().err
+    with pytest.raises(RunDirectoryError, match="is not JSON"):
+        resubmission.wait_and_resubmit([damaged])
+
+
+@pytest.mark.parametrize(("others", "code"), [([], 14), (["completed"], 14), (["completed", "failed"], 1)])
+def test_a_completion_that_is_not_confirmed_has_an_exit_code_of_its_own(
+    run: RunDirectory, others: list[str], code: int
+) -> None:
+    """As of `submit --wait`; a failed run counts for more."""
+    runs = [run, *(RunDirectory(run.path.with_name(state)) for state in others)]
+    for one, state in zip(runs, ["completed", *others], strict=True):
+        one.create()
+        one.job_file.write_text("module: x\n")
+        write_json(one.outcome_file, {"state": state, "step": None, "reason": "why"})
+    write_json(run.outcome_file, {"state": "completed", "step": None, "reason": "unconfirmed: why", "confirmed": False})
+    assert resubmission.wait_and_resubmit(runs) == code
+
+
+def test_each_event_of_several_runs_names_its_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As members of a sweep; of one run alone it would be noise."""
+    other = RunDirectory(run.path.with_name("other"))
+    other.create()
+    for one in (run, other):
+        one.job_file.write_text("module: x\n")
+    monkeypatch.setattr(resubmission.Resubmitter, "_help", lambda _: True)
+    resumed = {"time": 1.0, "attempt": 0, "event": "resumed", "step": 7}
+
+    def end(_: float) -> None:
+        for one in (run, other):
+            append_line(one.events_file, resumed)
+            write_json(one.outcome_file, {"state": "completed", "step": 7, "reason": "why"})
+
+    monkeypatch.setattr(resubmission.time, "sleep", end)
+    assert resubmission.wait_and_resubmit([run, other]) == 0
+    shown = capsys.readouterr().err
+    for one in (run, other):
+        assert f"{one.path.name}: attempt 0: resumed from step 7\n" in shown
+    run.outcome_file.unlink()
+    assert resubmission.wait_and_resubmit([run]) == 0
+    assert "\nattempt 0: resumed from step 7\n" in f"\n{capsys.readouterr().err}"
+
+
+def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No Slurm job holds either."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    write_json(run.loop_file, lease.of_this_process(), mode=0o600)
+    local = Resubmitter(run, JOB)
+    local.look()
+    assert local.result is None
+    lease.take(run, run.create_attempt(), lease.of_this_process())
+    training = Resubmitter(run, JOB)
+    training.look()
+    assert training.result is None
+    starting, held = capsys.readouterr().err.splitlines()
+    assert starting == "run: local run, starting: waiting for the run to end"
+    assert re.fullmatch(r"run: process \d+ on this machine: waiting for the run to end", held)
+    write_json(run.loop_file, {**lease.of_this_process(), "process_start": "1"})
+    write_json(run.holder_file(0), {**lease.of_this_process(), "process_start": "1"})
+    stopped = Resubmitter(run, JOB)
+    stopped.look()
+    assert stopped.result == 1
+    how = f"continue with: clusterddp submit --local --run-dir {run}"
+    assert capsys.readouterr().err == f"run: stopped (not started); {how}\n"
+
+
+def test_ctrl_c_before_the_wait_of_a_submission_begins_says_that_the_run_continues(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While its module is imported, or the run's records are opened."""
+
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit, "submit_to_slurm", lambda *_: (run, "41"))
+    monkeypatch.setattr(resubmission, "wait_and_resubmit", interrupted)
+    arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None, debug=None)
+    assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
+    assert f"The run continues. Wait for it with: clusterddp resubmit {run.quoted}\n" in capsys.readouterr().err
