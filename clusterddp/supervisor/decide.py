@@ -288,6 +288,14 @@ def _abandon(state: State) -> Step:
     return replace(state, abandon=""), actions
 
 
+def _on_abandon(state: State, _now: float) -> Step:
+    """Ranks that are still connected are killed first: the job and its nodes may be kept."""
+    left = state.hosts.keys() - state.lost_at.keys() - state.ends.keys()
+    if left and state.job.outlives_nodes and not state.superseded and not state.killed:
+        return replace(state, killed=True), [Do.KILL_RANKS, StartTimer(Timer.ABANDON, HANG_GRACE_S)]
+    return state, [Do.ABANDON_RANKS]
+
+
 # The controller, the time limit, newer attempts
 
 
@@ -412,6 +420,7 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
         return state, []
     nodes = {state.node_of(rank) for rank in hang.late}
     values = {name: value for name, value in asdict(hang).items() if value is not None}
+    del values["silent"]
     if values.pop("of_device") and len(nodes) == 1:
         values["suspect"] = nodes.pop()
     record = Record("hung", {"rank": hang.late[0], **values})
@@ -449,6 +458,6 @@ _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
     Timer.KILL: _on_kill,
     Timer.UNKILLABLE: _on_unkillable,
     Timer.ASK: lambda state, _: (state, [Do.ASK_CONTROLLER]),
-    Timer.ABANDON: lambda state, _: (state, [Do.ABANDON_RANKS]),
+    Timer.ABANDON: _on_abandon,
     Timer.ANSWER: requests.on_timer,
 }

@@ -93,7 +93,7 @@ def test_a_limit_that_ends_a_run_before_its_next_attempt_is_told_as_a_failure(ru
     """No ranks are started any more."""
     append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "requeued", "cause": "preempted"})
     job = telling(run, dataclasses.replace(JOB, limits=Limits(attempts=1)))
-    supervise(run, job, lambda: FakeRanks(run, STOPPED), FakeController(Cause.NONE))
+    supervise(run, job, lambda *_: FakeRanks(run, STOPPED), FakeController(Cause.NONE))
     assert [line["event"] for line in told(run)] == ["failed"]
 
 
@@ -115,7 +115,7 @@ def test_a_hook_that_fails_changes_nothing_about_the_run(
     """It is a message in the job's log; one that does not end is killed, with its children."""
     monkeypatch.setattr(hooks, "TIMEOUT_S", 0.3)
     job = dataclasses.replace(JOB, hook=("/bin/sh", "-c", command) if command else ("/nowhere/notify",))
-    assert supervise(run, job, lambda: FakeRanks(run, {"end": "done"}), FakeController(Cause.NONE)) == 0
+    assert supervise(run, job, lambda *_: FakeRanks(run, {"end": "done"}), FakeController(Cause.NONE)) == 0
     assert said in capsys.readouterr().err
     if (run.path / "pid").exists():
         child = int((run.path / "pid").read_text())
