@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="at most 2 minutes, without Slurm and gloo")
     parser.add_argument("--parts", default="", help=f"of {', '.join(PARTS)}; the others' figures are kept")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
     arguments = parser.parse_args()
     if arguments.quick or arguments.parts:
         names = report.named("part", arguments.parts, PARTS) if arguments.parts else list(QUICK_PARTS)

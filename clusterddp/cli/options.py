@@ -32,7 +32,7 @@ JOB_OPTIONS = (
     ),
     (
         ("--gpus", "--gpus-per-node"), "gpus_per_node", "G",
-        "GPUs per node, unlike sbatch's total; one rank each; also TYPE:G; with --device cpu, ranks per node; default: 1",
+        "GPUs per node, unlike sbatch's; one rank each; also TYPE:G; with --device cpu, ranks per node; default: 1",
     ),
     (
         ("--preset",), "resume", "NAME",

@@ -474,7 +474,7 @@ def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirect
     """Only failures without progress count."""
     ends = iter([{"end": "died", "error": "killed"}] * 5 + [{"end": "done"}])
 
-    def ranks() -> FakeRanks:
+    def ranks(*_: object) -> FakeRanks:
         if before := run.newest_attempt():
             append_line(run.events_file, {"time": 1.0, "attempt": before, "event": "checkpoint", "step": 1})
             (run.checkpoints / f"step-000000000001.attempt-{before}.safetensors").touch()

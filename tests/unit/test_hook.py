@@ -51,7 +51,7 @@ def told(run: RunDirectory) -> list[dict[str, Any]]:
 def test_a_run_that_completes_tells_its_hook_before_the_supervisor_exits(run: RunDirectory) -> None:
     """With the line of the history, and the run in the environment."""
     ranks = FakeRanks(run, {"end": "done"})
-    assert supervise(run, telling(run), lambda: ranks, FakeController(Cause.NONE)) == 0
+    assert supervise(run, telling(run), lambda *_: ranks, FakeController(Cause.NONE)) == 0
     (line,) = told(run)
     assert line | {"time": 0} == {
         "time": 0,

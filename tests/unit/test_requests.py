@@ -427,7 +427,7 @@ def test_a_held_run_is_continued_by_its_user_and_by_no_requeue_of_its_job(run: R
     holder = run.holder_file(0)
     holder.write_text('{"kind": "slurm", "job": "41"}')
     ranks = FakeRanks(run, {"end": "done"})
-    assert supervise(run, TWO_RANKS, lambda: ranks, FakeController(Cause.NONE)) == 3
+    assert supervise(run, TWO_RANKS, lambda *_: ranks, FakeController(Cause.NONE)) == 3
     assert run.attempts() == [0]
 
     class NextJob(FakeController):
@@ -435,7 +435,7 @@ def test_a_held_run_is_continued_by_its_user_and_by_no_requeue_of_its_job(run: R
             return {"kind": "slurm", "job": "42"}
 
     holder.write_text('{"kind": "slurm", "job": "41", "let_go": true}')
-    assert supervise(run, TWO_RANKS, lambda: ranks, NextJob(Cause.NONE)) == 0
+    assert supervise(run, TWO_RANKS, lambda *_: ranks, NextJob(Cause.NONE)) == 0
     assert not held(run.events())
 
 
