@@ -24,6 +24,8 @@ from clusterddp.protocol import ATTEMPT, RUN_DIR
 from clusterddp.rundir.files import create_file
 from clusterddp.supervisor.guard import guard_command, guard_environment
 
+#: The nodes are unknown: srun chooses.
+ALL_NODES = Placement()
 #: How often srun's messages are read, in seconds.
 LOOK_S = 2.0
 
@@ -62,14 +64,14 @@ class Launcher(Protocol):
 
 
 class SlurmLauncher:
-    """The ranks as one job step, a task per rank. ``placement``: the nodes of the job; None: all of them get ranks."""
+    """The ranks as one job step, a task per rank. ``placement``: which nodes of the job get ranks."""
 
     name = "slurm"
     supervisor_host = ""
     abandon_s = 5.0
 
-    def __init__(self, job: Job, placement: Placement | None = None) -> None:
-        self._job, self._placement = job, placement or Placement()
+    def __init__(self, job: Job, placement: Placement = ALL_NODES) -> None:
+        self._job, self._placement = job, placement
         self.failed: Callable[[int], object] = lambda _: None
         self._guard: subprocess.Popen[bytes] | None = None
         self._listener: socket.socket | None = None
@@ -152,7 +154,7 @@ class SlurmLauncher:
             return {}
 
 
-def srun_command(job: Job, logs: Path, placement: Placement) -> list[str]:
+def srun_command(job: Job, logs: Path, placement: Placement = ALL_NODES) -> list[str]:
     """srun's part of the ranks' command line.
 
     --cpus-per-task is always given: in 22.05 and 23.02 srun does not inherit the job's. --kill-on-bad-exit: a site's

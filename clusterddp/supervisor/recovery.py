@@ -223,8 +223,8 @@ class Recovery:
                 if end.death is not None and end.death.not_started:
                     leave.setdefault(state.node_of(end.rank), "does not start its ranks")
             # The script may hang instead, which is no reason to shrink.
-            if state.placement.spares and (node := _hung_node(state)):
-                leave.setdefault(node, "hangs")
+            if state.placement.spares and (hung := _hung_node(state)):
+                leave.setdefault(hung, "hangs")
         needed = state.job.outlives_nodes and any(node in state.placement.nodes for node in leave)
         return choose(state.job, state.placement, leave, self._usable_nodes() if needed else None)
 

@@ -37,6 +37,7 @@ resume: {checkpoint: "{run_dir}/*.pt", args: [--resume]}
 done: {log: epochs completed}
 stop: {signal: USR1}
 nodes: 2
+spare_nodes: 1
 gpus_per_node: a100:4
 gpus_per_rank: 2
 gpu_request: gres
