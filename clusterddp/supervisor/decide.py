@@ -169,6 +169,13 @@ def _on_left(state: State, event: RankEvent, now: float) -> Step:
 
 
 def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step:
+    state, actions = _lose_connection(replace(state, closed=state.closed.put(event.rank, True)), event, now)
+    if state.leaving and len(state.closed) == state.job.world_size:  # the launcher only waits for lost nodes
+        actions = [*actions, StartTimer(Timer.ABANDON, 0.0)]
+    return state, actions
+
+
+def _lose_connection(state: State, event: ConnectionLost, now: float) -> Step:
     rank = event.rank
     # A peer that waits for a silent rank may fail before the silence has lasted long enough.
     lost_at = now - SILENCE_S if event.silent else now
@@ -211,7 +218,7 @@ def _lose(state: State, rank: int, at: float) -> State:
 def _on_rejoined(state: State, rank: int) -> Step:
     """Only its connection broke. Other ranks may be lost."""
     lost_at = state.lost_at.without(rank)
-    state = replace(state, lost_at=lost_at, dismissal="")
+    state = replace(state, lost_at=lost_at, closed=state.closed.without(rank), dismissal="")
     if not lost_at:
         return replace(state, watched=True), [Do.RESET_WATCHDOG]
     others = sorted(lost_at.keys() - state.silent)
@@ -285,7 +292,7 @@ def _abandon(state: State) -> Step:
     if not state.abandon or state.saving:
         return state, []
     actions: list[Action] = [Broadcast("leave", state.abandon), StartTimer(Timer.ABANDON, state.abandon_s)]
-    return replace(state, abandon=""), actions
+    return replace(state, abandon="", leaving=True), actions
 
 
 def _on_abandon(state: State, _now: float) -> Step:

@@ -328,7 +328,7 @@ def _drain(state: State, request: Request, now: float) -> Step:
     choice = choose(state.job, state.placement, {node: "is drained"}, None)
     if choice.course is Course.NEW_JOB:
         how = f"`clusterddp requeue RUN --exclude {node}` continues without it"
-        return _refuse(state, request, f"not drained: {choice.why.partition(': ')[0]}; {how} in a new job")
+        return _refuse(state, request, f"not drained: {choice.why}; {how} in a new job")
     return _end(replace(state, drained=node), request, Stop.DRAIN, now)
 
 
@@ -337,7 +337,7 @@ def _end(state: State, request: Request, wanted: Stop, now: float) -> Step:
     nodes = request.values.get("nodes") or []
     if not (isinstance(nodes, list) and all(map(is_text, nodes))):
         return _refuse(state, request, f"nodes {nodes!r}: expected a list of names")
-    again = state.wanted is wanted and not nodes
+    again = state.wanted is wanted and (not nodes or wanted is Stop.DRAIN)
     named = {"nodes": nodes} if nodes else {}
     record: list[Action] = [] if again else [Record("requested", {"request": request.kind, **named})]
     news = Answer(request.client, {"news": "all ranks stop after their current step"}, last=False)

@@ -319,6 +319,8 @@ class State:
     hosts: PerRank[str] = field(default_factory=PerRank[str])
     #: When each rank's connection broke, or it reported a failure, in unix seconds.
     lost_at: PerRank[float] = field(default_factory=PerRank[float])
+    #: The ranks whose connection has ended.
+    closed: PerRank[bool] = field(default_factory=PerRank[bool])
     #: The record of its end that each rank has sent.
     ends: PerRank[Mapping[str, Any]] = field(default_factory=PerRank[Mapping[str, Any]])
     #: The ranks whose nodes stopped answering.
@@ -327,8 +329,10 @@ class State:
     #: answer before.
     confirming: bool = False
     cut_off: bool = False
-    #: Why to abandon the attempt as soon as rank 0 has saved; empty: no reason. Whether its ranks were killed first.
+    #: Why to abandon the attempt as soon as rank 0 has saved; empty: no reason. Whether its ranks were told to exit
+    #: then, and were killed.
     abandon: str = ""
+    leaving: bool = False
     killed: bool = False
     #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
     saving: bool = False

@@ -11,6 +11,7 @@ import pytest
 
 from clusterddp.events import sentence
 from clusterddp.failures import exclusion
+from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import described, grouped, summary
 from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.jobdef.job import ProfiledSteps
@@ -387,6 +388,44 @@ def test_a_stop_takes_precedence_over_a_requeue() -> None:
 def test_a_run_in_the_users_own_allocation_is_not_requeued() -> None:
     [refusal] = answers(done(after(state=State(TWO_RANKS, restartable=False)), REQUEUE), 3)
     assert "which has no queue" in refusal["refused"]
+
+
+SPARES = dataclasses.replace(TWO_RANKS, nodes=2, gpus_per_node=1, spare_nodes=1)
+PLACED = State(SPARES, ("n1", "n2"), placement=Placement(("n1", "n2", "n3"), ("n1", "n2")))
+
+
+def drain(node: object) -> Request:
+    return Request(3, "drain", {"node": node})
+
+
+def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None:
+    """It is one request, whoever repeats it."""
+    state, actions = step(after(state=PLACED), drain("n2"), NOW)
+    assert Broadcast("stop", "clusterddp tell drain") in actions
+    assert Record("requested", {"request": "drain", "nodes": ["n2"]}) in actions
+    assert (state.wanted, state.drained) == (Stop.DRAIN, "n2")
+    again = done(state, dataclasses.replace(drain("n2"), client=9))
+    assert not any(isinstance(one, Record | Broadcast) for one in again)
+    [refusal] = answers(done(state, dataclasses.replace(drain("n1"), client=9)), 9)
+    assert refusal["refused"] == "not drained: the run is leaving n2; try again once it has"
+
+
+@pytest.mark.parametrize(
+    ("node", "events", "state", "why"),
+    [
+        (7, [], PLACED, "node 7: expected a name"),
+        ("n3", [], PLACED, "not drained: no rank runs on n3, only on n1, n2"),
+        ("n2", [STOP], PLACED, "not drained: the run is being stopped by `clusterddp tell stop`"),
+        (
+            *("n2", [], dataclasses.replace(PLACED, placement=Placement(("n1", "n2"), ("n1", "n2")))),
+            "not drained: node n2 is drained: the job has 1 node left, and the run needs 2; "
+            "`clusterddp requeue RUN --exclude n2` continues without it in a new job",
+        ),
+    ],
+)
+def test_a_drain_that_is_not_possible_is_refused(node: object, events: list[Event], state: State, why: str) -> None:
+    [refusal] = answers(done(after(*events, state=state), drain(node)), 3)
+    assert refusal["refused"] == why
 
 
 # ---- once the ranks have exited
