@@ -55,6 +55,18 @@ def check_continued(training: Training, reference: RunDirectory, *, steps: int =
     check_same_run(training.run, reference, redone=steps > 0)
 
 
+def wait_for_a_step_of(training: Training, attempt: int) -> None:
+    training.wait(
+        lambda: any(line["attempt"] == attempt for line in training.run.metrics()), f"a step of attempt {attempt}"
+    )
+
+
+def wait_until_left(training: Training, node: str) -> None:
+    """Until Slurm has taken a node out of the job."""
+    job = lambda: training.cluster.job(training.job_id)  # noqa: E731
+    training.wait(lambda: node not in expand(job()["NodeList"]), f"{node} to be taken out of the job")
+
+
 def tell(training: Training, order: str, check: bool = True) -> str:
     """What ``clusterddp tell`` prints, or says of a refusal."""
     cluster = training.cluster
@@ -85,7 +97,7 @@ def test_a_drained_node_is_left_without_repeating_a_step(
     wait_for_step(training.run, 2)
     assert "not drained: no rank runs on n3, only on n1, n2" in tell(training, "drain=n3", check=False)
     assert "committed, restarting all ranks in place" in tell(training, "drain=n1")  # rank 0's, and the supervisor's
-    training.wait(lambda: any(line["attempt"] == 1 for line in training.run.metrics()), "a step of attempt 1")
+    wait_for_a_step_of(training, 1)
     refused = tell(training, "drain=n2", check=False)
     assert "not drained: node n2 is drained: the job has 1 node left, and the run needs 2" in refused
     check_continued(training, uninterrupted_training, steps=0)
@@ -99,9 +111,7 @@ def test_a_node_whose_rank_fails_twice_is_left_for_the_spare_one(
     """The first time all ranks restart on the same nodes."""
     training = Training.submit(cluster, runs, "--pause", "0.2", options=SPARE)
     for attempt in range(2):
-        training.wait(
-            lambda number=attempt: any(line["attempt"] == number for line in training.run.metrics()), "a step"
-        )
+        wait_for_a_step_of(training, attempt)
         ranks_on(cluster, "n2")[0].kill(signal.SIGKILL)
         training.wait_for_attempt(attempt + 1)
     check_continued(training, uninterrupted_training)
@@ -118,7 +128,7 @@ def test_a_dead_spare_node_is_passed_over(cluster: Cluster, runs: Path, uninterr
     for node in ("n3", "n2"):
         cluster.cut(node)
         cluster.kill_node(node)
-        training.wait(lambda gone=node: gone not in expand(cluster.job(training.job_id)["NodeList"]), f"{node}'s end")
+        wait_until_left(training, node)
     training.wait(lambda: len(nodes_of(training)) == 2, "attempt 1", 40)
     check_continued(training, uninterrupted_training, steps=40)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n4"]]

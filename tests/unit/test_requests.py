@@ -115,7 +115,7 @@ def test_a_late_or_malformed_answer_changes_nothing() -> None:
     [
         ("stacks", {"ranks": "1-2"}, "there is no rank 2 in this run: expected 0 to 1"),
         ("stacks", {"ranks": "one"}, "'one' is neither a rank nor a range"),
-        ("dance", {}, "supports stacks, save, profile, skip, stop, requeue, child, not 'dance'"),
+        ("dance", {}, "supports stacks, save, profile, skip, stop, requeue, drain, child, not 'dance'"),
         ("requeue", {"nodes": "n1"}, "nodes: expected a list of names, got 'n1'"),
     ],
 )
