@@ -14,6 +14,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.system import Process
 from tests.conftest import Clusters
+from tests.slurm.test_world_size import SCRIPT, SHAPE, local, submit
 from tests.trainings import Training, check_same_run, events_of
 from tests.waiting import story, wait_for_step
 
@@ -169,3 +170,26 @@ def test_a_job_that_loses_its_batch_host_is_requeued(
     check_continued(training, uninterrupted_training)
     assert cluster.job(training.job_id)["Restarts"] == "1"
     assert "n1" not in nodes_of(training)[1]
+
+
+def test_a_run_with_a_range_of_nodes_continues_on_fewer_and_grows_again_in_its_next_job(
+    cluster: Cluster, runs: Path, tmp_path: Path
+) -> None:
+    """In the same job at first, with the same global batches in the same order: the losses agree but for rounding."""
+    reference, run = RunDirectory(tmp_path / "reference"), RunDirectory(runs / "run")
+    alone = local(reference, SCRIPT, "--nodes", "2", *SHAPE, "--", "--batch-size", "12")
+    assert alone.returncode == 0, alone.stderr
+    often = ["--set", f"checkpoint.every={INTERVAL} steps"]
+    training = Training(cluster, runs, run, submit(cluster, run, "2-3", "--pause", "0.1", options=often))
+    wait_for_step(run, 7)
+    cluster.cut("n2")
+    wait_for_a_step_of(training, 1)
+    assert {event["job"] for event in events_of(run, "started")} == {training.job_id}
+    assert reasons(training) == ["node n2 is lost: the run continues on the other 2 nodes"]
+    cluster.run([cluster.python, "-m", "clusterddp", "requeue", run.path], cwd=cluster.source)
+    training.job_id = str(events_of(run, "resubmitted")[-1]["job"])
+    assert training.finish() == "completed", story(run)
+    assert [event["ranks"] for event in events_of(run, "started")] == [3, 2, 3]
+    assert events_of(run, "resumed")[0]["redone"] <= INTERVAL
+    losses, wanted = ([(line["step"], line["loss"]) for line in one.metrics()] for one in (run, reference))
+    assert losses == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in wanted]
