@@ -218,8 +218,10 @@ class Recovery:
         if state.drained:
             leave.setdefault(state.drained, "is drained")
         if state.job.outlives_nodes:
+            suspects = {event.get("suspect") for event in self._history.events if event["attempt"] == self._number}
             for node in exclusion.failed(self._history.events, now):
-                leave.setdefault(node, "failed this run repeatedly")
+                if node in suspects:
+                    leave.setdefault(node, "failed this run repeatedly")
             for end in self._ends:
                 if end.death is not None and end.death.not_started:
                     leave.setdefault(state.node_of(end.rank), "does not start its ranks")

@@ -62,10 +62,10 @@ def wait_for_a_step_of(training: Training, attempt: int) -> None:
     )
 
 
-def wait_until_left(training: Training, node: str) -> None:
-    """Until Slurm has taken a node out of the job."""
-    job = lambda: training.cluster.job(training.job_id)  # noqa: E731
-    training.wait(lambda: node not in expand(job()["NodeList"]), f"{node} to be taken out of the job")
+def die(cluster: Cluster, node: str) -> None:
+    """Its power fails: no connection is closed."""
+    cluster.cut(node)
+    cluster.kill_node(node)
 
 
 def tell(training: Training, order: str, check: bool = True) -> str:
@@ -124,14 +124,13 @@ def test_a_node_whose_rank_fails_twice_is_left_for_the_spare_one(
 def test_a_dead_spare_node_is_passed_over(cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory) -> None:
     """It dies first, and Slurm has noticed. Then a node with ranks dies: its power fails."""
     options = [*SPARE, "--spare-nodes", "2"]
-    training = Training.submit(cluster, runs, "--moments", "last step", "--pause", "0.1", options=options)
-    wait_for_step(training.run, 7)
-    for node in ("n3", "n2"):
-        cluster.cut(node)
-        cluster.kill_node(node)
-        wait_until_left(training, node)
-    training.wait(lambda: len(nodes_of(training)) == 2, "attempt 1", 40)
-    check_continued(training, uninterrupted_training, steps=40)
+    training = Training.submit(cluster, runs, "--moments", "last step", options=options)
+    wait_for_step(training.run, 2)
+    die(cluster, "n3")
+    state = ["sinfo", "--noheader", "--nodes=n3", "--format=%T"]
+    training.wait(lambda: "*" in cluster.root(state).stdout, "n3 to be known as dead")
+    die(cluster, "n2")
+    check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n4"]]
     why = "node n2 is lost and the spare node n3 cannot be used: the ranks continue on the spare node n4"
     assert reasons(training) == [why]
@@ -145,8 +144,7 @@ def test_without_a_spare_node_that_is_left_the_run_continues_in_a_new_job(
     training = Training.submit(cluster, runs, "--pause", "0.2", options=SPARE)
     wait_for_step(training.run, 7)
     for node in ("n2", "n3"):
-        cluster.cut(node)
-        cluster.kill_node(node)
+        die(cluster, node)
     training.wait(lambda: events_of(training.run, "resubmitted"), "a new job", 90)
     training.job_id = str(events_of(training.run, "resubmitted")[-1]["job"])
     assert training.finish() == "completed", story(training.run)
@@ -162,9 +160,7 @@ def test_a_job_that_loses_its_batch_host_is_requeued(
     """Slurm leaves it RUNNING on the other nodes, without a batch step; the guard on one of them requeues it."""
     training = Training.submit(cluster, runs, "--pause", "0.2", options=SPARE)
     wait_for_step(training.run, 7)
-    cluster.cut("n1")
-    if dies:
-        cluster.kill_node("n1")
+    (die if dies else Cluster.cut)(cluster, "n1")
     training.wait(lambda: 1 in training.run.attempts(), "attempt 1", 150)
     training.wait(lambda: not ranks_on(cluster, "n1"), "the ranks on n1 to end", 60)
     check_continued(training, uninterrupted_training)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clusterddp.events import sentence
 from clusterddp.failures.placement import Course, Placement, choose, place
 from clusterddp.jobdef.job import Job
+from clusterddp.rundir.files import write_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor.guard import lost_batch_host
+from clusterddp.supervisor.main import supervise
+from tests.unit.test_attempt import FakeController, FakeRanks
 
 FIXED = Job(name="x", module="x", nodes=3, gpus_per_node=8)
 SPARE = replace(FIXED, spare_nodes=1)
@@ -122,3 +129,57 @@ def test_a_job_has_lost_its_batch_host_once_slurm_takes_it_out_of_the_job() -> N
     assert not lost_batch_host(replace(info, state="COMPLETING"), 1)
     assert not lost_batch_host(replace(info, state="PENDING", nodes="", batch_host=""), 1)
     assert not lost_batch_host(None, 1)
+
+
+class Job41(FakeController):
+    """A job with three nodes."""
+
+    def describe(self) -> dict[str, Any]:
+        return {"job": "41", "restarts": 0, "nodes": "n[1-3]"}
+
+
+class Ranks(FakeRanks):
+    """A rank per node of its placement, whose ends are those of ``nodes``, by node, or done."""
+
+    def __init__(self, run: RunDirectory, placement: Placement, nodes: dict[str, dict[str, Any]]) -> None:
+        super().__init__(run, {"end": "done"})
+        self.placement, self._nodes = placement, nodes
+
+    def start(self, command: list[str], environment: Any, logs: Path) -> None:
+        for rank, node in enumerate(self.placement.nodes):
+            end = {"host": node, "used_clusterddp": True, "end": "done", **self._nodes.get(node, {})}
+            write_json(self._run.rank_record(int(environment["CLUSTERDDP_ATTEMPT"]), rank), end)
+
+    def wait(self) -> int:
+        return int(any(node in self._nodes for node in self.placement.nodes))
+
+
+@pytest.mark.parametrize(
+    ("job", "nodes", "ranks"),
+    [
+        (replace(SPARE, nodes=2), [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]], 2),
+        (replace(RANGE, nodes=3), [["n1", "n2", "n3"], ["n1", "n2", "n3"], ["n1", "n3"]], 2),
+    ],
+    ids=["spare", "shrink"],
+)
+def test_after_two_failures_of_a_node_all_ranks_restart_without_it(
+    tmp_path: Path, job: Job, nodes: list[list[str]], ranks: int
+) -> None:
+    """In the same job, whose next ones exclude the node."""
+    run, placements = RunDirectory(tmp_path / "run"), []
+    run.create()
+
+    def launcher(_: Job, placement: Placement) -> Ranks:
+        placements.append(placement)
+        return Ranks(run, placement, {"n2": {"end": "died", "error": "killed by signal 9"}})
+
+    controller = Job41(Cause.NONE)
+    controller.nodes = ["n1", "n2", "n3", "n4"]
+    assert supervise(run, replace(job, device="cpu", gpus_per_node=1), launcher, controller) == 0
+    assert [list(placement.nodes) for placement in placements] == nodes
+    assert placements[-1].aside == ("n2",)
+    assert controller.asked == []
+    events = {event["event"]: event for event in run.events()}
+    assert (events["started"]["ranks"], events["started"]["aside"], events["moved"]["aside"]) == (ranks, ["n2"], ["n2"])
+    assert events["excluded"]["nodes"] == ["n2"]
+    assert (sentence(events["moved"]) or "").startswith("attempt 1: node n2 failed this run repeatedly: the r")
