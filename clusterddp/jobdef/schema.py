@@ -330,6 +330,7 @@ READERS: dict[str, Reader] = {
     "done": _done,
     "stop": _section("stop", StopSignal, _fields(signal=value.choice("TERM", "INT", "USR1", "USR2")), "{signal: USR1}"),
     "nodes": _nodes,
+    "spare_nodes": _field("spare_nodes", value.whole(0)),
     "gpus_per_node": _gpus_per_node,
     **_fields(
         gpus_per_rank=value.whole(1),
