@@ -130,7 +130,7 @@ class Module:
     def _has_parts(self, scopes: tuple[ast.AST, ...]) -> bool:
         """Whether texts here that are no messages are contained in some."""
         inside = any(isinstance(scope, ast.FunctionDef) for scope in scopes)
-        return self.package not in OTHER_TEXTS and (inside or self.package != "")
+        return self.package not in OTHER_TEXTS and (inside or self.package not in ("", "events"))
 
     def _kind_of_return(self, scopes: tuple[ast.AST, ...]) -> str:
         """How a text appears that a function returns: as the sentence of an event, or inside a message."""
