@@ -1099,7 +1099,11 @@ LIMIT = Cause.TIME_LIMIT.value
         (Limits(attempts=2), history((LIMIT, True)), None),
         (Limits(attempts=2), history((LIMIT, True), (LIMIT, True)), "limits.attempts (2) reached"),
         (Limits(gpu_hours=4.5), history((LIMIT, True), (LIMIT, True)), None),
-        (Limits(gpu_hours=4), history((LIMIT, True), (LIMIT, True)), "limits.gpu_hours (4) reached: 4.00 used"),
+        (
+            Limits(gpu_hours=4),
+            history((LIMIT, True), (LIMIT, True)),
+            "limits.gpu_hours (4) reached: 4.00 used. Raise it with --change --set limits.gpu_hours=N",
+        ),
         (Limits(), history((LIMIT, False), (LIMIT, False)), None),
         (Limits(), history((LIMIT, True), *[(LIMIT, False)] * 3), "3 consecutive attempts"),
         (Limits(), history(*[(LIMIT, False)] * 9), None),
