@@ -315,8 +315,8 @@ class Invariants:
             return False
         if any(not process.alive and process.code is None for process in by):  # killed before it could record the job
             return False
-        late = job.submitted - disk.nodes[f"{self._history.run.path}/outcome.json"].created
-        return not 0 <= late < disk.lag_s
+        # One that was queued before the run completed on a node that was cut off ends as it starts.
+        return job.submitted - disk.nodes[f"{self._history.run.path}/outcome.json"].created >= disk.lag_s
 
     # --- what lasts
 
@@ -401,8 +401,11 @@ class Invariants:
         history, outcome, events = self._history, self.outcome(), self.events()
         faults = {fault.kind for fault in history.plan.faults}
         ends = [event for event in events if event["event"] in RUN_ENDS]
-        # On a full disk the outcome is not written, and the product says that the run may start again.
-        completed = [event for event in ends if event["event"] == "completed"]
+        # On a full disk the outcome is not written, and the product says that the run may start again. So may one whose
+        # supervisor was killed before it could write it: that start has no step left to do.
+        completed = [
+            event for event in ends if event["event"] == "completed" and not self._was_killed(event["attempt"])
+        ]
         if len(completed) > 1 and "disk errors" not in faults and not self._is_one_hidden(completed):
             self._violated("I7", f"{len(ends)} outcomes in the history")
         if outcome is not None and outcome["state"] == "completed":
@@ -424,6 +427,11 @@ class Invariants:
             return
         if faults <= HARMLESS:
             self._violated("progress", f"the run {outcome['state']}: {outcome['reason']}")
+
+    def _was_killed(self, attempt: int) -> bool:
+        """Whether the supervisor of an attempt was killed."""
+        trained = self.attempts.get(attempt)
+        return trained is not None and trained.supervisor.code is None and not trained.supervisor.alive
 
     def _is_one_hidden(self, completed: list[dict[str, Any]]) -> bool:
         """Whether all but the last attempt completed, on nodes that were cut off, while a newer one was hidden."""
