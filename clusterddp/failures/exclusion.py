@@ -34,7 +34,7 @@ class Choice:
 def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], needed: int, now: float) -> Choice:
     """Which nodes the next job excludes.
 
-    ``lost``: nodes that do not answer now; they take precedence if not all can be excluded. ``usable``: the nodes that
+    ``lost``: nodes that do not respond now, with precedence if not all can be excluded. ``usable``: the nodes that
     Slurm could allocate to the job, which needs ``needed`` of them; if too few would remain, none is added.
     """
     events = list(events)
@@ -46,14 +46,14 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
     left = set(usable) - set(nodes)
     if nodes != before and len(left) < needed:
         remain = counted(len(left), "usable node")
-        reason = f"without {' and '.join(nodes)} the partition has {remain}, and the run needs {needed}"
+        reason = f"without {' and '.join(nodes)} the partition has {remain}, but the run needs {needed}"
         return Choice(tuple(before), refused=reason)
-    reason = f"{' and '.join(over)} failed, but {' and '.join(nodes)} are already excluded ({MOST} nodes at most)"
+    reason = f"{' and '.join(over)} failed, but {' and '.join(nodes)} are already excluded (at most {MOST} nodes)"
     return Choice(tuple(nodes), tuple(node for node in new if node in nodes), reason if over else None)
 
 
 def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:
-    """A node's failures: a rank on it failed first, and not by an error of the script, its GPU hung, or the node was
+    """A node's failures: a rank on it failed first, other than by an error of the script, its GPU hung, or the node was
     lost."""
     return [event for event in events if is_failure(event) and event["suspect"] == node and event["time"] > now - FOR_S]
 
@@ -119,7 +119,7 @@ def letter_about(node: str, failed: str, found: Iterable[tuple[float, str | None
         [
             f"Node {node} {failed}:",
             *(f"  {when}  job {job or 'unknown'}: {error}" for when, job, error in times),
-            "The ranks on other nodes did not fail first. Could you check the node (memory, GPUs, network, disk)?",
+            "Ranks on other nodes did not fail first. Could you check this node (memory, GPUs, network, disk)?",
             f"Until then our jobs exclude it (sbatch --exclude={node}).",
         ]
     )
