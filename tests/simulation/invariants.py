@@ -41,7 +41,16 @@ MOST_EVENTS = 30_000
 HARMLESS = frozenset(
     (
         *("preempt", "suspend", "lose a node", "controller away", "answers lost", "controller slow", "submit again"),
-        *("time limit lowered", "tell save", "requeue", "prune", "hang", "kill a command"),
+        *(
+            "time limit lowered",
+            "time limit raised",
+            "requests limited",
+            "tell save",
+            "requeue",
+            "prune",
+            "hang",
+            "kill a command",
+        ),
     )
 )
 #: Faults that may keep an attempt from saving though it had notice.
@@ -352,7 +361,13 @@ class Invariants:
             self._waits_since.pop(job.id, None)
         elif now - self._waits_since.setdefault(job.id, now) > LOST_S:
             self._violated("I7", f"job {job.id} waits for a node that is lost")
-        troubled = now < slurm.away_until or now < slurm.lossy[0] or slurm.cut or slurm.latency_s > 0.5
+        troubled = (
+            now < slurm.away_until
+            or now < slurm.limited_until + SLOW_S
+            or now < slurm.lossy[0]
+            or slurm.cut
+            or slurm.latency_s > 0.5
+        )
         busy = any(process.alive for process in job.processes if process is not job.batch)
         if job.state != "RUNNING" or troubled or self._history.disk.broken[0] > now:
             self._idle_since.pop(job.id, None)
@@ -370,7 +385,7 @@ class Invariants:
     def _waits_for_a_node(self, job: Batch, now: float) -> bool:
         """Whether a node of connected ranks is lost, and nothing keeps the supervisor from seeing that."""
         slurm, batch = self._history.slurm, job.batch
-        away = now < slurm.away_until or now < slurm.lossy[0] or slurm.latency_s > 0.5
+        away = now < max(slurm.away_until, slurm.lossy[0], slurm.limited_until + SLOW_S) or slurm.latency_s > 0.5
         if job.state != "RUNNING" or away or batch is None or not batch.alive or batch.stopped_until > now:
             return False
         if batch.node in slurm.cut or self._history.disk.broken[0] > now:
