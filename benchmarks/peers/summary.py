@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from benchmarks.peers.cells import bound, ettr, figures, parse
 from benchmarks.peers.peers import LIMIT, PEERS
 from benchmarks.peers.schedules import CELL_S, EPOCHS, PER_EPOCH, SAVE_EPOCHS, SCHEDULES, Schedule
-from benchmarks.rows import paired, unpaired
+from benchmarks.rows import Row, paired, unpaired
 
 OURS = "clusterddp"
 #: The effective training time of ours under a preemption every 60 s, over its bound.
@@ -138,8 +139,8 @@ class Matrix:
         """
         return ettr(self.steps, cell["pace_s"], cell["wall_s"]) / self.bound_of(cell, cell["pace_s"])
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The wall time of ours beside the bound's, for each schedule with a fault."""
+    def rows(self) -> list[Row]:
+        """The wall time of ours beside the bound's, for each schedule with a fault; what one preemption costs both."""
         found = []
         for schedule in list(SCHEDULES)[1:]:
             done = self.of(OURS, schedule, completed=True)
@@ -150,19 +151,15 @@ class Matrix:
             allowed = 1 / ALLOWED if schedule == "preempt-60" else None
             row = paired(words, "s", [cell["wall_s"] for cell in done], limits, LIMIT_IS, allowed=allowed)
             # One cell has an interval of no width, which tells nothing.
-            found.append({**row.as_json(), "met": row.met if len(done) >= LEAST else None})
-        return [*found, *self._preemption_row()]
-
-    def _preemption_row(self) -> list[dict[str, Any]]:
-        """What one preemption costs: ours and the limit's, over all cells."""
+            found.append(replace(row, met=row.met if len(done) >= LEAST else None))
         ours, limit = (
             [gap for name in ("preempt", "preempt-60") for cell in self.of(peer, name) for gap in cell["gaps_s"]]
             for peer in (OURS, LIMIT.name)
         )
-        if not ours or not limit:
-            return []
-        words = "no progress around a preemption, GraceTime=0"
-        return [unpaired(words, "s", ours, limit, "the same of a script that restores and repeats nothing").as_json()]
+        if ours and limit:
+            words = "no progress around a preemption, GraceTime=0"
+            found.append(unpaired(words, "s", ours, limit, "the same of a script that restores and repeats nothing"))
+        return found
 
 
 def leads(by_key: Mapping[tuple[str, str], dict[str, Any]]) -> list[tuple[str, float, str, float, list[float]]]:

@@ -147,16 +147,15 @@ def write(out: Path, soaked: Soaked, seed: int) -> None:
     }
     text = f"""# Booked time of an interrupted run
 
-{len(interruptions)} interruptions in {time["total_s"] / 60:.1f} minutes, seed {seed}; two ranks on two of
-{CONFIG.nodes} nodes. "Took" is a recomputation from what the script, the injector, slurmctld's log and /proc recorded,
-without code or records of clusterddp; "booked" is `clusterddp report --json`. Seconds; right: within 2% or 1 s.
-Unknown: {100 * soaked.unknown():.2f}% of the time, at most 2%. ETTR {100 * time["ettr"]:.1f}%, goodput
-{100 * time["goodput"]:.1f}%, {time["repeated_steps"]} steps repeated."""
+One run is interrupted {len(interruptions)} times in {time["total_s"] / 60:.1f} minutes. "Took" is recomputed from the
+records of the script, the fault injector, slurmctld and /proc, "booked" is what `clusterddp report --json` says.
+Seconds; right is within 2% or 1 s."""
     tables = {
         "Categories": report.table(["category", "took", "booked", "right"], categories),
         "Interruptions": report.table(["injected", "attempt", "on the timeline", "right"], interruptions),
     }
-    report.write(out, "booking", text, figures, where=f"Slurm {soaked.slurm}", tables=tables)
+    where = f"Slurm {soaked.slurm}, seed {seed}"
+    report.write(out, "booking", text, report.Found(figures, where=where, tables=tables))
 
 
 def main() -> None:

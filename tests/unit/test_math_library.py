@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from benchmarks.math_library import REPOSITORY, SCRIPT, cpu_number
+from benchmarks.math_library import SCRIPT, cpu_number
+from benchmarks.sides import REPOSITORY
 
 BEFORE_AND_AFTER = """
 import clusterddp
