@@ -1,10 +1,9 @@
-"""Whether a process's first vector function is exact: ``python -m benchmarks.math_library``, 8 minutes.
+"""Whether a process's first vector function is exact: ``python -m benchmarks.math_library``, 4 minutes.
 
 ``make measure-math-library``. torch's CPU kernels call MKL's vector functions from several OpenMP threads. Counted: how
-often the first such call of a process is wrong (``benchmarks/scripts/first_calls.py``), with and without the
-``settle()`` that ``clusterddp.init()`` begins with, on a machine that is kept busy. In forked processes, where the
-fault is rare; and in one process in which MKL is made to forget the calls before, where it is not. ``--quick`` takes
-under 2 minutes.
+often the first such call is wrong (``benchmarks/scripts/first_calls.py``), with and without the ``settle()`` that
+``clusterddp.init()`` begins with, on a machine that is kept busy, in a process in which MKL is made to forget the calls
+before. ``--quick`` takes a minute.
 
 The bar: after ``settle()``, at most a tenth as many are wrong, by the upper end of the interval. None is expected.
 """
@@ -28,11 +27,10 @@ THREADS = (2, 4)
 ALLOWED = 0.1
 #: Wrong results without ``settle()`` after which a line ends.
 ENOUGH = 60
-KINDS = {"forks": "a process each", "again": "made to forget"}
 TEXT = """# The first vector function of a process
 
-How often the first `torch.sqrt` of a process is wrong, with and without `settle()`, on a busy machine. "Made to
-forget" resets MKL's record of the CPU before each call."""
+How often the first `torch.sqrt` of a process is wrong, with and without `settle()`, on a busy machine. MKL's
+record of the CPU is reset before each call."""
 
 
 def cpu_number() -> ctypes.c_int | None:
@@ -55,13 +53,13 @@ def cpu_number() -> ctypes.c_int | None:
     return ctypes.c_int.from_address(address + 6 + int.from_bytes(code[2:], "little", signed=True))
 
 
-def counted(kind: str, threads: int, seconds: float, burners: int) -> dict[str, Any]:
+def counted(threads: int, seconds: float, burners: int) -> dict[str, Any]:
     """The counts of first calls on so many threads."""
-    shape = {"kind": kind, "threads": threads, "enough": ENOUGH, "seconds": seconds, "burners": burners}
+    shape = {"threads": threads, "enough": ENOUGH, "seconds": seconds, "burners": burners}
     command = [sys.executable, str(SCRIPT), *(f"--{name}={value}" for name, value in shape.items())]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, check=True)
-    return {"kind": kind, "threads": threads, **json.loads(done.stdout)}
+    return {"threads": threads, **json.loads(done.stdout)}
 
 
 def most(wrong: int, calls: int) -> float:
@@ -88,20 +86,20 @@ def row(figures: dict[str, Any]) -> Row | None:
         return None
     share = most(settled["wrong"], plain["wrong"] + settled["wrong"])
     ours, limit = (1000 * side["wrong"] / side["calls"] for side in (settled, plain))
-    name = f"wrong first vector functions, {figures['threads']} threads, {KINDS[figures['kind']]}"
+    name = f"wrong first vector functions, {figures['threads']} threads, made to forget"
     ratio, high = ours / limit, max(ours / limit, share / (1 - share))
     return Row(name, "of 1000", ours, limit, "without settle()", ratio, 0.0, high, ALLOWED, within(ALLOWED, 0.0, high))
 
 
 def measure(quick: bool) -> report.Found:
     burners = len(os.sched_getaffinity(0))
-    found = [counted(kind, threads, 25 if quick else 120, burners) for kind in KINDS for threads in THREADS]
+    found = [counted(threads, 25 if quick else 120, burners) for threads in THREADS]
     lines = [
-        [KINDS[figures["kind"]], figures["threads"], words, *figures[side].values()]
+        [figures["threads"], words, *figures[side].values()]
         for figures in found
         for side, words in (("plain", "without"), ("settled", "with `settle()`"))
     ]
-    table = report.table(["first calls", "threads", "", "calls", "wrong", "largest error"], lines)
+    table = report.table(["threads", "", "calls", "wrong", "largest error"], lines)
     made = [one for figures in found if (one := row(figures))]
     return report.Found({"burners": burners, "counts": found}, made, f"{burners} busy processes", {"Calls": table})
 

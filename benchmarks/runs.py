@@ -247,3 +247,14 @@ def event_times(events: Sequence[dict[str, Any]], name: str, attempt: int) -> li
 def first_step_done(lines: Sequence[dict[str, Any]], attempt: int) -> float | None:
     """When an attempt's first own step was done, by its metrics line."""
     return min((line["time"] for line in lines if line["attempt"] == attempt), default=None)
+
+
+def power_off(up: Cluster, node: str) -> None:
+    """The cable first: the node closes no connection."""
+    up.cut(node)
+    up.kill_node(node)
+
+
+def power_on(up: Cluster, node: str) -> None:
+    up.heal(node)
+    up.restart_slurmd(node)

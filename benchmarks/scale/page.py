@@ -7,8 +7,9 @@ from typing import Any
 
 from benchmarks import report, rows
 
-#: Bars: the supervisor's CPU seconds until 4,096 ranks have joined, milliseconds to read a rank's environment.
-JOIN_S, HOSTS_MS = 10.0, 10.0
+#: Bars: the supervisor's CPU seconds until 4,096 ranks have joined, seconds until a failure is named, milliseconds to
+#: read a rank's environment.
+JOIN_S, NAMED_S, HOSTS_MS = 10.0, 1.0, 10.0
 BAR_RANKS = 4096
 
 
@@ -19,6 +20,8 @@ def table_rows(parts: Mapping[str, Any]) -> list[rows.Row]:
         pairs, name = parts["connections"]["pairs"], f"{BAR_RANKS:,} simulated ranks join"
         limit = "a server that only accepts, parses and answers"
         found.append(rows.paired(name, "CPU s", pairs["ours"], pairs["least"], limit, most=JOIN_S))
+        named = max(failure["named_s"] for failure in parts["connections"]["failures"][str(BAR_RANKS)])
+        found.append(rows.counted(f"a killed rank of {BAR_RANKS:,} is named", "s", named, NAMED_S, "1 s", allowed=1.0))
     for form in parts.get("hosts", []):
         name, limit = f"rank environment, 16,384 nodes: {form['form']}", "making as many names"
         found.append(rows.paired(name, "CPU ms", form["read_ms"], form["least_ms"], limit, most=HOSTS_MS))

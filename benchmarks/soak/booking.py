@@ -99,7 +99,7 @@ class Soaked:
         return found
 
 
-def soak(up: Cluster, seed: int, schedule: Sequence[str]) -> tuple[RunDirectory, Soaked]:
+def soak(up: Cluster, seed: int) -> tuple[RunDirectory, Soaked]:
     """Makes the run."""
     folder = folder_for(up, "booking")
     (folder / "said").mkdir()
@@ -110,8 +110,8 @@ def soak(up: Cluster, seed: int, schedule: Sequence[str]) -> tuple[RunDirectory,
     observer, injector, draw = Observer(), Injector(training), random.Random(seed)
     observer.start()
     injector.submit()
-    for kind in schedule:
-        print(f"{kind} at attempt {training.run.newest_attempt()}", file=sys.stderr, flush=True)
+    for kind in SCHEDULE:
+        report.say(f"{kind} at attempt {training.run.newest_attempt()}")
         injector.make(kind, draw.randint(*STEPS))
     injector.finish()
     until(lambda: up.job(training.job_id)["JobState"] == "COMPLETED", "the job's end", 60)
@@ -162,19 +162,13 @@ def main() -> None:
     """The command line; exit code 1 if anything is booked wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--schedule", default=",".join(SCHEDULE), help="kinds of faults, in order")
     parser.add_argument("--keep", type=Path, help="a folder for the run's history and the independent records")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     options = parser.parse_args()
-    schedule = options.schedule.split(",")
-    if unknown := set(schedule) - set(SCHEDULE):
-        parser.error(
-            f"--schedule: no fault is called {', '.join(sorted(unknown))}; known: {', '.join(sorted(set(SCHEDULE)))}"
-        )
     with cluster(CONFIG) as up:
         up.set_grace(20)
         tell_requests(up)
-        run, soaked = soak(up, options.seed, schedule)
+        run, soaked = soak(up, options.seed)
         if options.keep:
             keep(run, soaked, options.keep)
     print("\n".join(soaked.differences()), file=sys.stderr)
