@@ -328,7 +328,7 @@ class History:
         def main() -> int:
             self.world.sleep(0.3)
             controller = SlurmController(environ, self.run, self.job)
-            launcher: Callable[[], Any] = lambda: Launcher(self.cluster, self.run, self.job, batch)  # noqa: E731
+            launcher: Callable[..., Any] = lambda *_: Launcher(self.cluster, self.run, self.job, batch)  # noqa: E731
             try:
                 return supervisor.supervise(self.run, self.job, launcher, controller)
             except (ClusterddpError, OSError) as error:
