@@ -178,7 +178,7 @@ def _hook_is_told_again() -> Patches:
     real = Hook.call
 
     def call(hook: Any, word: str, event: Mapping[str, Any]) -> None:
-        hook._told.clear()
+        hook._called.clear()
         real(hook, word, event)
 
     return [(Hook, "call", call)]
@@ -354,6 +354,7 @@ def found_after(name: str, first: int, most: int) -> tuple[int, str] | None:
                 if not needs <= {fault.kind for fault in plan.faults}:
                     continue
                 if violations := play(plan).violations:
+                    assert "(mutants.py:" not in violations[0], f"{name} does not fit the product: {violations[0]}"
                     return number + 1, violations[0]
             return None
         finally:
