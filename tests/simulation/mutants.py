@@ -312,7 +312,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "hidden outcomes are not waited for": 168,
     "stop is forgotten": 35,
     "the last failure is shown": 11,
-    "hook is told again": 397,
+    "hook is told again": 161,
     "controller asked all the time": 239,
     "saves are promised": 14,
     "a new job survives scancel": 80_557,
