@@ -170,11 +170,11 @@ def test_state_per_rank_that_does_not_fit_is_refused(folder: Path, script: Path,
     ) in refused.output(0)
     refused = ddp.start(script, folder / "uneven", 14, "-1", "uneven", ranks=2, folder=folder / "out").expect(1)
     assert (
-        "run(per_rank=...): rank 1 has nothing, and rank 0 has random.0, random.1, world: all ranks save together; "
+        "run(per_rank=...): rank 1 has nothing, but rank 0 has random.0, random.1, world. All ranks save together: "
         "pass the same names on every rank"
     ) in refused.output(1)
     refused = ddp.start(script, run, 14, "-1", "fewer", ranks=2, folder=folder / "out").expect(1)
     assert (
-        "the checkpoint has per-rank state of random.0, random.1, world, and ctx.run(per_rank=...) got world: pass "
-        "what the run started with, or start a new run"
+        "the checkpoint has per-rank state of random.0, random.1, world, but ctx.run(per_rank=...) received world. "
+        "Pass the parts that the run started with, or start a new run"
     ) in refused.output(0)
