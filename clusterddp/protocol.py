@@ -1,6 +1,6 @@
 """What the processes of a run say to each other besides events: messages of the control channel, environment variables.
 
-Events are in events.py, exit codes in errors.py. docs/reference/protocol.md is generated from this module, too, and a
+Events are in events.py, exit codes in errors.py. docs/reference/events.md is generated from this module, too, and a
 test compares it with what the code writes and reads.
 """
 

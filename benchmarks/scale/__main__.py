@@ -113,8 +113,8 @@ def write(folder: Path, found: Mapping[str, Any]) -> None:
     text = """# What grows with the number of ranks
 
 Simulated ranks are connections that speak the real protocol, many in one process; they train nothing, and share this
-machine with the supervisor. [scale.md](../design/scale.md) says what follows from these figures and what is only
-argued."""
+machine with the supervisor.
+[Thousands of ranks](../../docs/design/rendezvous.md#thousands-of-ranks) says what follows."""
     report.write(folder, "scale", text, {"rows": table, "parts": gathered}, tables=tables(gathered))
 
 

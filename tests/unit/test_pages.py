@@ -9,10 +9,11 @@ import argparse
 import ast
 import importlib
 import inspect
+import json
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,7 @@ from clusterddp.training.context import Context
 from clusterddp.training.loop import Run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = [
-    REPOSITORY / "README.md",
-    *sorted(set((REPOSITORY / "docs/guide").glob("*.md")) - {REPOSITORY / "docs/guide/messages.md"}),
-]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs" / "guide").glob("*.md"))]
 #: What a fragment calls by these names.
 KNOWN = {
     "clusterddp": clusterddp,
@@ -41,9 +39,17 @@ KNOWN = {
     "streams": clusterddp.streams,
     "handle": clusterddp.Handle,
 }
+#: The rows of the README's table of other tools.
+SCHEDULES = {
+    "preemptions": ("preempt", "preempt-60", "preempt-grace"),
+    "time limits": ("time-limit",),
+    "a dead node": ("dead",),
+    "killed ranks": ("kill-90",),
+    "a hang": ("hang",),
+}
 
 
-def blocks(*languages: str) -> list[object]:
+def blocks(*languages: str) -> Sequence[object]:
     """The pages' fenced blocks of a language."""
     found = [
         pytest.param(text, id=f"{page.stem}-{number}")
@@ -92,7 +98,7 @@ def commands(text: str) -> Iterator[str]:
                 yield part
 
 
-def inline() -> list[object]:
+def inline() -> Sequence[object]:
     """The commands in the pages' text, each once."""
     found: dict[str, object] = {}
     for page in PAGES:
@@ -117,7 +123,32 @@ def test_a_command_in_a_sentence_exists_with_its_options(command: str) -> None:
 
 @pytest.mark.parametrize("text", blocks("python"))
 def test_a_fragment_uses_names_and_arguments_that_exist(text: str) -> None:
-    tree = ast.parse(textwrap.dedent(text))
+    check_fragment(textwrap.dedent(text))
+
+
+def test_the_readmes_diff_has_a_script_before_and_after() -> None:
+    (diff,) = re.findall(r"```diff\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
+    lines = diff.splitlines()
+    before, after = ("".join(f"{line[1:]}\n" for line in lines if line[0] != other) for other in "+-")
+    ast.parse(before)
+    check_fragment(after)
+
+
+def test_the_readmes_table_of_other_tools_is_what_was_measured() -> None:
+    figures = json.loads((REPOSITORY / "benchmarks" / "results" / "peers.json").read_text())
+    rows = [line.strip("| ").split(" | ") for line in PAGES[0].read_text().splitlines() if line.startswith("| ")]
+    (head,) = [row for row in rows if row[0] == "fault"]
+    for fault, schedules in SCHEDULES.items():
+        (row,) = [row for row in rows if row[0] == fault]
+        for peer, shown in zip(head[1:], row[1:], strict=True):
+            cells = [cell for cell in figures["matrix"] if cell["peer"] == peer and cell["schedule"] in schedules]
+            assert shown == f"{sum(cell['completed'] for cell in cells)} of {sum(cell['run'] for cell in cells)}"
+    (row,) = [row for row in rows if row[0] == "lines that you write"]
+    assert row[1:] == [str(sum(figures["peers"][peer]["lines"].values())) for peer in head[1:]]
+
+
+def check_fragment(text: str) -> None:
+    tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clusterddp"):
             check_import(node)
