@@ -258,7 +258,7 @@ def test_a_rank_that_is_told_to_exit_after_a_hang_writes_its_flight_record_first
     script.write_text(DISMISSED)
     run = RunDirectory(tmp_path / "run")
     said = ddp.start(script, run, ranks=1, folder=tmp_path / "out").expect(1).output(0)
-    assert "told to exit: rank 1 hangs" in said
+    assert "exiting, because rank 1 hangs" in said
     record = read_json(run.attempt_logs(0) / "rank-0.collectives.json")
     if record is None:  # not every torch keeps it for gloo
         assert "has no flight record of the last collectives" in said

@@ -146,7 +146,7 @@ def test_a_full_disk_does_not_stop_training_and_the_run_resumes_from_the_last_go
     assert "keeping step 4" in first.output(0)
     first.signal(1)
     first.expect(75)
-    assert "the run continues from step 4" in first.output(0)
+    assert "The run continues from step 4" in first.output(0)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000000000004.attempt-0.safetensors"]
     assert "begin 4" in ddp.run(EXACT, run_dir, 6, ranks=2, folder=tmp_path / "out").output(1)
 
