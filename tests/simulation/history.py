@@ -90,8 +90,8 @@ def drawn(seed: int) -> Plan:
     draw = random.Random(seed)
     kinds = [kind for kind in FAULTS if draw.random() < SHARE.get(kind, 0.4)] or ["preempt"]
     script = Script(
-        steps=draw.choice((8, 12, 20)),
-        step_s=draw.choice((1.0, 3.0, 10.0)),
+        steps=draw.choice((4, 6, 10)),
+        step_s=draw.choice((1.0, 3.0, 7.0)),
         save_every=draw.choice((3, 5, 1000)),
         save_s=draw.choice((0.2, 2.0, 6.0)),
         import_s=draw.choice((2.0, 8.0)),
@@ -122,11 +122,11 @@ def drawn(seed: int) -> Plan:
         time_limit_s=draw.choice((3600, 3600, max(240, int(length / 2)))),
         lag_s=draw.choice((0.0, 0.0, 3.0, 30.0)),
         slow=draw.choice((0.0, 0.0, 0.02, 0.1)),
-        resubmitters=draw.choice((0, 1, 1, 2)),
+        resubmitters=draw.choice((0, 0, 1, 1, 1, 2)),
         policy=draw.choice((None, None, "resubmit")),
         hook=draw.random() < 0.2,
         watchdog="hang" in kinds,
-        waits=draw.random() < 0.2,
+        waits=draw.random() < 0.12,
         skew=draw.choice((None, None, ("n1", 3.0), ("login", -20.0), ("n2", 40.0))),
         faults=tuple(faults),
     )
@@ -231,9 +231,10 @@ class History:
         )
 
     def _is_over(self) -> bool:
-        """A minute after the outcome."""
+        """A while after the outcome."""
         if self.world.now >= self.invariants.look_at:
             self.invariants.check()
+            self.world.look_at = self.invariants.look_at if self.invariants.is_live else 0.0
         if not self.invariants.settled():  # also if ``resubmit`` continues it after all
             self.over_at = None
             return False

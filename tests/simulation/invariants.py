@@ -383,6 +383,11 @@ class Invariants:
         newest = self._history.cluster.ranks[-self._history.job.world_size :]
         return any(rank.step._batch is job and not rank.process.alive and rank.process.code != 0 for rank in newest)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether a job of the run was queued or running at the last look."""
+        return self._dead_since is None
+
     def settled(self) -> bool:
         """Whether nothing has happened for a while, and nothing will."""
         if self._dead_since is None:

@@ -71,6 +71,8 @@ class Batch:
     #: 24.11: the next end of a job that was requeued within a grace counts as preempted, too.
     again: bool = False
     end_time: float | None = None
+    #: What `scontrol show job` showed last: what it depends on, the line before the run time, and after it.
+    record: tuple[tuple[Any, ...], str, str] | None = None
 
 
 class Slurm:
@@ -117,11 +119,16 @@ class Slurm:
         world, draw = self.world, self.world.random
         self.commands += 1
         process = world.process
-        first, last, count = self.asked.get(process.name, (world.now, 0.0, 0))
-        self.asked[process.name] = (first, max(last, world.now), count + 1)
-        self.on_command(process.name, f"{command[0]} {command[1]}")
-        if command[:2] == ("scontrol", "requeue"):
-            self.requests[process.name] = self.requests.get(process.name, 0) + 1
+        asked = self.asked.get(process.name)
+        self.asked[process.name] = (
+            world.now if asked is None else asked[0],
+            world.now,
+            1 if asked is None else asked[2] + 1,
+        )
+        if command[1] != "show":
+            self.on_command(process.name, f"{command[0]} {command[1]}")
+            if command[:2] == ("scontrol", "requeue"):
+                self.requests[process.name] = self.requests.get(process.name, 0) + 1
         world.sleep(self.latency_s * (0.5 + draw.random()))
         if process.node in self.cut or world.now < self.away_until:
             world.sleep(9.0 + 9.0 * draw.random())
@@ -182,17 +189,27 @@ class Slurm:
         raise AssertionError(f"the model knows no {command}")
 
     def shown(self, job: Batch) -> str:
-        """A line of ``scontrol show job -o``."""
-        end = job.ended if job.ended is not None else job.end_time
+        """A line of ``scontrol show job -o``. Only the run time changes all the time."""
         until = self.world.now if job.ended is None else job.ended
         ran = 0 if job.began is None else int(until - job.began - job.stood_s)
+        key = (
+            *(job.state, job.reason, job.requeue_allowed, job.restarts, job.time_limit_s, job.submitted, job.begin),
+            *(job.began, job.end_time, job.ended, job.preempt_time, len(job.nodes)),
+        )
+        if job.record is None or job.record[0] != key:
+            job.record = (key, *self._record(job))
+        return f"{job.record[1]}{_duration(ran)}{job.record[2]}"
+
+    def _record(self, job: Batch) -> tuple[str, str]:
+        """The line before the run time, and after it."""
+        end = job.ended if job.ended is not None else job.end_time
         return (
             f"JobId={job.id} JobName=sim UserId=ddp(1000) GroupId=ddp(992) MCS_label=N/A JobState={job.state} "
-            f"Reason={job.reason} Dependency=(null) Requeue={job.requeue_allowed:d} Restarts={job.restarts} "
-            f"RunTime={_duration(ran)} TimeLimit={_duration(job.time_limit_s)} SubmitTime={_time(job.submitted)} "
+            f"Reason={job.reason} Dependency=(null) Requeue={job.requeue_allowed:d} Restarts={job.restarts} RunTime=",
+            f" TimeLimit={_duration(job.time_limit_s)} SubmitTime={_time(job.submitted)} "
             f"EligibleTime={_time(max(job.submitted, job.begin))} StartTime={_time(job.began)} EndTime={_time(end)} "
             f"PreemptTime={_time(job.preempt_time)} Partition=low NodeList={','.join(job.nodes) or '(null)'} "
-            f"Command=(null){SUBMIT_LINE if self.settings.release == '26.05' else ''} WorkDir=/shared\n"
+            f"Command=(null){SUBMIT_LINE if self.settings.release == '26.05' else ''} WorkDir=/shared\n",
         )
 
     def _queue(self, ids: Sequence[str]) -> str:
