@@ -58,7 +58,7 @@ def test_a_rank_waits_in_breakpoint_for_any_number_of_terminals(tmp_path: Path) 
             terminal.type("!x = 50\n")
             terminal.wait_for("(Pdb) ")
             terminal.type("c\n")
-            terminal.wait_for("rank 1 has ended")
+            terminal.wait_for("rank 1 has exited")
             assert terminal.process.wait() == 0
         out, said = rank.communicate(timeout=30)
         assert out == b"the end 50\n"
