@@ -32,7 +32,7 @@ def by_name(given: Mapping[str, Any]) -> dict[str, Stateful]:
         if part is not None:
             parts |= by_name(_members(name, part)) if _is_container(part) else {name: with_state(part)}
     check_parts(
-        "run", parts, "keep numbers and text in script_state={...}, and wrap other values in a class with these methods"
+        "run", parts, "Keep numbers and text in script_state={...}, and wrap other values in a class with these methods"
     )
     return parts
 

@@ -138,10 +138,10 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(
     for name, message in {
         "code.pt": r"is damaged, or has more than tensors, numbers and text.* alone \(it contains \S*print\)$",
         "short.pt": "is damaged, or has more than",
-        "empty.pt": "has no state for model, but epoch: expected a state_dict, or a dict with one under 'model'",
-        "short.safetensors": "is truncated, or no safetensors file",
-        "run.safetensors": "is a checkpoint of a run: write its model to a file with `clusterddp export`",
-        "none.pt": "cannot read .*none.pt: No such file or directory",
+        "empty.pt": "has no state for model, only epoch. Expected a state_dict, or a dict with one under 'model'",
+        "short.safetensors": "is truncated, or not a safetensors file",
+        "run.safetensors": "is a checkpoint of a run. Write its model to a file with `clusterddp export`",
+        "none.pt": "could not read .*none.pt: No such file or directory",
         "net.npz": "expected a file that ends in .pt, .pth, .bin or .safetensors",
     }.items():
         with pytest.raises(CheckpointError, match=message):
