@@ -40,7 +40,8 @@ def with_best(keep: Keep, best: str | None, told: bool = True) -> Keep:
     if keep.best is None or (keep.best, keep.best_is) == (chosen.best, chosen.best_is):
         return chosen
     if told:
-        say(f"the best checkpoint is chosen by {keep.best_rule} of the job definition, not by ctx.run(best={best!r})")
+        rule = f"the best checkpoint is chosen by {keep.best_rule} of the job definition"
+        say(f"{rule}, not by ctx.run(best={best!r}). Leave one of them out")
     return keep
 
 
