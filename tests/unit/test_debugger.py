@@ -62,7 +62,7 @@ def test_a_rank_waits_in_breakpoint_for_any_number_of_terminals(tmp_path: Path) 
             assert terminal.process.wait() == 0
         out, said = rank.communicate(timeout=30)
         assert out == b"the end 50\n"
-        assert f"attach with: clusterddp shell {run} --rank 1 --attach".encode() in said
+        assert f"Attach with: clusterddp shell {run} --rank 1 --attach".encode() in said
     finally:
         rank.kill()
         rank.wait()
