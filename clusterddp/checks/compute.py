@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from clusterddp.checks.check import Check, failed, ok, warning
+from clusterddp.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +53,9 @@ def health(device: torch.device) -> Check:
 
     if gpus.library() is None:
         return ok("health", "GPU health unknown without nvidia-ml-py and NVIDIA's driver")
-    gpu = gpus.identified(gpu_identity(device))
+    gpu = None
+    with suppress(DeviceError):  # torch cannot identify it
+        gpu = gpus.identified(gpu_identity(device))
     if gpu is None:
         return ok("health", "GPU health unknown: NVML does not list this GPU")
     if problems := gpu.problems():

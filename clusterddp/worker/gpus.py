@@ -177,7 +177,9 @@ class Xids:
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self._nvml = gpus[0].nvml
-        self._set = self._nvml.nvmlEventSetCreate()
+        self._set: Any = None
+        with suppress(self._nvml.NVMLError):  # some drivers have no events
+            self._set = self._nvml.nvmlEventSetCreate()
         self._known: set[tuple[int | None, int]] = set()
         #: A lost GPU does not tell its number.
         self._numbers = {_address(gpu.handle): gpu.number for gpu in gpus}
