@@ -80,6 +80,7 @@ REQUESTS: Mapping[str, Message] = {
     "skip": Message("batches", "skip so many global batches from a step boundary on, and save"),
     "stop": Message("", "save, stop, and hold the run until it is submitted again"),
     "requeue": Message("nodes?", "save, stop, and continue in the queue; in a job without `nodes`, if they are given"),
+    "drain": Message("node", "save, stop, and continue in the same job without this node"),
     "child": Message("", "of a process that a rank has started: it has called `stop_requested()`; there is no answer"),
 }
 ANSWERS: Mapping[str, Message] = {

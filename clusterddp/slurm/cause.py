@@ -39,6 +39,7 @@ class Cause(enum.Enum):
     INTERRUPTED = "interrupted"
     STOP_REQUESTED = "stopped by `clusterddp tell stop`"
     REQUEUE_REQUESTED = "stopped by `clusterddp requeue`"
+    DRAIN_REQUESTED = "stopped by `clusterddp tell drain`"
     SUPERSEDED = "superseded"
     UNKNOWN = "stopped, and the controller cannot tell why"
     NONE = "stopped by a signal that neither preemption, time limit nor cancellation explains"
