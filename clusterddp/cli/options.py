@@ -28,7 +28,7 @@ JOB_OPTIONS = (
     (("-N", "--nodes"), "nodes", "N", "number of nodes, or a range such as 2-4; default: 1"),
     (
         ("--gpus", "--gpus-per-node"), "gpus_per_node", "G",
-        "GPUs per node (sbatch counts in total), one rank each; also TYPE:G; with --device cpu, ranks per node; default: 1",
+        "GPUs per node, not in total as in sbatch: one rank each; also TYPE:G; on cpu, ranks per node; default: 1",
     ),
     (
         ("--preset",), "resume", "NAME",
