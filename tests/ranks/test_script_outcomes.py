@@ -112,7 +112,7 @@ def test_exit_0_without_the_mark_of_its_end_restarts_and_fails_in_the_end(folder
     done = submit(FINDS, *job, "--", "exp", "500")
     assert done.returncode == 1
     lacks = f"all ranks exited with code 0 without the mark of `done`: there is no file {folder}/exp/finished"
-    assert f"attempt 1: {lacks}. No steps recorded, restarting all ranks in place" in done.stderr
+    assert f"attempt 1: {lacks}. No step was recorded. Restarting all ranks in place" in done.stderr
     assert outcome()["state"] == "failed"
     assert (
         outcome()["reason"] == f"3 consecutive attempts failed without reaching a new checkpoint; last attempt: {lacks}"

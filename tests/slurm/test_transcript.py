@@ -174,7 +174,7 @@ CHANGING: dict[str, dict[str, Cell | None]] = {
         **WITHOUT_RANKS,
     },
     "cancel RUN": {
-        ALL: (0, r"^\S+/(\S+): cancelled.*; it will not run again\n(to continue .* submit --fork \S+\n)?$"),
+        ALL: (0, r"^\S+/(\S+): cancelled.*\\. The run will not start again\n(to continue .* submit --fork \S+\n)?$"),
         "completed": (0, "already completed"),
         "failed hung": (0, "already failed"),
         "cancelled": (0, "already cancelled"),

@@ -543,7 +543,7 @@ def test_where_too_few_nodes_would_remain_slurms_choice_is_kept_and_reported(
     assert supervise(run, JOB, lambda: killed, controller) == 1
     assert controller.asked == []
     said = capsys.readouterr().out
-    words = "no further node is excluded: without n1 the partition has 0 usable nodes, and the run needs 1"
+    words = "no further node is excluded, because without n1 the partition has 0 usable nodes, and the run needs 1"
     assert f"attempt 1: {words}" in said
 
 

@@ -39,7 +39,7 @@ def states(runs: list[RunDirectory]) -> list[str | None]:
 def test_one_run_is_cancelled_without_a_question(three: list[RunDirectory], capsys: Captured) -> None:
     assert command(["cancel", "a"]) == 0
     assert states(three) == ["cancelled", "completed", None]
-    assert capsys.readouterr().out.endswith(f"{three[0]}: cancelled; it will not run again\n")
+    assert capsys.readouterr().out.endswith(f"{three[0]}: cancelled. The run will not start again\n")
 
 
 def test_several_need_a_yes_where_nobody_can_be_asked(three: list[RunDirectory]) -> None:
@@ -55,7 +55,7 @@ def test_with_yes_each_tells_its_end_and_one_that_is_over_is_no_error(
     assert states(three) == ["cancelled", "completed", "cancelled"]
     shown = capsys.readouterr().out
     assert f"{three[1]}: already completed at step 7\n" in shown
-    assert f"{three[2]}: cancelled; it will not run again\n" in shown
+    assert f"{three[2]}: cancelled. The run will not start again\n" in shown
     assert command(["cancel", "?"]) == 0, "there is nothing to ask"
 
 

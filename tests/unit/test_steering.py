@@ -274,7 +274,8 @@ def test_a_stop_is_answered_once_the_attempt_has_ended(
     ranks._obey = stop  # type: ignore[method-assign]
     assert command(["tell", str(run), "stop"]) == 0
     shown = capsys.readouterr()
-    words = "attempt 0: stopped by `clusterddp tell stop`, no steps recorded, held until it is submitted again"
+    stopped = "attempt 0: stopped by `clusterddp tell stop`. No step was recorded"
+    words = f"{stopped}. The run is held until it is submitted again"
     assert words in shown.out
     assert f"continue it with: clusterddp submit --run-dir {run}" in shown.err
     check_history(run.events(), complete=False)
