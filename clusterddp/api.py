@@ -78,7 +78,9 @@ def launch(
     values = {key: value for key, value in job_definition.items() if value is not None}
     folder = None if run_dir is None else os.fspath(run_dir)
     if fn_kwargs and not callable(target):
-        raise UsageError(f"fn_kwargs: only for a function, got {target}; pass a script its arguments after it, as text")
+        raise UsageError(
+            f"fn_kwargs: only for a function, got {target}. Pass a script's arguments as text, after its name"
+        )
     with without_job_variables():
         if callable(target):
             job, content = _of_function(target, args, values, fn_kwargs)

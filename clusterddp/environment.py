@@ -116,7 +116,7 @@ def _from_torchrun(environ: Environ, launcher: Launcher) -> RankEnvironment:
     if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in environ]:
         known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or "none of the others"
         raise LauncherEnvironmentError(
-            f"launcher {launcher}: {' and '.join(missing)} not set, but {known}; set RANK and WORLD_SIZE "
+            f"launcher {launcher}: {' and '.join(missing)} not set, but {known}. Set RANK and WORLD_SIZE "
             "(and LOCAL_RANK, LOCAL_WORLD_SIZE) as torchrun does, or unset all of them for a single process"
         )
     rank, world_size = _number(environ, "RANK", launcher), _number(environ, "WORLD_SIZE", launcher)
@@ -170,7 +170,7 @@ def _refuse_guess(environ: Environ, launcher: Launcher, *names: str) -> NoReturn
     missing = " and ".join(name for name in names if name not in environ)
     known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     raise LauncherEnvironmentError(
-        f"launcher {launcher}: {missing} not set, and cannot be inferred from {known}; set {missing} as torchrun does"
+        f"launcher {launcher}: {missing} not set, and cannot be inferred from {known}. Set {missing} as torchrun does"
     )
 
 
@@ -245,7 +245,7 @@ def _from_slurm(environ: Environ) -> RankEnvironment:
     if None not in torchruns and torchruns != (str(rank), str(world_size)):  # two ranks as one, or one alone
         raise LauncherEnvironmentError(
             f"launcher slurm: {_shown(environ, 'RANK', 'WORLD_SIZE')} contradict "
-            f"{_shown(environ, rank_name, size_name)}; unset RANK and WORLD_SIZE if srun starts the ranks, or set "
+            f"{_shown(environ, rank_name, size_name)}. Unset RANK and WORLD_SIZE if srun starts the ranks, or set "
             f"{LAUNCHER}=torchrun if another launcher starts them inside the tasks"
         )
 
@@ -262,7 +262,7 @@ def _first_set(environ: Environ, *names: str) -> str:
             return name
     raise LauncherEnvironmentError(
         f"launcher slurm: none of {', '.join(names)} is set, though this is step {environ.get('SLURM_STEP_ID')} of job "
-        f"{environ.get('SLURM_JOB_ID')}; start the ranks with srun and do not change its variables"
+        f"{environ.get('SLURM_JOB_ID')}. Start the ranks with srun and do not change its variables"
     )
 
 

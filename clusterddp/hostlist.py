@@ -110,7 +110,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 def _malformed(hostlist: str, reason: str) -> LauncherEnvironmentError:
     return LauncherEnvironmentError(
-        f"malformed host list {hostlist!r}: {reason}; expected, for example, 'a1,rack[1-2]node[01-02]'"
+        f"malformed host list {hostlist!r}: {reason}. Expected, for example, 'a1,rack[1-2]node[01-02]'"
     )
 
 
@@ -120,7 +120,7 @@ def ranks_in(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip(), re.ASCII)
         if match is None or int(match[1]) > int(match[2] or match[1]):
-            raise ValueError(f"{part.strip()!r} is neither a rank nor a range; expected, for example, 0,3-5")
+            raise ValueError(f"{part.strip()!r} is neither a rank nor a range. Expected, for example, 0,3-5")
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return sorted(found)
 

@@ -144,7 +144,7 @@ class ClusterddpLauncher(Launcher):
 
     def _check(self) -> None:
         if isinstance(time := self._keys.get("time"), int):  # OmegaConf reads 8:00:00 as 28800, as YAML 1.1 does
-            raise UsageError(f"hydra.launcher.time: got the number {time}; expected text: write '8:00:00' in quotes")
+            raise UsageError(f"hydra.launcher.time: got the number {time}. Expected text: write '8:00:00' in quotes")
         if unknown := set(self._own["retry"]) - {"failed", "cancelled"}:
             raise UsageError(f"hydra.launcher.retry: expected [failed], [cancelled] or both, got {', '.join(unknown)}")
         if (most := self._own["max_running"]) is not None and (most < 1 or self._own["local"]):

@@ -211,7 +211,7 @@ def main():
     ctx = clusterddp.init()
     if ctx.world_size < 2:
         raise SystemExit("needs 2 ranks or more, found 1: use --gpus 2 or --nodes 2")
-    ctx.print(f"{ctx.world_size} ranks, {dist.get_backend()}, torch {torch.__version__}; bandwidths as in nccl-tests")
+    ctx.print(f"{ctx.world_size} ranks, {dist.get_backend()}, torch {torch.__version__}. Bandwidths as in nccl-tests")
     ctx.print(f"{'collective':15} {'bytes':>12} {'us':>12} {'algbw GB/s':>12} {'busbw GB/s':>12}")
     for collective in COLLECTIVES:
         for size in args.sizes if collective is not barrier else [0]:

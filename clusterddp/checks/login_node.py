@@ -194,7 +194,7 @@ def judge_commands(found: Mapping[str, str | None]) -> Check:
     if needed := [name for name in missing if name in NEEDED]:
         return failed("commands", f"not on PATH: {', '.join(needed)}", "load the site's Slurm module")
     if missing:
-        return ok("commands", f"all required commands are on PATH; missing optional ones: {', '.join(missing)}")
+        return ok("commands", f"all required commands are on PATH. Missing optional ones: {', '.join(missing)}")
     return ok("commands", f"{', '.join(found)} are on PATH")
 
 
@@ -212,7 +212,7 @@ def slurm_checks(partition: str | None, qos: str | None) -> tuple[list[Check], s
         missing = isinstance(error, SlurmMissing)
         remedy = "load the site's Slurm module" if missing else "ask the administrator whether slurmctld runs"
         found = "scontrol is not on PATH" if missing else str(error)
-        return [failed("slurm", found, f"{remedy}; without Slurm, `submit --local` runs on this machine")], _UNKNOWN
+        return [failed("slurm", found, f"{remedy}. Without Slurm, `submit --local` runs on this machine")], _UNKNOWN
     checks = [judge_release(config), judge_clock(config.time, started, time.time())]
     associations: list[Association] | None = None
     try:
@@ -278,8 +278,8 @@ def judge_accounts(config: Configuration, associations: Sequence[Association], d
     found = f"{_listed(accounts)}; QOS {_listed(qos) or 'none'}"
     values = {"accounts": accounts, "qos": qos, "default": default}
     if default:
-        return ok("accounts", f"{found}; default account {default}", **values)
-    return warning("accounts", f"{found}; no default account", "name one with -A, or in your defaults", **values)
+        return ok("accounts", f"{found}. Default account {default}", **values)
+    return warning("accounts", f"{found}. No default account", "name one with -A, or in your defaults", **values)
 
 
 def judge_partition(
@@ -318,7 +318,7 @@ def sentence(
     chosen = next((one for one in partitions if (one.name == partition if partition else one.default)), None)
     if partition and chosen is None:
         names = _listed([one.name for one in partitions]) or "none"
-        raise SlurmError(f"no partition {partition!r} on this cluster; available: {names}")
+        raise SlurmError(f"no partition {partition!r} on this cluster. Available: {names}")
     if chosen is None and of_qos is None:
         return "this cluster has no default partition: choose one with -p"
     known = of_qos or policy(config.text, chosen.line, chosen.name, None)  # type: ignore[union-attr]

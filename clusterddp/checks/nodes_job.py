@@ -38,7 +38,7 @@ END_S = 10.0
 LIMIT_MIN = 5
 #: The keys of a job definition that are options of ``doctor``, too.
 KEYS = ("nodes", "gpus_per_node", "device", "partition", "account", "qos")
-_LOOK = "see `scontrol show node {}`; leave the node out with --exclude, and report it to the administrator"
+_LOOK = "see `scontrol show node {}`. Leave the node out with --exclude, and report it to the administrator"
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _no_results(job_id: str, state: str, nodes: str, folder: RunDirectory) -> st
         log = (folder.logs / f"job-{job_id}.log").read_text(errors="replace").splitlines()
     except OSError:
         log = []
-    said = f"; its log ends with: {'; '.join(log[-3:])}" if log else ""
+    said = f". Its log ends with: {'; '.join(log[-3:])}" if log else ""
     return (
         f"job {job_id} ended ({state}) on {nodes or 'no node'} without results in {folder.path.parent}{said}. The "
         "nodes must see that folder, the Python environment and the folder that you submit in, at the same paths"
@@ -215,7 +215,7 @@ def shared_gpus(checks: Sequence[tuple[int, Check]]) -> list[tuple[int, Check]]:
     for rank, check in checks:
         uuid = check.values.get("uuid")
         if uuid is not None and (first := holders.setdefault(uuid, rank)) != rank:
-            advice = "request one GPU per rank with --gpus; a --gpu-bind must not give two ranks the same one"
+            advice = "request one GPU per rank with --gpus. A --gpu-bind must not give two ranks the same one"
             found.append((rank, failed("device", f"ranks {first} and {rank} share the GPU {uuid[:8]}", advice)))
     return found
 

@@ -42,7 +42,7 @@ NETWORK = (
     "check the network between the nodes, and which interface the ranks use (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 )
 _NO_GPU = (
-    "CUDA_VISIBLE_DEVICES is {}; if that is right, is torch built with CUDA, or ROCm, and does nvidia-smi or rocm-smi "
+    "CUDA_VISIBLE_DEVICES is {}. If that is right, is torch built with CUDA, or ROCm, and does nvidia-smi or rocm-smi "
     "work on the node?"
 )
 FOLDER = "choose a folder that this node mounts and can write: CLUSTERDDP_RUNS, or --run-dir of submit"
@@ -105,7 +105,7 @@ def write(where: Path, node: str) -> Check:
     seconds = folder.write_s(_mark(where, node), node)
     found = f"durable write {1000 * seconds:.1f} ms"
     if seconds > folder.SLOW_S:
-        return warning("folder", found, "saves will be slow; is another file system faster?", write_s=seconds)
+        return warning("folder", found, "saves will be slow. Is another file system faster?", write_s=seconds)
     return ok("folder", found, write_s=seconds)
 
 

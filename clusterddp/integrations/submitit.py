@@ -41,7 +41,7 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
     "use_srun": (True, "the ranks are always started by srun"),
     "gpus_per_task": (
         None,
-        "give gpus_per_node; a task sees all GPUs of its node, and its own is that of its local rank",
+        "give gpus_per_node. A task sees all GPUs of its node, and its own is that of its local rank",
     ),
 }
 

@@ -64,7 +64,7 @@ def checkout_of(job: Job, runs: Iterable[Path], source: Path | None = None) -> C
     except _GitFailed as error:
         if job.snapshot:
             raise UsageError(f"no snapshot of the code can be taken: {error}") from error
-        show(f"no snapshot of the code: {error}; the run uses the checkout as it is when each attempt starts")
+        show(f"no snapshot of the code: {error}. The run uses the checkout as it is when each attempt starts")
         return None
     if found is None and job.snapshot:
         where = "the program was not found" if program is None else f"{program} is not a file that git tracks or would"

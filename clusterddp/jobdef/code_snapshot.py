@@ -116,7 +116,7 @@ def use(run: RunDirectory, code: Code) -> str | None:
     different = _different(before.folder(run), snapshot.folder(run))
     more = f" and {len(different) - _MOST_NAMES} more" if len(different) > _MOST_NAMES else ""
     names = f"{', '.join(different[:_MOST_NAMES])}{more}"
-    return f"code: {snapshot.words()}; changed since the last submission ({before.words()}): {names}"
+    return f"code: {snapshot.words()}. Changed since the last submission ({before.words()}): {names}"
 
 
 def _share(run: RunDirectory, snapshot: Snapshot, owner: RunDirectory) -> None:

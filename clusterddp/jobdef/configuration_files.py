@@ -180,7 +180,7 @@ def with_preset(layers: Sequence[Fields], mistakes: list[Mistake]) -> list[Field
     if named is None:
         return rest
     if named.text not in preset_names():
-        hint = did_you_mean(named.text, preset_names()) or f"; presets: {', '.join(preset_names())}"
+        hint = did_you_mean(named.text, preset_names()) or f". Presets: {', '.join(preset_names())}"
         expected = "expected a mapping with checkpoint: PATTERN, or the name of a preset"
         mistakes.append(Mistake(named.place, f"resume: {expected}, got {quoted(named)}{hint}"))
         return rest

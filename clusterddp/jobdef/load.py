@@ -70,7 +70,7 @@ def _definition(path: Path, section: str | None, mistakes: list[Mistake]) -> Fie
     if given is not None and given.value != RUN_FORMAT:
         raise RunDirectoryError(
             f"{path} has run format {given.text}, but clusterddp {clusterddp.__version__} reads format {RUN_FORMAT}: "
-            "a newer version recorded this run; upgrade clusterddp to continue it"
+            "a newer version recorded this run. Upgrade clusterddp to continue it"
         )
     fields = {key: node for key, node in fields.items() if key != "format"}
     return fields if section is None else fields_of(get(fields, section), mistakes)
@@ -209,12 +209,12 @@ def _why_no_file(script: str, folder: Path) -> str:
     path, where = folder / script, "" if Path(script).is_absolute() else f" in {folder.absolute()}"
     try:
         if path.is_dir():
-            return f"script {script!r} is a folder; expected a Python file"
+            return f"script {script!r} is a folder. Expected a Python file"
         names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except (OSError, ValueError):
         names = []
     near = difflib.get_close_matches(path.name, names, 1)
-    hint = f"; did you mean {str(Path(script).with_name(near[0]))!r}?" if near else ""
+    hint = f". Did you mean {str(Path(script).with_name(near[0]))!r}?" if near else ""
     return f"script {script!r} not found{where}{hint}"
 
 
@@ -229,7 +229,7 @@ def _check_profile(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
     node = _given_node(fields, "profile")
     if node is not None and job.profile and (last := max(job.profile.ranks)) >= job.world_size > 0:
         given = get(node.value, "ranks") if isinstance(node.value, dict) else None
-        wrong = f"profile.ranks: there is no rank {last} in {job.shape}; expected 0 to {job.world_size - 1}"
+        wrong = f"profile.ranks: there is no rank {last} in {job.shape}. Expected 0 to {job.world_size - 1}"
         mistakes.append(Mistake((given or node).place, wrong))
 
 
@@ -243,7 +243,7 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
         mistakes.append(Mistake(resume.place, "resume: expected checkpoint: PATTERN, or the name of a preset"))
     args, replace = _given_node(inner, "args"), _given_node(inner, "replace")
     if args and replace:
-        of_preset = f"; to drop the args of the {args.place.source}, write args: null" if _of_preset(args) else ""
+        of_preset = f". To drop the args of the {args.place.source}, write args: null" if _of_preset(args) else ""
         wrong = "resume: expected args or replace, got both: replace takes the place of all arguments"
         mistakes.append(Mistake(replace.place, wrong + of_preset))
     for node in _texts(get(inner, "checkpoint")):
@@ -264,13 +264,13 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
 def _wrong_path(pattern: str) -> str | None:
     """Why a pattern of the script's files never matches."""
     if pattern.startswith("~"):
-        return "'~' is not expanded; write the whole path"
+        return "'~' is not expanded. Write the whole path"
     if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\}?)", pattern):
-        return f"{variable[0]!r} is not expanded; write the whole path"
+        return f"{variable[0]!r} is not expanded. Write the whole path"
     if why := program.wrong_placeholder(pattern, ["run_dir"], only=True):
         return why
     if "[" in re.sub(r"\[!?\]?[^]]*\]", "", pattern):
-        return f"{pattern!r} has a '[' without its ']'; write [[] for the character itself"
+        return f"{pattern!r} has a '[' without its ']'. Write [[] for the character itself"
     return None
 
 
@@ -295,7 +295,7 @@ def _check_gpus_per_rank(job: Job, fields: Fields, mistakes: list[Mistake]) -> b
         return True
     choices = [str(number) for number in (gpus // each * each, (gpus // each + 1) * each) if number]
     wrong = f"gpus_per_node: {gpus} is not a multiple of gpus_per_rank, which is {each}"
-    mistakes.append(Mistake(node.place, f"{wrong}; choose {' or '.join(choices)}"))
+    mistakes.append(Mistake(node.place, f"{wrong}. Choose {' or '.join(choices)}"))
     return False
 
 
@@ -307,13 +307,13 @@ def _check_global_batch(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     nodes_node, batch_node = get(fields, "nodes"), _given_node(fields, "global_batch")
     if nodes_node is not None and len(ranks) > 1 and batch_node is None:
         wrong = f"the range {nodes_node.text} needs global_batch, the samples per step over all ranks"
-        fitting = f"a multiple of {unit} fits every number of nodes; a smaller range allows other values"
+        fitting = f"a multiple of {unit} fits every number of nodes. A smaller range allows other values"
         mistakes.append(Mistake(nodes_node.place, f"nodes: {wrong}: {fitting}"))
     elif batch_node is not None and batch is not None and batch % unit:
         uneven = ", ".join(f"{ranks[nodes]} ({nodes} x {per_node})" for nodes in ranks if batch % ranks[nodes])
         nearest = [str(size) for size in (batch // unit * unit, (batch // unit + 1) * unit) if size]
         choices = [*nearest, *(f"nodes: {nodes}" for nodes in ranks if batch % ranks[nodes] == 0)]
-        wrong = f"{batch} samples cannot be divided evenly among {uneven} ranks; choose {' or '.join(choices)}"
+        wrong = f"{batch} samples cannot be divided evenly among {uneven} ranks. Choose {' or '.join(choices)}"
         mistakes.append(Mistake(batch_node.place, f"global_batch: {wrong}"))
 
 

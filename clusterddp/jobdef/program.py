@@ -24,7 +24,7 @@ from clusterddp.jobdef.yaml12 import Node
 
 #: Each name with what stands in its place.
 PLACEHOLDERS: Mapping[str, str] = {
-    "checkpoint": "the script's own checkpoint that the attempt continues from; empty if there is none",
+    "checkpoint": "the script's own checkpoint that the attempt continues from. Empty if there is none",
     "run_dir": "the run directory",
     "attempt": "the attempt's number, from 0",
     "node_rank": "the node's number, from 0",
@@ -82,8 +82,8 @@ def wrong_placeholder(text: str, allowed: Collection[str] = PLACEHOLDERS, *, onl
         if near or only:
             expected = f"expected {' or '.join(f'{{{known}}}' for known in allowed)}"
             hint = f"did you mean {{{near}}}?" if near in allowed and near != name else expected
-            literal = f"; for the text itself, write {{{{{name}}}}}" if near else ""
-            varying = "; write * for the parts that vary" if only else ""
+            literal = f". For the text itself, write {{{{{name}}}}}" if near else ""
+            varying = ". Write * for the parts that vary" if only else ""
             return f"unknown placeholder {{{name}}}; {hint}{literal}{varying}"
     unclosed = next((match[0] for match in _OPEN.finditer(text) if match[1] in PLACEHOLDERS), None)
     return f"{unclosed!r} has no '}}'" if unclosed else None

@@ -26,7 +26,7 @@ def quoted(node: Node) -> str:
 def text(node: Node) -> str:
     """Any text on one line, also what YAML reads as a number or a boolean; not empty."""
     if isinstance(node.value, (dict, list)):
-        raise Wrong(f"expected text, got {quoted(node)}; quote it if it is meant as text")
+        raise Wrong(f"expected text, got {quoted(node)}. Quote it if it is meant as text")
     if not node.text:
         raise Wrong("expected text, got nothing")
     for character in node.text:  # what follows a line break would be an option or a command in the batch script
@@ -78,7 +78,7 @@ def choice(*choices: str) -> Callable[[Node], str]:
 
     def read(node: Node) -> str:
         if node.text not in choices:
-            hint = "; did you mean 'cuda'?" if node.text == "gpu" else did_you_mean(node.text, choices)
+            hint = ". Did you mean 'cuda'?" if node.text == "gpu" else did_you_mean(node.text, choices)
             raise Wrong(f"expected {' or '.join(choices)}, got {quoted(node)}{hint}")
         return node.text
 
@@ -144,7 +144,7 @@ def truth(node: Node) -> bool:
 
 def _argument(node: Node) -> str:
     if isinstance(node.value, (dict, list)) or (node.value is None and not node.text):
-        raise Wrong(f"expected a list of text and numbers, got {quoted(node)} in it; quote what is meant as text")
+        raise Wrong(f"expected a list of text and numbers, got {quoted(node)} in it. Quote what is meant as text")
     if "\0" in node.text:
         raise Wrong("expected arguments without U+0000")
     return node.text
@@ -194,7 +194,7 @@ def shell_lines(node: Node) -> tuple[str, ...]:
         for variable_name in ASSIGNMENT.findall(line):
             if is_secret(variable_name):
                 raise Wrong(
-                    f"{variable_name} would be stored in the batch script, which Slurm keeps; set it under env:, or "
+                    f"{variable_name} would be stored in the batch script, which Slurm keeps. Set it under env:, or "
                     f"read it from a file: export {variable_name}=$(cat FILE)"
                 )
     return tuple(lines)
@@ -222,7 +222,7 @@ def time(node: Node) -> int:
     hours, minutes, seconds = parts if match[1] or match[4] else (0, *parts[:2])  # minutes, or M:S
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total <= 0:
-        raise Wrong("expected a time limit above 0; without the key, the partition's limit applies")
+        raise Wrong("expected a time limit above 0. Without the key, the partition's limit applies")
     return total
 
 
@@ -246,4 +246,4 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     names, spelt = list(known), given.lower().replace("-", "_")
     near = [known_name for known_name in names if known_name == spelt] or difflib.get_close_matches(spelt, names, 1)
     near = near or [known_name for known_name in names if len(spelt) > 2 and known_name.startswith(spelt)]
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f". Did you mean {near[0]!r}?" if near else ""

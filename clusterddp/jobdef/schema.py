@@ -64,7 +64,7 @@ def check_keys(fields: Fields, known: Iterable[str], mistakes: list[Mistake], pr
     for key in fields:
         if key not in names:
             instead = INSTEAD_OF_KEY.get(key.replace("-", "_")) if "nodes" in names else None
-            hint = f"; {instead}" if instead else did_you_mean(key, names) or f"; valid keys: {', '.join(names)}"
+            hint = f"; {instead}" if instead else did_you_mean(key, names) or f". Valid keys: {', '.join(names)}"
             mistakes.append(Mistake(key.place, f"unknown key {prefix + key!r}{hint}"))
 
 
@@ -128,7 +128,7 @@ _MOST_NODES = 65536
 def _gpus_per_node(node: Node, _: list[Mistake]) -> dict[str, Any]:
     match = re.fullmatch(r"(?:([A-Za-z0-9][\w.-]*):)?([1-9][0-9]{0,5})", node.text, re.ASCII)
     if not match:
-        instead = "; without GPUs, write device: cpu and the number of ranks here" if node.text == "0" else ""
+        instead = ". Without GPUs, write device: cpu and the number of ranks here" if node.text == "0" else ""
         raise Wrong(
             f"expected a whole number of at least 1, or TYPE:NUMBER such as a100:4, got {quoted(node)}" + instead
         )
@@ -258,7 +258,7 @@ def _check_variable(name: str, _: Node) -> None:
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise Wrong("not a variable name: expected letters, digits and _, and no digit first")
     if name in SET_FOR_RANKS:
-        raise Wrong("clusterddp sets this variable for each rank; remove it here")
+        raise Wrong("clusterddp sets this variable for each rank. Remove it here")
 
 
 SET_FOR_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", *FOR_RANKS}
@@ -275,7 +275,7 @@ def _check_option(name: str, node: Node) -> None:
     if name == "export" and (
         secret := next((word for word in ASSIGNMENT.findall(node.text.replace(",", " ")) if is_secret(word)), None)
     ):
-        raise Wrong(f"{secret} would be stored in the batch script, which Slurm keeps; set it under env:")
+        raise Wrong(f"{secret} would be stored in the batch script, which Slurm keeps. Set it under env:")
     if name in ("gres", "tres-per-task", "tres-per-node") and "gpu" in node.text:
         raise Wrong(f"clusterddp requests the GPUs itself: {_GPUS}")
 
@@ -288,7 +288,7 @@ def _check_step_option(name: str, node: Node) -> None:
 _GPUS = "use the key gpus_per_node"
 #: Options that bind GPUs to tasks. Sites with AMD GPUs (LUMI, Frontier) document them for srun.
 ONE_GPU_PER_TASK = ("gpus-per-task", "gpu-bind")
-_STOPS = "clusterddp stops and requeues the run itself; timeouts.notice_s is the notice before the time limit"
+_STOPS = "clusterddp stops and requeues the run itself. `timeouts.notice_s` is the notice before the time limit"
 _LOGS = "the outputs are in the run directory, below logs/"
 _SUBMITS = "clusterddp submit runs sbatch and parses its output"
 #: What to use instead of the options of sbatch and srun that clusterddp sets or relies on and that have no key.

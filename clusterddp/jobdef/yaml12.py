@@ -224,7 +224,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> JobDefinitionErro
     lines = [_line(part) for part in (error.context_mark, mark) if part]
     hint = next((hint for words, hint in _SYNTAX_HINTS.items() if words in problem), "")
     if not hint and any(map(_UNQUOTED_BRACE.search, lines)):
-        hint = '; quote text that begins with a brace, as in "{run_dir}/out"'
+        hint = '. Quote text that begins with a brace, as in "{run_dir}/out"'
     return JobDefinitionError(f"{place}: {problem}{hint}")
 
 
@@ -235,9 +235,9 @@ def _line(mark: yaml.Mark) -> str:
 
 #: What usually causes an error of PyYAML's.
 _SYNTAX_HINTS = {
-    "mapping values are not allowed": "; check the indentation, and quote text that contains ': '",
+    "mapping values are not allowed": ". Check the indentation, and quote text that contains ': '",
     "'\\t' that cannot start any token": "; YAML is indented with spaces, not tabs",
-    "found unknown escape character": "; in single quotes, a backslash stands for itself",
+    "found unknown escape character": ". In single quotes, a backslash stands for itself",
 }
 #: A value that begins with a placeholder, which YAML reads as a mapping.
 _UNQUOTED_BRACE = re.compile(r"(?:[:,\[-]\s+|\[|^)\{[a-z_]+(?:\}[^\s,\]}]|/)")

@@ -163,12 +163,12 @@ def _notice(job: Job, events: Sequence[Event]) -> Iterator[str]:
     if late:
         yield (
             f"{counted(late, 'announced stop')} lost steps, because a step did not end within the notice: the history "
-            "and rank 0's log show where it was; if the step is just long, call `ctx.stop_point()` in it"
+            "and rank 0's log show where it was. If the step is just long, call `ctx.stop_point()` in it"
         )
     longest = max(_of_saves(events, "durable_s"), default=0.0)
     if len(lost) > late and longest:
         yield (
             f"{counted(len(lost) - late, 'announced stop')} lost steps, because the last save was not committed in "
-            f"time; the longest save took {longest:.3g} s: preemptions need a longer grace time than that, and time "
+            f"time. The longest save took {longest:.3g} s: preemptions need a longer grace time than that, and time "
             f"limits a longer notice (timeouts.notice_s, {job.timeouts.notice_s:.0f} s)"
         )

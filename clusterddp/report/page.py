@@ -35,7 +35,7 @@ _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 #: With which a browser refuses to load anything, or to run anything but the script, whatever the page contains.
 _POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'"
 _HINT = (
-    "Drag across a chart to zoom in; double-click to see all again. With the keyboard: Tab to a chart, then + and -, "
+    "Drag across a chart to zoom in. Double-click to see all again. With the keyboard: Tab to a chart, then + and -, "
     "the arrow keys, and Esc."
 )
 #: The most runs in a table, notes, metrics in a table, and failures of several runs.

@@ -84,7 +84,7 @@ class Moment:
         if steps_done:
             return f"{self} did not fire: the attempt ended after {counted(steps_done, 'step')}"
         others = "--preempt-at 'REGEX', or seconds: --preempt-after 2.5s"
-        return f"{self} did not fire: the script's step numbers are unknown; these work with any script: {others}"
+        return f"{self} did not fire: the script's step numbers are unknown. These work with any script: {others}"
 
 
 class Output:
@@ -123,7 +123,7 @@ def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
         return None
     if b"clusterddp" in text:
         return None
-    return f"{job.script} does not mention clusterddp: if it records no steps, {moment} never fires; use seconds (2.5s)"
+    return f"{job.script} does not mention clusterddp: if it records no steps, {moment} never fires. Use seconds (2.5s)"
 
 
 @dataclass
@@ -207,7 +207,7 @@ class LocalRun:
     def _interrupted(self) -> None:
         self.interrupts += 1
         if self.interrupts == 1:
-            show("\nsaving and stopping; press Ctrl-C again to stop at once")
+            show("\nsaving and stopping. Press Ctrl-C again to stop at once")
             self._signal(Cause.INTERRUPTED)
         else:
             self._kill()
@@ -235,7 +235,7 @@ class AllocatedRun(LocalRun):
 
     def _interrupted(self) -> None:
         self.interrupts += 1
-        show("\nsaving and stopping; scancel ends the allocation at once")
+        show("\nsaving and stopping. Scancel ends the allocation at once")
         self._signal(Cause.INTERRUPTED)
 
 

@@ -117,7 +117,7 @@ def _delete(plan: Plan) -> None:
         try:
             plan.kept[0].verify()
         except CheckpointError as error:
-            raise RunDirectoryError(f"{plan.run}: {error}; its older checkpoints are kept") from error
+            raise RunDirectoryError(f"{plan.run}: {error}. Its older checkpoints are kept") from error
     for path in plan.files:
         unlink(path)
     for folder in plan.folders:

@@ -92,7 +92,7 @@ def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> No
     """Refuses a run that another job or process than ``me`` trains: a run has one job at a time."""
     if held := held_by_other(run, me):
         if "cannot be reached from here" in held:
-            remedy = "if it has ended, continue the run with --take-over; if it is still training, it will then exit"
+            remedy = "if it has ended, continue the run with --take-over. If it is still training, it will then exit"
         else:
             remedy = (
                 f"follow it with `clusterddp resubmit {run.quoted}`, or save and stop it with "
@@ -108,7 +108,7 @@ def check_not_submitted(run: RunDirectory) -> None:
 
 
 def _busy(run: RunDirectory, other: str) -> RunDirectoryError:
-    return RunDirectoryError(f"{other}; see the run with `clusterddp status {run.quoted}`")
+    return RunDirectoryError(f"{other}. See the run with `clusterddp status {run.quoted}`")
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def alone(run: RunDirectory, created: bool) -> Iterator[None]:
             raise _busy(run, other)
         check_not_held(run)
         if run.outcome() is None and loop_here(run):
-            raise RunDirectoryError(f"{run} is held by a local run on this machine; stop it with Ctrl-C first")
+            raise RunDirectoryError(f"{run} is held by a local run on this machine. Stop it with Ctrl-C first")
         yield
 
 

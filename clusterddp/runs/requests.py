@@ -58,7 +58,7 @@ def check_trains(run: RunDirectory, kind: str) -> None:
     """
     if outcome := run.outcome():
         options = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
-        how = f"; continue with: clusterddp submit {options} {run.quoted}" if outcome["state"] == "failed" else ""
+        how = f". Continue with: clusterddp submit {options} {run.quoted}" if outcome["state"] == "failed" else ""
         raise RunDirectoryError(f"{over_already(run, outcome)}, so it is not running{how}")
     if job := waiting_job(run):
         may_start = kind == "stop" and job.reason != "JobHeldUser"
@@ -75,7 +75,7 @@ def check_trains(run: RunDirectory, kind: str) -> None:
                 break
             time.sleep(LOOK_S)
     except SlurmError as error:
-        show(f"{error}; asking the supervisor nevertheless")
+        show(f"{error}. Asking the supervisor nevertheless")
         return
     if held is None:
         raise RunDirectoryError(f"{run} is not running: {state_of(run)[1]}")
@@ -94,7 +94,7 @@ def waiting_job(run: RunDirectory) -> JobInfo | None:
         if not is_requeued(run) or time.monotonic() > deadline:
             return None
         if not said:
-            show(f"{run.path.name}: job {job.job_id} is being requeued ({job.state}); waiting until it is in the queue")
+            show(f"{run.path.name}: job {job.job_id} is being requeued ({job.state}). Waiting until it is in the queue")
             said = True
         time.sleep(ASK_S)
 
@@ -127,7 +127,7 @@ def find_address(run: RunDirectory) -> tuple[int, Address]:
         if newest is not None and (address := read_address(run, newest)):
             return newest, address
         if time.monotonic() > deadline:
-            raise RunDirectoryError(f"{run}: its job has started, but not its supervisor; try again in a minute")
+            raise RunDirectoryError(f"{run}: its job has started, but not its supervisor. Try again in a minute")
         time.sleep(LOOK_S)
 
 
@@ -223,5 +223,5 @@ def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
         time.sleep(LOOK_S)
     raise RunDirectoryError(
         f"{run}: all ranks have exited, and attempt {attempt} has not ended yet: the supervisor waits for Slurm, or "
-        f"was killed; see its state with: clusterddp status {run.quoted}"
+        f"was killed. See its state with: clusterddp status {run.quoted}"
     )

@@ -1,8 +1,8 @@
 """``clusterddp resubmit`` and ``submit --wait``: do from a login node what a run's own job cannot.
 
-After a requeue Slurm holds the job, by default for two minutes; its owner may lift the hold. A run is resubmitted if
+After a requeue, Slurm holds the job, by default for two minutes. Its owner may lift the hold. A run is resubmitted if
 its job ended without continuing it: its first node died and the job could not be requeued, scontrol is missing on the
-nodes, or Slurm refused its next job. For a local run it only waits. ``status`` does none of this.
+nodes, or Slurm refused its next job. For a local run, the command only waits.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Resubmitter:
         if early := early_end(self._run, claims[0], job.state if job else None):
             show("\n".join(early.lines))
             ended = early.reason
-        return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run.quoted}")
+        return self._say(f"{ended}. Continue with: clusterddp submit --run-dir {self._run.quoted}")
 
     def _waits_for_outcome(self, job: JobInfo | None) -> bool:
         """Whether the run may be over, and a shared disk does not show it yet."""

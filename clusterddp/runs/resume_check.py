@@ -69,7 +69,7 @@ class _Interruptions(LocalRun):
         if outcome is None or outcome["state"] != "completed":
             reason = outcome["reason"] if outcome else f"its supervisor ended with exit code {code}"
             raise ClusterddpError(
-                f"the script failed, so that its resume cannot be checked: {reason}; start it without "
+                f"the script failed, so that its resume cannot be checked: {reason}. Start it without "
                 "--check-resume to keep its logs"
             )
         return False
@@ -77,7 +77,7 @@ class _Interruptions(LocalRun):
 
 def _unfinished(why: str) -> str:
     """The message about a check without a result."""
-    return f"the check did not finish, and nothing was found out: {why}; start it again"
+    return f"the check did not finish, and nothing was found out: {why}. Start it again"
 
 
 def stopped_by_others(run: RunDirectory) -> str:
@@ -155,7 +155,7 @@ def compare(trials: Trials, steps: int) -> resume_verdict.Check:
     check = resume_verdict.Check(uninterrupted, resumed, stops, inexact=trials.inexact("resumed"))
     if not check.differs:
         return check
-    show("resume check: there is a difference; once more without a resume, to see whether that is repeatable")
+    show("resume check: there is a difference. Once more without a resume, to see whether that is repeatable")
     return replace(check, again=trials.run("again", [steps]))
 
 

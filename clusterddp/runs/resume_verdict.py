@@ -274,9 +274,9 @@ def _without_end(check: Check, epochs: Sequence[int | None]) -> str:
     length = next(iter(check.uninterrupted.values()))[0].epoch_steps
     if length is None:
         ends = ends_of_epochs(epochs)
-        return "; no epoch's end was crossed after a resume" + ("" if ends else ", as no epoch ended")
+        return ". No epoch's end was crossed after a resume" + ("" if ends else ", as no epoch ended")
     return (
-        f"; no epoch's end was crossed, as an epoch has {counted(length, 'step')}: "
+        f". No epoch's end was crossed, as an epoch has {counted(length, 'step')}: "
         f"--check-resume {enough_steps(length)} crosses it"
     )
 
@@ -291,7 +291,7 @@ def failure(check: Check) -> ResumeDiffers:
     if difference is None:
         if not lost:  # they differ without a resume, too
             return NotRepeatable(_unsteady_objects(check.lost))
-        return ResumeDiffers(f"{_lost(lost)}; batches, logged values and parts were the same in all steps")
+        return ResumeDiffers(f"{_lost(lost)}. Batches, logged values and parts were the same in all steps")
     also = causes(check.uninterrupted, check.again, check.resumed, difference)
     return ResumeDiffers(_differs(check, difference, lost, also))
 
@@ -301,17 +301,17 @@ def _differs(check: Check, difference: Difference, lost: Sequence[str], causes: 
     nth = ["first", "second", "third"][check.stops.index(resume)] if resume in check.stops else "first"
     text = f"the resumed run differs: after the {nth} resume, from step {resume}, {_words(difference)}"
     if difference.kind in (LOGGED, STATE):
-        text += "; its batch is the same, and so was all state of the parts when the step began"
+        text += ". Its batch is the same, and so was all state of the parts when the step began"
     if lost:
         text += f"; {_lost(lost)}"
     elif causes:
-        text += f"; also different when this attempt began: {_listed(causes)}"
+        text += f". Also different when this attempt began: {_listed(causes)}"
     elif difference.kind in (LOGGED, STATE):
-        text += "; it depends on something that ctx.run() did not get, such as a generator, a counter or a part"
+        text += ". It depends on something that ctx.run() did not get, such as a generator, a counter or a part"
     elif difference.kind == BATCH:
-        text += "; the loader, its dataset or its sampler has a state that its state_dict() does not restore"
+        text += ". The loader, its dataset or its sampler has a state that its state_dict() does not restore"
     if check.inexact:
-        text += f"; the run itself says: not bit-exact: {'; '.join(check.inexact)}"
+        text += f". The run itself says: not bit-exact: {'; '.join(check.inexact)}"
     return text
 
 
@@ -350,21 +350,21 @@ def _lost(names: Sequence[str]) -> str:
 def _not_repeatable(check: Check, difference: Difference) -> str:
     text = f"the uninterrupted run itself is not repeatable: when it runs again, {_words(difference)}"
     if names := unsteady(check.uninterrupted, check.again, difference):
-        text += f"; also different in its first step: {_listed(names)}"
+        text += f". Also different in its first step: {_listed(names)}"
     text += (
-        "; look for a random generator without a seed, the time, the order of a set or of files, and on GPUs for "
+        ". Look for a random generator without a seed, the time, the order of a set or of files, and on GPUs for "
         "kernels that are not deterministic"
     )
     batches = first_difference(check.uninterrupted, check.resumed, frozenset({BATCH}))
     if difference.kind != BATCH and batches is None:
-        text += "; the batches of the resumed run were the same in all steps"
+        text += ". The batches of the resumed run were the same in all steps"
     return text
 
 
 def _unsteady_objects(names: Sequence[str]) -> str:
     return (
         f"the uninterrupted run itself is not repeatable: {_listed(names)}, which ctx.run() did not get, has another "
-        "state when it runs again; batches, logged values and parts were the same in all steps"
+        "state when it runs again. Batches, logged values and parts were the same in all steps"
     )
 
 

@@ -103,7 +103,7 @@ def check_done(job: Job) -> None:
         return
     if folder := next(filter(os.path.isdir, glob.glob(pattern, recursive=True)), None):  # noqa: PTH207
         raise UsageError(
-            f"done: {folder} is a folder that exists already; name a file that the script writes once it has finished"
+            f"done: {folder} is a folder that exists already. Name a file that the script writes once it has finished"
         )
 
 
@@ -178,7 +178,7 @@ def completed(run: RunDirectory, changed: bool) -> bool:
         return False
     if outcome["state"] == "completed":
         show(
-            f"{run} has already completed{at_step(outcome['step'])}: nothing to do; for more steps, add --change and "
+            f"{run} has already completed{at_step(outcome['step'])}: nothing to do. For more steps, add --change and "
             "the new number of steps"
         )
         return True
@@ -249,7 +249,7 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
         job_id = batch.submit(fitted, run, Path.cwd())
         lease.submitted(run, job_id)
         run.loop_file.unlink(missing_ok=True)
-        show(f"submitted as job {job_id}; run directory: {run}")  # before Ctrl-C ends the command
+        show(f"submitted as job {job_id}. Run directory: {run}")  # before Ctrl-C ends the command
     return run, job_id
 
 

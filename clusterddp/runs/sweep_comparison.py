@@ -118,7 +118,7 @@ def best(members: Sequence[Found], text: str) -> Best:
             ranked.append((float(value or 0), summary.run))
     if not ranked:
         names = sorted({name for summary, _ in members for name in summary.metrics} - NOT_METRICS)
-        raise UsageError(f"--best {text}: no member has a value of {metric}; logged: {', '.join(names) or 'nothing'}")
+        raise UsageError(f"--best {text}: no member has a value of {metric}. Logged: {', '.join(names) or 'nothing'}")
     value, run = (min if smallest else max)(ranked, key=lambda pair: pair[0])
     return Best(run, metric, value, smallest)
 

@@ -44,11 +44,11 @@ def expanded(node: Node, mistakes: list[Mistake]) -> list[Node]:
         low, high = int(match[1]), int(match[2])
         if not 0 <= high - low < MOST_MEMBERS:
             expected = f"a range from the smaller number to the larger, of at most {MOST_MEMBERS} numbers"
-            mistakes.append(Mistake(item.place, f"expected {expected}, such as 0..4; got {item.text}"))
+            mistakes.append(Mistake(item.place, f"expected {expected}, such as 0..4. Got {item.text}"))
             continue
         values += [Node(number, str(number), item.place) for number in range(low, high + 1)]
     if not values or (node.value is None and not node.text):
-        mistakes.append(Mistake(node.place, "expected a value, a list of values, or a range such as 0..4; got none"))
+        mistakes.append(Mistake(node.place, "expected a value, a list of values, or a range such as 0..4. Got none"))
     return values
 
 
@@ -154,7 +154,7 @@ def of_options(texts: Sequence[str]) -> list[Values]:
         if not (key and equals and values):
             raise UsageError(f"--sweep {text}: expected KEY=VALUE,VALUE or KEY=0..4, such as lr=1e-3,1e-4")
         if key in grid:
-            raise UsageError(f"--sweep {text}: {key} is given twice; give all its values at once")
+            raise UsageError(f"--sweep {text}: {key} is given twice. Give all its values at once")
         place = Place(f"--sweep {text}")
         if values.startswith("["):
             grid[key] = yaml12.load(values, str(place))
@@ -187,7 +187,7 @@ def nodes_of(members: Iterable[Mapping[str, Any]]) -> list[Values]:
         if wrong := [key for key, value in values.items() if not _is_plain(value)]:
             key = wrong[0]
             raise UsageError(
-                f"{key}={values[key]!r:.80}: expected numbers, text or lists of them, which name the run; sweep a name "
+                f"{key}={values[key]!r:.80}: expected numbers, text or lists of them, which name the run. Sweep a name "
                 "or an index, and look the object up in the function"
             )
     return [{key: node_of(value, f"{key}={value}"[:80]) for key, value in values.items()} for values in members]

@@ -370,7 +370,7 @@ def run_all(sweep: Sweep, plan: Plan) -> int:
         show(f"member {number} of {len(order)}: {name}")
         code = _run(sweep, name)
         if code == INTERRUPTED or code < 0:
-            show("stopped; the same command continues")
+            show("stopped. The same command continues")
             return INTERRUPTED
         outcome = sweep.folder.member(name).outcome()
         if outcome is not None and is_unconfirmed(outcome):  # not by the code, which may be the script's

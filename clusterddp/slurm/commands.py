@@ -287,7 +287,7 @@ def partition_nodes(partition: str | None) -> list[NodeShape]:
     if not nodes:
         names = ", ".join(sorted({line[0] for line in lines})) or "none"
         missing = f"partition {partition!r}" if partition else "default partition"
-        raise SlurmError(f"no {missing} on this cluster; available: {names}; choose one with -p")
+        raise SlurmError(f"no {missing} on this cluster. Available: {names}. Choose one with -p")
     return nodes
 
 

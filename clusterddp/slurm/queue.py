@@ -151,7 +151,7 @@ _BEGINNINGS: tuple[tuple[str, Why], ...] = (
     (
         "launch failed requeued held",
         Why(
-            "held: Slurm could not launch it on its node and requeued it", f"{_RELEASE}; if it happens again, {_ADMIN}"
+            "held: Slurm could not launch it on its node and requeued it", f"{_RELEASE}. If it happens again, {_ADMIN}"
         ),
     ),
     ("job requeued in held state", Why("held: it was requeued with a hold", _RELEASE)),
@@ -229,5 +229,5 @@ def _of_limit(reason: str) -> Why | None:
     over = _OVER[per] if per else "of all its jobs together" if kind == "Grp" else "of all your jobs"
     return Why(
         f"a limit of {whose} is reached: {what} {over} ({reason})",
-        "it starts when jobs that count towards the limit end; another --qos or --account may have room",
+        "it starts when jobs that count towards the limit end. Another --qos or --account may have room",
     )

@@ -35,7 +35,7 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
             return job, [f"partition, GPUs, CPUs and memory are not checked: {error}"]
         if isinstance(error, SlurmMissing):
             raise
-        raise SlurmUnavailable(f"{error}; to run on this machine without Slurm, add --local") from error
+        raise SlurmUnavailable(f"{error}. To run on this machine without Slurm, add --local") from error
     remarks = _exported()
     check_nodes(job, nodes)
     if job.device == "cuda":
@@ -50,7 +50,7 @@ def bound_gpus(job: Job) -> list[str]:
     if not (given := [name for name in ONE_GPU_PER_TASK if job.srun.get(name)]):
         return []
     return [
-        f"srun.{given[0]}: each rank sees only its own GPUs, as sites with AMD GPUs ask for; with NVIDIA GPUs NCCL "
+        f"srun.{given[0]}: each rank sees only its own GPUs, as sites with AMD GPUs ask for. With NVIDIA GPUs NCCL "
         "then has no peer access between the ranks of a node"
     ]
 

@@ -76,7 +76,7 @@ def test_a_local_run_that_was_stopped_can_be_continued_under_another_host_name(
     be_elsewhere(monkeypatch)
     check_not_held(run)
     assert not lease.local_loop_alive(run)
-    assert "stopped (interrupted); continue with" in run_status.state_of(run)[1]
+    assert "stopped (interrupted). Continue with" in run_status.state_of(run)[1]
 
 
 def test_a_run_of_an_unreachable_machine_can_be_taken_over(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,7 +389,7 @@ def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) ->
         (["jobs/digits.yaml", "--preempt-after", "soon"], "expected a step such as 120, or seconds such as 2.5s"),
         (["jobs/digits.yaml", "--preempt-after", "-5"], "expected a step such as 120, or seconds such as 2.5s"),
         (["jobs/digits.yaml", "--run-dir", "README.md"], "--run-dir README.md is a file"),
-        (["jobs/digits.yaml", "--lr", "0.1"], "--help`; put the script's arguments after --"),
+        (["jobs/digits.yaml", "--lr", "0.1"], "--help`. Put the script's arguments after --"),
         (["jobs/digits.yaml", "--sbatch", "mem=1G"], "cannot be combined with --local"),
         (["jobs/digits.yaml", "--set", "nodes"], "--set nodes: expected KEY=VALUE"),
         (["jobs/digits.yaml", "--nodes", "1-2"], "needs global_batch, the samples per step"),

@@ -81,9 +81,9 @@ def test_a_killed_supervisor_is_reported_and_the_run_continues(run: RunDirectory
     os.kill(holder["pid"], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 137
-    how = f"stopped; continue with: clusterddp submit --local --run-dir {run}"
+    how = f"stopped. Continue with: clusterddp submit --local --run-dir {run}"
     assert (
-        f"clusterddp: the supervisor was killed by signal 9, and its ranks ended with it; check memory\n{how}\n" in err
+        f"clusterddp: the supervisor was killed by signal 9, and its ranks ended with it. Check memory\n{how}\n" in err
     )
     assert submit(run).returncode == 0
 
@@ -97,6 +97,6 @@ def test_a_preemption_after_steps_that_the_script_does_not_record_is_reported(
     done = submit(run, str(script), "--device", "cpu", "--preempt-after", "5", "--preempt-after", "9s")
     assert done.returncode == 0
     assert f"{script} does not mention clusterddp: if it records no steps, --preempt-after 5 never fires" in done.stderr
-    words = "\n--preempt-after 5 did not fire: the script's step numbers are unknown; these work with any script"
+    words = "\n--preempt-after 5 did not fire: the script's step numbers are unknown. These work with any script"
     assert words in done.stderr
     assert "\n--preempt-after 9s did not fire: the run was already over\n" in done.stderr

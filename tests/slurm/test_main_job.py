@@ -231,7 +231,7 @@ def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster,
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["jobs/digits.yaml", "-p", "lwo"], "no partition 'lwo' on this cluster; available: cancel, high, low, off"),
+        (["jobs/digits.yaml", "-p", "lwo"], "no partition 'lwo' on this cluster. Available: cancel, high, low, off"),
         (["jobs/digits.yaml", "--device", "cuda", "--gpus", "8"], "at most 2 GPUs per node"),
         (["jobs/digits.yaml", "--nodes", "9"], "has 3 nodes, fewer than --nodes 9"),
         (["jobs/digit.yaml"], "jobs/digit.yaml"),

@@ -60,7 +60,7 @@ WITHOUT_RANKS: dict[str, Cell] = {
     "completed": (1, "already completed, so it is not running"),
     "failed hung": (1, "already failed.*, so it is not running"),
     "cancelled": (1, "already cancelled.*, so it is not running"),
-    "forgotten": (1, ".* is not running: stopped .not started.; continue with: clusterddp submit"),
+    "forgotten": (1, ".* is not running: stopped .not started.. Continue with: clusterddp submit"),
 }
 #: By command and states: exit code and words. These change nothing.
 LOOKING: dict[str, dict[str, Cell | None]] = {
@@ -76,7 +76,7 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         "failed": (0, r"state +failed.*ValueError: bad label"),
         "hung": (0, r"state +failed.*hung"),
         "cancelled": (0, r"state +cancelled\n"),
-        "forgotten": (0, r"state +stopped \(not started\); continue with: clusterddp submit --run-dir"),
+        "forgotten": (0, r"state +stopped \(not started\). Continue with: clusterddp submit --run-dir"),
     },
     "status --json RUN": {
         "pending next-member": (0, '"state": "pending"'),

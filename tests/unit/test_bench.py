@@ -119,7 +119,7 @@ def test_numbers_have_three_digits(value: float, text: str) -> None:
 
 def test_only_known_benchmarks_are_chosen() -> None:
     assert [one.name for one in bench.choose("saves,orders")] == ["saves", "orders"]
-    with pytest.raises(SystemExit, match="no benchmark nonsense; available: "):
+    with pytest.raises(SystemExit, match="no benchmark nonsense. Available: "):
         bench.choose("saves,nonsense")
 
 

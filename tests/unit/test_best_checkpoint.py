@@ -146,5 +146,5 @@ def test_status_and_list_name_the_best_by_the_number_that_export_takes(
     assert command(["list", "run", "--best", "f1"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "largest f1: 0.25, run",
-        "its best: 0.875, checkpoint 20; export that with: clusterddp export run best model.safetensors",
+        "its best: 0.875, checkpoint 20. Export that with: clusterddp export run best model.safetensors",
     ]

@@ -112,7 +112,7 @@ def test_without_a_job_the_bundled_one_is_shown(folder: Path, capsys: pytest.Cap
     """With what the configuration files set, which a user on a new cluster wants to see."""
     command(["config", "show"])
     shown = capsys.readouterr()
-    assert yaml.safe_load(shown.out)["partition"] == "normal" and "showing the bundled digits example" in shown.err
+    assert yaml.safe_load(shown.out)["partition"] == "normal" and "Showing the bundled digits example" in shown.err
     (folder / "clusterddp.yaml").write_text("module: mine\n")
     command(["config", "show"])
     assert yaml.safe_load(capsys.readouterr().out)["module"] == "mine"

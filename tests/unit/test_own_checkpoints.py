@@ -238,8 +238,8 @@ def test_the_end_of_an_attempt_names_the_scripts_checkpoint(step: int | None) ->
 )
 def test_a_failure_and_what_follows_are_two_sentences(values: dict[str, Any], words: str) -> None:
     """What is advised about it does not run into the rest."""
-    ended = event(0, 120.0, "restarted", reason="rank 1 (n1) killed by signal 9; check memory", **values)
-    said = f"attempt 0: rank 1 (n1) killed by signal 9; check memory. {words}. Restarting all ranks in place"
+    ended = event(0, 120.0, "restarted", reason="rank 1 (n1) killed by signal 9. Check memory", **values)
+    said = f"attempt 0: rank 1 (n1) killed by signal 9. Check memory. {words}. Restarting all ranks in place"
     assert sentence(ended) == said
 
 

@@ -66,7 +66,7 @@ def test_without_a_yes_it_only_says_what_it_would_delete(run: RunDirectory, caps
     assert command(["prune", str(run), "--logs"]) == 0
     shown = capsys.readouterr()
     head, *lines = shown.out.splitlines()
-    assert head.startswith(f"{run}: ") and head.endswith(" to delete; keeps checkpoints 6, 2")
+    assert head.startswith(f"{run}: ") and head.endswith(" to delete (keeps checkpoints 6, 2)")
     assert [line.split()[2] for line in lines] == [
         *(f"checkpoints/step-{step:012d}.attempt-{(step - 1) // 2}.safetensors" for step in (5, 4, 3, 1)),
         "checkpoints/.step-000000000007.attempt-2.safetensors.00ff.tmp",
@@ -87,7 +87,7 @@ def test_the_newest_and_the_best_checkpoint_stay(run: RunDirectory, capsys: Capt
     assert not list(run.checkpoints.glob(".*"))
     assert capsys.readouterr().err.startswith("deleted ")
     assert command(["prune", str(run), "--yes"]) == 0
-    assert capsys.readouterr().out == f"{run}: nothing to delete\n"
+    assert capsys.readouterr().out == f"{run} has nothing to delete\n"
 
 
 def test_profiles_are_deleted_on_request(run: RunDirectory, capsys: Captured) -> None:
@@ -99,7 +99,7 @@ def test_profiles_are_deleted_on_request(run: RunDirectory, capsys: Captured) ->
     assert command(["prune", str(run), "--profiles"]) == 0
     shown = capsys.readouterr()
     assert "1000 B  profiles/" in shown.out
-    assert shown.err.endswith("nothing was deleted; --yes deletes profiles of 1 run, 1000 B\n")
+    assert shown.err.endswith("To delete profiles of 1 run, 1000 B, add --yes\n")
     assert command(["prune", str(run), "--profiles", "--yes"]) == 0
     assert not run.profiles.exists()
 
@@ -167,7 +167,7 @@ def test_a_damaged_newest_checkpoint_keeps_the_older_ones(run: RunDirectory, cap
     newest = choose(run, 6).path
     newest.write_bytes(newest.read_bytes()[:-1])
     assert (command(["prune", str(run), "--yes"]), steps(run)) == (1, [1, 2, 3, 4, 5, 6])
-    assert "is damaged: " in (said := capsys.readouterr().err) and "its older checkpoints are kept" in said
+    assert "is damaged: " in (said := capsys.readouterr().err) and "Its older checkpoints are kept" in said
 
 
 def test_links_are_not_followed(run: RunDirectory, tmp_path: Path) -> None:

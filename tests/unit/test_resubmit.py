@@ -362,11 +362,11 @@ def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
     append_line(run.events_file, {"event": "requested", "attempt": 0, "time": 2.0, "request": "stop"})
     monkeypatch.setattr(resubmission, "state_of", lambda _: ("held", "job 41 (RUNNING on n1)"))
     assert look(run, info("COMPLETING"), monkeypatch).result is None
-    monkeypatch.setattr(resubmission, "state_of", lambda _: ("stopped", "stopped (by the user); continue with: ..."))
+    monkeypatch.setattr(resubmission, "state_of", lambda _: ("stopped", "stopped (by the user). Continue with: ..."))
     assert look(run, info("COMPLETING"), monkeypatch).result == 1
     assert capsys.readouterr().err.splitlines() == [
         "run: job 41 (RUNNING on n1): waiting for the run to end",
-        "run: stopped (by the user); continue with: ...",
+        "run: stopped (by the user). Continue with: ...",
     ]
     assert not submitted
 

@@ -242,7 +242,7 @@ def waiting(reason: str) -> QueuedJob:
         ("Resources", "next in the queue, waiting for nodes to become free", ""),
         ("PartitionTimeLimit", "asks for more time than its partition allows", "--change` with a shorter --time"),
         ("JobHeldUser", "held by its owner", "`scontrol release 41`"),
-        ("launch failed requeued held", "held: Slurm could not launch it", "`scontrol release 41`; if it happens"),
+        ("launch failed requeued held", "held: Slurm could not launch it", "`scontrol release 41`. If it happens"),
         ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "down, drained or reserved, often for a maintenance (n[1-2])", ""),
         ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", "down,", ""),
         ("QOSMaxGRESPerUser", "a limit of its QOS is reached: GPUs of all your jobs (QOSMaxGRESPerUser)", "--qos"),

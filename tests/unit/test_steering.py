@@ -338,8 +338,8 @@ def test_a_rank_that_exits_without_its_profile_is_named(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["profil=3"], "unknown order 'profil=3'; did you mean 'profile=STEPS'?; expected save, stop, skip=STEPS,"),
-        (["dance"], "unknown order 'dance'; expected save, stop, skip=STEPS, profile=STEPS"),
+        (["profil=3"], "unknown order 'profil=3'. Did you mean 'profile=STEPS'?. Expected save, stop, skip=STEPS,"),
+        (["dance"], "unknown order 'dance'. Expected save, stop, skip=STEPS, profile=STEPS"),
         (["skip=none"], "skip=none: expected a number of steps from 1 to 1,000,000,000, such as skip=500"),
         (["skip=1", "--rank", "1"], "--rank: only profile=STEPS is for some of the ranks, skip=1 is for the whole run"),
         (["profile=0"], "profile=0: expected a number of steps from 1 to 100, such as profile=20"),
@@ -349,7 +349,7 @@ def test_a_rank_that_exits_without_its_profile_is_named(
             ["profile=2", "--rank", "all"],
             "--rank all: 'all' is neither a rank nor a range; expected",
         ),
-        (["profile=2", "--rank", "0-99"], "--rank 0-99: 100 ranks; expected at most 32 at a time"),
+        (["profile=2", "--rank", "0-99"], "--rank 0-99: 100 ranks. Expected at most 32 at a time"),
         (["save", "--rank", "1"], "--rank: only profile=STEPS is for some of the ranks, save is for the whole run"),
     ],
 )
@@ -395,7 +395,7 @@ def test_who_wants_to_stop_a_run_that_waits_learns_how_to_keep_it_from_starting(
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda run: None, r".* is not running: stopped \(not started\); continue with: clusterddp submit --run-dir"),
+        (lambda run: None, r".* is not running: stopped \(not started\). Continue with: clusterddp submit --run-dir"),
         (over, r"already completed at step 9, so it is not running"),
         (queued, r"waits in the queue \(job 41, Priority\): it has no ranks"),
         (of_another_machine, r"is held by process \d+ on other, which cannot be .*: give this command on other"),
@@ -424,7 +424,7 @@ def test_requeue_of_a_failed_run_says_how_to_continue_it(run: RunDirectory) -> N
     """A run that failed can be continued, whatever nodes are named."""
     write_json(run.outcome_file, {"state": "failed", "step": 9, "attempts": 1, "reason": "why"})
     with pytest.raises(
-        RunDirectoryError, match="already failed at step 9, .*; continue with: clusterddp submit --run-dir"
+        RunDirectoryError, match="already failed at step 9, .*. Continue with: clusterddp submit --run-dir"
     ):
         command(["requeue", str(run), "--exclude", "n1"])
 
@@ -456,7 +456,7 @@ def test_a_run_that_waits_already_is_not_requeued_again(
     queued(run)
     job_is(monkeypatch, "PENDING", "BeginTime")
     assert command(["requeue", str(run)]) == 0
-    assert f"(job 41, BeginTime); clusterddp resubmit {run} releases Slurm's hold" in capsys.readouterr().out
+    assert f"(job 41, BeginTime). Clusterddp resubmit {run} releases Slurm's hold" in capsys.readouterr().out
     with pytest.raises(RunDirectoryError, match=r"scontrol update JobId=41 ExcNodeList=n\[1-2\]"):
         command(["requeue", str(run), "--exclude", "n[1-2]"])
 
@@ -482,7 +482,7 @@ def test_a_job_that_is_being_requeued_is_waited_for(
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job(states.pop(0)))
     found = requests.waiting_job(run)
     assert (found and found.state, states) == (("PENDING", []) if waits else (None, ["COMPLETING", "PENDING"]))
-    assert capsys.readouterr().err.count("job 41 is being requeued (RUNNING); waiting until") == waits
+    assert capsys.readouterr().err.count("job 41 is being requeued (RUNNING). Waiting until") == waits
 
 
 def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(

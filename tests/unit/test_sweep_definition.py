@@ -60,7 +60,7 @@ def test_members_can_be_listed(tmp_path: Path) -> None:
         ("job: t.yaml\ngrid: {seed: []}", r":2:14: expected a value, .* got none"),
         ("job: t.yaml\ngrid: {seed: 4..0}", r":2:14: expected a range from the smaller number"),
         ("job: t.yaml\nmembers: {seed: 1}", r":2:10: members: expected a list of mappings, got a mapping"),
-        ("job: t.yaml\ngird: {seed: 1}", "unknown key 'gird'; did you mean 'grid'?"),
+        ("job: t.yaml\ngird: {seed: 1}", "unknown key 'gird'. Did you mean 'grid'?"),
         ("job: t.yaml\ngrid: {seed: 0..999, args.a: 0..999}", "at most 10000 members, got 1000000"),
     ],
 )

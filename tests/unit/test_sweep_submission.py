@@ -146,7 +146,7 @@ def test_a_value_that_is_given_twice_makes_one_member(slurm: Slurm, capsys: pyte
     assert submitted(slurm) == [["seed=1", "seed=2"]]
     said = capsys.readouterr().err
     assert "1 combination given more than once, and run once" in said
-    assert "seed: a key of the job definition; for the script's own --seed, write args.seed" in said
+    assert "seed: a key of the job definition. For the script's own --seed, write args.seed" in said
     assert sweep("seed=1,2") == 0
     assert "a key of the job definition" not in capsys.readouterr().err
 
