@@ -102,7 +102,7 @@ class Stopped(SystemExit):
     ``except Exception``. A script that no supervisor started exits with code 75 (EX_TEMPFAIL, sysexits.h).
 
     Attributes:
-        step: the step of the newest checkpoint, from which the run continues; None without one, or if the script saves
+        step: the step of the newest checkpoint, from which the run continues. None without one, or if the script saves
             by itself.
         reason: why the run was stopped.
 

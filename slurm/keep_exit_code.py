@@ -24,7 +24,7 @@ for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, forward)
 # The rank must die with this process, which torchrun may kill.
 ranks.append(subprocess.Popen(sys.argv[1:], preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)))
-for number in received:  # before the rank started; a second signal does no harm
+for number in received:  # signals from before the rank started; a second one is harmless
     ranks[0].send_signal(number)
 code = ranks[0].wait()
 code = 128 - code if code < 0 else code

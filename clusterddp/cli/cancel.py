@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Cancels the runs, and prints the final state of each; returns 0 if all are over."""
+    """Cancels the runs, and prints the final state of each. Returns 0 if all are over."""
     runs = find_runs(arguments.run)
     live, unreadable = [], False
     for run in runs:

@@ -13,7 +13,7 @@ from clusterddp.jobdef.yaml12 import Node
 
 
 class Wrong(Exception):
-    """A value that its key does not accept; the message follows the key's place and name."""
+    """A value that its key does not accept. The message follows the key's place and name."""
 
 
 def quoted(node: Node) -> str:
@@ -24,12 +24,12 @@ def quoted(node: Node) -> str:
 
 
 def text(node: Node) -> str:
-    """Any text on one line, also what YAML reads as a number or a boolean; not empty."""
+    """Nonempty text on one line, including text that YAML reads as a number or a boolean."""
     if isinstance(node.value, (dict, list)):
         raise Wrong(f"expected text, got {quoted(node)}. Quote it if it is meant as text")
     if not node.text:
-        raise Wrong("expected text, got nothing")
-    for character in node.text:  # what follows a line break would be an option or a command in the batch script
+        raise Wrong("expected text, got an empty value")
+    for character in node.text:  # text after a line break would be an option or a command in the batch script
         if not character.isprintable():
             raise Wrong(f"expected text without line breaks and control characters, got U+{ord(character):04X}")
     return node.text
@@ -89,7 +89,7 @@ def backend(node: Node) -> str:
     """The process group's backend."""
     if node.text == "mpi":
         raise Wrong(
-            "expected nccl or gloo, got 'mpi': for MPI, start the script with mpirun and call init(backend='mpi')"
+            "expected nccl or gloo, got 'mpi'. For MPI, start the script with mpirun and call init(backend='mpi')"
         )
     return choice("nccl", "gloo")(node)
 
@@ -176,7 +176,7 @@ def command(node: Node) -> tuple[str, ...]:
 
 
 def snapshot(node: Node) -> bool | str:
-    """Whether to take a snapshot of the code, or the most that it may take."""
+    """Whether to take a snapshot of the code, or its maximum size."""
     if isinstance(node.value, bool):
         return node.value
     if not re.fullmatch(r"[1-9][0-9]{0,5}[MG]", node.text, re.ASCII):
@@ -185,7 +185,7 @@ def snapshot(node: Node) -> bool | str:
 
 
 def shell_lines(node: Node) -> tuple[str, ...]:
-    """A list of lines, or one block of text; an item with a line break is two lines."""
+    """A list of lines, or one block of text. An item with a line break is two lines."""
     items = [_argument(item) for item in node.value] if isinstance(node.value, list) else [_block(node)]
     lines = [line for item in items for line in item.removesuffix("\n").split("\n")]
     for line in lines:
@@ -237,12 +237,12 @@ def variable(node: Node) -> str:
 
 
 def option(node: Node) -> str | bool:
-    """The value of a Slurm option; true or false for one that takes no value."""
+    """The value of a Slurm option. True or false for one that takes no value."""
     return node.value if isinstance(node.value, bool) else text(node)
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The end of a message: the known name that was probably meant, or nothing."""
+    """The end of a message with the known name that was probably meant, or an empty text."""
     names, spelt = list(known), given.lower().replace("-", "_")
     near = [known_name for known_name in names if known_name == spelt] or difflib.get_close_matches(spelt, names, 1)
     near = near or [known_name for known_name in names if len(spelt) > 2 and known_name.startswith(spelt)]

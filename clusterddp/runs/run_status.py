@@ -20,7 +20,7 @@ from clusterddp.runs.run_report import booked, report
 from clusterddp.slurm.run_states import OVER, RunState, run_states
 from clusterddp.supervisor.limits import attempts_made
 
-#: Seconds for which a controller that does not answer is asked again.
+#: Seconds for which to retry a controller that does not answer.
 PATIENCE_S = 20.0
 Event = Mapping[str, Any]
 
@@ -68,7 +68,7 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
 
 
 def _cost(booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Any] | None:
-    """What version 1 of the schema has besides ``time``."""
+    """The keys that version 1 of the schema has besides ``time``."""
     if made is None or not attempts_made(events):
         return None
     first = next((one.begin for one in booking.intervals if one.attempt is not None), booking.intervals[-1].end)
