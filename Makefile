@@ -6,7 +6,7 @@
 #                    most of an hour, 3 GB;
 #                    PYTHONS="python3.10 /opt/python3.13/bin/python3.13 ..."  ROWS="python3.10-torch2.4.1 slurm-sid ..."
 # make gpu-surface   which of the names of torch's CUDA builds that clusterddp uses are in torch 2.4 to the newest:
-#                    docs/measurements/gpu-surface.md; downloads 4 GB, and needs 3 GB of disk
+#                    tests/versions/GPU_SURFACE.md; downloads 4 GB, and needs 3 GB of disk
 # make test-gpu-faults what the tests on stand-in devices find of twenty faults put into the code for GPUs; 10 minutes
 # make real-nccl     torch's own NCCL process group over stand-in CUDA and NCCL libraries: flight record, timeout,
 #                    suspension in torch 2.4 to the newest; RELEASES="2.4.1 newest" some of them
@@ -16,7 +16,7 @@
 # make completion    completions/ for bash and zsh, from the options in the code
 # make dist   wheel and sdist in dist/, and a run from the wheel in a clean environment
 # make coverage   `make test` with its lines counted, those of ranks and jobs too; build/coverage/html (COVERAGE=... some tests)
-# make gpu-check     what needs a GPU, in calls of nine minutes (docs/measurements/gpu-check.md); again: the cases that are
+# make gpu-check     what needs a GPU, in calls of nine minutes; again: the cases that are
 #                    left; GPU_CHECK=options; make gpu-check-stand-in: all of it at small sizes on pretend devices
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination,
 #                    and slow tests whose main point other tests cover
@@ -27,7 +27,7 @@
 #                    "--tell --shrink --seed 7" the story of one, "--mutants" whether mistakes in the product are found
 # make soak     300 preemptions and other faults at random moments; make bench-handover, bench-agreement: what stopping costs
 # make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
-# make bench  our figures, each beside its limit, in one table: docs/measurements/bench.md; at most 15 minutes;
+# make bench  our figures, each beside its limit, in one table: benchmarks/results/bench.md; at most 15 minutes;
 #             BENCH="--only saves,restore" prints some of them
 # make bench-controller   what a run asks of slurmctld, by sdiag
 # make bench-submission   what submitting and launching cost, beside sbatch and srun
@@ -101,7 +101,7 @@ real-nccl: .venv/ready
 	.venv/bin/python -m tests.versions.real_nccl $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(RELEASES)
 
 gpu-check: .venv/ready
-	.venv/bin/python -m benchmarks.gpu_check --out build/gpu-check.json $(GPU_CHECK)
+	.venv/bin/python -m benchmarks.gpu_check --out benchmarks/results/gpu-check.json $(GPU_CHECK)
 
 # Public repositories whose checkouts are in the folder REPOSITORIES; REPOSITORIES_PYTHON has the packages they need.
 .PHONY: test-repositories

@@ -1,1 +1,1 @@
-"""What the project claims, measured: each program here leaves a table and the raw figures in docs/measurements/."""
+"""What the project claims, measured: each program here leaves a table and its raw figures in benchmarks/results/."""

@@ -26,7 +26,6 @@ from benchmarks import report, rows
 MINUTES = 15.0
 #: Between TERM and KILL for a benchmark that takes too long: the test cluster goes down in that time.
 GRACE_S = 20.0
-FOLDER = Path("docs/measurements")
 
 
 @dataclass(frozen=True)
@@ -159,11 +158,11 @@ def main() -> None:
     )
     parser.add_argument("--only", metavar="NAMES", help="of " + ",".join(benchmark.name for benchmark in BENCHMARKS))
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all of them (default: %(default)g)")
-    parser.add_argument("--out", type=Path, help=f"folder of the files (default: {FOLDER}, and none with --only)")
+    parser.add_argument("--out", type=Path, help="folder of the files (default: benchmarks/results, none with --only)")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     found, seconds = all_measured(choose(options.only), options.minutes)
-    out = options.out or (None if options.only else FOLDER)
+    out = options.out or (None if options.only else report.RESULTS)
     if out:
         text = f"""# All figures beside their limits
 

@@ -284,7 +284,7 @@ def main() -> None:
     text = f"""# What a checkpoint costs
 
 Files on one local disk; see `benchmarks/checkpoint.py` for what is measured. Not measured, for too little memory:
-{", ".join(left_out) or "none"}. {options.note}"""
+{", ".join(left_out) or "none"}."""
     found = [row.as_json() for name, one in figures.items() for row in rows_of(name, one)]
     tables = {"Restores": restored(figures)}
     report.write(options.out, "checkpoint-bench", text, {"rows": found, "sizes": figures}, tables=tables)

@@ -72,7 +72,8 @@ def main() -> None:
     text = f"""# Questions to the controller
 
 sdiag counted {figures["questions"]} calls of `scontrol show job` in {figures["seconds"] / 60:.0f} minutes of training,
-after {figures["start"]} in the first minute of the job. [Why, and when it asks more often](../design/stopping.md)."""
+after {figures["start"]} in the first minute of the job.
+[Why, and when it asks more often](../../docs/design/stopping.md)."""
     where = f"Slurm {figures['slurm']}, 2 simulated nodes on it"
     report.write(options.out, "controller", text, {**figures, "rows": table_rows(figures)}, where=where)
 

@@ -265,7 +265,7 @@ def main() -> None:
 
 Medians in each of {RANKS} ranks, which read at the same time, of {rounds} rounds, in which the three loaders read in
 turn; the limit is torch's DataLoader, and a bar is met if the interval includes {BAR}. The raw figures have torchdata's
-{version("torchdata")} StatefulDataLoader, too. {options.note}"""
+{version("torchdata")} StatefulDataLoader, too."""
     figures = {"times": times, "resumes": resumes, "rows": [row.as_json() for row in found]}
     report.write(options.out, "input", text, figures)
 

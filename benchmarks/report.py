@@ -1,4 +1,4 @@
-"""What all benchmarks share: medians, intervals, Markdown tables, and the report files in docs/measurements/."""
+"""What all benchmarks share: medians, intervals, Markdown tables, and the files in benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+RESULTS = Path("benchmarks/results")
 
 
 def median(values: Sequence[float]) -> float:
@@ -72,14 +75,19 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def place(more: str = "") -> str:
-    """Where and when something was measured, of which commit, and in which load: a sentence for the top of a page."""
-    has, load = machine(), os.getloadavg()[0]
+def commit() -> str:
+    """The commit of this work tree."""
     git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    found = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    return found or "unknown"
+
+
+def place(more: str = "") -> str:
+    """When and where something was measured, and in which load: a sentence."""
+    has, load = machine(), os.getloadavg()[0]
     kind = f"{has['cores']} cores ({has['cpu']}), Linux {has['kernel']}, Python {has['python']}, torch {has['torch']}"
-    when = f"{time.strftime('%Y-%m-%d')}, commit {commit or 'unknown'}, load average {load:.1f} at the end"
-    return f"Measured on one machine: {kind}{', ' + more if more else ''}; {when}."
+    words = [kind, *filter(None, [more]), f"load average {load:.1f}, commit {commit()}"]
+    return f"Measured on {time.strftime('%Y-%m-%d')} on {', '.join(words)}."
 
 
 def named(what: str, text: str, known: Iterable[str]) -> list[str]:
@@ -94,18 +102,13 @@ def parser(words: str | None, quick: str) -> argparse.ArgumentParser:
     """A benchmark's command line: ``--quick``, with what it leaves out, and the folder that ``write`` takes."""
     made = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help=quick)
-    made.add_argument("--out", type=Path, default=Path("docs/measurements"), help="folder of the files (%(default)s)")
-    made.add_argument("--note", default="", help="a sentence about this measurement, for the top of the page")
+    made.add_argument("--out", type=Path, default=RESULTS, help="folder of the files (%(default)s)")
     return made
 
 
 def say(words: str) -> None:
     """What is measured now."""
     print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
-
-
-NOTES = "\n## Notes\n"
-"""From this heading on a page is written by hand, and kept when it is measured again."""
 
 
 def write(
@@ -117,22 +120,30 @@ def write(
     where: str = "",
     tables: Mapping[str, str] | None = None,
 ) -> None:
-    """``NAME.md`` and ``NAME.json`` in ``folder``; the page goes to the terminal, too.
+    """``NAME.md`` and ``NAME.json`` in ``folder``; the tables go to the terminal, too.
 
-    The page: ``text``, a title and a sentence; the place, with ``where``; the rows of ``figures``; other tables, each
-    below its heading. Where the page with all figures is, it is written again.
+    ``text``: a title, and what was measured in one or two sentences. ``figures`` may have ``rows``, which are the first
+    table; ``tables`` follow, each below its heading.
     """
     from benchmarks import page, rows  # which import this module
 
-    parts = [text, place(where)]
+    parts = [text.strip(), place(where)]
     parts += [rows.table(figures["rows"])] if figures.get("rows") else []
     parts += [f"## {heading}\n\n{table}" for heading, table in (tables or {}).items()]
     written = "\n\n".join([*parts, f"Raw figures: [{name}.json]({name}.json).\n"])
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.md"
-    _, heading, notes = file.read_text().partition(NOTES) if file.exists() else ("", "", "")
-    (folder / f"{name}.json").write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
-    file.write_text(written + heading + notes)
-    print(f"{written}\nwritten to {file} and .json", flush=True)
-    if (folder / "README.md").exists():
-        page.write(folder)
+    taken = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit()}
+    (folder / f"{name}.json").write_text(json.dumps({**taken, **figures}, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(written)
+    print(f"{written}\nwritten to {folder / name}.md and .json", flush=True)
+    if folder == RESULTS:
+        page.write()
+
+
+def fill(page: Path, tables: Mapping[str, str]) -> None:
+    """Replaces tables of a page, each between ``<!-- NAME: its command -->`` and ``<!-- end of NAME -->``."""
+    text = page.read_text()
+    for name, table in tables.items():
+        pattern = rf"(<!-- {re.escape(name)}: [^\n]* -->\n).*?(<!-- end of {re.escape(name)} -->)"
+        text = re.sub(pattern, lambda found: f"{found[1]}\n{table}\n\n{found[2]}", text, flags=re.DOTALL)  # noqa: B023
+    page.write_text(text)

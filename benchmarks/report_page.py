@@ -40,7 +40,7 @@ class Cost:
 
 
 def main() -> None:
-    """Measures, and writes docs/measurements/report.md."""
+    """Measures, and writes its results."""
     parser = report.parser(__doc__, "only one run, not several laid over each other")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -319,8 +319,7 @@ def main() -> None:
     text = f"""# What a restore costs
 
 One host and one local disk: passing on to other hosts, shared file systems and GPUs are not in these figures. Only
-ratios of alternating restores count. Not measured, for too little memory: {", ".join(left_out) or "none"}.
-{options.note}"""
+ratios of alternating restores count. Not measured, for too little memory: {", ".join(left_out) or "none"}."""
     head = ["size", "ranks", "cache", "way", "read", "load", "memory"]
     tables = {
         "Seconds until the state is read, then loaded; peak memory in states": report.table(head, phase_lines(figures))

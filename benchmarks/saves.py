@@ -343,7 +343,7 @@ def main() -> None:
         text = f"""# What a save costs training
 
 One process, CPU tensors, {options.threads} threads of torch, files on one local disk; see `benchmarks/saves.py` for
-what is measured. Not measured, for too little memory: {", ".join(left_out) or "none"}. {options.note}"""
+what is measured. Not measured, for too little memory: {", ".join(left_out) or "none"}."""
         report.write(options.out, "saves", text, {"rows": found, "cases": cases}, tables=tables(cases))
 
 

@@ -223,10 +223,10 @@ def main() -> None:
     if all(calls.values()):
         figures["calls"] = {name: {kind: (calls[kind] or {})[name] for kind in calls} for name in CALLS}
     head = ["imported at the first step in addition to the empty script's", "modules"]
-    text = f"""# From the start of the ranks to the first step
+    text = """# From the start of the ranks to the first step
 
 All ranks on one machine, its files in the page cache: on a cluster, a shared file system adds to each file that is
-opened, for both sides. {options.note}"""
+opened, for both sides."""
     tables = {
         "Phases of rank 0, in seconds (medians)": phases_table(figures["ranks"]),
         "Modules": report.table(head, in_addition(figures)),

@@ -200,7 +200,7 @@ def main() -> None:
     text = f"""# What a run costs while it trains
 
 {RANKS} gloo ranks; medians of {rounds} rounds, {blocks} in each block. A step waits so long with its CPU idle, as a
-step on a GPU does; on CPUs that train, only the CPU figures apply. {options.note}"""
+step on a GPU does; on CPUs that train, only the CPU figures apply."""
     head = ["part", "ours", "the bare loop", *(f"more on rank {rank}" for rank in range(RANKS))]
     tables = {f"CPU us by part, step of {p} ms": report.table(head, by_part(figures, p)) for p in options.lengths}
     found = [row.as_json() for row in table_rows(figures)]

@@ -9,15 +9,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from clusterddp import environment as environment
+    from clusterddp import errors as errors
     from clusterddp import orders as orders
     from clusterddp import streams as streams
     from clusterddp.api import Handle as Handle
+    from clusterddp.api import Status as Status
     from clusterddp.api import launch as launch
     from clusterddp.api import sweep as sweep
     from clusterddp.checkpoint.checkpoint_folder import CheckpointFolder as CheckpointFolder
+    from clusterddp.data.loader import EvalLoader as EvalLoader
+    from clusterddp.data.loader import Loader as Loader
     from clusterddp.errors import Stopped as Stopped
+    from clusterddp.jobdef.job import Checkpointing as Checkpointing
+    from clusterddp.jobdef.job import Keep as Keep
     from clusterddp.training.context import Context as Context
     from clusterddp.training.context import init as init
+    from clusterddp.training.loop import Run as Run
     from clusterddp.training.script_loop import continue_epoch as continue_epoch
     from clusterddp.training.script_loop import requeue as requeue
     from clusterddp.training.script_loop import stop_requested as stop_requested
@@ -25,11 +33,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointFolder",
+    "Checkpointing",
     "Context",
+    "EvalLoader",
     "Handle",
+    "Keep",
+    "Loader",
+    "Run",
+    "Status",
     "Stopped",
     "__version__",
     "continue_epoch",
+    "environment",
+    "errors",
     "init",
     "launch",
     "orders",
@@ -39,19 +55,26 @@ __all__ = [
     "sweep",
 ]
 
+#: The public names, each with the module that defines it.
 _HOMES = {
     "CheckpointFolder": "clusterddp.checkpoint.checkpoint_folder",
+    "Checkpointing": "clusterddp.jobdef.job",
     "Context": "clusterddp.training.context",
+    "EvalLoader": "clusterddp.data.loader",
     "Handle": "clusterddp.api",
+    "Keep": "clusterddp.jobdef.job",
+    "Loader": "clusterddp.data.loader",
+    "Run": "clusterddp.training.loop",
+    "Status": "clusterddp.api",
+    "Stopped": "clusterddp.errors",
     "continue_epoch": "clusterddp.training.script_loop",
     "init": "clusterddp.training.context",
     "launch": "clusterddp.api",
     "requeue": "clusterddp.training.script_loop",
     "stop_requested": "clusterddp.training.script_loop",
     "sweep": "clusterddp.api",
-    "Stopped": "clusterddp.errors",
 }
-_MODULES = {"orders", "streams"}
+_MODULES = ("environment", "errors", "orders", "streams")
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ without a traceback, and exits with ``exit_code``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 #: Exit codes. Those of sysexits.h are EX_SOFTWARE (70) and EX_TEMPFAIL (75: stopped at a checkpoint, start it again).
@@ -19,6 +19,35 @@ UNCONFIRMED = 14
 #: Only of `clusterddp wait`: the worst end of its runs, in this order. TIMED_OUT is that of timeout(1).
 WAITED = {"failed": 10, "cancelled": 11, "stopped": 12, "unknown": 13, "unconfirmed": UNCONFIRMED}
 TIMED_OUT = 124
+#: What an exit code means, whichever command returns it.
+MEANINGS: Mapping[int | str, str] = {
+    0: "The command did what was asked. With `--wait`, `-f`, `--local` and `--here`, the run is completed.",
+    FAILED: "An error, which the message explains, or a run that ended without being completed.",
+    WRONG_USAGE: "The command line or the job definition is wrong. Nothing was submitted or written.",
+    RESUME_DIFFERS: "`submit --check-resume`: a resume makes a difference.",
+    NOT_REPEATABLE: "`submit --check-resume`: the run differs even without a resume.",
+    INTERNAL_ERROR: "An internal error. The message names the file with the traceback.",
+    STOPPED: "EX_TEMPFAIL: start it again. A script without a supervisor, or `submit --check-resume`, was stopped "
+    "before its end. `sweep`: Slurm refused some members, and the same command submits the rest.",
+    INTERRUPTED: "Ctrl-C, or a run with `--local` or `--here` that was saved and stopped, such as by a preemption of "
+    "the allocation. The message says how to continue it.",
+    BROKEN_PIPE: "The reader of the output closed it, such as `head`.",
+    "128 + N": "With `--local` and `--here`: signal N killed the supervisor, and the ranks ended with it.",
+}
+#: The exit codes by which a command gives its answer.
+ANSWERS: Mapping[str, str] = {
+    "submit": "0: submitted. With `--wait`, `-f`, `--local` and `--here`: 0 if the run completed, "
+    f"{UNCONFIRMED} if it completed but this is not confirmed, else the training's exit code, or 1.",
+    "resubmit": f"0: all runs completed. 1: at least one did not. {UNCONFIRMED}: all completed, and at least one of "
+    "them is not confirmed.",
+    "wait": "0: all runs completed. Otherwise the code of the worst end, in this order: "
+    + ", ".join(f"{code} {word}" for word, code in WAITED.items())
+    + f". {TIMED_OUT}: the time was up before all of them ended, or with `--any` before one of them did.",
+    "cancel": "0: all runs are over, including those that were over before. 1: one is not, or you answered no.",
+    "logs": "0: printed. 1: no line matches `--grep`.",
+    "prune": "0: done, even if there was nothing to delete or you answered no. 1: a run was refused, or a file could "
+    "not be deleted.",
+}
 
 
 class ClusterddpError(Exception):
@@ -135,3 +164,8 @@ class StoppedAlone(Stopped):
 
 class Declined(SystemExit):
     """A submitit callable's ``checkpoint()`` returned None, so the run fails instead of being requeued."""
+
+
+def exit_code(error: type[BaseException]) -> int:
+    """Of a process that the error ends."""
+    return int(getattr(error, "exit_code", STOPPED if issubclass(error, Stopped) else FAILED))

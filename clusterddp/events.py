@@ -4,7 +4,7 @@ A line of ``events.jsonl`` has an event's fields, and besides them ``time`` (uni
 the class's name in snake case. Ranks report some of them over the control channel. The supervisor writes all events,
 and adds ``rank`` to a rank's. A field with a default may be missing. An event without a sentence is only recorded.
 
-docs/reference/protocol.md is generated from this module, and a test compares it with what the code writes and reads.
+docs/reference/events.md is generated from this module, and a test compares it with what the code writes and reads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The protocol between the processes of a run, besides events: control messages and environment variables.
 
-Events are in events.py, and exit codes in errors.py. docs/reference/protocol.md is also generated from this module, and
+Events are in events.py, and exit codes in errors.py. docs/reference/events.md is also generated from this module, and
 a test compares it with the messages that the code writes and reads.
 """
 
@@ -37,7 +37,7 @@ ORDERS: Mapping[str, str] = {
     "save": "rank 0: save at the next step boundary; the text is the request's number",
     "profile": "record a profile from the next step on; the text is the request's number and the number of steps",
     "skip": "rank 0: make all ranks skip batches; the text is the request's number and the number of batches",
-    "commit": "rank 0: commit the checkpoint; the text is its question's number, with a reason not to if a rank is lost",
+    "commit": "rank 0: commit the checkpoint; the text is its question's number, and why not if a rank is lost",
     "leave": "exit now",
 }
 #: Events that are not written into the history.

@@ -32,9 +32,11 @@ def main() -> int:
     shutil.rmtree(BUILD, ignore_errors=True)
     listed = pages_of_the_repository()
     for name in [*listed, *sorted(linked_files(listed))]:
-        copy = pages / name
+        copy = pages / file_on_the_site(name, listed)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(name, copy)
+    for name in listed:
+        (pages / name).write_text(with_links_of_the_site(name, listed))
     sections = navigation(Path(INDEX).read_text())
     shown = {str(page) for section in sections for part in section.values() for page in paths(part)}
     if missing := set(listed) - shown:
@@ -49,21 +51,38 @@ def main() -> int:
 
 
 def pages_of_the_repository() -> list[str]:
-    """All pages, without those of the tests."""
+    """All pages, without what tests and benchmarks have written."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    return [name for name in found if not name.startswith("tests/") and Path(name).exists()]
+    return [name for name in found if not name.startswith(("tests/", "benchmarks/")) and Path(name).exists()]
 
 
 def linked_files(pages: Sequence[str]) -> set[str]:
-    """What pages link besides pages: examples, schemas, pictures."""
+    """What pages link besides pages: examples, schemas, pictures, results."""
     found = set()
     for page in pages:
         text = Path(page).read_text()
         for target in [target for _, target in LINK.findall(text)] + re.findall(r'(?:src|srcset)="([^"]+)"', text):
-            if ":" not in target and (name := normal(PurePosixPath(page).parent / target)).suffix != ".md":
-                found.add(str(name))
+            if ":" not in target:
+                found.add(str(normal(PurePosixPath(page).parent / target)))
+    found -= set(pages)
     return {name for name in found if Path(name).is_file()}
+
+
+def file_on_the_site(name: str, pages: Sequence[str]) -> str:
+    """Markdown that is no page is shown as a text."""
+    return f"{name}.txt" if name.endswith(".md") and name not in pages else name
+
+
+def with_links_of_the_site(page: str, pages: Sequence[str]) -> str:
+    """A page's text, with links to the texts that its Markdown files have become."""
+
+    def link(found: re.Match[str]) -> str:
+        words, target = found.groups()
+        name = str(normal(PurePosixPath(page).parent / target)) if ":" not in target else ""
+        return found[0] if file_on_the_site(name, pages) == name else f"[{words}]({target}.txt)"
+
+    return LINK.sub(link, Path(page).read_text())
 
 
 def navigation(index: str) -> Nav:

@@ -1,4 +1,4 @@
-"""Runs a rank under torchrun, and writes the first exit code that is not 0 to $EXIT_CODE_FILE: torchrun exits with 1.
+"""Runs a rank under torchrun and writes the first exit code other than 0 to $EXIT_CODE_FILE, as torchrun exits with 1.
 
 A rank killed by a signal has exit code 128 + signal, as in a shell. See torchrun.sbatch.
 """
@@ -22,9 +22,9 @@ def forward(number, _frame):
 
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, forward)
-# The rank must die with this process, which torchrun may kill.
+# torchrun may kill this process, and the rank must end with it.
 ranks.append(subprocess.Popen(sys.argv[1:], preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)))
-for number in received:  # signals from before the rank started; a second one is harmless
+for number in received:  # received before the rank started. A second signal does no harm
     ranks[0].send_signal(number)
 code = ranks[0].wait()
 code = 128 - code if code < 0 else code

@@ -1,4 +1,4 @@
-"""docs/guide/launchers.md's commands, made ready to run, and what the jobs must come to under them."""
+"""The commands of the guide's tables of launchers, made ready to run, and what the jobs must come to under them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ ARGUMENTS = {
 
 def commands(section: str) -> dict[str, str]:
     """The command in each launcher's row of the section's table."""
-    text = (REPOSITORY / "docs" / "guide" / "launchers.md").read_text()
-    table = text[text.index(f"## {section}\n") :].partition("\n## ")[0]
-    return dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|", table, re.MULTILINE))
+    text = (REPOSITORY / "docs" / "guide" / "existing-repository.md").read_text()
+    table = re.search(rf"^\*\*{section}\*\*\n\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table is not None, f"no table below {section!r}"
+    return dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|", table[1], re.MULTILINE))
 
 
 def cases(section: str) -> list[tuple[str, str]]:

@@ -29,7 +29,12 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    top.add_argument("--out", type=Path, metavar="FILE", help="the results as JSON; a file of these cases is continued")
+    top.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the results as JSON, with a page beside it",
+    )
     top.add_argument("--wheels", type=Path, metavar="FOLDER", help="installs what is missing from the wheels there")
     top.add_argument("--stand-in", action="store_true", help="on pretend devices, at small sizes")
     top.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of this call (%(default)g)")
@@ -40,9 +45,6 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--backend", help="torch.compile's; default: inductor, on a stand-in aot_eager")
     top.add_argument("--folder", type=Path, help="of runs and files, 60 GB; default: a temporary one")
     top.add_argument("--list", action="store_true", help="prints the cases and their bounds")
-    top.add_argument(
-        "--page", action="store_true", help="writes docs/measurements/gpu-check.md of the results in --out"
-    )
     return top
 
 
@@ -50,10 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code. Does not return where the environment has to be prepared first."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parser().parse_args(arguments)
-    if options.page:
-        from benchmarks.gpu_check import session
-
-        return session.write_page(options.out)
     if PREPARED not in os.environ:
         environment = prepared(options)
         os.chdir(REPOSITORY)

@@ -97,7 +97,7 @@ def held(lab: Lab) -> Finding:
     """A rank is killed with most of the device's memory; its restart takes as much at once."""
     gigabytes = lab.sizes.held_gb
     run = lab.train(*STEPS, "--hold", gigabytes, "--wrong", "kill", options=QUICK[:2])
-    words, figures = _restarted(run, "killed by signal 9", None)
+    words, figures = _restarted(run, "killed by SIGKILL", None)
     lost, again = events(run, "rank_failed")[0]["time"], events(run, "training") + events(run, "resumed")
     figures["from_kill_to_training_s"] = max(event["time"] for event in again) - lost
     return f"{gigabytes:g} GB were free for the restart; {words}", figures

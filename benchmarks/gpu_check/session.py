@@ -248,7 +248,7 @@ def kept(out: Path | None, session: Session) -> dict[str, Any]:
 
 
 def keep(out: Path, session: Session, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """``rows`` has those of results that count."""
+    """The results, with a page beside them. ``rows`` has those that count."""
     rows = [row for result in results.values() if result["counts"] for row in result["figures"].get("rows", [])]
     record = {
         "on": session.on,
@@ -261,21 +261,11 @@ def keep(out: Path, session: Session, results: Mapping[str, Mapping[str, Any]]) 
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, (json.dumps(record, indent=1) + "\n").encode())
-
-
-def write_page(out: Path | None) -> int:
-    """Writes the results in ``out`` into docs/measurements/gpu-check.md, whose other words are written by hand."""
-    record = json.loads(out.read_text()) if out is not None else None
-    if record is None or record["on"] == "stand-in":
-        print(f"{out} has no results of a GPU: no page", file=sys.stderr)
-        return 2
-    figures = {name: value for name, value in record.items() if name != "machine"}
-    report.write(REPOSITORY / "docs" / "measurements", "gpu-check", page(record), figures)
-    return 0
+    out.with_suffix(".md").write_text(page(record))
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The page's title and its table of cases. ``record``: the file of ``--out``."""
+    """The table of cases. ``record``: the file of ``--out``."""
     facts, lines = record["facts"], []
     for result in record["cases"].values():
         state = result["state"] + (f" (reduced: {', '.join(result['reduced'])})" if result["reduced"] else "")
@@ -284,6 +274,7 @@ def page(record: Mapping[str, Any]) -> str:
     speeds = ", ".join(f"{name} {value:.3g}" for name, value in facts["speeds"].items())
     return f"""# What needs a GPU
 
-{where}, {record["date"]}. Measured before the cases: {speeds}.
+Measured on {record["date"]} on {where}. Before the cases: {speeds}.
 
-{report.table(["case", "result", "finding", "seconds"], lines)}"""
+{report.table(["case", "result", "finding", "seconds"], lines)}
+"""

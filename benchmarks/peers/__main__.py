@@ -141,8 +141,7 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=4, help="cells at a time")
     parser.add_argument("--minutes", type=float, default=240)
     parser.add_argument("--state", type=Path, default=Path("build/peers"), help="where measured cells are kept")
-    parser.add_argument("--note", default="", help="a sentence about this measurement, for the top of the page")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
     options = parser.parse_args()
     peers = report.named("peer", options.peers, [*PEERS, LIMIT.name])
     schedules = ["none"] if options.quick else report.named("schedule", options.schedules, SCHEDULES)
@@ -153,7 +152,7 @@ def main() -> None:
     if missing:
         measure(missing, options.lanes, options.minutes, results, state)
     words = (state / "cluster").read_text() if (state / "cluster").exists() else ""
-    page.write(options.out, results.cells, state, words, options.note)
+    page.write(options.out, results.cells, state, words)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,28 @@
-"""The page: the matrix, ours beside the bound and the best peer, then each schedule."""
+"""The results of all cells, and the tables of docs/measurements/peers.md: the matrix, the bound, the best peer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, rows
 from benchmarks.peers.peers import LIMIT, PEERS
 from benchmarks.peers.schedules import EPOCHS, PER_EPOCH, SCHEDULES
 from benchmarks.peers.summary import Matrix, everything, leads, refreshed
 
-NOT_RUN = "not run"
+PAGE = Path("docs/measurements/peers.md")
+TEXT = """# The same training under the same faults
+
+The bundled digits example on 2 nodes with 2 gloo ranks each, by clusterddp and by what people use today.
+[The page of this benchmark](../../docs/measurements/peers.md) says how to read the tables."""
+Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 
 
-def write(folder: Path, cells: Sequence[dict[str, Any]], state: Path, words: str, note: str) -> None:
-    """The page and the raw figures."""
+def write(folder: Path, cells: Sequence[dict[str, Any]], state: Path, words: str) -> None:
+    """The results, and the tables of the page."""
     steps = max((cell["reached"] for cell in cells), default=EPOCHS * PER_EPOCH)
     matrix = Matrix(refreshed(cells, state), state / "finals", steps)
-    found = everything(matrix)
-    by_key = {(one["peer"], one["schedule"]): one for one in found}
-    text = f"""# Beside what people use today
-
-The same training under the same faults: {steps} steps of the bundled digits example, 2 nodes x 2 ranks, gloo,
-{len(cells)} cells. **Read the notes at the end first.** {note}"""
-    tables = {
-        "What each promises, and what one writes": peers_table(),
-        "Effective training time": matrix_table(by_key),
-        "Ours beside the best peer that completed all cells": leads_table(by_key),
-        **{f"`{name}`: {SCHEDULES[name].words}": schedule_table(name, by_key) for name in SCHEDULES},
-    }
     figures = {
         "cluster": words,
         "steps": steps,
@@ -39,92 +32,99 @@ The same training under the same faults: {steps} steps of the bundled digits exa
             for name, peer in PEERS.items()
         },
         "limit": {"start_s": matrix.start(), "each_s": matrix.each()},
-        "matrix": found,
+        "matrix": everything(matrix),
         "cells": matrix.cells,
     }
-    report.write(folder, "peers", text, figures, where=words, tables=tables)
+    made = tables(figures)
+    report.write(folder, "peers", TEXT, figures, where=words, tables=made)
+    if folder == report.RESULTS:
+        fill(figures)
 
 
-def peers_table() -> str:
-    rows = []
-    for name, peer in PEERS.items():
-        lines = peer.lines()
-        rows.append([name, peer.versions(), peer.promise, " + ".join(map(str, lines.values())), sum(lines.values())])
-    return report.table(["", "version", "what its documentation promises", "lines", "sum"], rows)
+def fill(figures: Mapping[str, Any]) -> None:
+    """The page's tables."""
+    names = {"peers": "What each promises", "training time": "Effective training time", "best peer": "The best peer"}
+    made = tables(figures)
+    shown = {name: made[heading] for name, heading in names.items()}
+    report.fill(PAGE, {**shown, "bound": rows.table(figures["rows"])})
 
 
-def matrix_table(by_key: dict[tuple[str, str], dict[str, Any]]) -> str:
-    def cell(peer: str, schedule: str) -> str:
-        one = by_key[peer, schedule]
+def tables(figures: Mapping[str, Any]) -> dict[str, str]:
+    """By heading."""
+    cells = {(one["peer"], one["schedule"]): one for one in figures["matrix"]}
+    lines = [
+        [name, one["versions"], one["promise"], " + ".join(map(str, one["lines"].values())), sum(one["lines"].values())]
+        for name, one in figures["peers"].items()
+    ]
+    best = [
+        [f"`{schedule}`", ours, f"{theirs:.2f} ({peer})", report.median(ratios), ", ".join(f"{r:.2f}" for r in ratios)]
+        for schedule, ours, peer, theirs, ratios in leads(cells)
+    ]
+    return {
+        "What each promises": report.table(["", "version", "what its documentation promises", "lines", "sum"], lines),
+        "Effective training time": matrix_table(cells),
+        "The best peer": report.table(["", "clusterddp", "the best peer", "ratio", "of each repetition"], best),
+        **{f"`{name}`: {SCHEDULES[name].words}": schedule_table(name, cells) for name in SCHEDULES},
+    }
+
+
+def matrix_table(cells: Cells) -> str:
+    def shown(peer: str, schedule: str) -> str:
+        one = cells[peer, schedule]
         if not one["run"]:
-            return NOT_RUN if peer != LIMIT.name else "-"
+            return "-"
         if not one["completed"]:
             return "not done" if one["still_training"] else "**lost**"
-        lost = f" ({_incomplete(one)})" if one["completed"] < one["run"] else ""
         each = one["ettr_of_each"]
-        return f"{one['ettr']:.2f}{f' ({min(each):.2f} to {max(each):.2f})' if len(each) > 1 else ''}{lost}"
+        return f"{one['ettr']:.2f}{f' ({min(each):.2f} to {max(each):.2f})' if len(each) > 1 else ''}{_incomplete(one)}"
 
-    head = ["", *SCHEDULES]
-    rows = [[peer, *(cell(peer, schedule) for schedule in SCHEDULES)] for peer in [*PEERS, LIMIT.name]]
-    return report.table(head, rows)
+    lines = [[peer, *(shown(peer, schedule) for schedule in SCHEDULES)] for peer in [*PEERS, LIMIT.name]]
+    return report.table(["", *SCHEDULES], lines)
 
 
-def leads_table(by_key: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """Repetition by repetition."""
+#: Of a peer under a schedule: the table's head, and the figure's name and form.
+MEDIANS = {
+    "repeated": ("repeated", "{:.0f}"),
+    "handover": ("handover_s", "{:.1f} s"),
+    "to the next new step": ("first_new_s", "{:.1f} s"),
+    "without progress": ("gap_s", "{:.1f} s"),
+    "effective": ("ettr", "{:.2f}"),
+    "bound": ("bound", "{:.2f}"),
+}
+
+
+def schedule_table(schedule: str, cells: Cells) -> str:
+    found = [one for peer in [*PEERS, LIMIT.name] if (one := cells[peer, schedule])["run"]]
     lines = [
         [
-            f"`{schedule}`",
-            ours,
-            f"{theirs:.2f} ({peer})",
-            report.median(ratios),
-            ", ".join(f"{one:.2f}" for one in ratios),
+            one["peer"],
+            _wall(one),
+            *("-" if one[name] is None else form.format(one[name]) for name, form in MEDIANS.values()),
+            _bits(one),
         ]
-        for schedule, ours, peer, theirs, ratios in leads(by_key)
+        for one in found
     ]
-    return report.table(["", "clusterddp", "the best peer", "ratio", "of each repetition"], lines)
+    return report.table(["", "wall (alone)", *MEDIANS, "differing values"], lines)
 
 
-def schedule_table(name: str, by_key: dict[tuple[str, str], dict[str, Any]]) -> str:
-    lines = []
-    for peer in [*PEERS, LIMIT.name]:
-        one = by_key[peer, name]
-        if one["run"]:
-            lines.append([peer, _wall(one), *_middle(one), _bits(one)])
-        elif peer != LIMIT.name:
-            lines.append([peer, NOT_RUN, *["-"] * 7])
-    times = ["wall (alone)", "repeated", "handover", "to the next new step", "without progress"]
-    return report.table(["", *times, "effective", "bound", "differing values"], lines)
-
-
-def _incomplete(one: dict[str, Any]) -> str:
+def _incomplete(one: Mapping[str, Any]) -> str:
     """How many of a peer's cells did not complete."""
     slow, lost = one["still_training"], one["run"] - one["completed"] - one["still_training"]
-    words = {"not done": slow, "lost": lost}
-    return ", ".join(f"{count} of {one['run']} {word}" for word, count in words.items() if count)
+    words = [f"{count} of {one['run']} {word}" for word, count in (("not done", slow), ("lost", lost)) if count]
+    return f" ({', '.join(words)})" if words else ""
 
 
-def _wall(one: dict[str, Any]) -> str:
+def _wall(one: Mapping[str, Any]) -> str:
     if not one["completed"]:
         word = "not done," if one["still_training"] else "**lost**"
         return f"{word} at step {max(one['reached'])}: {', '.join(one['end'])}"
     alone = f" ({one['undisturbed_s']:.0f})" if one["undisturbed_s"] else ""
-    lost = f"; {_incomplete(one)}" if one["completed"] < one["run"] else ""
-    return f"{one['wall_s']:.0f} s{alone}{lost}"
+    return f"{one['wall_s']:.0f} s{alone}{_incomplete(one)}"
 
 
-def _middle(one: dict[str, Any]) -> list[str]:
-    def seconds(key: str) -> str:
-        return "-" if one[key] is None else f"{one[key]:.1f} s"
-
-    repeated = "-" if one["repeated"] is None else f"{one['repeated']:.0f}"
-    shares = ["-" if one[key] is None else f"{one[key]:.2f}" for key in ("ettr", "bound")]
-    return [repeated, seconds("handover_s"), seconds("first_new_s"), seconds("gap_s"), *shares]
-
-
-def _bits(one: dict[str, Any]) -> str:
+def _bits(one: Mapping[str, Any]) -> str:
+    """The most of a peer's final values that differ from its undisturbed run's."""
     known = [count for count in one["differing"] if count is not None]
-    if not known or one["peer"] == LIMIT.name:
+    if not known or one["peer"] == LIMIT.name or (one["schedule"] == "none" and len(known) == 1):
         return "-"
-    if one["schedule"] == "none" and len(known) == 1:
-        return "-"  # it is what the others are compared with
-    return "none" if max(known) == 0 else f"{max(known):,}"
+    return f"{max(known):,}" if max(known) else "none"

@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="at most 2 minutes, without Slurm and gloo")
     parser.add_argument("--parts", default="", help=f"of {', '.join(PARTS)}; the others' figures are kept")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
     arguments = parser.parse_args()
     if arguments.quick or arguments.parts:
         names = report.named("part", arguments.parts, PARTS) if arguments.parts else list(QUICK_PARTS)
@@ -113,8 +113,8 @@ def write(folder: Path, found: Mapping[str, Any]) -> None:
     text = """# What grows with the number of ranks
 
 Simulated ranks are connections that speak the real protocol, many in one process; they train nothing, and share this
-machine with the supervisor. [scale.md](../design/scale.md) says what follows from these figures and what is only
-argued."""
+machine with the supervisor.
+[Thousands of ranks](../../docs/design/rendezvous.md#thousands-of-ranks) says what follows."""
     report.write(folder, "scale", text, {"rows": table, "parts": gathered}, tables=tables(gathered))
 
 

@@ -439,7 +439,7 @@ def main() -> None:
     parser.add_argument("--proctracks", default="cgroup,linuxproc")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--state", type=Path, default=Path("runs/soak"), help="progress, references, failed runs")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
     options = parser.parse_args()
     settings = {
         "preemptions": options.preemptions,

@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--schedule", default=",".join(SCHEDULE), help="kinds of faults, in order")
     parser.add_argument("--keep", type=Path, help="a folder for the run's history and the independent records")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
     options = parser.parse_args()
     schedule = options.schedule.split(",")
     if unknown := set(schedule) - set(SCHEDULE):

@@ -185,7 +185,7 @@ def memory(size: int) -> mmap.mmap:
     """Memory for a file's data, of one byte at least, for this process alone; a bytearray would be zeroed first.
 
     ``MAP_SHARED``, Python's default, takes three times as long to fill. Huge pages would take half as long on a machine
-    of its own, but eight times in a virtual one that returns free ones to its host (docs/measurements/restore.md).
+    of its own, but eight times in a virtual one that returns free ones to its host (benchmarks/results/restore.md).
     """
     return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 

@@ -24,6 +24,7 @@ from clusterddp.reporter import counted, printable, show
 from clusterddp.rundir.find import as_typed, find_runs, runs_folder
 from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.runs.run_report import report, values
+from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import WORDS, run_states
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, _: object) -> int:
     """Runs ``list`` and returns the exit code."""
     if arguments.watch:
-        return live.watch(lambda size: _view(arguments, size))
+        queue = PacedQueue()
+        return live.watch(lambda size: _view(arguments, size, queue))
     found = _chosen(arguments)
     if arguments.json or arguments.csv:
         chosen = [_best_row(found, arguments.best)] if arguments.best else found.rows
@@ -90,11 +92,9 @@ def _tell_unknown(found: _Found, names: list[str]) -> None:
         show(f"--show {','.join(missing)}: no run has logged this. Logged: {', '.join(known) or 'nothing yet'}")
 
 
-def _view(arguments: argparse.Namespace, size: Size | None) -> live.View:
+def _view(arguments: argparse.Namespace, size: Size | None, queue: PacedQueue) -> live.View:
     """What --watch shows on a terminal of this size: the first runs with more columns, and the newest events."""
-    # TODO
-
-    found = _chosen(arguments)
+    found = _chosen(arguments, queue)
     most = size.lines - 2 * LEAST_EVENTS - 4 if size else len(found.rows)
     rows = found.rows[: max(1, most)]
     more = watched(rows, found.metrics, live.encoding())
@@ -117,12 +117,12 @@ class _Found:
     steps: str | None
 
 
-def _chosen(arguments: argparse.Namespace) -> _Found:
+def _chosen(arguments: argparse.Namespace, queue: PacedQueue | None = None) -> _Found:
     states, by = _states(arguments.state), arguments.sort
     metrics = _names(f"{arguments.show},{_metric_of(arguments.best)}")
     wanted = [*metrics, by] if by and by not in columns(metrics) else metrics
     summaries = [summarize(run, wanted) for run in find_runs(arguments.run)]
-    pairs = list(zip(summaries, run_states(summaries), strict=True))
+    pairs = list(zip(summaries, run_states(summaries, queue=queue), strict=True))
     metrics, wanted = ([name for name in names if _is_metric(name, summaries)] for names in (metrics, wanted))
     sweep = _compared(pairs, wanted)
     if sweep and by not in metrics and f"{by}=" in sweep.values:

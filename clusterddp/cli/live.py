@@ -68,7 +68,7 @@ def _wrapped(text: str, columns: int) -> list[str]:
     return wrapper.wrap(text)
 
 
-#: Seconds between two looks, each of which asks Slurm at most once.
+#: Seconds between two looks at the runs' files. Slurm is asked less often (``slurm/pace.py``).
 EVERY_S = 5.0
 
 

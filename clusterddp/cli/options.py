@@ -132,6 +132,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-snapshot", action="store_true",
         help="run the code that is in the checkout when an attempt starts, instead of a snapshot",
     )  # fmt: skip
+    job.add_argument("--no-node-memory", action="store_true", help="also use nodes on which other runs failed")
     job.add_argument(
         "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option (repeatable)"
     )
@@ -242,6 +243,8 @@ def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str]
         values["args"] = list(script_arguments)
     if arguments.no_snapshot:
         values["snapshot"] = False
+    if arguments.no_node_memory:
+        values["node_memory"] = False
     return values
 
 

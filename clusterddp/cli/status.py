@@ -24,6 +24,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.runs.run_report import booked, left_s, moment, stalled_s, values
 from clusterddp.runs.run_status import Event, code_of, full_report, looked_at, scores_of, state_sentence
+from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState
 from clusterddp.supervisor.limits import SAVED_ITSELF, attempts_made
 from clusterddp.trackers.sent import overview
@@ -46,7 +47,8 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     run = open_run(arguments.run)
     if arguments.watch:
         names = list(dict.fromkeys(name for name in arguments.show.split(",") if name))
-        return live.watch(lambda size: _view(run, names, size))
+        queue = PacedQueue()
+        return live.watch(lambda size: _view(run, names, size, queue))
     if arguments.show:
         raise UsageError("--show requires --watch. Without it, status shows all metrics of the last step")
     if arguments.json:
@@ -100,10 +102,10 @@ def _history(events: Sequence[Event]) -> list[str]:
 _WATCHED = ("run", "state", "progress", "slow", "curves", "time", "nodes", "attempts")
 
 
-def _view(run: RunDirectory, metrics: list[str], size: Size | None) -> live.View:
+def _view(run: RunDirectory, metrics: list[str], size: Size | None, queue: PacedQueue) -> live.View:
     """What --watch shows on a terminal of this size."""
     events, now = run.events(), time.time()
-    summary, state = looked_at(run, metrics, live.EVERY_S)
+    summary, state = looked_at(run, metrics, queue)
     facts = _facts(summary, state, events, now) | {"curves": _curves(summary, metrics, events, size)}
     if size:  # one line for the path, whose end tells runs apart
         facts["run"] = [("run", clipped(one_line(as_typed(run.path)), size.columns - INDENT, keep_end=True))]

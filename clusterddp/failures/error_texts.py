@@ -1,6 +1,6 @@
 """Error texts of CUDA, HIP, NCCL, cuDNN, Triton, gloo and torch: whose fault each is, and its likely cause.
 
-An exception's type rarely tells: torch raises RuntimeError, AcceleratorError (from 2.8 on) or DistBackendError for most
+An exception's type rarely helps: torch raises RuntimeError, AcceleratorError (from 2.8 on) or DistBackendError for most
 of these errors. Under NCCL an asynchronous error of a device ends the process from torch's watchdog thread. ``find``
 takes the first row whose pattern occurs in the text, so special cases come before general ones.
 """
@@ -25,8 +25,8 @@ class Blame(enum.Enum):
 class ErrorText(NamedTuple):
     """A row of the table.
 
-    ``pattern`` is a regular expression, searched in ``TYPE: MESSAGE``. ``source`` says who words the error so, and in
-    which versions.
+    ``pattern`` is a regular expression, searched in ``TYPE: MESSAGE``. ``source``: which software uses
+    these words, and in which versions.
     """
 
     pattern: str
@@ -40,12 +40,12 @@ _CUDART = "cudaGetErrorString, CUDA 11 to 13; hipGetErrorString, ROCm 5 to 7"
 _C10 = "torch 2.4 to 2.13, c10/cuda; 'HIP' for 'CUDA' in ROCm builds"
 _NCCL = "ncclGetErrorString, NCCL 2.13 to 2.28 and RCCL; torch 2.4 to 2.13, NCCLUtils"
 _WATCHDOG = "torch 2.4 to 2.13, ProcessGroupNCCL.cpp"
-_DEVICE_MEMORY = "the device's memory is full: use a smaller batch, or stop other processes that use this GPU"
+_DEVICE_MEMORY = "the device's memory is full. Use a smaller batch, or stop other processes that use this GPU"
 _REMOTE = "another rank exited, failed or lost its network first"
-_KERNEL = "a kernel read or wrote outside of its tensors: find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer"
+_KERNEL = "a kernel read or wrote outside of its tensors. Find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer"
 
 TABLE = (
-    # Out of memory, which many libraries report as an error of their own.
+    # Out of memory, which many libraries report in their own words.
     ErrorText(r"(CUDA|HIP) out of memory", Blame.SCRIPT, _DEVICE_MEMORY, f"{_C10}: the caching allocator", True),
     ErrorText(
         r"(CUDA|HIP|Triton|driver) [Ee]rror( \[(CUDA|HIP)\])?: out of memory|Cuda failure( 2)? '?out of memory",
@@ -59,13 +59,13 @@ TABLE = (
     ErrorText(
         r"^MemoryError\b|DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory",
         Blame.SCRIPT,
-        "the host's memory is full: ask for more with --mem, or use fewer workers",
+        "the host's memory is full. Request more with --mem, or use fewer workers",
         "Python; torch 2.4 to 2.13, c10/core/impl/alloc_cpu.cpp; libstdc++; errno ENOMEM", True,
     ),
     # The script's errors in kernels. They are sticky: the process cannot use the device again.
     ErrorText(
         r"device-side assert triggered", Blame.SCRIPT,
-        "an index is out of range in a kernel, often a label or a token id: find it with CUDA_LAUNCH_BLOCKING=1",
+        "an index is out of range in a kernel, often a label or a token id. Find it with CUDA_LAUNCH_BLOCKING=1",
         f"cudaErrorAssert: {_CUDART}",
     ),
     ErrorText(
@@ -83,7 +83,7 @@ TABLE = (
         r"(CUDA|HIP) error: (invalid (argument|configuration argument|device ordinal|resource handle)"
         r"|operation not permitted when stream is capturing|initialization error|peer access is not supported)"
         r"|Cannot re-initialize CUDA in forked subprocess",
-        Blame.SCRIPT, "an invalid call: for a device that this rank lacks, in a graph capture, or after a fork",
+        Blame.SCRIPT, "an invalid call, such as for a device that this rank lacks, in a graph capture, or after a fork",
         f"{_CUDART}; torch/cuda/__init__.py, 2.4 to 2.13",
     ),
     ErrorText(
@@ -107,7 +107,7 @@ TABLE = (
     ErrorText(
         r"Watchdog caught collective operation timeout|Operation timed out after \d+ ms"
         r"|Aborting process on rank \d+ due to timeout", Blame.PEER,
-        "a rank did not reach a collective in time: look for one that hung, or that called a different one", _WATCHDOG,
+        "a rank did not reach a collective in time. Look for one that hung, or called a different one", _WATCHDOG,
     ),
     ErrorText(
         r"gloo/transport/|[Gg]loo connectFullMesh failed", Blame.PEER, "a rank exited, or did not answer in time",
@@ -116,11 +116,11 @@ TABLE = (
     # NCCL's own errors.
     ErrorText(
         r"ncclInvalid(Usage|Argument)|NCCL error.*: invalid (usage|argument)|Duplicate GPU detected", Blame.SCRIPT,
-        "an invalid NCCL call: two ranks on one GPU, or tensors of different sizes", _NCCL,
+        "an invalid NCCL call, such as two ranks on one GPU, or tensors of different sizes", _NCCL,
     ),
     ErrorText(
         r"ncclSystemError|unhandled system error|ncclInternalError|NCCL error.*: internal error", Blame.NETWORK,
-        "a socket, InfiniBand or shared memory failed: set NCCL_DEBUG=INFO to see which", _NCCL,
+        "a socket, InfiniBand or shared memory failed. Set NCCL_DEBUG=INFO to see which", _NCCL,
     ),
     # The device or its driver.
     ErrorText(
@@ -140,7 +140,7 @@ TABLE = (
     ),
     ErrorText(
         r"(CUDA|HIP) unknown error|(CUDA|HIP) error: unknown error", Blame.NODE,
-        "the driver has failed: ask the administrator for the node's Xid messages", f"cudaErrorUnknown: {_C10}",
+        "the driver has failed. Ask the administrator for the node's Xid messages", f"cudaErrorUnknown: {_C10}",
     ),
     ErrorText(
         r"(CUDA|HIP) driver error|(CUDA|HIP) error|Cuda failure|Triton Error \[|cuDNN error|MIOpen Error|hipError"
@@ -153,7 +153,7 @@ TABLE = (
         r"watchdog got stuck for \d+ seconds|watchdog thread has not made progress", Blame.NODE,
         "a call into the driver or NCCL did not return", f"{_WATCHDOG}, HeartbeatMonitor",
     ),
-    ErrorText(r"NCCL error|RCCL error", Blame.NETWORK, "NCCL failed: set NCCL_DEBUG=INFO for details", _NCCL),
+    ErrorText(r"NCCL error|RCCL error", Blame.NETWORK, "NCCL failed. Set NCCL_DEBUG=INFO for details", _NCCL),
     # Connections between ranks, and clusterddp's own.
     ErrorText(
         r"^DeviceError: (needs|device \S+ requested, but no GPU)", Blame.NODE,
@@ -174,7 +174,7 @@ TABLE = (
 _ROWS = [(re.compile(row.pattern), row) for row in TABLE]
 
 
-@functools.lru_cache(maxsize=1024)  # of many ranks with the same error, several times each
+@functools.lru_cache(maxsize=1024)  # many ranks may have the same error
 def find(text: str) -> ErrorText | None:
     """The row of an error with this text, ``TYPE: MESSAGE``; None if there is none, as for the script's own errors."""
     return next((row for pattern, row in _ROWS if pattern.search(text)), None)

@@ -34,7 +34,7 @@ class Choice:
 def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], needed: int, now: float) -> Choice:
     """Which nodes the next job excludes.
 
-    ``lost``: nodes that do not answer now; they take precedence if not all can be excluded. ``usable``: the nodes that
+    ``lost``: nodes that do not respond now, with precedence if not all can be excluded. ``usable``: the nodes that
     Slurm could allocate to the job, which needs ``needed`` of them; if too few would remain, none is added.
     """
     events = list(events)
@@ -46,17 +46,21 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
     left = set(usable) - set(nodes)
     if nodes != before and len(left) < needed:
         remain = counted(len(left), "usable node")
-        reason = f"without {' and '.join(nodes)} the partition has {remain}, and the run needs {needed}"
+        reason = f"without {' and '.join(nodes)} the partition has {remain}, but the run needs {needed}"
         return Choice(tuple(before), refused=reason)
-    reason = f"{' and '.join(over)} failed, but {' and '.join(nodes)} are already excluded ({MOST} nodes at most)"
+    reason = f"{' and '.join(over)} failed, but {' and '.join(nodes)} are already excluded (at most {MOST} nodes)"
     return Choice(tuple(nodes), tuple(node for node in new if node in nodes), reason if over else None)
 
 
 def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:
-    """A node's failures: a rank on it failed first, and not by an error of the script, its GPU hung, or the node was
+    """A node's failures: a rank on it failed first, other than by an error of the script, its GPU hung, or the node was
     lost."""
-    own = (event for event in events if event.get("suspect") == node and event["time"] > now - FOR_S)
-    return [event for event in own if event["event"] in ("rank_failed", "hung", "node_lost")]
+    return [event for event in events if is_failure(event) and event["suspect"] == node and event["time"] > now - FOR_S]
+
+
+def is_failure(event: Event) -> bool:
+    """Whether the event is a failure of a node."""
+    return bool(event.get("suspect")) and event["event"] in ("rank_failed", "hung", "node_lost")
 
 
 def failed(events: Iterable[Event], now: float) -> list[str]:
@@ -104,21 +108,27 @@ def letter(events: Iterable[Event], node: str, now: float) -> str:
     """A text that a user can send to the cluster's administrator."""
     events = list(events)
     jobs = {event["attempt"]: event["job"] for event in events if event["event"] == "started" and "job" in event}
-    lines = [_line(event, jobs.get(event["attempt"])) for event in failures(events, node, now)]
+    found = [(event["time"], jobs.get(event["attempt"]), what(event)) for event in failures(events, node, now)]
+    return letter_about(node, f"failed one of our training runs {counted(len(found), 'time')}", found)
+
+
+def letter_about(node: str, failed: str, found: Iterable[tuple[float, str | None, str]]) -> str:
+    """The text, from each failure's time, job and error."""
+    times = [(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)), job, error) for at, job, error in found]
     return "\n".join(
         [
-            f"Node {node} failed one of our training runs {counted(len(lines), 'time')}:",
-            *lines,
-            "The ranks on other nodes did not fail first. Could you check the node (memory, GPUs, network, disk)?",
+            f"Node {node} {failed}:",
+            *(f"  {when}  job {job or 'unknown'}: {error}" for when, job, error in times),
+            "Ranks on other nodes did not fail first. Could you check this node (memory, GPUs, network, disk)?",
             f"Until then our jobs exclude it (sbatch --exclude={node}).",
         ]
     )
 
 
-def _line(event: Event, job: str | None) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
-    what = event.get("error") or event.get("what") or "the node stopped responding"
-    return f"  {when}  job {job}: {what.splitlines()[0]}"
+def what(event: Event) -> str:
+    """The first line of what a node's failure was."""
+    words = event.get("error") or event.get("what") or "the node stopped responding"
+    return str(words).splitlines()[0]
 
 
 def unchecked(events: Iterable[Mapping[str, Any]], nodes: Sequence[str]) -> list[str]:

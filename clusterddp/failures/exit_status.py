@@ -1,4 +1,4 @@
-"""How a rank without a record ended, from waitpid's status or srun's messages. Pure functions."""
+"""How a rank that left no record ended, from waitpid's status or srun's messages. Pure functions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ExitStatus:
     exit_code: int | None = None
     out_of_memory: bool = False
     first: bool = False
-    """Whether the launcher reported its end before those of all other ranks."""
+    """Whether the launcher reported its end before that of any other rank."""
     not_started: str = ""
-    """Why it was not started, if so."""
+    """Why it was not started; empty if it was."""
 
     @classmethod
     def of_code(cls, code: int) -> ExitStatus:
@@ -44,16 +44,16 @@ class ExitStatus:
         return alone or self.signal not in (None, *KILLS)
 
     def words(self) -> str:
-        """The message for the user."""
+        """The end in words, for a message."""
         if self.not_started:
             return f"was not started: {self.not_started}"
         if self.out_of_memory:
-            return "killed: out of memory (the job's limit; request more with --mem)"
+            return "was killed because the job ran out of memory. Request more with --mem"
         if self.signal == signal.SIGKILL:
-            return "killed by signal 9, no traceback; check memory"
+            return "was killed by SIGKILL, probably out of memory"
         if self.signal is not None:
-            return f"killed by signal {self.signal} ({_name(self.signal)})"
-        return f"exited by os._exit({self.exit_code}), no traceback"
+            return f"was killed by signal {self.signal} ({_name(self.signal)})"
+        return f"exited with code {self.exit_code} and no traceback, probably by os._exit"
 
 
 def in_order(exit_statuses: Mapping[int, ExitStatus]) -> dict[int, ExitStatus]:

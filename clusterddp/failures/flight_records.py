@@ -1,7 +1,7 @@
-"""What torch's flight records tell of a hang: which collective of a process group each rank has not completed.
+"""Finds the cause of a hang in torch's flight records: the collective of a process group that a rank has not completed.
 
 A collective's number counts those of its group, and is the same on all ranks, so that records can be compared: a rank
-did not call a collective, called another one, or has not completed one that others have. Pure functions.
+did not call a collective, called a different one, or has not completed one that others have. Pure functions.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 from clusterddp.rundir.records import is_count, is_text
 
-#: The most process groups that a rank tells of, and the most characters of a collective's sizes.
+#: The most process groups that a rank reports, and the most characters of a collective's sizes.
 MOST_GROUPS, LONGEST_SIZES = 8, 60
 #: Collectives whose inputs have the same sizes on all ranks.
 _EQUAL_SIZES = ("all_reduce", "allreduce", "broadcast", "reduce")
 
-#: Of a process group: its name and backend, the number of the last collective up to which all are complete, that of the
+#: A process group: its name and backend, the number of the last collective up to which all are complete, that of the
 #: last one that was called, and the first that is not complete, "" if there is none.
 Row = Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Apart:
-    """Ranks that differ. ``groups``: ranks and what is said of them. ``late``: those at fault; none if unknown.
+    """Ranks that differ. ``groups``: ranks, and what they did, in words. ``late``: those at fault; none if unknown.
     ``different``: whether they called different collectives."""
 
     groups: tuple[tuple[tuple[int, ...], str], ...]
@@ -60,7 +60,7 @@ def outline(record: Mapping[str, Any]) -> Sequence[Row]:
 
 
 def _complete(entry: Mapping[str, Any]) -> bool:
-    """NCCL's that timed out are retired, too; gloo's stay "scheduled" when they are complete (torch 2.13)."""
+    """NCCL's that timed out are also retired. gloo's stay "scheduled" when they are complete (torch 2.13)."""
     if entry["profiling_name"].startswith("gloo:"):
         return bool(entry["retired"])
     return bool(entry["state"] == "completed")
@@ -93,7 +93,7 @@ def _compare_group(rows: Mapping[int, Row]) -> Apart | None:
     number = f"collective {first} of their group"
     if len(set(at_first.values())) > 1:
         groups = [
-            (tuple(rank for rank, words in at_first.items() if words == one), f"in {one}")
+            (tuple(rank for rank, words in at_first.items() if words == one), f"called {one}")
             for one, _ in sorted(Counter(at_first.values()).items(), key=lambda item: item[1])
         ]
         few = tuple(rank for ranks, _ in groups[:-1] for rank in ranks)
@@ -101,8 +101,8 @@ def _compare_group(rows: Mapping[int, Row]) -> Apart | None:
         return Apart(tuple((ranks, f"{words} as {number}") for ranks, words in groups), late, different=True)
     words = next(iter(at_first.values()))
     if absent := tuple(rank for rank, row in rows.items() if row[2] < first):
-        return Apart(((absent, f"not in {words}, {number}"),), absent)
+        return Apart(((absent, f"did not call {words}, {number}"),), absent)
     if len(at_first) < len(rows):
         behind = tuple(at_first)
-        return Apart(((behind, f"still in {words}, {number}, which the others have completed"),), behind)
+        return Apart(((behind, f"did not complete {words}, {number}, unlike the others"),), behind)
     return None

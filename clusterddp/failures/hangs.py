@@ -1,9 +1,9 @@
 """Finds hangs and stragglers from the ranks' heartbeats, which arrive every few seconds.
 
-A heartbeat has the number of boundaries that the rank has reached, for how long it has not reached the next one, how
-long that may take, and, meanwhile, where its main thread is. On a GPU that is rarely where the run hangs: the hosts are
+A heartbeat has the number of boundaries that the rank has reached, the time since the last one, the time that the next
+may take, and where the main thread is meanwhile. On a GPU that is rarely where the run hangs, because the hosts are
 ahead of their devices, by different numbers of steps, and wait for them in any line. After a timeout the heartbeat
-therefore tells where the device is, too, and which collective is not complete.
+therefore also has where the device is, and which collective is not complete.
 
 Time is measured by the supervisor's clock, which stops while the supervisor itself is stopped (a suspended job); clocks
 of different hosts are never compared.
@@ -24,14 +24,14 @@ from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, schema_error
 from clusterddp.rundir.timing import is_slow
 
-#: Heartbeats between a rank's timeout and the verdict that the run hangs: meanwhile the ranks' stacks are written.
+#: Heartbeats between a rank's timeout and the verdict that the run hangs. Meanwhile the ranks write their stacks.
 PATIENCE_BEATS = 3
-#: A rank is silent after so many missing heartbeats.
+#: A rank is silent after this many missing heartbeats.
 SILENCE_BEATS = 4
 #: The most ranks that a message lists.
 NAMED = 4
-_TOLD = ("count", "step", "allowed_s", "place", "waits", "line", "own_s", "step_s", "still_s")
-#: A device that needed less than so many times the usual time of a step for its last step makes progress.
+_PASSED_ON = ("count", "step", "allowed_s", "place", "waits", "line", "own_s", "step_s", "still_s")
+#: A device makes progress if its last step took less than this many times the usual time of a step.
 DEVICE_GAP = 4.0
 
 
@@ -45,7 +45,7 @@ class RankStatus:
     ``own_s``, ``step_s``: its compute time in a step, and the whole step. ``still_s``: for how long its main thread has
     been at one place.
     ``device``: the step that its device is in, and whether it does its OWN work there, WAITs for other ranks or is
-    IDLE; None if unknown, and on a CPU. ``device_still_s``: since when. ``collectives``: of its flight record.
+    IDLE; None if unknown, and on a CPU. ``device_still_s``: for how long. ``collectives``: of its flight record.
     ``of_attempt``: whether steps are counted from the attempt's beginning, as their numbers in the run are unknown.
     """
 
@@ -85,7 +85,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class StragglerRecovered:
-    """A rank that was a straggler is none any more."""
+    """A rank that was a straggler no longer is one."""
 
     rank: int
     host: str
@@ -97,9 +97,9 @@ class Hang:
 
     ``step`` is None if its number in the run is unknown.
 
-    ``seconds``: since their last boundary. ``stalled_s``: since any rank's. What a rank did after its last heartbeat is
-    unknown, so that the others' boundaries tell better since when no step is made. ``of_device``: whether these ranks'
-    devices do not complete their own work, for which the others' wait: the node is suspect.
+    ``seconds``: since their last boundary. ``stalled_s``: since any rank's, which is the better start of the hang,
+    because what a rank did after its last heartbeat is unknown. ``of_device``: whether these ranks' devices do not
+    complete their own work, for which the others' wait: the node is suspect.
     """
 
     late: tuple[int, ...]
@@ -114,7 +114,7 @@ class Hang:
 def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang | None:
     """The hang, once a rank has timed out, unless it waits for one that works or whose watchdog is suspended.
 
-    A rank that works without end is left to torch's own timeout, as others wait for it in a collective.
+    A rank that works without end is left to torch's own timeout, because others wait for it in a collective.
     """
     statuses = sorted(statuses, key=lambda status: status.rank)
     if not (over := [status for status in statuses if _over(status, now, beat_s)]):
@@ -123,7 +123,7 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
     on_devices = not silent and any(status.device is not None and status.device[1] != IDLE for status in statuses)
     if on_devices and any(status.device is None and _is_watched(status) for status in statuses):
         if not all(_over(status, now, beat_s) for status in statuses if _is_watched(status)):
-            return None  # where their devices are is known once they have timed out, too
+            return None  # their devices' positions are known only once they have timed out, too
         on_devices = False
     apart = compare({status.rank: status.collectives for status in statuses})
     if on_devices and apart is not None and apart.different:
@@ -143,22 +143,23 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
     if late is not silent and any(_works(status, now) for status in late):
         return None
     seconds = now - min(status.moved for status in late)
-    what = f"{_names(late)} last at step {late[0].at}, {seconds:.0f} s ago"
+    have, they = ("has", "It") if len(late) == 1 else ("have", "They")
+    what = f"{_names(late)} {have} been stuck at step {late[0].at} for {seconds:.0f} s"
     if late is silent:
-        what += ", no heartbeat since (stopped, or holding the GIL)"
+        what += " without a heartbeat (stopped, or holding the GIL)"
     elif place := _most_common(late):
-        what += f", in {place}"
+        what += f" in {place}"
     at_fault = {status.rank for status in late}
     others = [status for status in statuses if status.rank not in at_fault]
     if apart is not None:
-        what += f", {apart.groups[0][1]}"
+        what += f". {they} {apart.groups[0][1]}"
     elif on_devices:
-        what += f", {_devices(late, bool(others))}"
+        what += f". {_devices(late, bool(others))}"
     waiting = [status.device[0] for status in others if status.device and status.device[1] == WAIT]
     if on_devices and waiting:
-        what += f"; the other ranks' GPUs wait in step {min(waiting)}"
+        what += f". The other ranks' GPUs wait in step {min(waiting)}"
     elif place := _most_common([status for status in others if status.waits]):
-        what += f"; the others wait in {place}"
+        what += f". The others wait in {place}"
     of_device = on_devices and apart is None and bool(others) and all(s.device and s.device[1] == OWN for s in late)
     return _hang(late, seconds, what, statuses, now, of_device)
 
@@ -182,10 +183,10 @@ def _is_watched(status: RankStatus) -> bool:
 
 
 def _late_devices(statuses: list[RankStatus]) -> list[RankStatus]:
-    """The ranks that the others' devices wait for: of those whose device has come least far, the ones that do not wait
+    """The ranks that the others' devices wait for: of those whose device is furthest behind, the ones that do not wait
     there for others. A device without work waits for its host, which may wait for other ranks itself.
 
-    A device may be seen at its own work while it waits in a collective of the script, so that an idle one comes first.
+    An idle device comes first, because one that waits in a collective of the script may seem to do its own work.
     """
     least = min(status.device[0] for status in statuses if status.device)
     behind = [status for status in statuses if status.device and status.device[0] == least]
@@ -194,15 +195,15 @@ def _late_devices(statuses: list[RankStatus]) -> list[RankStatus]:
 
 
 def _devices(late: list[RankStatus], apart: bool) -> str:
-    """Where the devices of these ranks are, which have come equally far. ``apart``: whether the others' are ahead."""
+    """Where the devices of these ranks are, all at the same step. ``apart``: whether the others' are ahead."""
     assert late[0].device is not None
     step, does = late[0].device
-    gpu = "its GPU" if len(late) == 1 else "their GPUs"
+    gpu = "Its GPU is" if len(late) == 1 else "Their GPUs are"
     if does == OWN:
-        return f"{gpu} still at work on step {step}"
+        return f"{gpu} still working on step {step}"
     if does == IDLE:
         return f"{gpu} idle in step {step}"
-    return f"{gpu} still in a collective of step {step}" if apart else f"all GPUs in a collective of step {step}"
+    return f"{gpu if apart else 'All GPUs are'} still in a collective of step {step}"
 
 
 def _different(apart: Apart, statuses: list[RankStatus], now: float) -> Hang:
@@ -211,18 +212,18 @@ def _different(apart: Apart, statuses: list[RankStatus], now: float) -> Hang:
     late = [by_rank[rank] for rank in apart.late] or statuses
     seconds = now - min(status.moved for status in late)
     where = ", ".join(f"{_names([by_rank[rank] for rank in ranks])} {words}" for ranks, words in apart.groups[-NAMED:])
-    return _hang(late, seconds, f"{where}, for {seconds:.0f} s: {_CALLED}; {_ORDER}", statuses, now)
+    return _hang(late, seconds, f"{_CALLED}: {where}, for {seconds:.0f} s. {_ORDER}", statuses, now)
 
 
-_CALLED, _ORDER = "the ranks called different collectives", "every rank must call the same ones in the same order"
+_CALLED, _ORDER = "the ranks called different collectives", "Every rank must call the same ones in the same order"
 
 
 def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) -> Hang | None:
     """A hang because the ranks call different collectives: some wait in one whose step others have already passed, or
     all wait in the same step, but in different places.
 
-    All ranks take part in a collective, so that those ahead skipped it, or those behind call one too many: the smaller
-    group is at fault, or nobody knows which.
+    All ranks take part in a collective, so those ahead skipped it, or those behind call one too many. The smaller group
+    is at fault; if there is none, that is unknown.
     """
     least = min(status.count for status in statuses)
     behind, ahead = [s for s in statuses if s.count == least], [s for s in statuses if s.count > least]
@@ -240,7 +241,7 @@ def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) ->
     where = ", ".join(map(_where, groups[-NAMED:]))
     same = not ahead and len({status.place for status in statuses}) == 1
     said = "the ranks wait in different calls" if same else _CALLED
-    what = f"{where}, for {seconds:.0f} s: {said}; {_ORDER}"
+    what = f"{said}: {where}, for {seconds:.0f} s. {_ORDER}"
     return _hang(late, seconds, what, statuses, now)
 
 
@@ -268,14 +269,14 @@ def _over(status: RankStatus, now: float, beat_s: float) -> bool:
 
 
 def _works(status: RankStatus, now: float) -> bool:
-    """Whether its code made progress lately without reaching a boundary: perhaps a long evaluation. Or its device did,
+    """Whether its code made progress lately without reaching a boundary, as in a long evaluation. Or its device did,
     for which the host waits: with CUDA graphs it may have a thousand steps to do."""
     steps = status.device_still_s < DEVICE_GAP * (status.step_s or 0.0)
     return steps or status.still_s < 0.5 * (now - status.moved)
 
 
 def _late(statuses: list[RankStatus], silent: list[RankStatus]) -> list[RankStatus]:
-    """The ranks that the others wait for, by the first criterion that tells them apart: they are silent, have reached
+    """The ranks that the others wait for, by the first criterion that distinguishes them: they are silent, have reached
     fewer boundaries, do not wait for others, or are in a place where fewer than half of the ranks are."""
     least = min(status.count for status in statuses)
     at = Counter(status.place for status in statuses)
@@ -323,14 +324,14 @@ def _median_without(times: Sequence[float], left_out: float) -> float:
 
 
 class Watch:
-    """Finds hung and slow ranks in their heartbeats; a slow rank once, and again when its ratio doubles.
+    """Finds hung and slow ranks in their heartbeats, a slow rank once, and again when its ratio doubles.
 
-    Time passes with each look that counts.
+    Time passes only with looks that count.
     """
 
     def __init__(self, beat_s: float) -> None:
         self._clock, self._beat_s = RunningClock(beat_s), beat_s
-        #: When the hang was found that is still to be confirmed.
+        #: When the hang was found that is not confirmed yet.
         self._suspected: float | None = None
         self._warned: dict[int, float] = {}
         self._slow: set[int] = set()
@@ -340,17 +341,17 @@ class Watch:
         """Records a rank's heartbeat. Raises ValueError for a malformed one."""
         if wrong := schema_error(beat, _BEAT):
             raise ValueError(wrong)
-        now, told = self._clock.now, {name: beat[name] for name in _TOLD if name in beat}
+        now, values = self._clock.now, {name: beat[name] for name in _PASSED_ON if name in beat}
         if beat.get("device") is not None:
-            told |= {"device": (beat["device"][0], beat["device"][1]), "device_still_s": beat["device"][2]}
-        told["of_attempt"] = "made" in beat
-        told["collectives"] = beat.get("collectives") or ()
-        self._statuses[rank] = RankStatus(rank, host, moved=now - beat["age_s"], heard=now, **told)
+            values |= {"device": (beat["device"][0], beat["device"][1]), "device_still_s": beat["device"][2]}
+        values["of_attempt"] = "made" in beat
+        values["collectives"] = beat.get("collectives") or ()
+        self._statuses[rank] = RankStatus(rank, host, moved=now - beat["age_s"], heard=now, **values)
 
     def look(self, counts: bool = True, gone: Collection[int] = ()) -> list[Hang | Slow | StragglerRecovered]:
         """What has been found by now; to be called every ``beat_s`` seconds.
 
-        ``gone``: the ranks that have ended in order. Others may work alone from then on, but they send heartbeats.
+        ``gone``: the ranks that have ended regularly. Others may work alone from then on, but they send heartbeats.
         """
         self._clock.look(counts)
         statuses = [status for rank, status in self._statuses.items() if rank not in gone]
@@ -372,7 +373,7 @@ class Watch:
         return [*found, hang] if hang else found
 
     def behind(self) -> str:
-        """The ranks that all others wait for at this moment, and where they are; empty if that cannot be told.
+        """Which ranks all others wait for at this moment, and where they are, in words; empty if that is unknown.
 
         Hosts with GPUs run ahead of their devices and do not wait for other ranks, so that none is named there.
         """
@@ -381,7 +382,7 @@ class Watch:
         if not late or len(late) == len(statuses):
             return ""
         place = _most_common(late)
-        return f"{_names(late)} last at step {late[0].at}{f', in {place}' if place else ''}"
+        return f"waiting for {_names(late)} at step {late[0].at}{f' in {place}' if place else ''}"
 
     def confirmed_hang(self, statuses: Sequence[RankStatus], now: float) -> Hang | None:
         """A hang that is still there after the next heartbeat of each rank at fault.

@@ -27,7 +27,7 @@ _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
 _NOT_THE_USERS = re.compile(
     r"/(site|dist)-packages/|/lib/python3\.\d+/|^<|/clusterddp/((__init__|__main__|api|entry|function)\.py|(checkpoint|data|distributed|training|worker)/)"
 )
-#: What torch says if ranks are in different collectives; of a timeout, one of them may also be late.
+#: Torch's messages if ranks are in different collectives. After a timeout, one of them may also have been late.
 _MISMATCH = re.compile(r"collective mismatch|mismatch between collectives|op\.preamble\.length <= op\.nbytes")
 #: The last two are torch 2.15's.
 _TIMEOUT = re.compile(
@@ -56,20 +56,20 @@ def users_line(text: str) -> str | None:
 
 
 def different_calls(error: str, texts: Mapping[int, str]) -> str:
-    """A sentence if ``error`` comes of ranks in different collectives; '' if not. ``texts``: the ranks' tracebacks."""
+    """A message if ``error`` comes of ranks in different collectives; '' if not. ``texts``: the ranks' tracebacks."""
     lines = {rank: line for rank, text in texts.items() if (line := users_line(text))}
     apart = len(set(lines.values())) > 1
     where = ", ".join(f"rank {rank} in {line}" for rank, line in list(lines.items())[:_NAMED])
     if _MISMATCH.search(error):
-        order = "every rank must call the same ones in the same order"
-        return f"the ranks called different collectives{f' ({where})' if apart else ''}: {order}"
+        order = "Every rank must call the same ones in the same order"
+        return f"the ranks called different collectives{f' ({where})' if apart else ''}. {order}"
     if apart and _TIMEOUT.search(error):
-        return f"the ranks waited in different calls ({where}): one was late, or they called different collectives"
+        return f"the ranks waited in different calls ({where}). One was late, or they called different collectives"
     return ""
 
 
 def uncaught(text: str) -> str | None:
-    """The C++ exception that ended the process, as ``TYPE: MESSAGE``, or what the ROCm runtime said before it did.
+    """The C++ exception that ended the process, as ``TYPE: MESSAGE``, or the ROCm runtime's message before it did.
 
     Under NCCL torch's watchdog thread ends a process so after an asynchronous error of its device or of a peer.
     """
@@ -88,17 +88,17 @@ def without_advice(error: str) -> str:
 
 
 def after_suspension(error: str, stood_s: float, timeout_s: float) -> str:
-    """A sentence if ``error`` is a timeout of a collective that may have ended while the job was suspended; '' if not.
+    """A message if ``error`` is a timeout of a collective that may have ended while the job was suspended; '' if not.
 
-    The clocks of NCCL's watchdog and of gloo keep running meanwhile. After the resume, both take what is still under
-    way for late. torch 2.4 and 2.6 do so with what the GPUs have completed meanwhile, too; torch 2.9 and 2.15 do not.
+    The clocks of NCCL's watchdog and of gloo keep running meanwhile. After the resume, collectives that are still under
+    way count as late. In torch 2.4 and 2.6, unlike 2.9 and 2.15, so do those that the GPUs completed meanwhile.
     ``stood_s``: for how long the ranks were stopped.
     """
     if stood_s < timeout_s or not _TIMEOUT.search(error):
         return ""
     return (
-        f"the ranks had been stopped for {stood_s:.0f} s, as by scontrol suspend, which timeouts.step_s "
-        f"({timeout_s:g} s) counts"
+        f"the ranks had been stopped for {stood_s:.0f} s, as by scontrol suspend, and that time counts against "
+        f"timeouts.step_s ({timeout_s:g} s). If this happens often, raise it"
     )
 
 
@@ -156,9 +156,9 @@ def is_threads(value: Any) -> bool:
     )
 
 
-def stacks_key(said: Mapping[str, Any]) -> Any:
+def stacks_key(answer: Mapping[str, Any]) -> Any:
     """Equal for ranks with equal stacks."""
-    return said["place"], tuple((thread["name"], *thread["frames"]) for thread in said["threads"])
+    return answer["place"], tuple((thread["name"], *thread["frames"]) for thread in answer["threads"])
 
 
 def grouped(stacks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -166,10 +166,11 @@ def grouped(stacks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -
     groups: dict[Any, dict[str, Any]] = {}
     keys: dict[int, Any] = {}  # by the identity of values, which thousands of ranks share
     of: dict[Any, dict[str | None, None]] = {}  # the hosts of each group
-    for rank, said in sorted(stacks.items(), key=lambda item: item[0]):
-        if (key := keys.get(id(said))) is None:
-            key = keys[id(said)] = stacks_key(said)
-        group = groups.setdefault(key, {"ranks": [], "hosts": [], "place": said["place"], "threads": said["threads"]})
+    for rank, answer in sorted(stacks.items(), key=lambda item: item[0]):
+        if (key := keys.get(id(answer))) is None:
+            key = keys[id(answer)] = stacks_key(answer)
+        values = {"ranks": [], "hosts": [], "place": answer["place"], "threads": answer["threads"]}
+        group = groups.setdefault(key, values)
         group["ranks"].append(rank)
         of.setdefault(key, {})[hosts.get(rank)] = None
     for key, group in groups.items():

@@ -191,12 +191,12 @@ class StopSignal:
 class Job:
     """A complete and checked job definition. ``load()`` and ``from_values()`` in ``clusterddp.jobdef.load`` make one.
 
-    The keys in YAML are the names of the fields, unless noted. Fields that end in ``_s`` are in seconds.
-    Example: ``from_values({"script": "train.py", "nodes": 2, "gpus_per_node": 8, "time": "8:00:00"})``.
+    The keys in YAML are the names of the fields, except ``job_name`` and ``time``. Fields that end in ``_s`` are in
+    seconds. Example: ``from_values({"script": "train.py", "nodes": 2, "gpus_per_node": 8, "time": "8:00:00"})``.
     """
 
     name: str
-    """YAML key ``job_name``: the name of the Slurm job and the run directory. Default: that of the script or module."""
+    """The name of the Slurm job and of the run directory. Default: that of the script or module."""
     script: str | None = None
     """The training script's absolute path. In YAML, a relative path is relative to the YAML file."""
     module: str | None = None
@@ -218,11 +218,11 @@ class Job:
     stop: StopSignal = field(default_factory=StopSignal)
     """How clusterddp stops the ranks of a script that does not use it: ``{signal: USR1}``."""
     nodes: int = 1
-    """The number of nodes. The maximum if ``min_nodes`` is given. YAML: ``nodes: 2``, or a range ``nodes: 2-4``."""
+    """The number of nodes, or a range such as ``2-4``, of which this is the maximum."""
     min_nodes: int | None = None
     """The minimum number of nodes, in YAML the first number of ``nodes: 2-4``. None: exactly ``nodes``."""
     gpus_per_node: int = 1
-    """GPUs, and therefore ranks, per node. With device cpu, ranks per node. YAML: ``8``, or ``a100:8`` with a type."""
+    """GPUs per node, one rank for each: ``8``, or with their type ``a100:8``. With device cpu, ranks per node."""
     gpus_per_rank: int = 1
     """GPUs per rank, for models that span several: ``gpus_per_node // gpus_per_rank`` ranks per node, also with device
     cpu. Every rank sees all GPUs of its node; ``ctx.devices`` are its own."""
@@ -234,8 +234,8 @@ class Job:
     device: Literal["cuda", "cpu"] = "cuda"
     """``cpu`` requests no GPUs and uses gloo."""
     time_s: int | None = None
-    """The time limit of one job, in seconds. None: the partition's default. YAML key ``time``, in sbatch's formats
-    (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S)."""
+    """The time limit of one job. None: the partition's default. YAML takes sbatch's formats: minutes, M:S, H:M:S, D-H,
+    D-H:M, D-H:M:S."""
     partition: str | None = None
     """This and the next six are as in sbatch. None: the site's default."""
     account: str | None = None
@@ -267,8 +267,8 @@ class Job:
     srun: dict[str, str | bool] = field(default_factory=dict)
     """The same for the srun that starts the ranks, such as ``container-image`` of pyxis."""
     steps: int | None = None
-    """The number of steps that ``run.steps()`` takes without an argument. For scripts that do
-    not use clusterddp, the key also takes ``off`` and ``{log: REGEX}``, which are the next two fields."""
+    """The number of steps for ``run.steps()`` without an argument. For scripts that do not use clusterddp: ``off`` does
+    not count the steps of torch's optimizers, and ``{log: 'iter (\\d+)'}`` finds them in rank 0's output."""
     see_steps: bool = True
     """Whether ranks count the steps of torch's optimizers, for a script that does not use clusterddp. In YAML, ``steps:
     off`` means that they do not."""
@@ -284,10 +284,9 @@ class Job:
     """Samples per step over all ranks, for any number of ranks. The loader's batch_size is then the maximum that a rank
     takes at once. None: batch_size times the ranks of the first attempt."""
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
-    """YAML: ``{every: 500 steps, keep: 3}``; ``every`` also ``5 minutes``, ``[500 steps, 5 minutes]``, ``auto`` or
-    ``never``; ``keep`` also ``{last: 3, every: 5000, best: f1 max}``."""
+    """When checkpoints are saved and which are kept, such as ``{every: 500 steps, keep: 3}``."""
     timeouts: Timeouts = field(default_factory=Timeouts)
-    """The timeouts of the process group, and the notice before the time limit."""
+    """Timeouts of the process group, and the notice before the time limit."""
     watchdog: Watchdog | None = field(default_factory=Watchdog)
     """None, in YAML ``off``: a hung run continues until its time limit or the process group's timeout."""
     progress_interval: float | None = 10.0
@@ -303,6 +302,8 @@ class Job:
     but some sites ask their users not to."""
     backend: Literal["nccl", "gloo"] | None = None
     """The process group's backend. None: gloo for cpu, and for cuda NCCL, with gloo for tensors on the CPU."""
+    node_memory: bool = True
+    """Whether new jobs avoid nodes on which other runs failed, and whether this run's failures are remembered."""
     keep_logs: int = 50
     """The number of newest attempts whose logs are kept. Those of the first attempt are always kept."""
     share: Literal["private", "group"] = "private"

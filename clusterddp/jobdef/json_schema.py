@@ -159,6 +159,15 @@ _WANDB = _section(
 )
 _MLFLOW = _section(Mlflow, experiment=_text(), tracking_uri=_text(_WORD))
 
+_EVERY_TEXT = (
+    "`500 steps`, `5 minutes`, both as a list, `auto` (from the cost of a save and the time between interruptions), or "
+    "`never`. A checkpoint is also saved at every stop."
+)
+_KEEP_TEXT = "The number of newest checkpoints that are kept, or rules: `{last: 3, every: 5000, best: f1 max}`."
+_PRESET = "A preset, for the keys that are not given here."
+_STEP_LOG = "A regular expression whose group is the step, in a line that rank 0 prints."
+_DONE_LOG = "A regular expression that matches a line of a rank's output once the training is done."
+
 _OF_KEY: Mapping[str, Schema] = {
     "job_name": _text(r"[^\s/.-][^\s/]*", maxLength=200),
     "module": {"type": "string", "pattern": r"^[^\s\d./-][^\s/-]*$"},
@@ -173,7 +182,7 @@ _OF_KEY: Mapping[str, Schema] = {
         {"enum": configuration_files.preset_names()},
         _section(
             Resume,
-            preset={"enum": configuration_files.preset_names()},
+            preset={"description": _PRESET, "enum": configuration_files.preset_names()},
             checkpoint=_either(_text(), {"type": "array", "items": _text(), "minItems": 1}),
             args=_list(),
             replace=_list(),
@@ -196,7 +205,7 @@ _OF_KEY: Mapping[str, Schema] = {
         {"const": "off"},
         {
             "type": "object",
-            "properties": {"log": {**_text(r".*\(.*\).*"), "type": "string"}},
+            "properties": {"log": {"description": _STEP_LOG, **_text(r".*\(.*\).*"), "type": "string"}},
             "additionalProperties": False,
         },
     ),
@@ -204,14 +213,15 @@ _OF_KEY: Mapping[str, Schema] = {
     "checkpoint": {
         "type": "object",
         "properties": {
-            "every": _or_null(
+            "every": {"description": _EVERY_TEXT}
+            | _or_null(
                 _either(
                     {"enum": ["auto", "never"]},
                     {"type": "string", "pattern": f"^{_EVERY}$"},
                     {"type": "array", "items": {"type": "string", "pattern": f"^{_EVERY}$"}, "maxItems": 2},
                 )
             ),
-            "keep": _or_null(_either(_count(), _KEEP)),
+            "keep": {"description": _KEEP_TEXT} | _or_null(_either(_count(), _KEEP)),
         },
         "additionalProperties": False,
     },
@@ -226,6 +236,12 @@ _OF_KEY: Mapping[str, Schema] = {
     "watchdog": _either({"const": "off"}, _section(Watchdog)),
     "progress_interval": _either({"const": "off"}, _OF_TYPE[float]),
     "done": _either(
-        _text(), {"type": "object", "properties": {"log": _text()}, "required": ["log"], "additionalProperties": False}
+        _text(),
+        {
+            "type": "object",
+            "properties": {"log": {"description": _DONE_LOG} | _text()},
+            "required": ["log"],
+            "additionalProperties": False,
+        },
     ),
 }

@@ -227,17 +227,12 @@ def _is_override(argument: str) -> bool:
     return not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
 
 
-def hydra_arguments(arguments: Sequence[str], run: Path) -> list[str]:
-    """A rank's arguments: those of the job, one output folder for all ranks and attempts, and clusterddp's callback.
+def hydra_arguments(arguments: Sequence[str], output: Path) -> list[str]:
+    """A rank's arguments: those of the job, ``output`` as the folder of all attempts, and clusterddp's callback.
 
     The user's own ``hydra.run.dir`` among the arguments wins.
     """
     added = [f"++hydra.callbacks.clusterddp._target_={HYDRA_CALLBACK}"]
     if not any(re.match(r"\+{0,2}hydra\.run\.dir=", argument) for argument in arguments):
-        added.append(f"hydra.run.dir={hydra_text(str(hydra_folder(run)))}")
+        added.append(f"hydra.run.dir={hydra_text(str(output))}")
     return list(with_overrides(arguments, added))
-
-
-def hydra_folder(run: Path) -> Path:
-    """Hydra's output folder of a run: its configuration, its log, and what the app writes there."""
-    return run / "hydra"

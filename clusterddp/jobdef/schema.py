@@ -359,6 +359,7 @@ READERS: dict[str, Reader] = {
     **_fields(
         policy=value.choice("requeue", "resubmit"),
         lift_hold=value.truth,
+        node_memory=value.truth,
         backend=value.backend,
         keep_logs=value.whole(1),
         share=value.choice("private", "group"),

@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,6 +50,16 @@ def create_folder(path: Path, exist_ok: bool = False) -> None:
     mode, status = folder_mode(path.parent), path.lstat()
     if stat.S_ISDIR(status.st_mode) and _differs(status, mode):
         path.chmod(mode)
+
+
+def create_common_folder(path: Path) -> None:
+    """Creates a folder, if there is none, for everyone who may create files in its parent.
+
+    As in /tmp, only the owner of a file can delete it.
+    """
+    with suppress(FileExistsError):
+        path.mkdir()
+        path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o2770 | 0o1700)
 
 
 def create_file(path: str | os.PathLike[str], flags: int) -> int:

@@ -120,31 +120,102 @@ class _Below:
 
 
 class RunDirectory:
-    """The paths of one run, whose identity is its folder. Creating this object does not touch the disk."""
+    """The paths of one run, whose identity is its folder. Creating this object does not touch the disk.
+
+    To continue a run, submit with its directory as ``--run-dir``, or call ``sbatch job.sbatch`` by hand. You may delete
+    ``logs/`` and ``profiles/`` at any time. A script may write its own files to ``ctx.run_dir``. Ranks start in the
+    folder in which you submitted, not in the run directory.
+
+    A file that is written at once, such as ``outcome.json`` or a checkpoint, is complete or absent. The ``.jsonl``
+    files grow line by line, and each has one writer at a time. A killed writer may leave an incomplete last line, which
+    readers skip. They also skip a line that another program wrote, with a warning that names the line.
+
+    A step has the number of steps before it, in ``run.step`` and in ``metrics.jsonl``. Checkpoints, most events and
+    ``outcome.json`` name the number of steps that are done. Checkpoint 500 is the state after steps 0 to 499, and a run
+    that resumes from it makes step 500 next. Attempts, ranks and nodes are numbered from 0.
+    """
 
     job_file = _Below("job.yaml")
+    """The complete job definition. Later submissions must agree with it, or use ``--change``."""
     batch_script = _Below("job.sbatch")
+    """The batch script, if the run was submitted to Slurm."""
     events_file = _Below("events.jsonl")
+    """The history, one event per line.
+
+    ``clusterddp status`` shows it in sentences, and [Events](events.md) lists the fields. An exception's text is
+    shortened to 2,000 characters, and ``logs/`` has the rest. The supervisor of the newest attempt writes the file, and
+    a supervisor that finds a newer attempt stops writing. Without a supervisor (torchrun, or srun by hand) rank 0
+    writes it. ``submit --fork`` writes the first line of a new run, and ``clusterddp cancel`` writes the last one if no
+    supervisor runs.
+    """
     metrics_file = _Below("metrics.jsonl")
+    """The values that the script passed to ``run.log()``, one line per step, written by rank 0.
+
+    A line has ``"step"``, ``"time"`` (unix seconds), ``"attempt"`` and the values::
+
+        {"step": 0, "time": 1795294247.45, "attempt": 0, "loss": 0.2113}
+
+    Steps that were repeated have a line per attempt. A line of attempt a and step s counts unless a later attempt
+    resumed at a checkpoint S <= s. For a completed run, the newest line of each step counts::
+
+        metrics = pandas.read_json("runs/train-0/metrics.jsonl", lines=True)
+        metrics = metrics.drop_duplicates("step", keep="last")
+
+    JSON has no NaN and no infinity. They are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``,
+    which ``float()`` and ``pandas.to_numeric`` read. Lines below a step are on disk before the checkpoint of that step
+    is committed. Outside a step, ``run.log()`` writes the event ``result`` instead.
+    """
     timing_file = _Below("timing.jsonl")
+    """What the steps of each rank spent their time on, in intervals.
+
+    An interval has ``"attempt"``, ``"begin"`` and ``"end"`` (unix seconds), and a list with one entry per rank for
+    ``"steps"`` and for the seconds of each phase of the steps. The first line of an attempt has its ``"hosts"``, one
+    per rank.
+    """
     outcome_file = _Below("outcome.json")
+    """How the run ended, written once. A run that can continue has none.
+
+    ``"state"`` is ``completed``, ``failed`` or ``cancelled``. The others are ``"step"``, ``"attempts"`` and
+    ``"reason"``. ``"step"`` is null for a script whose steps are unknown. ``"confirmed": false`` marks a completion
+    that rests on an exit code 0 which may mean something else.
+    """
     checkpoints = _Below("checkpoints")
+    """The checkpoints, ``step-<12 digits>.attempt-<n>.safetensors``."""
     logs = _Below("logs")
+    """The output of ranks and jobs.
+
+    ``attempt-<n>/rank-<r>.out`` and ``.err`` are what rank r printed. If a rank hung, its ``.err`` holds the stacks of
+    its threads. ``job-<id>.log`` is the output of the batch script: that of ``setup`` and of the supervisor. With
+    ``--local``, the supervisor writes to ``supervisor.log``. A new attempt deletes the logs of old ones, except those
+    of the first attempt and of the newest ``keep_logs``. ``clusterddp logs`` prints them.
+    """
     loop_log = _Below("logs/loop.log")
+    """The output of the process that runs a local run in the background."""
     hook_log = _Below("logs/hook.log")
+    """The output of the job's ``hook``."""
     profiles = _Below("profiles")
+    """The recorded profiles, ``attempt-<n>/rank-<r>-step-<s>.pt.trace.json.gz``."""
     tensorboard = _Below("tensorboard")
+    """TensorBoard's event files, one per attempt, with ``tensorboard: true``."""
     wandb = _Below("wandb")
+    """The files of W&B, with the key ``wandb``."""
     mlflow = _Below("mlflow")
+    """A record of what MLflow has, with the key ``mlflow``."""
+    hydra = _Below("hydra")
+    """The output folder of a Hydra app: ``.hydra/``, its log, and what it saves."""
     code = _Below("code")
-    code_file = _Below("code/current.json")  # which snapshot of the code the run uses
+    """The snapshots of the code that the run has used."""
+    code_file = _Below("code/current.json")
+    """Which snapshot the run uses."""
     private = _Below("private")
+    """Tokens, pickles, and records of the ranks. Only you can read it, even with ``share: group``."""
     submitted_file = _Below("private/submitted.json")
     tracker_id_file = _Below("private/tracker-id")
     loop_file = _Below("private/loop.json")
     notice_file = _Below("private/notice.json")  # why the loop of a local run sends a signal
     debug_file = _Below("private/debug.json")  # the rank of `submit --debug`
-    _cancel_mark = _Below("cancelled")
+    cancel_mark = _Below("cancelled")
+    """Exists once ``clusterddp cancel`` was called."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -339,16 +410,16 @@ class RunDirectory:
 
     def mark_cancelled(self) -> None:
         """Records that nothing may start this run again. Call it before ending its job."""
-        write_atomically(self._cancel_mark, "")
+        write_atomically(self.cancel_mark, "")
 
     def unmark_cancelled(self) -> None:
         """Undoes that, on the user's request."""
-        remove(self._cancel_mark)
+        remove(self.cancel_mark)
 
     @property
     def cancelled(self) -> bool:
         """Whether ``clusterddp cancel`` was called."""
-        return exists(self._cancel_mark)
+        return exists(self.cancel_mark)
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -16,7 +16,6 @@ from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.checkout import checkout_of
 from clusterddp.jobdef.code_snapshot import Code
 from clusterddp.jobdef.job import FUNCTION, Job
-from clusterddp.jobdef.program import hydra_folder
 from clusterddp.jobdef.secrets import secrets_file, without_secrets
 from clusterddp.reporter import show
 from clusterddp.rundir.files import make_folder, remove, write_atomically, write_json
@@ -171,7 +170,7 @@ def _write(run: RunDirectory, content: Content) -> None:
         write_json(run.debug_file, {"rank": content.debug_rank}, mode=0o600)
     if content.hydra_output is not None:  # the folder has the same name as that of any run
         with suppress(FileExistsError):
-            hydra_folder(run.path).symlink_to(os.path.relpath(content.hydra_output, run.path))
+            run.hydra.symlink_to(os.path.relpath(content.hydra_output, run.path))
     write_code(run, content.code)
 
 

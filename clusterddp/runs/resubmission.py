@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterddp.errors import FAILED, INTERRUPTED, UNCONFIRMED, ClusterddpError, RunDirectoryError, SlurmError
 from clusterddp.events import ATTEMPT_ENDS, is_unconfirmed, over_already
-from clusterddp.failures import exclusion
+from clusterddp.failures import exclusion, node_memory
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
@@ -27,13 +27,12 @@ from clusterddp.runs.run_status import state_of
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
+from clusterddp.slurm.pace import IMMINENT_S, QUIET_S, SILENT_S, SOON_S, Activity, Pace
 from clusterddp.slurm.queue import jobs_by_script
 from clusterddp.supervisor.lease import holders, reachable, submitted, submitting
 from clusterddp.supervisor.limits import held
 
 LOOK_S = 0.2
-#: Seconds between queries of the controller while a job waits to start, and while it runs.
-ASK_WAITING_S, ASK_RUNNING_S = 1.0, 5.0
 #: Seconds for which a shared disk may hide a new file (NFS: acdirmax is 60 s), with some reserve.
 HIDDEN_S = 90.0
 #: States of jobs that ended neither by the user's request nor by a failure of the script.
@@ -69,7 +68,7 @@ class Resubmitter:
     def __init__(self, run: RunDirectory, job: Job) -> None:
         self._run, self._job = run, job
         self._hold = Hold()
-        self._ask_at = 0.0
+        self._pace, self._activity = Pace(), Activity(run)
         self._words = ""
         #: The time since which the run seems to be over, without an outcome.
         self._hidden_since: float | None = None
@@ -86,19 +85,18 @@ class Resubmitter:
         except OSError as error:
             if error.errno in LASTING:
                 raise
-            self._ask_at = time.monotonic() + ASK_RUNNING_S
-            self._say(f"retrying: {what_failed(error)}")
+            self._pace.asked(self._say(f"retrying: {what_failed(error)}"))
             return False
 
     def _look(self) -> bool:
         if outcome := self._run.outcome():
             self.result = UNCONFIRMED if is_unconfirmed(outcome) else 0 if outcome["state"] == "completed" else 1
-        elif time.monotonic() >= self._ask_at:
+        elif self._pace.due((self._activity.seen(), self._words)):
             try:
-                waiting = self._help()
+                most_s = self._help()
             except SlurmError as error:
-                waiting = self._say(f"retrying: {error}")
-            self._ask_at = time.monotonic() + (ASK_WAITING_S if waiting else ASK_RUNNING_S)
+                most_s = self._say(f"retrying: {error}")
+            self._pace.asked(min(most_s, SILENT_S) if self._activity.silent else most_s)
         return self.result is not None
 
     def give_up(self, why: str) -> None:
@@ -111,8 +109,8 @@ class Resubmitter:
         if self.result is None:
             self._say(f"no longer waiting. The run continues. Wait again with: clusterddp resubmit {self._run.quoted}")
 
-    def _help(self) -> bool:
-        """Does what the run needs. Returns whether it is waiting for something."""
+    def _help(self) -> float:
+        """Does what the run needs. Returns the longest pause until the next query of the controller."""
         if held(self._run.events()):  # the user has stopped the run, and its job does not continue it
             return self._look_on()
         if not (claims := self._claims()):
@@ -124,7 +122,7 @@ class Resubmitter:
                 return self._help_live(job)
         newest, job = claims[0]["job"], jobs[0]
         if self._run.outcome() is not None:  # it ended between the two queries
-            return False
+            return SOON_S
         if self._waits_for_outcome(job):
             return self._say(f"job {newest} ended. Waiting until its outcome is visible here")
         ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without an outcome"
@@ -149,7 +147,7 @@ class Resubmitter:
         """The jobs that may train the run, as far as this cluster knows them."""
         return [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
 
-    def _help_released(self) -> bool:
+    def _help_released(self) -> float:
         """Handles a run that no job holds. The newest attempt's job may have released it to submit the next one."""
         newest = self._run.newest_attempt()
         entry = None if newest is None else read_claim(self._run.holder_file(newest), self._run)
@@ -163,7 +161,7 @@ class Resubmitter:
             return self._look_on()
         return self._resubmit(f"job {job.job_id} ended ({job.state}) before it submitted the next one", [])
 
-    def _look_on(self) -> bool:
+    def _look_on(self) -> float:
         """Handles a run that needs no help: it trains as local processes, or is stopped."""
         state, words = state_of(self._run)
         if state in ("pending", "held", "running", "unknown"):
@@ -171,15 +169,19 @@ class Resubmitter:
         if self._run.outcome() is None:
             self.result = 1
             self._say(words)
-        return True
+        return IMMINENT_S
 
-    def _help_live(self, job: JobInfo) -> bool:
+    def _help_live(self, job: JobInfo) -> float:
         if job.state != "PENDING":
-            self._say(f"job {job.job_id}: {job.state}{f' on {job.nodes}' if job.nodes else ''}")
-            return job.state != "RUNNING"
+            where = f" on {job.nodes}" if job.nodes else ""
+            return self._say(
+                f"job {job.job_id}: {job.state}{where}",
+                QUIET_S if job.state in ("RUNNING", "SUSPENDED") else IMMINENT_S,
+            )
         if self._job.lift_hold and self._hold.lift_when_safe(job):
             return self._say(f"lifted Slurm's hold of job {job.job_id} after the requeue")
-        return self._say(f"job {job.job_id}: PENDING ({job.reason})")
+        held = self._job.lift_hold and job.restarts and job.reason == "BeginTime"
+        return self._say(f"job {job.job_id}: PENDING ({job.reason})", SOON_S if held else QUIET_S)
 
     def _should_continue(self, job: JobInfo | None) -> bool:
         """Whether to resubmit the run: never after a scancel or ``tell stop``, otherwise if preemption, the time limit
@@ -193,36 +195,39 @@ class Resubmitter:
         never_started = job.state == "FAILED" and bool(started) and job.restarts > 0 and not of_job
         return job.state in _INVOLUNTARY_ENDS or never_started or (bool(of_job) and _is_stuck(events, of_job[-1], job))
 
-    def _resubmit(self, ended: str, claims: Sequence[Mapping[str, Any]]) -> bool:
+    def _resubmit(self, ended: str, claims: Sequence[Mapping[str, Any]]) -> float:
         """Submits the run again, unless another process does, or has done so since these claims were read."""
         check_run(self._run)
         with submitting(self._run) as other:
             if other:
                 return self._say(f"{ended}. {other}")
             if self._claims() != claims:
-                return True
+                return SOON_S
             # A process that submitted it may have been killed, or got no answer from Slurm, before it recorded the job.
             if job_id := jobs_by_script(ended=False).get(str(self._run.batch_script)):
                 submitted(self._run, job_id)
                 return self._say(f"{ended}. Job {job_id}, which was not recorded, continues the run")
             return self._submit(ended)
 
-    def _submit(self, ended: str) -> bool:
+    def _submit(self, ended: str) -> float:
         nodes = exclusion.still_excluded(
             self._run.events(),
             time.time(),
             lambda: slurm.usable_nodes(self._job.partition),
             self._job.node_counts[0],
         )
+        nodes += node_memory.avoided(
+            self._run, self._job, nodes, lambda: slurm.usable_nodes(self._job.partition), time.time()
+        )
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
         submitted(self._run, new)
         return self._say(f"{ended}. Resubmitted as job {new}")
 
-    def _say(self, words: str) -> bool:
+    def _say(self, words: str, most_s: float = IMMINENT_S) -> float:
         if words != self._words:
             show(f"{self._run.path.name}: {words}")
         self._words = words
-        return True
+        return most_s
 
 
 def _is_stuck(events: Sequence[Mapping[str, Any]], started: Mapping[str, Any], job: JobInfo) -> bool:

@@ -13,10 +13,11 @@ from clusterddp.rundir.files import exists
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm.commands import TIMEOUT_S
+from clusterddp.slurm.pace import QUIET_S, SILENT_S, Activity, Pace
 from clusterddp.slurm.run_states import RunState, run_states
 
-#: Seconds between two looks at the runs' files, and between two queries of the controller.
-LOOK_S, ASK_S = 1.0, 10.0
+#: Seconds between two looks at the runs' files.
+LOOK_S = 1.0
 #: Seconds for which a run without an outcome must be stopped, or unknown, to have ended. A job may be submitted, or an
 #: outcome be written, between a look at the files and the controller's answer, and the controller may be restarting.
 SETTLE_S, UNKNOWN_S = 3.0, 300.0
@@ -30,6 +31,7 @@ class _Wait:
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
+        self.activity = Activity(run)
         #: How it ended: completed, or a key of WAITED. None until then.
         self.end: str | None = None
         #: Its state if that may be an end, and the time since then.
@@ -39,6 +41,11 @@ class _Wait:
     def about_to_end(self) -> bool:
         """Whether the controller's next answer may end the wait."""
         return self.end is None and self._doubt is not None and self._doubt[0] != "unknown"
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the run is not known to continue."""
+        return self._doubt is not None
 
     def newly_unknown(self, state: RunState) -> bool:
         """Whether the run's state is unknown, and was not at the last look."""
@@ -83,14 +90,14 @@ def wait(runs: Sequence[RunDirectory], timeout_s: float | None, for_any: bool) -
     waits = [_Wait(run) for run in runs]
     enough = 1 if for_any else len(waits)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    ask_at = 0.0
+    pace = Pace()
     while True:
         for one in _left(waits):
             one.look()
-        if len(waits) - len(_left(waits)) < enough and time.monotonic() >= ask_at:
+        if len(waits) - len(_left(waits)) < enough and pace.due(tuple(one.activity.seen() for one in _left(waits))):
             left_s = TIMEOUT_S if deadline is None else deadline - time.monotonic()
             _ask(_left(waits), min(TIMEOUT_S, max(LOOK_S, left_s)))
-            ask_at = time.monotonic() + (LOOK_S if any(one.about_to_end for one in waits) else ASK_S)
+            pace.asked(_longest_pause_s(_left(waits)))
         left = _left(waits)
         if len(waits) - len(left) >= enough:
             return _exit_code({one.end for one in waits})
@@ -103,6 +110,13 @@ def wait(runs: Sequence[RunDirectory], timeout_s: float | None, for_any: bool) -
 
 def _left(waits: Sequence[_Wait]) -> list[_Wait]:
     return [one for one in waits if one.end is None]
+
+
+def _longest_pause_s(left: Sequence[_Wait]) -> float:
+    """The longest pause until the controller is asked again."""
+    if any(one.about_to_end for one in left):
+        return LOOK_S
+    return SILENT_S if any(one.activity.silent or one.in_doubt for one in left) else QUIET_S
 
 
 def _ask(left: Sequence[_Wait], timeout_s: float) -> None:

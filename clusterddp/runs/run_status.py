@@ -17,6 +17,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import read_timings
 from clusterddp.runs.run_report import booked, report
+from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState, run_states
 from clusterddp.supervisor.limits import attempts_made
 
@@ -32,10 +33,11 @@ def state_of(run: RunDirectory) -> tuple[str, str]:
 
 
 def looked_at(
-    run: RunDirectory, metrics: Sequence[str] = (), patience_s: float = PATIENCE_S
+    run: RunDirectory, metrics: Sequence[str] = (), queue: PacedQueue | None = None
 ) -> tuple[Summary, RunState]:
+    """The run, and its state. ``queue``: of a view that is refreshed."""
     summary = summarize(run, metrics)
-    return summary, run_states([summary], patience_s)[0]
+    return summary, run_states([summary], PATIENCE_S, queue=queue)[0]
 
 
 def full_report(run: RunDirectory) -> dict[str, Any]:

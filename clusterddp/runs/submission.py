@@ -9,6 +9,7 @@ import glob
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from clusterddp.checkpoint.store import of_run
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.events import at_step, is_unconfirmed
+from clusterddp.failures import node_memory
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.configuration_files import find_configuration_files, read_configuration_files
 from clusterddp.jobdef.job import Job, check_packages
@@ -246,11 +248,16 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
     warn_of_unseen(run)
     # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
     with alone(run, created), signals_blocked(signal.SIGINT), recorded(run, job, created, content):
-        job_id = batch.submit(fitted, run, Path.cwd())
+        job_id = batch.submit(fitted, run, Path.cwd(), nodes_to_avoid(run, job))
         lease.submitted(run, job_id)
         run.loop_file.unlink(missing_ok=True)
         show(f"Submitted as job {job_id}. Run directory: {run}")  # before Ctrl-C ends the command
     return run, job_id
+
+
+def nodes_to_avoid(run: RunDirectory, job: Job) -> list[str]:
+    """The nodes on which other runs failed, as far as a new job of the run avoids them."""
+    return node_memory.avoided(run, job, (), lambda: slurm.usable_nodes(job.partition), time.time())
 
 
 def warn_of_unseen(run: RunDirectory) -> None:

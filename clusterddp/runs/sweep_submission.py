@@ -30,6 +30,7 @@ from clusterddp.errors import (
     UsageError,
 )
 from clusterddp.events import is_unconfirmed
+from clusterddp.failures import exclusion
 from clusterddp.jobdef.code_snapshot import Code
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import list_differences
@@ -42,7 +43,7 @@ from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.local import LocalRun
 from clusterddp.runs.progress import Progress
 from clusterddp.runs.recording import ONLY_JOB, Content, claim, present_code, recorded, write_code
-from clusterddp.runs.submission import check_continues, fit_to_cluster, record_local, warn_of_unseen
+from clusterddp.runs.submission import check_continues, fit_to_cluster, nodes_to_avoid, record_local, warn_of_unseen
 from clusterddp.runs.sweep_folder import Array, Record, SweepFolder, read_record
 from clusterddp.runs.sweep_members import (
     Values,
@@ -301,7 +302,8 @@ def _submit_array(sweep: Sweep, jobs: Mapping[str, Job], running: int | None) ->
         # On Ctrl-C between sbatch's answer and our record of it, the next command would have to ask for the job id.
         stack.enter_context(signals_blocked(signal.SIGINT))
         folder.prepare(array, names, script)
-        job_id = _sbatch(array)
+        first = sweep.folder.member(names[0])
+        job_id = _sbatch(array, exclusion.option(sweep.job.exclude, nodes_to_avoid(first, sweep.job)))
         _record(folder, array, job_id)
     return job_id
 
@@ -318,9 +320,9 @@ def _member(sweep: Sweep, named: tuple[str, Job]) -> AbstractContextManager[None
     return context
 
 
-def _sbatch(array: Array) -> str:
+def _sbatch(array: Array, options: Sequence[str]) -> str:
     try:
-        return slurm.submit(array.script, timeout_s=None)
+        return slurm.submit(array.script, *options, timeout_s=None)
     except SlurmMissing:
         array.remove()
         raise

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from submitit import SlurmExecutor
 
 from clusterddp.errors import UsageError
+from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.process import PACKAGE_FOLDER, module_command
 from clusterddp.rundir.files import write_atomically
@@ -64,10 +66,11 @@ def script_text(parameters: dict[str, Any], command: str) -> str:
     return executor._make_submission_file_text(command, "")
 
 
-def submit(job: Job, run: RunDirectory, folder: Path) -> str:
-    """Writes the run's ``job.sbatch`` and submits it. Returns the job id."""
+def submit(job: Job, run: RunDirectory, folder: Path, avoided: Sequence[str] = ()) -> str:
+    """Writes the run's ``job.sbatch`` and submits it, without the nodes to avoid now. Returns the job id."""
     write_atomically(run.batch_script, batch_script(job, run, folder))
-    return slurm.submit(run.batch_script, timeout_s=None)  # a timeout could leave an unknown job
+    options = exclusion.option(job.exclude, avoided)
+    return slurm.submit(run.batch_script, *options, timeout_s=None)  # a timeout could leave an unknown job
 
 
 def check_lines(job: Job, run: RunDirectory, folder: Path) -> None:

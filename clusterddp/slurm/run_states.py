@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from clusterddp.rundir.find import as_typed
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.queue import QueuedJob, is_hold, queued_jobs, why_waiting
 
 #: The run is over.
@@ -42,21 +43,33 @@ class RunState:
 
 
 def run_states(
-    summaries: Sequence[Summary], patience_s: float = 0.0, timeout_s: float = slurm.TIMEOUT_S
+    summaries: Sequence[Summary],
+    patience_s: float = 0.0,
+    timeout_s: float = slurm.TIMEOUT_S,
+    queue: PacedQueue | None = None,
 ) -> list[RunState]:
     """The state of each run. Calls squeue once, and not at all if no run can have a job.
 
     ``patience_s``: seconds for which to retry a controller that does not answer. ``timeout_s``: for each answer.
+    ``queue``: that of a refreshed view. It decides when to call squeue, and is not retried without an answer.
     """
     cluster = slurm.cluster_name(os.environ)
     ids = {claim["job"] for summary in summaries for claim in _jobs(summary) if _reachable(claim, cluster)}
     jobs: Mapping[str, QueuedJob] = {}
     away = ""
     try:
-        jobs = slurm.patiently(lambda: queued_jobs(ids, timeout_s), patience_s) if ids else {}
+        if queue is not None and ids:
+            jobs = queue.jobs(tuple(map(_recorded, summaries)), ids, timeout_s)
+        elif ids:
+            jobs = slurm.patiently(lambda: queued_jobs(ids, timeout_s), patience_s)
     except SlurmError as error:
         away = str(error)
     return [_state(summary, jobs, away, cluster) for summary in summaries]
+
+
+def _recorded(summary: Summary) -> Hashable:
+    """What a run's files show of its attempts."""
+    return str(summary.run), summary.attempts, len(summary.ends), summary.outcome is None, summary.begun
 
 
 def _jobs(summary: Summary) -> Iterable[Mapping[str, Any]]:

@@ -1,10 +1,10 @@
 """One attempt of a run: starts all ranks and handles their events until they have exited.
 
-Everything that happens is an event in one queue, which the main thread reads: reports of ranks and broken connections
-(from the control server's thread), a newer attempt and the controller's answers (from the monitor's), the launcher's
-exit (from a thread that waits for it), hung and slow ranks, and expired timers. ``decide.step`` decides what follows.
-Another thread writes the history, so that a slow disk delays no answer to a rank. TERM, USR2 and CONT have no effect on
-the supervisor itself (``main.prepare_process``).
+The main thread reads events from one queue: reports of ranks and broken connections (from the control server's thread),
+a newer attempt and the controller's answers (from the monitor's), the launcher's exit (from a thread that waits for
+it), hung and slow ranks, and expired timers. ``decide.step`` decides what follows. A separate thread writes the
+history, so that a slow disk does not delay answers to ranks. TERM, USR2 and CONT have no effect on the supervisor
+itself (``main.prepare_process``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from clusterddp import protocol
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.failures import exclusion
+from clusterddp.failures import exclusion, node_memory
 from clusterddp.failures.exit_status import ExitStatus, in_order
 from clusterddp.failures.hangs import Watch
 from clusterddp.failures.stack_traces import after_suspension, uncaught
@@ -77,12 +77,12 @@ from clusterddp.supervisor.step_log import StepLog
 from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.worker.code_paths import mapped_variables
 
-#: What a rank's report may raise that is not of the expected form.
+#: The exceptions that a malformed report of a rank may raise.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class Attempt:
-    """The supervisor's work; the number was claimed before. ``submission``: the entry of the one that led to it."""
+    """Supervises an attempt whose number is already claimed. ``submission``: the lease entry of its job."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Attempt:
         self._launcher, self._controller = launcher, controller
         self._history = History(run, number, secret_values(job, os.environ))
         self._hook = Hook(run, job, number, hurry=controller.resubmits)
-        self._history.listener = self._hook.notify
+        self._history.listener = self._on_event
         self._code = code_snapshot.present(run)
         before = last_line(run)
         #: When the run last completed a step, before this attempt; None if it never did.
@@ -105,7 +105,7 @@ class Attempt:
         nodes, steps = _nodes_of(controller), before.get("step", -1) + 1
         self._state = State(job, nodes, steps, launcher.abandon_s, controller.starts_again)
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
-        #: When each timer that runs expires, on the monotonic clock.
+        #: When each running timer expires, on the monotonic clock.
         self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
         self._watch = self._new_watch()
         began = min((event["time"] for event in self._history.events), default=time.time())
@@ -113,8 +113,13 @@ class Attempt:
         self._timing, self._timing_file = TimingLines(number, job.world_size, began), TimingFile(run)
         #: Reads the steps of a script that does not use clusterddp, where the job says how.
         self._step_log: StepLog | None = None
-        #: What the thread of the history has to do; None: nothing more.
+        #: Work for the history thread. None ends it.
         self._writes: queue.Queue[Callable[[], Any] | None] = queue.Queue()
+
+    def _on_event(self, event: Mapping[str, Any]) -> None:
+        self._hook.notify(event)
+        if self._job.node_memory:
+            node_memory.remember(self._run, self._controller.describe().get("job"), event)
 
     def _new_watch(self) -> Watch | None:
         watchdog = self._job.watchdog
@@ -123,12 +128,12 @@ class Attempt:
     def supervise(self) -> int:
         """Runs the attempt to its end; returns this process's exit code, or RESTART.
 
-        Raises what ends one of its threads: without it the attempt would miss a stop, or the end of a rank.
+        Raises the error of a failed thread, because without that thread it would miss a stop or the end of a rank.
         """
         self._run_ranks()
         if self._state.removed:
             return 1
-        with suppress(OSError):  # the script may have deleted it; without it nobody can open the next attempt's log
+        with suppress(OSError):  # the script may have deleted it, and the next attempt's log goes there
             create_folder(self._run.logs, exist_ok=True)
         code = Recovery(self._run, self._number, self._controller, self._history, self._result()).act()
         if code != RESTART:
@@ -162,7 +167,7 @@ class Attempt:
             self._tell_notice,
             self._record_start,
             lambda: self._history.add("own_resume", **resumed) if resumed else None,
-            lambda: self._start("launcher", self._wait),  # no attempt ends before its start is recorded
+            lambda: self._start("launcher", self._wait),  # so that the start is recorded before the end
         ):
             self._writes.put(write)
         history = self._start("history", self._write)
@@ -187,11 +192,12 @@ class Attempt:
             self._tell_of_missing_steps()
 
     def _tell_of_missing_steps(self) -> None:
-        """Says that `steps: {log: ...}` matched nothing, though rank 0 made steps, or the script has finished."""
+        """Reports that `steps: {log: ...}` matched no line, although rank 0 made steps or the script finished."""
         own = {event["event"] for event in self._history.events if event["attempt"] == self._number}
         if self._step_log is not None and not self._step_log.found and own & {"steps_seen", "completed"}:
             say(
                 f"no line of rank 0's output matched `steps: {{log: {self._job.step_log!r}}}` in attempt {self._number}"
+                ". Correct the pattern, and submit the run again with --change"
             )
 
     def _environment(self, token: str) -> dict[str, str]:
@@ -237,11 +243,11 @@ class Attempt:
         try:
             return variables if self._job.wandb else {**variables, protocol.WANDB_NAME: tracker_id(self._run)}
         except OSError as error:
-            say(f"cannot record an id for W&B ({error}): a W&B run that the script starts will not be continued")
+            say(f"could not record an id for W&B ({error}). If the script uses W&B, each attempt starts a new W&B run")
             return variables
 
     def _is_profile_due(self) -> bool:
-        """Whether no attempt has begun to record the job definition's profile: one that failed is not repeated."""
+        """Whether no attempt has begun to record the job definition's profile. A failed one is not repeated."""
         events, planned = self._history.events, self._job.profile
         begun = {event.get("step") for event in events if event["event"] == "profiling" and "request" not in event}
         return planned is not None and planned.at not in begun
@@ -252,7 +258,7 @@ class Attempt:
         return not nodes or bool(exclusion.unchecked(self._history.events, nodes))
 
     def _start(self, name: str, work: Callable[[], None]) -> threading.Thread:
-        """Starts a thread, whose exception is raised in the main thread."""
+        """Starts a thread. Its exception is raised in the main thread."""
 
         def run() -> None:
             try:
@@ -272,7 +278,7 @@ class Attempt:
         self.post(RanksExited(self._launcher.wait()))
 
     def _next_event(self) -> tuple[float, Event | BaseException]:
-        """The next event and when it came; an expired timer comes before what is in the queue."""
+        """The next event and when it came. An expired timer goes before the queue."""
         timer = min(self._timers, key=self._timers.__getitem__, default=None)
         if timer is None:
             return self._events.get()
@@ -299,23 +305,22 @@ class Attempt:
         except _MALFORMED as error:
             if not isinstance(event, RankEvent):
                 raise
-            skipped = f"skipped what rank {event.rank} reported ({event.name!r}): {error!r}"
+            skipped = f"skipped a malformed report of rank {event.rank} ({event.name!r}): {error!r}"
             self._carry_out(Say(f"{skipped}\n{traceback.format_exc()}"), now)
 
     def _tell_hook(self, now: float, event: Event) -> None:
-        """Calls the hook as soon as a preemption is certain: afterwards the nodes have to be handed over."""
+        """Calls the hook as soon as a preemption is certain, because later the nodes must be handed over."""
         if not self._hook or self._state.superseded:
             return
         if isinstance(event, Notice) and event.stop is Stop.PREEMPTION:
-            told = {"time": now, "attempt": self._number, **self._controller.describe()}
-            self._hook.call("preempted", told)
+            self._hook.call("preempted", {"time": now, "attempt": self._number, **self._controller.describe()})
 
     def _carry_out(self, action: Action, now: float) -> None:
-        """Does something about an event. Nothing here waits: for no disk, no rank and no controller."""
+        """Carries out an action, without waiting for a disk, a rank or the controller."""
         match action:
             case Record(event, values):
                 if event == "overdue" and self._watch and (behind := self._watch.behind()):
-                    values = {**values, "behind": behind}  # rank 0, which reports it, knows only its own place
+                    values = {**values, "behind": behind}  # rank 0 reports it, and sees only its own place
                 self._writes.put(partial(self._record, event, now, values))
             case Say(text):
                 self._writes.put(partial(say, text))
@@ -340,7 +345,7 @@ class Attempt:
             case Do.ABANDON_RANKS:
                 self._launcher.abandon()
             case Do.RUN_WATCHDOG:
-                # While a disk does not answer, ranks may wait for it, too: that time does not count.
+                # Time in which the disk blocks the history does not count, because ranks may wait for the same disk.
                 counts, gone = self._writes.unfinished_tasks == 0, self._state.lost_at.keys()
                 for found in self._watch.look(counts, gone) if self._watch else ():
                     self.post(found)
@@ -368,29 +373,29 @@ class Attempt:
         try:
             self._history.add(event, at, **values)
         except _MALFORMED as error:
-            say(f"not recorded: {event!r}: {error!r}")
+            say(f"could not record the event {event!r}: {error!r}")
 
     def _record_own(self, event: str, **values: Any) -> None:
         self._writes.put(lambda: self._history.add(event, **values))
 
     def _record_address(self, token: str) -> None:
-        """Where the user's requests reach this process."""
+        """Records where the user's requests reach this process."""
         host = self._launcher.supervisor_host or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         try:
             job_id = os.environ.get("SLURM_JOB_ID")
             write_address(self._run, self._number, Address(host, self._server.port, token, job_id))
         except OSError as error:
-            say(f"cannot record the supervisor's address ({error}): it will get no requests, such as `clusterddp tell`")
+            say(f"could not record the supervisor's address ({error}). `clusterddp tell` cannot reach this attempt")
 
     def _tell_notice(self) -> None:
-        """While the ranks start: how long after a TERM they are killed. Without an answer nobody knows."""
+        """While the ranks start, sends them how long after a TERM they are killed, unless Slurm gives no answer."""
         try:
             seconds = self._controller.term_notice_s()
             self._server.tell(term_notice_s=seconds)
             if seconds is not None:
                 self.post(TermNotice(seconds))
         except SlurmError as error:
-            say(f"cannot determine how much notice a preemption gives: {error}")
+            say(f"could not determine the grace period of a preemption: {error}")
 
     def _record_start(self) -> None:
         """While the ranks import torch: this runs git, on a disk that may be slow."""
@@ -406,7 +411,7 @@ class Attempt:
             seen = {} if self._seen is None else {"seen": self._seen}
             self._history.add("started", self._launched, **started, code=state, changed=differences, **seen)
         except OSError as error:
-            say(f"cannot record the attempt's start ({error}); training continues")
+            say(f"could not record the attempt's start ({error}). Training continues")
 
     # --- once the ranks have exited
 
@@ -425,7 +430,7 @@ class Attempt:
         return AttemptResult(state, tuple(end.without(self._history.secrets) for end in ends), self._timing.made)
 
     def _end_of(self, rank: int, status: ExitStatus | None) -> RankEnd:
-        """How a rank ended: by its last report, else its record, else what the launcher knows of its process."""
+        """How a rank ended, from its last report, else its record, else the exit status of its process."""
         state, node = self._state, self._state.node_of(rank)
         host, lost_at = state.hosts.get(rank, node), state.lost_at.get(rank, float("inf"))
         if rank in state.ends:
@@ -439,7 +444,7 @@ class Attempt:
             return RankEnd(rank, host, "lost", lost_at, error=words)
         if end.end == "died" and state.exit_code == 0:  # by os._exit(0); unfinished is None without a training loop
             if state.unfinished:
-                words = "exited with code 0 in its loop, by os._exit"
+                words = "called os._exit(0) inside its training loop"
                 return RankEnd(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
             if self._job.stop.signal and state.heard and state.unfinished is None:
                 return RankEnd(rank, host, "stopped", lost_at)
@@ -449,22 +454,22 @@ class Attempt:
             if thrown := uncaught(end_of_file(log)):
                 return dataclasses.replace(end, error=f"aborted: {thrown}")
         if rank in state.silent and end.end == "died":
-            return RankEnd(rank, host, "silent", lost_at, error=f"lost with its node {node}")
+            return RankEnd(rank, host, "silent", lost_at, error=f"was lost because node {node} no longer responds")
         return end
 
 
 def last_line(run: RunDirectory) -> Mapping[str, Any]:
-    """The metrics of the last step that a run has made so far; empty if there is none."""
+    """The metrics of a run's last step; empty if there is none."""
     try:
         return run.last_metrics() or {}
     except OSError as error:
-        say(f"cannot read the metrics ({error}): repeated steps will not be counted")
+        say(f"could not read the metrics ({error}). Repeated steps will not be counted")
         return {}
 
 
 def tracker_id(run: RunDirectory) -> str:
-    """The run's name in trackers: random, as another run may have had the same run directory. Recorded when it is first
-    asked for; one process does so at a time, the run's supervisor. Raises OSError."""
+    """The run's id in W&B. It is random, because an earlier run may have had the same run directory, and recorded at
+    the first call. Only the run's supervisor calls this. Raises OSError."""
     with suppress(FileNotFoundError):
         return read_bytes(run.tracker_id_file).decode().strip()
     write_atomically(run.tracker_id_file, f"{secrets.token_hex(4)}\n", mode=0o600)

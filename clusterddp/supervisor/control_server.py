@@ -1,6 +1,6 @@
 """The supervisor's side of the control channel; ``worker/control_channel.py`` has the ranks' side and the protocol.
 
-The user's requests come over connections of their own (``runs/client.py``), one each.
+Each request of the user comes over its own connection (``runs/client.py``).
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ class Handlers:
     on_event: Callable[[int, str, Mapping[str, Any]], None]
     """With a rank, the event that it reports, and the values."""
     on_lost: Callable[[int, bool], None] = lambda _rank, _silent: None
-    """With a rank whose connection broke, and whether it is silent: it did not exit; its node does not respond."""
+    """With a rank whose connection broke, and whether it is silent: its node does not respond."""
     on_request: Callable[[int, str, Mapping[str, Any]], None] = lambda *_: None
-    """With the number, the kind and the values of a request of the user, which ``answer`` answers."""
+    """With the number, kind and values of a user's request, for ``answer``."""
     failed: Callable[[BaseException], None] | None = None
-    """With an error that ends the server's thread; None leaves it to ``threading.excepthook``."""
+    """With an error that ends the server's thread. None leaves it to ``threading.excepthook``."""
 
 
 class ControlServer:
     """Answers ranks once rank 0's address is known, and passes their events to the handlers.
 
-    ``ranks``: the number of ranks; None: any number may join. Each may join once, and rejoin (event ``rejoined``) after
-    its connection broke, but not after its node was silent, because it may have been declared lost.
+    ``ranks``: the number of ranks; None for any number. Each may join once, and rejoin (event ``rejoined``) after its
+    connection broke, but not after its node was silent, because it may have been declared lost.
 
-    No message takes time that grows with the number of ranks, except one to all of them, and rank 0's first one.
+    The time for a message does not grow with the number of ranks, except for one to all of them and rank 0's first.
     Raises LauncherEnvironmentError if this process may not open a file descriptor per rank.
     """
 
@@ -98,7 +98,7 @@ class ControlServer:
         self._requests_made = 0
         self._taken: dict[int, Any] = {}  # the process that joined as a rank; None: it may not rejoin
         self._known: Counter[int] = Counter()  # how many events each rank has reported
-        #: Of rank 0, what is passed on once the connections that had broken before are known.
+        #: Rank 0's requests to commit, passed on once the connections that had broken before are known.
         self._asked: list[Mapping[str, Any]] = []
         self._store: dict[str, Any] | None = None
         self._told: dict[str, Any] = {}
@@ -119,7 +119,7 @@ class ControlServer:
     def broadcast(self, ranks: Collection[int] | None = None, /, **words: Any) -> None:
         """Sends a message to these ranks, or to all, if they have joined.
 
-        Never waits: a rank that cannot take it at once gets it as soon as it can.
+        Never waits. A rank that cannot take it at once gets it as soon as it can.
         """
         self._request(lambda: self._send_to_all(words, ranks))
 
@@ -128,23 +128,23 @@ class ControlServer:
         self._request(lambda: self._answer(client, values, last))
 
     def _request(self, act: Callable[[], None]) -> None:
-        """Has the server's thread do something at once; nothing after ``close``."""
+        """Has the server's thread do something at once. Has no effect after ``close``."""
         self._requests.append(act)
         with suppress(OSError):
             self._wake_write.send(b".")
 
     def _send_to_all(self, words: Mapping[str, Any], ranks: Collection[int] | None) -> None:
         if self._store is None and "stop" in words:
-            return  # all wait for rank 0, and expect its address or the order to exit; USR2 tells them to stop
+            return  # all wait for rank 0's address, or the order to exit; USR2 asks them to stop
         line = encoded(words)
         for rank in list(self._joined) if ranks is None else ranks:
             if (peer := self._joined.get(rank)) is not None and not self._outbox.send(peer.connection, line):
-                say(f"rank {rank} does not read its connection: it is not told {line[:200]!r}")
+                say(f"rank {rank} does not read its connection. This message to it was dropped: {line[:200]!r}")
 
     def close(self) -> None:
         """Reads the last reports of ranks that have exited, then closes all connections.
 
-        Waits at most a second, because a node may be cut off; reports that have arrived by then are read.
+        Waits at most a second, because a node may be cut off. Reports that have arrived by then are read.
         """
         self._wake_write.close()
         self._thread.join()
@@ -189,12 +189,12 @@ class ControlServer:
         self._selector.close()
 
     def _wait_s(self, deadline: float | None) -> float | None:
-        """How long to wait for events at most: the deadlines of strangers' connections wake no thread."""
+        """How long to wait for events at most, because the deadlines of strangers' connections wake no thread."""
         look_s = 0.1 if deadline else _HELLO_S / 10 if self._strangers else None
         return min((seconds for seconds in (look_s, self._outbox.retry_s) if seconds is not None), default=None)
 
     def _carry_out_requests(self) -> None:
-        """In their order among the ranks that join."""
+        """Carries them out in order with the ranks that join."""
         while self._requests:
             self._requests.popleft()()
 
@@ -230,8 +230,8 @@ class ControlServer:
     def _displace(self) -> None:
         """Closes the oldest connection from the address with the most strangers, unless its first message is there.
 
-        A node's ranks are few, so that a flood from another node displaces none of them. A rank that is displaced by a
-        flood from its own node joins again.
+        A node has few ranks, so a flood from a different node displaces none of them. A rank that a flood from its own
+        node displaces joins again.
         """
         ((crowd, _),) = self._strangers_from.most_common(1)
         oldest = next(peer for peer in self._strangers.values() if peer.address == crowd)
@@ -246,14 +246,14 @@ class ControlServer:
             self._drop(oldest)
 
     def _make_room(self) -> None:
-        """No descriptor is left: closes half of the strangers' connections, and never accepts as many again."""
+        """No descriptor is left. Closes half of the strangers' connections, and never accepts as many again."""
         self._most_strangers = max(1, len(self._strangers) // 2)  # a rank is one, too, until its first message is read
         for peer in list(self._strangers.values())[: -self._most_strangers]:
             self._drop(peer)
         time.sleep(_NO_DESCRIPTOR_S)  # the listener stays readable
 
     def _recognize(self, peer: _Peer) -> None:
-        """The connection has sent the token, or is closed: it is no stranger's any more."""
+        """No longer counts a connection as a stranger's: it has sent the token, or is closed."""
         if self._strangers.pop(peer.connection, None) is not None:
             self._strangers_from[peer.address] -= 1
             if not self._strangers_from[peer.address]:
@@ -285,8 +285,8 @@ class ControlServer:
         try:
             message = json.loads(line)
             if not hmac.compare_digest(str(message["token"]).encode(), self._token.encode()):
-                if type(message.get("rank")) is int:  # it would try again, as one that was displaced
-                    _refuse(peer, "its token is not that of this attempt")
+                if type(message.get("rank")) is int:  # it would try again, like one that was displaced
+                    _refuse(peer, "its token is not this attempt's")
                 return False
             return self._take(peer, message) if "request" in message else self._greet(peer, message)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -295,7 +295,7 @@ class ControlServer:
     def _hear(self, rank: int, line: bytes | None) -> None:
         """Passes a rank's report on; ``line`` is None if it was too long. Malformed reports are skipped."""
         self._known[rank] += 1
-        event = "something"
+        event = "unknown"
         try:
             if line is None or len(line) > LONGEST_LINE:
                 raise ValueError(f"longer than {LONGEST_LINE:,} bytes")
@@ -308,7 +308,7 @@ class ControlServer:
             else:
                 self._handlers.on_event(rank, event, message)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            say(f"skipped what rank {rank} reported ({event!r}): {error!r}")
+            say(f"skipped a malformed report of rank {rank} ({event!r}): {error!r}")
 
     def _open_store(self, rank: int) -> None:
         if rank == 0 and self._store is not None:
@@ -316,9 +316,9 @@ class ControlServer:
             self._send_to_all({"connect": "rank 0's store is open"}, None)
 
     def _take(self, peer: _Peer, message: Mapping[str, Any]) -> bool:
-        """Takes a request of the user: any process that knows the token, which only the user can read."""
+        """Takes a request from any process with the token, which only the user can read."""
         if len(self._clients) >= _MOST_CLIENTS:
-            _refuse(peer, f"{_MOST_CLIENTS} other requests are not answered yet")
+            _refuse(peer, f"{_MOST_CLIENTS} other requests are not answered yet. Try again later")
             return False
         kind, values = str(message["request"]), dict(message.get("values") or {})
         self._requests_made += 1
@@ -329,7 +329,7 @@ class ControlServer:
         return True
 
     def _answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:
-        """Sends what the connection takes at once; a thread sends the rest of a long last answer."""
+        """Sends what the connection takes at once. A thread sends the rest of a long last answer."""
         peer = self._clients.get(client)
         if peer is None:  # the user did not wait for the answer
             return
@@ -371,9 +371,9 @@ class ControlServer:
         if type(rank) is not int or rank < 0 or (self._ranks is not None and rank >= self._ranks):
             return f"there is no rank {rank}" + ("" if self._ranks is None else f" among {self._ranks} ranks")
         if rank in self._taken and (process is None or self._taken[rank] != process):
-            return f"rank {rank} has joined already"
+            return f"rank {rank} has already joined"
         if rank == 0 and not (type(port) is int and 0 < port < 65536):
-            return f"rank 0's port is {port!r}: expected a number from 1 to 65535"
+            return f"rank 0's port: expected a number from 1 to 65535, got {port!r}"
         return None
 
     def _drop(self, peer: _Peer, silent: bool = False) -> None:
@@ -402,7 +402,7 @@ def _refuse(peer: _Peer, why: str) -> None:
 
 
 def _most_strangers(ranks: int | None) -> int:
-    """How many strangers leave enough file descriptors for the ranks and the rest of the process."""
+    """How many strangers leave enough file descriptors for the ranks and the rest of this process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(_MOST_STRANGERS, ranks or 0)
     if limit == resource.RLIM_INFINITY:
@@ -410,8 +410,8 @@ def _most_strangers(ranks: int | None) -> int:
     needed = (ranks or 0) + _OWN_DESCRIPTORS + _FEWEST_STRANGERS
     if needed > limit:
         raise LauncherEnvironmentError(
-            f"{counted(ranks or 0, 'rank')} need {needed:,} open files in the supervisor, a connection each, but the "
-            f"limit here is {limit:,} (`ulimit -Hn`): ask for a higher one (LimitNOFILE of slurmd, or limits.conf), or "
-            "use fewer ranks"
+            f"the supervisor needs {needed:,} open files for {counted(ranks or 0, 'rank')}, but the limit here is "
+            f"{limit:,} (`ulimit -Hn`). Ask the administrator for a higher one (LimitNOFILE of slurmd, or "
+            "limits.conf), or use fewer ranks"
         )
     return min(most, limit - _OWN_DESCRIPTORS - (ranks or 0))

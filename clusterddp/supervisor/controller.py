@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clusterddp.errors import INTERRUPTED, STOPPED, LauncherEnvironmentError, SlurmError, SlurmMissing, SlurmUnavailable
-from clusterddp.failures import exclusion
+from clusterddp.failures import exclusion, node_memory
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.process import started_at
@@ -40,7 +40,7 @@ class Controller(Protocol):
     resubmits: bool
     #: Whether it restarts a run at all.
     starts_again: bool
-    #: Whether it serves many jobs, so that it is asked rarely.
+    #: Whether it serves many jobs, so that it must be asked rarely.
     busy: bool = True
 
     def holder(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Controller(Protocol):
         """When the job ends, and whether it must stop now."""
 
     def why(self, notice_s: float) -> Cause:
-        """Why the ranks were told to stop, if they were. ``notice_s``: how long before the time limit they are told."""
+        """Why the ranks were asked to stop, if they were. ``notice_s``: how long before the time limit that happens."""
 
     def term_notice_s(self) -> float | None:
         """Seconds from a TERM to the KILL; None if unknown."""
@@ -92,16 +92,15 @@ class SlurmController(Controller):
         job_id = slurm.own_job_id(environ)
         if job_id is None:
             raise LauncherEnvironmentError(
-                "SLURM_JOB_ID is not set: this is the supervisor of a Slurm job. "
+                "SLURM_JOB_ID is not set, but this supervisor runs only in a Slurm job. "
                 "Submit with `clusterddp submit`, or `sbatch job.sbatch`"
             )
-        self._run, self._job_id = run, job_id
+        self._run, self._job, self._job_id = run, job, job_id
         self._restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
         self._nodes = environ.get("SLURM_JOB_NODELIST", "")
         # SBATCH_PARTITION or an administrator may have changed what the job definition asks for.
         self._partition = environ.get("SLURM_JOB_PARTITION") or job.partition
         self._qos = environ.get("SLURM_JOB_QOS") or job.qos
-        self._exclude = job.exclude
         self._policy: preemption_policy.Preemption | None = None
 
     def holder(self) -> dict[str, Any]:
@@ -131,44 +130,46 @@ class SlurmController(Controller):
         return cause
 
     def term_notice_s(self) -> float | None:
-        """The partition's or QOS's grace; KillWait where there is none."""
+        """The grace period of the partition or QOS, or KillWait if there is none."""
         self._policy = self._preemption()
         return self._policy.notice_s
 
     def ends_what_it_preempts(self) -> bool:
-        """PreemptMode=CANCEL. What was read at the start counts: a preempting job waits meanwhile."""
+        """PreemptMode=CANCEL, as read at the start, because a preempting job waits meanwhile."""
         return (self._policy or self._preemption()).must_resubmit
 
     def _preemption(self) -> preemption_policy.Preemption:
         return preemption_policy.preemption(self._partition, self._qos)
 
     def requeue(self) -> None:
-        """Slurm then ends this process, if it has not exited before."""
+        """Slurm then ends this process, unless it exits first."""
         slurm.requeue(self._job_id)
 
     def hold(self) -> None:
-        """Slurm 24.11 starts a job once more that was requeued within a grace before."""
+        """Slurm 24.11 starts a job again that was requeued within an earlier grace period."""
         with suppress(SlurmError):  # `main.finished` keeps the run from starting, too
             slurm.set_requeue(self._job_id, allowed=False)
 
     def usable_nodes(self) -> list[str]:
         """The partition's working nodes without those that the job definition excludes."""
-        excluded = expand(self._exclude or "")
+        excluded = expand(self._job.exclude or "")
         return [node for node in slurm.usable_nodes(self._partition) if node not in excluded]
 
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
-        """The new job holds the run from now on, and starts after this one unless told otherwise.
+        """The new job holds the run from now on.
 
         This job must not be requeued once there is a new one: Slurm 24.11 requeues a job that exits within a grace
         period.
         """
         if not exists(self._run.batch_script):
-            raise SlurmError(f"{self._run.batch_script} is missing, which a resubmission needs")
+            raise SlurmError(f"{self._run.batch_script} is missing. A resubmission needs it")
         with suppress(SlurmError):  # refused if the job is ending already, and will not be requeued
             slurm.set_requeue(self._job_id, allowed=False)
         dependency = [f"--dependency=afterany:{self._job_id}"] if after_this else []
         try:
-            new = slurm.submit(self._run.batch_script, *dependency, *exclusion.option(self._exclude, without))
+            remembered = node_memory.avoided(self._run, self._job, without, self.usable_nodes, time.time())
+            options = exclusion.option(self._job.exclude, [*without, *remembered])
+            new = slurm.submit(self._run.batch_script, *dependency, *options)
         except SlurmError as error:
             if not isinstance(error, SlurmUnavailable) or isinstance(error, SlurmMissing):
                 with suppress(SlurmError):
@@ -178,18 +179,18 @@ class SlurmController(Controller):
         return new
 
     def successor(self) -> str | None:
-        """Another live job of the run's batch script."""
+        """A different live job with the run's batch script."""
         new = jobs_by_script(ended=False, without=self._job_id).get(str(self._run.batch_script))
         if new is not None:
             self._record(new)
         return new
 
     def _record(self, new: str) -> None:
-        """Records that the new job holds the run, for which a disk is asked several times."""
+        """Records that the new job holds the run, retrying while the disk fails."""
         try:
             slurm.patiently(partial(lease.submitted, self._run, new), errors=(OSError,))
         except OSError as error:
-            say(f"cannot record job {new} ({error.strerror}): until it starts, the run seems to be stopped")
+            say(f"could not record job {new} ({error.strerror}). Until it starts, the run is shown as stopped")
 
 
 class AllocationController(SlurmController):
@@ -199,7 +200,7 @@ class AllocationController(SlurmController):
     starts_again = False
 
     def notice(self) -> Notice:
-        """What ``submit --here`` wrote before it sent a signal, else slurmctld's answer."""
+        """The file that ``submit --here`` wrote before it sent a signal, else slurmctld's answer."""
         said = _stop_said(self._run.notice_file)
         return Notice(None, said) if said else super().notice()
 
@@ -264,7 +265,7 @@ def batch_step_began() -> float:
 
 def allocated(job: JobInfo, batch_step: float) -> dict[str, float] | None:
     """When the job was queued, could start, and got its nodes, and how many tasks of its array may run at a time; None
-    if Slurm does not say when it got them.
+    if the time at which it got them is unknown.
 
     Slurm's times are whole seconds: it got them before the batch step started, and within a second of StartTime.
     """
@@ -284,9 +285,10 @@ def _stop_said(notice: Path) -> Stop | None:
 def give_notice(run: RunDirectory, cause: Cause) -> None:
     """Writes why the ranks are about to be signalled. To be called before the signal is sent.
 
-    If that fails, as on a full disk, the signal must still be sent: the ranks save, and the history lacks the cause.
+    If that fails, as on a full disk, the signal must still be sent. The ranks then save, and the history lacks the
+    cause.
     """
     try:
         write_json(run.notice_file, {"cause": cause.value}, mode=0o600)
     except OSError as error:
-        say(f"cannot write {run.notice_file} ({error.strerror}): the history will not tell why the ranks were stopped")
+        say(f"could not write {run.notice_file} ({error.strerror}). The history will lack the reason of this stop")

@@ -1,7 +1,7 @@
-"""What the supervisor does about each event of an attempt: ``step(state, event, now)``, a pure function.
+"""Decides what follows from each event of an attempt: ``step(state, event, now)``, a pure function.
 
 ``attempt.py`` queues the events, passes them to ``step`` one at a time and carries out the actions that it returns.
-Nothing here reads a clock, a file or a socket.
+This module reads no clock, file or socket.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from clusterddp.supervisor.state import (
 from clusterddp.supervisor.verdict import check_record
 from clusterddp.worker.control_channel import SILENCE_S
 
-#: Grace period, in seconds, for the peers of a failed rank to fail with errors of their own. Then they are told to
-#: exit, like hung ranks, and are killed after as long.
+#: Grace period, in seconds, for the peers of a failed rank to fail with their own errors. Then they are asked to exit,
+#: like hung ranks, and killed after the same time.
 PEER_GRACE_S = HANG_GRACE_S = 3.0
-#: Seconds before the end of a notice in which the peers of a failed rank are ended and the job is requeued.
+#: Seconds before the end of the grace period in which the peers of a failed rank are ended and the job is requeued.
 END_S = 8.0
-#: A rank that exists so many seconds after a KILL waits for a device or a file system that does not answer. Slurm's
-#: UnkillableStepTimeout is the same by default.
+#: A rank that still exists this many seconds after a KILL waits for a device or a file system that does not answer.
+#: Slurm's UnkillableStepTimeout has the same default.
 UNKILLABLE_S = 60.0
-#: How often the time limit is compared with the clock. Ranks that did not confirm a stop are told again as often.
+#: How often the time limit is compared with the clock, and a stop is sent again to ranks that have not confirmed it.
 LOOK_S = 2.0
-#: A signal gets this much time to reach the ranks before they are told what it means.
+#: A signal gets this much time to reach the ranks before its meaning is sent to them.
 SETTLE_S = 0.5
 #: How many events of one kind the history takes from ranks other than 0, in an attempt.
 MOST_RECORDED = 64
@@ -63,9 +63,9 @@ ASK_AGAIN_S = 2.0
 
 
 def step(state: State, event: Event, now: float) -> Step:
-    """The next state, and what to do about an event that came at ``now`` (unix seconds).
+    """The next state, and the actions that follow from an event that came at ``now`` (unix seconds).
 
-    ValueError, KeyError or TypeError for a rank's report that is not of the expected form.
+    Raises ValueError, KeyError or TypeError for a malformed report of a rank.
     """
     if state.exit_code is not None:  # what ranks reported before they exited still counts, for the history
         if not isinstance(event, RankEvent | ConnectionLost):
@@ -112,19 +112,19 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
 
 
 def _record(state: State, name: str, values: Mapping[str, Any]) -> Step:
-    """Adds a rank's event to the history, unless very many ranks report the same, such as the signal of a stop."""
+    """Adds a rank's event to the history, unless very many ranks report the same, such as a stop signal."""
     if values["rank"] == 0:
         return state, [Record(name, values)]
     before = state.reported.get(name, 0)
     state = replace(state, reported={**state.reported, name: before + 1})
     if before < MOST_RECORDED:
         return state, [Record(name, values)]
-    text = f"{MOST_RECORDED} ranks have reported {name!r} in this attempt: the history leaves out those of the others"
+    text = f"{MOST_RECORDED} ranks have reported {name!r} in this attempt. Further reports are not recorded"
     return state, [Say(text)] if before == MOST_RECORDED else []
 
 
 def _note(state: State, event: RankEvent) -> Step:
-    """What a report changes besides the history."""
+    """Applies a report, apart from recording it."""
     values = event.values
     if event.name == "rejoined":
         return _on_rejoined(state, event.rank)
@@ -148,7 +148,7 @@ def _note(state: State, event: RankEvent) -> Step:
 
 
 def _confirmed(state: State, why: str) -> Step:
-    """A rank stops for this reason. What a signal means only the controller can tell."""
+    """A rank stops for this reason. If it is a signal, asks the controller what it means."""
     if why in state.heard:
         return state, []
     state = replace(state, told=state.told | {why}, heard=state.heard | {why})
@@ -156,13 +156,13 @@ def _confirmed(state: State, why: str) -> Step:
 
 
 def _on_left(state: State, event: RankEvent, now: float) -> Step:
-    """A rank's last report is the record of its end. One that was done may have been told to exit before it did."""
+    """A rank's last report is the record of its end. A rank that is done may still be dismissed before it exits."""
     check_record(event.values)
     if event.rank not in state.ends or event.values["end"] == "dismissed":
         state = replace(state, ends=state.ends.put(event.rank, event.values))
     if event.values["end"] in ("done", "stopped"):
         return replace(state, alone=state.alone or bool(event.values.get("alone"))), []
-    # A rank that exits with 0 in its loop may do so for a signal that only the controller knows of; so may its peers.
+    # A rank that exits with code 0 in its loop, and its peers, may do so for a signal that the controller explains.
     more_s = ASK_S if event.values["end"] == "unfinished" else 0.0
     state = _lose(state, event.rank, now)
     return _dismiss_peers(state, f"rank {event.rank} ({event.values['host']}) failed", more_s, failed=True)
@@ -181,7 +181,7 @@ def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step
     if not event.silent:
         state, more = _dismiss_peers(state, _exited(state, rank))
         return state, [*actions, *more]
-    # Its node is lost, unless this one is cut off: then the controller is unreachable, too. srun would wait until Slurm
+    # Its node is lost, or this one is cut off: then the controller is unreachable, too. srun would wait until Slurm
     # gives the node up, and so would the ranks on other nodes.
     first = not state.silent
     state = replace(state, silent=state.silent | {rank}, confirming=state.confirming or first)
@@ -189,10 +189,10 @@ def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step
 
 
 def _on_committing(state: State, question: int, now: float) -> Step:
-    """Rank 0 may commit its checkpoint if every rank is there, or has finished.
+    """Rank 0 may commit its checkpoint if every rank is connected, or has finished.
 
-    Otherwise its script may have caught the error of a collective, and goes on alone. It is told to exit at once, so
-    that it makes no more steps that do not count; in a stop it may do what it does afterwards.
+    Otherwise its script may have caught the error of a collective and continued alone. It is then ended at once,
+    because further steps do not count. During a stop, it keeps the rest of the grace period.
     """
     ended_well = {rank for rank, end in state.ends.items() if end["end"] in ("done", "stopped")}
     lost = state.lost_at.keys() - ended_well
@@ -204,7 +204,7 @@ def _on_committing(state: State, question: int, now: float) -> Step:
 
 
 def _lose(state: State, rank: int, at: float) -> State:
-    """The first sign that a rank is lost counts."""
+    """Records when a rank was lost, unless it already was."""
     return state if rank in state.lost_at else replace(state, lost_at=state.lost_at.put(rank, at))
 
 
@@ -223,9 +223,9 @@ def _exited(state: State, rank: int) -> str:
 
 
 def _dismiss_peers(state: State, why: str, more_s: float = 0.0, *, failed: bool = False) -> Step:
-    """Ends the other ranks after a grace period. ``failed``: the rank did, rather than exit with code 0.
+    """Ends the other ranks after a grace period. ``failed``: whether the rank failed, rather than exit with code 0.
 
-    It may have been ended by a signal that only the controller can explain.
+    Asks the controller, because the rank may have been ended by a signal that only the controller can explain.
     """
     if state.dismissal and (state.failed or not failed):
         return state, []
@@ -235,9 +235,9 @@ def _dismiss_peers(state: State, why: str, more_s: float = 0.0, *, failed: bool 
 
 
 def _on_dismiss(state: State, now: float) -> Step:
-    """Tells the other ranks to exit, and kills the peers of a failed one that do not, as scripts without clusterddp.
+    """Asks the other ranks to exit, and kills peers of a failed rank that do not, such as scripts without clusterddp.
 
-    In a stop they may be saving: they have the rest of the notice.
+    During a stop they may be saving, so they get the rest of the grace period.
     """
     if not state.dismissal:
         return state, []
@@ -256,21 +256,21 @@ def _rest_s(state: State, now: float) -> float:
 
 
 def _on_rank_failed(state: State, event: RankFailed, now: float) -> Step:
-    """It may never have joined, or have crashed after its last report."""
+    """The rank may never have joined, or have crashed after its last report."""
     if event.rank in state.hosts:
         state = _lose(state, event.rank, now)
     return _dismiss_peers(state, f"rank {event.rank} ({state.node_of(event.rank)}) exited", failed=True)
 
 
 def _on_kill(state: State, now: float) -> Step:
-    """Of the peers of a failed rank only now it may be known that they have a notice."""
+    """Waits longer if, by now, the peers of a failed rank are known to have a grace period."""
     if state.dismissal and not state.removed and (rest_s := _rest_s(state, now)) > 0:
         return state, [StartTimer(Timer.DISMISS, rest_s)]
     return state, [Do.KILL_RANKS, StartTimer(Timer.UNKILLABLE, UNKILLABLE_S)]
 
 
 def _on_unkillable(state: State, _now: float) -> Step:
-    """Abandons the ranks that are still connected. Their nodes count as lost: what they wait for is still in use."""
+    """Abandons the ranks that are still connected. Their nodes count as lost, because they cannot release the ranks."""
     stuck = state.hosts.keys() - state.lost_at.keys() - state.ends.keys()
     nodes = dict.fromkeys(state.node_of(rank) for rank in sorted(stuck))
     lost = {node: [rank for rank in sorted(stuck) if state.node_of(rank) == node] for node in nodes}
@@ -281,7 +281,7 @@ def _on_unkillable(state: State, _now: float) -> Step:
 
 
 def _abandon(state: State) -> Step:
-    """Ends an attempt that lost a node. Rank 0 may save first: it needs no other rank for that."""
+    """Ends an attempt that lost a node. Rank 0 may save first, which needs no other rank."""
     if not state.abandon or state.saving:
         return state, []
     actions: list[Action] = [Broadcast("leave", state.abandon), StartTimer(Timer.ABANDON, state.abandon_s)]
@@ -299,7 +299,7 @@ def _on_notice(state: State, notice: Notice, now: float) -> Step:
     preempted = state.preempted or notice.stop is Stop.PREEMPTION
     state = replace(state, notice=notice, preempted=preempted, controller_away=False)
     state, lost = _lose_nodes(state) if state.confirming else (state, [])
-    # A stop that was due before is not told any sooner.
+    # A stop that was already due is not sent any sooner.
     due = _due(state, now)
     state, actions = (state, []) if due and due[0] is state.due else _look(state, now)
     return state, [*back, *lost, *actions]
@@ -318,22 +318,23 @@ def _on_controller_failed(state: State, event: ControllerFailed, _now: float) ->
         return state, [*actions, *lost]
     if not state.cut_off:
         node = state.node_of(min(state.silent))
-        actions.append(Say(f"neither {node} nor the controller answers; waiting"))
+        actions.append(Say(f"neither {node} nor Slurm's controller responds. Waiting: check this node's network"))
     return replace(state, cut_off=True), [*actions, StartTimer(Timer.ASK, ASK_AGAIN_S)]
 
 
 def _lose_nodes(state: State) -> Step:
-    """The controller answers, so that it is the silent nodes that were cut off."""
+    """The controller answers, so the silent nodes are cut off, not this one."""
     nodes = state.lost_nodes
     records: list[Action] = [Record("node_lost", {"node": node, "suspect": node}) for node in nodes]
-    state, actions = _abandon(replace(state, confirming=False, abandon=f"node {' and '.join(nodes)} lost"))
+    lost = f"node {nodes[0]} was lost" if len(nodes) == 1 else f"nodes {' and '.join(nodes)} were lost"
+    state, actions = _abandon(replace(state, confirming=False, abandon=lost))
     return state, [*records, *actions]
 
 
 def _look(state: State, now: float) -> Step:
-    """Tells the ranks to stop if it is time, and again until one of them has confirmed it.
+    """Asks the ranks to stop if it is time, and again until one of them confirms it.
 
-    Ranks that stop because the user wants it have no deadline: they are told again when a stop has one.
+    A stop that the user requested has no deadline, so a later stop with a deadline is sent, too.
     """
     due = _due(state, now)
     first = due is not None and due[0] is not state.due
@@ -342,16 +343,16 @@ def _look(state: State, now: float) -> Step:
         return state, [StartTimer(Timer.LOOK, LOOK_S)]
     stop, why = due
     others = frozenset() if stop.value in WISHES else WISHES
-    # Ranks that use clusterddp agree when one has heard of it. Scripts that expect a signal are all told.
+    # Ranks that use clusterddp agree once one has got the stop. Scripts that expect a signal must all get it.
     untold = state.job.stop.signal is not None and stop.value not in state.told
     if state.heard - others and not untold:
         return state, [StartTimer(Timer.LOOK, LOOK_S)]
     if first and state.notice.stop is not None:  # a signal is on its way
         return state, [StartTimer(Timer.LOOK, SETTLE_S)]
     told = state.told - others
-    # Over the connections first; the launcher signals those that may not listen there. These have not joined, or run a
-    # Python function with a ``checkpoint()``, which waits for a signal. Under proctrack/linuxproc the signal goes to
-    # their children, too.
+    # The stop goes over the connections first. The launcher signals ranks that may not read theirs: they have not
+    # joined, or run a Python function with a ``checkpoint()``, which waits for a signal. Under proctrack/linuxproc the
+    # signal goes to their children, too.
     actions: list[Action] = [Broadcast("stop", stop.value)]
     if (told and not untold) or len(state.hosts) < state.job.world_size:
         actions.append(Do.NOTIFY_RANKS)
@@ -368,7 +369,7 @@ _WORDS = {
 
 
 def _due(state: State, now: float) -> tuple[Stop, str] | None:
-    """Why to stop now, and the same in words; no words for what the user wants, which the history has already."""
+    """Why to stop now, and the same in words, which are empty for a user's request: the history already has it."""
     stop, end_time = state.notice.stop, state.notice.end_time
     if stop is not None:
         return stop, _WORDS[stop]
@@ -378,7 +379,7 @@ def _due(state: State, now: float) -> tuple[Stop, str] | None:
 
 
 def _on_request(state: State, request: Request, now: float) -> Step:
-    """A stop that the user wants is told like any other, unless one is due already."""
+    """A stop that the user requests is sent like any other, unless one is already due."""
     state, actions = requests.accept(state, request, now)
     if state.wanted is None or state.due:
         return state, actions
@@ -397,8 +398,8 @@ def _on_superseded(state: State, _event: Superseded, _now: float) -> Step:
 
 
 def _on_removed(state: State, event: RunRemoved, _now: float) -> Step:
-    """Nothing that the ranks do can be kept."""
-    actions: list[Action] = [Say(f"{event.why}: ending the ranks"), Broadcast("leave", event.why)]
+    """Ends the ranks, whose work can no longer be saved."""
+    actions: list[Action] = [Say(f"{event.why}. Ending the ranks"), Broadcast("leave", event.why)]
     state = replace(state, removed=True, watched=False, dismissal=event.why, failed=True)
     return state, [*actions, StartTimer(Timer.KILL, HANG_GRACE_S)]
 
@@ -407,7 +408,7 @@ def _on_removed(state: State, event: RunRemoved, _now: float) -> Step:
 
 
 def _on_hang(state: State, hang: Hang, now: float) -> Step:
-    """Ends all ranks: those that can exit on their own do when they are told, and the launcher kills the rest."""
+    """Ends all ranks: asks them to exit, and has the launcher kill those that do not."""
     if not state.watched:
         return state, []
     nodes = {state.node_of(rank) for rank in hang.late}

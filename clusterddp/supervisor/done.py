@@ -1,6 +1,6 @@
-"""What shows that a run is done: the job key ``done``, a file or a line of the ranks' output.
+"""The mark of a run that is done: the job key ``done``, a file or a line of the ranks' output.
 
-The supervisor looks before an attempt, which is not started if the mark is there, and after it.
+The supervisor looks for it before an attempt, which is not started if the mark is there, and after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.limits import SAVED_ITSELF, STEPPED
 from clusterddp.supervisor.own_checkpoints import why_incomplete
 
-#: A file with one of these names that is empty is a save that was cut off. Any other may be an empty mark.
+#: An empty file with one of these suffixes is a save that was cut off. Any other may be an empty mark.
 _CHECKPOINTS = frozenset((".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors", ".npz", ".pkl"))
 
 #: The most characters of a matching line that are shown.
@@ -26,7 +26,7 @@ LONGEST_LINE = 120
 
 
 def look(run: RunDirectory, job: Job, events: Iterable[Mapping[str, Any]], exited: bool = False) -> tuple[bool, str]:
-    """Whether the mark of a job that has one is there, and what was found, as a clause.
+    """Whether the mark of a job is there, and what was found, as a clause.
 
     A file counts if it is complete and was written since the run began, by the first of its ``events``. A line counts
     if it is in the output of the newest attempt that has started its ranks, and was printed after rank 0's first step.
@@ -54,7 +54,7 @@ def _why_not(path: Path, since: float) -> str | None:
         if path.stat().st_mtime < since:
             return "it is older than this run"
         empty = not path.is_dir() and path.stat().st_size == 0
-    except OSError as error:  # removed meanwhile, or a link to nothing
+    except OSError as error:  # removed meanwhile, or a dangling link
         return error.strerror or str(error)
     return None if empty and path.suffix not in _CHECKPOINTS else why_incomplete(str(path))
 
@@ -70,7 +70,7 @@ def _line(
     own = {event["event"]: event for event in events if event["attempt"] == started[-1]}
     first = {kind: own.get("steps_seen", {}).get(kind, 0) for kind in ("out", "err")}
     early = _printed(logs, 0, pattern, {kind: slice(0, size) for kind, size in first.items()})
-    # What the other ranks printed before it is not known. If the expression matches early, theirs may be early, too.
+    # What the other ranks printed before it is unknown. If the expression matches early, theirs may be early, too.
     everywhere = [dict.fromkeys(first, slice(0, None))] * (0 if early else job.world_size - 1)
     parts = [{kind: slice(size, None) for kind, size in first.items()}, *everywhere]
     found = next(filter(None, (_printed(logs, rank, pattern, part) for rank, part in enumerate(parts))), None)

@@ -29,15 +29,15 @@ _LOG_BYTES = 1 << 20
 
 
 def added_arguments(run: RunDirectory, events: Iterable[Mapping[str, Any]], attempt: int) -> str:
-    """What ``resume`` added to the arguments of an attempt that failed before it made progress; empty otherwise."""
+    """A line about the arguments that ``resume`` added to an attempt that failed before it made progress, else ''."""
     own = [event for event in events if event["attempt"] == attempt]
     resumed = next((event for event in own if event["event"] == "own_resume"), None)
     if resumed is None or any(event["event"] in _PROGRESS for event in own):
         return ""
     if not resumed.get("arguments"):
-        return "" if "file" in resumed else "`resume` added no arguments: there was no complete checkpoint"
-    there = "exists" if (run.path / resumed["file"]).exists() else "does not exist"
-    return f"arguments added for {resumed['file']}, which {there}: {shlex.join(resumed['arguments'])}"
+        return "" if "file" in resumed else "`resume` added no arguments, because there was no complete checkpoint"
+    there = "Check that the script can load it" if (run.path / resumed["file"]).exists() else "It does not exist"
+    return f"`resume` added `{shlex.join(resumed['arguments'])}` for {resumed['file']}. {there}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def end_of_file(log: Path) -> str:
 
 
 def _who_waited(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
-    """The traceback of a rank that waited for one that exited early, which has none of its own."""
+    """The traceback of a rank that waited for one that exited early, as the latter has none."""
     exited = failure.end in ("early", "unfinished")
     waiting = next((end for end in others if end.traceback), None) if exited else None
     return [f"rank {waiting.rank} waited for it:", *waiting.traceback.splitlines(), ""] if waiting else []
@@ -111,11 +111,11 @@ def _other_ends(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
 
 
 def _other_end(end: RankEnd, failure: RankEnd) -> str:
-    """How another rank ended; the launcher kills the peers of a failed rank."""
+    """How another rank ended, which the launcher may have killed as the peer of a failed one."""
     if end.own:
         return f"also failed: {end.sentence()}"
     if not end.ended_by_us:
         return f"as a result: {end.sentence()}"
     hung, exited = failure.end.startswith("hung"), failure.end in ("early", "unfinished")
     what = "hung" if hung else "exited" if exited else "failed"
-    return f"as a result: rank {end.rank} ({end.host}) ended by clusterddp after rank {failure.rank} {what}"
+    return f"as a result: rank {end.rank} ({end.host}) was ended by clusterddp after rank {failure.rank} {what}"

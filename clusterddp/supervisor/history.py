@@ -1,9 +1,9 @@
 """Writes a run's history: events.jsonl, a message for each event, and the outcome.
 
-The history is read once, when the attempt starts: no later decision depends on another read.
+The history is read once, when the attempt starts. No later decision depends on another read.
 
 One process writes it at a time. While a supervisor holds the run (``lease.py``), that is the supervisor: the attempt's
-history thread while the ranks run, then the main thread. Otherwise nobody holds the run, and these write a single line:
+history thread while the ranks run, then the main thread. While no process holds the run, these write a single line:
 ``submit --fork`` before the run's first job, ``clusterddp cancel`` after it marked the run and its holder ended, and
 rank 0 of a script that was started without a supervisor, as by torchrun (``training/context.py``). A superseded
 supervisor closes its history before it does anything else.
@@ -30,7 +30,7 @@ _LONGEST_TEXT = 4000
 
 
 class History:
-    """Appends an attempt's events. Events that cannot be written are kept, and retried with the next one.
+    """Appends an attempt's events. Events that could not be written are kept, and retried with the next one.
 
     ``secrets``: values to mask in events. ``printed``: whether their sentences are printed, for the job's log.
     """
@@ -86,10 +86,10 @@ class History:
             self.write_pending()
         except OSError as error:
             if len(self.pending) == 1:
-                say(f"cannot write the history ({error.strerror}); retrying with the next event")
+                say(f"could not write the history ({error.strerror}). Will retry with the next event")
 
     def close(self) -> None:
-        """Stops writing, also in other threads: from now on a newer attempt's supervisor writes the file."""
+        """Stops writing, also in other threads, because a newer attempt's supervisor writes the file from now on."""
         self._closed = True
 
     def saved(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class History:
         try:
             line = self._run.last_metrics()
         except OSError as error:  # the run continues: only its checkpoints matter
-            say(f"cannot read the metrics ({error}): the last step is unknown")
+            say(f"could not read the metrics ({error}). The last step is unknown")
             line = None
         done = line["step"] + 1 if line and line["attempt"] == self._attempt else self.newest_checkpoint
         if done is None and self.newest_step is not None:
@@ -108,11 +108,11 @@ class History:
         """Writes the outcome: the run is over. Its step is None if the script recorded none. ``confirmed``: false if it
         completed only by exit code 0, and that is doubtful.
 
-        Returns whether it was written; an error is reported, and does not change how the attempt ended.
+        Returns whether it was written. An error is reported, and does not change how the attempt ended.
         """
         step = highest(event.get("step") for event in self.events)
         if any("log" in event and event["attempt"] == self._attempt for event in self.events):
-            step = highest([step, self.saved()["step"]])  # no rank tells the last step in its output
+            step = highest([step, self.saved()["step"]])  # from the output, as no rank reports the last step
         values = self._presentable({"step": step, "attempts": attempts_made(self.events), "reason": reason})
         if not confirmed:
             values["confirmed"] = False
@@ -120,7 +120,7 @@ class History:
         try:
             write_json(self._run.outcome_file, {"state": state, **values})
         except OSError as error:
-            say(f"cannot write {self._run.outcome_file} ({error.strerror}): without it, the run may start again")
+            say(f"could not write {self._run.outcome_file} ({error.strerror}). Without it, the run may start again")
             return False
         return True
 

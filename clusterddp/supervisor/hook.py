@@ -1,9 +1,9 @@
-"""The user's hook: a command that gets what happens to the run, as JSON on its standard input.
+"""The user's hook: a command that gets events of the run, as JSON on its standard input.
 
-A call never delays the ranks and changes nothing about the run: it has a separate thread and session, its output
-goes to ``logs/hook.log``, and a failure is a message. It is killed after ``TIMEOUT_S``, or before this process exits,
-which waits for it: as long as that when nobody needs the nodes, and ``HANDOVER_S`` when a preempting job does. On a
-preemption the hook is therefore called as soon as the controller confirms it, while the ranks save.
+A call never delays the ranks or changes the run: it has a separate thread and session, its output goes to
+``logs/hook.log``, and a failure is a message. A call is killed after ``TIMEOUT_S``. Before this process exits, it waits
+for running calls as long, but only ``HANDOVER_S`` if a preempting job waits for the nodes. On a preemption the hook is
+therefore called as soon as the controller confirms it, while the ranks save.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PREEMPTED = (Cause.PREEMPTED.value, Cause.PREEMPTED_WITHOUT_GRACE.value)
 
 
 def hook_event(event: Mapping[str, Any]) -> str | None:
-    """What the hook is told of an event of the history: a word of ``events.HOOK_EVENTS``, or nothing."""
+    """The word of ``events.HOOK_EVENTS`` for an event of the history; None if the hook is not called for it."""
     name = event["event"]
     if name == "stopped" and event.get("then") != BY_SLURM:
         return "stopped"
@@ -49,7 +49,7 @@ class Hook:
 
     def __init__(self, run: RunDirectory, job: Job, attempt: int, hurry: bool = False) -> None:
         self._run, self._job, self._attempt, self._hurry = run, job, attempt, hurry
-        self._told: set[str] = set()
+        self._called: set[str] = set()
         self._calls: list[tuple[str, threading.Thread]] = []
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -57,31 +57,34 @@ class Hook:
         return bool(self._job.hook)
 
     def notify(self, event: Mapping[str, Any]) -> None:
-        """Calls the hook if it is to be told of this event of the history."""
+        """Calls the hook if it gets this event of the history."""
         if (word := hook_event(event)) is not None:
             self.call(word, event)
 
     def call(self, word: str, event: Mapping[str, Any]) -> None:
         """Calls the hook, once for each word of an attempt. Does not wait."""
-        if not self._job.hook or word in self._told:
+        if not self._job.hook or word in self._called:
             return
-        self._told.add(word)
-        told: dict[str, Any] = {**event, "event": word, "run": str(self._run), "job_name": self._job.name}
-        thread = threading.Thread(target=self._carry_out, args=(word, told), name=f"hook {word}", daemon=True)
+        self._called.add(word)
+        values: dict[str, Any] = {**event, "event": word, "run": str(self._run), "job_name": self._job.name}
+        thread = threading.Thread(target=self._carry_out, args=(word, values), name=f"hook {word}", daemon=True)
         self._calls.append((word, thread))
         thread.start()
 
     def finish(self) -> None:
-        """Waits for calls, but not for long, and kills the others: Slurm would take seconds to end what is left."""
+        """Waits briefly for calls, then kills the rest, because Slurm would take seconds to end them."""
         begun = time.monotonic()
         for word, thread in self._calls:
-            soon = word == "resumed" or (self._hurry and "preempted" in self._told)
+            soon = word == "resumed" or (self._hurry and "preempted" in self._called)
             thread.join(max(0.0, (HANDOVER_S if soon else TIMEOUT_S + 1) - (time.monotonic() - begun)))
             if thread.is_alive() and word in self._processes:
-                say(f"hook killed: not done with {word!r} when this job had to end; its output: {self._run.hook_log}")
+                say(
+                    f"hook killed ({word!r}), because it was still running when this job had to end. "
+                    f"Its output is in {self._run.hook_log}"
+                )
                 _kill(self._processes.pop(word))
 
-    def _carry_out(self, word: str, told: Mapping[str, Any]) -> None:
+    def _carry_out(self, word: str, values: Mapping[str, Any]) -> None:
         names: dict[str, str] = {protocol.RUN_DIR: str(self._run), protocol.ATTEMPT: str(self._attempt)}
         try:
             with open(self._run.hook_log, "ab", opener=create_file) as log:
@@ -94,24 +97,24 @@ class Hook:
                     start_new_session=True,
                 )
         except OSError as error:
-            say(f"hook not called for {word!r}: {error.strerror} ({error.filename})")
+            say(f"could not call the hook for {word!r}: {error.strerror} ({error.filename})")
             return
         self._processes[word] = process
         with ending_alone(process.pid):
-            said = _wait(process, word, (json.dumps(finite(told)) + "\n").encode())
-        if said and self._processes.pop(word, None):  # else `finish` killed it
-            say(f"{said}; its output: {self._run.hook_log}")
+            problem = _wait(process, word, (json.dumps(finite(values)) + "\n").encode())
+        if problem and self._processes.pop(word, None):  # else `finish` killed it
+            say(f"{problem}. Its output is in {self._run.hook_log}")
 
 
-def _wait(process: subprocess.Popen[bytes], word: str, told: bytes) -> str | None:
-    """Waits for a call; returns what to say if it failed."""
+def _wait(process: subprocess.Popen[bytes], word: str, values: bytes) -> str | None:
+    """Waits for a call. Returns the message if it failed."""
     try:
-        process.communicate(told, timeout=TIMEOUT_S)
+        process.communicate(values, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         _kill(process)
         process.wait()
-        return f"hook killed: not done with {word!r} after {TIMEOUT_S:.0f} s"
-    return f"hook failed for {word!r} (exit code {process.returncode})" if process.returncode else None
+        return f"hook timed out after {TIMEOUT_S:.0f} s ({word!r})"
+    return f"hook failed with exit code {process.returncode} ({word!r})" if process.returncode else None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

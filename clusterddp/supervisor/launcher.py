@@ -27,7 +27,8 @@ LOOK_S = 2.0
 class Launcher(Protocol):
     """The ranks of one attempt."""
 
-    #: The launcher's name in the ranks' environment, and the supervisor's address ('' if srun tells it to its tasks).
+    #: The launcher's name in the ranks' environment, and the supervisor's address ('' if it is in the
+    #: environment of srun's tasks).
     name: str
     supervisor_host: str
     #: Grace period, in seconds, for reachable ranks to exit before ``abandon``.
@@ -39,7 +40,7 @@ class Launcher(Protocol):
         """Starts all ranks, with their output in ``logs/rank-<r>.out`` and ``.err``."""
 
     def notify(self) -> None:
-        """Tells all ranks to stop (USR2)."""
+        """Signals all ranks to stop (USR2)."""
 
     def kill(self) -> None:
         """Kills all reachable ranks."""
@@ -71,7 +72,7 @@ class SlurmLauncher:
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts srun. Its own messages go to ``logs/srun.err``."""
         self._messages = logs / "srun.err"
-        if self._job.share == "group":  # slurmd would make them by the umask
+        if self._job.share == "group":  # slurmd would create them with the umask's mode
             for rank in range(self._job.world_size):
                 for name in ("out", "err"):
                     os.close(create_file(logs / f"rank-{rank}.{name}", os.O_WRONLY))
@@ -89,8 +90,8 @@ class SlurmLauncher:
         self._srun.send_signal(signal.SIGUSR2)
 
     def kill(self) -> None:
-        """On a QUIT srun terminates the step, including stopped tasks (22.05: at once). `scancel -s KILL` would end the
-        batch step, too."""
+        """Sends QUIT, on which srun terminates the step, including stopped tasks (22.05: at once). `scancel -s KILL`
+        would end the batch step, too."""
         self._srun.send_signal(signal.SIGQUIT)
 
     def abandon(self) -> None:
@@ -100,8 +101,8 @@ class SlurmLauncher:
     def wait(self) -> int:
         """srun's exit code, which may be that of a rank that was killed after the first failure.
 
-        If a task cannot be launched, srun reports it and waits for the others, which wait for that task (seen on
-        22.05.8 when a cable was cut in that second): they are killed.
+        If a task cannot be launched, the others are killed. srun reports such a task, but waits for the others, which
+        wait for that task (seen on 22.05.8 when a cable was cut in that second).
         """
         known: set[int] = set()
         while True:
@@ -243,7 +244,7 @@ class LocalLauncher:
 
 
 def _end_orphans() -> None:
-    """Kills what killed ranks left running, as Slurm does at the end of a step; a save in progress completes."""
+    """Kills processes that killed ranks left running, as Slurm does at the end of a step. A running save completes."""
     for pid in descendants(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
 """The lease of a run: at most one live job or process trains it, or waits to.
 
-Two files name the holder: the submission that has not started an attempt yet, or none that can be seen
+Two files name the holder: the submission that has not started an attempt yet, or none that is visible here
 (``private/submitted.json``), and the newest attempt's supervisor (``private/attempt-N/holder.json``). An entry is void
 if its holder has ended or released the run. It names the run that it was written for, so that it is void in a copy of
 the run directory, too.
@@ -71,7 +71,7 @@ def loop_ended(run: RunDirectory) -> None:
 
 
 def local_loop_alive(run: RunDirectory) -> bool:
-    """Whether the loop of a local run is alive, or out of sight on another machine."""
+    """Whether the loop of a local run is alive, or may be on a machine that is unreachable from here."""
     loop = read_claim(run.loop_file, run)
     return loop is not None and not loop.get("let_go") and _held_by_process(loop) is not None
 
@@ -101,7 +101,7 @@ def submitting(run: RunDirectory) -> Iterator[str | None]:
         path = run.private / f"submitting-{number}.json"
         if not create_claim(path, run, of_this_process()):
             continue
-        claims = _submissions(run)  # others may have come and gone since: a number may be that of another process now
+        claims = _submissions(run)  # others may have come and gone since, and taken this number
         earlier = {other: claims[other] for other in claims if other != number}
         if max(claims) == number and being_submitted(run, earlier) is None:
             mine = path
@@ -148,7 +148,7 @@ def _submitted_by(run: RunDirectory, path: Path) -> str | None:
 def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, Any] | None:
     """An attempt's supervisor takes the lease; returns the entry of the submission that led to it.
 
-    The entry stays, with the attempt's number: it counts where the attempt cannot be seen yet.
+    The entry stays, with the attempt's number. It counts where the attempt is not visible yet.
     """
     write_claim(run.holder_file(attempt), run, me)
     pending = read_claim(run.submitted_file, run)
@@ -168,7 +168,7 @@ def let_go(run: RunDirectory, attempt: int) -> None:
 
 
 def let_go_unreachable(run: RunDirectory) -> None:
-    """Releases the leases of holders that are unreachable from here, which the user knows to have ended.
+    """Releases the leases of holders that are unreachable from here, after the user confirmed that they have ended.
 
     One that is still running exits when it sees the next attempt.
     """
@@ -207,12 +207,12 @@ def holders(run: RunDirectory) -> list[dict[str, Any]]:
         number, newest = next(((number, entry) for number, entry in taken if entry), (-1, {}))
         pending = waiting_claim(run, [number])
     except PermissionError as error:
-        raise RunDirectoryError(f"{run} belongs to {owner_of(run.path)}, who alone can control it") from error
+        raise RunDirectoryError(f"{run} belongs to {owner_of(run.path)}, and only its owner can control it") from error
     return [entry for entry in (pending, newest) if entry and not entry.get("let_go")]
 
 
 def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str | None:
-    """Who else holds the run, as ``held by job 41 (RUNNING on n1,n2)``; None if nobody does.
+    """Who else holds the run, as ``held by job 41 (RUNNING on n1,n2)``; None if it is free.
 
     ``me``: this job's or process's own entry, which a requeued job finds.
     """

@@ -12,8 +12,8 @@ from clusterddp.reporter import duration
 from clusterddp.rundir.records import is_count
 from clusterddp.slurm.cause import Cause
 
-#: So many consecutive attempts may end at their time limit, or by a transient failure, without a new checkpoint: the
-#: next one would not get further.
+#: After this many consecutive attempts that end at their time limit, or by a transient failure, without a new
+#: checkpoint, the run fails: the next attempt would not get further.
 FRUITLESS = 3
 
 
@@ -29,7 +29,7 @@ LONG_S = 600.0
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run's history says about progress when an attempt fails.
+    """A run's progress, from its history, when an attempt fails.
 
     ``steps``: how many this attempt has made; None if it has begun no loop over ``run.steps()``. ``seconds``: since its
     start. ``saved``: whether the script has written a new checkpoint. ``earlier``: whether an attempt before
@@ -155,9 +155,10 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
         return f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used"
     if _fruitless(job, events) >= FRUITLESS:
-        ended = "failed" if events[-1]["event"] == "restarted" else "reached their time limit (request more time)"
+        failed = events[-1]["event"] == "restarted"
+        ended, remedy = ("failed", "") if failed else ("reached their time limit", ". Request more time")
         which = f" that matches {' or '.join(job.resume.checkpoint)}" if job.resume else ""
-        return f"{FRUITLESS} consecutive attempts {ended} without reaching a new checkpoint{which}"
+        return f"{FRUITLESS} consecutive attempts {ended} without saving a new checkpoint{which}{remedy}"
     return None
 
 
@@ -224,7 +225,7 @@ def _timed(event: Mapping[str, Any]) -> bool:
 
 
 def held(events: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the user has stopped the run by ``clusterddp tell stop``, and nothing may continue it but the user."""
+    """Whether the user has stopped the run by ``clusterddp tell stop``, so that only the user may continue it."""
     events = list(events)
     newest = max((event["attempt"] for event in events), default=None)
     own = [event for event in events if event["attempt"] == newest]

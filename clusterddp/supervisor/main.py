@@ -49,6 +49,9 @@ from clusterddp.supervisor.recovery import FIRST_PAUSE_S, RESTART
 from clusterddp.supervisor.verdict import Action
 from clusterddp.worker.code_paths import mapped
 
+#: What continues a run that a requeue does not.
+BUT_SUBMIT = "but `clusterddp submit --run-dir` does"
+
 
 def supervise_slurm(run_directory: str) -> int:
     """Runs one attempt in the batch step of a Slurm job, or in salloc's shell; returns the exit code."""
@@ -57,14 +60,14 @@ def supervise_slurm(run_directory: str) -> int:
     _open_own_log(run)
     job = as_started(with_snapshot(run, load_trusted(run)), os.environ)
     job = as_debugged(job, (read_json(run.debug_file) or {}).get("rank"))
-    if in_batch_step(os.environ) and CHECK_RESUME not in os.environ:  # a check's job is not its runs' own
+    if in_batch_step(os.environ) and CHECK_RESUME not in os.environ:  # a resume check's job is not that of its runs
         return supervise(run, job, lambda: SlurmLauncher(job), SlurmController(os.environ, run, job))
     run.notice_file.unlink(missing_ok=True)  # of a previous attempt
     return supervise(run, job, lambda: SlurmLauncher(job), AllocationController(os.environ, run, job))
 
 
 def _open_own_log(run: RunDirectory) -> None:
-    """Gives the job's log, which Slurm created, the mode of its folder."""
+    """Gives the job's log, which Slurm created, its folder's mode."""
     with suppress(OSError):
         if Path("/proc/self/fd/1").readlink().parent == run.logs.resolve():
             follow_folder(1, run.logs)
@@ -91,7 +94,7 @@ def with_snapshot(run: RunDirectory, job: Job) -> Job:
 def as_started(job: Job, environ: Mapping[str, str]) -> Job:
     """The job with the number of nodes that Slurm allocated, if its definition gives a range.
 
-    It continues in a new job then: a requeued job waits for as many nodes as it had before (seen on 22.05.8).
+    It then continues in a new job, because a requeued job waits for as many nodes as it had before (seen on 22.05.8).
     """
     if job.min_nodes is None:
         return job
@@ -99,7 +102,7 @@ def as_started(job: Job, environ: Mapping[str, str]) -> Job:
 
 
 def as_debugged(job: Job, rank: int | None) -> Job:
-    """The job with a rank in a debugger: the others wait for it, and it is no hang. Tells the ranks, too."""
+    """The job with a rank in a debugger, for which the others wait without a hang. Sets the ranks' environment, too."""
     if rank is None:
         return job
     os.environ[DEBUG_RANK] = str(rank)
@@ -148,28 +151,28 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     if (code := finished(run, controller)) is not None:
         return code
     me = controller.holder()
-    # Nothing continues the run if this job ends because the controller is busy: it is asked until it answers.
+    # If this job ended because the controller is busy, the run would stop. So it asks until the controller answers.
     if other := slurm.patiently(partial(lease.held_by_other, run, me), math.inf, FIRST_PAUSE_S):
-        raise RunDirectoryError(f"{run} is {other}; two jobs must not train one run")
+        raise RunDirectoryError(f"{run} is {other}. Two jobs must not train one run")
     if (code := finished(run, controller)) is not None:  # by another job, which ended while the controller was asked
         return code
     of_run(run).check_present()
     reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
     number = run.create_attempt()
-    if (code := finished(run, controller)) is not None:  # the node may have stood still since the last look
+    if (code := finished(run, controller)) is not None:  # the job may have been suspended since the last look
         return code
     if again := run.outcome() is not None:
-        remove(run.outcome_file)  # whoever restarts the run has seen it
+        remove(run.outcome_file)  # the user who restarts the run has seen it
     if is_done:
         return conclude(run, job, number, Action.COMPLETE, f"done: {found}")
     if reason is not None and not again:
         return conclude(run, job, number, Action.FAIL, reason)
     submission = lease.take(run, number, me)
     if run.cancelled:  # after the check above: `clusterddp cancel` may have found no holder
-        say(f"{run} was cancelled; it will not run again")
+        say(f"{run} was cancelled and will not run again")
         code = 1
     else:
-        # In a thread: thousands of ranks have thousands of files, and the ranks need not wait for that.
+        # In a thread, because thousands of ranks have thousands of files, and they need not wait for that.
         threading.Thread(target=delete_old_logs, args=(run, job.keep_logs), daemon=True).start()
         code = Attempt(run, job, number, launcher, controller, submission).supervise()
     if me["kind"] == "local" and code != RESTART:
@@ -191,23 +194,23 @@ def finished(run: RunDirectory, controller: Controller) -> int | None:
     """The exit code if the run is over; None if it may continue, as one that failed, or whose completion is not
     confirmed, may on a user's request.
 
-    Slurm 24.11 restarts a job that had been requeued within a grace period, however it ended then: that is no request.
+    Slurm 24.11 restarts a job that had been requeued within a grace period, however it ended. That is no request.
     """
     outcome = run.outcome() or {"state": None}
     newest = run.newest_attempt()
     same_job = newest is not None and lease.held_before(run, newest, controller.holder())
     by_slurm = same_job and controller.starts_again
     if outcome["state"] == Action.COMPLETE.value and (by_slurm or outcome.get("confirmed") is not False):
-        say(f"{run} has already completed{at_step(outcome['step'])}; nothing to do")
+        say(f"{run} has already completed{at_step(outcome['step'])}")
         return 0
     if outcome["state"] == Action.FAIL.value and by_slurm:  # else a user restarted it
-        say(f"{run} has already failed{at_step(outcome['step'])} in this job; a requeue does not restart it")
+        say(f"{run} failed{at_step(outcome['step'])} in this job. A requeue does not restart it, {BUT_SUBMIT}")
         return 1
     if outcome["state"] is None and by_slurm and held(run.events()):  # else by a user
-        say(f"{run} was stopped by `clusterddp tell stop`; a requeue does not continue it, `clusterddp submit` does")
+        say(f"{run} was stopped by `clusterddp tell stop`. A requeue does not continue it, {BUT_SUBMIT}")
         return controller.leave_code
     if run.cancelled or outcome["state"] == Action.CANCEL.value:
-        say(f"{run} was cancelled; it will not run again")
+        say(f"{run} was cancelled and will not run again")
         return 1
     return None
 

@@ -1,11 +1,11 @@
-"""While the ranks train: a thread that looks for a newer attempt, and asks the controller what is ahead of the job.
+"""A thread that looks for a newer attempt while the ranks train, and asks the controller when the job must stop.
 
 The time limit is read from the job's EndTime as it stands now, because an administrator may change it and because
 Slurm's own warning (``--signal``) comes once and up to 60 s early. A preemption is noticed here when its TERM reached
-nobody: it began before the ranks' step existed, or the script changed what a signal does in its process.
+no rank: it began before the ranks' step existed, or the script changed what a signal does in its process.
 
-A controller serves thousands of jobs: it is asked about once a minute while nothing happens, and often at the start,
-after a signal or a lost connection, and when it is nearly time to stop.
+A controller serves thousands of jobs. It is asked about once a minute in quiet times, and often at the start, after a
+signal or a lost connection, and when it is nearly time to stop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOOK_S = 2.0
 REMOVED_S = 30.0
 #: Seconds after the start, or after ``ask``, during which the controller is asked every ASK_S.
 RESTLESS_S = 30.0
-#: The least and the most seconds between two questions while nothing happens: those of many jobs spread out.
+#: The least and the most seconds between two questions in quiet times, so that those of many jobs spread out.
 QUIET_S = (60.0, 75.0)
 
 
@@ -65,7 +65,7 @@ class Monitor:
         self._requests.put(True)
 
     def close(self) -> None:
-        """Ends the thread. Does not wait for a question that is under way."""
+        """Ends the thread, without waiting for a question that is under way."""
         self._requests.put(False)
         self._thread.join(timeout=0.1)
 
@@ -88,7 +88,7 @@ class Monitor:
         self._post(found)
 
     def _look(self) -> Superseded | RunRemoved | None:
-        """What ends the attempt, as the run directory shows it."""
+        """Whether the run directory shows that the attempt must end, and why."""
         try:
             if self._run.superseded(self._attempt):
                 return Superseded()
@@ -97,7 +97,7 @@ class Monitor:
                 self._missing_since = None
                 return None
         except OSError as error:
-            say(f"cannot read the run directory ({error}); training continues")
+            say(f"could not read the run directory ({error}). Training continues")
             return None
         now = time.monotonic()
         if self._missing_since is None:
@@ -135,7 +135,7 @@ def pause_s(left_s: float | None, failures: int = 0) -> float:
 
 
 def _missing(path: Path) -> bool:
-    """Whether a path does not exist; OSError if that cannot be seen."""
+    """Whether a path does not exist. Raises OSError if that is unknown."""
     try:
         status(path)
     except (FileNotFoundError, NotADirectoryError):

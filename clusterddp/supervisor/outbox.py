@@ -1,4 +1,4 @@
-"""Lines for connections that cannot take them at once, sent as soon as they can. Nothing here waits."""
+"""Lines for connections that cannot take them at once, sent as soon as they can, without waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections import deque
 MOST_BYTES = 1 << 16
 #: How often a connection is tried again whose peer is falling silent, or whose kernel has no memory, in seconds.
 RETRY_S = 0.5
-#: So many unanswered keepalive probes in a row mean that a peer is falling silent; one may just be in flight.
+#: This many unanswered keepalive probes in a row mean that a peer is falling silent. One may just be in flight.
 _FALLING_SILENT = 2
 
 
@@ -31,7 +31,7 @@ class Outbox:
         self._retry_at = 0.0
 
     def send(self, connection: socket.socket, line: bytes) -> bool:
-        """Sends a line, now or later; False if too much is kept already, so that it is left out."""
+        """Sends a line, now or later. Returns False, and drops it, if too much is kept already."""
         if (kept := self._kept.get(connection)) is None:
             self._kept[connection] = deque([line])
             self._push(connection)
@@ -44,7 +44,7 @@ class Outbox:
     def on_writable(self, connection: socket.socket) -> None:
         """Sends what the connection takes now that the selector says that it is writable."""
         if connection in self._kept and not self._push(connection):
-            self._pause(connection)  # writable, yet it takes nothing: asking the selector again would not wait
+            self._pause(connection)  # writable, but full: asking the selector again would not wait
 
     def retry(self) -> None:
         """Sends what the paused connections take, every RETRY_S."""
@@ -56,7 +56,7 @@ class Outbox:
 
     @property
     def retry_s(self) -> float | None:
-        """How soon to call ``retry``; None if there is no need."""
+        """How soon to call ``retry``; None if that is not needed."""
         return max(0.0, self._retry_at - time.monotonic()) if self._paused else None
 
     def forget(self, connection: socket.socket) -> None:
@@ -66,7 +66,7 @@ class Outbox:
         self._watch(connection, False)
 
     def _push(self, connection: socket.socket) -> bool:
-        """Sends what the connection takes. False: it has no room at all."""
+        """Sends what the connection takes. Returns False if it has no room at all."""
         lines, took = self._kept[connection], False
         try:
             # With data in flight to a peer that is falling silent, the kernel would begin to count again.

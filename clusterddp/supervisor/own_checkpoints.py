@@ -1,7 +1,8 @@
 """A script's own checkpoints (key ``resume``): which files match, which of them is the newest complete one.
 
-Only what can be judged without torch is judged: a zip, as ``torch.save`` writes it, has its directory at its end; a
-safetensors file has the size that its header gives; a folder has complete files, and those that an older one has.
+A checkpoint counts as complete as far as can be seen without torch: a zip, as ``torch.save`` writes it, has its
+directory at its end, a safetensors file has the size that its header gives, and a folder has complete files, and those
+that an older one has.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
-#: Seconds between two looks for a new checkpoint while the ranks run; at least RARELY times what a look takes.
+#: Seconds between two looks for a new checkpoint while the ranks run, but at least RARELY times what a look takes.
 LOOK_S, RARELY = 30.0, 50
 #: Seconds that the supervisor waits for the look at the end of an attempt.
 LAST_LOOK_S = 5.0
-#: Names that are given to a file while it is being written.
+#: Names of files that are still being written.
 _TEMPORARY = re.compile(r"\.(tmp|part)(?![a-z])", re.IGNORECASE)
 #: Files of a folder that hold a state. Others may be empty: markers, logs, a patch of the code.
 _DATA = frozenset(
     (".bin", ".ckpt", ".distcp", ".h5", ".json", ".npy", ".npz", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
 )
-#: The most files of which it is said why they were passed over.
+#: The most passed-over files that a message explains.
 MOST_TOLD = 5
 
 
@@ -81,12 +82,12 @@ class _Match:
 
 
 class OwnCheckpoints:
-    """What an attempt knows of the checkpoints of its script. A job without the key ``resume`` has none."""
+    """The checkpoints in a script's own format, as an attempt sees them. A job without the key ``resume`` has none."""
 
     def __init__(self, run: RunDirectory, job: Job, number: int, events: Iterable[Mapping[str, Any]]) -> None:
         self._run, self._job, self._number = str(run), job, number
         self._earlier = [event for event in events if event["attempt"] < number]
-        #: What the script has said it will continue from, which need not match a pattern.
+        #: The file that the script named to continue from, which need not match a pattern.
         self._saved = [event for event in self._earlier if event["event"] == "saved" and "file" in event][-1:]
         self._began = min((event["time"] for event in self._earlier), default=time.time())
         #: The newest complete one that is known; at first that from which the attempt continues.
@@ -95,14 +96,14 @@ class OwnCheckpoints:
         self.written: str | None = None
 
     def begin(self) -> dict[str, Any] | None:
-        """Looks for the one that the attempt continues from; the values of the event ``own_resume``, if any."""
+        """Looks for the one that the attempt continues from. Returns the values of the event ``own_resume``, if any."""
         found = self._look()
         if self._job.resume is None or not (self._number or found.passed_over):
             return None
         resume = without_secrets(self._job)[0].resume or Resume()
         words = [*(resume.replace or ()), *resume.args]
-        told = [f"{self._named(path)}: {why}" for path, why in found.passed_over]
-        values: dict[str, Any] = {"passed_over": told} if told else {}
+        passed_over = [f"{self._named(path)}: {why}" for path, why in found.passed_over]
+        values: dict[str, Any] = {"passed_over": passed_over} if passed_over else {}
         if found.newest is None:
             adds = bool(words) or resume.replace is not None
             return {**values, "patterns": self._patterns(), "from_start": adds}
@@ -111,13 +112,13 @@ class OwnCheckpoints:
         return {**values, **self._described(found.newest), "before_s": before_s, "arguments": words}
 
     def watch(self, ended: threading.Event, report: Callable[..., None]) -> None:
-        """Reports new ones while the ranks run, and once more when they have ``ended``; and, once, that the script
-        saves, but no file matches.
+        """Reports new ones while the ranks run, and once more when they have ``ended``. Also reports, once, that the
+        script saves, but no file matches.
 
-        Some scripts save the state again that they have just loaded: that is no new one.
+        Some scripts save the state again that they have just loaded, which is no new checkpoint.
         """
         last, loaded, pause_s = self._job.resume is None, self.newest and self.newest.content, LOOK_S
-        told = False
+        warned = False
         while not last:
             written = self.written
             last, known, began = ended.wait(pause_s), self.newest, time.monotonic()
@@ -127,12 +128,12 @@ class OwnCheckpoints:
             if found is not None and found != known and (found.content is None or found.content != loaded):
                 report("own_checkpoint", **self._described(found))
             written = self.written if last else written  # it may be about to write the others
-            if look == Found() and written is not None and not told:
-                told = True
+            if look == Found() and written is not None and not warned:
+                warned = True
                 report("no_match", file=self._named(written), patterns=self._patterns())
 
     def variables(self) -> dict[str, str]:
-        """The job's variables. Placeholders whose values only the ranks know are filled in by each of them."""
+        """The job's variables. Each rank fills in the placeholders whose values depend on the rank."""
         path = self.newest.path if self.newest else ""
         known = {
             "checkpoint": path,
@@ -164,7 +165,7 @@ class OwnCheckpoints:
         if ranks - {self._job.world_size}:
             say(
                 f"continue_epoch: the last attempt stopped within an epoch on {counted(max(ranks), 'rank')}. With "
-                f"{self._job.world_size} the batches differ, so the epoch starts again from its beginning"
+                f"{self._job.world_size} the batches differ, so the epoch restarts from its beginning"
             )
             return variables
         return {protocol.SAVED: path, protocol.SAVED_ITEMS: str(event["items"])}
@@ -186,7 +187,7 @@ class OwnCheckpoints:
         return found
 
     def _stopped(self) -> float:
-        """When the attempt before ended, or was last heard of."""
+        """When the previous attempt ended, or recorded its last event."""
         last = max((event["attempt"] for event in self._earlier), default=None)
         own = [event for event in self._earlier if event["attempt"] == last]
         ends = [event["time"] for event in own if event["event"] in ATTEMPT_ENDS]
@@ -208,7 +209,7 @@ def find(
     """The newest complete checkpoint that was written after ``since``, the run's begin, in unix seconds.
 
     An older one is of another training, which this run must not continue. ``also``: further files or folders.
-    ``known``: a complete one, which is not opened again unless it was written again: an open would look like the
+    ``known``: a complete one, which is opened again only if it was written again, because an open would look like the
     script's own, which shows that it resumes.
     """
     folder = str(Path.cwd())
@@ -231,7 +232,7 @@ def find(
             newest = OwnCheckpoint(match.path, match.written_ns / 1e9, _content(match.path))
             return Found(newest, tuple(passed_over[:MOST_TOLD]))
         passed_over.append((match.path, why))
-    passed_over += [(path, "a link to nothing") for path in paths - {match.path for match in matches}]
+    passed_over += [(path, "a dangling link") for path in paths - {match.path for match in matches}]
     return Found(None, tuple(passed_over[:MOST_TOLD]))
 
 
@@ -247,7 +248,7 @@ def _content(path: str) -> int | None:
 
 
 def _match(path: str) -> _Match | None:
-    """None if it has been removed meanwhile, or is a link to nothing."""
+    """None if it has been removed meanwhile, or is a dangling link."""
     try:
         files = _files(path)
         written_ns = max((file.stat().st_mtime_ns for file in files), default=Path(path).stat().st_mtime_ns)
@@ -270,11 +271,11 @@ def _files(folder: str) -> list[Path]:
 
 
 def _what_is_missing(match: _Match, older: Sequence[_Match]) -> str | None:
-    """What a folder lacks that the one before it has: the script was stopped while it was writing it."""
+    """What a folder lacks that the previous one has, because the script was stopped while it was writing it."""
     alike = (one for one in older if one.names and one.beside == match.beside)
     before = next((one for one in alike if why_incomplete(one.path) is None), None)
     lacking = sorted(before.names - match.names) if before is not None and match.names else []
-    return f"{lacking[0]} is missing, which {os.path.basename(before.path)} has" if before and lacking else None  # noqa: PTH119
+    return f"{lacking[0]} is missing, unlike in {os.path.basename(before.path)}" if before and lacking else None  # noqa: PTH119
 
 
 def why_incomplete(path: str) -> str | None:
@@ -291,7 +292,8 @@ def why_incomplete(path: str) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     shards = {file.parent for file in files if file.suffix == ".distcp"}  # of torch.distributed.checkpoint
-    return "no .metadata, which is written last" if any(not (one / ".metadata").exists() for one in shards) else None
+    missing = any(not (one / ".metadata").exists() for one in shards)
+    return ".metadata, which is written last, is missing" if missing else None
 
 
 def _why_file(file: Path, inside: bool = False) -> str | None:
@@ -304,12 +306,12 @@ def _why_file(file: Path, inside: bool = False) -> str | None:
             return None if inside and file.suffix not in _DATA else "empty"
         if file.suffix == ".safetensors":
             length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
-            return "cut off" if 8 + length > size else _why_safetensors(opened.read(length), size - 8 - length)
+            return "truncated" if 8 + length > size else _why_safetensors(opened.read(length), size - 8 - length)
         if begin.startswith(b"PK\x03\x04"):
             try:
                 zipfile.ZipFile(opened).close()
             except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error):
-                return "cut off: the directory at the end of the zip is missing"
+                return "truncated: the directory at the end of the zip is missing"
     return None
 
 
@@ -319,5 +321,5 @@ def _why_safetensors(header: bytes, size: int) -> str | None:
         entries = json.loads(header)
         ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return "damaged: its header cannot be read"
-    return None if max(ends, default=0) == size else "cut off: its size is not that of its header"
+        return "damaged: its header is not valid"
+    return None if max(ends, default=0) == size else "truncated: its size does not match its header"

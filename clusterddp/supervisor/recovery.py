@@ -36,8 +36,8 @@ OUTAGE_S = 600.0
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """An attempt whose ranks have exited: its last state, how each rank ended, and the steps that rank 0 has made at
-    least, if their numbers are unknown."""
+    """An attempt whose ranks have exited: its last state, how each rank ended, and, if step numbers are unknown, how
+    many steps rank 0 made at least."""
 
     state: State
     ends: tuple[RankEnd, ...]
@@ -66,16 +66,17 @@ class Recovery:
         completes = verdict.action is Action.COMPLETE
         is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.events, completes))
         if is_done:
-            reason = f"done: {found}{'' if completes else f'; the last attempt: {verdict.reason}'}"
+            reason = f"done: {found}{'' if completes else f'. The last attempt: {verdict.reason}'}"
             return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
         if not completes:
             return verdict
-        return Verdict(Action.RESTART, f"all ranks exited with code 0 without the mark of `done`: {found}")
+        reason = f"all ranks exited with code 0, but the mark of `done` is missing: {found}"
+        return Verdict(Action.RESTART, f"{reason}. If the training is complete, correct `done`")
 
     def _doubt(self) -> str | None:
-        """Why exit code 0 may not mean that the script is done; None: it does, as far as is known.
+        """Why exit code 0 may not mean that the script is done; None if it probably is.
 
-        One that was stopped at its last step, reads what it saved there and has nothing left to do is done.
+        A script that was stopped at its last step, reads what it saved there and has no step left is done.
         """
         if self._job.done is not None or any(end.used_clusterddp or end.read_saved for end in self._ends):
             return None
@@ -84,8 +85,8 @@ class Recovery:
     def _why(self) -> Cause:
         """Why the ranks stopped. A newer attempt, ``cancel`` and ``tell stop`` take precedence over the controller.
 
-        An unreachable controller is asked until it answers, or until this process is killed at the end of the grace
-        period: nothing is requeued without an answer.
+        Asks an unreachable controller until it answers, or until this process is killed at the end of the grace
+        period, because without an answer the job must not be requeued.
         """
 
         def ask() -> Cause:
@@ -98,7 +99,7 @@ class Recovery:
             cause = self._controller.why(self._state.stop_margin_s)
             if cause is Cause.REQUEUED and self._state.preempted:
                 return Cause.PREEMPTED_WITHOUT_GRACE  # and its grace has passed
-            # The limit was extended since, or the job was suspended, which does not count: the run continues.
+            # The limit was extended since, or the job was suspended, which does not use it up. The run continues.
             if cause is Cause.NONE and Stop.TIME_LIMIT.value in self._state.told:
                 return Cause.TIME_LIMIT
             requeue = self._state.wanted is Stop.REQUEUE and cause is Cause.NONE
@@ -114,7 +115,7 @@ class Recovery:
     def _act(self, verdict: Verdict) -> int:
         if verdict.cause is Cause.SUPERSEDED or _until_answered(partial(self._run.superseded, self._number)):
             newest = self._run.newest_attempt()
-            say(f"attempt {self._number} superseded by attempt {newest}; not writing")
+            say(f"attempt {self._number} was superseded by attempt {newest} and exits without writing")
             return 1
         if verdict.first_failure is not None:
             self._tell_failure(verdict.first_failure, verdict)
@@ -133,7 +134,7 @@ class Recovery:
         return verdict.exit_code
 
     def _tell_failure(self, failure: RankEnd, verdict: Verdict) -> None:
-        """Records the first failure, and prints it in a box, with why all ranks restart if that needs a reason."""
+        """Records the first failure and prints it in a box, after an exception with why all ranks restart or not."""
         step = self._step_of(failure, verdict.others)
         if self._state.hang is None:  # a hang is recorded already
             values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
@@ -150,14 +151,14 @@ class Recovery:
             self._history.add("rank_failed", **values)
         then = ""
         if verdict.because and (verdict.action is Action.FAIL or self._exceeded("restarted", verdict) is None):
-            then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}: {verdict.because}"
+            then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}, because {verdict.because}"
         first = FirstFailure(failure, verdict.others, step)
         more = (added_arguments(self._run, self._history.events, self._number), then)
         show(failure_box(self._run, self._number, first, time.time(), self._history.secrets, more))
 
     def _step_of(self, failure: RankEnd, others: Sequence[RankEnd]) -> int | None:
-        """The number of steps done when a rank failed. It knows its own, unless it was killed; the others then failed
-        in the collective in which they waited for it. The metrics, which rank 0 writes, are some steps behind."""
+        """The number of steps completed when a rank failed. A killed rank reports none, but the others then failed in
+        the collective in which they waited for it. The metrics, which rank 0 writes, lag some steps behind."""
         if failure.step is not None:
             return failure.step
         own = [event for event in self._history.events if event["attempt"] == self._number]
@@ -168,14 +169,14 @@ class Recovery:
         try:
             return self._controller.ends_what_it_preempts()
         except SlurmError as error:
-            say(f"cannot determine whether this partition requeues preempted jobs: {error}")
+            say(f"could not determine whether this partition requeues preempted jobs: {error}")
             return False
 
     def _restart(self, verdict: Verdict) -> int:
         """Restarts the ranks in place, as a new attempt of the same job.
 
-        If a node of this job is to be excluded, in a new job: Slurm does not change the nodes of a running job. If one
-        lacks GPUs and cannot be excluded, the run stops.
+        If a node of this job is to be excluded, the run continues in a new job, because Slurm does not change the nodes
+        of a running job. If a node lacks GPUs and cannot be excluded, the run stops.
         """
         lost = self._state.lost_nodes
         self._record_lost(lost)
@@ -191,18 +192,18 @@ class Recovery:
                 try:
                     return self._hand_over(verdict, self._submit(choice.nodes))
                 except SlurmError as error:
-                    self._history.add("not_excluded", reason=f"no new job could be submitted ({error})")
+                    self._history.add("not_excluded", reason=f"could not submit a new job ({error})")
         if verdict.first_failure is not None and verdict.first_failure.lacks_gpus:
             return self._stop(verdict)
         hang = self._state.hang
         hung = f"rank {hang.late[0]} ({hang.host}) hung" if hang else None
         self._add_end("restarted", verdict, hung)
-        # What broke the rank may be an outage of the disk, and the next attempt begins with writing to it.
+        # An outage of the disk may have broken the rank, and the next attempt begins by writing to that disk.
         _until_answered(self._history.write_pending, OUTAGE_S)
         return RESTART
 
     def _record_lost(self, nodes: Sequence[str]) -> None:
-        """Records the nodes that fell silent after the first one, while the ranks were exiting."""
+        """Records the nodes that stopped responding after the first one, while the ranks were exiting."""
         own = [event for event in self._history.events if event["attempt"] == self._number]
         known = [event.get("node") for event in own if event["event"] == "node_lost"]
         for node in nodes:
@@ -234,14 +235,14 @@ class Recovery:
         try:
             return self._controller.usable_nodes()
         except ClusterddpError as error:  # Slurm does not answer, or the job's `exclude` names a file
-            say(f"cannot list the usable nodes, so none is excluded: {error}")
+            say(f"could not list the usable nodes, so no node is excluded: {error}")
             return None
 
     def _bounded(self, event: str, verdict: Verdict) -> bool:
         """Ends the run as failed if it must not have another attempt; returns whether it did."""
         reason = self._exceeded(event, verdict)
         if reason is not None:
-            self._history.conclude(Action.FAIL.value, f"{reason}; last attempt: {verdict.reason}")
+            self._history.conclude(Action.FAIL.value, f"{reason}. Last attempt: {verdict.reason}")
         return reason is not None
 
     def _exceeded(self, event: str, verdict: Verdict) -> str | None:
@@ -260,9 +261,9 @@ class Recovery:
         )
         me = self._controller.holder()
         other = _until_answered(partial(lease.submitted_again, self._run, self._number, me, began))
-        # This process stood still for longer than its job lasted. While that lives, the other one ends as it starts.
+        # This process was stopped past the end of its job. While it holds the run, the other job exits as it starts.
         if other is not None and verdict.cause is Cause.TIMED_OUT:
-            return self._stop(verdict, f"{verdict.reason}; the run was submitted again as job {other}")
+            return self._stop(verdict, f"{verdict.reason}. The run was submitted again as job {other}")
         wanted = self._job.policy != "resubmit" or not self._controller.resubmits
         requeues = (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED)
         # Slurm would accept a requeue within the grace, too, but `submit` has announced a new job, which is not held.
@@ -280,16 +281,16 @@ class Recovery:
         return self._controller.again_code
 
     def _nodes_refused(self) -> bool:
-        """Whether the user asked for a job without some nodes: Slurm does not change the nodes of a requeued job."""
+        """Whether the user asked for a job without some nodes, which a requeue cannot give."""
         own = [event for event in self._history.events if event["attempt"] == self._number]
         return any(event["event"] == "requested" and event.get("nodes") for event in own)
 
     def _requeue(self, cause: Cause) -> float | Verdict:
-        """Requeues the job, until the controller answers; before each try it is asked if the cause is still the same.
+        """Requeues the job, retrying until the controller answers. Before each try, asks whether the cause has changed.
 
         A request without an answer may have been carried out. Returns the seconds from that question to the requeue's
-        answer: a scancel in between is lost, because Slurm also requeues a job that is being cancelled. If the cause
-        changed, returns the new verdict instead.
+        answer: a scancel in between has no effect, because Slurm also requeues a job that is being cancelled. If the
+        cause has changed, returns the new verdict instead.
         """
 
         requests = 0
@@ -309,9 +310,9 @@ class Recovery:
         return _until_answered(ask)
 
     def _resubmit(self, verdict: Verdict, without: Sequence[str] = (), node_lost: bool = False) -> int:
-        """Continues the run in a new job; if Slurm refuses it, the run stops and can be continued by hand.
+        """Continues the run in a new job. If Slurm refuses it, the run stops and can be continued by hand.
 
-        Slurm may take minutes to end a job with a lost node: the new job does not wait for that.
+        Slurm may take minutes to end a job with a lost node, so the new job does not wait for that.
         """
         if node_lost:
             lease.let_go(self._run, self._number)
@@ -320,11 +321,11 @@ class Recovery:
         except SlurmError as error:
             if node_lost:
                 lease.take(self._run, self._number, self._controller.holder())
-            return self._stop(verdict, f"{verdict.reason}; not resubmitted: {error}", refused=str(error))
+            return self._stop(verdict, f"{verdict.reason}. Could not resubmit the run: {error}", refused=str(error))
         return self._hand_over(verdict, new)
 
     def _submit(self, without: Sequence[str], after_this: bool = True) -> str | None:
-        """Submits the next job, until Slurm answers; returns its id, None if this job was cancelled meanwhile.
+        """Submits the next job, retrying until Slurm answers. Returns its id, None if this job was cancelled meanwhile.
 
         A submission without an answer may have been carried out.
         """
@@ -347,7 +348,7 @@ class Recovery:
     def _hand_over(self, verdict: Verdict, new: str | None) -> int:
         """Hands the run over to the job ``new``, which is cancelled if this job was cancelled meanwhile.
 
-        Where it starts nevertheless, it finds the outcome and ends.
+        If it starts nevertheless, it finds the outcome and exits.
         """
         if new is None or self._is_cancelled():
             self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
@@ -356,13 +357,13 @@ class Recovery:
             try:
                 _until_answered(partial(slurm.cancel, new))
             except SlurmError as error:
-                say(f"job {new} is not cancelled, and ends at once when it starts: {error}")
+                say(f"could not cancel job {new}, which will exit as soon as it starts: {error}")
             return 1
         self._add_end("resubmitted", verdict, job=new)
         return self._controller.again_code
 
     def _stop(self, verdict: Verdict, reason: str | None = None, **values: Any) -> int:
-        """Leaves the run so that it can be continued; returns the exit code."""
+        """Ends the attempt so that the run can be continued. Returns the exit code."""
         self._add_end("stopped", verdict, reason, **values)
         return self._controller.leave_code
 
@@ -385,8 +386,8 @@ def _until_answered(ask: Callable[[], _T], patience_s: float = math.inf) -> _T:
             if error.errno not in LASTING:
                 raise
             raise RunDirectoryError(
-                f"{error.filename}: {error.strerror}: this job ends, and the run does not continue by itself; once its "
-                "directory can be used again, continue with `clusterddp submit --run-dir`"
+                f"{error.filename}: {error.strerror}. This job ends, and the run does not continue by itself. Once the "
+                "run directory is usable again, continue with `clusterddp submit --run-dir`"
             ) from error
 
     return slurm.patiently(answer, patience_s, FIRST_PAUSE_S, (SlurmUnavailable, OSError))

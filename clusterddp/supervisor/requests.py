@@ -1,6 +1,6 @@
-"""What the supervisor does about a user's requests while the ranks run: a part of ``decide.py``, and pure like it.
+"""Handles a user's requests while the ranks run: a part of ``decide.py``, and pure like it.
 
-A request comes over a connection of its own (``control_server.py``) and ends with one last answer. A new kind of
+A request comes over its own connection (``control_server.py``) and ends with one last answer. A new kind of
 request is a function here, in ``_KINDS``, and an entry in ``protocol.REQUESTS``.
 """
 
@@ -33,7 +33,7 @@ from clusterddp.supervisor.state import (
     Timer,
 )
 
-#: How long ranks may take to answer, in seconds. They do it in a thread of their own.
+#: How long ranks may take to answer, in seconds. They do so in a separate thread.
 ANSWER_S = 5.0
 #: Thousands of ranks' stacks take longer to arrive, on a node that also trains.
 _STACKS_PER_S = 800
@@ -57,7 +57,7 @@ def accept(state: State, request: Request, now: float) -> Step:
     kind = _KINDS.get(request.kind)
     if kind is None:
         known = ", ".join(_KINDS)
-        return _refuse(state, request, f"clusterddp {__version__} in this job knows no {request.kind!r}, only {known}")
+        return _refuse(state, request, f"this job's clusterddp {__version__} supports {known}, not {request.kind!r}")
     return kind(state, request, now)
 
 
@@ -89,16 +89,18 @@ def on_checkpoint(state: State, values: Mapping[str, Any]) -> Step:
             continue
         done = {"checkpoint": step} if waiting.request.kind == "save" else {"checkpoint": step, "skipped": dict(answer)}
         if "reason" in values:
-            done = {"refused": f"checkpoint {step} was not saved: {values['reason']}; training continues"}
+            failed = f"checkpoint {step} was not saved: {values['reason']}"
+            done = {"refused": f"{failed}. Training continues"}
             if waiting.request.kind == "skip":
-                done = {"refused": f"{answer['batches']} batches skipped, but {done['refused']}"}
+                skipped = f"{answer['batches']} batches were skipped, but {failed}"
+                done = {"refused": f"{skipped}. Training continues, and the next checkpoint will include the skip"}
         state, more = _finish(state, waiting.request, done)
         actions += more
     return state, actions
 
 
 def on_timer(state: State, now: float) -> Step:
-    """Answers the requests whose ranks had time enough, and starts the timer again for the others."""
+    """Answers the requests whose ranks have had enough time, and restarts the timer for the others."""
     actions: list[Action] = []
     for waiting in [each for each in state.pending.values() if each.until <= now]:
         state, more = _LATE[waiting.request.kind](state, waiting)
@@ -107,7 +109,7 @@ def on_timer(state: State, now: float) -> Step:
 
 
 def on_exit(state: State) -> Step:
-    """All ranks have exited. What they have reported last may be read later: the history tells how it ended."""
+    """All ranks have exited. Their last reports may be read later, so only the history has the outcome."""
     actions: list[Action] = []
     for waiting in list(state.pending.values()):
         ended = _AT_EXIT[waiting.request.kind](state, waiting)
@@ -166,7 +168,7 @@ def _stacks_answer(state: State, waiting: Pending) -> dict[str, Any]:
 
 
 def _save(state: State, request: Request, now: float) -> Step:
-    """Tells rank 0, which alone saves, to do so at its next step boundary."""
+    """Asks rank 0, which alone saves, to do so at its next step boundary."""
     if why := _no_rank_0(state):
         return _refuse(state, request, f"not saved: {why}")
     state = _keep(state, Pending(request, frozenset((0,)), now + ANSWER_S))
@@ -177,7 +179,7 @@ def _on_saving(state: State, waiting: Pending) -> Step:
     """Rank 0 will save, unless its newest checkpoint has all steps, or nothing can be saved (no "step")."""
     values = waiting.answers[0]
     if values.get("step") is None:
-        why = "the script has no run to save: it has not called ctx.run() yet, or saves on its own"
+        why = "there is no run to save. The script has not called ctx.run() yet, or writes its own checkpoints"
         return _finish(state, waiting.request, {"refused": why})
     if values.get("committed") == values["step"]:
         return _finish(state, waiting.request, {"checkpoint": values["step"]})
@@ -194,27 +196,27 @@ def _no_rank_0(state: State) -> str | None:
 
 
 def _late_rank_0(state: State, waiting: Pending) -> Step:
-    why = f"rank 0 ({state.node_of(0)}) has not answered within {ANSWER_S:g} s: it is stopped, or holds Python's GIL"
-    refused = f"not saved: {why}" if waiting.request.kind == "save" else f"nothing skipped yet: {why}"
+    why = f"rank 0 ({state.node_of(0)}) did not answer within {ANSWER_S:g} s. It is stopped, or holds Python's GIL"
+    refused = f"not saved: {why}" if waiting.request.kind == "save" else f"no batches skipped yet: {why}"
     return _finish(state, waiting.request, {"refused": refused})
 
 
 def _skip(state: State, request: Request, now: float) -> Step:
-    """Tells rank 0, which has all ranks skip batches at the same step boundary, and then saves."""
+    """Asks rank 0, which has all ranks skip batches at the same step boundary, and then saves."""
     batches: Any = request.values.get("batches")
     why = _no_rank_0(state) or ("the run is stopping" if state.told or state.saving else None)
     if not is_count(batches) or not 1 <= batches <= MOST_SKIPPED:
-        why = f"{batches!r} batches; expected 1 to {MOST_SKIPPED:,}"
+        why = f"expected 1 to {MOST_SKIPPED:,} batches, got {batches!r}"
     if why:
-        return _refuse(state, request, f"nothing skipped: {why}")
+        return _refuse(state, request, f"no batches skipped: {why}")
     state = _keep(state, Pending(request, frozenset((0,)), now + ANSWER_S))
     return state, [Broadcast("skip", f"{request.client} {batches}", frozenset((0,))), *_timer(state, now)]
 
 
 def _on_will_skip(state: State, waiting: Pending, event: RankEvent) -> Step:
-    """Rank 0 has asked all ranks, or cannot. The event ``skipped`` says where the agreed step boundary was."""
+    """Rank 0 has asked all ranks, or cannot. The event ``skipped`` has the agreed step boundary."""
     if "refused" in event.values:
-        return _finish(state, waiting.request, {"refused": f"nothing skipped: {event.values['refused']}"})
+        return _finish(state, waiting.request, {"refused": f"no batches skipped: {event.values['refused']}"})
     batches = waiting.request.values["batches"]
     words = f"all ranks skip {counted(batches, 'batch', 'batches')} at their next common step boundary"
     news = Answer(waiting.request.client, {"news": words}, last=False)
@@ -223,7 +225,7 @@ def _on_will_skip(state: State, waiting: Pending, event: RankEvent) -> Step:
 
 
 def on_skipped(state: State, values: Mapping[str, Any]) -> State:
-    """All ranks have skipped batches. The request is answered once a checkpoint has that."""
+    """All ranks have skipped batches. The request is answered once a checkpoint includes that."""
     waiting = state.pending.get(int(values.get("request", 0)))
     return state if waiting is None else _keep(state, replace(waiting, answers=PerRank({0: values}), until=math.inf))
 
@@ -245,16 +247,16 @@ def _profile(state: State, request: Request, now: float) -> Step:
 
 def _why_no_profile(state: State, steps: Any, asked: frozenset[int]) -> str | None:
     if not is_count(steps) or not 1 <= steps <= MOST_PROFILED_STEPS:
-        return f"{steps!r} steps; expected 1 to {MOST_PROFILED_STEPS}"
+        return f"expected 1 to {MOST_PROFILED_STEPS} steps, got {steps!r}"
     if len(asked) > MOST_PROFILED_RANKS:
-        return f"{len(asked)} ranks; expected at most {MOST_PROFILED_RANKS} at a time"
+        return f"expected at most {MOST_PROFILED_RANKS} ranks at a time, got {len(asked)}"
     if absent := asked - _there(state):
         rank = min(absent)
         return f"rank {rank} {'has exited' if rank in state.hosts else 'is still starting'}"
     if state.told or state.saving:
         return "the run is stopping"
     for other in _of_kind(state, "profile"):
-        return f"another request records one of {_named(other.ranks)}; try again when it is stored"
+        return f"another request is recording a profile of {_named(other.ranks)}. Try again when it is stored"
     return None
 
 
@@ -263,14 +265,14 @@ def _named(ranks: frozenset[int]) -> str:
 
 
 def _on_will_profile(state: State, waiting: Pending, event: RankEvent) -> Step:
-    """A rank will record a profile, or cannot. The others are waited for, in the end for what they have stored."""
+    """A rank will record a profile, or cannot. The request then waits for the others, and for what they store."""
     if "refused" in event.values:
         return on_profile(state, RankEvent(event.rank, "", {**event.values, "reason": event.values["refused"]}))
     answers = waiting.answers.put(event.rank, {})
     if waiting.ranks - answers.keys():
         return _keep(state, replace(waiting, answers=answers)), []
     steps = counted(waiting.request.values["steps"], "step")
-    words = f"{_named(waiting.ranks)}: recording {steps} from the next step boundary on"
+    words = f"{_named(waiting.ranks)} will record {steps} from the next step boundary on"
     news = Answer(waiting.request.client, {"news": words}, last=False)
     return _keep(state, replace(waiting, answers=answers, until=math.inf)), [news]
 
@@ -290,33 +292,33 @@ def _profiles(_: State, waiting: Pending) -> dict[str, Any]:
 
 
 def _profile_late(state: State, waiting: Pending) -> Step:
-    """Ranks that have not answered are not waited for; those that record are."""
+    """Stops waiting for ranks that have not answered, and keeps waiting for those that record."""
     late = waiting.ranks - waiting.answers.keys()
-    why = f"no answer within {ANSWER_S:g} s: it is stopped, or holds Python's GIL"
+    why = f"no answer within {ANSWER_S:g} s. The rank is stopped, or holds Python's GIL"
     answers = PerRank({**waiting.answers, **{rank: {"reason": why} for rank in late}})
     waiting = replace(waiting, ranks=waiting.ranks - late, answers=answers, until=math.inf)
     return (_keep(state, waiting), []) if waiting.ranks else _finish(state, waiting.request, _profiles(state, waiting))
 
 
 def _stop(state: State, request: Request, now: float) -> Step:
-    """All ranks stop at their next common boundary, and the run waits for its user."""
+    """All ranks stop at their next common boundary, and the run is held."""
     return _end(state, request, Stop.HOLD, now)
 
 
 def _requeue(state: State, request: Request, now: float) -> Step:
-    """The same, and the run continues in the queue; in a job without some nodes, if they are given."""
+    """The same, and the run is requeued, in a job without some nodes if they are given."""
     if not state.restartable:
-        return _refuse(state, request, "not requeued: this run trains in an allocation of yours, which has no queue")
+        return _refuse(state, request, "not requeued: Slurm cannot requeue your own allocation")
     if state.wanted is Stop.HOLD:
         return _refuse(state, request, "not requeued: the run is being stopped by `clusterddp tell stop`")
     return _end(state, request, Stop.REQUEUE, now)
 
 
 def _end(state: State, request: Request, wanted: Stop, now: float) -> Step:
-    """``decide.py`` then tells the ranks, if they are not stopping for another reason already."""
+    """``decide.py`` then asks the ranks to stop, unless they are already stopping for a different reason."""
     nodes = request.values.get("nodes") or []
     if not (isinstance(nodes, list) and all(map(is_text, nodes))):
-        return _refuse(state, request, f"nodes {nodes!r}: expected a list of names")
+        return _refuse(state, request, f"nodes: expected a list of names, got {nodes!r}")
     again = state.wanted is wanted and not nodes
     named = {"nodes": nodes} if nodes else {}
     record: list[Action] = [] if again else [Record("requested", {"request": request.kind, **named})]
@@ -326,7 +328,7 @@ def _end(state: State, request: Request, wanted: Stop, now: float) -> Step:
 
 
 def _child(state: State, _request: Request, _now: float) -> Step:
-    """A process that a rank has started, and that does not wait for an answer: the first one is recorded."""
+    """A process that a rank has started reports itself, without waiting for an answer. Only the first is recorded."""
     if "child" in state.reported:
         return state, []
     return replace(state, reported={**state.reported, "child": 1}), [Record("no_rank", {})]
@@ -337,8 +339,8 @@ def _stop_late(state: State, waiting: Pending) -> Step:
     if state.heard:
         return state, []
     text = (
-        "no rank has confirmed the request yet, which stands: the script is still starting, or it does not use "
-        "clusterddp and stops only at its end, unless its job definition has `stop: {signal: ...}`"
+        "no rank has confirmed the request yet. It stays in force. The script is still starting, or it does not use "
+        "clusterddp: then it stops only at its end, unless its job definition has `stop: {signal: ...}`"
     )
     return state, [Answer(waiting.request.client, {"news": text}, last=False)]
 
@@ -352,7 +354,7 @@ _KINDS: Mapping[str, Callable[[State, Request, float], Step]] = {
     "requeue": _requeue,
     "child": _child,
 }
-#: What follows when ranks do not answer in time.
+#: What follows if ranks do not answer in time.
 _LATE: Mapping[str, Callable[[State, Pending], Step]] = {
     "stacks": lambda state, waiting: _finish(state, waiting.request, _stacks_answer(state, waiting)),
     "save": _late_rank_0,
@@ -361,7 +363,7 @@ _LATE: Mapping[str, Callable[[State, Pending], Step]] = {
     "stop": _stop_late,
     "requeue": _stop_late,
 }
-#: What is answered when all ranks have exited.
+#: The answer once all ranks have exited.
 _AT_EXIT: Mapping[str, Callable[[State, Pending], dict[str, Any]]] = {
     "stacks": _stacks_answer,
     **dict.fromkeys(("save", "stop", "requeue"), lambda _state, _waiting: {"ended": True}),

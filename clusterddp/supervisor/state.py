@@ -1,6 +1,6 @@
-"""What is known of an attempt while its ranks run, the events that change it and the actions that follow.
+"""The state of an attempt while its ranks run, the events that change it and the actions that follow.
 
-``decide.py`` and ``requests.py`` say what follows from which event. All values are immutable.
+``decide.py`` and ``requests.py`` decide what follows from which event. All values are immutable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ASK_S = 4.0
 
 
 class Stop(enum.Enum):
-    """Why ranks are told to stop; the value is the word for it in messages and in the history."""
+    """Why ranks are asked to stop. The value is the word for it in messages and in the history."""
 
     PREEMPTION = "preemption"
     TIME_LIMIT = "time limit"
@@ -34,7 +34,7 @@ class Stop(enum.Enum):
 
 #: The reasons that come from the user: a stop for one of them has no deadline.
 WISHES = frozenset((Stop.HOLD.value, Stop.REQUEUE.value))
-#: A reason for which ranks stop without being told: a signal, whatever it means.
+#: A reason for which ranks stop without being asked: a signal, before its meaning is known.
 SIGNAL = "signal"
 
 
@@ -69,7 +69,7 @@ class ConnectionLost:
 
 @dataclass(frozen=True)
 class ControllerFailed:
-    """The controller gave no answer, or an error (``reachable``). ``missing``: it can never be asked from here."""
+    """The controller gave no answer, or an error (``reachable``). ``missing``: Slurm's commands are not installed."""
 
     error: str
     reachable: bool = False
@@ -78,7 +78,7 @@ class ControllerFailed:
 
 @dataclass(frozen=True)
 class TermNotice:
-    """On this cluster ranks are killed so many seconds after a TERM."""
+    """On this cluster, ranks are killed this many seconds after a TERM."""
 
     seconds: float
 
@@ -123,12 +123,12 @@ class Timer(enum.Enum):
 
     LOOK = "compare the time limit with the clock"
     WATCHDOG = "look for hung and slow ranks"
-    DISMISS = "tell the peers of a failed rank to exit"
+    DISMISS = "ask the peers of a failed rank to exit"
     KILL = "kill hung ranks, and the peers of a failed one"
     UNKILLABLE = "stop waiting for ranks that outlive a KILL"
     ASK = "ask the controller again while a node is silent"
     ABANDON = "stop waiting for the launcher"
-    ANSWER = "answer requests whose ranks had time enough"
+    ANSWER = "answer requests whose ranks have had enough time"
 
 
 Event = (
@@ -210,7 +210,7 @@ class Do(enum.Enum):
     ABANDON_RANKS = "stop waiting for ranks that may be unreachable"
     RUN_WATCHDOG = "look for hung and slow ranks"
     RESET_WATCHDOG = "forget all heartbeats"
-    FENCE = "write nothing more, and close all connections"
+    FENCE = "stop writing, and close all connections"
 
 
 Action = Record | Say | Broadcast | Answer | StartTimer | Heartbeat | Do
@@ -223,7 +223,7 @@ _V = TypeVar("_V")
 
 
 class PerRank(Mapping[int, _V], Generic[_V]):
-    """A value per rank. Immutable: ``put`` and ``without`` return another one, and copy only a part of this one.
+    """A value per rank. Immutable: ``put`` and ``without`` return a new one, and copy only a part of this one.
 
     A copy of everything for each message of a rank would take time that grows with the square of their number.
     """
@@ -300,14 +300,14 @@ class Pending:
 
 @dataclass(frozen=True)
 class State:
-    """What is known of an attempt. The first five fields do not change."""
+    """The state of an attempt. The first five fields do not change."""
 
     job: Job
     #: The nodes of the job in Slurm's order; empty where they are unknown.
     nodes: tuple[str, ...] = ()
     #: How many steps the run had made before.
     steps_before: int = 0
-    #: Grace period for reachable ranks to exit before the launcher is no longer waited for.
+    #: Grace period for reachable ranks to exit before the supervisor stops waiting for the launcher.
     abandon_s: float = 0.0
     #: Whether the controller can start the run again.
     restartable: bool = True
@@ -323,31 +323,31 @@ class State:
     #: answer before.
     confirming: bool = False
     cut_off: bool = False
-    #: Why to abandon the attempt as soon as rank 0 has saved; empty: no reason.
+    #: Why to abandon the attempt as soon as rank 0 has saved; empty if there is no reason.
     abandon: str = ""
     #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
     saving: bool = False
     #: Whether rank 0 stops without the others: no step ended in time, or it has called a callable's ``checkpoint()``.
     alone: bool = False
-    #: Why the ranks were told to stop, and what of it one has confirmed: values of Stop, or SIGNAL.
+    #: The reasons to stop that the ranks were sent, and those that one has confirmed: values of Stop, or SIGNAL.
     told: frozenset[str] = frozenset()
     heard: frozenset[str] = frozenset()
-    #: When they were told last, in unix seconds, and how long after a TERM they are killed; None: unknown.
+    #: When the last was sent, in unix seconds, and how long after a TERM ranks are killed; None if unknown.
     told_at: float = 0.0
     term_notice_s: float | None = None
-    #: What the controller said last, and why it was time to stop at the last look.
+    #: The controller's last answer, and why it was time to stop at the last look.
     notice: Notice = field(default_factory=lambda: Notice(None))
     due: Stop | None = None
-    #: Whether the controller has said that the job is being preempted.
+    #: Whether the controller has reported that the job is being preempted.
     preempted: bool = False
     #: Whether the history has the times of the job's allocation.
     allocated: bool = False
     controller_away: bool = False
     controller_missing: bool = False
-    #: Whether the newest training loop has steps left; None: none has begun.
+    #: Whether the newest training loop has steps left; None if none has begun.
     unfinished: bool | None = None
     last_save_s: float = 0.0
-    #: Why all ranks are to exit, as one has; empty: none has. Whether that one failed.
+    #: Why all ranks must exit because one has; empty if none has. Whether that one failed.
     dismissal: str = ""
     failed: bool = False
     #: How many events of each kind ranks other than 0 have reported.
@@ -360,10 +360,10 @@ class State:
     hung_at: float = 0.0
     #: The requests of the user that are not answered yet, by connection.
     pending: Mapping[int, Pending] = field(default_factory=dict)
-    #: Whether the user wants the run to stop (Stop.HOLD), or to be requeued.
+    #: Whether the user wants the run to stop (Stop.HOLD) or to be requeued.
     wanted: Stop | None = None
     superseded: bool = False
-    #: Whether the run directory was removed: the attempt ends, and nothing can be recorded.
+    #: Whether the run directory was removed: the attempt ends, and has no place to record that.
     removed: bool = False
     exit_code: int | None = None
 
@@ -376,15 +376,15 @@ class State:
 
     @property
     def notice_ends(self) -> float:
-        """When the notice ends that ranks have been given, in unix seconds. A stop that the user wants kills no rank:
-        then it ends as long after it as one before the time limit."""
+        """When the ranks' grace period ends, in unix seconds. A stop that the user requested has no deadline: it counts
+        as one before the time limit."""
         by_signal = self.notice.stop is not None and self.term_notice_s is not None
         notice_s = self.term_notice_s if by_signal else self.stop_margin_s
         return min(self.told_at + (notice_s or 0.0), self.notice.end_time or math.inf)
 
     @property
     def given_up(self) -> bool:
-        """Whether rank 0 has stopped without the others, who do not save."""
+        """Whether rank 0 has stopped without the others, which do not save."""
         return self.alone and 0 in self.lost_at
 
     @property

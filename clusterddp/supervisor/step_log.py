@@ -1,7 +1,7 @@
 """``steps: {log: REGEX}``: reads the step of a script from what its rank 0 prints, and writes it into metrics.jsonl.
 
-The supervisor reads the files, as the script's output is written by libraries and child processes, too. It runs on rank
-0's node, so that it sees what was just written there. At most once a second a line is written: the newest step.
+The supervisor reads the files, because libraries and child processes write the script's output, too. It runs on rank
+0's node, where it sees new output at once. It writes the newest step at most once a second.
 
 The number in the output is taken as the number of steps done, whether the script counts from 0 or from 1: commands then
 show the same number as the script. How many steps are repeated is exact if the script prints each of them.
@@ -22,7 +22,7 @@ from clusterddp.supervisor.state import RankEvent
 
 #: How often the outputs are read, in seconds, and how many bytes of each at a time.
 LOOK_S, BLOCK = 1.0, 1 << 20
-#: The longest line that is searched: of a longer one, the end.
+#: The longest part of a line that is searched, at its end.
 LONGEST = 1 << 16
 
 
@@ -34,7 +34,7 @@ class StepLog:
         logs = run.attempt_logs(attempt)
         self._outputs = [_Output(logs / f"rank-0.{name}") for name in ("out", "err")]
         self._step: int | None = None
-        self._told = False
+        self._warned = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._read, name="step log", daemon=True)
         self._thread.start()
@@ -45,7 +45,7 @@ class StepLog:
         return self._step is not None
 
     def close(self, read_rest: bool = False) -> None:
-        """Ends the thread. ``read_rest``: after a last look, once the ranks have exited."""
+        """Ends the thread. ``read_rest``: looks once more, because the ranks have exited."""
         self._end.set()
         self._thread.join(timeout=2 * LOOK_S)
         if read_rest and not self._thread.is_alive():
@@ -61,18 +61,18 @@ class StepLog:
             for step in steps:
                 if self._step is None:
                     self._post(RankEvent(0, "training", {"step": max(0, step - 1), "log": step}))
-                elif step < self._step and not self._told:
-                    self._told = True
+                elif step < self._step and not self._warned:
+                    self._warned = True
                     say(
-                        f"the step in rank 0's output went back from {self._step} to {step}: `steps: {{log: ...}}` "
-                        "should match a number that grows over the whole run; smaller numbers are ignored"
+                        f"the step in rank 0's output went back from {self._step} to {step}. Smaller numbers "
+                        "are ignored. Have `steps: {log: ...}` match a number that grows over the whole run"
                     )
                 self._step = max(step, self._step or 0)
             if self._step and self._step in steps:
                 line = {"step": self._step - 1, "time": time.time(), "attempt": self._attempt}
                 append_line(self._metrics, line)
         except OSError as error:
-            say(f"cannot follow the steps in rank 0's output ({error})")
+            say(f"could not follow the steps in rank 0's output ({error})")
 
     def _steps_in(self, line: str) -> list[int]:
         """The last step in a line, as a list; empty if there is none."""

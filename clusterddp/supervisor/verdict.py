@@ -21,7 +21,7 @@ from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.limits import FRUITLESS, LONG_S, PROGRESS_S, Progress
 
-#: Two connections that end within so many seconds are taken to end together.
+#: Two connections that end within this many seconds count as ending together.
 JITTER_S = 0.5
 
 
@@ -48,7 +48,7 @@ _RECORD: Schema = {
 
 
 def check_record(record: Any) -> None:
-    """ValueError, with what is wrong, unless it is the record of a rank's end."""
+    """Raises ValueError unless this is a valid record of a rank's end."""
     if wrong := schema_error(record, _RECORD):
         raise ValueError(wrong)
 
@@ -59,10 +59,10 @@ class RankEnd:
 
     ``end``: done, stopped (a clusterddp stop), unfinished (exit code 0 with steps left), exit (another exit code),
     exception, lost (it never reached the supervisor), declined (a callable's ``checkpoint()`` returned None), hung (all
-    ranks had to be ended), hung for good (and are not to be restarted), dismissed (told to exit, as another was lost),
-    silent (its node does not answer), early (it exited with code 0 while others waited for it), or died (no record of
-    its own: killed by a signal, or os._exit).
-    ``lost_at``: unix seconds on the supervisor's clock when it said that it failed, or its connection broke; infinity
+    ranks had to be ended), hung for good (and are not to be restarted), dismissed (asked to exit, as another was lost),
+    silent (its node does not respond), early (it exited with code 0 while others waited for it), or died (it left no
+    record: killed by a signal, or os._exit).
+    ``lost_at``: unix seconds on the supervisor's clock when it reported its failure, or its connection broke; infinity
     if it never joined.
     """
 
@@ -88,15 +88,15 @@ class RankEnd:
             return cls.from_record(rank, host, lost_at, read_json(path, _RECORD), death)
         except (RunDirectoryError, OSError) as error:
             how = death.words() if death else "exited"
-            return cls(rank, host, "died", lost_at, error=f"{how}; its record cannot be read: {error}", death=death)
+            return cls(rank, host, "died", lost_at, error=f"{how}. Could not read its record: {error}", death=death)
 
     @classmethod
     def from_record(
         cls, rank: int, host: str, lost_at: float, record: Mapping[str, Any] | None, death: ExitStatus | None = None
     ) -> RankEnd:
-        """From the record that the rank wrote; None when it had no time to: then ``death`` may be known."""
+        """From the record that the rank wrote. If it had no time to (None), ``death`` may be known."""
         if record is None:
-            error = death.words() if death else "killed without a traceback, or exited by os._exit"
+            error = death.words() if death else "was killed, or called os._exit, without a traceback"
             return cls(rank, host, "died", lost_at, error=error, death=death)
         error = record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else "")
         names = ("traceback", "step", "exit_code", "used_clusterddp")
@@ -166,7 +166,7 @@ class RankEnd:
     @property
     def raised(self) -> str | None:
         """An exception's type, line of the script and step: ``OSError at a.py:17 (read), step 9``; of ``sys.exit``, the
-        code and the step. None if none."""
+        code and the step. None if neither."""
         step = "" if self.step is None else f", step {self.step}"
         if self.end == "exit":
             return f"exit code {self.exit_code}{step}"
@@ -198,7 +198,7 @@ class RankEnd:
             "exception": "raised ",
             "exit": f"exited with code {self.exit_code}: ",
             "lost": "never joined: ",
-            "dismissed": "ended: ",
+            "dismissed": "was ended because ",
         }
         if self.end == "exit" and self.error == f"exit code {self.exit_code}":
             return f"exited with code {self.exit_code}"
@@ -210,7 +210,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The supervisor's next action, the reason in one sentence, the first failure if there was one, and the others."""
+    """The supervisor's next action, its reason, the first failure if there was one, and the others."""
 
     action: Action
     reason: str
@@ -248,8 +248,8 @@ def judge(
     """The verdict. ``ask`` queries the controller and is called only where its answer matters.
 
     ``exit_code`` is the launcher's (srun's): it shows a crash during the interpreter's shutdown, after the records.
-    ``told``: whether ranks were told to stop; a crash just before the time limit is not a consequence of the limit.
-    ``progress``: of this attempt and those before; None: none.
+    ``told``: whether ranks were asked to stop; a crash just before the time limit is not a consequence of the limit.
+    ``progress``: of this attempt and those before; None if there was none.
     """
     all_done = exit_code == 0 and all(end.end == "done" for end in ends)
     left_loop = any(end.left_loop for end in ends)
@@ -266,7 +266,7 @@ def judge(
     cause = ask()
     if cause is Cause.TIME_LIMIT and not told:
         cause = Cause.NONE
-    # A script that does not use clusterddp, or that left its loop, ends with exit code 0 after a notice, too: stopped.
+    # A script that does not use clusterddp, or left its loop, also exits with code 0 after a notice: it was stopped.
     if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause in _BY_USER):
         cause = Cause.NONE
     if cause is not Cause.NONE and not (raised and not restarts and cause is Cause.UNKNOWN):
@@ -282,14 +282,14 @@ def judge(
         return Verdict(Action.FAIL, _with(failures[0], because), cause, failures[0], others, because)
     if any(end.end == "stopped" for end in ends):
         return Verdict(Action.LEAVE, cause.value, cause)
-    return Verdict(Action.FAIL, f"all ranks finished, but the launcher returned {exit_code}")
+    return Verdict(Action.FAIL, f"all ranks finished, but the launcher exited with code {exit_code}")
 
 
 def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
     """Whether all ranks restart in place after this first failure, and why if that depends on the progress made.
 
-    What comes from outside the script may pass. An error of the script's own code may pass, too (a file system that did
-    not answer, a worker that was killed), if the code has worked before and does not fail at the same place again.
+    Failures from outside the script may pass. So may an error of the script's own code (a file system that did not
+    answer, a worker that was killed) if the code has worked before and does not fail at the same place again.
     """
     if failure.lacks_gpus and not progress.earlier:  # the job asks for too many
         return False, ""
@@ -298,7 +298,7 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
     if failure.end not in ("exception", "exit", "died"):
         return False, ""
     if failure.out_of_memory and progress.earlier and not progress.steps and progress.seconds < LONG_S:
-        return True, "memory may still have been held by the attempt before"
+        return True, "the previous attempt may still have held memory"
     again = failure.raised is not None and failure.raised == progress.last_failure
     same = "exit code at the same step" if failure.end == "exit" else "exception at the same line and step"
     if again and progress.quickly >= FRUITLESS - 1 and progress.seconds < LONG_S:  # it may save the same every time
@@ -306,9 +306,9 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
     if progress.saved:
         return True, "the script had written a new checkpoint"
     if again:
-        return False, f"the attempt before failed with the same {same}"
+        return False, f"the previous attempt failed with the same {same}"
     if progress.steps:
-        return True, f"the attempt had made {counted(progress.steps, 'step')}"
+        return True, f"the attempt had completed {counted(progress.steps, 'step')}"
     if progress.steps is None and progress.seconds >= PROGRESS_S:
         return True, f"the attempt had run for {progress.seconds:.0f} s"
     if progress.earlier:
@@ -317,20 +317,20 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
 
 
 def _with(failure: RankEnd, because: str) -> str:
-    return f"{failure.sentence()}; {because}" if because else failure.sentence()
+    return f"{failure.sentence()}. Not restarted, because {because}" if because else failure.sentence()
 
 
 def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     """The failures, the first one in front: the rank whose connection ended first.
 
     Among those that ended together, a rank that failed by itself comes before one that lost a peer, or was killed after
-    a peer failed: these are likely its consequences. One that was told to exit never comes first, also where the rank
-    for which it had to was killed before it joined.
+    a peer failed: these are likely its consequences. One that was asked to exit never comes first, even if the rank
+    that failed before it was killed before it joined.
     """
     failures = sorted(failures, key=lambda end: (end.started, end.end == "dismissed", end.lost_at, end.rank))
     near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
     own = [end for end in near if end.own]
-    # One that ended before it joined was never connected: the launcher saw that it was the first.
+    # One that ended before it joined was never connected, but the launcher saw that it was the first.
     unseen = [end for end in failures if end.own and math.isinf(end.lost_at)]
     first = (own or unseen or near)[:1]
     return first + [end for end in failures if end not in first]
@@ -350,5 +350,5 @@ def _early_leaver(ends: Sequence[RankEnd], failures: Sequence[RankEnd]) -> RankE
     if not left:
         return None
     first = min(left, key=lambda end: end.lost_at)
-    how = "with code 0" if first.end == "done" else "by os._exit(0), or killed without a traceback,"
-    return dataclasses.replace(first, end="early", error=f"exited early, {how} while other ranks waited for it")
+    how = "exited with code 0" if first.end == "done" else "called os._exit(0), or was killed,"
+    return dataclasses.replace(first, end="early", error=f"{how} while other ranks waited for it")

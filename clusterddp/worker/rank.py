@@ -156,7 +156,7 @@ def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
     # Otherwise Hydra prints the traceback itself and exits with 1, and the record has no exception.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     target = 2 if command[0] == "-m" else 1
-    return [*command[:target], *hydra_arguments(command[target:], run.path)]
+    return [*command[:target], *hydra_arguments(command[target:], run.hydra)]
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:

@@ -23,7 +23,7 @@ EXAMPLES = {
     "Context.all_reduce_sum": "correct = ctx.all_reduce_sum((predicted == labels).sum())",
     "Context.all_reduce_mean": "accuracy = ctx.all_reduce_mean(correct / count, weight=count)",
     "Context.gather": "predictions = ctx.gather(predicted)",
-    "training.loop.Run": 'ctx.print(f"continues at step {run.step}")',
+    "Run": 'ctx.print(f"continues at step {run.step}")',
     "Run.step": "if run.step % 100 == 0:\n    ctx.print(loss.item())",
     "Run.epoch": 'optimizer.param_groups[0]["lr"] = 0.1 * 0.9**run.epoch',
     "Run.end_of_epoch": "if run.end_of_epoch:\n    scheduler.step()",
@@ -37,17 +37,14 @@ EXAMPLES = {
     "Run.finish": "if loss < 0.01:  # the same value on all ranks\n    run.finish()",
     "Run.stop": 'run.stop("the budget is spent")',
     # --- loaders
-    "data.loader.Loader": "loader = ctx.loader(dataset, batch_size=64)",
+    "Loader": "loader = ctx.loader(dataset, batch_size=64)",
     "Loader.label": "ctx.print(loader.label)",
     "Loader.share": 'ctx.print(f"{loader.share} samples per rank and step")',
     "Loader.workers": 'ctx.print(f"{loader.workers} workers per rank")',
     "Loader.epoch": "first = loader.epoch(0)",
     "Loader.ends_epoch": "if loader.ends_epoch(run.step):\n    scheduler.step()",
     "Loader.steps_in": "scheduler = OneCycleLR(optimizer, 0.1, total_steps=loader.steps_in(90))",
-    "data.loader.EvalLoader": "test_loader = ctx.eval_loader(test_set, batch_size=256)",
-    "data.external_loader.StatefulLoader": (
-        "run = ctx.run(model=model, optimizer=optimizer, loader=StatefulDataLoader(dataset))"
-    ),
+    "EvalLoader": "test_loader = ctx.eval_loader(test_set, batch_size=256)",
     # --- checkpoints
     "CheckpointFolder": (
         'with clusterddp.CheckpointFolder("checkpoints", keep=5) as folder:\n'
@@ -60,15 +57,15 @@ EXAMPLES = {
     "CheckpointFolder.save": "folder.save(step + 1, model=model, optimizer=optimizer)",
     "CheckpointFolder.wait": "folder.wait()",
     "CheckpointFolder.close": "folder.close()",
-    "jobdef.job.Checkpointing": 'ctx = clusterddp.init(run_dir="runs/a", checkpoint=Checkpointing(every_steps=500))',
-    "jobdef.job.Keep": 'folder = clusterddp.CheckpointFolder("checkpoints", keep=Keep(last=2, every=10_000))',
+    "Checkpointing": 'ctx = clusterddp.init(run_dir="runs/a", checkpoint=clusterddp.Checkpointing(every_steps=500))',
+    "Keep": 'folder = clusterddp.CheckpointFolder("checkpoints", keep=clusterddp.Keep(last=2, every=10_000))',
     # --- launching
     "Handle.status": "print(handle.status())",
     "Handle.wait": 'if handle.wait() == "completed":\n    ...',
     "Handle.logs": "print(handle.logs(rank=3))",
     "Handle.cancel": "handle.cancel()",
     "Handle.result": "accuracy = handle.result()",
-    "api.Status": "print(handle.status().step)",
+    "Status": "print(handle.status().step)",
     # --- commands
     "submit": (
         "clusterddp submit train.py --nodes 2 --gpus 8 -p gpu -t 1-0 -- --lr 0.1\n"
@@ -89,6 +86,7 @@ EXAMPLES = {
     "resubmit": "clusterddp resubmit runs/train-0 runs/train-1",
     "drill": "clusterddp drill -p gpu --run runs/train-0",
     "doctor": "clusterddp doctor\nclusterddp doctor --nodes 2 -p gpu",
+    "nodes": "clusterddp nodes",
     "export": "clusterddp export runs/train-0 model.safetensors",
     "wait": "clusterddp wait runs/train-0 runs/train-1 --timeout 2h",
     "cancel": "clusterddp cancel runs/train-0\nclusterddp cancel 'runs/lr-*' --yes",

@@ -18,10 +18,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 #: Of a user, and the page that answers it.
 QUESTIONS = {
     "preset timm": "existing-repository.html",
-    "BatchNorm exact resume": "exact-resume.html",
-    "requeue held": "preemption.html",
-    "wandb": "trackers.html",
-    "NCCL_SOCKET_IFNAME": "nodes.html",
+    "evaluation exact resume": "exact-resume.html",
+    "why is my job pending": "runs.html",
+    "wandb offline": "report.html",
+    "NCCL_SOCKET_IFNAME": "gpu-cluster.html",
 }
 
 
@@ -54,9 +54,10 @@ def test_pages_fit_the_width_and_ask_no_other_host(site: str, browser: Any, widt
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    for name in ("index.html", "docs/guide/preemption.html"):
-        page.goto(f"{site}/{name}", wait_until="networkidle")
+    for name in ("index.html", "docs/index.html", "docs/guide/debugging.html", "docs/guide/gpu-cluster.html"):
+        response = page.goto(f"{site}/{name}", wait_until="networkidle")
+        assert response is not None and response.ok, name
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        page.screenshot(path=REPOSITORY / "build" / "docs" / f"{Path(name).stem}-{width}-{scheme}.png")
+        page.screenshot(path=REPOSITORY / "build" / "docs" / f"{name.replace('/', '-')}-{width}-{scheme}.png")
     assert [url for url in asked if not url.startswith((site, "data:", "blob:"))] == []
     page.close()

@@ -7,7 +7,7 @@ notice and at most a checkpoint's interval after a kill (I4), a checkpoint that 
 end (I6), one outcome, "completed" with all steps alone, within a bound, and no process left (I7), and no other training
 after it (I10). A habit that the run has to refuse ends it as failed, with the reason.
 
-All moments follow from --seed. STATE/results.jsonl has a line per run; the report, OUT/chaos.md, has the newest of
+All moments follow from --seed. STATE/results.jsonl has a line per run; the report, OUT/RESULTS.md, has the newest of
 each. A run that fails any of it is kept in STATE/failed.
 """
 
@@ -161,7 +161,7 @@ run, on a machine with other load. {counts}.
 
 {chr(10).join(failing)}""".rstrip()
     tables = {"Behaviours": report.table(["behaviour", "what it does", "must end as", *WAYS.values()], rows)}
-    report.write(out, "chaos", text, {"runs": lines}, where=", ".join(slurm), tables=tables)
+    report.write(out, "RESULTS", text, {"runs": lines}, where=", ".join(slurm), tables=tables)
 
 
 def _first_line(kind: type) -> str:
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="local runs at once")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds that a run may take")
     parser.add_argument("--state", type=Path, default=Path("runs/chaos"), help="results, failed runs")
-    parser.add_argument("--out", type=Path, help="where to write chaos.md, such as docs/measurements; default: nowhere")
+    parser.add_argument("--out", type=Path, help="the folder for RESULTS.md, such as tests/chaos; default: none")
     parser.add_argument("--report", action="store_true", help="run nothing; write the report of what was run")
     options = parser.parse_args()
     results = [] if options.report else make_runs(options)

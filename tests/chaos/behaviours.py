@@ -427,7 +427,7 @@ class SysExitInTheMiddle(Behaviour):
 class OsExitInTheMiddle(Behaviour):
     """The same by ``os._exit(0)``, in each attempt."""
 
-    ends, says = "failed", r"exited with code 0 in its loop, by os\._exit"
+    ends, says = "failed", r"called os\._exit\(0\) inside its training loop"
 
     def step(self, update: Callable[[], None], run: Any) -> None:
         update()

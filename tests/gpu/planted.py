@@ -1,7 +1,7 @@
 """Faults put into the code for GPUs on purpose, and the tests on stand-in devices that find them.
 
 ``python -m tests.gpu.planted`` plants each in a copy of this checkout, runs its tests there, and writes
-docs/measurements/gpu-faults.json and gpu-faults.md. ``python -m tests.gpu.planted 3 7`` runs some of them; the others
+RESULTS.json and RESULTS.md here. ``python -m tests.gpu.planted 3 7`` runs some of them; the others
 keep their last result.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-RESULTS = REPOSITORY / "docs" / "measurements" / "gpu-faults.json"
+RESULTS = Path(__file__).with_name("RESULTS.json")
 #: Of these, the tests have to find so many.
 LEAST = 17
 ASYNCHRONY, EXACT = "test_asynchrony.py", "test_exact_resume.py"
@@ -226,18 +226,15 @@ def main() -> None:
 
 
 def page(results: Mapping[str, str]) -> str:
-    """The measurement's page."""
+    """RESULTS.md."""
     import torch
 
     count = sum(map(bool, results.values()))
     lines = [
         "# Faults put into the code for GPUs on purpose",
         "",
-        f"`make test-gpu-faults` plants {len(FAULTS)} faults, one after another, in a copy of the source, and runs "
-        "tests on [stand-in devices](../../tests/gpu/standin/standin_watch.py) there. [tests/gpu/planted.py]"
-        f"(../../tests/gpu/planted.py) lists them. The tests found {count} of {len(results)}, with torch "
-        f"{torch.__version__}. The stand-in cannot show races between the kernels of one stream, nor anything that "
-        "depends on the timing of a real GPU.",
+        f"`make test-gpu-faults` plants {len(FAULTS)} faults, one after another, in a copy of the source and runs the "
+        f"tests on stand-in devices there. The tests found {count} of {len(results)}, with torch {torch.__version__}.",
         "",
         "| | planted | in clusterddp/ | found by, in tests/gpu/ | how |",
         "|---|---|---|---|---|",

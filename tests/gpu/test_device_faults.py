@@ -46,9 +46,9 @@ def test_each_fault_of_a_device_is_named_and_the_run_continues_until_the_device_
         assert error.startswith(words)
     for words in (
         "| likely cause: the device's memory is full",
-        "| restarting all ranks in place: the attempt had made ",
+        "| restarting all ranks in place, because the attempt had completed ",
         "| likely cause: an index is out of range in a kernel",
-        "| restarting all ranks in place: memory may still have been held by the attempt before\n",
+        "| restarting all ranks in place, because the previous attempt may still have held memory\n",
         "| likely cause: the GPU, its memory or its links have failed",
         "| likely cause: a GPU of the node is missing",
     ):

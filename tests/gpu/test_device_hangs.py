@@ -27,4 +27,4 @@ def test_the_rank_whose_device_never_completes_a_kernel_is_named_although_all_ho
     (hung,) = events_of(run, "hung")
     assert (hung["late"], hung["step"]) == ([1], 100), hung
     assert hung["suspect"] == hung["host"]
-    assert "its GPU still at work on step 101; the other ranks' GPUs wait in step 101" in hung["what"]
+    assert "Its GPU is still working on step 101. The other ranks' GPUs wait in step 101" in hung["what"]

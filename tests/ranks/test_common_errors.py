@@ -1,4 +1,4 @@
-"""The tutorial's common errors: each message of its table is caused here by the mistake that the table names."""
+"""Common errors of DDP scripts: each message of the guide's table is caused here by the mistake beside it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from clusterddp.distributed.devices import choose_devices
 from clusterddp.distributed.process_group import choose_backend
 from tests import ddp
 
-TEXT = (ddp.REPOSITORY / "docs" / "guide" / "tutorial.md").read_text()
-TABLE = re.findall(r"^\| `([^`]+)`", TEXT[TEXT.index("| what is seen") :], re.MULTILINE)
+PAGE = (ddp.REPOSITORY / "docs" / "guide" / "debugging.md").read_text()
+TEXT = PAGE[PAGE.index("## Common mistakes") :].partition("\n## ")[0]
+TABLE = re.findall(r"^\| `([^`]+)`", TEXT, re.MULTILINE)
 
 
 def submitted(folder: Path, body: str, *options: str) -> str:
@@ -152,16 +153,14 @@ def refusal(act: Callable[[], object]) -> str:
 
 #: In the order of the table.
 MISTAKES = [
-    saved_on_every_node, cuda_without_gpus, more_ranks_than_gpus, one_gpu_for_two_ranks, a_store_of_another_run,
-    a_job_script_without_srun, a_collective_on_one_rank_only, data_without_an_index, the_same_run_with_other_arguments,
-    weights_of_the_wrapper, a_backend_that_torch_lacks,
+    cuda_without_gpus, more_ranks_than_gpus, one_gpu_for_two_ranks, a_collective_on_one_rank_only, saved_on_every_node,
+    weights_of_the_wrapper, a_store_of_another_run, a_job_script_without_srun, data_without_an_index,
+    the_same_run_with_other_arguments, a_backend_that_torch_lacks,
 ]  # fmt: skip
 
 
 def test_every_row_has_a_message_and_a_mistake_that_causes_it() -> None:
-    """The first one costs most."""
-    rows = TEXT[TEXT.index("| what is seen") :].splitlines()[2:]
-    assert len([row for row in rows if row.startswith("|")]) == len(TABLE) == len(MISTAKES)
+    assert len([row for row in TEXT.splitlines() if row.startswith("|")]) - 2 == len(TABLE) == len(MISTAKES)
 
 
 @pytest.mark.parametrize(("message", "mistake"), list(zip(TABLE, MISTAKES, strict=True)))

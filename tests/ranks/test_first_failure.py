@@ -39,18 +39,18 @@ def run(tmp_path: Path) -> RunDirectory:
         ("worker", [1], 2, r"raised ValueError: Caught ValueError in DataLoader worker process 0. ... ValueError: bad",
          "in __getitem__", None),
         ("memory", [0], 2, "ran out of memory: RuntimeError: ", "failing.py", False),
-        ("segfault", [1], 2, r"killed by signal 11 \(SIGSEGV\)", "Fatal Python error: Segmentation fault", False),
+        ("segfault", [1], 2, r"was killed by signal 11 \(SIGSEGV\)", "Fatal Python error: Segmentation fault", False),
         pytest.param(  # as the one above, and the stack of an abort is in test_stacks.py
-            "abort", [0], 2, r"killed by signal 6 \(SIGABRT\)", "Fatal Python error: Aborted", False,
+            "abort", [0], 2, r"was killed by signal 6 \(SIGABRT\)", "Fatal Python error: Aborted", False,
             marks=pytest.mark.product,
         ),
         ("leave", [1], 2, "exited with code 0 in its loop, after step 5 of 8", "rank 0 waited for it:", True),
         pytest.param(  # test_early_end.py has a loop that is left by break, the case above the box
-            "break", [1], 2, "exited early, with code 0 while other ranks waited for it", "rank 0 waited for it:",
+            "break", [1], 2, "exited with code 0 while other ranks waited for it", "rank 0 waited for it:",
             False, marks=pytest.mark.product,
         ),
         pytest.param(  # test_rank_exit.py has os._exit, the cases above the box
-            "exit", [1], 2, r"exited by os._exit\(3\), no traceback", "log: ", False, marks=pytest.mark.product
+            "exit", [1], 2, "exited with code 3 and no traceback", "log: ", False, marks=pytest.mark.product
         ),
     ],
 )  # fmt: skip
@@ -121,11 +121,12 @@ def test_an_exception_after_progress_restarts_all_ranks_and_the_same_one_twice_e
     assert re.match(r"\w+Error at passing.py:\d+ \(<module>\), step \d+$", raised[0]), raised
     assert raised[1] == "OSError at passing.py:10 (<module>)"
     assert raised[2:] == ["ValueError at passing.py:19 (<module>), step 33"] * 2
-    assert re.search(r"\| restarting all ranks in place: the attempt had made \d+ steps\n", done.stderr), done.stderr
-    assert "| restarting all ranks in place: an earlier attempt had made progress\n" in done.stderr
-    twice = "the attempt before failed with the same exception at the same line and step"
-    assert f"| not restarted: {twice}\n" in done.stderr
-    assert (run.outcome() or {})["reason"].endswith(f"raised ValueError: bad sample; {twice}")
+    made = r"\| restarting all ranks in place, because the attempt had completed \d+ steps\n"
+    assert re.search(made, done.stderr), done.stderr
+    assert "| restarting all ranks in place, because an earlier attempt had made progress\n" in done.stderr
+    twice = "the previous attempt failed with the same exception at the same line and step"
+    assert f"| not restarted, because {twice}\n" in done.stderr
+    assert (run.outcome() or {})["reason"].endswith(f"raised ValueError: bad sample. Not restarted, because {twice}")
     assert not any("suspect" in event for event in run.events())
 
 

@@ -107,9 +107,10 @@ def test_a_hung_rank_is_named_with_its_stack_and_all_ranks_restart_in_place(
     """Python code that waits forever; in the next attempt, C code that waits forever and holds the GIL."""
     said = finished(start(run, "lock,extension"), run)
     assert [hung["late"] for hung in events_of(run, "hung")] == [[1], [1]]
-    silent = r", no heartbeat since \(stopped, or holding the GIL\)"
-    for attempt, where in enumerate((r", in hanging.py:\d+ \(misbehave\)", silent)):
-        sentence = rf"rank 1 \(\S+\) last at step \d+, \d+ s ago{where}; the others wait in the all_reduce of backward"
+    silent = r" without a heartbeat \(stopped, or holding the GIL\)"
+    for attempt, where in enumerate((r" in hanging.py:\d+ \(misbehave\)", silent)):
+        stuck = rf"rank 1 \(\S+\) has been stuck at step \d+ for \d+ s{where}"
+        sentence = rf"{stuck}\. The others wait in the all_reduce of backward"
         assert re.search(f"attempt {attempt}: {sentence}\\. Terminating all ranks", said), said
         check_stacks(run.attempt_logs(attempt))
     assert [event["event"] for event in run.events() if event["event"] in ("restarted", "rank_failed")] == [
@@ -166,33 +167,36 @@ def what(*signs: RankStatus) -> str | None:
 def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     """The first criterion that distinguishes them: silence, fewer steps, not waiting for others, the smaller group."""
     waiting = [sign(rank, 610, **IN_BACKWARD) for rank in range(3)]
-    silent = "no heartbeat since (stopped, or holding the GIL)"
-    wait = "the others wait in the all_reduce of backward"
-    assert what(*waiting, sign(5, 611, silent=611)) == f"rank 5 (n5) last at step 89, 611 s ago, {silent}; {wait}"
+    silent = "without a heartbeat (stopped, or holding the GIL)"
+    wait = "The others wait in the all_reduce of backward"
+    assert (
+        what(*waiting, sign(5, 611, silent=611)) == f"rank 5 (n5) has been stuck at step 89 for 611 s {silent}. {wait}"
+    )
     behind = sign(5, 611, count=89, place="x.py:1 (f)")
-    assert what(*waiting, behind) == f"rank 5 (n5) last at step 88, 611 s ago, in x.py:1 (f); {wait}"
+    assert what(*waiting, behind) == f"rank 5 (n5) has been stuck at step 88 for 611 s in x.py:1 (f). {wait}"
     worked = sign(5, 611, still_s=400, place="x.py:1 (f)")
-    assert what(*waiting, worked) == f"rank 5 (n5) last at step 89, 611 s ago, in x.py:1 (f); {wait}"
+    assert what(*waiting, worked) == f"rank 5 (n5) has been stuck at step 89 for 611 s in x.py:1 (f). {wait}"
     after_its_first_step = sign(5, 611, silent=611, allowed=1800)
-    assert what(*waiting, after_its_first_step) == f"rank 5 (n5) last at step 89, 611 s ago, {silent}; {wait}"
+    assert what(*waiting, after_its_first_step) == f"rank 5 (n5) has been stuck at step 89 for 611 s {silent}. {wait}"
     assert find_hang([*waiting, sign(5, 611, silent=611, allowed=math.inf)], NOW, beat_s=2.0) is None
     unheard = sign(5, 611, silent=600, still_s=2.0)
-    assert what(*waiting, unheard) == f"rank 5 (n5) last at step 89, 611 s ago, {silent}; {wait}"
+    assert what(*waiting, unheard) == f"rank 5 (n5) has been stuck at step 89 for 611 s {silent}. {wait}"
     elsewhere = sign(5, 611, place="x.py:1 (f)")
-    assert what(*waiting, elsewhere) == f"rank 5 (n5) last at step 89, 611 s ago, in x.py:1 (f); {wait}"
+    assert what(*waiting, elsewhere) == f"rank 5 (n5) has been stuck at step 89 for 611 s in x.py:1 (f). {wait}"
     at_gpu = [sign(rank, 610, place="x.py:9 (g)") for rank in range(3)]
-    assert what(*at_gpu, elsewhere) == "rank 5 (n5) last at step 89, 611 s ago, in x.py:1 (f)"
-    assert what(*waiting) == "ranks 0 (n0), 1 (n1), 2 (n2) last at step 89, 610 s ago, in the all_reduce of backward"
+    assert what(*at_gpu, elsewhere) == "rank 5 (n5) has been stuck at step 89 for 611 s in x.py:1 (f)"
+    all_stuck = "ranks 0 (n0), 1 (n1), 2 (n2) have been stuck at step 89 for 610 s in the all_reduce of backward"
+    assert what(*waiting) == all_stuck
     barrier = {"place": "barrier", "waits": True}
     past, before = (
         [sign(rank, 610, count=count, **at) for rank in range(3)] for count, at in ((90, IN_BACKWARD), (89, barrier))
     )
-    order = "every rank must call the same ones in the same order"
-    different = f"for 610 s: the ranks called different collectives; {order}"
+    order = "Every rank must call the same ones in the same order"
+    different, since = "the ranks called different collectives", f"for 610 s. {order}"
     two = "ranks 1 (n1), 2 (n2) at step"
-    skipped = f"rank 0 (n0) at step 89 in the all_reduce of backward, {two} 88 in barrier, {different}"
+    skipped = f"{different}: rank 0 (n0) at step 89 in the all_reduce of backward, {two} 88 in barrier, {since}"
     assert what(past[0], *before[1:]) == skipped
-    surplus = f"rank 0 (n0) at step 88 in barrier, {two} 89 in the all_reduce of backward, {different}"
+    surplus = f"{different}: rank 0 (n0) at step 88 in barrier, {two} 89 in the all_reduce of backward, {since}"
     assert what(before[0], *past[1:]) == surplus
     hang = find_hang([past[0], before[1]], NOW, beat_s=2.0)
     assert hang and hang.late == (0, 1)  # one of the two; it is unknown which
@@ -200,17 +204,16 @@ def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     reduce: dict[str, Any] = {"place": "all_reduce", "waits": True}
     others = [sign(rank, 610, line="x.py:52", **reduce) for rank in (1, 2)]
     assert what(alone, *others) == (
-        "rank 0 (n0) at step 89 in barrier at x.py:40, ranks 1 (n1), 2 (n2) at step 89 in all_reduce at x.py:52, "
-        + different
+        f"{different}: rank 0 (n0) at step 89 in barrier at x.py:40, ranks 1 (n1), 2 (n2) at step 89 in all_reduce at "
+        f"x.py:52, {since}"
     )
     assert find_hang([alone, *others], NOW, beat_s=2.0).late == (0,)  # type: ignore[union-attr]
     assert find_hang([alone, *others[1:]], NOW, beat_s=2.0).late == (0, 2)  # type: ignore[union-attr]
-    assert "for 610 s: the ranks wait in different calls; " in (
-        what(sign(0, 610, line="x.py:40", **reduce), *others) or ""
-    )
-    assert what(*others) == "ranks 1 (n1), 2 (n2) last at step 89, 610 s ago, in all_reduce"
+    same_place = what(sign(0, 610, line="x.py:40", **reduce), *others) or ""
+    assert same_place.startswith("the ranks wait in different calls: ") and same_place.endswith(since)
+    assert what(*others) == "ranks 1 (n1), 2 (n2) have been stuck at step 89 for 610 s in all_reduce"
     many = what(*[sign(rank, 620, silent=620) for rank in range(100)])
-    assert many == f"ranks 0 (n0), 1 (n1), 2 (n2), 3 (n3) and 96 more last at step 89, 620 s ago, {silent}"
+    assert many == f"ranks 0 (n0), 1 (n1), 2 (n2), 3 (n3) and 96 more have been stuck at step 89 for 620 s {silent}"
 
 
 def test_a_hang_tells_since_when_no_rank_has_made_a_step() -> None:

@@ -1,4 +1,4 @@
-"""The commands of docs/guide/launchers.md that start ranks on one machine."""
+"""The commands of docs/guide/existing-repository.md that start ranks on one machine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_torchrun(run: RunDirectory, starts: tuple[int, ...]) -> None:
     check_two_ranks(run, *launcher, starts=starts)
 
 
-@pytest.mark.product  # docs/guide/launchers.md has each of these three, and is tested below
+@pytest.mark.product  # the guide has each of these three, and is tested below
 def test_the_old_launch_module_with_its_local_rank_argument(run: RunDirectory) -> None:
     """torch.distributed.launch adds ``--local-rank`` to the script's arguments."""
     port = f"--master-port={free_port()}"
@@ -115,6 +115,6 @@ def test_a_job_has_the_same_results_under_every_launcher(tmp_path: Path, launche
 
 def test_the_tables_list_all_supported_launchers() -> None:
     """A missing or malformed row would not be tested."""
-    text = (REPOSITORY / "docs" / "guide" / "launchers.md").read_text()
+    text = (REPOSITORY / "docs" / "guide" / "existing-repository.md").read_text()
     assert text.count(" ARGS` |") == len(launchers.commands(HERE)) + len(launchers.commands("On Slurm")) == 11
     assert {job for _, job in launchers.cases(HERE)} == set(launchers.ARGUMENTS)

@@ -168,7 +168,7 @@ def test_a_run_with_a_debugged_rank_can_be_cancelled(run: RunDirectory) -> None:
         lease.take(run, run.create_attempt(), entry_of(process))
         waiting = subprocess.Popen([*module_command("clusterddp"), "cancel", str(run)], stdout=subprocess.PIPE)
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
-        assert b"cancelled. The run will not start again" in waiting.communicate(timeout=60)[0]
+        assert b"was cancelled and will not run again" in waiting.communicate(timeout=60)[0]
     assert (run.outcome() or {})["state"] == "cancelled"
 
 

@@ -74,13 +74,13 @@ def test_one_file_preempted_before_its_first_checkpoint_and_killed_in_every_late
     ]
     assert all(line.endswith("before the stop, with --init_from=resume") for line in later)
     assert len(said(run, "own_checkpoint")) == 5
-    assert "The newest checkpoint is out/ckpt.pt. Restarting" in said(run, "restarted")[0]
+    assert "probably out of memory. The newest checkpoint is out/ckpt.pt. Restarting" in said(run, "restarted")[0]
 
 
 @pytest.mark.parametrize(
     ("style", "pattern", "option", "names"),
     [
-        ("torchvision", "out/checkpoint-*.pth", "--resume", ("checkpoint-20.pth", "checkpoint-25.pth: cut off")),
+        ("torchvision", "out/checkpoint-*.pth", "--resume", ("checkpoint-20.pth", "checkpoint-25.pth: truncated")),
         (
             "accelerate",
             "out/step_*",
@@ -126,7 +126,7 @@ def test_a_failure_before_any_progress_names_the_arguments_that_were_added(run: 
     assert outcome(run) == "failed", story(run)
     path = run.path.parent / "out" / "checkpoint-10.pth"
     lines = " ".join(printed.replace("\n|", "").split())
-    assert f"arguments added for {path}, which exists: --resume {path}.gz" in lines
+    assert f"`resume` added `--resume {path}.gz` for {path}. Check that the script can load it" in lines
 
 
 def test_the_presets_that_come_with_clusterddp_are_in_the_package() -> None:

@@ -111,11 +111,11 @@ def test_exit_0_without_the_mark_of_its_end_restarts_and_fails_in_the_end(folder
     job = ["--set", "done=exp/finished", "--preempt-at", "step 3"]
     done = submit(FINDS, *job, "--", "exp", "500")
     assert done.returncode == 1
-    lacks = f"all ranks exited with code 0 without the mark of `done`: there is no file {folder}/exp/finished"
+    lacks = f"all ranks exited with code 0, but the mark of `done` is missing: there is no file {folder}/exp/finished"
     assert f"attempt 1: {lacks}. No step was recorded. Restarting all ranks in place" in done.stderr
     assert outcome()["state"] == "failed"
     assert (
-        outcome()["reason"] == f"3 consecutive attempts failed without reaching a new checkpoint; last attempt: {lacks}"
+        outcome()["reason"] == f"3 consecutive attempts failed without saving a new checkpoint. Last attempt: {lacks}"
     )
 
 

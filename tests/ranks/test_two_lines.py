@@ -123,7 +123,7 @@ def test_a_rank_that_stands_still_once_others_have_ended_is_found_and_restarted(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (hung,) = [event for event in run.events() if event["event"] == "hung"]
-    assert hung["late"] == [1] and "no heartbeat since" in hung["what"]
+    assert hung["late"] == [1] and "without a heartbeat" in hung["what"]
     assert run.attempts() == [0, 1] and (run.outcome() or {})["state"] == "completed"
 
 

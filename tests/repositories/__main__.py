@@ -17,9 +17,9 @@ from tests.ddp import REPOSITORY
 from tests.repositories import slurm
 from tests.repositories.disturbances import CELLS, LIMIT_S, ON_SLURM, Result, run
 from tests.repositories.entries import Copy, Repository, Unusable, prepare, read_all, with_lines
-from tests.repositories.page import write_page
+from tests.repositories.page import PAGE, write_page
 
-MEASURED = REPOSITORY / "docs" / "measurements" / "repositories.json"
+MEASURED = PAGE.with_suffix(".json")
 WORK = REPOSITORY / "build" / "repositories"
 
 

@@ -1,17 +1,18 @@
-"""Writes docs/measurements/repositories.md from what ``repositories.json`` holds, and the guide's short table."""
+"""Writes RESULTS.md here from what RESULTS.json holds, and the short table of the guide."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from benchmarks.report import fill
 from tests.ddp import REPOSITORY
 from tests.repositories.disturbances import CELLS, Result
 from tests.repositories.entries import Repository
 
-PAGE = REPOSITORY / "docs" / "measurements" / "repositories.md"
+PAGE = Path(__file__).with_name("RESULTS.md")
 GUIDE = REPOSITORY / "docs" / "guide" / "existing-repository.md"
-BEGIN, END = "<!-- tested repositories: make test-repositories -->", "<!-- end of tested repositories -->"
 HEADINGS = {
     "undisturbed": "undisturbed",
     "before": "preempted before its first checkpoint",
@@ -25,39 +26,24 @@ PREEMPTED = {name: HEADINGS[name] for name in ("before", "middle", "end")}
 INTRODUCTION = """\
 # Tested repositories
 
-Public training repositories at pinned commits, with the command of their README, small synthetic data and two ranks of
-one machine. Each is run undisturbed, preempted at three moments of its training, and with a rank killed in the middle.
-`make test-repositories REPOSITORIES=FOLDER` measures them and writes this page. It downloads nothing and runs those
-whose checkouts the folder has. What it knows of each is in `tests/repositories/entries/`. The
-[guide](../guide/existing-repository.md#presets) explains the keys of the job definition.
+Public training repositories at pinned commits, each run undisturbed, preempted at three moments and with a rank killed,
+with two ranks on one machine (`make test-repositories REPOSITORIES=FOLDER`). A disturbed run is *completed* if it made
+every step of the undisturbed run, and *repeated* are the steps that it made twice; each cell is one run.
 
-A disturbed run is *completed* if it made every step of the undisturbed run. *Repeated* are the steps that it made
-twice, because the repository saves after certain steps or epochs only. Repositories that call `.cuda()` run on stand-in
-GPUs: host memory and CPU kernels that torch sees as CUDA devices. Each cell is one run.
-
-The last column is another preemption in the middle, after
-[the lines that save at a stop](../guide/existing-repository.md#two-lines-for-no-lost-step) were added. Their number
-counts added and changed lines without `import clusterddp`, with the save and `requeue()` on one line.
-
-*Completed within the notice* means that the run was over before its ranks had stopped. A batch counts as repeated if it
-was trained on twice. With gradient accumulation, as in yolov5, such a batch was part of no optimizer step before.
+Stand-in GPUs are host memory and CPU kernels that torch sees as CUDA devices. The last column repeats the preemption in
+the middle with [the lines that save at a stop](../../docs/guide/existing-repository.md#two-lines-for-no-lost-step).
 """
-
 
 SLURM = """\
 ## On a real Slurm
 
-The same preemptions by a job of higher priority, on the test cluster of this repository: the job gets TERM and 20 s, is
-requeued and continues. The undisturbed run is that of the first table.
+The same preemptions on the test cluster, by a job of higher priority with a grace time of 20 s.
 """
 
 
 def write_page(entries: Sequence[Repository], measured: Mapping[str, Any]) -> None:
     PAGE.write_text(page(entries, measured))
-    guide = GUIDE.read_text()
-    if BEGIN in guide:
-        before, rest = guide.split(BEGIN, 1)
-        GUIDE.write_text(f"{before}{BEGIN}\n\n{short_table(entries, measured)}\n{END}{rest.split(END, 1)[1]}")
+    fill(GUIDE, {"tested repositories": short_table(entries, measured).strip()})
 
 
 def page(entries: Sequence[Repository], measured: Mapping[str, Any]) -> str:

@@ -42,6 +42,7 @@ class Status(NamedTuple):
     st_mtime: float
     st_size: int
     st_uid: int = os.geteuid()
+    st_gid: int = os.getegid()
 
 
 class Disk:
@@ -130,6 +131,9 @@ class Disk:
     def create_folder(self, path: Path, exist_ok: bool = False) -> None:
         """As in files.py."""
         self.mkdir(path, exist_ok)
+
+    def create_common_folder(self, path: Path) -> None:
+        self.mkdir(path, exist_ok=True)
 
     def make_folder(self, path: Path, exist_ok: bool = True, mode: int = 0o777) -> None:
         """As in files.py."""

@@ -298,8 +298,9 @@ class History:
         """As ``clusterddp resubmit``, without what it shows of the training."""
         self.resubmitting.append(self.world.process)
         resubmitter = resubmission.Resubmitter(self.run, self.job)
-        while not resubmitter.look():  # it looks at the outcome more often, which nothing depends on
-            self.world.sleep(max(resubmission.LOOK_S, resubmitter._ask_at - resubmission.time.monotonic()))
+        while not resubmitter.look():  # it looks at the run's files more often, which nothing depends on
+            due_s = resubmitter._pace._at - resubmission.time.monotonic()
+            self.world.sleep(min(5.0, max(resubmission.LOOK_S, due_s)))
         return resubmitter.result or 0
 
     def _wait(self) -> int:

@@ -68,7 +68,7 @@ def test_a_run_whose_attempts_are_used_up_ends_as_failed_and_says_why(cluster: C
     training.preempt()
     training.go(0)
     assert training.finish() == "failed"
-    assert (training.run.outcome() or {})["reason"] == "limits.attempts (1) reached; last attempt: preempted"
+    assert (training.run.outcome() or {})["reason"] == "limits.attempts (1) reached. Last attempt: preempted"
 
 
 # ---- resubmission

@@ -77,6 +77,9 @@ def test_steps_that_are_lost_in_spite_of_a_notice_are_named() -> None:
     ]
     (words,) = advised(events)
     assert words.startswith("1 announced stop lost steps") and "took 41 s" in words and "120 s" in words
-    for hung in ({"event": "overdue", "seconds": 57.0}, {"event": "hung", "what": "rank 3 (n2) last at step 80"}):
+    for hung in (
+        {"event": "overdue", "seconds": 57.0},
+        {"event": "hung", "what": "rank 3 (n2) is stuck"},
+    ):
         (words,) = advised([*events[:2], {"time": 98.0, "attempt": 0, **hung}, *events[2:]])
         assert words.startswith("1 announced stop lost steps, because a step did not end") and "save" not in words

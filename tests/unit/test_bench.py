@@ -88,28 +88,24 @@ def test_a_bar_within_the_interval_is_neither_met_nor_missed() -> None:
     assert rows.unpaired("row", "s", ours, limit, "limit").low < 1.0
 
 
-def test_a_measurement_fills_in_the_tables_and_keeps_what_is_written_by_hand(tmp_path: Path) -> None:
-    """A row comes from its own page before it comes from the common run."""
-    folder, readme = tmp_path / "docs" / "measurements", tmp_path / "README.md"
-    folder.mkdir(parents=True)
+def test_a_row_comes_from_its_own_benchmark_before_it_comes_from_the_common_run(tmp_path: Path) -> None:
     chosen = {**GOOD, "row": next(iter(page.CHOICE)), "allowed": 1.0, "met": False}
     late = rows.failed("saves", "no | disk\nleft")
-    (folder / "bench.json").write_text(json.dumps({"rows": [{**chosen, "ours": 7.0, "benchmark": "mine"}, late]}))
-    marks = {
-        name: f"<!-- {name}: python -m benchmarks.page -->\nold\n<!-- end of {name} -->" for name in page.tables([])
-    }
-    (folder / "README.md").write_text(f"By hand.\n{marks['figures']}\n{marks['bars']}\n")
-    readme.write_text(f"{marks['choice']}\nThe end.\n")
-    (folder / "steady-state.md").write_text("old\n\n## Notes\n\nBy hand.\n")
-    report.write(folder, "steady-state", "# A title\n\nA sentence.", {"rows": [chosen]}, tables={"More": "| a |"})
-    text = (folder / "steady-state.md").read_text()
-    assert text.startswith("# A title\n\nA sentence.\n\nMeasured on one machine") and "## More\n\n| a |" in text
-    assert text.endswith("[steady-state.json](steady-state.json).\n\n## Notes\n\nBy hand.\n") and "old" not in text
-    figures = (folder / "README.md").read_text()
-    assert figures.startswith("By hand.\n") and "| 12.0 ms |" in figures and f"| {chosen['row']} | missed |" in figures
-    assert "**failed: no / disk left**" in figures and "7.00" not in figures and "old" not in figures
-    text = readme.read_text()
-    assert f"| {next(iter(page.CHOICE.values()))} | 12.0 ms |" in text and text.endswith("The end.\n")
+    (tmp_path / "bench.json").write_text(json.dumps({"rows": [{**chosen, "ours": 7.0, "benchmark": "mine"}, late]}))
+    report.write(tmp_path, "steady-state", "# A title\n\nA sentence.", {"rows": [chosen]})
+    made = page.tables(page.gathered(tmp_path), "results")
+    assert "| 12.0 ms |" in made["figures"] and "**failed: no / disk left**" in made["figures"]
+    assert f"| {chosen['row']} | 12.0 ms |" in made["missed"] and "7.00" not in "".join(made.values())
+    assert "| [steady-state](results/steady-state.md) | 1 | 0 | 1 | 0 |" in made["bars"]
+    assert f"| {next(iter(page.CHOICE.values()))} | 12.0 ms |" in made["choice"]
+
+
+def test_a_table_is_replaced_and_the_text_around_it_stays(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text("Before.\n<!-- some: make it -->\nold\n<!-- end of some -->\nAfter.\n")
+    for _ in range(2):
+        report.fill(file, {"some": "| new |", "other": "| absent |"})
+    assert file.read_text() == "Before.\n<!-- some: make it -->\n\n| new |\n\n<!-- end of some -->\nAfter.\n"
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.01234, "0.0123"), (1.018, "1.02"), (35.06, "35.1"), (1240.4, "1240")])

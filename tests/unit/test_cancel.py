@@ -137,5 +137,5 @@ def test_another_users_run_is_not_marked_as_cancelled(
 
     monkeypatch.setattr(claims, "read_claim", closed)
     assert command(["cancel", "a"]) == FAILED
-    assert re.search(r"a belongs to \w+, who alone can control it\n$", capsys.readouterr().err)
+    assert re.search(r"a belongs to \w+, and only its owner can control it\n$", capsys.readouterr().err)
     assert not three[0].cancelled

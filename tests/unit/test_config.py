@@ -211,6 +211,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "limits": (["{attempts: 3, gpu_hours: 0.5}", "{}"], ["{attempts: 0}", "{gpu_hours: -1}"]),
     "policy": (["requeue"], ["never"]),
     "lift_hold": (["false"], ["no", "0"]),
+    "node_memory": (["false"], ["no", "0"]),
     "keep_logs": _COUNT,
     "snapshot": (["true", "false", "500M", "2G"], ["500", "2 G", "no", "[2G]"]),
     "hook": (["[python, notify.py]", "echo done"], ["[]", "{a: b}", '""', "[[a]]"]),

@@ -169,7 +169,7 @@ def test_a_file_that_another_user_may_have_written_is_refused(
 
 def test_the_page_shows_a_valid_configuration_file(tmp_path: Path) -> None:
     """For several clusters."""
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "profiles.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "job-definition.md").read_text()
     path = write(tmp_path / "config.yaml", re.findall(r"```yaml\n(defaults.*?)```", page, re.DOTALL)[0])
     assert job_of(path, "alps").gpu_request == "gres"
     assert job_of(path, "clariden").srun["container-image"] == "/images/train.sqsh"

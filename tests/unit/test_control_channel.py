@@ -138,7 +138,7 @@ def test_closing_reads_what_was_already_sent_even_when_late(monkeypatch: pytest.
 
 def test_a_wrong_token_is_refused_and_learns_nothing(heard: Heard) -> None:
     """An unknown client is refused with a sentence; the run's ranks are not affected."""
-    with pytest.raises(LauncherEnvironmentError, match="its token is not that of this attempt"):
+    with pytest.raises(LauncherEnvironmentError, match="its token is not this attempt's"):
         join(heard, 0, port=666, token="stranger")
     assert join(heard, 0, port=1).store_port == 1
 
@@ -209,7 +209,7 @@ def test_a_broken_connection_is_reopened(heard: Heard) -> None:
     assert words.get(timeout=10) == {"leave": "rank 5 hangs"}
     link.send("checkpoint", step=7)
     assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 7})
-    with pytest.raises(LauncherEnvironmentError, match="rank 0 has joined already"):
+    with pytest.raises(LauncherEnvironmentError, match="rank 0 has already joined"):
         join(heard, 0, port=1)
 
 
@@ -302,7 +302,7 @@ def test_a_rank_whose_node_was_silent_cannot_reconnect(heard: Heard, monkeypatch
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets it
     link.close()
     assert heard.lost.get(timeout=10) == (0, True)
-    with pytest.raises(LauncherEnvironmentError, match="rank 0 has joined already"):
+    with pytest.raises(LauncherEnvironmentError, match="rank 0 has already joined"):
         join_again()
 
 
@@ -499,7 +499,7 @@ except Exception as error:
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert re.match(
-        r"LauncherEnvironmentError 200 ranks need 280 open files in the supervisor, .* limit here is 256", said
+        r"LauncherEnvironmentError the supervisor needs 280 open files for 200 ranks, but the limit here is 256", said
     )
 
 
@@ -549,7 +549,7 @@ server.close()
 @pytest.mark.parametrize(
     ("rank", "port", "words"),
     [
-        (0, 2, "rank 0 has joined already"),
+        (0, 2, "rank 0 has already joined"),
         (4, None, "no rank 4 among 4"),
         (-1, None, "no rank -1"),
         ("0", 2, "no rank"),

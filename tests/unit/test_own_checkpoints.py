@@ -94,11 +94,11 @@ def test_a_file_that_is_not_whole_is_passed_over(run: RunDirectory) -> None:
     assert passed[:3] == [
         ("a6.pth.part", "a temporary file"),
         ("a5.tmp.pth", "a temporary file"),
-        ("a4.safetensors", "cut off"),
+        ("a4.safetensors", "truncated"),
     ]
     (run.path / "b.h5").write_bytes(b"x")
     assert newest(run, "{run_dir}/b.h5") == ("b.h5", [])
-    assert newest(run, "{run_dir}/a8.pth") == (None, [("a8.pth", "a link to nothing")])
+    assert newest(run, "{run_dir}/a8.pth") == (None, [("a8.pth", "a dangling link")])
 
 
 def test_each_way_to_be_cut_off_has_its_reason(run: RunDirectory) -> None:
@@ -108,10 +108,10 @@ def test_each_way_to_be_cut_off_has_its_reason(run: RunDirectory) -> None:
     (run.path / "odd.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
     reasons = {name: newest(run, f"{{run_dir}}/{name}*")[1][0][1] for name in ("zip", "empty", "cut", "odd")}
     assert reasons == {
-        "zip": "cut off: the directory at the end of the zip is missing",
+        "zip": "truncated: the directory at the end of the zip is missing",
         "empty": "empty",
-        "cut": "cut off: its size is not that of its header",
-        "odd": "damaged: its header cannot be read",
+        "cut": "truncated: its size does not match its header",
+        "odd": "damaged: its header is not valid",
     }
 
 
@@ -131,7 +131,7 @@ def test_a_folder_is_complete_with_all_that_the_one_before_has(run: RunDirectory
     (run.path / "step_16").mkdir()
     found, passed = newest(run, "{run_dir}/step_*")
     assert found == "step_8"
-    assert passed == [("step_16", "an empty folder"), ("step_12", "code.patch is missing, which step_8 has")]
+    assert passed == [("step_16", "an empty folder"), ("step_12", "code.patch is missing, unlike in step_8")]
     (run.path / "step_12" / "model.pt").write_bytes(b"")
     assert ("step_12", "model.pt: empty") in newest(run, "{run_dir}/step_*")[1]
 
@@ -150,7 +150,7 @@ def test_a_folder_of_torchs_distributed_checkpoint_needs_its_metadata(run: RunDi
     """It is written last."""
     (run.path / "dcp").mkdir()
     (run.path / "dcp" / "__0_0.distcp").write_bytes(b"x")
-    assert newest(run, "{run_dir}/dcp") == (None, [("dcp", "no .metadata, which is written last")])
+    assert newest(run, "{run_dir}/dcp") == (None, [("dcp", ".metadata, which is written last, is missing")])
     (run.path / "dcp" / ".metadata").write_bytes(b"x")
     assert newest(run, "{run_dir}/dcp") == ("dcp", [])
 
@@ -379,7 +379,7 @@ def test_a_new_checkpoint_counts_for_the_limit_of_failures() -> None:
     for attempt in range(3):
         events += [event(attempt, 1000.0 * attempt, "started"), event(attempt, 1000.0 * attempt + 900, "restarted")]
     words = exceeded(job(), events, 4000.0)
-    assert words == "3 consecutive attempts failed without reaching a new checkpoint that matches {run_dir}/*.pt"
+    assert words == "3 consecutive attempts failed without saving a new checkpoint that matches {run_dir}/*.pt"
     saved = event(1, 1500.0, "own_checkpoint", file="a.pt", written=1500.0)
     assert exceeded(job(), [*events[:3], saved, *events[3:]], 4000.0) is None
     assert exceeded(job(()), events, 4000.0) is None  # its checkpoints may be elsewhere
@@ -421,11 +421,11 @@ def test_a_script_that_saves_and_soon_fails_at_the_same_line_each_time_is_not_re
 
 def test_a_failure_says_which_arguments_were_added(run: RunDirectory) -> None:
     resumed = event(1, 0.0, "own_resume", file="a.pt", arguments=["--resume", "/r/a b.pt"])
-    assert added_arguments(run, [resumed], 1) == "arguments added for a.pt, which does not exist: --resume '/r/a b.pt'"
+    assert added_arguments(run, [resumed], 1) == "`resume` added `--resume '/r/a b.pt'` for a.pt. It does not exist"
     zipped(run.path / "a.pt")
-    assert "which exists" in added_arguments(run, [resumed], 1)
+    assert "Check that the script can load it" in added_arguments(run, [resumed], 1)
     none = event(1, 0.0, "own_resume", patterns=["*.pt"], from_start=True)
-    assert added_arguments(run, [none], 1) == "`resume` added no arguments: there was no complete checkpoint"
+    assert added_arguments(run, [none], 1) == "`resume` added no arguments, because there was no complete checkpoint"
     saved = event(1, 1.0, "own_checkpoint", file="a.pt", written=1.0)
     assert added_arguments(run, [resumed, saved], 1) == added_arguments(run, [resumed], 2) == ""
 

@@ -228,11 +228,11 @@ def test_a_hang_is_shown_as_the_first_failure(run: RunDirectory, capsys: Capture
         "step": 4,
         "seconds": 9.0,
     }
-    append_line(run.events_file, {**event, "what": "rank 0 (n1) last at step 4, 9 s ago"})
+    append_line(run.events_file, {**event, "what": "rank 0 (n1) has been stuck at step 4 for 9 s"})
     over(run, "failed")
     assert logs(run) == 0
     shown = capsys.readouterr().out
-    assert "| rank 0 (n1) last at step 4, 9 s ago\n" in shown and "line 9 in main" in shown
+    assert "| rank 0 (n1) has been stuck at step 4 for 9 s\n" in shown and "line 9 in main" in shown
 
 
 def test_the_ranks_that_failed_by_themselves(run: RunDirectory, capsys: Captured) -> None:

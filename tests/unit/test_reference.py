@@ -13,33 +13,33 @@ from pathlib import Path
 import pytest
 
 import clusterddp
-from clusterddp import errors
-from clusterddp.cli.command_line import parser, split_at_dashes
+from clusterddp import errors, events
+from clusterddp.cli.command_line import check_name, parser, split_at_dashes
+from clusterddp.jobdef.schema import READERS
+from clusterddp.rundir.run_directory import RunDirectory
 from docs.reference import generate as reference
+from docs.reference import messages, python_api
 from docs.reference.examples import EXAMPLES
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
 
-def entries() -> Iterator[reference.Name]:
-    for _, _, found in reference.names():
+def entries() -> Iterator[python_api.Name]:
+    for _, _, found in python_api.names():
         for name in found:
             yield name
             yield from name.members
 
 
-@pytest.mark.parametrize("page", sorted(reference.pages()))
-def test_the_pages_are_what_the_code_says_now(page: str) -> None:
-    assert (FOLDER / page).read_text() == reference.pages()[page], "out of date: run `make reference`"
+@pytest.mark.parametrize("name", sorted(reference.pages()))
+def test_the_pages_are_what_the_code_says_now(name: str) -> None:
+    assert page(name) == reference.pages()[name], "out of date: run `make reference`"
 
 
 def test_dir_lists_exactly_the_public_names_and_all_are_in_the_reference() -> None:
     assert dir(clusterddp) == sorted(clusterddp.__all__)
-    titles = {entry.title for entry in entries()} | {
-        f"clusterddp.{error.__name__}" for error in reference.error_classes()
-    }
-    titles |= {title.rpartition(".")[0] for title in titles}  # modules
-    assert {f"clusterddp.{name}" for name in clusterddp.__all__} - titles == {"clusterddp.__version__"}
+    listed = {entry.title.split(".")[1] for entry in entries() if entry.title.startswith("clusterddp.")}
+    assert {*clusterddp.__all__} - listed == {"__version__", "errors"}
     for name in clusterddp.__all__:
         assert getattr(clusterddp, name) is not None
 
@@ -57,14 +57,14 @@ def test_every_public_name_has_a_docstring_that_names_all_parameters_and_attribu
 
 def test_every_public_name_has_an_example_that_its_signature_accepts() -> None:
     for entry in entries():
-        code, *_ = [*reference.examples(entry.doc), EXAMPLES.get(entry.key, "")]
+        code, *_ = [*python_api.examples(entry.doc), EXAMPLES.get(entry.key, "")]
         assert code, f"{entry.title}: the docstring has no example"
         tree = ast.parse(code)
         if entry.signature:
             check_calls(tree, entry)
 
 
-def check_calls(tree: ast.AST, entry: reference.Name) -> None:
+def check_calls(tree: ast.AST, entry: python_api.Name) -> None:
     """There is one, and the signature takes the arguments of each."""
     name = entry.key.rpartition(".")[2]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -75,7 +75,7 @@ def check_calls(tree: ast.AST, entry: reference.Name) -> None:
         signature.bind(*call.args, **{keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
 
 
-def _arguments(entry: reference.Name) -> str:
+def _arguments(entry: python_api.Name) -> str:
     """The parameters of a signature as a lambda takes them: without types."""
     (function,) = ast.parse(f"def {entry.signature}: ...").body
     assert isinstance(function, ast.FunctionDef)
@@ -88,13 +88,13 @@ def _arguments(entry: reference.Name) -> str:
 
 
 def test_every_example_belongs_to_a_command_or_a_name_without_one() -> None:
-    without = {entry.key for entry in entries() if not reference.examples(entry.doc)}
+    without = {entry.key for entry in entries() if not python_api.examples(entry.doc)}
     assert EXAMPLES.keys() == without | reference.commands().keys()
 
 
 def test_every_error_is_listed_with_its_exit_code() -> None:
     defined = re.findall(r"^class (\w+)", inspect.getsource(errors), re.MULTILINE)
-    rows = re.findall(r"^\| `(\w+)` \| `\w+` \| (\d+) \|", (FOLDER / "errors.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| `\w+` \| (\d+) \|", page("exit-codes.md"), re.MULTILINE)
     assert [name for name, _ in rows] == defined
     for name, code in rows:
         error = getattr(errors, name)
@@ -103,16 +103,76 @@ def test_every_error_is_listed_with_its_exit_code() -> None:
 
 def test_exit_codes_that_answer_are_listed_for_existing_commands_and_are_no_errors() -> None:
     """Those of `wait` are in the same page as all others, from the same source."""
-    page = (FOLDER / "errors.md").read_text()
-    assert reference.ANSWERS.keys() <= reference.commands().keys()
+    assert errors.ANSWERS.keys() <= reference.commands().keys()
     own = {*errors.WAITED.values(), errors.TIMED_OUT}
-    general = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
-    assert len(own) == 6 and not own & general
+    assert len(own) == 6 and not own & errors.MEANINGS.keys()
     of_check = {errors.RESUME_DIFFERS, errors.NOT_REPEATABLE}
     of_all = {0, 1, 2, errors.INTERNAL_ERROR, errors.STOPPED, errors.INTERRUPTED, errors.BROKEN_PIPE}
-    assert general == of_all | of_check
-    row = re.search(r"^\| \[`wait`\].*", page, re.MULTILINE)
-    assert row and all(re.search(rf"\b{code}\b", row[0]) for code in own)
+    assert errors.MEANINGS.keys() - {"128 + N"} == of_all | of_check
+    assert all(re.search(rf"\b{code}\b", errors.ANSWERS["wait"]) for code in own)
+
+
+def page(name: str) -> str:
+    return (FOLDER / name).read_text()
+
+
+def test_every_key_of_a_job_definition_has_a_type_and_a_meaning() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \| (.*) \| (.*) \|$", page("job-definition.md"), re.MULTILINE)
+    assert {name.split(".")[0] for name, *_ in rows} == READERS.keys()
+    assert {"checkpoint.keep.best", "watchdog.step_s", "stop.signal"} <= {name for name, *_ in rows}
+    assert not [name for name, kind, _, meaning in rows if not kind or not meaning]
+
+
+def test_the_page_of_the_run_directory_names_every_file_outside_private() -> None:
+    run = RunDirectory("/run")
+    names = [name for name, value in vars(RunDirectory).items() if type(value).__name__ == "_Below"]
+    paths = {str(getattr(run, name).relative_to("/run")) for name in names}
+    listed = set(re.findall(r"^\| \[?`([^`]+)`", page("run-directory.md"), re.MULTILINE))
+    assert listed == {path for path in paths if not path.startswith("private/")}
+
+
+def texts(source: str, package: str = "training") -> list[str]:
+    return [message.text for message in messages.Module(package, ast.parse(source)).messages()]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f(): raise UsageError(f'{a!r}: expected {b}')", ["...: expected ..."]),
+        ("def f():\n  text = f'cannot read {x}'\n  raise SlurmError(text)", ["cannot read ..."]),
+        ("def f(): say('saved' if x else f'lost {n} steps')", ["saved", "lost ... steps"]),
+        ("TEXT = 'remove {name}'\ndef f(): show(TEXT.format(name=1))", ["remove ..."]),
+        ("def f():\n  hint = '; use --x' if a else ''\n  raise UsageError(f'no {b}{hint}')", ["no ...; use --x"]),
+        ("def f(): raise ValueError(g())\ndef g():\n  return 'one' + f' and {b}'", ["one and ..."]),
+        ("def f(): other('a reason that says what went wrong')", ["a reason that says what went wrong"]),
+        ("def f(): open('some/file.txt', 'r')", []),
+    ],
+)
+def test_the_text_of_a_message_is_found_with_dots_for_values(source: str, expected: list[str]) -> None:
+    assert texts(source) == expected
+
+
+def test_messages_that_commands_and_events_print_are_in_the_page() -> None:
+    """Of errors that are raised here, the page has the text, and how it appears."""
+    rows = re.findall(r"^\| `+ ?(.*?) ?`+ \| (.*) \|$", page("messages.md"), re.MULTILINE)
+    assert len(rows) > 900
+    with pytest.raises(errors.UsageError) as no_command:
+        check_name("sumbit")
+    found = [kind for text, kind in rows if fits(str(no_command.value), text)]
+    assert found == ["`UsageError`, exit code 2"]
+    hung = events.EVENTS["requeue_refused"]({"attempt": 0, "error": "busy"}).sentence()
+    assert [kind for text, kind in rows if fits(str(hung), text)] == ["history, event `requeue_refused`"]
+
+
+def fits(message: str, row: str) -> bool:
+    fixed = row.replace("\\|", "|").split("...")
+    return re.fullmatch(".*".join(map(re.escape, fixed)), message, re.DOTALL) is not None
+
+
+def test_messages_are_sorted_by_their_first_words() -> None:
+    for found in messages.found().values():
+        words = [re.sub(r"\.\.\.|[^a-z0-9 ]", "", message.text.lower()).strip() for message in found]
+        assert words == sorted(words)
 
 
 def test_every_argument_of_a_command_has_a_help_text() -> None:

@@ -43,7 +43,7 @@ from tests.unit.test_decide import FAILED, NOW, after
 
 PREEMPTED = Notice(None, Stop.PREEMPTION)
 SAVE, STOP, REQUEUE = (Request(number, kind) for number, kind in enumerate(("save", "stop", "requeue"), start=1))
-NO_RUN = "the script has no run to save: it has not called ctx.run() yet, or saves on its own"
+NO_RUN = "there is no run to save. The script has not called ctx.run() yet, or writes its own checkpoints"
 WAITING_FOR_TWO = [Request(7, "stacks", {"ranks": None})]
 
 
@@ -114,8 +114,8 @@ def test_a_late_or_malformed_answer_changes_nothing() -> None:
     [
         ("stacks", {"ranks": "1-2"}, "there is no rank 2 in this run: expected 0 to 1"),
         ("stacks", {"ranks": "one"}, "'one' is neither a rank nor a range"),
-        ("dance", {}, "knows no 'dance', only stacks, save, profile, skip, stop, requeue"),
-        ("requeue", {"nodes": "n1"}, "nodes 'n1': expected a list of names"),
+        ("dance", {}, "supports stacks, save, profile, skip, stop, requeue, child, not 'dance'"),
+        ("requeue", {"nodes": "n1"}, "nodes: expected a list of names, got 'n1'"),
     ],
 )
 def test_an_impossible_request_is_refused_at_once(kind: str, values: dict[str, Any], why: str) -> None:
@@ -175,7 +175,7 @@ def test_repeated_saves_are_one_in_the_history_and_are_all_answered_by_one_check
         (
             [SAVE, saving(step=7)],
             RankEvent(0, "checkpoint_failed", {"step": 8, "reason": "No space left"}),
-            {"refused": "checkpoint 8 was not saved: No space left; training continues"},
+            {"refused": "checkpoint 8 was not saved: No space left. Training continues"},
         ),
         ([SAVE, saving(step=7)], RanksExited(0), {"ended": True}),
     ],
@@ -191,7 +191,7 @@ def test_a_save_without_rank_0_is_refused() -> None:
     [refusal] = answers(done(State(TWO_RANKS), SAVE), 1)
     assert refusal["refused"] == "not saved: the ranks are still starting"
     [refusal] = answers(done(after(SAVE), Timer.ANSWER, NOW + ANSWER_S), 1)
-    assert "rank 0 (n1) has not answered within 5 s" in refusal["refused"]
+    assert "rank 0 (n1) did not answer within 5 s" in refusal["refused"]
 
 
 def test_a_later_request_does_not_postpone_the_time_of_an_earlier_one() -> None:
@@ -222,7 +222,7 @@ def test_a_profile_is_answered_once_all_of_its_ranks_have_stored_theirs() -> Non
     ]
     state = after(PROFILE, will_profile(1))
     news = [one.values for one in done(state, will_profile(0)) if isinstance(one, Answer)]
-    assert news == [{"news": "ranks 0-1: recording 20 steps from the next step boundary on"}]
+    assert news == [{"news": "ranks 0-1 will record 20 steps from the next step boundary on"}]
     state = after(will_profile(0), profiled(1), Timer.ANSWER, state=state)
     assert step(state, Timer.ANSWER, NOW + 9 * ANSWER_S)[1] == []
     actions = done(state, profiled(0))
@@ -255,11 +255,11 @@ def test_profiles_that_are_not_stored_when_the_ranks_exit_are_looked_up_in_the_h
         (
             [PROFILE],
             {"steps": 2, "ranks": "1"},
-            "another request records one of ranks 0-1; try again when",
+            "another request is recording a profile of ranks 0-1. Try again when",
         ),
-        ([], {"steps": 0, "ranks": "0"}, "0 steps; expected 1 to 100"),
-        ([], {"steps": 101, "ranks": "0"}, "101 steps; expected 1 to 100"),
-        ([], {"ranks": "0"}, "None steps"),
+        ([], {"steps": 0, "ranks": "0"}, "expected 1 to 100 steps, got 0"),
+        ([], {"steps": 101, "ranks": "0"}, "expected 1 to 100 steps, got 101"),
+        ([], {"ranks": "0"}, "expected 1 to 100 steps, got None"),
         ([], {"steps": 1, "ranks": "2"}, "there is no rank 2 in this run: expected 0 to 1"),
         ([FAILED], {"steps": 1, "ranks": "1"}, "no profile recorded: rank 1 has exited"),
         ([STOP], {"steps": 1, "ranks": "0"}, "no profile recorded: the run is stopping"),
@@ -323,7 +323,7 @@ def test_a_skip_is_ordered_from_rank_0_and_answered_by_the_checkpoint_that_has_i
     assert sentence(more) == f"{text}. That is more than an epoch, which has 32 steps"
     failed = RankEvent(0, "checkpoint_failed", {"step": 8, "reason": "No space left"})
     [refusal] = answers(done(state, failed), 6)
-    assert refusal["refused"].startswith("500 batches skipped, but checkpoint 8 was not saved: No space left")
+    assert refusal["refused"].startswith("500 batches were skipped, but checkpoint 8 was not saved: No space left")
 
 
 def test_a_skip_that_is_not_answered_when_the_ranks_exit_is_looked_up_in_the_history() -> None:
@@ -333,11 +333,11 @@ def test_a_skip_that_is_not_answered_when_the_ranks_exit_is_looked_up_in_the_his
 @pytest.mark.parametrize(
     ("events", "event", "why"),
     [
-        ([], Request(6, "skip", {"batches": 0}), "nothing skipped: 0 batches; expected 1 to 1,000,000,000"),
-        ([], Request(6, "skip"), "nothing skipped: None batches"),
-        ([PREEMPTED, Timer.LOOK], SKIP, "nothing skipped: the run is stopping"),
-        ([SKIP], RankEvent(0, "will_skip", {"request": "6", "refused": "why"}), "nothing skipped: why"),
-        ([SKIP], Timer.ANSWER, "nothing skipped yet: rank 0 (n1) has not answered within 5 s"),
+        ([], Request(6, "skip", {"batches": 0}), "no batches skipped: expected 1 to 1,000,000,000 batches, got 0"),
+        ([], Request(6, "skip"), "no batches skipped: expected 1 to 1,000,000,000 batches, got None"),
+        ([PREEMPTED, Timer.LOOK], SKIP, "no batches skipped: the run is stopping"),
+        ([SKIP], RankEvent(0, "will_skip", {"request": "6", "refused": "why"}), "no batches skipped: why"),
+        ([SKIP], Timer.ANSWER, "no batches skipped yet: rank 0 (n1) did not answer within 5 s"),
     ],
 )
 def test_an_impossible_skip_is_refused(events: Sequence[Event], event: Event, why: str) -> None:
@@ -386,7 +386,7 @@ def test_a_stop_takes_precedence_over_a_requeue() -> None:
 
 def test_a_run_in_the_users_own_allocation_is_not_requeued() -> None:
     [refusal] = answers(done(after(state=State(TWO_RANKS, restartable=False)), REQUEUE), 3)
-    assert "which has no queue" in refusal["refused"]
+    assert "Slurm cannot requeue your own allocation" in refusal["refused"]
 
 
 # ---- once the ranks have exited

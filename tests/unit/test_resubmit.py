@@ -21,6 +21,7 @@ from clusterddp.runs import resubmission
 from clusterddp.runs.resubmission import Hold, Resubmitter
 from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
+from clusterddp.slurm.pace import Pace
 from clusterddp.supervisor import lease
 
 JOB = Job(name="x", module="x")
@@ -239,7 +240,7 @@ def test_of_two_resubmitters_at_the_same_moment_one_resubmits(
     Resubmitter(run, JOB).look()
     assert made == ["job.sbatch"]
     assert f"is being submitted by process {os.getpid()} on" in capsys.readouterr().err
-    other._ask_at = 0.0
+    other._pace = Pace()
     other.look()
     assert made == ["job.sbatch"] and other.result is None
     assert "job 42: RUNNING" in capsys.readouterr().err
@@ -345,10 +346,10 @@ def test_a_resubmitter_retries_what_slurm_refuses(
 
     monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("COMPLETED"))
-    monkeypatch.setattr(resubmission, "ASK_WAITING_S", 0.0)
     append_line(run.events_file, REFUSED)
     resubmitter = Resubmitter(run, JOB)
     for _ in range(3):
+        resubmitter._pace = Pace()
         resubmitter.look()
     said = capsys.readouterr().err
     assert said.count("run: retrying: AssocMaxSubmitJobLimit\n") == 1

@@ -173,7 +173,7 @@ def test_the_history_has_an_event_of_each_of_a_few_ranks_only() -> None:
     recorded = [action.values["rank"] for action in actions if isinstance(action, Record)]
     assert recorded == [*range(255, 255 - decide.MOST_RECORDED, -1), 0]
     (said,) = (action.text for action in actions if isinstance(action, Say))
-    assert said == "64 ranks have reported 'signal' in this attempt: the history leaves out those of the others"
+    assert said == "64 ranks have reported 'signal' in this attempt. Further reports are not recorded"
 
 
 def test_equal_stacks_are_kept_once() -> None:

@@ -59,8 +59,8 @@ def test_ranks_that_were_ended_for_a_peer_are_not_reported_as_out_of_memory(tmp_
     ]
     first = RankEnd(1, "n1", "exception", 1.0, error="ValueError: x")
     box = failure_box(RunDirectory(str(tmp_path)), 0, FirstFailure(first, others), 3.0)
-    assert "| as a result: rank 0 (n1) ended by clusterddp after rank 1 failed\n" in box
-    assert "| as a result: rank 2 (n2) ended by clusterddp after rank 1 failed\n" in box
+    assert "| as a result: rank 0 (n1) was ended by clusterddp after rank 1 failed\n" in box
+    assert "| as a result: rank 2 (n2) was ended by clusterddp after rank 1 failed\n" in box
     assert "| also failed: rank 3 (n2) killed: out of memory\n" in box
 
 
@@ -107,12 +107,12 @@ def test_ranks_in_different_collectives_are_named_with_their_lines() -> None:
     """Of a crash in gloo, and of torch's timeout, which may also mean that one of them was late."""
     assert (users_line(RAISED), users_line(CRASHED)) == ("train.py:40 (step)", "train.py:52 (train)")
     assert users_line(RAISED.replace("/home/me/", "/home/me/clusterddp/")) == "train.py:40 (step)"  # a folder's name
-    order = "every rank must call the same ones in the same order"
+    order = "Every rank must call the same ones in the same order"
     where = "(rank 1 in train.py:52 (train), rank 0 in train.py:40 (step))"
     texts = {1: CRASHED, 0: RAISED}
-    assert different_calls(GLOO, texts) == f"the ranks called different collectives {where}: {order}"
-    assert different_calls(GLOO, {1: CRASHED, 0: ""}) == f"the ranks called different collectives: {order}"
-    late = f"the ranks waited in different calls {where}: one was late, or they called different collectives"
+    assert different_calls(GLOO, texts) == f"the ranks called different collectives {where}. {order}"
+    assert different_calls(GLOO, {1: CRASHED, 0: ""}) == f"the ranks called different collectives. {order}"
+    late = f"the ranks waited in different calls {where}. One was late, or they called different collectives"
     assert different_calls(RAISED, texts) == late
     assert different_calls(RAISED, {1: RAISED, 0: RAISED}) == ""
     assert different_calls("ValueError: boom", texts) == ""

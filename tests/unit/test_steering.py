@@ -101,7 +101,7 @@ def test_too_many_requests_at_a_time_are_refused(server: Server) -> None:
     waiting = [server.ask() for _ in range(16)]
     taken = [server.requests.get(timeout=10)[0] for _ in waiting]
     [refusal] = server.ask().get(timeout=10)
-    assert refusal["refused"] == "16 other requests are not answered yet"
+    assert refusal["refused"] == "16 other requests are not answered yet. Try again later"
     for number in taken:
         server.server.answer(number, {"checkpoint": 7}, last=True)
     assert [heard.get(timeout=10) for heard in waiting] == [[{"checkpoint": 7}]] * 16
@@ -248,7 +248,7 @@ def test_a_script_that_saves_on_its_own_is_told_so(
     ranks = supervised(2)
     asked: list[str] = []
     monkeypatch.setattr(ranks, "_obey", lambda channel, rank, order: obey(channel, order, {}))
-    with pytest.raises(RunDirectoryError, match=r"it has not called ctx.run\(\) yet, or saves on its own"):
+    with pytest.raises(RunDirectoryError, match=r"there is no run to save. The script has not called ctx.run"):
         command(["tell", str(run), "save"])
 
     def save() -> None:
@@ -306,7 +306,7 @@ def test_a_profile_is_ordered_of_some_ranks_and_its_files_are_named(
     shown = capsys.readouterr()
     trace = run.path / "profiles/attempt-0/rank-0-step-7.pt.trace.json.gz"
     assert shown.out.endswith(f"rank 0, steps 7 to 9: {trace}\n")
-    assert "run: rank 0: recording 3 steps from the next step boundary on\n" in shown.err
+    assert "run: rank 0 will record 3 steps from the next step boundary on\n" in shown.err
     assert "open a trace at https://ui.perfetto.dev" in shown.err
     assert command(["tell", str(run), "profile", "--rank", "0-2"]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
@@ -443,10 +443,10 @@ def test_another_users_run_takes_no_orders(
 
     monkeypatch.setattr(lease, "waiting_claim", closed)
     monkeypatch.setattr(lease, "read_claim", closed)
-    with pytest.raises(RunDirectoryError, match=r"run belongs to \w+, who alone can control it"):
+    with pytest.raises(RunDirectoryError, match=r"run belongs to \w+, and only its owner can control it"):
         command([str(run) if word == "RUN" else word for word in words])
     monkeypatch.setattr(Path, "owner", unknown)
-    with pytest.raises(RunDirectoryError, match=r"run belongs to user \d+, who alone can control it"):
+    with pytest.raises(RunDirectoryError, match=r"run belongs to user \d+, and only its owner can control it"):
         command([str(run) if word == "RUN" else word for word in words])
 
 

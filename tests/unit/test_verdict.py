@@ -188,7 +188,7 @@ OSError: [Errno 5] Input/output error''')  # fmt: skip
 @pytest.mark.parametrize(
     ("progress", "action", "because"),
     [
-        (Progress(steps=40), Action.RESTART, "the attempt had made 40 steps"),
+        (Progress(steps=40), Action.RESTART, "the attempt had completed 40 steps"),
         (Progress(steps=0), Action.FAIL, ""),
         (Progress(steps=0, seconds=9000.0), Action.FAIL, ""),
         (Progress(steps=None, seconds=61.0), Action.RESTART, "the attempt had run for 61 s"),
@@ -198,7 +198,7 @@ OSError: [Errno 5] Input/output error''')  # fmt: skip
         (Progress(steps=40, last_failure="OSError at train.py:13 (main), step 1200"), Action.RESTART, None),
         (Progress(steps=40, last_failure="ValueError at train.py:12 (main), step 1200"), Action.RESTART, None),
         (Progress(steps=40, last_failure="OSError at train.py:12 (main), step 1200"), Action.FAIL,
-         "the attempt before failed with the same exception at the same line and step"),
+         "the previous attempt failed with the same exception at the same line and step"),
     ],
 )  # fmt: skip
 def test_an_exception_restarts_all_ranks_after_progress_unless_it_repeats(
@@ -209,7 +209,7 @@ def test_an_exception_restarts_all_ranks_after_progress_unless_it_repeats(
     assert verdict.action is action
     assert because in (None, verdict.because)
     if action is Action.FAIL:
-        assert verdict.reason == EIO.sentence() + (f"; {because}" if because else "")
+        assert verdict.reason == EIO.sentence() + (f". Not restarted, because {because}" if because else "")
     else:
         assert judge([EIO], 1, False, lambda: Cause.PREEMPTED, progress).action is Action.AGAIN
         assert judge([EIO], 1, False, lambda: Cause.UNKNOWN, progress).action is Action.LEAVE
@@ -236,7 +236,8 @@ def test_sys_exit_with_an_error_restarts_like_an_exception(
     verdict = judge([failure], 3, False, lambda: Cause.NONE, progress)
     assert verdict.action is action and verdict.exit_code == 3
     if progress.last_failure == failure.raised and action is Action.FAIL:
-        words = "rank 1 (n1) exited with code 3; the attempt before failed with the same exit code at the same step"
+        because = "the previous attempt failed with the same exit code at the same step"
+        words = f"rank 1 (n1) exited with code 3. Not restarted, because {because}"
         assert verdict.reason == words
 
 
@@ -261,7 +262,7 @@ def test_out_of_memory_before_the_first_step_of_a_later_attempt_passes() -> None
     verdict = judge([MEMORY], 1, False, lambda: Cause.NONE, again)
     assert (verdict.action, verdict.because) == (
         Action.RESTART,
-        "memory may still have been held by the attempt before",
+        "the previous attempt may still have held memory",
     )
     assert not MEMORY.of_the_node
     assert judge([MEMORY], 1, False, lambda: Cause.NONE, replace(again, steps=5)).action is Action.FAIL
@@ -316,12 +317,12 @@ def test_a_failure_counts_as_repeated_only_if_no_attempt_made_progress_since() -
 @pytest.mark.parametrize(
     ("death", "sentence"),
     [
-        (None, "killed without a traceback, or exited by os._exit"),
-        (ExitStatus.of_code(-9), "killed by signal 9, no traceback; check memory"),
-        (ExitStatus.of_code(-11), "killed by signal 11 (SIGSEGV)"),
-        (ExitStatus.of_code(-6), "killed by signal 6 (SIGABRT)"),
-        (ExitStatus.of_code(3), "exited by os._exit(3), no traceback"),
-        (ExitStatus(out_of_memory=True), "killed: out of memory (the job's limit; request more with --mem)"),
+        (None, "was killed, or called os._exit, without a traceback"),
+        (ExitStatus.of_code(-9), "was killed by SIGKILL, probably out of memory"),
+        (ExitStatus.of_code(-11), "was killed by signal 11 (SIGSEGV)"),
+        (ExitStatus.of_code(-6), "was killed by signal 6 (SIGABRT)"),
+        (ExitStatus.of_code(3), "exited with code 3 and no traceback, probably by os._exit"),
+        (ExitStatus(out_of_memory=True), "was killed because the job ran out of memory. Request more with --mem"),
     ],
 )
 def test_a_rank_without_a_record_is_named_with_what_killed_it(death: ExitStatus | None, sentence: str) -> None:
@@ -349,7 +350,7 @@ def test_an_exception_is_named_in_one_line(error: str, words: str) -> None:
 @pytest.mark.parametrize(("code", "name"), [(-11, "SIGSEGV"), (-37, "Real-time signal 3")])
 def test_every_signal_has_a_name(code: int, name: str) -> None:
     """Also one that Python has none for."""
-    assert ExitStatus.of_code(code).words() == f"killed by signal {-code} ({name})"
+    assert ExitStatus.of_code(code).words() == f"was killed by signal {-code} ({name})"
 
 
 def test_srun_tells_how_each_task_ended() -> None:
@@ -418,7 +419,7 @@ def test_a_rank_whose_record_cannot_be_read_keeps_how_its_process_ended(tmp_path
     ]
     failure = judge(ends, 139, False, lambda: Cause.NONE).first_failure
     assert failure is not None and failure.rank == 1
-    assert failure.error.startswith("killed by signal 11 (SIGSEGV); its record cannot be read: ")
+    assert failure.error.startswith("was killed by signal 11 (SIGSEGV). Could not read its record: ")
 
 
 def test_a_segfault_comes_before_the_kills_that_it_caused() -> None:

@@ -68,6 +68,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(run_ends.time, "monotonic", lambda: world.now)
     monkeypatch.setattr(run_ends.time, "sleep", world.sleep)
     monkeypatch.setattr(run_ends, "run_states", world.run_states)
+    monkeypatch.setattr("clusterddp.slurm.pace.random.uniform", lambda least, _: least)
     return world
 
 
@@ -134,7 +135,7 @@ def test_the_controller_is_asked_once_for_all_and_not_often(world: World) -> Non
     world.add("a"), world.add("b"), world.add("c")
     world.over("c", "completed")
     assert command(["wait", "--timeout", "25s", "a", "b", "c"]) == 124
-    assert world.asked == [(0, ["a", "b"]), (10, ["a", "b"]), (20, ["a", "b"])]
+    assert world.asked == [(at, ["a", "b"]) for at in (0, 1, 3, 7, 15)]
 
 
 @pytest.mark.parametrize("word", ["stopped", "failed", "cancelled"])
@@ -155,7 +156,7 @@ def test_a_run_that_is_between_two_jobs_has_not_stopped(world: World, capsys: Ca
         1: lambda: world.states.update(a="held"),
         2: lambda: world.over("b", "completed"),
         15: lambda: world.states.update(a="stopped"),
-        24: lambda: world.over("a", "completed"),
+        17: lambda: world.over("a", "completed"),
     }
     assert command(["wait", "a", "b", "c"]) == 12
     assert capsys.readouterr().err.splitlines() == [

@@ -1,4 +1,4 @@
-"""``python -m tests.versions``: run the matrix and write docs/measurements/versions.json and versions.md.
+"""``python -m tests.versions``: run the matrix and write RESULTS.json and docs/measurements/versions.md.
 
 Rows that this call does not run keep their last result, with its date. The exit code says whether all rows passed.
 """
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in chosen:
             report.write(name, _row(_test_slurm, name))
     rows = report.load()
-    print(report.text(rows))
+    print(*report.tables(rows).values(), sep="\n\n")
     return int(any(rows[name].get("failed") or "not_run" in rows[name] for name in chosen))
 
 

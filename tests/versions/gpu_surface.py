@@ -1,7 +1,7 @@
 """``python -m tests.versions.gpu_surface``: the names of torch's CUDA builds that clusterddp uses, and who lacks some.
 
 It finds the names in the syntax trees of clusterddp, downloads each release's CUDA build, imports it over stand-ins for
-the CUDA libraries, which no name needs, and looks the names up. Writes docs/measurements/gpu-surface.json and .md.
+the CUDA libraries, which no name needs, and looks the names up. Writes GPU_SURFACE.json and .md here.
 The exit code says whether clusterddp handles every name that is missing somewhere.
 """
 
@@ -24,8 +24,9 @@ from benchmarks.report import table
 from tests.versions.cuda_stubs import write_stand_ins
 from tests.versions.environments import REPOSITORY
 
-PACKAGE, PAGES, FOLDER = REPOSITORY / "clusterddp", REPOSITORY / "docs" / "measurements", REPOSITORY / "build"
-FIGURES, PAGE = PAGES / "gpu-surface.json", PAGES / "gpu-surface.md"
+PACKAGE, FOLDER = REPOSITORY / "clusterddp", REPOSITORY / "build"
+PAGE = Path(__file__).with_name("GPU_SURFACE.md")
+FIGURES = PAGE.with_suffix(".json")
 #: Releases; the last one stands for the newest.
 RELEASES = ("2.4.1", "2.6.0", "2.9.1", "2.11.0", "newest")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
@@ -51,10 +52,8 @@ INSTEAD = {
 }
 HEAD = """# Names of torch's CUDA builds
 
-`make gpu-surface` writes this page. It looks up every name of
-{surface} that clusterddp uses, found in its syntax trees,
-in the CUDA builds of torch {releases},
-imported over stand-ins for the CUDA libraries. That a name exists does not show that it works: only a GPU does.
+`make gpu-surface` looks up every name of {surface} that clusterddp uses
+in the CUDA builds of torch {releases}, imported over stand-ins for the CUDA libraries.
 """
 
 LOOK_UP = """

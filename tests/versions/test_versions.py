@@ -46,6 +46,7 @@ def test_the_page_says_what_failed_and_what_was_not_run() -> None:
         PAIRS[1].name: {"not_run": "no Python 3.11 here"},
         "slurm-sid": {"versions": {"slurm": "26.05.5"}, "passed": 2, "skipped": 0, "failed": []},
     }
-    page = report.text({name: {**row, "date": "2026-11-21"} for name, row in rows.items()})
+    made = report.tables({name: {**row, "date": "2026-11-21"} for name, row in rows.items()})
+    page = "\n".join(made.values())
     assert "| 3 | 1 | test_a | passed | 2026-11-21 |" in page and "not run: no Python 3.11 here" in page
     assert "| 26.05.5 | Debian sid | 2 | 0 | 0 | 2026-11-21 |" in page

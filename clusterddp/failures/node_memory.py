@@ -1,0 +1,190 @@
+"""What runs remember of failed nodes, and which nodes new jobs avoid because of it.
+
+Each failure of a node is a small file in a folder beside the runs. An entry loses half of its weight per day. A node is
+avoided if two different runs failed on it within a day and both entries together still weigh at least 1, but never more
+than a tenth of a partition's nodes. ``clusterddp nodes`` lists them.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import re
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import LauncherEnvironmentError, RunDirectoryError, SlurmError
+from clusterddp.failures import exclusion
+from clusterddp.hostlist import expand
+from clusterddp.jobdef.job import Job
+from clusterddp.reporter import counted, say
+from clusterddp.rundir.files import create_common_folder, exists, names_in, status, unlink, write_json
+from clusterddp.rundir.records import is_text, is_time, optional, read_json
+from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
+
+FOLDER = ".node-failures"
+DAY_S = 24 * 3600.0
+#: Entries that are older are deleted: they weigh less than a hundredth.
+KEPT_S = 7 * DAY_S
+#: How much the two newest failures of different runs must weigh together.
+LEAST_WEIGHT = 1.0
+#: The largest share of a partition's nodes that is avoided.
+MOST = 0.1
+#: The most entries that are read, newest first.
+MOST_READ = 2000
+
+_SCHEMA = {"time": is_time, "node": is_text, "run": is_text, "job": optional(is_text), "what": is_text}
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class NodeFailure:
+    """A failure of a node in a run; ``what`` is the event's own text, such as the error of the rank."""
+
+    time: float
+    node: str
+    run: str
+    job: str | None
+    what: str
+
+    def weight(self, now: float) -> float:
+        """1 when it happens, half of that a day later."""
+        return float(0.5 ** (max(0.0, now - self.time) / DAY_S))
+
+
+def memory_of(run: RunDirectory) -> Path:
+    """The folder of a run's entries: beside the run, or beside its sweep."""
+    beside = run.path.parent
+    return (beside.parent if exists(beside / SWEEP_FILE) else beside) / FOLDER
+
+
+def remember(run: RunDirectory, job: str | None, event: Mapping[str, Any]) -> None:
+    """Writes an entry if the event is a failure of a node. An error is printed, and changes nothing for the run."""
+    if not exclusion.is_failure(event):
+        return
+    folder, at = memory_of(run), float(event["time"])
+    value = {"time": at, "node": event["suspect"], "run": str(run), "job": job, "what": exclusion.what(event)[:300]}
+    try:
+        create_common_folder(folder)
+        write_json(folder / f"{at:.0f}-{event['suspect']}-{secrets.token_hex(4)}.json", value)
+        _delete_old(folder, at)
+    except OSError as error:
+        say(f"Could not remember the failure of {event['suspect']} in {folder}: {error.strerror}")
+
+
+def _delete_old(folder: Path, now: float) -> None:
+    for name in names_in(folder):
+        if name.partition("-")[0].isdigit() and float(name.partition("-")[0]) < now - KEPT_S:
+            with suppress(PermissionError):  # somebody else's
+                unlink(folder / name)
+
+
+def recall(folder: Path, shared: bool, now: float) -> list[NodeFailure]:
+    """The entries of the last week, newest first.
+
+    ``shared``: whether entries of other members of the folder's group count (``share: group``). Other users' entries
+    never do. An entry that cannot be read is skipped.
+    """
+    found = []
+    try:
+        names = sorted((name for name in names_in(folder) if name.endswith(".json") and name[0] != "."), reverse=True)
+        group = status(folder).st_gid
+    except OSError:
+        return []
+    for name in names[:MOST_READ]:
+        with suppress(OSError, RunDirectoryError):
+            path = folder / name
+            if not _counts(status(path).st_uid, group if shared else None):
+                continue
+            value = read_json(path, _SCHEMA)
+            if value and now - KEPT_S < value["time"] <= now + DAY_S and _NODE.fullmatch(value["node"]):
+                found.append(NodeFailure(**{"job": None} | {key: value[key] for key in _SCHEMA if key in value}))
+    return sorted(found, key=lambda failure: failure.time, reverse=True)
+
+
+def _counts(owner: int, group: int | None) -> bool:
+    """Whether an entry of this owner counts: one's own, and with a group those of its members."""
+    if owner == os.geteuid() or group is None:
+        return owner == os.geteuid()
+    try:
+        user = pwd.getpwuid(owner)
+        return user.pw_gid == group or user.pw_name in grp.getgrgid(group).gr_mem
+    except KeyError:
+        return False
+
+
+def by_node(failures: Iterable[NodeFailure]) -> dict[str, list[NodeFailure]]:
+    """Each node's failures, in the order given."""
+    found: dict[str, list[NodeFailure]] = defaultdict(list)
+    for failure in failures:
+        found[failure.node].append(failure)
+    return dict(found)
+
+
+def weight(failures: Sequence[NodeFailure], now: float) -> float:
+    """What the newest failures of two different runs within a day of each other weigh together; 0 if there are none."""
+    newest: dict[str, NodeFailure] = {}
+    for failure in sorted(failures, key=lambda failure: failure.time, reverse=True):
+        newest.setdefault(failure.run, failure)
+    two = list(newest.values())[:2]
+    if len(two) < 2 or two[0].time - two[1].time > DAY_S:
+        return 0.0
+    return sum(failure.weight(now) for failure in two)
+
+
+def is_avoided(failures: Sequence[NodeFailure], now: float) -> bool:
+    """Whether a node with these failures is to be avoided."""
+    return weight(failures, now) >= LEAST_WEIGHT
+
+
+def choose(
+    failures: Iterable[NodeFailure], usable: Sequence[str], excluded: Sequence[str], needed: int, now: float
+) -> list[str]:
+    """The nodes to avoid, worst first: at most a tenth of ``usable``, and ``needed`` others remain.
+
+    ``usable``: the partition's working nodes. ``excluded``: those that the job excludes in any case.
+    """
+    weights = {node: weight(own, now) for node, own in by_node(failures).items() if is_avoided(own, now)}
+    nodes = sorted((node for node in weights if node in usable and node not in excluded), key=lambda n: -weights[n])
+    room = min(int(len(usable) * MOST), len(set(usable) - set(excluded)) - needed)
+    return nodes[: max(0, room)]
+
+
+def avoided(
+    run: RunDirectory, job: Job, excluded: Sequence[str], usable: Callable[[], Sequence[str]], now: float
+) -> list[str]:
+    """The nodes that a new job of the run avoids besides those ``excluded``, which it names in a message.
+
+    ``usable`` asks Slurm, and is called only if there is a node to avoid.
+    """
+    if not job.node_memory:
+        return []
+    failures = recall(memory_of(run), job.share == "group", now)
+    if not any(is_avoided(own, now) for own in by_node(failures).values()):
+        return []
+    try:
+        given = [*excluded, *expand(job.exclude or "")]
+        nodes = choose(failures, usable(), given, job.node_counts[0], now)
+    except (SlurmError, LauncherEnvironmentError) as error:  # no answer, or `exclude` names a file
+        say(f"Could not list the usable nodes, so remembered node failures are ignored: {error}")
+        return []
+    if nodes:
+        them = "it" if len(nodes) == 1 else "them"
+        say(
+            f"The job avoids {' and '.join(nodes)} because other runs failed there within the last days. "
+            f"`clusterddp nodes` shows the failures. To use {them}, add --no-node-memory"
+        )
+    return nodes
+
+
+def letter(node: str, failures: Sequence[NodeFailure]) -> str:
+    """A text that a user can send to the cluster's administrator."""
+    runs = counted(len({failure.run for failure in failures}), "of our training runs", "of our training runs")
+    found = [(failure.time, failure.job, failure.what) for failure in failures]
+    return exclusion.letter_about(node, f"failed {runs} {counted(len(failures), 'time')}", found)

@@ -1,0 +1,113 @@
+"""When commands that wait for runs ask the controller: soon after a change, and rarely while a run trains or waits.
+
+What usually changes, a run's own files show: an attempt starts or ends, or falls silent. So these are looked at often,
+and slurmctld, which serves everyone, is asked seldom. Sites ask for at most about one query a minute and user.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Collection, Hashable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from clusterddp.errors import SlurmError
+from clusterddp.events import ATTEMPT_ENDS
+from clusterddp.rundir.files import status
+from clusterddp.rundir.records import read_backwards
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.queue import QueuedJob, queued_jobs
+
+#: The pause after a change, in seconds. Each further pause is twice as long, and random by a quarter, so that the
+#: questions of many commands spread out.
+SOON_S = 1.0
+#: The longest pause while nothing changes, while a training run writes nothing, and while something must happen soon.
+QUIET_S, SILENT_S, IMMINENT_S = 300.0, 30.0, 5.0
+#: A run is silent if it has written nothing for this long, and for three times its longest pause so far.
+SILENT_AFTER_S = 60.0
+
+
+class Pace:
+    """When the next question is due."""
+
+    def __init__(self) -> None:
+        self._seen: Hashable = None
+        self._asked_at = self._at = -float("inf")
+        self._pause_s = SOON_S
+
+    def due(self, seen: Hashable) -> bool:
+        """Whether to ask now. ``seen``: all that is known without a question; a change makes the next one soon."""
+        if seen != self._seen:
+            self._seen, self._pause_s = seen, SOON_S
+            self._at = min(self._at, self._asked_at + SOON_S)
+        return time.monotonic() >= self._at
+
+    def asked(self, most_s: float = QUIET_S) -> None:
+        """The controller has been asked; ``most_s``: the longest pause until the next question."""
+        self._asked_at = time.monotonic()
+        self._at = self._asked_at + min(self._pause_s, most_s) * random.uniform(1.0, 1.25)
+        self._pause_s = min(2 * self._pause_s, QUIET_S)
+
+
+class Activity:
+    """What a run's files show of its attempts."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._sizes: tuple[int, ...] = ()
+        self._newest: tuple[int, str] | None = None
+        self._changed_at = time.monotonic()
+        self._longest_s = 0.0
+
+    def seen(self) -> Hashable:
+        """The newest start or end of an attempt, and whether the attempt is silent. Changes with nothing else."""
+        files = (self._run.events_file, self._run.metrics_file, self._run.timing_file)
+        sizes, now = tuple(map(_size, files)), time.monotonic()
+        if sizes != self._sizes:
+            if sizes[:1] != self._sizes[:1]:
+                with suppress(OSError):
+                    self._newest = self._boundary()
+            if self._sizes and not self.silent:
+                self._longest_s = max(self._longest_s, now - self._changed_at)
+            self._sizes, self._changed_at = sizes, now
+        return self._newest, self.silent
+
+    @property
+    def silent(self) -> bool:
+        """Whether an attempt has started, and has written nothing for unusually long."""
+        trains = self._newest is not None and self._newest[1] == "started"
+        return trains and time.monotonic() - self._changed_at > max(SILENT_AFTER_S, 3 * self._longest_s)
+
+    def _boundary(self) -> tuple[int, str] | None:
+        for event in read_backwards(self._run.events_file):
+            if event.get("event") == "started" or event.get("event") in ATTEMPT_ENDS:
+                return event["attempt"], event["event"]
+        return None
+
+
+def _size(file: Path) -> int:
+    with suppress(OSError):
+        return int(status(file).st_size)
+    return -1
+
+
+class PacedQueue:
+    """The answers of squeue for a view that is refreshed: the last one, until the next question is due."""
+
+    def __init__(self) -> None:
+        self._pace = Pace()
+        self._jobs: Mapping[str, QueuedJob] = {}
+        self._error: SlurmError | None = None
+
+    def jobs(self, seen: Hashable, ids: Collection[str], timeout_s: float) -> Mapping[str, QueuedJob]:
+        """The jobs with these ids, as in ``queued_jobs``. SlurmError if the last question had no answer."""
+        if self._pace.due((seen, frozenset(ids))):
+            try:
+                self._jobs, self._error = queued_jobs(ids, timeout_s), None
+            except SlurmError as error:
+                self._error = error
+            self._pace.asked(QUIET_S if self._error is None else SILENT_S)
+        if self._error is not None:
+            raise self._error
+        return self._jobs
