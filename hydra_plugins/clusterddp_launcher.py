@@ -344,6 +344,6 @@ def _check_same(sweep: "Sweep") -> None:
         run = sweep.folder.member(name)
         if run.exists() and (differences := list_differences(shown(load_resolved(run.job_file)), shown(job))):
             raise UsageError(
-                f"{run} has other overrides: {', '.join(differences)}. Choose a different hydra.sweep.dir, "
-                "or repeat the earlier multirun to continue it"
+                f"{run} is a member with other overrides: {', '.join(differences)}. Choose a different "
+                "hydra.sweep.dir, or repeat the earlier multirun to continue it"
             )

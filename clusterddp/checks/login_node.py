@@ -277,7 +277,7 @@ def judge_accounts(config: Configuration, associations: Sequence[Association], d
         return ok("accounts", f"{found}, and the cluster requires none")
     accounts = list(dict.fromkeys(one.account for one in associations))
     qos = list(dict.fromkeys(name for one in associations for name in one.qos))
-    found = f"{_listed(accounts)}, QOS {_listed(qos) or 'none'}"
+    found = f"{_listed(accounts)} (QOS {_listed(qos) or 'none'})"
     values = {"accounts": accounts, "qos": qos, "default": default}
     if default:
         return ok("accounts", f"{found}, default account {default}", **values)

@@ -1,1 +1,1 @@
-"""The job definition: a ``Job``, how it is read, checked and written, and its secrets."""
+"""The job definition: a ``Job``, how it is read, checked and written, and its secrets. Running it belongs elsewhere."""

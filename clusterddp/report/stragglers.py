@@ -70,7 +70,7 @@ class Scores:
             return f"all ranks: {_how(min(found, key=_worst))}"
         named = [f"{one.name}: {_how(one)}" for one in sorted(found, key=_worst)[:_NAMED]]
         more = [f"{counted(len(found) - _NAMED, 'other')}"] if len(found) > _NAMED else []
-        return ", ".join([*named, *more])
+        return ". ".join([*named, *more])
 
 
 def _worst(score: Score) -> float:

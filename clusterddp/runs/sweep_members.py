@@ -303,7 +303,7 @@ def _wrong_keys(members: Sequence[Values], hydra: bool) -> Iterator[Mistake]:
 def _meant(key: str) -> str | None:
     """A hint for a key that looks like one of the job definition."""
     if instead := INSTEAD_OF_KEY.get(key.replace("-", "_")):
-        return instead
+        return f"{instead[0].upper()}{instead[1:]}."
     candidates = READERS.keys() - {"script", "module"}  # --model is an argument of many scripts
     near = difflib.get_close_matches(key, sorted(candidates), 1, cutoff=0.75)
     return f"Did you mean {near[0]}?" if near else None

@@ -219,7 +219,7 @@ def test_a_requeue_without_an_answer_that_was_carried_out_is_not_repeated(run: R
 
 @pytest.mark.parametrize(
     ("notice", "cause"),
-    [(Notice(None), "requeued by `scontrol requeue`"), (Notice(None, Stop.PREEMPTION), "preempted without grace")],
+    [(Notice(None), "requeued, by `scontrol requeue`"), (Notice(None, Stop.PREEMPTION), "preempted without grace")],
 )
 def test_a_job_that_outlives_its_grace_is_preempted_and_one_without_an_announcement_is_requeued(
     run: RunDirectory, notice: Notice, cause: str

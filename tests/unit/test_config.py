@@ -137,7 +137,7 @@ def test_each_file_gets_a_line_and_each_mistake_its_own(folder: Path, capsys: py
         "wrong.yaml:2:9: script 'trian.py' ",
         "config.yaml:1:19: unknown key 'arg",
         ".clusterddp/config.yaml: valid con",
-        "cannot read absent.yaml: No such f",
+        "could not read absent.yaml: No suc",
         "sweep.yaml: valid sweep of 6 membe",
         "wrong_sweep.yaml:2:19: nodes: expe",
     ]

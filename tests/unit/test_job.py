@@ -206,7 +206,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("nodes: [2]", "got a list"),
         ("gpus_per_node: 0", "write device: cpu"),
         ("gpus_per_node: a100", "TYPE:NUMBER such as a100:4, got 'a100'"),
-        ("gpus: 8", "1:1: unknown key 'gpus'; use the key gpus_per_node"),
+        ("gpus: 8", "1:1: unknown key 'gpus': use the key gpus_per_node"),
         ("gpu_type: a100", "write gpus_per_node: TYPE:NUMBER"),
         ("ntasks-per-node: 8", "use gpus_per_node"),
         ("cpus-per-task: 8", "Did you mean 'cpus_per_task'?"),
@@ -214,9 +214,9 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("zzz: 1", "unknown key 'zzz'. Valid keys: job_name, script,"),
         ("device: CPU", "expected cuda or cpu, got 'CPU'. Did you mean 'cpu'?"),
         ("device: gpu", "expected cuda or cpu, got 'gpu'. Did you mean 'cuda'?"),
-        ("walltime: 30", "unknown key 'walltime'; use the key time"),
+        ("walltime: 30", "unknown key 'walltime': use the key time"),
         ("env: HF_TOKEN=hunter2", "env: expected a mapping such as {NAME: value}, got text"),
-        ("backend: mpi", "expected nccl or gloo, got 'mpi': for MPI, start the script with mpirun"),
+        ("backend: mpi", "expected nccl or gloo, got 'mpi'. For MPI, start the script with mpirun"),
         ("backend: nlcc", "expected nccl or gloo, got 'nlcc'. Did you mean 'nccl'?"),
         ("share: [group]", "expected private or group, got a list"),
         ("time: 1h", "such as 30, 1:30:00 or 2-12, got '1h'"),
@@ -230,7 +230,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ('account: "a\\u2028b"', "got U+2028"),
         ("account: x --uid=0", "expected one word without blanks"),
         ("constraint: [a|b]", "expected text, got a list. Quote it"),
-        ('qos: ""', "expected text, got nothing"),
+        ('qos: ""', "expected text, got an empty value"),
         ("mem: 64 GB", "expected memory such as 64G, with a unit"),
         ("args: --lr 1e-3", "expected a list such as [--lr, 1e-3], got '--lr 1e-3'"),
         ("args: [a, ]\nresume:\n  checkpoint: a\n  args:\n    -\n", "5:"),
@@ -242,7 +242,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("env: {RANK: 1}", "env.RANK: clusterddp sets this variable for each rank"),
         ("env: {A: [1]}", "env.A: expected text"),
         ("sbatch: {Exclusive: true}", "sbatch.Exclusive: expected a long option"),
-        ("sbatch: {--exclusive: true}", "expected the option without dashes: exclusive"),
+        ("sbatch: {--exclusive: true}", "write the option without dashes: exclusive"),
         ("sbatch: {'x y': 1}", "expected a long option"),
         ('sbatch: {comment: "a\\nb"}', "sbatch.comment: expected text without line breaks"),
         ("sbatch: {nodes: 2}", "use the key nodes"),
@@ -279,9 +279,9 @@ def test_a_wrong_value_is_named_with_what_is_expected(folder: Path, line: str, m
 
 def test_a_program_is_needed(folder: Path) -> None:
     """Neither script nor module is a mistake of the whole file; a wrong one is not also a missing one."""
-    assert mistakes(folder, "nodes: 2") == ["job.yaml: no program given: add script: FILE.py or module: PACKAGE.MODULE"]
+    assert mistakes(folder, "nodes: 2") == ["job.yaml: no program given. Add script: FILE.py or module: PACKAGE.MODULE"]
     assert len(mistakes(folder, "script: [a]")) == 1
-    assert mistakes(folder, "script: .") == ["job.yaml:1:9: script '.' is a folder. Expected a Python file"]
+    assert mistakes(folder, "script: .") == ["job.yaml:1:9: script '.' is a folder. Name a Python file"]
     (found,) = mistakes(folder, "module: train.py:main")
     assert "expected a module such as package.train" in found
 
@@ -395,13 +395,13 @@ def test_gpus_that_the_ranks_of_a_node_cannot_share_are_refused(values: dict[str
     [
         (
             "nodes: 2-4\ngpus_per_node: 8",
-            "1:8: nodes: the range 2-4 needs global_batch, the samples per step over all ranks: ",
+            "1:8: nodes: the range 2-4 needs global_batch, the samples per step over all ranks. ",
         ),
-        ("nodes: 2-4\ngpus_per_node: 8", "a multiple of 96"),
+        ("nodes: 2-4\ngpus_per_node: 8", "A multiple of 96"),
         (
             "nodes: 2-4\ngpus_per_node: 8\nglobal_batch: 256",
-            "3:15: global_batch: 256 samples cannot be divided evenly among 24 (3 x 8) ranks; "
-            "choose 192 or 288 or nodes: 2 or nodes: 4",
+            "3:15: global_batch: 256 samples cannot be divided evenly among 24 (3 x 8) ranks. "
+            "Choose 192 or 288 or nodes: 2 or nodes: 4",
         ),
         ("nodes: 3\ngpus_per_node: 4\ngpus_per_rank: 2\nglobal_batch: 8", "among 6 (3 x 2) ranks. Choose 6 or 12"),
         ("nodes: 2-3\nglobal_batch: 5", "among 2 (2 x 1), 3 (3 x 1) ranks. Choose 6"),
@@ -622,7 +622,7 @@ def test_a_run_of_a_newer_version_is_refused_in_one_sentence(read: Callable[[Pat
         read(path)
     assert str(caught.value) == (
         f"{path} has run format 2, but clusterddp {__version__} reads format 1: "
-        "a newer version recorded this run. Upgrade clusterddp to continue it"
+        "a newer version recorded this run. To continue it, upgrade clusterddp"
     )
     (tmp_path / "train.py").touch()
     path.write_text("format: 1\nscript: train.py\n")

@@ -254,7 +254,7 @@ def children() -> set[int]:
     [
         (Stream(), {}, "Stream has no length and no index"),
         (Numbers(0), {}, r"the dataset \(Numbers\) has no samples"),
-        (Numbers(5), {"ordr": Shuffled()}, "'ordr' is not an option .*. Did you mean order"),
+        (Numbers(5), {"ordr": Shuffled()}, "'ordr' is not an option .*; did you mean order"),
         (Numbers(5), {"batch_size": 0}, "batch_size is 0"),
         (Numbers(5), {"drop_last": "no"}, "drop_last is 'no': expected True or False"),
         (Numbers(5), {"pin_memory": 1}, "pin_memory is 1: expected True or False"),

@@ -150,6 +150,6 @@ def test_an_unknown_name_is_an_error_and_writes_no_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
     monkeypatch.setattr("sys.argv", ["peers", option, "nonsense", "--out", str(tmp_path), "--state", str(tmp_path)])
-    with pytest.raises(SystemExit, match="nonsense. Available: "):
+    with pytest.raises(SystemExit, match="nonsense; available: "):
         main()
     assert not list(tmp_path.iterdir())

@@ -85,7 +85,7 @@ def test_an_own_folder_needs_an_own_pattern() -> None:
 
 def test_an_unknown_preset_is_a_mistake_that_names_the_others() -> None:
     assert "got 'sume'. Did you mean 'some'?" in mistake({"resume": "sume"})
-    assert "presets: some" in mistake({"resume": "other"})
+    assert "Presets: some" in mistake({"resume": "other"})
     alone = mistake({"resume": {"preset": "sume"}})
     assert alone.endswith("got 'sume'. Did you mean 'some'?") and "\n" not in alone
     assert mistake({"resume": {"chekpoint": "a.pt"}}).endswith("'resume.chekpoint'. Did you mean 'checkpoint'?")
@@ -155,7 +155,7 @@ def test_a_value_is_not_filled_in_again_and_is_no_pattern() -> None:
     [
         (
             {"args": ["{rundir}/out"]},
-            "args: unknown placeholder {rundir}. Did you mean {run_dir}?. For the text itself, write {{rundir}}",
+            "args: unknown placeholder {rundir}. Did you mean {run_dir}? For the literal text, write {{rundir}}",
         ),
         ({"env": {"OUT": "{node}"}}, "env: unknown placeholder {node}. Did you mean {nodes}?"),
         (
@@ -181,11 +181,11 @@ def test_a_value_is_not_filled_in_again_and_is_no_pattern() -> None:
         ),
         (
             {"resume": {"checkpoint": "a.pt", "args": ["-r"], "replace": ["fit"]}},
-            "resume: expected args or replace, got both: replace takes the place of all arguments",
+            "resume: expected args or replace, got both. replace replaces all arguments",
         ),
         (
             {"resume": {"preset": "some", "replace": ["fit"]}},
-            "to drop the args of the preset some, write args: null",
+            "To drop the args of the preset some, write args: null",
         ),
         ({"stop": "USR1"}, "stop: expected a mapping such as {signal: USR1}, got 'USR1'"),
         ({"args": ["{checkpoint}"]}, "{checkpoint} needs resume.checkpoint"),

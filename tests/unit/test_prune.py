@@ -74,7 +74,7 @@ def test_without_a_yes_it_only_says_what_it_would_delete(run: RunDirectory, caps
     ]
     assert lines[-1].split()[:2] == ["1000", "B"] and lines[-2].split()[:2] == ["4", "B"]
     assert shown.err.startswith(
-        "nothing was deleted; --yes deletes 5 checkpoint files and the logs of 1 attempt of 1 run, "
+        "No file was deleted. To delete 5 checkpoint files and the logs of 1 attempt of 1 run, "
     )
     assert files(run) == before
 
@@ -140,7 +140,7 @@ def test_live_runs_are_refused_and_others_pruned(run: RunDirectory, capsys: Capt
     live.create()
     live.job_file.write_text("module: x\n")
     assert command(["prune", str(run.path.parent), "--yes"]) == 1
-    assert f"clusterddp: {live} is not over, so nothing of it is deleted" in capsys.readouterr().err
+    assert f"clusterddp: {live} is not over, so no file was deleted" in capsys.readouterr().err
     assert steps(run) == [2, 6]
 
 
@@ -193,7 +193,7 @@ def test_nothing_behind_a_folder_that_is_a_link_is_deleted(run: RunDirectory, tm
     before = set(tmp_path.rglob("*"))
     assert command(["prune", str(run), "--logs", "--yes"]) == 0
     said = capsys.readouterr().err
-    assert said.count("is a symbolic link: nothing behind it is deleted") == 2
+    assert said.count("is a symbolic link. Files behind it are not deleted") == 2
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -204,11 +204,11 @@ def test_what_belongs_to_another_user_stays(run: RunDirectory, capsys: Captured)
     os.chown(foreign, 12345, -1)
     os.chown(run.attempt_logs(1) / "rank-0.out", 12345, -1)
     assert command(["prune", str(run), "--logs", "--yes"]) == 1
-    assert f"cannot delete rank-0.out of {run}: belongs to another user" in capsys.readouterr().err
+    assert f"could not delete rank-0.out of {run}: belongs to another user" in capsys.readouterr().err
     assert (steps(run), logs(run)) == ([2, 4, 6], ["attempt-0", "attempt-1", "attempt-2"])
     os.chown(run.path, 12345, -1)
     assert command(["prune", str(run), "--yes"]) == 1
-    assert f"{run} belongs to user 12345: only its owner can prune it" in capsys.readouterr().err
+    assert f"{run} belongs to user 12345. Only its owner can prune it" in capsys.readouterr().err
 
 
 def test_a_run_whose_records_are_lost_keeps_what_it_resumes_from(run: RunDirectory) -> None:

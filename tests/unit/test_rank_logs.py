@@ -133,7 +133,7 @@ def test_ranks_and_attempts_that_do_not_exist_are_refused(run: RunDirectory) -> 
         ("--attempt", "1"): "has no attempt 1. Available: 0$",
         ("--rank", "9"): r"attempt 0 of \S+ has no rank 9: \S+ does not exist",
         ("--rank", "7-9"): r"of \S+ have no log of rank 7-9. To print all logs, use --rank all$",
-        ("--rank", "failed"): r"no rank of \S+ failed; ",
+        ("--rank", "failed"): r"no rank of \S+ failed. See its history with: ",
     }.items():
         with pytest.raises(RunDirectoryError, match=message):
             logs(run, *words)
@@ -165,7 +165,7 @@ def test_deleted_logs_are_told_from_missing_ones(run: RunDirectory) -> None:
     (run.attempt_logs(first) / "rank-0.out").unlink()
     run.attempt_logs(first).rmdir()
     for words in (["--attempt", "0"], ["--attempt", "0", "--rank", "all"]):
-        with pytest.raises(RunDirectoryError, match=r"the logs of attempt 0 of \S+ were deleted: .*keep_logs"):
+        with pytest.raises(RunDirectoryError, match=r"the logs of attempt 0 of \S+ were deleted. .*keep_logs"):
             logs(run, *words)
 
 
@@ -183,7 +183,7 @@ def test_a_failed_run_shows_its_first_failure(run: RunDirectory, capsys: Capture
         assert "| rank 3 (n1) raised ValueError: bad batch\n" in shown.out and "| in train.py, line 7\n" in shown.out
         assert shown.err.splitlines() == [
             f"{run} failed: rank 3 (n1) raised ValueError: bad batch",
-            f"the whole output of rank 3: clusterddp logs {run} --rank 3 --attempt 0",
+            f"See the whole output of rank 3 with: clusterddp logs {run} --rank 3 --attempt 0",
             "For other ranks, use --rank failed, --rank 0,4-7 or --rank all. For all attempts, use --attempt all",
         ]
     assert logs(run, "--rank", "0") == 0

@@ -126,9 +126,9 @@ def test_values_go_to_the_script_or_into_the_job() -> None:
     [
         (
             "sead=1",
-            r"--sweep sead=1: sead is no key of a job definition: did you mean seed\? \(for --sead, args.sead\)",
+            r"--sweep sead=1: sead is not a key of a job definition. Did you mean seed\? For --sead, write args.sead",
         ),
-        ("gpus=1,2", "gpus is no key of a job definition: use the key gpus_per_node"),
+        ("gpus=1,2", "gpus is not a key of a job definition. Use the key gpus_per_node. For --gpus"),
         ("seed=-1", "--sweep seed=-1: seed: expected a whole number of at least 0"),
         ("checkpoint.kep=1", "unknown key 'checkpoint.kep'"),
         ("args=1", "args: expected args.NAME"),

@@ -98,7 +98,7 @@ def test_documents_compose(text: str, value: Any) -> None:
         ("<<: 1", "f:1:5: expected a mapping, or a list of mappings, after '<<'"),
         ("a:\n\tb: 1", "f:2:1: while scanning for the next token, found character '\\t'"),
         ("a: [1, 2", "f:1:9: while parsing a flow sequence"),
-        ("a:\n\tb: 1", "that cannot start any token; YAML is indented with spaces, not tabs"),
+        ("a:\n\tb: 1", "that cannot start any token. Indent YAML with spaces, not tabs"),
         (
             "a: b: c",
             "f:1:5: mapping values are not allowed here. Check the indentation, and quote text that contains ': '",
