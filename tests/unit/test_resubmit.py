@@ -483,7 +483,7 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     stopped.look()
     assert stopped.result == 1
     how = f"continue with: clusterddp submit --local --run-dir {run}"
-    assert capsys.readouterr().err == f"run: stopped (not started); {how}\n"
+    assert capsys.readouterr().err == f"run: stopped (not started). {how}\n"
 
 
 def test_ctrl_c_before_the_wait_of_a_submission_begins_says_that_the_run_continues(

@@ -138,7 +138,7 @@ def test_list_shows_the_keys_of_a_sweep_and_names_the_best_member(
         ["largest", "accuracy:", "27,", "lr=1,seed=0"],
         ["Export", "it", "with:", "clusterddp", "export", str(tmp_path / "lr=1,seed=0"), "model.safetensors"],
     ]
-    assert said == "metrics: each member's newest\n"
+    assert said == "Metrics: the newest of each member\n"
     assert command(["list", str(tmp_path), "--best", "loss", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert report["run"] == str(tmp_path / "lr=1,seed=0")
