@@ -136,7 +136,7 @@ class Submitted(Event):
 
 
 class Started(Event):
-    """the ranks are being started"""
+    """the ranks are being started; the job also has the idle nodes `spares`, and `aside`, which the run has left"""
 
     nodes: str
     ranks: int
@@ -146,10 +146,14 @@ class Started(Event):
     restarts: int = 0
     pid: int | None = None
     seen: float | None = None
+    spares: Sequence[str] = ()
+    aside: Sequence[str] = ()
 
     def sentence(self) -> str:
         who = f"process {self.pid}" if self.job is None else f"job {self.job}"
-        again = f", restart {self.restarts}" if self.restarts else ""
+        idle = (("spare", self.spares), ("not used", self.aside))
+        again = "".join(f", {what}: {' '.join(nodes)}" for what, nodes in idle if nodes)
+        again += f", restart {self.restarts}" if self.restarts else ""
         changed = f". The code has changed since the last attempt: {', '.join(self.changed)}" if self.changed else ""
         return f"started ({who} on {self.nodes}{again}){changed}"
 
@@ -653,6 +657,7 @@ class Requested(Event):
             "save": "a checkpoint at the next step boundary",
             "stop": "that all ranks save and stop",
             "requeue": "that all ranks save and stop and the job is requeued",
+            "drain": "that all ranks save, stop and continue",
         }.get(self.request, self.request)
         command = "requeue" if self.request == "requeue" else f"tell {self.request}"
         without = f", without {', '.join(self.nodes)}" if self.nodes else ""
@@ -820,6 +825,17 @@ class NotExcluded(Event):
 
     def sentence(self) -> str:
         return f"no further node is excluded, because {self.reason}"
+
+
+class Moved(Event):
+    """the next attempt starts in the same job, but on `nodes`: it leaves the nodes `aside`, and `why`"""
+
+    nodes: Sequence[str]
+    aside: Sequence[str]
+    why: str
+
+    def sentence(self) -> str:
+        return str(self.why)
 
 
 # --- an attempt ends

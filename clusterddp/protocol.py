@@ -82,6 +82,7 @@ REQUESTS: Mapping[str, Message] = {
     "skip": Message("batches", "skip this many global batches from a step boundary on, and save"),
     "stop": Message("", "save, stop, and hold the run until it is submitted again"),
     "requeue": Message("nodes?", "save, stop, and requeue, or continue in a new job without `nodes` if given"),
+    "drain": Message("node", "save, stop, and continue in the same job without this node"),
     "child": Message(
         "", "from a process that a rank has started: it has called `stop_requested()`; there is no answer"
     ),

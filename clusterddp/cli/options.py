@@ -27,6 +27,10 @@ PACKAGED_JOB = Path(__file__).parents[1] / "digits" / "digits.yaml"
 JOB_OPTIONS = (
     (("-N", "--nodes"), "nodes", "N", "number of nodes, or a range such as 2-4 (default: 1)"),
     (
+        ("--spare-nodes",), "spare_nodes", "N",
+        "nodes in addition, which take over when one of the others fails; default: 0",
+    ),
+    (
         ("--gpus", "--gpus-per-node"), "gpus_per_node", "G",
         "GPUs per node (sbatch: in total), with one rank each, or TYPE:G. On cpu, ranks per node (default: 1)",
     ),

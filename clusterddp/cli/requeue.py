@@ -77,7 +77,7 @@ def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
         except SlurmError as error:
             raise UsageError(f"--exclude: no node {node!r} on this cluster: {error}") from error
     left = set(slurm.usable_nodes(job.partition)) - set(nodes) - set(expand(job.exclude or ""))
-    needed = job.node_counts[0]
+    needed = job.least_allocated
     if len(left) < needed:
         remain = counted(len(left), "usable node")
         raise UsageError(

@@ -87,7 +87,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         **_time(job, *booked(summary, state, events, now), events),
         "progress": [*_progress(summary, state, now), *_own_checkpoint(summary, events, now), *_best(events)],
         "slow": _slow(summary.run) if state.word not in OVER else [],
-        "nodes": [*_nodes(job, summary, state), *_excluded(events, now)],
+        "nodes": [*_nodes(job, summary, state), *_idle(events), *_excluded(events, now)],
         "trackers": overview(summary.run),
     }
     return {subject: list(found) for subject, found in facts.items()}
@@ -151,7 +151,8 @@ def _time(job: Job, booking: Booking, made: Spent | None, events: Sequence[Event
     """ETTR, where the time went, and advice."""
     if made is None or all(event.get("step") is None and event["event"] != "steps_seen" for event in events):
         return {"time": []}
-    facts = [("time", made.sentence()), ("", made.breakdown())]
+    words = (made.sentence(), made.breakdown(), made.idle())
+    facts = [("time" if line is words[0] else "", line) for line in words if line]
     return {"time": facts, "advice": [("advice", words) for words in advice(job, booking, events)]}
 
 
@@ -216,6 +217,14 @@ def _nodes(job: Job, summary: Summary, state: RunState) -> Sequence[Fact]:
         )
         lines.append(("nodes", f"{nodes}, {each} each"))
     return lines
+
+
+def _idle(events: Sequence[Event]) -> Sequence[Fact]:
+    """The nodes of the newest attempt's job that have no ranks."""
+    started = next((event for event in reversed(events) if event["event"] == "started"), {})
+    groups = (("aside", "left by the run"), ("spares", "spare"))
+    idle = [f"{', '.join(started[name])} ({words})" for name, words in groups if started.get(name)]
+    return [("idle", ", ".join(idle))] if idle else []
 
 
 def _excluded(events: Sequence[Event], now: float) -> Sequence[Fact]:

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=ONE_RUN)
     meanings = {name: text for name, (_, text) in ORDERS.items()} | NUMBERED
     orders = ", ".join(f"{name}: {text}" for name, text in meanings.items())
-    parser.add_argument("order", metavar="save|stop|skip|profile", help=orders)
+    parser.add_argument("order", metavar="save|stop|skip|profile|drain", help=orders)
     parser.add_argument("--rank", metavar="R", help="for a profile: the ranks, such as 0,3-5 (default: 0)")
 
 
@@ -68,6 +68,8 @@ def order(text: str, ranks: str | None) -> Callable[[RunDirectory], int]:
         return partial(record, steps=steps, ranks=ranks)
     if ranks is not None:
         raise UsageError(f"--rank: {text} is for the whole run. Only {PROFILE} takes ranks")
+    if text.startswith("drain="):
+        return partial(drain, node=text.partition("=")[2])
     if text.startswith("skip="):
         return partial(skip, batches=steps_in(text, MOST_SKIPPED, "skip=500"))
     if text not in ORDERS:
@@ -138,6 +140,14 @@ def skip(run: RunDirectory, batches: int) -> int:
     return 0 if made is not None and saved is not None and saved >= made["step"] else FAILED
 
 
+def drain(run: RunDirectory, node: str) -> int:
+    """Returns once the run has stopped to continue without the node; 0 if all of its steps are saved."""
+    attempt, _ = request(run, "drain", node=node)
+    end = await_end(run, attempt)
+    put(sentence(end) or "")
+    return 0 if end["event"] == "completed" or end.get("checkpoint") == (end.get("step") or None) else FAILED
+
+
 def stop(run: RunDirectory) -> int:
     """Waits until the run is stopped. Returns 0 if all of its steps are saved."""
     attempt, _ = request(run, "stop")
@@ -151,10 +161,11 @@ def stop(run: RunDirectory) -> int:
 
 
 PROFILE = "profile=STEPS"
-#: The commands with a number, and their meanings.
+#: The commands with a value, and their meanings.
 NUMBERED = {
     "skip=STEPS": "skip the data of this many steps, after a loss spike (the number of steps stays the same)",
     PROFILE: "record torch.profiler for this many steps, and print where the traces are",
+    "drain=NODE": "save and stop after the current step, and continue in the same job without this node",
 }
 #: The other commands, with their functions and meanings.
 ORDERS: Mapping[str, tuple[Callable[[RunDirectory], int], str]] = {

@@ -109,6 +109,8 @@ class Hang:
     what: str
     stalled_s: float
     of_device: bool = False
+    silent: bool = False
+    """Whether these ranks send no heartbeats, either."""
 
 
 def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang | None:
@@ -161,7 +163,7 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
     elif place := _most_common([status for status in others if status.waits]):
         what += f". The others wait in {place}"
     of_device = on_devices and apart is None and bool(others) and all(s.device and s.device[1] == OWN for s in late)
-    return _hang(late, seconds, what, statuses, now, of_device)
+    return _hang(late, seconds, what, statuses, now, of_device, late is silent)
 
 
 def _hang(
@@ -171,11 +173,12 @@ def _hang(
     statuses: Sequence[RankStatus],
     now: float,
     of_device: bool = False,
+    silent: bool = False,
 ) -> Hang:
     stalled_s = round(now - max(status.moved for status in statuses), 1)
     ranks, first = tuple(status.rank for status in late), late[0]
     step = None if first.of_attempt else first.step
-    return Hang(ranks, first.host, step, round(seconds, 1), what, stalled_s, of_device)
+    return Hang(ranks, first.host, step, round(seconds, 1), what, stalled_s, of_device, silent)
 
 
 def _is_watched(status: RankStatus) -> bool:

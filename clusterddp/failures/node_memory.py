@@ -170,7 +170,7 @@ def avoided(
         return []
     try:
         given = [*excluded, *expand(job.exclude or "")]
-        nodes = choose(failures, usable(), given, job.node_counts[0], now)
+        nodes = choose(failures, usable(), given, job.least_allocated, now)
     except (SlurmError, LauncherEnvironmentError) as error:  # no answer, or `exclude` names a file
         say(f"Could not list the usable nodes, so remembered node failures are ignored: {error}")
         return []

@@ -221,6 +221,8 @@ class Job:
     """The number of nodes, or a range such as ``2-4``, of which this is the maximum."""
     min_nodes: int | None = None
     """The minimum number of nodes, in YAML the first number of ``nodes: 2-4``. None: exactly ``nodes``."""
+    spare_nodes: int = 0
+    """Additional nodes of the job. They stay idle until one of the others fails, and then take over its ranks."""
     gpus_per_node: int = 1
     """GPUs per node, one rank for each: ``8``, or with their type ``a100:8``. With device cpu, ranks per node."""
     gpus_per_rank: int = 1
@@ -350,8 +352,24 @@ class Job:
 
     @property
     def nodes_text(self) -> str:
-        """The number of nodes as sbatch takes it: ``2`` or ``2-4``."""
+        """The number of nodes with ranks as sbatch takes it: ``2`` or ``2-4``."""
         return str(self.nodes) if self.min_nodes is None else f"{self.min_nodes}-{self.nodes}"
+
+    @property
+    def allocated_text(self) -> str:
+        """The same with the spare nodes. In a range, fewer of them are as good."""
+        most = self.nodes + self.spare_nodes
+        return str(most) if self.min_nodes is None else f"{self.min_nodes}-{most}"
+
+    @property
+    def least_allocated(self) -> int:
+        """The number of nodes without which the job does not start."""
+        return self.min_nodes or self.nodes + self.spare_nodes
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether the job continues on its other nodes when it loses one."""
+        return self.spare_nodes > 0 or self.min_nodes is not None
 
     @property
     def time_text(self) -> str | None:
@@ -363,7 +381,8 @@ class Job:
 
     @property
     def shape(self) -> str:
-        """The shape in words: ``2 nodes x 8 GPUs per node = 16 ranks``, or ``2 to 4 nodes x ... = 16 to 32 ranks``."""
+        """The shape in words: ``2 nodes x 8 GPUs per node = 16 ranks``, ``2 to 4 nodes x ... = 16 to 32 ranks``, or
+        ``2 nodes + 1 spare x ...``."""
         if self.device == "cpu":
             per_node, note = counted(self.ranks_per_node, "process", "processes"), f"{self.backend or 'gloo'} on CPU"
             note += f", each in place of {self.gpus_per_rank} GPUs" if self.gpus_per_rank > 1 else ""
@@ -375,6 +394,8 @@ class Job:
         nodes, ranks = counted(self.nodes, "node"), counted(self.world_size, "rank")
         if self.min_nodes is not None:
             nodes, ranks = f"{self.min_nodes} to {nodes}", f"{self.min_nodes * self.ranks_per_node} to {ranks}"
+        if self.spare_nodes:
+            nodes += f" + {counted(self.spare_nodes, 'spare')}"
         return f"{nodes} x {per_node} per node = {ranks}{f' ({note})' if note else ''}"
 
     def to_yaml(self) -> str:

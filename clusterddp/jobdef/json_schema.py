@@ -172,6 +172,7 @@ _OF_KEY: Mapping[str, Schema] = {
     "job_name": _text(r"[^\s/.-][^\s/]*", maxLength=200),
     "module": {"type": "string", "pattern": r"^[^\s\d./-][^\s/-]*$"},
     "nodes": _either(_count(maximum=65536), {"type": "string", "pattern": "^[1-9][0-9]{0,5}-[1-9][0-9]{0,5}$"}),
+    "spare_nodes": _count(0),
     "gpus_per_node": _either(
         _count(maximum=999999), {"type": "string", "pattern": r"^([A-Za-z0-9][\w.-]*:)?[1-9][0-9]{0,5}$"}
     ),

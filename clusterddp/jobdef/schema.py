@@ -306,7 +306,7 @@ INSTEAD_OF_OPTION = {
     ),
     **dict.fromkeys(("requeue", "no-requeue", "signal"), _STOPS),
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
-    **dict.fromkeys(("kill-on-bad-exit", "unbuffered"), "clusterddp sets this option itself"),
+    **dict.fromkeys(("kill-on-bad-exit", "unbuffered"), "clusterddp sets this option itself. Remove it"),
     **dict.fromkeys(("parsable", "quiet", "test-only", "wait", "wrap", "help", "usage", "version"), _SUBMITS),
 }
 #: The same for unknown top-level keys: users try the names of sbatch options there.
@@ -330,6 +330,7 @@ READERS: dict[str, Reader] = {
     "done": _done,
     "stop": _section("stop", StopSignal, _fields(signal=value.choice("TERM", "INT", "USR1", "USR2")), "{signal: USR1}"),
     "nodes": _nodes,
+    "spare_nodes": _field("spare_nodes", value.whole(0)),
     "gpus_per_node": _gpus_per_node,
     **_fields(
         gpus_per_rank=value.whole(1),

@@ -145,6 +145,19 @@ def book_run(
     return book(events, now, word, step if is_time(step) else None, min(claimed, default=None), waited)
 
 
+def idle_node_s(events: Iterable[Event], end: float) -> float:
+    """Seconds times nodes for which the job had nodes without ranks: spare ones, and those that the run had left.
+
+    ``end``: of the run's records, in unix seconds, for an attempt whose end they do not have.
+    """
+    total = 0.0
+    for attempt in _attempts(list(events)):
+        idle = len(attempt.launch.get("spares", ())) + len(attempt.launch.get("aside", ()))
+        until = end if attempt.end is None else attempt.end["time"]
+        total += idle * max(0.0, until - attempt.launch["time"])
+    return total
+
+
 def continues(end: Event | None) -> bool:
     """Whether an attempt ended such that the run was in the queue from then on."""
     if end is None:

@@ -174,6 +174,7 @@ def _time(booking: Booking, events: Sequence[Event]) -> dict[str, Any] | None:
         "ettr": made.ettr,
         "goodput": made.goodput,
         "repeated_steps": made.repeated,
+        "idle_node_s": made.idle_node_s,
         "provisional": made.provisional,
     }
 

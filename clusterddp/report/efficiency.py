@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.report.booking import CATEGORIES, Booking, continues
+from clusterddp.report.booking import CATEGORIES, Booking, continues, idle_node_s
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.records import is_count, is_time
 from clusterddp.slurm.cause import Cause
@@ -44,6 +44,8 @@ class Spent:
     goodput: float | None
     repeated: int | None
     provisional: bool
+    idle_node_s: float = 0.0
+    """Seconds times nodes of the job that had no ranks: spare ones, and those that the run had left."""
 
     def shares(self) -> dict[str, float]:
         """The share of each category that had any time, the largest first."""
@@ -56,6 +58,10 @@ class Spent:
         goodput = "" if self.goodput is None else f", goodput {100 * self.goodput:.0f}%"
         repeated = "repeated steps unknown" if self.repeated is None else f"{counted(self.repeated, 'step')} repeated"
         return f"ETTR {100 * self.ettr:.0f}% of {of}{goodput}, {repeated}"
+
+    def idle(self) -> str:
+        """``spare nodes: 2.5 node-hours idle``; empty if there were none."""
+        return f"spare nodes: {self.idle_node_s / 3600:.3g} node-hours idle" if self.idle_node_s else ""
 
     def breakdown(self) -> str:
         """``training 91%, queued 5%, importing 2%``: the categories with at least LEAST of the time."""
@@ -77,7 +83,8 @@ def spent(booking: Booking, events: Iterable[Mapping[str, Any]]) -> Spent | None
     unnumbered -= {event["attempt"] for event in events if event["event"] in ("training", "resumed")}
     repeated = None if len(unnumbered) > 1 else sum(steps for steps in known if is_count(steps))
     goodput = min(1.0, productive / with_nodes) if with_nodes > 0 else None
-    return Spent(seconds, total, productive / total, goodput, repeated, booking.provisional)
+    idle_s = idle_node_s(events, booking.intervals[-1].end)
+    return Spent(seconds, total, productive / total, goodput, repeated, booking.provisional, idle_s)
 
 
 # --- advice

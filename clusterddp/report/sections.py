@@ -206,6 +206,8 @@ def _ratios(run: Run) -> Markup:
             f"Goodput = training and evaluating / time with nodes = {_exact(productive, total)} / "
             f"{_exact(total - without, total)} = {_share(booked['goodput'])}."
         )
+    if booked["idle_node_s"]:
+        lines.append(f"Spare nodes: {booked['idle_node_s'] / 3600:.3g} node-hours idle.")
     if booked["provisional"]:
         lines.append("The run is not over, so the figures may still change.")
     return tag("p", " ".join(lines), class_="quiet small", style="margin-top:10px")

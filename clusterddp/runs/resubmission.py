@@ -214,7 +214,7 @@ class Resubmitter:
             self._run.events(),
             time.time(),
             lambda: slurm.usable_nodes(self._job.partition),
-            self._job.node_counts[0],
+            self._job.least_allocated,
         )
         nodes += node_memory.avoided(
             self._run, self._job, nodes, lambda: slurm.usable_nodes(self._job.partition), time.time()

@@ -62,6 +62,7 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
             "ettr": made.ettr,
             "goodput": made.goodput,
             "repeated_steps": made.repeated,
+            "idle_node_s": made.idle_node_s,
             "provisional": made.provisional,
         },
         "advice": advice(job, booking, events),

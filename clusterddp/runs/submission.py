@@ -93,6 +93,9 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
     check_ranks(job, place)
     if job.python is None and "container-image" not in job.srun:  # the ranks' interpreter is this one
         check_packages(job)
+    if place and job.spare_nodes:
+        show(f"spare_nodes: ignored with {place}, where there are no nodes besides those with ranks")
+        job = replace(job, spare_nodes=0)
     show(f"{job.name}: {job.shape}")
     return differences
 

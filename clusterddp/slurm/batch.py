@@ -101,6 +101,8 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
     for key in ("account", "qos", "constraint", "reservation", "exclude", "nodelist", "mem"):
         if (value := getattr(job, key)) is not None:
             additional[key] = value
+    if job.outlives_nodes:
+        additional["no-kill"] = True
     additional |= {key: value for key, value in job.sbatch.items() if value is not False}
     if job.device == "cuda":
         additional |= _gpus(job)
@@ -108,7 +110,7 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
         "job_name": job.name,
         "time": job.time_text,
         "partition": job.partition,
-        "nodes": job.nodes_text,
+        "nodes": job.allocated_text,
         **_tasks(job),
         "signal_delay_s": fallback_signal_s(job),
         "wckey": None,

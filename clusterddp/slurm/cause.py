@@ -39,6 +39,7 @@ class Cause(enum.Enum):
     INTERRUPTED = "interrupted"
     STOP_REQUESTED = "stopped by `clusterddp tell stop`"
     REQUEUE_REQUESTED = "stopped by `clusterddp requeue`"
+    DRAIN_REQUESTED = "stopped by `clusterddp tell drain`"
     SUPERSEDED = "superseded"
     UNKNOWN = "stopped, cause unknown"
     NONE = "stopped by a signal, but not by preemption, time limit or cancellation"

@@ -101,6 +101,8 @@ class JobInfo:
     start_time: float | None = None
     task_limit: int = 0
     """How many tasks of its array may run at a time, as `--max-running` says; 0 without a limit."""
+    batch_host: str = ""
+    """The node of the batch script, while the job has one; Slurm may have taken it out of ``nodes``."""
 
     def __str__(self) -> str:
         """``job_id 41, state RUNNING, reason None, nodes n1``: what is known."""
@@ -238,7 +240,9 @@ def submit(script: Path, *options: str, timeout_s: float | None = TIMEOUT_S) -> 
     answer = run("sbatch", "--parsable", *options, str(script), timeout_s=timeout_s)
     job_id = re.search(r"^(\d+)(;.*)?$", answer, re.MULTILINE)  # a site's wrapper may print more
     if job_id is None:
-        raise RunDirectoryError(f"sbatch accepted {script} without a job id: {answer[:200]!r}. See squeue --me")
+        raise RunDirectoryError(
+            f"sbatch accepted {script}, but printed no job id: {answer[:200]!r}. Look for the job with `squeue --me`"
+        )
     return job_id[1]
 
 
@@ -375,6 +379,7 @@ def parse_job(text: str) -> JobInfo | None:
             eligible_time=unix_time(fields.get("EligibleTime")),
             start_time=start,
             task_limit=int(array[3] or 0) if array else 0,
+            batch_host=fields.get("BatchHost", ""),
         )
 
 

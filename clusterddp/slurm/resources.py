@@ -76,11 +76,16 @@ def check_micro(job: Job) -> list[str]:
 
 def check_nodes(job: Job, nodes: list[NodeShape]) -> None:
     """Checks that the partition has enough nodes. sbatch would accept a job that never starts."""
-    if len(nodes) < job.node_counts[0]:
+    if len(nodes) < job.least_allocated:
         raise UsageError(
-            f"{_partition(job)} has {counted(len(nodes), 'node')}, fewer than --nodes {job.nodes_text}. Reduce "
+            f"{_partition(job)} has {counted(len(nodes), 'node')}, fewer than {_asked(job)}. Reduce "
             "--nodes, or choose a different partition with -p"
         )
+
+
+def _asked(job: Job) -> str:
+    spares = f" and --spare-nodes {job.spare_nodes}" if job.spare_nodes else ""
+    return f"--nodes {job.nodes_text}{spares}"
 
 
 def _partition(job: Job) -> str:
@@ -90,13 +95,13 @@ def _partition(job: Job) -> str:
 def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
     """Checks that enough nodes have enough GPUs. The error says what is available."""
     fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
-    if len(fitting) >= job.node_counts[0]:
+    if len(fitting) >= job.least_allocated:
         return
     kind = f"{job.gpu_type} GPUs" if job.gpu_type else "GPUs"
     most = max(node.gpus_of(job.gpu_type) for node in nodes)
     raise UsageError(
         f"{_partition(job)} has {counted(len(fitting), 'node')} with {job.gpus_per_node} {kind} ({len(nodes)} in "
-        f"total, at most {most} {kind} per node), but the job requests {job.nodes_text}. --gpus counts per node. "
+        f"total, at most {most} {kind} per node), but the job requests {job.allocated_text}. --gpus counts per node. "
         "Request fewer GPUs, or add --device cpu for gloo ranks without GPUs"
     )
 

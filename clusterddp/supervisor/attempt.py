@@ -29,6 +29,7 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.failures import exclusion, node_memory
 from clusterddp.failures.exit_status import ExitStatus, in_order
 from clusterddp.failures.hangs import Watch
+from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import after_suspension, uncaught
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
@@ -82,7 +83,10 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Re
 
 
 class Attempt:
-    """Supervises an attempt whose number is already claimed. ``submission``: the lease entry of its job."""
+    """Supervises an attempt whose number is already claimed. ``submission``: the lease entry of its job.
+
+    ``placement``: which nodes of the job have ranks; None: all.
+    """
 
     def __init__(
         self,
@@ -92,6 +96,7 @@ class Attempt:
         launcher: Launcher,
         controller: Controller,
         submission: Mapping[str, Any] | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self._run, self._job, self._number, self._submission = run, job, number, submission
         self._launcher, self._controller = launcher, controller
@@ -102,8 +107,9 @@ class Attempt:
         before = last_line(run)
         #: When the run last completed a step, before this attempt; None if it never did.
         self._seen = before.get("time") if is_time(before.get("time")) else None
-        nodes, steps = _nodes_of(controller), before.get("step", -1) + 1
-        self._state = State(job, nodes, steps, launcher.abandon_s, controller.starts_again)
+        placement = placement or Placement(nodes_of(controller), nodes_of(controller))
+        nodes, steps = NodeNames(placement.nodes), before.get("step", -1) + 1
+        self._state = State(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement)
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
         #: When each running timer expires, on the monotonic clock.
         self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
@@ -408,6 +414,8 @@ class Attempt:
             before = recorded_code(self._history.events)
             differences = changed_code(before[-1], state) if before else []
             started = {**self._controller.describe(), "ranks": self._job.world_size}
+            if idle := self._state.placement.recorded:
+                started |= {"nodes": ",".join(self._state.nodes), **idle}
             seen = {} if self._seen is None else {"seen": self._seen}
             self._history.add("started", self._launched, **started, code=state, changed=differences, **seen)
         except OSError as error:
@@ -476,8 +484,9 @@ def tracker_id(run: RunDirectory) -> str:
     return read_bytes(run.tracker_id_file).decode().strip()
 
 
-def _nodes_of(controller: Controller) -> NodeNames:
+def nodes_of(controller: Controller) -> tuple[str, ...]:
+    """The nodes of the job in Slurm's order; none if they are unknown."""
     try:
-        return NodeNames(expand(controller.describe()["nodes"]))
+        return tuple(expand(controller.describe()["nodes"]))
     except ClusterddpError:
-        return NodeNames()
+        return ()

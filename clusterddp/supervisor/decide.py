@@ -169,6 +169,13 @@ def _on_left(state: State, event: RankEvent, now: float) -> Step:
 
 
 def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step:
+    state, actions = _lose_connection(replace(state, closed=state.closed.put(event.rank, True)), event, now)
+    if state.leaving and len(state.closed) == state.job.world_size:  # the launcher only waits for lost nodes
+        actions = [*actions, StartTimer(Timer.ABANDON, 0.0)]
+    return state, actions
+
+
+def _lose_connection(state: State, event: ConnectionLost, now: float) -> Step:
     rank = event.rank
     # A peer that waits for a silent rank may fail before the silence has lasted long enough.
     lost_at = now - SILENCE_S if event.silent else now
@@ -211,7 +218,7 @@ def _lose(state: State, rank: int, at: float) -> State:
 def _on_rejoined(state: State, rank: int) -> Step:
     """Only its connection broke. Other ranks may be lost."""
     lost_at = state.lost_at.without(rank)
-    state = replace(state, lost_at=lost_at, dismissal="")
+    state = replace(state, lost_at=lost_at, closed=state.closed.without(rank), dismissal="")
     if not lost_at:
         return replace(state, watched=True), [Do.RESET_WATCHDOG]
     others = sorted(lost_at.keys() - state.silent)
@@ -285,7 +292,15 @@ def _abandon(state: State) -> Step:
     if not state.abandon or state.saving:
         return state, []
     actions: list[Action] = [Broadcast("leave", state.abandon), StartTimer(Timer.ABANDON, state.abandon_s)]
-    return replace(state, abandon=""), actions
+    return replace(state, abandon="", leaving=True), actions
+
+
+def _on_abandon(state: State, _now: float) -> Step:
+    """Ranks that are still connected are killed first: the job and its nodes may be kept."""
+    left = state.hosts.keys() - state.lost_at.keys() - state.ends.keys()
+    if left and state.job.outlives_nodes and not state.superseded and not state.killed:
+        return replace(state, killed=True), [Do.KILL_RANKS, StartTimer(Timer.ABANDON, HANG_GRACE_S)]
+    return state, [Do.ABANDON_RANKS]
 
 
 # The controller, the time limit, newer attempts
@@ -413,6 +428,7 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
         return state, []
     nodes = {state.node_of(rank) for rank in hang.late}
     values = {name: value for name, value in asdict(hang).items() if value is not None}
+    del values["silent"]
     if values.pop("of_device") and len(nodes) == 1:
         values["suspect"] = nodes.pop()
     record = Record("hung", {"rank": hang.late[0], **values})
@@ -450,6 +466,6 @@ _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
     Timer.KILL: _on_kill,
     Timer.UNKILLABLE: _on_unkillable,
     Timer.ASK: lambda state, _: (state, [Do.ASK_CONTROLLER]),
-    Timer.ABANDON: lambda state, _: (state, [Do.ABANDON_RANKS]),
+    Timer.ABANDON: _on_abandon,
     Timer.ANSWER: requests.on_timer,
 }

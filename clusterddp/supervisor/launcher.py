@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
@@ -15,11 +16,16 @@ from typing import Protocol
 from clusterddp.environment import RankEnvironment
 from clusterddp.failures import exit_status
 from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import adopt_orphans, descendants, module_command, signals_blocked
+from clusterddp.protocol import ATTEMPT, RUN_DIR
 from clusterddp.rundir.files import create_file
+from clusterddp.supervisor.guard import guard_command, guard_environment
 
+#: The nodes are unknown: srun chooses.
+ALL_NODES = Placement()
 #: How often srun's messages are read, in seconds.
 LOOK_S = 2.0
 
@@ -59,15 +65,17 @@ class Launcher(Protocol):
 
 
 class SlurmLauncher:
-    """The ranks as one job step, a task per rank."""
+    """The ranks as one job step, a task per rank. ``placement``: which nodes of the job get ranks."""
 
     name = "slurm"
     supervisor_host = ""
     abandon_s = 5.0
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, placement: Placement = ALL_NODES) -> None:
+        self._job, self._placement = job, placement
         self.failed: Callable[[int], object] = lambda _: None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._listener: socket.socket | None = None
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts srun. Its own messages go to ``logs/srun.err``."""
@@ -79,11 +87,31 @@ class SlurmLauncher:
         # srun must inherit that TERM is ignored (the batch script's trap): else it would exit, and the ranks with it.
         with open(self._messages, "ab", opener=create_file) as messages:
             self._srun = subprocess.Popen(
-                [*srun_command(self._job, logs), *command],
+                [*srun_command(self._job, logs, self._placement), *command],
                 env={"OMP_NUM_THREADS": str(cpus_per_rank(self._job)), **environment},
                 stdin=subprocess.DEVNULL,
                 stderr=messages,
             )
+        if self._job.outlives_nodes:
+            self._start_guard(environment)
+
+    def _start_guard(self, environment: Mapping[str, str]) -> None:
+        """On the last node with ranks, whose loss ends the attempt: the next one has another guard."""
+        own = os.environ.get("SLURMD_NODENAME")
+        others = [node for node in (*self._placement.spares, *self._placement.nodes) if node != own]
+        if not others:
+            return
+        # The kernel completes the guard's connection, and answers its probes while this node and this process live.
+        self._listener = socket.create_server(("", 0))
+        port = self._listener.getsockname()[1]
+        command = guard_command(environment[RUN_DIR], int(environment[ATTEMPT]), port, others[-1])
+        null = subprocess.DEVNULL
+        self._guard = subprocess.Popen(command, env=guard_environment(), stdin=null, stdout=null, stderr=null)
+
+    def _end_guard(self) -> None:
+        if self._guard is not None and self._listener is not None:
+            self._listener.close()
+            self._guard.send_signal(signal.SIGQUIT)
 
     def notify(self) -> None:
         """srun forwards the signal to every task."""
@@ -107,7 +135,9 @@ class SlurmLauncher:
         known: set[int] = set()
         while True:
             try:
-                return self._srun.wait(timeout=LOOK_S)
+                code = self._srun.wait(timeout=LOOK_S)
+                self._end_guard()
+                return code
             except subprocess.TimeoutExpired:
                 statuses = self.exit_statuses()
             new = [rank for rank in statuses if rank not in known]
@@ -125,16 +155,21 @@ class SlurmLauncher:
             return {}
 
 
-def srun_command(job: Job, logs: Path) -> list[str]:
+def srun_command(job: Job, logs: Path, placement: Placement = ALL_NODES) -> list[str]:
     """srun's part of the ranks' command line.
 
     --cpus-per-task is always given: in 22.05 and 23.02 srun does not inherit the job's. --kill-on-bad-exit: a site's
     KillOnBadExit would end ranks that are saving; the supervisor ends the peers of a failed rank. --wait: after the
-    first clean exit the other ranks may take as long as a collective.
+    first clean exit the other ranks may take as long as a collective. --nodelist: Slurm sorts the nodes in its own way,
+    whatever is given. --overlap: a step with ranks on a lost node keeps its other nodes until that one answers (seen on
+    22.05.8).
     """
+    on = [f"--nodelist={','.join(placement.nodes)}"] if placement.spares or placement.aside else []
+    on += ["--overlap"] if placement.aside else []
     return [
         "srun",
         f"--nodes={job.nodes}",
+        *on,
         f"--ntasks={job.world_size}",
         f"--ntasks-per-node={job.ranks_per_node}",
         f"--cpus-per-task={cpus_per_rank(job)}",

@@ -25,6 +25,7 @@ from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import RunDirectoryError
 from clusterddp.events import at_step
+from clusterddp.failures.placement import Placement, place
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -39,7 +40,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor import done, lease
-from clusterddp.supervisor.attempt import Attempt
+from clusterddp.supervisor.attempt import Attempt, nodes_of
 from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
@@ -61,9 +62,9 @@ def supervise_slurm(run_directory: str) -> int:
     job = as_started(with_snapshot(run, load_trusted(run)), os.environ)
     job = as_debugged(job, (read_json(run.debug_file) or {}).get("rank"))
     if in_batch_step(os.environ) and CHECK_RESUME not in os.environ:  # a resume check's job is not that of its runs
-        return supervise(run, job, lambda: SlurmLauncher(job), SlurmController(os.environ, run, job))
+        return supervise(run, job, SlurmLauncher, SlurmController(os.environ, run, job))
     run.notice_file.unlink(missing_ok=True)  # of a previous attempt
-    return supervise(run, job, lambda: SlurmLauncher(job), AllocationController(os.environ, run, job))
+    return supervise(run, without_spares(job), SlurmLauncher, AllocationController(os.environ, run, job))
 
 
 def _open_own_log(run: RunDirectory) -> None:
@@ -98,7 +99,20 @@ def as_started(job: Job, environ: Mapping[str, str]) -> Job:
     """
     if job.min_nodes is None:
         return job
-    return dataclasses.replace(job, nodes=int(environ["SLURM_JOB_NUM_NODES"]), policy=job.policy or "resubmit")
+    nodes = min(job.nodes, int(environ["SLURM_JOB_NUM_NODES"]))  # the others are spare
+    return dataclasses.replace(job, nodes=nodes, policy=job.policy or "resubmit")
+
+
+def as_placed(job: Job, placement: Placement) -> Job:
+    """The job with the number of nodes that an attempt has, after it lost some for which there was no spare one."""
+    if job.min_nodes is None or not placement.nodes:
+        return job
+    return dataclasses.replace(job, nodes=len(placement.nodes))
+
+
+def without_spares(job: Job) -> Job:
+    """The job where all nodes are given: on this machine, and in a user's own allocation."""
+    return dataclasses.replace(job, spare_nodes=0)
 
 
 def as_debugged(job: Job, rank: int | None) -> Job:
@@ -121,7 +135,8 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     job = as_debugged(job, debug_rank)
     if CHECK_RESUME in removed:  # of the command that has started this process, and not of a job around it
         os.environ[CHECK_RESUME] = removed[CHECK_RESUME]
-    return supervise(run, job, lambda: LocalLauncher(job, debug_rank, run.notice_file.exists), LocalController(run))
+    launcher = lambda job, _: LocalLauncher(job, debug_rank, run.notice_file.exists)  # noqa: E731
+    return supervise(run, without_spares(job), launcher, LocalController(run))
 
 
 def prepare_process() -> None:
@@ -139,14 +154,21 @@ def prepare_process() -> None:
     ignore_print_errors()  # the log is in the run directory, whose disk may be full
 
 
-def supervise(run: RunDirectory, job: Job, launcher: Callable[[], Launcher], controller: Controller) -> int:
-    """Supervises one attempt after another, while the ranks are restarted in place."""
-    while (code := supervise_one(run, job, launcher(), controller)) == RESTART:
+def supervise(
+    run: RunDirectory, job: Job, launcher: Callable[[Job, Placement], Launcher], controller: Controller
+) -> int:
+    """Supervises one attempt after another, while the ranks are restarted in place.
+
+    ``launcher`` makes that of an attempt, which may have other nodes than the one before, and fewer.
+    """
+    while (code := supervise_one(run, job, launcher, controller)) == RESTART:
         pass
     return code
 
 
-def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: Controller) -> int:
+def supervise_one(
+    run: RunDirectory, job: Job, launcher: Callable[[Job, Placement], Launcher], controller: Controller
+) -> int:
     """Claims the next attempt of a run that is not over, and supervises it."""
     if (code := finished(run, controller)) is not None:
         return code
@@ -158,6 +180,9 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
         return code
     of_run(run).check_present()
     reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
+    if lease.restarted(run, me):
+        say(f"Slurm has restarted job {me['job']} since it started this process, which exits")
+        return 1
     number = run.create_attempt()
     if (code := finished(run, controller)) is not None:  # the job may have been suspended since the last look
         return code
@@ -174,7 +199,10 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     else:
         # In a thread, because thousands of ranks have thousands of files, and they need not wait for that.
         threading.Thread(target=delete_old_logs, args=(run, job.keep_logs), daemon=True).start()
-        code = Attempt(run, job, number, launcher, controller, submission).supervise()
+        placement = place(job, nodes_of(controller), run.events(), controller.describe(), time.time())
+        job = as_placed(job, placement)
+        ranks = launcher(job, placement)
+        code = Attempt(run, job, number, ranks, controller, submission, placement).supervise()
     if me["kind"] == "local" and code != RESTART:
         with suppress(OSError):  # the next start on this machine sees that the process has ended
             lease.let_go(run, number)

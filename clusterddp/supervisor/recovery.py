@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from clusterddp.errors import ClusterddpError, RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.events import BY_SLURM, RESTARTING
 from clusterddp.failures import exclusion
+from clusterddp.failures.placement import Choice, Course, choose
 from clusterddp.reporter import say, show
 from clusterddp.rundir.files import LASTING
 from clusterddp.rundir.run_directory import RunDirectory
@@ -102,8 +103,8 @@ class Recovery:
             # The limit was extended since, or the job was suspended, which does not use it up. The run continues.
             if cause is Cause.NONE and Stop.TIME_LIMIT.value in self._state.told:
                 return Cause.TIME_LIMIT
-            requeue = self._state.wanted is Stop.REQUEUE and cause is Cause.NONE
-            return Cause.REQUEUE_REQUESTED if requeue else cause
+            wishes = {Stop.REQUEUE: Cause.REQUEUE_REQUESTED, Stop.DRAIN: Cause.DRAIN_REQUESTED}
+            return wishes.get(self._state.wanted, cause) if self._state.wanted and cause is Cause.NONE else cause
 
         try:
             return _until_answered(ask)
@@ -173,34 +174,62 @@ class Recovery:
             return False
 
     def _restart(self, verdict: Verdict) -> int:
-        """Restarts the ranks in place, as a new attempt of the same job.
+        """Restarts the ranks in place, as a new attempt of the same job, or continues the run in a new one.
 
-        If a node of this job is to be excluded, the run continues in a new job, because Slurm does not change the nodes
-        of a running job. If a node lacks GPUs and cannot be excluded, the run stops.
+        If a node lacks GPUs and the run cannot leave it, the run stops.
         """
         lost = self._state.lost_nodes
         self._record_lost(lost)
         if self._bounded("restarted", verdict):
             return verdict.exit_code
-        if lost and not self._controller.starts_again:
+        choice = self._choose_course(lost)
+        if choice.course is Course.NEW_JOB and lost and not self._controller.starts_again:
             return self._stop(verdict)  # the rest of the allocation is too small for the ranks
+        if choice.course in (Course.SPARE, Course.SHRINK):
+            self._choose_nodes(())  # for the run's next job
+            moved = choice.placement
+            aside = [node for node in moved.aside if node not in self._state.placement.aside]
+            self._history.add("moved", nodes=list(moved.nodes), aside=aside, why=choice.why)
+            return self._restart_ranks(verdict)
         if self._controller.resubmits and self._controller.starts_again:
-            choice = self._choose_nodes(lost)
-            if lost:
-                return self._resubmit(verdict, choice.nodes, node_lost=True)
-            if any(self._state.node_of(rank) in choice.nodes for rank in range(self._job.world_size)):
+            excluded = self._choose_nodes(lost)
+            if lost or self._state.drained:
+                return self._resubmit(verdict, excluded.nodes, node_lost=bool(lost))
+            if any(self._state.node_of(rank) in excluded.nodes for rank in range(self._job.world_size)):
                 try:
-                    return self._hand_over(verdict, self._submit(choice.nodes))
+                    return self._hand_over(verdict, self._submit(excluded.nodes))
                 except SlurmError as error:
                     self._history.add("not_excluded", reason=f"could not submit a new job ({error})")
         if verdict.first_failure is not None and verdict.first_failure.lacks_gpus:
             return self._stop(verdict)
+        return self._restart_ranks(verdict)
+
+    def _restart_ranks(self, verdict: Verdict) -> int:
         hang = self._state.hang
-        hung = f"rank {hang.late[0]} ({hang.host}) hung" if hang else None
-        self._add_end("restarted", verdict, hung)
+        self._add_end("restarted", verdict, f"rank {hang.late[0]} ({hang.host}) hung" if hang else None)
         # An outage of the disk may have broken the rank, and the next attempt begins by writing to that disk.
         _until_answered(self._history.write_pending, OUTAGE_S)
         return RESTART
+
+    def _choose_course(self, lost: Sequence[str]) -> Choice:
+        """Where the ranks restart."""
+        state, now = self._state, time.time()
+        leave = dict.fromkeys(lost, "is lost")
+        if state.drained:
+            leave.setdefault(state.drained, "is drained")
+        if state.job.outlives_nodes:
+            suspects = {event.get("suspect") for event in self._history.events if event["attempt"] == self._number}
+            for node in exclusion.failed(self._history.events, now):
+                if node in suspects:
+                    leave.setdefault(node, "failed this run repeatedly")
+            for end in self._ends:
+                if end.death is not None and end.death.not_started:
+                    leave.setdefault(state.node_of(end.rank), "does not start its ranks")
+            # The script may hang instead, which is no reason to shrink.
+            if state.placement.spares and (hung := _hung_node(state)):
+                leave.setdefault(hung, "hangs")
+        needed = state.job.outlives_nodes and any(node in state.placement.nodes for node in leave)
+        return choose(state.job, state.placement, leave, self._usable_nodes() if needed else None)
 
     def _record_lost(self, nodes: Sequence[str]) -> None:
         """Records the nodes that stopped responding after the first one, while the ranks were exiting."""
@@ -217,7 +246,7 @@ class Recovery:
             return exclusion.Choice()
         if (usable := self._usable_nodes()) is None:
             return exclusion.Choice()
-        choice = exclusion.choose(events, lost, usable, self._job.node_counts[0], now)
+        choice = exclusion.choose(events, lost, usable, self._job.least_allocated, now)
         if choice.refused:
             self._history.add("not_excluded", reason=choice.refused)
         if choice.new:
@@ -227,7 +256,7 @@ class Recovery:
 
     def _excluded(self) -> list[str]:
         """The nodes that a new job excludes, as the previous ones did."""
-        needed = self._job.node_counts[0]
+        needed = self._job.least_allocated
         return exclusion.still_excluded(self._history.events, time.time(), self._usable_nodes, needed)
 
     def _usable_nodes(self) -> list[str] | None:
@@ -343,15 +372,27 @@ class Recovery:
         return _until_answered(ask)
 
     def _is_cancelled(self) -> bool:
-        return self._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE)
+        """Whether this job or the run was cancelled; the job that it has submitted may have begun an attempt."""
+
+        def ask() -> bool:
+            ends = (Cause.CANCELLED, Cause.ENDED_IN_GRACE)
+            return self._run.cancelled or self._controller.why(self._state.stop_margin_s) in ends
+
+        try:
+            return _until_answered(ask)
+        except SlurmError as error:
+            say(str(error))
+            return False
 
     def _hand_over(self, verdict: Verdict, new: str | None) -> int:
         """Hands the run over to the job ``new``, which is cancelled if this job was cancelled meanwhile.
 
-        If it starts nevertheless, it finds the outcome and exits.
+        If it starts nevertheless, it finds the outcome and exits. If it has begun an attempt, it writes the outcome
+        itself.
         """
         if new is None or self._is_cancelled():
-            self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
+            if not _until_answered(partial(self._run.superseded, self._number)):
+                self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
             if new is None:
                 return 1
             try:
@@ -374,6 +415,15 @@ class Recovery:
         if any((known["event"], known["attempt"]) == ("steps_seen", self._number) for known in self._history.events):
             ended["made"] = max(1, self._made or 0)
         self._history.add(event, **ended, **values)
+
+
+def _hung_node(state: State) -> str | None:
+    """The node whose ranks, all of them and no others, have stopped with their heartbeats."""
+    if state.hang is None or not state.hang.silent:
+        return None
+    nodes = [state.node_of(rank) for rank in range(state.job.world_size)]
+    (node, *others) = dict.fromkeys(nodes[rank] for rank in state.hang.late)
+    return node if not others and nodes.count(node) == len(state.hang.late) else None
 
 
 def _until_answered(ask: Callable[[], _T], patience_s: float = math.inf) -> _T:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from clusterddp import __version__
+from clusterddp.failures.placement import Course, choose
 from clusterddp.failures.stack_traces import grouped, is_threads, stacks_key
 from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS, MOST_SKIPPED
@@ -314,12 +315,31 @@ def _requeue(state: State, request: Request, now: float) -> Step:
     return _end(state, request, Stop.REQUEUE, now)
 
 
+def _drain(state: State, request: Request, now: float) -> Step:
+    """The same, and the run continues in this job without a node: on a spare one, or on fewer nodes."""
+    node = request.values.get("node")
+    if not is_text(node):
+        return _refuse(state, request, f"node {node!r}: expected a name")
+    request = replace(request, values={**request.values, "nodes": [node]})
+    if node not in state.placement.nodes:
+        return _refuse(state, request, f"not drained: no rank runs on {node}, only on {', '.join(state.nodes)}")
+    if state.wanted not in (None, Stop.DRAIN):
+        return _refuse(state, request, f"not drained: the run is being stopped by `{state.wanted.value}`")
+    if state.drained not in ("", node):
+        return _refuse(state, request, f"not drained: the run is leaving {state.drained}; try again once it has")
+    choice = choose(state.job, state.placement, {node: "is drained"}, None)
+    if choice.course is Course.NEW_JOB:
+        how = f"`clusterddp requeue RUN --exclude {node}` continues without it"
+        return _refuse(state, request, f"not drained: {choice.why}; {how} in a new job")
+    return _end(replace(state, drained=node), request, Stop.DRAIN, now)
+
+
 def _end(state: State, request: Request, wanted: Stop, now: float) -> Step:
     """``decide.py`` then asks the ranks to stop, unless they are already stopping for a different reason."""
     nodes = request.values.get("nodes") or []
     if not (isinstance(nodes, list) and all(map(is_text, nodes))):
         return _refuse(state, request, f"nodes: expected a list of names, got {nodes!r}")
-    again = state.wanted is wanted and not nodes
+    again = state.wanted is wanted and (not nodes or wanted is Stop.DRAIN)
     named = {"nodes": nodes} if nodes else {}
     record: list[Action] = [] if again else [Record("requested", {"request": request.kind, **named})]
     news = Answer(request.client, {"news": "all ranks stop after their current step"}, last=False)
@@ -352,6 +372,7 @@ _KINDS: Mapping[str, Callable[[State, Request, float], Step]] = {
     "skip": _skip,
     "stop": _stop,
     "requeue": _requeue,
+    "drain": _drain,
     "child": _child,
 }
 #: What follows if ranks do not answer in time.
@@ -362,11 +383,12 @@ _LATE: Mapping[str, Callable[[State, Pending], Step]] = {
     "profile": _profile_late,
     "stop": _stop_late,
     "requeue": _stop_late,
+    "drain": _stop_late,
 }
 #: The answer once all ranks have exited.
 _AT_EXIT: Mapping[str, Callable[[State, Pending], dict[str, Any]]] = {
     "stacks": _stacks_answer,
-    **dict.fromkeys(("save", "stop", "requeue"), lambda _state, _waiting: {"ended": True}),
+    **dict.fromkeys(("save", "stop", "requeue", "drain"), lambda _state, _waiting: {"ended": True}),
     "skip": lambda _, waiting: {"ended": True, "request": waiting.request.client},
     "profile": lambda state, waiting: {
         **_profiles(state, waiting),

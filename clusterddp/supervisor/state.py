@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from clusterddp.failures.hangs import Hang, Slow, StragglerRecovered
+from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job
 
 #: How often the controller is asked, in seconds, while something may be happening to the job.
@@ -30,10 +31,11 @@ class Stop(enum.Enum):
     INTERRUPTION = "interruption"
     HOLD = "clusterddp tell stop"
     REQUEUE = "clusterddp requeue"
+    DRAIN = "clusterddp tell drain"
 
 
 #: The reasons that come from the user: a stop for one of them has no deadline.
-WISHES = frozenset((Stop.HOLD.value, Stop.REQUEUE.value))
+WISHES = frozenset((Stop.HOLD.value, Stop.REQUEUE.value, Stop.DRAIN.value))
 #: A reason for which ranks stop without being asked: a signal, before its meaning is known.
 SIGNAL = "signal"
 
@@ -300,10 +302,10 @@ class Pending:
 
 @dataclass(frozen=True)
 class State:
-    """The state of an attempt. The first five fields do not change."""
+    """The state of an attempt. The first six fields do not change."""
 
     job: Job
-    #: The nodes of the job in Slurm's order; empty where they are unknown.
+    #: The nodes with ranks in Slurm's order; empty where they are unknown.
     nodes: tuple[str, ...] = ()
     #: How many steps the run had made before.
     steps_before: int = 0
@@ -311,10 +313,14 @@ class State:
     abandon_s: float = 0.0
     #: Whether the controller can start the run again.
     restartable: bool = True
+    #: The nodes of the job in groups.
+    placement: Placement = field(default_factory=Placement)
 
     hosts: PerRank[str] = field(default_factory=PerRank[str])
     #: When each rank's connection broke, or it reported a failure, in unix seconds.
     lost_at: PerRank[float] = field(default_factory=PerRank[float])
+    #: The ranks whose connection has ended.
+    closed: PerRank[bool] = field(default_factory=PerRank[bool])
     #: The record of its end that each rank has sent.
     ends: PerRank[Mapping[str, Any]] = field(default_factory=PerRank[Mapping[str, Any]])
     #: The ranks whose nodes stopped answering.
@@ -323,8 +329,11 @@ class State:
     #: answer before.
     confirming: bool = False
     cut_off: bool = False
-    #: Why to abandon the attempt as soon as rank 0 has saved; empty if there is no reason.
+    #: Why to abandon the attempt as soon as rank 0 has saved; empty if there is no reason. Whether its ranks were then
+    #: told to exit, and were killed.
     abandon: str = ""
+    leaving: bool = False
+    killed: bool = False
     #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
     saving: bool = False
     #: Whether rank 0 stops without the others: no step ended in time, or it has called a callable's ``checkpoint()``.
@@ -360,8 +369,9 @@ class State:
     hung_at: float = 0.0
     #: The requests of the user that are not answered yet, by connection.
     pending: Mapping[int, Pending] = field(default_factory=dict)
-    #: Whether the user wants the run to stop (Stop.HOLD) or to be requeued.
+    #: Whether the user wants the run to stop (Stop.HOLD), to be requeued, or to leave the node ``drained``.
     wanted: Stop | None = None
+    drained: str = ""
     superseded: bool = False
     #: Whether the run directory was removed: the attempt ends, and has no place to record that.
     removed: bool = False

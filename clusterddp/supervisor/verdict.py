@@ -31,7 +31,7 @@ class Action(enum.Enum):
     COMPLETE = "completed"
     FAIL = "failed"
     CANCEL = "cancelled"
-    RESTART = "restart"  # all ranks restart in the same job, on the same nodes
+    RESTART = "restart"  # all ranks restart in the same job, if it has nodes enough that work
     AGAIN = "again"  # the job ends unless it is requeued, or the run is resubmitted
     LEAVE_TO_SLURM = "leave to Slurm"  # which requeues the job by itself, unless it cancels what it preempts
     LEAVE = "leave"  # the job ends, the run does not: a later submit continues it
@@ -229,7 +229,7 @@ class Verdict:
 
 
 #: What the user asks of a run without ending it.
-_BY_USER = (Cause.INTERRUPTED, Cause.STOP_REQUESTED, Cause.REQUEUE_REQUESTED)
+_BY_USER = (Cause.INTERRUPTED, Cause.STOP_REQUESTED, Cause.REQUEUE_REQUESTED, Cause.DRAIN_REQUESTED)
 #: After any other cause the job ends, and the run does not.
 _FOLLOWS = {
     Cause.PREEMPTED: Action.AGAIN,
@@ -239,6 +239,7 @@ _FOLLOWS = {
     Cause.REQUEUED: Action.LEAVE_TO_SLURM,
     Cause.CANCELLED: Action.CANCEL,
     Cause.REQUEUE_REQUESTED: Action.AGAIN,
+    Cause.DRAIN_REQUESTED: Action.RESTART,
 }
 
 

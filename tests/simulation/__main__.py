@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 
 from tests.simulation import product
@@ -72,11 +73,16 @@ def _count_lines(first: int, count: int) -> int:
     return 0
 
 
+#: What is in effect in a process of the pool, to its end.
+_installed = ExitStack()
+
+
+def _install() -> None:
+    _installed.enter_context(product.installed())
+
+
 def _chunk(seeds: Iterable[int], until: float) -> list[Result]:
-    if time.monotonic() >= until:
-        return []
-    with product.installed():
-        return [play(seed) for seed in seeds if time.monotonic() < until]
+    return [play(seed) for seed in seeds if time.monotonic() < until]
 
 
 def _play(first: int, most: int, processes: int, limit_s: float) -> int:
@@ -87,7 +93,7 @@ def _play(first: int, most: int, processes: int, limit_s: float) -> int:
     violations: list[tuple[int, str]] = []
     kinds: Counter[str] = Counter()
     chunks = [range(at, min(at + CHUNK, first + most)) for at in range(first, first + most, CHUNK)]
-    with ProcessPoolExecutor(processes) as pool:
+    with ProcessPoolExecutor(processes, initializer=_install) as pool:
         for results in pool.map(partial(_chunk, until=began + limit_s), chunks):
             for result in results:
                 events.append(result.events)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +21,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 from clusterddp.rundir.files import finite
 from tests.simulation.world import EPOCH, Killed, World
+
+#: What `remembered` functions do not read: checkpoints, and files that grow with each step.
+UNSEEN, UNREAD = "/checkpoints/", ("/metrics.jsonl", "/timing.jsonl")
+#: What they do read: claims and folders of attempts; files in the run's folder; these, and what is added to them.
+CLAIMS, FILES, LINES = slice(0, 1), slice(1, 2), slice(1, 3)
 
 
 @dataclass
@@ -58,6 +64,14 @@ class Disk:
         #: Until when operations fail, with which error, and how many of a hundred.
         self.broken: tuple[float, int, int] = (0.0, 0, 0)
         self._temporary = 0
+        #: Counts the changes of what `remembered` functions read: claims, other files, and what is added to these.
+        self.changes = [0, 0, 0]
+        #: What they found, at which number of changes, in how many steps, and when the first folder was looked into.
+        self._known: dict[tuple[Any, ...], tuple[Any, int, int, float]] = {}
+        #: How many steps were made so far, and when the first of the folders that count was looked into.
+        self._steps, self._oldest = 0, math.inf
+        #: Draws of slow steps that are made already.
+        self._drawn: list[float] = []
 
     # --- what goes wrong
 
@@ -69,12 +83,54 @@ class Disk:
             return
         if not thread.process.alive:
             raise Killed
-        if self.slow and world.random.random() < self.slow:
+        self._steps += 1
+        if self.slow and (self._drawn.pop() if self._drawn else world.random.random()) < self.slow:
             world.sleep(world.random.expovariate(2.0))
         if self.broken[0] > world.now:
             _, code, percent = self.broken
             if (write or code != errno.ENOSPC) and world.random.random() * 100 < percent:
                 raise OSError(code, os.strerror(code), str(path))
+
+    def remembered(self, read: Callable[..., Any], copied: Callable[[Any], Any], what: slice, *names: Any) -> Any:
+        """What ``read()`` returns, which only reads; the same as before, without reading, if nothing has changed.
+
+        ``what`` it reads: ``CLAIMS``, ``FILES`` or ``LINES``. ``names``: of the function, and what it reads.
+        """
+        world = self.world
+        thread = world.thread
+        if thread is None or not thread.process.alive or self.broken[0] > world.now:
+            return read()
+        key = (thread.process.node, *names)
+        now = sum(self.changes[what])
+        known = self._known.get(key)
+        if known is not None:
+            found, changes, steps, looked = known
+            is_same = changes == now and world.now - looked < self.lag_s
+            if is_same and (not self.slow or (not self._drawn and self._is_quick(steps))):
+                self._steps += steps
+                if looked < self._oldest:
+                    self._oldest = looked
+                return copied(found)
+        outer, self._oldest = self._oldest, math.inf
+        wait, steps = thread.wait, self._steps
+        try:
+            found = read()
+            if thread.wait == wait:  # else others have run meanwhile
+                self._known[key] = copied(found), now, self._steps - steps, self._oldest
+        finally:
+            if outer < self._oldest:
+                self._oldest = outer
+        return found
+
+    def _is_quick(self, steps: int) -> bool:
+        """Whether none of so many steps is slow. If one is, they are drawn already for who makes them."""
+        drawn = []
+        for _ in range(steps):
+            drawn.append(self.world.random.random())
+            if drawn[-1] < self.slow:
+                self._drawn = drawn[::-1]
+                return False
+        return True
 
     def _seen(self, path: str) -> Node | None:
         """What the calling node sees there."""
@@ -91,6 +147,8 @@ class Disk:
         looked = self._looked.get((here, folder), -1e9)
         if now - looked >= self.lag_s:
             looked = self._looked[here, folder] = now
+        if looked < self._oldest:
+            self._oldest = looked
         return looked
 
     def _there(self, path: Path) -> Node:
@@ -109,6 +167,7 @@ class Disk:
         node = self.nodes[name] = Node(self._inodes, self.world.now, where, folder)
         above.names[_name(name)] = None
         self._looked[where, folder_above] = self.world.now
+        self._change(name)
         return node
 
     def _remove(self, name: str) -> None:
@@ -116,6 +175,11 @@ class Disk:
             self._looked[self.world.process.node, _above(name)] = self.world.now
         if self.nodes.pop(name, None) is not None:
             self.nodes[_above(name)].names.pop(_name(name), None)
+        self._change(name)
+
+    def _change(self, name: str) -> None:
+        if UNSEEN not in name:
+            self.changes[not ("/private" in name or "/logs" in name)] += 1
 
     # --- clusterddp/rundir/files.py
 
@@ -190,6 +254,7 @@ class Disk:
         node.changed = self.world.now
         self.nodes[new] = node
         self.nodes[_above(new)].names[_name(new)] = None
+        self._change(new)
 
     def write_json(self, path: Path, value: Mapping[str, Any], mode: int | None = None) -> None:
         """As in files.py."""
@@ -198,7 +263,10 @@ class Disk:
     def append_line(self, path: Path, value: Mapping[str, Any]) -> None:
         """As in files.py: of a process that is killed meanwhile, a part of the line stays."""
         self._step(path, write=True)
-        node = self.nodes.get(str(path)) or self._add(str(path))
+        name = str(path)
+        node = self.nodes.get(name) or self._add(name)
+        seen = not name.endswith(UNREAD)
+        self.changes[2] += seen
         before, data = node.data, (_ENCODER.encode(finite(value)) + "\n").encode()
         if self.slow and self.world.random.random() < self.slow:
             node.data = before + data[: len(data) // 2]
@@ -208,6 +276,7 @@ class Disk:
                 node.data = before
                 raise
         node.data, node.changed = before + data, self.world.now
+        self.changes[2] += seen
 
     def remove(self, path: Path) -> None:
         """As in files.py."""
@@ -232,6 +301,7 @@ class Disk:
         node = self._add(str(path))
         self._step(path)
         node.data, node.changed = content.encode(), self.world.now
+        self._change(str(path))
         return True
 
     def exists(self, path: Path) -> bool:
@@ -268,7 +338,7 @@ class Disk:
     def open_binary(self, path: Path, change: bool = False, buffered: bool = True) -> BinaryIO:
         """As in files.py."""
         self._step(path)
-        return _Open(self._there(path))
+        return _Open(self, self._there(path))
 
     def fsync_directory(self, path: Path) -> None:
         """As in files.py."""
@@ -293,11 +363,12 @@ def _above(path: str) -> str:
 class _Open(io.BytesIO):
     """An open file, whose end may be cut off."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, disk: Disk, node: Node) -> None:
         super().__init__(node.data)
-        self._node = node
+        self._disk, self._node = disk, node
 
     def truncate(self, size: int | None = None) -> int:
         """As of a file."""
         self._node.data = self._node.data[:size]
+        self._disk.changes[2] += 1
         return super().truncate(size)

@@ -90,8 +90,8 @@ def drawn(seed: int) -> Plan:
     draw = random.Random(seed)
     kinds = [kind for kind in FAULTS if draw.random() < SHARE.get(kind, 0.4)] or ["preempt"]
     script = Script(
-        steps=draw.choice((8, 12, 20)),
-        step_s=draw.choice((1.0, 3.0, 10.0)),
+        steps=draw.choice((4, 6, 10)),
+        step_s=draw.choice((1.0, 3.0, 7.0)),
         save_every=draw.choice((3, 5, 1000)),
         save_s=draw.choice((0.2, 2.0, 6.0)),
         import_s=draw.choice((2.0, 8.0)),
@@ -104,6 +104,7 @@ def drawn(seed: int) -> Plan:
         kill_wait_s=draw.choice((10, 30)),
         hold_s=draw.choice((7, 121)),
         slurmd_timeout_s=draw.choice((60, 300)),
+        max_requeues=draw.choice((1, 5)),
     )
     length = script.steps * script.step_s * 1.5
     count = min(12, 1 + int(draw.expovariate(0.3)))
@@ -122,11 +123,11 @@ def drawn(seed: int) -> Plan:
         time_limit_s=draw.choice((3600, 3600, max(240, int(length / 2)))),
         lag_s=draw.choice((0.0, 0.0, 3.0, 30.0)),
         slow=draw.choice((0.0, 0.0, 0.02, 0.1)),
-        resubmitters=draw.choice((0, 1, 1, 2)),
+        resubmitters=draw.choice((0, 0, 1, 1, 1, 2)),
         policy=draw.choice((None, None, "resubmit")),
         hook=draw.random() < 0.2,
         watchdog="hang" in kinds,
-        waits=draw.random() < 0.2,
+        waits=draw.random() < 0.12,
         skew=draw.choice((None, None, ("n1", 3.0), ("login", -20.0), ("n2", 40.0))),
         faults=tuple(faults),
     )
@@ -211,6 +212,8 @@ class History:
             if not fault.moment:
                 world.after(fault.at, self._strike, fault)
         self.slurm.on_command = self._on_command
+        for number in range(1, 4):  # the user looks at the queue now and then
+            world.after(1200.0 * number, self.slurm.release)
         last = max((fault.at for fault in plan.faults), default=0.0)
         try:
             world.run(last + BOUND_S, self._is_over)
@@ -231,9 +234,10 @@ class History:
         )
 
     def _is_over(self) -> bool:
-        """A minute after the outcome."""
+        """A while after the outcome."""
         if self.world.now >= self.invariants.look_at:
             self.invariants.check()
+            self.world.look_at = self.invariants.look_at if self.invariants.is_live else 0.0
         if not self.invariants.settled():  # also if ``resubmit`` continues it after all
             self.over_at = None
             return False
@@ -324,7 +328,7 @@ class History:
         def main() -> int:
             self.world.sleep(0.3)
             controller = SlurmController(environ, self.run, self.job)
-            launcher: Callable[[], Any] = lambda: Launcher(self.cluster, self.run, self.job, batch)  # noqa: E731
+            launcher: Callable[..., Any] = lambda *_: Launcher(self.cluster, self.run, self.job, batch)  # noqa: E731
             try:
                 return supervisor.supervise(self.run, self.job, launcher, controller)
             except (ClusterddpError, OSError) as error:
@@ -506,6 +510,17 @@ def _time_limit(history: History, draw: random.Random) -> None:
         history.world.after(left, history.slurm._time_limit, batch, batch.era)
 
 
+def _more_time(history: History, draw: random.Random) -> None:
+    """An administrator extends the time limit."""
+    more_s = draw.choice((60, 1800))
+    for batch in history.batches:
+        batch.end_time, batch.time_limit_s = (batch.end_time or 0.0) + more_s, batch.time_limit_s + more_s
+
+
+def _limited(history: History, draw: random.Random) -> None:
+    history.slurm.limited_until = history.world.now + draw.choice((20.0, 300.0))
+
+
 #: What can happen, by name.
 FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "preempt": _preempt,
@@ -523,6 +538,8 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "requeue by admin": _requeue,
     "disk errors": _disk_errors,
     "time limit lowered": _time_limit,
+    "time limit raised": _more_time,
+    "requests limited": _limited,
     "tell stop": _tell_stop,
     "tell save": _tell_save,
     "requeue": _requeue_command,

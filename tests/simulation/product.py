@@ -18,7 +18,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -37,7 +37,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends
 from clusterddp.slurm import commands
 from clusterddp.supervisor import attempt, controller, hook, lease, main, recovery
-from tests.simulation.disk import Disk
+from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
 from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
@@ -60,7 +60,7 @@ ROOMS = (
 #: The cluster's name.
 CLUSTER = "sim"
 #: Histories between two collections of garbage.
-COLLECTED = 50
+COLLECTED = 200
 #: Modules of the standard library that are replaced wherever a module of these packages has imported them.
 _MODULES = {
     name: importlib.import_module(name) for name in ("time", "queue", "threading", "random", "secrets", "socket", "os")
@@ -162,6 +162,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     replaced[id(ownership.check_run)] = lambda _: None
     replaced[id(dataclasses.replace)] = _replace
     replaced[id(records.read_json)] = _read_json
+    replaced.update(_reading())
     for name, module in list(sys.modules.items()):
         if module is None or module is files or not name.startswith(tuple(f"clusterddp.{room}" for room in ROOMS)):
             continue
@@ -249,7 +250,8 @@ def _replace(value: Any, /, **changes: Any) -> Any:
     if not _is_plain(kind):  # type: ignore[arg-type]
         return dataclasses.replace(value, **changes)
     made = object.__new__(kind)
-    made.__dict__.update(value.__dict__, **changes)
+    made.__dict__.update(value.__dict__)
+    made.__dict__.update(changes)
     return made
 
 
@@ -305,7 +307,6 @@ def _attempts(run: RunDirectory) -> list[int]:
 def _remembered() -> Iterator[tuple[Any, str, Any]]:
     """Functions of the product whose results are remembered. What Slurm answers has unix times, which need no clock."""
     unix_time, parse_job = commands.unix_time, commands.parse_job
-    running = re.compile(r"(?<= RunTime=)\S+")
 
     @lru_cache(4096)
     def time_of(text: str | None) -> float | None:
@@ -316,27 +317,72 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
         return parse_job(text)
 
     def job(text: str) -> commands.JobInfo | None:
-        if (ran := running.search(text)) is None:
+        start = text.find(" RunTime=") + len(" RunTime=")
+        end = text.find(" ", start)
+        ran = text[start:end]
+        if not ran[:2].isdigit():
             return parse_job(text)
-        found = job_of(f"{text[: ran.start()]}00:00:00{text[ran.end() :]}")
-        return None if found is None else _replace(found, run_time_s=commands._seconds(ran[0]))
+        found = job_of(f"{text[:start]}00:00:00{text[end:]}")
+        return None if found is None else _replace(found, run_time_s=seconds(ran))
 
+    seconds = lru_cache(4096)(commands._seconds)
     yield commands, "unix_time", lambda text, near=None: time_of(text)
-    yield commands, "_seconds", lru_cache(4096)(commands._seconds)
+    yield commands, "_seconds", seconds
     yield commands, "parse_job", job
     yield commands, "for_parsing", lambda _: {}  # the model's answers do not depend on the environment
     yield commands, "cluster_name", lambda _: CLUSTER
     yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
     yield records, "parse", _parsed_line
     yield records, "parsed", _parsed
-    yield RunDirectory, "attempts", _attempts
+    yield RunDirectory, "attempts", _of_run("attempts", list, CLAIMS, _attempts)
+    yield RunDirectory, "events", _of_run("events", list, LINES)
+    yield RunDirectory, "outcome", _of_run("outcome", _copied, FILES)
     for name in ("attempt_logs", "attempt_private", "holder_file", "control_file"):
         yield RunDirectory, name, _once_per_run(vars(RunDirectory)[name])
 
 
+def _reading() -> dict[int, Callable[..., Any]]:
+    """Functions that only read, and find the same until something changes; by the id of what they replace."""
+    read_claim, waiting_claim, holders = claims.read_claim, claims.waiting_claim, lease.holders
+
+    def claim(path: Path, run: RunDirectory) -> Any:
+        return _now.disk.remembered(lambda: read_claim(path, run), _copied, CLAIMS, path)
+
+    def waiting(run: RunDirectory, attempts: Sequence[int]) -> Any:
+        return _now.disk.remembered(lambda: waiting_claim(run, attempts), _copied, CLAIMS, run.path, *attempts)
+
+    def held(run: RunDirectory) -> Any:
+        return _now.disk.remembered(lambda: holders(run), _each_copied, CLAIMS, "held", run.path)
+
+    return {id(read_claim): claim, id(waiting_claim): waiting, id(holders): held}
+
+
+def _of_run(
+    name: str, copied: Callable[[Any], Any], what: slice, method: Callable[[RunDirectory], Any] | None = None
+) -> Callable[[RunDirectory], Any]:
+    """A method of `RunDirectory` that only reads ``what``."""
+    read = method or vars(RunDirectory)[name]
+    return lambda run: _now.disk.remembered(lambda: read(run), copied, what, name, run.path)
+
+
+def _copied(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if found is None else dict(found)
+
+
+def _each_copied(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [dict(each) for each in found]
+
+
 def _once_per_run(path_of: Callable[[RunDirectory, int], Path]) -> Callable[..., Path]:
-    of = lru_cache(1024)(lambda run, attempt: path_of(RunDirectory(run), attempt))
-    return lambda run, attempt: of(run.path, attempt)
+    of: dict[tuple[str, int], Path] = {}
+
+    def path(run: RunDirectory, attempt: int) -> Path:
+        key = str(run.path), attempt
+        if (found := of.get(key)) is None:
+            found = of[key] = path_of(run, attempt)
+        return found
+
+    return path
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import json
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -59,6 +60,7 @@ def sample_of(step: int) -> int:
     return (step * 7919 + 13) % 104729
 
 
+@lru_cache(4096)
 def trained(weights: str, sample: int) -> str:
     """The weights after one more step."""
     return hashlib.md5(f"{weights} {sample}".encode()).hexdigest()[:12]

@@ -74,7 +74,8 @@ class Thread:
         self.process, self.name, self.done = process, name, False
         self._target, self._args = target, args
         self.greenlet = greenlet(self._run, process.world.hub)
-        #: Counts waits, so that a late wake-up of an earlier wait has no effect.
+        self.switch = self.greenlet.switch
+        #: Counts waits, so that a late wake-up of an earlier wait has no effect; -1 of a thread that has ended.
         self.wait = 0
         self._joining: list[tuple[Thread, int]] = []
         process.threads.append(self)
@@ -88,6 +89,8 @@ class Thread:
             if self.process.alive:
                 self.process.world.crashed(self, error)
             return
+        finally:
+            self.wait = -1
         self.done = True
         for thread, wait in self._joining:
             self.process.world.wake(thread, wait)
@@ -145,8 +148,12 @@ class World:
         self.thread: Thread | None = None
         self.threads: list[Thread] = []
         self.processes: list[Process] = []
-        self._queue: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
-        self._order = itertools.count()
+        #: What happens when: (time, order, function, its arguments), or (time, order, None, a thread, its wait).
+        self._queue: list[tuple[Any, ...]] = []
+        self._next = itertools.count().__next__
+        self._until = 0.0
+        #: Before this time nobody looks whether the history is over.
+        self.look_at = 0.0
         self._pids = itertools.count(1000)
         self._over = False
 
@@ -162,19 +169,30 @@ class World:
 
     def after(self, seconds: float, act: Callable[..., Any], *args: Any) -> None:
         """Does something later."""
-        heappush(self._queue, (self.now + seconds, next(self._order), act, args))
+        heappush(self._queue, (self.now + seconds, self._next(), act, args))
 
     def run(self, until: float, done: Callable[[], bool]) -> None:
-        """Plays events until none is left, the time is over, or it is ``done``, which is asked after each event."""
+        """Plays events until none is left, the time is over, or it is ``done``, which is asked from `look_at` on."""
         queue, violations = self._queue, self.violations
+        self._until = until
         while queue and not violations:
-            at, _, act, args = heappop(queue)
-            if at > until:
+            event = heappop(queue)
+            self.now = now = event[0]
+            if now > until:
                 break
-            self.now = at
             self.events += 1
-            act(*args)
-            if done():
+            if (act := event[2]) is not None:
+                act(*event[3])
+            elif event[4] == (thread := event[3]).wait and (process := thread.process).alive:
+                if process.stopped_until > now:
+                    at = now + (process.stopped_until - now)
+                    heappush(queue, (at, self._next(), None, thread, event[4]))
+                else:
+                    thread.wait += 1  # a second wake-up of the same wait has no effect
+                    self.thread = thread
+                    thread.switch()
+                    self.thread = None
+            if self.now >= self.look_at and done():
                 break
 
     def close(self) -> None:
@@ -214,10 +232,22 @@ class World:
         thread.wait = wait = thread.wait + 1
         if timeout is not None:
             at = self.now + timeout if timeout > 0.0 else self.now
-            heappush(self._queue, (at, next(self._order), self._resume, (thread, wait)))
+            heappush(self._queue, (at, self._next(), None, thread, wait))
+            if self._is_next(thread, wait):
+                self.now = heappop(self._queue)[0]
+                self.events += 1
+                thread.wait = wait + 1
+                return
         self._to_hub()
         if self._over or not thread.process.alive:
             raise Killed
+
+    def _is_next(self, thread: Thread, wait: int) -> bool:
+        """Whether the thread that just began to wait is what happens next, so that `run` need not be asked."""
+        event = self._queue[0]
+        if event[3] is not thread or event[2] is not None or event[4] != wait or event[0] > self._until:
+            return False
+        return self.now < self.look_at and not self.violations and thread.process.stopped_until <= event[0]
 
     #: The calling thread does nothing for a while.
     sleep = park
@@ -225,19 +255,7 @@ class World:
     def wake(self, thread: Thread, wait: int) -> None:
         """Has a thread go on that waits, soon."""
         at = self.now + self.random.random() * JITTER_S
-        heappush(self._queue, (at, next(self._order), self._resume, (thread, wait)))
-
-    def _resume(self, thread: Thread, wait: int) -> None:
-        process = thread.process
-        if wait != thread.wait or not process.alive or thread.greenlet.dead:
-            return
-        if process.stopped_until > self.now:
-            self.after(process.stopped_until - self.now, self._resume, thread, wait)
-            return
-        thread.wait += 1  # a second wake-up of the same wait has no effect
-        self.thread = thread
-        thread.greenlet.switch()
-        self.thread = None
+        heappush(self._queue, (at, self._next(), None, thread, wait))
 
     def crashed(self, thread: Thread, error: BaseException) -> None:
         """A thread ended by an exception; the main thread's ends its process, as ``entry.exit_with`` does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,9 @@ def test_a_rank_share_larger_than_the_batch_size_is_reported_once(tmp_path: Path
     assert len(events_of(run, "microbatching_skipped")) == 1
 
 
-def submit(cluster: Cluster, run: RunDirectory, nodes: str, *script: str) -> str:
+def submit(cluster: Cluster, run: RunDirectory, nodes: str, *script: str, options: Sequence[str] = ()) -> str:
     command = [cluster.python, "-m", "clusterddp.submit", "--run-dir", run.path, SCRIPT, "--nodes", nodes]
-    done = cluster.run([*command, "--partition", "low", *SHAPE, *KEPT, "--", *script], cwd=cluster.source)
+    done = cluster.run([*command, "--partition", "low", *SHAPE, *KEPT, *options, "--", *script], cwd=cluster.source)
     return done.stdout.strip()
 
 

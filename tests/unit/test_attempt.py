@@ -292,6 +292,24 @@ def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monke
     assert cancelled == ["42"]
 
 
+def test_scancel_ends_the_new_job_even_if_that_has_begun_an_attempt(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a lost node it starts at once. It trained on although the user had ended the run; now it is cancelled, and
+    its supervisor records that."""
+    cancelled: list[str] = []
+    monkeypatch.setattr("clusterddp.slurm.commands.cancel", cancelled.append)
+
+    class Starting(FakeController):
+        def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
+            run.create_attempt()
+            return super().resubmit(without, after_this)
+
+    job = dataclasses.replace(JOB, policy="resubmit")
+    assert supervised(run, Starting(Cause.PREEMPTED, Cause.CANCELLED), job=job) == (1, ["started"])
+    assert (cancelled, run.outcome()) == (["42"], None)
+
+
 def test_a_scancel_of_the_new_job_without_an_answer_is_repeated_and_its_start_finds_the_outcome(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,12 +429,35 @@ def test_a_supervisor_that_stood_still_while_the_run_was_submitted_again_leaves_
     assert Attempt(run, JOB, run.create_attempt(), Frozen(run, STOPPED), alive).supervise() == 4
 
 
+def test_a_supervisor_that_stood_still_while_its_job_was_restarted_begins_no_attempt(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its node was frozen as it started, so that Slurm restarted the job elsewhere. It superseded the attempt of that
+    start, and Slurm ended it then: the run had stopped, and its job had failed."""
+
+    class Restarted(FakeController):
+        def __init__(self, restarts: int) -> None:
+            super().__init__(Cause.PREEMPTED)
+            self.restarts = restarts
+
+        def holder(self) -> dict[str, Any]:
+            return {**super().holder(), "restarts": self.restarts}
+
+    assert supervise(run, JOB, lambda: FakeRanks(run, STOPPED), Restarted(1)) == 4
+    assert supervise(run, JOB, lambda: FakeRanks(run, STOPPED), Restarted(0)) == 1
+    assert run.attempts() == [0]
+    assert "Slurm has restarted job 41 since it started this process, which exits" in capsys.readouterr().err
+    assert supervise(run, JOB, lambda: FakeRanks(run, STOPPED), Restarted(2)) == 4
+    assert run.attempts() == [0, 1]
+    assert SlurmController({"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "3"}, run, JOB).holder()["restarts"] == 3
+
+
 def test_a_failed_run_is_not_trained_again_by_a_requeue_of_its_own_job(run: RunDirectory) -> None:
     """24.11 requeues a job once more after a requeue within a grace; another job may continue it."""
     raised = {"end": "exception", "error": "ValueError: no"}
     ranks, controller = FakeRanks(run, raised), FakeController(Cause.NONE)
-    assert supervise(run, JOB, lambda: ranks, controller) == 1
-    assert supervise(run, JOB, lambda: ranks, controller) == 1
+    assert supervise(run, JOB, lambda *_: ranks, controller) == 1
+    assert supervise(run, JOB, lambda *_: ranks, controller) == 1
     assert run.attempts() == [0]
 
 
@@ -429,7 +470,7 @@ def test_a_start_while_the_controller_is_busy_asks_again_who_holds_the_run(
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: _next(answers))
     monkeypatch.setattr("clusterddp.supervisor.main.FIRST_PAUSE_S", 0.01)
     ranks = FakeRanks(run, {"end": "done", "used_clusterddp": True})
-    assert supervise(run, JOB, lambda: ranks, FakeController(Cause.NONE)) == 0
+    assert supervise(run, JOB, lambda *_: ranks, FakeController(Cause.NONE)) == 0
     assert (run.outcome() or {})["state"] == "completed"
 
 
@@ -441,7 +482,7 @@ def test_a_run_that_completes_while_another_job_starts_is_not_trained_again(
     outcome = {"state": "completed", "step": 9, "attempts": 1, "reason": "all ranks finished"}
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: write_json(run.outcome_file, outcome))
     ranks = FakeRanks(run, {"end": "done", "used_clusterddp": True})
-    assert supervise(run, JOB, lambda: ranks, FakeController(Cause.NONE)) == 0
+    assert supervise(run, JOB, lambda *_: ranks, FakeController(Cause.NONE)) == 0
     assert run.attempts() == [0]
     assert run.outcome() == outcome
 
@@ -457,14 +498,14 @@ def test_an_outcome_that_is_written_while_a_start_stands_still_is_kept(
         return real(run)
 
     monkeypatch.setattr(RunDirectory, "create_attempt", create_attempt)
-    assert supervise(run, JOB, lambda: FakeRanks(run, STOPPED), FakeController(Cause.NONE)) == 0
+    assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), FakeController(Cause.NONE)) == 0
     assert (run.outcome() or {})["state"] == "completed"
 
 
 def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_checkpoint(run: RunDirectory) -> None:
     """Each start is an attempt of its own in the same job; then the run has failed, and says why."""
     killed = FakeRanks(run, {"end": "died", "error": "killed"})
-    assert supervise(run, JOB, lambda: killed, FakeController(Cause.NONE)) == 1
+    assert supervise(run, JOB, lambda *_: killed, FakeController(Cause.NONE)) == 1
     names = [event["event"] for event in run.events() if event["event"] != "not_excluded"]
     assert names == ["started", "rank_failed", "restarted"] * 2 + ["started", "rank_failed", "failed"]
     assert "3 consecutive attempts failed without saving a new checkpoint" in (run.outcome() or {})["reason"]
@@ -474,7 +515,7 @@ def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirect
     """Only failures without progress count."""
     ends = iter([{"end": "died", "error": "killed"}] * 5 + [{"end": "done"}])
 
-    def ranks() -> FakeRanks:
+    def ranks(*_: object) -> FakeRanks:
         if before := run.newest_attempt():
             append_line(run.events_file, {"time": 1.0, "attempt": before, "event": "checkpoint", "step": 1})
             (run.checkpoints / f"step-000000000001.attempt-{before}.safetensors").touch()
@@ -488,7 +529,7 @@ def test_an_attempt_deletes_the_logs_of_old_ones(run: RunDirectory) -> None:
     """Its own and the first attempt's stay, and the numbers of all."""
     ends = iter([{"end": "died", "error": "killed"}] * 2 + [{"end": "done"}])
     job = dataclasses.replace(JOB, keep_logs=1)
-    assert supervise(run, job, lambda: FakeRanks(run, next(ends)), FakeController(Cause.NONE)) == 0
+    assert supervise(run, job, lambda *_: FakeRanks(run, next(ends)), FakeController(Cause.NONE)) == 0
     wait_until(lambda: not run.attempt_logs(1).exists(), "the logs of attempt 1 to be deleted")
     assert run.attempt_logs(0).exists() and run.attempt_logs(2).exists() and run.attempts() == [0, 1, 2]
 
@@ -501,7 +542,7 @@ def test_a_node_that_failed_twice_is_excluded_from_the_next_job(run: RunDirector
     killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
     controller = FakeController(Cause.NONE)
     controller.nodes = ["n1", "n2", "n3"]
-    assert supervise(run, JOB, lambda: killed, controller) == 4
+    assert supervise(run, JOB, lambda *_: killed, controller) == 4
     names = [event["event"] for event in run.events()]
     assert names == [
         *("started", "rank_failed", "restarted"), *("started", "rank_failed", "excluded", "resubmitted"),
@@ -530,7 +571,7 @@ def test_a_bad_node_is_excluded_where_fewer_suffice(run: RunDirectory) -> None:
     controller = FakeController(Cause.NONE)
     controller.nodes = ["n1", "n2"]
     job = as_started(dataclasses.replace(JOB, nodes=2, min_nodes=1, gpus_per_node=1), {"SLURM_JOB_NUM_NODES": "2"})
-    assert supervise(run, job, lambda: killed, controller) == 4
+    assert supervise(run, job, lambda *_: killed, controller) == 4
     assert controller.asked == ["resubmit n1"]
 
 
@@ -540,7 +581,7 @@ def test_where_too_few_nodes_would_remain_slurms_choice_is_kept_and_reported(
     """The run continues in place."""
     killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
     controller = FakeController(Cause.NONE)
-    assert supervise(run, JOB, lambda: killed, controller) == 1
+    assert supervise(run, JOB, lambda *_: killed, controller) == 1
     assert controller.asked == []
     said = capsys.readouterr().out
     words = "no further node is excluded, because without n1 the partition has 0 usable nodes, but the run needs 1"
@@ -560,7 +601,7 @@ def test_only_a_rank_that_its_launcher_did_not_kill_is_told_to_check_its_memory(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first that ended; the other one was killed for it."""
-    supervise(run, JOB, lambda: Killed(run, {"end": "died"}), FakeController(Cause.NONE))
+    supervise(run, JOB, lambda *_: Killed(run, {"end": "died"}), FakeController(Cause.NONE))
     shown = capsys.readouterr().err
     assert "| rank 1 (n1) was killed by SIGKILL, probably out of memory\n" in shown
     assert "| as a result: rank 0 (n1) was ended by clusterddp after rank 1 failed\n" in shown
@@ -677,7 +718,7 @@ def test_a_run_that_gets_no_new_job_without_a_bad_node_continues_in_place(run: R
     killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
     controller = Refusing(Cause.NONE)
     controller.nodes = ["n1", "n2"]
-    assert supervise(run, JOB, lambda: killed, controller) == 1
+    assert supervise(run, JOB, lambda *_: killed, controller) == 1
     names = [event["event"] for event in run.events()]
     assert names[3:] == [
         *("started", "rank_failed", "excluded", "not_excluded", "restarted"), *("started", "rank_failed", "failed"),
@@ -1099,7 +1140,11 @@ LIMIT = Cause.TIME_LIMIT.value
         (Limits(attempts=2), history((LIMIT, True)), None),
         (Limits(attempts=2), history((LIMIT, True), (LIMIT, True)), "limits.attempts (2) reached"),
         (Limits(gpu_hours=4.5), history((LIMIT, True), (LIMIT, True)), None),
-        (Limits(gpu_hours=4), history((LIMIT, True), (LIMIT, True)), "limits.gpu_hours (4) reached: 4.00 used"),
+        (
+            Limits(gpu_hours=4),
+            history((LIMIT, True), (LIMIT, True)),
+            "limits.gpu_hours (4) reached: 4.00 used. Raise it with --change --set limits.gpu_hours=N",
+        ),
         (Limits(), history((LIMIT, False), (LIMIT, False)), None),
         (Limits(), history((LIMIT, True), *[(LIMIT, False)] * 3), "3 consecutive attempts"),
         (Limits(), history(*[(LIMIT, False)] * 9), None),

@@ -405,7 +405,7 @@ def test_a_hang_ends_all_ranks_with_a_grace_period_first() -> None:
     """Those that can exit on their own do."""
     state, todo = step(after(), HANG, NOW)
     values = dataclasses.asdict(HANG)
-    assert values.pop("of_device") is False
+    assert values.pop("of_device") is values.pop("silent") is False
     record = Record("hung", {"rank": 1, **values})
     orders = [Broadcast("flight_record", HANG.what), Broadcast("leave", HANG.what)]
     assert todo == [record, *orders, KILL]

@@ -51,7 +51,7 @@ def told(run: RunDirectory) -> list[dict[str, Any]]:
 def test_a_run_that_completes_tells_its_hook_before_the_supervisor_exits(run: RunDirectory) -> None:
     """With the line of the history, and the run in the environment."""
     ranks = FakeRanks(run, {"end": "done"})
-    assert supervise(run, telling(run), lambda: ranks, FakeController(Cause.NONE)) == 0
+    assert supervise(run, telling(run), lambda *_: ranks, FakeController(Cause.NONE)) == 0
     (line,) = told(run)
     assert line | {"time": 0} == {
         "time": 0,
@@ -93,7 +93,7 @@ def test_a_limit_that_ends_a_run_before_its_next_attempt_is_told_as_a_failure(ru
     """No ranks are started any more."""
     append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "requeued", "cause": "preempted"})
     job = telling(run, dataclasses.replace(JOB, limits=Limits(attempts=1)))
-    supervise(run, job, lambda: FakeRanks(run, STOPPED), FakeController(Cause.NONE))
+    supervise(run, job, lambda *_: FakeRanks(run, STOPPED), FakeController(Cause.NONE))
     assert [line["event"] for line in told(run)] == ["failed"]
 
 
@@ -115,7 +115,7 @@ def test_a_hook_that_fails_changes_nothing_about_the_run(
     """It is a message in the job's log; one that does not end is killed, with its children."""
     monkeypatch.setattr(hooks, "TIMEOUT_S", 0.3)
     job = dataclasses.replace(JOB, hook=("/bin/sh", "-c", command) if command else ("/nowhere/notify",))
-    assert supervise(run, job, lambda: FakeRanks(run, {"end": "done"}), FakeController(Cause.NONE)) == 0
+    assert supervise(run, job, lambda *_: FakeRanks(run, {"end": "done"}), FakeController(Cause.NONE)) == 0
     assert said in capsys.readouterr().err
     if (run.path / "pid").exists():
         child = int((run.path / "pid").read_text())

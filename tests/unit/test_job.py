@@ -35,6 +35,7 @@ resume: {checkpoint: "{run_dir}/*.pt", args: [--resume]}
 done: {log: epochs completed}
 stop: {signal: USR1}
 nodes: 2
+spare_nodes: 1
 gpus_per_node: a100:4
 gpus_per_rank: 2
 gpu_request: gres
@@ -109,6 +110,7 @@ def test_every_field_is_read(folder: Path) -> None:
         done=Done(log="epochs completed"),
         stop=StopSignal("USR1"),
         nodes=2,
+        spare_nodes=1,
         gpus_per_node=4,
         gpus_per_rank=2,
         gpu_request="gres",

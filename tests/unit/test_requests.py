@@ -11,6 +11,7 @@ import pytest
 
 from clusterddp.events import sentence
 from clusterddp.failures import exclusion
+from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import described, grouped, summary
 from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.jobdef.job import ProfiledSteps
@@ -114,7 +115,7 @@ def test_a_late_or_malformed_answer_changes_nothing() -> None:
     [
         ("stacks", {"ranks": "1-2"}, "there is no rank 2 in this run: expected 0 to 1"),
         ("stacks", {"ranks": "one"}, "'one' is neither a rank nor a range"),
-        ("dance", {}, "supports stacks, save, profile, skip, stop, requeue, child, not 'dance'"),
+        ("dance", {}, "supports stacks, save, profile, skip, stop, requeue, drain, child, not 'dance'"),
         ("requeue", {"nodes": "n1"}, "nodes: expected a list of names, got 'n1'"),
     ],
 )
@@ -389,6 +390,44 @@ def test_a_run_in_the_users_own_allocation_is_not_requeued() -> None:
     assert "Slurm cannot requeue your own allocation" in refusal["refused"]
 
 
+SPARES = dataclasses.replace(TWO_RANKS, nodes=2, gpus_per_node=1, spare_nodes=1)
+PLACED = State(SPARES, ("n1", "n2"), placement=Placement(("n1", "n2", "n3"), ("n1", "n2")))
+
+
+def drain(node: object) -> Request:
+    return Request(3, "drain", {"node": node})
+
+
+def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None:
+    """It is one request, whoever repeats it."""
+    state, actions = step(after(state=PLACED), drain("n2"), NOW)
+    assert Broadcast("stop", "clusterddp tell drain") in actions
+    assert Record("requested", {"request": "drain", "nodes": ["n2"]}) in actions
+    assert (state.wanted, state.drained) == (Stop.DRAIN, "n2")
+    again = done(state, dataclasses.replace(drain("n2"), client=9))
+    assert not any(isinstance(one, Record | Broadcast) for one in again)
+    [refusal] = answers(done(state, dataclasses.replace(drain("n1"), client=9)), 9)
+    assert refusal["refused"] == "not drained: the run is leaving n2; try again once it has"
+
+
+@pytest.mark.parametrize(
+    ("node", "events", "state", "why"),
+    [
+        (7, [], PLACED, "node 7: expected a name"),
+        ("n3", [], PLACED, "not drained: no rank runs on n3, only on n1, n2"),
+        ("n2", [STOP], PLACED, "not drained: the run is being stopped by `clusterddp tell stop`"),
+        (
+            *("n2", [], dataclasses.replace(PLACED, placement=Placement(("n1", "n2"), ("n1", "n2")))),
+            "not drained: node n2 is drained: the job has 1 node left, and the run needs 2; "
+            "`clusterddp requeue RUN --exclude n2` continues without it in a new job",
+        ),
+    ],
+)
+def test_a_drain_that_is_not_possible_is_refused(node: object, events: list[Event], state: State, why: str) -> None:
+    [refusal] = answers(done(after(*events, state=state), drain(node)), 3)
+    assert refusal["refused"] == why
+
+
 # ---- once the ranks have exited
 
 
@@ -427,7 +466,7 @@ def test_a_held_run_is_continued_by_its_user_and_by_no_requeue_of_its_job(run: R
     holder = run.holder_file(0)
     holder.write_text('{"kind": "slurm", "job": "41"}')
     ranks = FakeRanks(run, {"end": "done"})
-    assert supervise(run, TWO_RANKS, lambda: ranks, FakeController(Cause.NONE)) == 3
+    assert supervise(run, TWO_RANKS, lambda *_: ranks, FakeController(Cause.NONE)) == 3
     assert run.attempts() == [0]
 
     class NextJob(FakeController):
@@ -435,7 +474,7 @@ def test_a_held_run_is_continued_by_its_user_and_by_no_requeue_of_its_job(run: R
             return {"kind": "slurm", "job": "42"}
 
     holder.write_text('{"kind": "slurm", "job": "41", "let_go": true}')
-    assert supervise(run, TWO_RANKS, lambda: ranks, NextJob(Cause.NONE)) == 0
+    assert supervise(run, TWO_RANKS, lambda *_: ranks, NextJob(Cause.NONE)) == 0
     assert not held(run.events())
 
 

@@ -482,7 +482,7 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     stopped = Resubmitter(run, JOB)
     stopped.look()
     assert stopped.result == 1
-    how = f"continue with: clusterddp submit --local --run-dir {run}"
+    how = f"Continue with: clusterddp submit --local --run-dir {run}"
     assert capsys.readouterr().err == f"run: stopped (not started). {how}\n"
 
 

@@ -253,7 +253,7 @@ def test_the_job_id_is_found_in_what_sbatch_and_a_sites_wrapper_print(answer: st
 def test_a_job_without_a_known_id_is_not_taken_for_a_refusal(sbatch: Path) -> None:
     """It may run: nothing of it may be undone, as after a refusal, whose explanation is shown whole."""
     sbatch.write_text("#!/bin/sh\necho Submitted\n")
-    with pytest.raises(RunDirectoryError, match="without a job id: 'Submitted"):
+    with pytest.raises(RunDirectoryError, match="printed no job id: 'Submitted"):
         slurm.submit(sbatch)
     sbatch.write_text("#!/bin/sh\nprintf 'give a project with -A\\nrefused\\n' >&2\nexit 1\n")
     with pytest.raises(SlurmError, match="failed: give a project with -A, refused"):

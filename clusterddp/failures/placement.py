@@ -1,0 +1,126 @@
+"""On which nodes of its job a run trains, and where it continues once a node has to be left. Pure functions.
+
+With ``spare_nodes``, or a range of nodes, Slurm leaves a job its other nodes when one is lost (``sbatch --no-kill``).
+The ranks then restart in the same job, on a spare node or on fewer nodes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clusterddp.failures import exclusion
+from clusterddp.failures.exclusion import Event
+from clusterddp.jobdef.job import Job
+from clusterddp.reporter import counted
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The nodes of a job: ``nodes`` have ranks, ``aside`` were left by an attempt of this job, the others are spare.
+
+    All are in Slurm's order, by which ranks on nodes of one switch stay together. No nodes: they are unknown.
+    """
+
+    allocated: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    aside: tuple[str, ...] = ()
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """The nodes that may take ranks."""
+        return tuple(node for node in self.allocated if node not in self.nodes and node not in self.aside)
+
+    @property
+    def recorded(self) -> dict[str, list[str]]:
+        """The idle nodes, for the event ``started``."""
+        groups = {"spares": self.spares, "aside": self.aside}
+        return {name: list(nodes) for name, nodes in groups.items() if nodes}
+
+    def moved(self, nodes: Collection[str], aside: Collection[str]) -> Placement:
+        """With ranks on these nodes, and these left, too."""
+        left = (*self.aside, *aside)
+        return Placement(
+            self.allocated,
+            tuple(node for node in self.allocated if node in nodes),
+            tuple(node for node in self.allocated if node in left),
+        )
+
+
+class Course(enum.Enum):
+    """How the run continues after an attempt whose ranks are to restart."""
+
+    SAME = "on the same nodes"
+    SPARE = "on spare nodes"
+    SHRINK = "on fewer nodes"
+    NEW_JOB = "in a new job"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A course, its reason as a sentence, and for SPARE and SHRINK the next attempt's placement."""
+
+    course: Course
+    why: str = ""
+    placement: Placement = Placement()
+
+
+def place(
+    job: Job, allocated: Sequence[str], events: Iterable[Event], start: Mapping[str, Any], now: float
+) -> Placement:
+    """The placement of the next attempt in a job with the nodes ``allocated``.
+
+    ``start``: job id and restarts, as in the event ``started``. What an attempt of this start of the job has moved to
+    stays. At first, nodes that failed this run in the last day become spares if there are others.
+    """
+    every = Placement(tuple(allocated), tuple(allocated))
+    if not job.outlives_nodes:
+        return every
+    events = list(events)
+    own = {
+        event["attempt"]
+        for event in events
+        if event["event"] == "started" and all(event.get(key) == start.get(key) for key in ("job", "restarts"))
+    }
+    moves = [event for event in events if event["event"] == "moved" and event["attempt"] in own]
+    if moves:
+        return every.moved(moves[-1]["nodes"], [node for event in moves for node in event["aside"]])
+    doubtful = {*exclusion.failed(events, now), *exclusion.left_out(events, now)}
+    chosen = sorted(allocated, key=lambda node: node in doubtful)[: job.nodes]  # others keep their order
+    return every.moved(chosen, ())
+
+
+def choose(job: Job, placement: Placement, leave: Mapping[str, str], answering: Collection[str] | None) -> Choice:
+    """How the run continues without the nodes ``leave``, each of which has its reason, such as "is lost".
+
+    ``job``: as the attempt ran it. ``answering``: the nodes that can be given work now; None if that is unknown. The
+    run moves to spares first, then shrinks as far as ``nodes: 6-8`` allows, and leaves the job only if too few nodes
+    remain. A spare that cannot be used is left aside, too.
+    """
+    bad = {node: why for node, why in leave.items() if node in placement.nodes}
+    if not bad:
+        return Choice(Course.SAME)
+    what = " and ".join(f"node {node} {why}" for node, why in bad.items())
+    if not job.outlives_nodes:
+        return Choice(Course.NEW_JOB, f"{what}: the job has no spare nodes")
+    unusable = [node for node in placement.spares if node in leave or not (answering is None or node in answering)]
+    kept = [node for node in placement.nodes if node not in bad]
+    before, free = len(placement.nodes), [node for node in placement.spares if node not in unusable]
+    taken = free[: before - len(kept)]
+    count, following = len(kept) + len(taken), placement.moved([*kept, *taken], [*bad, *unusable])
+    what += f" and the spare {_named(unusable)} cannot be used" if unusable else ""
+    if count == before:
+        return Choice(Course.SPARE, f"{what}: the ranks continue on the spare {_named(taken)}", following)
+    if count in job.node_counts:
+        return Choice(Course.SHRINK, f"{what}: the run continues on the other {_counted(count)}", following)
+    return Choice(Course.NEW_JOB, f"{what}: the job has {_counted(count)} left, and the run needs {job.node_counts[0]}")
+
+
+def _counted(nodes: int) -> str:
+    return counted(nodes, "node")
+
+
+def _named(nodes: Sequence[str]) -> str:
+    return f"{'node' if len(nodes) == 1 else 'nodes'} {' and '.join(nodes)}"

@@ -1,0 +1,185 @@
+"""Which nodes of its job a run trains on, and where it continues without a node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.events import sentence
+from clusterddp.failures.placement import Course, Placement, choose, place
+from clusterddp.jobdef.job import Job
+from clusterddp.rundir.files import write_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.commands import JobInfo
+from clusterddp.supervisor.guard import lost_batch_host
+from clusterddp.supervisor.main import supervise
+from tests.unit.test_attempt import FakeController, FakeRanks
+
+FIXED = Job(name="x", module="x", nodes=3, gpus_per_node=8)
+SPARE = replace(FIXED, spare_nodes=1)
+RANGE = replace(FIXED, min_nodes=2)
+LOST = {"n2": "is lost"}
+ALL = ("n1", "n2", "n3", "n4", "n5")
+
+
+def at(nodes: str, allocated: str, aside: str = "") -> Placement:
+    return Placement(tuple(allocated.split()), tuple(nodes.split()), tuple(aside.split()))
+
+
+@pytest.mark.parametrize(
+    ("job", "placement", "leave", "answering", "course", "nodes", "why"),
+    [
+        pytest.param(SPARE, at("n1 n2 n3", "n1 n2 n3 n4"), {}, ALL, Course.SAME, "", "", id="nothing to leave"),
+        pytest.param(
+            SPARE, at("n1 n2 n3", "n1 n2 n3 n4"), {"n4": "is lost"}, ALL, Course.SAME, "", "", id="only a spare node"
+        ),
+        pytest.param(
+            *(SPARE, at("n1 n2 n3", "n1 n2 n3 n4"), LOST, ALL, Course.SPARE, "n1 n3 n4"),
+            "node n2 is lost: the ranks continue on the spare node n4",
+            id="a spare node",
+        ),
+        pytest.param(
+            *(SPARE, at("n2 n3 n4", "n1 n2 n3 n4"), LOST, None, Course.SPARE, "n1 n3 n4"),
+            "node n2 is lost: the ranks continue on the spare node n1",
+            id="nodes stay in Slurm's order; what answers is unknown",
+        ),
+        pytest.param(
+            *(replace(SPARE, spare_nodes=2), at("n1 n2 n3", "n1 n2 n3 n4 n5"), LOST, ("n3", "n5"), Course.SPARE),
+            "n1 n3 n5",
+            "node n2 is lost and the spare node n4 cannot be used: the ranks continue on the spare node n5",
+            id="a dead spare node",
+        ),
+        pytest.param(
+            *(SPARE, at("n1 n3 n4", "n1 n2 n3 n4", "n2"), {"n3": "hangs"}, ALL, Course.NEW_JOB, ""),
+            "node n3 hangs: the job has 2 nodes left, and the run needs 3",
+            id="the spare node is used up",
+        ),
+        pytest.param(
+            *(SPARE, at("n1 n2 n3", "n1 n2 n3 n4"), {**LOST, "n3": "is lost"}, ALL, Course.NEW_JOB, ""),
+            "node n2 is lost and node n3 is lost: the job has 2 nodes left, and the run needs 3",
+            id="two nodes with one spare",
+        ),
+        pytest.param(
+            *(RANGE, at("n1 n2 n3", "n1 n2 n3"), LOST, ALL, Course.SHRINK, "n1 n3"),
+            "node n2 is lost: the run continues on the other 2 nodes",
+            id="a range shrinks",
+        ),
+        pytest.param(
+            *(replace(RANGE, spare_nodes=1), at("n1 n2 n3", "n1 n2 n3 n4"), LOST, ALL, Course.SPARE, "n1 n3 n4"),
+            "node n2 is lost: the ranks continue on the spare node n4",
+            id="a spare node before shrinking",
+        ),
+        pytest.param(
+            *(replace(RANGE, nodes=2), at("n1 n2", "n1 n2 n3", "n3"), LOST, ALL, Course.NEW_JOB, ""),
+            "node n2 is lost: the job has 1 node left, and the run needs 2",
+            id="a range at its least",
+        ),
+        pytest.param(
+            *(FIXED, at("n1 n2 n3", "n1 n2 n3"), LOST, ALL, Course.NEW_JOB, ""),
+            "node n2 is lost: the job has no spare nodes",
+            id="neither",
+        ),
+    ],
+)
+def test_a_run_moves_to_spare_nodes_then_shrinks_and_then_leaves_its_job(
+    job: Job, placement: Placement, leave: dict[str, str], answering: Any, course: Course, nodes: str, why: str
+) -> None:
+    """With the reason as a sentence; the nodes that were left stay idle."""
+    choice = choose(job, placement, leave, answering)
+    assert (choice.course, choice.why) == (course, why)
+    assert choice.placement.nodes == tuple(nodes.split())
+    if nodes:
+        assert {*leave, *placement.aside} <= {*choice.placement.aside}
+        assert not {*choice.placement.aside} & {*choice.placement.nodes, *choice.placement.spares}
+
+
+START = {"job": "7", "restarts": 0}
+STARTED = {"event": "started", "attempt": 0, "time": 1.0, **START}
+MOVED = {"event": "moved", "attempt": 0, "time": 2.0, "aside": ["n2"], "nodes": ["n1", "n3", "n4"], "why": ""}
+FAILED = [
+    {"event": "rank_failed", "attempt": attempt, "time": 3.0, "suspect": "n1", "host": "n1", "error": ""}
+    for attempt in range(2)
+]
+
+
+def test_an_attempt_starts_where_the_one_before_has_moved_to() -> None:
+    """In the same start of the same job; in another, all nodes are as good again, but those that failed twice."""
+    allocated = ALL[:4]
+    assert place(FIXED, allocated, [], START, 4.0) == Placement(allocated, allocated)
+    assert place(SPARE, allocated, [STARTED], START, 4.0) == at("n1 n2 n3", "n1 n2 n3 n4")
+    moved = place(SPARE, allocated, [STARTED, MOVED], START, 4.0)
+    assert moved == at("n1 n3 n4", "n1 n2 n3 n4", "n2")
+    assert (moved.spares, moved.recorded) == ((), {"aside": ["n2"]})
+    again = place(SPARE, allocated, [STARTED, MOVED], {"job": "7", "restarts": 1}, 4.0)
+    assert (again.nodes, again.recorded) == (("n1", "n2", "n3"), {"spares": ["n4"]})
+    assert place(SPARE, allocated, [STARTED, *FAILED], START, 4.0).nodes == ("n2", "n3", "n4")
+    assert place(SPARE, allocated[:3], [STARTED, *FAILED], START, 4.0).nodes == ("n1", "n2", "n3")
+
+
+def test_a_job_has_lost_its_batch_host_once_slurm_takes_it_out_of_the_job() -> None:
+    """Not while the job is another start of it, or is ending."""
+    info = JobInfo("7", "RUNNING", "None", "n[2-3]", 1, None, None, batch_host="n1")
+    assert lost_batch_host(info, 1)
+    assert not lost_batch_host(info, 0)
+    assert not lost_batch_host(replace(info, nodes="n[1-3]"), 1)
+    assert not lost_batch_host(replace(info, state="COMPLETING"), 1)
+    assert not lost_batch_host(replace(info, state="PENDING", nodes="", batch_host=""), 1)
+    assert not lost_batch_host(None, 1)
+
+
+class Job41(FakeController):
+    """A job with three nodes."""
+
+    def describe(self) -> dict[str, Any]:
+        return {"job": "41", "restarts": 0, "nodes": "n[1-3]"}
+
+
+class Ranks(FakeRanks):
+    """A rank per node of its placement, whose ends are those of ``nodes``, by node, or done."""
+
+    def __init__(self, run: RunDirectory, placement: Placement, nodes: dict[str, dict[str, Any]]) -> None:
+        super().__init__(run, {"end": "done"})
+        self.placement, self._nodes = placement, nodes
+
+    def start(self, command: list[str], environment: Any, logs: Path) -> None:
+        for rank, node in enumerate(self.placement.nodes):
+            end = {"host": node, "used_clusterddp": True, "end": "done", **self._nodes.get(node, {})}
+            write_json(self._run.rank_record(int(environment["CLUSTERDDP_ATTEMPT"]), rank), end)
+
+    def wait(self) -> int:
+        return int(any(node in self._nodes for node in self.placement.nodes))
+
+
+@pytest.mark.parametrize(
+    ("job", "nodes", "ranks"),
+    [
+        (replace(SPARE, nodes=2), [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]], 2),
+        (replace(RANGE, nodes=3), [["n1", "n2", "n3"], ["n1", "n2", "n3"], ["n1", "n3"]], 2),
+    ],
+    ids=["spare", "shrink"],
+)
+def test_after_two_failures_of_a_node_all_ranks_restart_without_it(
+    tmp_path: Path, job: Job, nodes: list[list[str]], ranks: int
+) -> None:
+    """In the same job, whose next ones exclude the node."""
+    run, placements = RunDirectory(tmp_path / "run"), []
+    run.create()
+
+    def launcher(_: Job, placement: Placement) -> Ranks:
+        placements.append(placement)
+        return Ranks(run, placement, {"n2": {"end": "died", "error": "killed by signal 9"}})
+
+    controller = Job41(Cause.NONE)
+    controller.nodes = ["n1", "n2", "n3", "n4"]
+    assert supervise(run, replace(job, device="cpu", gpus_per_node=1), launcher, controller) == 0
+    assert [list(placement.nodes) for placement in placements] == nodes
+    assert placements[-1].aside == ("n2",)
+    assert controller.asked == []
+    events = {event["event"]: event for event in run.events()}
+    assert (events["started"]["ranks"], events["started"]["aside"], events["moved"]["aside"]) == (ranks, ["n2"], ["n2"])
+    assert events["excluded"]["nodes"] == ["n2"]
+    assert (sentence(events["moved"]) or "").startswith("attempt 1: node n2 failed this run repeatedly: the r")
