@@ -273,7 +273,7 @@ class OrderChanged(Event):
     now: str
 
     def sentence(self) -> str:
-        return f"the weights of the mixture change from {self.was} to {self.now}"
+        return f"the weights of the mixture are now {self.now}. Before, they were {self.was}"
 
 
 class NotRead(Event):

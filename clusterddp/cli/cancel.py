@@ -50,7 +50,7 @@ def _confirmed(runs: Sequence[RunDirectory]) -> bool:
         raise UsageError(f"cancel: {counted(len(runs), 'run')} to cancel and no terminal to ask on. Add --yes")
     for run in runs:
         show(str(run))
-    return agreed(f"cancel {counted(len(runs), 'run')} for good?")
+    return agreed(f"cancel {counted(len(runs), 'run')} permanently?")
 
 
 def _cancel(runs: Sequence[RunDirectory]) -> bool:

@@ -108,7 +108,7 @@ def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
         gone = tmp_path / "gone"
         gone.mkdir()
         command = ["bash", "-c", f'cd {gone} && rmdir {gone} && exec "$@"', "bash", *CLI, *words.split()]
-        assert said(command, 1) == "clusterddp: the working directory was deleted: change to one that exists\n"
+        assert said(command, 1) == "clusterddp: the working directory was deleted. Change to one that exists\n"
 
 
 def test_characters_that_the_output_cannot_encode_are_escaped(run: RunDirectory) -> None:

@@ -436,7 +436,7 @@ def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirector
     assert submit(run, *one_rank, "--", "--steps", "5").returncode == 0
     again = submit(run, *one_rank, "--", "--steps", "5")
     assert again.returncode == 0
-    assert "has already completed at step 5: nothing to do" in again.stderr
+    assert "has already completed at step 5. For more steps, add --change" in again.stderr
     assert run.attempts() == [0]
     command = [sys.executable, "-m", "clusterddp", "resubmit", str(run)]
     watched = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)

@@ -82,7 +82,7 @@ def test_on_a_terminal_the_runs_are_listed_and_the_answer_counts(
     assert command(["cancel", "a", "b", "c"]) == (0 if answer else 1)
     assert states(three) == (["cancelled", "completed", "cancelled"] if answer else [None, "completed", None])
     said = capsys.readouterr().err
-    assert (asked, said.startswith(f"{three[0]}\n{three[2]}\n")) == (["cancel 2 runs for good?"], True)
+    assert (asked, said.startswith(f"{three[0]}\n{three[2]}\n")) == (["cancel 2 runs permanently?"], True)
     assert ("no run was cancelled" in said) is not answer
 
 
