@@ -62,6 +62,8 @@ class Plan:
     slow: float = 0.0
     resubmitters: int = 0
     policy: str | None = None
+    #: Whether the first job is a task of a sweep's array.
+    array: bool = False
     #: Whether the job has a hook, and a watchdog; whether somebody waits for the run; which clock is wrong, and by how
     #: much.
     hook: bool = False
@@ -125,6 +127,7 @@ def drawn(seed: int) -> Plan:
         slow=draw.choice((0.0, 0.0, 0.02, 0.1)),
         resubmitters=draw.choice((0, 0, 1, 1, 1, 2)),
         policy=draw.choice((None, None, "resubmit")),
+        array=seed % 8 == 2,
         hook=draw.random() < 0.2,
         watchdog="hang" in kinds,
         waits=draw.random() < 0.12,
@@ -173,6 +176,7 @@ class History:
         self.disk.begin(self.world, plan.lag_s, plan.slow)
         self.slurm = Slurm(self.world, plan.settings, self._launch)
         self.slurm.nodes_needed, self.slurm.time_limit_s = plan.job_nodes, plan.time_limit_s
+        self.slurm.array = plan.array
         self.cluster = Cluster(self.world, self.slurm, self.disk, plan.script)
         self.cluster.beats = plan.watchdog
         self.world.skew = dict([plan.skew] if plan.skew else [])
@@ -295,7 +299,7 @@ class History:
             if self.run.outcome() is not None:
                 self.disk.remove(self.run.outcome_file)
             job_id = commands.submit(self.run.batch_script, timeout_s=None)
-            lease.submitted(self.run, job_id)
+            lease.submitted(self.run, job_id if job_id in self.slurm.jobs else f"{job_id}_0")
         return 0
 
     def _resubmit(self) -> int:
@@ -315,7 +319,12 @@ class History:
 
     def _launch(self, batch: Batch) -> Process:
         environ = {
-            "SLURM_JOB_ID": batch.id,
+            "SLURM_JOB_ID": batch.id.replace("_", "9"),
+            **(
+                {"SLURM_ARRAY_JOB_ID": batch.id.partition("_")[0], "SLURM_ARRAY_TASK_ID": "0"}
+                if "_" in batch.id
+                else {}
+            ),
             "SLURM_JOB_NODELIST": ",".join(batch.nodes),
             "SLURM_JOB_PARTITION": "low",
             "SLURM_JOB_NUM_NODES": str(len(batch.nodes)),

@@ -247,6 +247,11 @@ def _a_rank_that_trains_on_alone_commits() -> Patches:
     return [(decide, "_on_committing", on_committing)]
 
 
+def _an_array_stands_for_its_task() -> Patches:
+    """A task of an array requeues or cancels all tasks of it."""
+    return [(commands, "own_job_id", lambda environ: environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID"))]
+
+
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -284,6 +289,7 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_silent_node_is_waited_for,
         _hangs_are_not_seen,
         _a_rank_that_trains_on_alone_commits,
+        _an_array_stands_for_its_task,
     )
 }
 

@@ -1,7 +1,7 @@
 """A model of slurmctld and its slurmds, after what was seen on 22.05.8, 24.11.5 and 26.05.5.
 
 ``run`` answers the product's commands in the text that its parsers read; recorded answers of these releases are in
-tests/unit/recorded. What is left out: arrays, het jobs, priorities other than the order of submission.
+tests/unit/recorded. What is left out: het jobs, priorities other than the order of submission.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from tests.simulation.world import EPOCH, Process, World
 SUBMIT_LINE = " SubmitLine=sbatch --parsable --comment=JobState=FAILED /shared/runs/sim/job.sbatch"
 #: States in which a job has its nodes.
 HAS_NODES = ("RUNNING", "SUSPENDED", "COMPLETING")
+#: That of a sweep's array.
+ARRAY_SCRIPT = "/shared/sweep/arrays/0/array.sbatch"
 #: Why a job is held that was requeued too often.
 HELD = "JobHoldMaxRequeue"
 #: A slurmd that stood still takes at most so long until it is told what it has to kill.
@@ -161,8 +163,15 @@ class Slurm:
             return _failed(command, "Socket timed out on send/recv operation")
         world.sleep(self.latency_s * (0.5 + draw.random()))
         if command[0] == "sbatch":
-            self.unanswered.discard(answer.stdout)
+            self.unanswered -= {answer.stdout, f"{answer.stdout}_0"}
         return answer
+
+    def _named(self, job_id: str) -> Batch:
+        """The job of this id. That of an array stands for all of its tasks, of which only one is the run's."""
+        if job_id not in self.jobs and f"{job_id}_0" in self.jobs:
+            self.world.violations.append(f"array: {self.world.process.name} names all tasks of array {job_id}")
+            return self.jobs[f"{job_id}_0"]
+        return self.jobs[job_id]
 
     def _answer(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         match [str(word) for word in command]:
@@ -180,12 +189,12 @@ class Slurm:
             case ["scontrol", "show", "node", "-o", node]:
                 return _done(command, f"NodeName={node} NodeAddr={node} NodeHostName={node}\n")
             case ["scontrol", "requeue", job_id]:
-                return self._requeue(command, self.jobs[job_id])
+                return self._requeue(command, self._named(job_id))
             case ["scontrol", "update", what, change]:
-                return self._update(command, self.jobs[what.removeprefix("JobId=")], change)
+                return self._update(command, self._named(what.removeprefix("JobId=")), change)
             case ["scancel", *ids]:
                 for job_id in ids:
-                    self.cancel(self.jobs[job_id])
+                    self.cancel(self._named(job_id))
                 return _done(command, "")
             case ["sbatch", "--parsable", *options, script]:
                 return _done(command, self.submit(options, script))
@@ -196,7 +205,7 @@ class Slurm:
                 return _done(command, "low*\n")
             case ["squeue", "--noheader", "--me", "--format=%F|%o"]:
                 live = [job for job in self.jobs.values() if job.state in ("PENDING", *HAS_NODES)]
-                return _done(command, "".join(f"{job.id}|{job.script}\n" for job in live))
+                return _done(command, "".join(f"{job.id.partition('_')[0]}|{job.script}\n" for job in live))
             case ["squeue", *options]:
                 return _done(command, self._queue(options[options.index("-j") + 1].split(",")))
         raise AssertionError(f"the model knows no {command}")
@@ -217,7 +226,7 @@ class Slurm:
         """The line before the run time, and after it."""
         end = job.ended if job.ended is not None else job.end_time
         return (
-            f"JobId={job.id} JobName=sim UserId=ddp(1000) GroupId=ddp(992) MCS_label=N/A JobState={job.state} "
+            f"{_ids(job.id)} JobName=sim UserId=ddp(1000) GroupId=ddp(992) MCS_label=N/A JobState={job.state} "
             f"Reason={job.reason} Dependency=(null) Requeue={job.requeue_allowed:d} Restarts={job.restarts} RunTime=",
             f" TimeLimit={_duration(job.time_limit_s)} SubmitTime={_time(job.submitted)} "
             f"EligibleTime={_time(max(job.submitted, job.begin))} StartTime={_time(job.began)} EndTime={_time(end)} "
@@ -260,8 +269,16 @@ class Slurm:
         """A new job."""
         self._next_id += 1
         words = dict(option.removeprefix("--").partition("=")[::2] for option in options)
-        job = Batch(str(self._next_id), self.nodes_needed, self.time_limit_s, self.world.now, self.world.process.name)
-        job.script, job.made = script, self.world.now
+        job_id = str(self._next_id)
+        is_task = self.array and not self.jobs
+        job = Batch(
+            f"{job_id}_0" if is_task else job_id,
+            self.nodes_needed,
+            self.time_limit_s,
+            self.world.now,
+            self.world.process.name,
+        )
+        job.script, job.made = ARRAY_SCRIPT if is_task else script, self.world.now
         if "dependency" in words:
             job.after = words["dependency"].removeprefix("afterany:")
             job.reason = "Dependency"
@@ -270,10 +287,11 @@ class Slurm:
         self.unanswered.add(job.id)
         self._tell(f"job {job.id} submitted{f', after {job.after}' if job.after else ''}")
         self._wake()
-        return job.id
+        return job_id
 
-    #: What jobs ask for.
+    #: What jobs ask for, and whether the first one is a task of an array.
     nodes_needed = 1
+    array = False
     time_limit_s = 3600
 
     def _wake(self) -> None:
@@ -575,6 +593,12 @@ def _done(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]
 
 def _failed(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, 1, "", f"{command[0]}: error: {text}\n")
+
+
+def _ids(job_id: str) -> str:
+    """As ``scontrol show job`` names a job; the last task of an array has the array's own id."""
+    array, _, task = job_id.partition("_")
+    return f"JobId={array} ArrayJobId={array} ArrayTaskId={task}" if task else f"JobId={job_id}"
 
 
 def _time(at: float | None) -> str:
