@@ -21,6 +21,8 @@ HAS_NODES = ("RUNNING", "SUSPENDED", "COMPLETING")
 ARRAY_SCRIPT = "/shared/sweep/arrays/0/array.sbatch"
 #: Why a job is held that was requeued too often.
 HELD = "JobHoldMaxRequeue"
+#: At most so long after the loss of a batch host is a job requeued that outlives its nodes.
+GUARD_S = 60.0
 #: A slurmd that stood still takes at most so long until it is told what it has to kill.
 REGISTERS_S = 10.0
 
@@ -54,6 +56,8 @@ class Batch:
     #: When it was submitted first: a requeue counts as a submission.
     made: float = 0.0
     script: str = ""
+    #: When whoever submitted it had last been told of its own job.
+    asked: float = 0.0
     exclude: frozenset[str] = frozenset()
     after: str | None = None
     state: str = "PENDING"
@@ -65,11 +69,17 @@ class Batch:
     ended: float | None = None
     begin: float = 0.0
     nodes: list[str] = field(default_factory=list)
+    #: Where its batch step runs.
+    host: str = ""
     #: What the job becomes once its processes have ended.
     becomes: str = ""
     #: The processes of the batch step, and of the ranks' step.
     processes: list[Process] = field(default_factory=list)
     batch: Process | None = None
+    #: Whether it outlives its nodes (``--no-kill``), what is told that one is down, and which are.
+    no_kill: bool = False
+    node_down: Callable[[str], Any] = lambda _: None
+    lost: set[str] = field(default_factory=set)
     #: Signals that a step gets.
     signal: Callable[[str], Any] = lambda _: None
     #: Counts starts and ends, so that an event that was planned for an earlier one has no effect.
@@ -278,6 +288,7 @@ class Slurm:
             self.world.now,
             self.world.process.name,
         )
+        job.no_kill, job.asked = self.no_kill, self.shown_at.get(job.by, 0.0)
         job.script, job.made = ARRAY_SCRIPT if is_task else script, self.world.now
         if "dependency" in words:
             job.after = words["dependency"].removeprefix("afterany:")
@@ -338,7 +349,8 @@ class Slurm:
         job.state, job.reason, job.nodes, job.began, job.ended = "RUNNING", "None", nodes, world.now, None
         job.preempt_time, job.becomes, job.end_time, job.stood_s = None, "", world.now + job.time_limit_s, 0.0
         job.era += 1
-        job.processes, job.signal = [], lambda _: None
+        job.host = nodes[0]
+        job.processes, job.lost, job.signal, job.node_down = [], set(), lambda _: None, lambda _: None
         self._tell(f"job {job.id} starts on {','.join(nodes)}{f' (restart {job.restarts})' if job.restarts else ''}")
         self.listener("start", job, "")
         if revoked:
@@ -352,7 +364,7 @@ class Slurm:
     def _launch_batch(self, job: Batch, era: int) -> None:
         if job.era != era or job.state not in ("RUNNING", "SUSPENDED"):
             return
-        if job.nodes[0] in self.cut or job.state == "SUSPENDED":  # the request is sent again
+        if job.host in self.cut or job.state == "SUSPENDED":  # the request is sent again
             self.world.after(5.0, self._launch_batch, job, era)
             return
         process = job.batch = self._launch(job)
@@ -558,8 +570,24 @@ class Slurm:
             if node in job.nodes and job.state in HAS_NODES:
                 if job.state == "COMPLETING":
                     self._settle(job)
-                else:
+                elif not job.no_kill:
                     self._lost(job, node)
+                elif node == job.host:  # the guard requeues it
+                    self.world.after(GUARD_S * self.world.random.random(), self._requeued_by_guard, job, job.era)
+                else:
+                    self._leave_node(job, node)
+
+    def _leave_node(self, job: Batch, node: str) -> None:
+        self._tell(f"job {job.id} goes on without {node}")
+        job.nodes = [each for each in job.nodes if each != node]
+        job.lost.add(node)
+        job.node_down(node)
+
+    def _requeued_by_guard(self, job: Batch, era: int) -> None:
+        if job.era == era and job.state in ("RUNNING", "SUSPENDED"):
+            self.listener("node_fail", job, "")
+            self._finish(job, "PENDING", reason="NodeDown")
+            self._kill(job, era)
 
     def _lost(self, job: Batch, node: str) -> None:
         self.listener("node_fail", job, node)
@@ -577,13 +605,17 @@ class Slurm:
         for job in self.jobs.values():
             runs_there = job.state in ("RUNNING", "SUSPENDED") and node in job.nodes
             if runs_there and how == "loses its power":  # it was restarted: a lost node, by slurmctld's source
-                self._lost(job, node)
+                if job.no_kill and node != job.host:
+                    self._leave_node(job, node)
+                else:
+                    self._lost(job, node)
             self._settle(job)
         self._wake()
 
     def _clean(self, node: str) -> None:
         for process, job, era in self.started:
-            if process.node == node and process.alive and (job.era != era or job.state not in ("RUNNING", "SUSPENDED")):
+            over = job.era != era or job.state not in ("RUNNING", "SUSPENDED") or node in job.lost
+            if process.node == node and process.alive and over:
                 process.kill()
 
 
