@@ -68,6 +68,7 @@ class Plan:
     watchdog: bool = False
     waits: bool = False
     skew: tuple[str, float] | None = None
+    spare_nodes: int = 0
     faults: tuple[Fault, ...] = ()
 
 
@@ -128,6 +129,7 @@ def drawn(seed: int) -> Plan:
         watchdog="hang" in kinds,
         waits=draw.random() < 0.12,
         skew=draw.choice((None, None, ("n1", 3.0), ("login", -20.0), ("n2", 40.0))),
+        spare_nodes=(seed % 5 == 2) + (seed % 25 == 2),
         faults=tuple(faults),
     )
 
@@ -171,7 +173,8 @@ class History:
         self.disk = _DISK
         self.disk.begin(self.world, plan.lag_s, plan.slow)
         self.slurm = Slurm(self.world, plan.settings, self._launch)
-        self.slurm.nodes_needed, self.slurm.time_limit_s = plan.job_nodes, plan.time_limit_s
+        self.slurm.nodes_needed, self.slurm.time_limit_s = plan.job_nodes + plan.spare_nodes, plan.time_limit_s
+        self.slurm.no_kill = plan.spare_nodes > 0
         self.cluster = Cluster(self.world, self.slurm, self.disk, plan.script)
         self.cluster.beats = plan.watchdog
         self.world.skew = dict([plan.skew] if plan.skew else [])
@@ -180,6 +183,7 @@ class History:
             module="train",
             device="cpu",
             nodes=plan.job_nodes,
+            spare_nodes=plan.spare_nodes,
             gpus_per_node=plan.per_node,
             time_s=plan.time_limit_s,
             partition="low",
@@ -325,7 +329,7 @@ class History:
         def main() -> int:
             self.world.sleep(0.3)
             controller = SlurmController(environ, self.run, self.job)
-            launcher: Callable[..., Any] = lambda *_: Launcher(self.cluster, self.run, self.job, batch)  # noqa: E731
+            launcher: Callable[..., Any] = lambda job, at: Launcher(self.cluster, self.run, job, batch, at)  # noqa: E731
             try:
                 return supervisor.supervise(self.run, self.job, launcher, controller)
             except (ClusterddpError, OSError) as error:

@@ -354,6 +354,8 @@ class Invariants:
             self._violated("I7", f"job {job.id} waits for a node that is lost")
         troubled = now < slurm.away_until or now < slurm.lossy[0] or slurm.cut or slurm.latency_s > 0.5
         busy = any(process.alive for process in job.processes if process is not job.batch)
+        # Lost together with the batch host, or that before it started: such a job waits for its time limit.
+        troubled = troubled or (job.batch_host not in job.nodes and not any(guard.alive for guard in job.guards))
         if job.state != "RUNNING" or troubled or self._history.disk.broken[0] > now:
             self._idle_since.pop(job.id, None)
             self._incomplete_since.pop(job.id, None)

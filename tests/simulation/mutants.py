@@ -9,11 +9,12 @@ from unittest import mock
 
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures.hangs import Watch
+from clusterddp.failures.placement import Placement
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import resubmission
 from clusterddp.slurm import commands
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor import decide, lease, main, monitor, recovery, requests, verdict
+from clusterddp.supervisor import decide, guard, lease, main, monitor, recovery, requests, verdict
 from clusterddp.supervisor.controller import SlurmController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
@@ -247,6 +248,35 @@ def _a_rank_that_trains_on_alone_commits() -> Patches:
     return [(decide, "_on_committing", on_committing)]
 
 
+def _the_guard_does_nothing() -> Patches:
+    """A job that has lost its batch host is not requeued."""
+    return [(guard, "lost_batch_host", lambda *_: False)]
+
+
+def _the_guard_requeues_at_once() -> Patches:
+    """A job is requeued whenever the guard has lost its connection to the batch host."""
+    return [(guard, "lost_batch_host", lambda job, restarts: job is not None and job.restarts == restarts)]
+
+
+def _ranks_stay_on_a_lost_node() -> Patches:
+    """The next attempt starts where the one before did, on a node that is lost."""
+
+    def place(job: Any, allocated: Any, *_: Any) -> Placement:
+        return Placement(tuple(allocated), tuple(allocated[: job.nodes]))
+
+    return [(main, "place", place)]
+
+
+def _spare_nodes_are_not_used() -> Patches:
+    """A job with spare nodes is left when it loses a node."""
+    real = recovery.choose
+
+    def choose(job: Any, placement: Placement, *more: Any) -> Any:
+        return real(job, Placement(placement.nodes, placement.nodes), *more)
+
+    return [(recovery, "choose", choose)]
+
+
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -284,6 +314,10 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_silent_node_is_waited_for,
         _hangs_are_not_seen,
         _a_rank_that_trains_on_alone_commits,
+        _the_guard_does_nothing,
+        _the_guard_requeues_at_once,
+        _ranks_stay_on_a_lost_node,
+        _spare_nodes_are_not_used,
     )
 }
 

@@ -59,11 +59,13 @@ class Batch:
     ended: float | None = None
     begin: float = 0.0
     nodes: list[str] = field(default_factory=list)
+    batch_host: str = ""
     #: What the job becomes once its processes have ended.
     becomes: str = ""
     #: The processes of the batch step, and of the ranks' step.
     processes: list[Process] = field(default_factory=list)
     batch: Process | None = None
+    guards: list[Process] = field(default_factory=list)
     #: Signals that a step gets.
     signal: Callable[[str], Any] = lambda _: None
     #: Counts starts and ends, so that an event that was planned for an earlier one has no effect.
@@ -98,6 +100,8 @@ class Slurm:
         self.listener: Callable[[str, Batch, str], Any] = lambda *_: None
         #: All processes of jobs so far, each with its job and the job's era: those on a lost node outlive their job.
         self.started: list[tuple[Process, Batch, int]] = []
+        #: The step that a process belongs to.
+        self.steps: dict[Process, object] = {}
         #: Jobs of which whoever submitted them has not heard: the answer was lost, or came too late.
         self.unanswered: set[str] = set()
         self._next_id = 100
@@ -209,6 +213,7 @@ class Slurm:
             f" TimeLimit={_duration(job.time_limit_s)} SubmitTime={_time(job.submitted)} "
             f"EligibleTime={_time(max(job.submitted, job.begin))} StartTime={_time(job.began)} EndTime={_time(end)} "
             f"PreemptTime={_time(job.preempt_time)} Partition=low NodeList={','.join(job.nodes) or '(null)'} "
+            f"BatchHost={job.batch_host or '(null)'} "
             f"Command=(null){SUBMIT_LINE if self.settings.release == '26.05' else ''} WorkDir=/shared\n",
         )
 
@@ -262,6 +267,8 @@ class Slurm:
     #: What jobs ask for.
     nodes_needed = 1
     time_limit_s = 3600
+    #: Whether they go on on their other nodes if one is lost.
+    no_kill = False
 
     def _wake(self) -> None:
         """Has the scheduler look, within a second or so."""
@@ -307,7 +314,8 @@ class Slurm:
         job.state, job.reason, job.nodes, job.began, job.ended = "RUNNING", "None", nodes, world.now, None
         job.preempt_time, job.becomes, job.end_time, job.stood_s = None, "", world.now + job.time_limit_s, 0.0
         job.era += 1
-        job.processes, job.signal = [], lambda _: None
+        job.processes, job.signal, job.guards, job.batch_host = [], lambda _: None, [], nodes[0]
+        job.batch = None
         self._tell(f"job {job.id} starts on {','.join(nodes)}{f' (restart {job.restarts})' if job.restarts else ''}")
         self.listener("start", job, "")
         if revoked:
@@ -330,9 +338,9 @@ class Slurm:
 
     def _batch_ended(self, job: Batch, era: int, code: int | None) -> None:
         """The job ends with its batch step; the ranks' step is killed."""
-        if job.era != era:
+        if job.era != era or (job.state in ("RUNNING", "SUSPENDED") and job.batch_host not in job.nodes):
             return
-        for process in job.processes:
+        for process in (*job.processes, *job.guards):
             process.kill()
         if job.state in ("RUNNING", "SUSPENDED"):
             self._tell(f"job {job.id}: batch step ended {f'with {code}' if code is not None else 'by a signal'}")
@@ -353,6 +361,9 @@ class Slurm:
         """The job is being ended: its steps get a signal, and KILL after KillWait."""
         job.becomes, job.state, job.reason = becomes, "COMPLETING", reason
         job.ended = self.world.now
+        for guard in job.guards:
+            if not (self.world.thread and guard is self.world.thread.process) and guard.node not in self.cut:
+                guard.kill()
         if becomes == "PENDING":
             job.restarts += 1
         if signal:
@@ -396,9 +407,15 @@ class Slurm:
             self.listener("end", job, state)
         self._wake()
 
-    def add_process(self, job: Batch, process: Process) -> None:
-        """A process of a job has started."""
+    def add_process(self, job: Batch, process: Process, step: object = None) -> None:
+        """A process of a job has started, in a step."""
         job.processes.append(process)
+        self.started.append((process, job, job.era))
+        self.steps[process] = step
+
+    def add_guard(self, job: Batch, process: Process) -> None:
+        """A process of a job that ends with it has started."""
+        job.guards.append(process)
         self.started.append((process, job, job.era))
 
     def step_ended(self, job: Batch) -> None:
@@ -520,6 +537,14 @@ class Slurm:
                     self._lost(job, node)
 
     def _lost(self, job: Batch, node: str) -> None:
+        if self.no_kill and len(job.nodes) > 1 and job.batch is not None:  # else its launch fails, and it is requeued
+            self._tell(f"job {job.id} goes on without {node}")
+            job.nodes = [other for other in job.nodes if other != node]
+            steps = {self.steps.get(process) for process in job.processes if process.node == node} - {None}
+            for process in job.processes:
+                if self.steps.get(process) in steps and process.node not in self.cut:
+                    process.kill()
+            return
         self.listener("node_fail", job, node)
         self._finish(job, "PENDING" if job.requeue_allowed else "NODE_FAIL", reason="NodeDown")
         self._kill(job, job.era)
@@ -541,7 +566,8 @@ class Slurm:
 
     def _clean(self, node: str) -> None:
         for process, job, era in self.started:
-            if process.node == node and process.alive and (job.era != era or job.state not in ("RUNNING", "SUSPENDED")):
+            over = job.era != era or job.state not in ("RUNNING", "SUSPENDED") or node not in job.nodes
+            if process.node == node and process.alive and over:
                 process.kill()
 
 
