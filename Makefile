@@ -45,7 +45,6 @@
 # make measure-math-library  how often the first vector function of a process is wrong, with and without clusterddp.init()
 # make bench-startup      from the start of the ranks to their first step, beside the least DDP script; counts system calls
 #                         where strace is installed (as root on Debian or Ubuntu, it is)
-# make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, which ends with the shell
 #
 # TORCH_INDEX=URL   another package index for torch, such as PyTorch's own CPU builds (PyPI's include CUDA)
@@ -59,7 +58,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos simulate soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion docs dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos simulate soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-report bench-scale lint pictures reference completion docs dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -179,7 +178,7 @@ bench-streams: .venv/ready
 bench-peers: .venv/integrations slurm
 	.venv/bin/python -m benchmarks.peers $(PEERS)
 
-bench-input: .venv/bench
+bench-input: .venv/ready
 	.venv/bin/python -m benchmarks.input
 
 bench-heartbeat: .venv/ready
@@ -207,9 +206,6 @@ bench-startup: .venv/ready
 	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq strace >/dev/null; } || \
 		echo "strace is missing (apt-get install strace): system calls are not counted" >&2
 	.venv/bin/python -m benchmarks.startup $(STARTUP)
-
-bench-checkpoint: .venv/bench
-	.venv/bin/python -m benchmarks.checkpoint
 
 .venv/bench: .venv/ready
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[bench]'

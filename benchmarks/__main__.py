@@ -26,6 +26,9 @@ from benchmarks import report, rows
 MINUTES = 15.0
 #: Between TERM and KILL for a benchmark that takes too long: the test cluster goes down in that time.
 GRACE_S = 20.0
+TEXT = """# All benchmarks in their short form
+
+`make bench` ran each benchmark with `--quick`. The results of a benchmark alone have longer runs."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,9 @@ def measured(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         reason = run(benchmark, folder, seconds, place, environment)
-        found = reason or gathered(folder / "out")
-    if isinstance(found, str):
-        return [rows.failed(benchmark.name, found)], time.monotonic() - began
+        found = [row for file in sorted((folder / "out").glob("*.json")) for row in rows.read(file)]
+    if reason or not found:
+        return [rows.failed(benchmark.name, reason or "wrote no rows")], time.monotonic() - began
     return [{"benchmark": benchmark.name, **row} for row in found], time.monotonic() - began
 
 
@@ -115,17 +118,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def gathered(folder: Path) -> list[dict[str, Any]] | str:
-    """The rows of all files in a folder, or what is wrong with them."""
-    try:
-        found = [row for file in sorted(folder.glob("*.json")) for row in rows.read(file)]
-    except ValueError as error:
-        return f"wrote no JSON: {error}"
-    if not found:
-        return "wrote no rows"
-    return next((wrong for row in found if (wrong := rows.problem(row))), found)
-
-
 def all_measured(chosen: Sequence[Benchmark], minutes: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """The rows of all, and the seconds of each."""
     deadline = time.monotonic() + 60 * minutes
@@ -162,13 +154,9 @@ def main() -> None:
     options = parser.parse_args()
     load = os.getloadavg()[0]
     found, seconds = all_measured(choose(options.only), options.minutes)
-    out = options.out or (None if options.only else report.RESULTS)
-    if out:
-        text = f"""# All figures beside their limits
-
-{sum(seconds.values()) / 60:.0f} minutes, at a load average of {load:.0f} when it began, of other programs. `make bench`
-runs the short form of each benchmark; the pages of the single benchmarks have longer runs."""
-        report.write(out, "bench", text, {"rows": found, "seconds": seconds, "load": load})
+    if out := options.out or (None if options.only else report.RESULTS):
+        where = f"load average {load:.0f} at the start, {sum(seconds.values()) / 60:.0f} minutes"
+        report.write(out, "bench", TEXT, report.Found({"seconds": seconds}, found, where))
     else:
         print(rows.table(found))
     sys.exit(any("failed" in row for row in found))

@@ -1,15 +1,15 @@
 """Whether a change made something slower: ``python -m benchmarks.compare REV [REV2]`` (``make bench-compare REV=...``).
 
 Checks both commits out into temporary worktrees (without REV2: the work tree as it is) and runs the benchmarks of each
-in turns, A B B A A B B A, with this interpreter. Both sides run the benchmarks of this work tree, so that only
-``clusterddp`` differs. Compared is each row's ratio to its limit, which is measured beside it and takes the machine's
-load out: the loss is B's by A's, in pairs of neighbours. By the 95% interval of its median a row is
+in turns, A B B A A B B A, with this interpreter. Each side runs its own benchmarks, which use its names. Compared is
+each row's ratio to its limit, which is measured beside it and takes the machine's load out: the loss is B's by A's, in
+pairs of neighbours. By the 95% interval of its median a row is
 
 - **slower**: the loss is at least 10%, as the whole interval is above 1.10;
 - not slower: the whole interval is below 1.10;
 - cannot tell: 1.10 is in the interval. More ``--pairs`` make it narrower.
 
-Exit code 1 if a row is slower, 2 if a benchmark failed.
+A row that one side alone has is listed, and not judged. Exit code 1 if a row is slower, 2 if a benchmark failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.__main__ import BENCHMARKS, Benchmark, measured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOSS = 1.10
-SLOWER, NOT_SLOWER, CANNOT_TELL = "**slower**", "not slower", "cannot tell"
+SLOWER, NOT_SLOWER, CANNOT_TELL, FAILED = "**slower**", "not slower", "cannot tell", "failed: "
 #: Short ones, which need no cluster.
 COMPARED = (
     Benchmark("steady-state", "benchmarks.steady_state", 300, ("--rounds", "3", "--lengths", "10")),
@@ -50,11 +50,11 @@ class Side:
 
 @contextmanager
 def checked_out(revision: str | None, folder: Path) -> Iterator[Side]:
-    """A commit's worktree in ``folder``, or a copy of this work tree, with the benchmarks of this work tree."""
+    """A commit's worktree in ``folder``, or a copy of this work tree."""
     commit = git("rev-parse", "--short", "--verify", f"{revision or 'HEAD'}^{{commit}}")
     git("worktree", "add", "--quiet", "--detach", str(folder), commit)
     try:
-        for name in ("benchmarks", "tests", *(() if revision else ("clusterddp",))):
+        for name in () if revision else ("benchmarks", "tests", "clusterddp"):
             shutil.rmtree(folder / name, ignore_errors=True)
             shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         named = commit if revision and revision.startswith(commit) else f"{revision} ({commit})"
@@ -110,7 +110,7 @@ def losses(pairs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, list[float] |
         both = [(pair[0].get(name), pair[1].get(name)) for pair in pairs]
         failures = {row["failed"] for pair in both for row in pair if row is not None and "failed" in row}
         if failures:
-            found[name] = "; ".join(sorted(failures))
+            found[name] = FAILED + "; ".join(sorted(failures))
         elif any(row is None for pair in both for row in pair):
             found[name] = "only one of the two has this row"
         else:
@@ -135,13 +135,13 @@ def described(found: dict[str, list[float] | str], sides: Sequence[Side]) -> tup
     lines: list[list[str]] = []
     for name, values in found.items():
         if isinstance(values, str):
-            lines.append([name, "-", f"failed: {values}"])
+            lines.append([name, "-", values])
             continue
         verdict, low, high = judged(values)
         lines.append([name, f"{report.median(values):.3f} ({low:.3f} to {high:.3f})", verdict])
     table = report.table(["row", f"{sides[1].name} by {sides[0].name} (95% interval)", "a loss of 10% or more?"], lines)
     verdicts = [line[-1] for line in lines]
-    return table, SLOWER in verdicts, any(verdict.startswith("failed") for verdict in verdicts)
+    return table, SLOWER in verdicts, any(verdict.startswith(FAILED) for verdict in verdicts)
 
 
 def chosen(names: str | None) -> list[Benchmark]:

@@ -7,9 +7,7 @@ then in six minutes of undisturbed training, by sdiag. The bar: one a minute, as
 from __future__ import annotations
 
 import re
-import sys
 import time
-from typing import Any
 
 from benchmarks import report, rows
 from benchmarks.runs import cluster, event_times, folder_for, submit_training, until
@@ -21,6 +19,9 @@ from tests.trainings import Training
 QUESTION = "REQUEST_JOB_INFO_SINGLE"
 #: From an attempt's start: what precedes training.
 START_S = 60.0
+TEXT = """# Questions to slurmctld
+
+A run of two nodes trains for some minutes after its first one. sdiag counts its calls of `scontrol show job`."""
 
 
 def asked(sdiag: str) -> int:
@@ -29,21 +30,25 @@ def asked(sdiag: str) -> int:
     return int(found[1]) if found else 0
 
 
-def measure(minutes: float) -> dict[str, Any]:
+def measure(quick: bool) -> report.Found:
     """Questions in the first minute, and each minute afterwards."""
+    minutes = 3 if quick else 6
     with cluster(ClusterConfig(nodes=2, cpus=2)) as up:
         training = submit_training(up, folder_for(up, "run"), "--steps", "100000", "--pause", "0.5")
         up.root(["sdiag", "--reset"])
         started = until(lambda: start_of(training), "the attempt's start", 90)
         time.sleep(max(0.0, started + START_S - time.time()))
         at_start = count_and_reset(up)
-        print(f"{at_start} in the first minute; {minutes:g} minutes follow", file=sys.stderr, flush=True)
+        report.say(f"{at_start} in the first minute; {minutes} minutes follow")
         began = time.monotonic()
         time.sleep(60 * minutes)
         questions, seconds = count_and_reset(up), time.monotonic() - began
         up.run([up.python, "-m", "clusterddp", "cancel", training.run.path], check=False)
         up.drain_jobs()
-        return {"slurm": up.version, "start": at_start, "questions": questions, "seconds": seconds}
+    name = "questions to slurmctld in a minute of training"
+    row = rows.counted(name, "", 60 * questions / seconds, 1.0, "one a minute", allowed=1.0)
+    figures = {"start": at_start, "questions": questions, "seconds": seconds}
+    return report.Found(figures, [row], f"Slurm {up.version}")
 
 
 def start_of(training: Training) -> float | None:
@@ -56,27 +61,5 @@ def count_and_reset(up: Cluster) -> int:
     return count
 
 
-def table_rows(figures: dict[str, Any]) -> list[dict[str, Any]]:
-    """For the common table."""
-    rate = 60 * figures["questions"] / figures["seconds"]
-    name = "questions to slurmctld in a minute of training"
-    return [rows.counted(name, "", rate, 1.0, "one a minute", allowed=1.0).as_json()]
-
-
-def main() -> None:
-    """Measures and writes the report."""
-    parser = report.parser(__doc__, "3 minutes")
-    parser.add_argument("--minutes", type=float, default=6)
-    options = parser.parse_args()
-    figures = measure(3 if options.quick else options.minutes)
-    text = f"""# Questions to the controller
-
-sdiag counted {figures["questions"]} calls of `scontrol show job` in {figures["seconds"] / 60:.0f} minutes of training,
-after {figures["start"]} in the first minute of the job.
-[Why, and when it asks more often](../../docs/design/stopping.md)."""
-    where = f"Slurm {figures['slurm']}, 2 simulated nodes on it"
-    report.write(options.out, "controller", text, {**figures, "rows": table_rows(figures)}, where=where)
-
-
 if __name__ == "__main__":
-    main()
+    report.main("controller", __doc__, TEXT, measure, "3 minutes of training")

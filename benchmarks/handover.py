@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from benchmarks.runs import (
     cluster,
     empty_ddp_start,
     first_step_done,
-    folder_for,
+    in_folders,
     lifting,
     srun_script,
     stamps,
@@ -39,6 +39,7 @@ from benchmarks.runs import (
     term_sent,
     until,
 )
+from benchmarks.sides import in_turns
 from clusterddp.rundir.records import read_lines
 from tests.cluster import Cluster, ClusterConfig
 from tests.trainings import Training
@@ -48,6 +49,10 @@ HANDOVER_BAR_S, RESUME_BAR_S, HOLD_BAR_S = 0.5, 1.0, 5.0
 #: The job that takes the nodes under (c) keeps them until the preempted one has been requeued and waits.
 HIGH_SECONDS = 5.0
 STEPS_BEFORE, PAUSE = 20, "0.05"
+TEXT = """# Hand-over and resume
+
+A run of two nodes is preempted and resumed, in turns with a control that is started the same way.
+`benchmarks/handover.py` says what each row measures."""
 
 
 @dataclass(frozen=True)
@@ -162,32 +167,25 @@ def resume_after_hold(up: Cluster, training: Training, folder: Path) -> float:
 # ---- all of it
 
 
-def measure_cycles(repetitions: int, proctrack: str | None) -> tuple[list[Cycle], list[Cycle], str]:
-    """(a) and (b): ours and the control, alternating."""
-    ours, control = [], []
-    with cluster(ClusterConfig(nodes=2, cpus=2, grace=20, proctrack=proctrack)) as up:
-        words = f"Slurm {up.version}, 2 nodes, proctrack/{up.proctrack}"
-        for number in range(repetitions):
-            report.say(f"(a), (b): {number + 1} of {repetitions}")
-            control.append(control_cycle(up, folder_for(up, f"control-{number}")))
-            up.drain_jobs()
-            ours.append(our_cycle(up, folder_for(up, f"ours-{number}")))
-    return ours, control, words
+def measure(quick: bool, proctrack: str | None) -> report.Found:
+    repetitions = 3 if quick else 12
+    with measured_on(proctrack) as up:
+        where = f"Slurm {up.version}, 2 nodes, proctrack/{up.proctrack}"
+        cycles = in_turns(in_folders(up, {"control": control_cycle, "ours": our_cycle}), repetitions, warm_up=0)
+    holds: dict[str, list[float]] = {}
+    if not quick:
+        with measured_on(proctrack, cred_expire=120) as up:
+            kinds = {"empty": empty_ddp_start, "watch": watched_resume, "resubmit": resubmitted_resume}
+            holds = in_turns(in_folders(up, kinds), 5, warm_up=0)
+    figures = {kind: [asdict(cycle) for cycle in found] for kind, found in cycles.items()}
+    return report.Found({**figures, "holds": holds}, table_rows(cycles["ours"], cycles["control"], holds), where)
 
 
-def measure_holds(repetitions: int, proctrack: str | None) -> dict[str, list[float]]:
-    """(c), alternating."""
-    kinds = {"empty": empty_ddp_start, "watch": watched_resume, "resubmit": resubmitted_resume}
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    with cluster(ClusterConfig(nodes=2, cpus=2, grace=20, proctrack=proctrack, cred_expire=120)) as up:
-        for number in range(repetitions):
-            for kind, function in kinds.items():
-                report.say(f"(c) {kind}: {number + 1} of {repetitions}")
-                seconds[kind].append(function(up, folder_for(up, f"{kind}-{number}")))
-    return seconds
+def measured_on(proctrack: str | None, **more: Any) -> AbstractContextManager[Cluster]:
+    return cluster(ClusterConfig(nodes=2, cpus=2, grace=20, proctrack=proctrack, **more))
 
 
-def table_rows(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[float]]) -> list[dict[str, Any]]:
+def table_rows(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[float]]) -> list[rows.Row]:
     """For the common table."""
     step, save = (report.median([getattr(cycle, what) for cycle in ours]) for what in ("step", "save"))
     handover, resume = (
@@ -202,28 +200,9 @@ def table_rows(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[fl
     for kind, words in (("watch", "a hold of 121 s, `clusterddp resubmit`"), ("resubmit", "`policy: resubmit`")):
         if holds:
             found.append(rows.paired(f"resume: {words}", "s", holds[kind], holds["empty"], empty, more=HOLD_BAR_S))
-    return [row.as_json() for row in found]
-
-
-def main() -> None:
-    """The command line."""
-    parser = report.parser(__doc__, "3 repetitions of (a) and (b), none of (c)")
-    parser.add_argument("--repetitions", type=int, default=12, help="of (a) and (b)")
-    parser.add_argument("--holds", type=int, default=5, help="repetitions of (c)")
-    parser.add_argument("--proctrack", choices=["cgroup", "linuxproc"])
-    options = parser.parse_args()
-    if options.quick:
-        options.repetitions, options.holds = 3, 0
-    ours, control, words = measure_cycles(options.repetitions, options.proctrack)
-    holds = measure_holds(options.holds, options.proctrack) if options.holds else {}
-    text = """# Handover and resume
-
-Seconds by slurmd's log (TERM), `date` in batch scripts and the metrics' timestamps, all on one machine; see
-`benchmarks/handover.py` for what is measured, and what the controls are."""
-    cycles = {"ours": [asdict(cycle) for cycle in ours], "control": [asdict(cycle) for cycle in control]}
-    figures = {**cycles, "holds": holds, "cluster": words, "rows": table_rows(ours, control, holds)}
-    report.write(options.out, "handover", text, figures, where=words)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    kinds = {"choices": ["cgroup", "linuxproc"]}
+    report.main("handover", __doc__, TEXT, measure, "3 repetitions of (a) and (b), none of (c)", proctrack=kinds)

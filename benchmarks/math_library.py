@@ -1,10 +1,9 @@
-"""Whether a process's first vector function is exact: ``python -m benchmarks.math_library``, 8 minutes.
+"""Whether a process's first vector function is exact: ``python -m benchmarks.math_library``, 4 minutes.
 
 ``make measure-math-library``. torch's CPU kernels call MKL's vector functions from several OpenMP threads. Counted: how
-often the first such call of a process is wrong (``benchmarks/scripts/first_calls.py``), with and without the
-``settle()`` that ``clusterddp.init()`` begins with, on a machine that is kept busy. In forked processes, where the
-fault is rare; and in one process in which MKL is made to forget the calls before, where it is not. ``--quick`` takes
-under 2 minutes.
+often the first such call is wrong (``benchmarks/scripts/first_calls.py``), with and without the ``settle()`` that
+``clusterddp.init()`` begins with, on a machine that is kept busy, in a process in which MKL is made to forget the calls
+before. ``--quick`` takes a minute.
 
 The bar: after ``settle()``, at most a tenth as many are wrong, by the upper end of the interval. None is expected.
 """
@@ -21,14 +20,17 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.rows import Row, within
+from benchmarks.sides import REPOSITORY, SCRIPTS
 
-SCRIPT = Path(__file__).with_name("scripts") / "first_calls.py"
-REPOSITORY = Path(__file__).resolve().parents[1]
+SCRIPT = SCRIPTS / "first_calls.py"
 THREADS = (2, 4)
 ALLOWED = 0.1
 #: Wrong results without ``settle()`` after which a line ends.
 ENOUGH = 60
-KINDS = {"forks": "a process each", "again": "made to forget"}
+TEXT = """# The first vector function of a process
+
+How often the first `torch.sqrt` of a process is wrong, with and without `settle()`, on a busy machine. MKL's
+record of the CPU is reset before each call."""
 
 
 def cpu_number() -> ctypes.c_int | None:
@@ -51,14 +53,13 @@ def cpu_number() -> ctypes.c_int | None:
     return ctypes.c_int.from_address(address + 6 + int.from_bytes(code[2:], "little", signed=True))
 
 
-def counted(kind: str, threads: int, enough: int, seconds: float, burners: int) -> dict[str, Any]:
+def counted(threads: int, seconds: float, burners: int) -> dict[str, Any]:
     """The counts of first calls on so many threads."""
-    shape = {"kind": kind, "threads": threads, "enough": enough, "seconds": seconds, "burners": burners}
+    shape = {"threads": threads, "enough": ENOUGH, "seconds": seconds, "burners": burners}
     command = [sys.executable, str(SCRIPT), *(f"--{name}={value}" for name, value in shape.items())]
-    done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, stdout=-1)
-    if done.returncode:
-        sys.exit(f"{SCRIPT.name} ended with {done.returncode}")
-    return {"kind": kind, "threads": threads, **json.loads(done.stdout)}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, check=True)
+    return {"threads": threads, **json.loads(done.stdout)}
 
 
 def most(wrong: int, calls: int) -> float:
@@ -74,7 +75,7 @@ def most(wrong: int, calls: int) -> float:
     return high
 
 
-def row(figures: dict[str, Any]) -> dict[str, Any] | None:
+def row(figures: dict[str, Any]) -> Row | None:
     """Of the common table; None where no result was wrong without ``settle()``, so that nothing can be compared.
 
     The interval is exact for a given sum of wrong results: without an effect, each belongs to either side with equal
@@ -83,36 +84,25 @@ def row(figures: dict[str, Any]) -> dict[str, Any] | None:
     plain, settled = figures["plain"], figures["settled"]
     if not plain["wrong"]:
         return None
-    high = most(settled["wrong"], plain["wrong"] + settled["wrong"])
+    share = most(settled["wrong"], plain["wrong"] + settled["wrong"])
     ours, limit = (1000 * side["wrong"] / side["calls"] for side in (settled, plain))
-    name = f"wrong first vector functions, {figures['threads']} threads, {KINDS[figures['kind']]}"
-    ratio, high = ours / limit, max(ours / limit, high / (1 - high))
-    met = within(ALLOWED, 0.0, high)
-    return Row(name, "of 1000", ours, limit, "without settle()", ratio, 0.0, high, ALLOWED, met).as_json()
+    name = f"wrong first vector functions, {figures['threads']} threads, made to forget"
+    ratio, high = ours / limit, max(ours / limit, share / (1 - share))
+    return Row(name, "of 1000", ours, limit, "without settle()", ratio, 0.0, high, ALLOWED, within(ALLOWED, 0.0, high))
 
 
-def main() -> None:
-    """The command line."""
-    parser = report.parser(__doc__, "25 seconds")
-    parser.add_argument("--seconds", type=float, default=120, help="at most, for each line (default: %(default)g)")
-    options = parser.parse_args()
-    seconds, burners = 25 if options.quick else options.seconds, len(os.sched_getaffinity(0))
-    cases = [(kind, threads) for kind in KINDS for threads in THREADS]
-    measured = [counted(kind, threads, ENOUGH, seconds, burners) for kind, threads in cases]
-    rows = [one for figures in measured if (one := row(figures))]
+def measure(quick: bool) -> report.Found:
+    burners = len(os.sched_getaffinity(0))
+    found = [counted(threads, 25 if quick else 120, burners) for threads in THREADS]
     lines = [
-        [KINDS[figures["kind"]], figures["threads"], words, *figures[side].values()]
-        for figures in measured
+        [figures["threads"], words, *figures[side].values()]
+        for figures in found
         for side, words in (("plain", "without"), ("settled", "with `settle()`"))
     ]
-    text = f"""# The first vector function of a process
-
-How often the first `torch.sqrt` of a process is wrong, with {burners} busy processes beside those that were measured:
-in forks of a process that had used neither OpenMP nor MKL, and in one whose MKL was made to forget the calls before."""
-    table = report.table(["first calls", "threads", "", "calls", "wrong", "largest error"], lines)
-    figures = {"burners": burners, "counts": measured, "rows": rows}
-    report.write(options.out, "math-library", text, figures, tables={"Calls": table})
+    table = report.table(["threads", "", "calls", "wrong", "largest error"], lines)
+    made = [one for figures in found if (one := row(figures))]
+    return report.Found({"burners": burners, "counts": found}, made, f"{burners} busy processes", {"Calls": table})
 
 
 if __name__ == "__main__":
-    main()
+    report.main("math-library", __doc__, TEXT, measure, "25 seconds for each line")

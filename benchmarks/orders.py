@@ -9,14 +9,13 @@ The bar: the median seek is below 1 ms, and a sample below 5 us.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from benchmarks import report, rows
+from benchmarks.sides import in_turns, seconds
 from clusterddp import orders
 from clusterddp.data.sample_order import Binding, BoundOrder, Order
 
@@ -24,18 +23,10 @@ STEP, SMALL, LARGE, BATCHES = 10**9, 64, 4096, 20
 MILLION, MILLIARD = 10**6, 10**9
 SEEK_MS, SAMPLE_US = 1.0, 5.0
 LONG = "weighted by class, 10^9"
+TEXT = f"""# Drawing samples
 
-
-@dataclass
-class Result:
-    """One order. Seconds, but where the name has another unit."""
-
-    name: str
-    build: float
-    seeks_ms: list[float] = field(default_factory=list)
-    samples_us: list[float] = field(default_factory=list)
-    randperm_us: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
+Seeks to a step near 10^9, and blocks of {BATCHES} batches of {LARGE:,} samples, in turns with slices of a list by
+`torch.randperm`."""
 
 
 def made() -> dict[str, tuple[Callable[[], Order], Any]]:
@@ -63,61 +54,34 @@ def bound(order: Order, data: Any, batch: int) -> BoundOrder:
     return order.bind(Binding(dataset, len(dataset), 1, batch))
 
 
-def seconds(draw: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    draw()
-    return time.perf_counter() - start
-
-
 def block(stream: BoundOrder, first: int) -> float:
     """Of some batches, per sample."""
     starts = range(first, first + BATCHES * LARGE, LARGE)
     return seconds(lambda: [stream.samples(start, start + LARGE) for start in starts]) / (BATCHES * LARGE)
 
 
-def measure(name: str, make: Callable[[], Order], data: Any, repeats: int) -> Result:
-    start = time.perf_counter()
+def drawn(name: str, make: Callable[[], Order], data: Any, repeats: int) -> tuple[list[rows.Row], dict[str, Any]]:
+    """The rows of one order, and its figures."""
     order = make()
     stream = bound(order, data, SMALL)
-    result = Result(name, time.perf_counter() - start)
-    for number in range(repeats):
-        first = (STEP + number * 1_000_003) * SMALL
-        result.seeks_ms.append(1000 * seconds(lambda first=first: stream.samples(first, first + SMALL)))  # type: ignore[misc]
+    firsts = [(STEP + number * 1_000_003) * SMALL for number in range(repeats)]
+    seeks = [1000 * seconds(lambda first=first: stream.samples(first, first + SMALL)) for first in firsts]  # type: ignore[misc]
     randperm, stream = bound(orders.shuffled(version=1), MILLION, LARGE), bound(order, data, LARGE)
     randperm.samples(0, 1)
-    for _ in range(repeats):
-        mine, torchs = block(stream, STEP * LARGE), block(randperm, 0)
-        result.samples_us.append(1e6 * mine)
-        result.randperm_us.append(1e6 * torchs)
-        result.ratios.append(mine / torchs)
-    return result
+    sides = {"ours": lambda: 1e6 * block(stream, STEP * LARGE), "randperm": lambda: 1e6 * block(randperm, 0)}
+    found = in_turns(sides, repeats, warm_up=0)
+    ours, limit, words = found["ours"], found["randperm"], "a slice of torch.randperm for 10^6"
+    return [
+        rows.paired(f"draw a sample: {name}", "us", ours, limit, words, most=SAMPLE_US),
+        rows.counted(f"seek: {name}", "ms", report.median(seeks), SEEK_MS, "1 ms", allowed=1.0),
+    ], {"name": name, "seeks_ms": seeks, "samples_us": found}
 
 
-def table_row(result: Result) -> dict[str, Any]:
-    """For the common table."""
-    name, limit = f"draw a sample: {result.name}", "a slice of torch.randperm for 10^6"
-    return rows.paired(
-        name, "us", result.samples_us, result.randperm_us, limit, allowed=SAMPLE_US / report.median(result.randperm_us)
-    ).as_json()
-
-
-def main() -> None:
-    parser = report.parser(__doc__, "15 repeats, without the order that takes long to build")
-    parser.add_argument("--repeats", type=int, default=100)
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.repeats = 15
-    cases = {name: case for name, case in made().items() if not (arguments.quick and name == LONG)}
-    results = [measure(name, *case, arguments.repeats) for name, case in cases.items()]
-    head = ["order", "build, s", "seek, ms"]
-    lines = [[result.name, result.build, report.median(result.seeks_ms)] for result in results]
-    text = f"""# What an order costs
-
-Medians of {arguments.repeats} seeks, to the first batch of {SMALL} samples at a step near 10^9, and blocks of {BATCHES}
-batches of {LARGE}. A seek is to take less than {SEEK_MS:.0f} ms."""
-    figures = {"results": [asdict(result) for result in results], "rows": [table_row(result) for result in results]}
-    report.write(arguments.out, "orders", text, figures, tables={"Seeks": report.table(head, lines)})
+def measure(quick: bool) -> report.Found:
+    cases = {name: case for name, case in made().items() if not (quick and name == LONG)}
+    found = [drawn(name, *case, 15 if quick else 100) for name, case in cases.items()]
+    return report.Found({"results": [one for _, one in found]}, [row for made, _ in found for row in made])
 
 
 if __name__ == "__main__":
-    main()
+    report.main("orders", __doc__, TEXT, measure, "15 repeats, without the order that takes long to build")

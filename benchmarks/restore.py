@@ -21,7 +21,6 @@ Bars: at most 1.2 times torch's time at one rank, and 1.0 times at 4 and more; t
 from __future__ import annotations
 
 import gc
-import math
 import os
 import tempfile
 import threading
@@ -29,6 +28,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,11 @@ WAYS = (OURS, TORCH, MAPPED)
 TIME_BARS = {1: 1.2, 4: 1.0, 8: 1.0}
 READ_BAR, MEMORY_BAR = 1.01, 1.2
 PIECE = 1 << 18
+LIMIT = "crc32 + torch.load + load_state_dict per rank"
+TEXT = """# A restore beside torch.load on every rank
+
+A model and its Adam state, restored in gloo ranks of one host, in turns with torch. Cold files are dropped from the
+page cache before."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,12 @@ class Restorer:
 
     def __init__(self, folder: Path, size: Size, rank: int) -> None:
         self._files, self._folder, self._size, self._rank = files_of(folder), folder, size, rank
-        #: Seconds of the last restore until the state was read, and until it was loaded.
-        self.phases = (0.0, 0.0)
 
-    def once(self, way: str, cold: bool, hold: Callable[[], None] = lambda: None) -> tuple[float, int, float]:
-        """Seconds, bytes read and CPU seconds of a restore. ``hold`` is called when most memory is in use."""
+    def once(self, way: str, cold: bool, hold: Callable[[], None] = lambda: None) -> tuple[float, float, float]:
+        """Seconds until all have loaded; bytes read, by the file's, and CPU seconds of all ranks. Collective.
+
+        ``hold`` is called when most memory is in use, and when all have loaded.
+        """
         model, optimizer = make_untrained(self._size.bytes)
         gc.collect()
         if self._rank == 0:
@@ -112,17 +118,16 @@ class Restorer:
         dist.barrier()
         read_before, cpu_before, started = sides.bytes_read(), time.process_time(), time.perf_counter()
         content = self._read(way)
-        arrived = time.perf_counter()
         self._load(way, content, model, optimizer)
         cpu = time.process_time() - cpu_before
         dist.barrier()
         seconds, read = time.perf_counter() - started, sides.bytes_read() - read_before
-        self.phases = (arrived - started, seconds - (arrived - started))
         hold()
         del content
         hold()
-        del model, optimizer
-        return seconds, read, cpu
+        total = torch.tensor([read / self._files[way].stat().st_size, cpu], dtype=torch.float64)
+        dist.all_reduce(total)
+        return seconds, *total.tolist()
 
     def _read(self, way: str) -> Any:
         path = self._files[way]
@@ -153,7 +158,7 @@ def checksum_of(path: Path) -> int:
     return found
 
 
-def measure(name: str, folder: str, size: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any] | None:
+def in_process(name: str, folder: str, size: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any] | None:
     """What one of the processes does: ``save`` or ``restores``."""
     if name == "save":
         return save(Path(folder), Size(**size))
@@ -161,28 +166,19 @@ def measure(name: str, folder: str, size: dict[str, Any], rank: int, ranks: int,
 
 
 def restores(folder: Path, size: Size, rank: int, ranks: int, port: int) -> dict[str, Any]:
-    """Seconds, bytes and phases by way and cache, and the memory. Collective."""
+    """Seconds, bytes and CPU by cache and way, and the memory. Collective."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     sides.join(rank, ranks, port)
     restorer, ways = Restorer(folder, size, rank), WAYS[: size.ways]
-    figures: dict[str, Any] = {
-        cache: {way: {"seconds": [], "read": [], "cpu": [], "phases": []} for way in ways} for cache in ("warm", "cold")
-    }
-    for number in range(-1, size.rounds):  # the first round is not counted
-        for cache in figures:
-            for way in sides.rotated(ways, number):
-                seconds, read, cpu = restorer.once(way, cache == "cold")
-                total = torch.tensor([read, cpu], dtype=torch.float64)
-                dist.all_reduce(total)
-                if number >= 0:
-                    of_way = figures[cache][way]
-                    of_way["seconds"].append(seconds)
-                    of_way["read"].append(total[0].item() / files_of(folder)[way].stat().st_size)
-                    of_way["cpu"].append(total[1].item())
-                    of_way["phases"].append(restorer.phases)
-    peaks = {way: [peak_memory(restorer, way, rank) for _ in range(3)] for way in ways}
-    figures["memory"] = {way: report.median(found) for way, found in peaks.items()}
-    figures["state_bytes"] = files_of(folder)[OURS].stat().st_size
+    found = sides.in_turns(
+        {(cache, way): partial(restorer.once, way, cache == "cold") for cache in ("warm", "cold") for way in ways},
+        size.rounds,
+    )
+    figures: dict[str, Any] = {"warm": {}, "cold": {}}
+    for (cache, way), times in found.items():
+        figures[cache][way] = dict(zip(("seconds", "read", "cpu"), zip(*times, strict=True), strict=True))
+    peaks = [peak_memory(restorer, OURS, rank) for _ in range(3)]
+    figures["states"] = report.median(peaks) / files_of(folder)[OURS].stat().st_size
     dist.destroy_process_group()
     return figures
 
@@ -243,26 +239,33 @@ def memory_of(pid: int) -> tuple[int, int]:
 # ---- around them
 
 
-def in_processes(name: str, ranks: int, folder: Path, size: Size) -> Any:
-    """What ``measure`` returns in processes of its own; rank 0's answer."""
-    # A training process restores once, into memory that it has not used before. glibc would hand out what the restore
-    # before has freed, depending on the sizes of tensors: its threshold grows.
-    request = {"name": name, "folder": str(folder), "size": asdict(size)}
-    return sides.run_ranks("benchmarks.restore", request, ranks, MALLOC_MMAP_THRESHOLD_="131072")
-
-
-def all_figures(sizes: Sequence[Size], counts: Sequence[int], scratch: Path, most: float) -> dict[str, dict[str, Any]]:
-    """By size and number of ranks; None where there is too little memory, of which ``most`` bytes may be used."""
-    found: dict[str, dict[str, Any]] = {}
-    for size in sizes:
-        with tempfile.TemporaryDirectory(dir=scratch) as name:
-            in_processes("save", 1, Path(name), size)
-            of_size = found[size.name] = {}
+def measure(quick: bool, sizes: list[str] | None) -> report.Found:
+    largest = next((size for size in LARGEST if size.needed(1) < free_memory()), LARGEST[-1])
+    asked = sizes or [size.name for size in (*SIZES, largest)]
+    chosen, counts = QUICK if quick else ([size for size in (*SIZES, *LARGEST) if size.name in asked], RANKS)
+    found: list[rows.Row] = []
+    figures: dict[str, dict[int, Any]] = {}
+    left_out = []
+    for size in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            in_processes("save", 1, folder, size)
             for ranks in counts[:1] if size.alone else counts:
                 report.say(f"{size.name}, {ranks} ranks")
-                enough = size.needed(ranks) < min(most, free_memory())
-                of_size[str(ranks)] = in_processes("restores", ranks, Path(name), size) if enough else None
-    return found
+                if size.needed(ranks) > free_memory():
+                    left_out.append(f"{size.name} in {ranks} ranks")
+                    continue
+                one = figures.setdefault(size.name, {})[ranks] = in_processes("restores", ranks, folder, size)
+                found += rows_of(size.name, ranks, one)
+    where = f"too little memory for {', '.join(left_out)}" if left_out else ""
+    return report.Found({"figures": figures}, found, where)
+
+
+def in_processes(name: str, ranks: int, folder: str, size: Size) -> Any:
+    """What ``in_process`` returns in processes of its own; rank 0's answer."""
+    # A training process restores once, into memory that it has not used before. glibc would hand out what the restore
+    # before has freed, depending on the sizes of tensors: its threshold grows.
+    request = {"name": name, "folder": folder, "size": asdict(size)}
+    return sides.run_ranks("benchmarks.restore", request, ranks, MALLOC_MMAP_THRESHOLD_="131072")
 
 
 def rows_of(size: str, ranks: int, figures: dict[str, Any]) -> list[rows.Row]:
@@ -270,65 +273,22 @@ def rows_of(size: str, ranks: int, figures: dict[str, Any]) -> list[rows.Row]:
     where = f"restore, {size}, {ranks} rank{'s' * (ranks > 1)}"
     found = []
     for cache in ("warm", "cold"):
-        seconds = {way: one["seconds"] for way, one in figures[cache].items()}
-        limit, bar = "crc32 + torch.load + load_state_dict per rank", TIME_BARS.get(ranks)
-        found.append(rows.paired(f"{where}, {cache}", "s", seconds[OURS], seconds[TORCH], limit, allowed=bar))
-        cpu, row = {way: one["cpu"] for way, one in figures[cache].items()}, f"{where}, {cache}: CPU time of all ranks"
-        found.append(rows.paired(row, "s", cpu[OURS], cpu[TORCH], limit))
-        if mapped := seconds.get(MAPPED):
-            row = f"{where}, {cache}, beside mmap"
-            found.append(rows.paired(row, "s", seconds[OURS], mapped, "the same with mmap=True"))
+        of, row, bar = figures[cache], f"{where}, {cache}", TIME_BARS.get(ranks)
+        found.append(rows.paired(row, "s", of[OURS]["seconds"], of[TORCH]["seconds"], LIMIT, allowed=bar))
+        found.append(rows.paired(f"{row}: CPU time of all ranks", "s", of[OURS]["cpu"], of[TORCH]["cpu"], LIMIT))
+        if MAPPED in of:
+            words, mapped = "the same with mmap=True", of[MAPPED]["seconds"]
+            found.append(rows.paired(f"{row}, beside mmap", "s", of[OURS]["seconds"], mapped, words))
     read = max(max(figures[cache][OURS]["read"]) for cache in ("warm", "cold"))
-    found.append(rows.counted(f"{where}: bytes read", "files", read, 1.0, "the file once", allowed=READ_BAR))
-    states = figures["memory"][OURS] / figures["state_bytes"]
-    found.append(rows.counted(f"{where}: peak memory", "states", states, 1.0, "the state once", allowed=MEMORY_BAR))
-    return found
-
-
-def phase_lines(figures: dict[str, dict[str, Any]]) -> list[list[object]]:
-    """Of the second table."""
-    lines: list[list[object]] = []
-    for size, by_ranks in figures.items():
-        for ranks, one in by_ranks.items():
-            for cache in ("warm", "cold") if one is not None else ():
-                for way in one[cache]:
-                    read, load = (report.median(part) for part in zip(*one[cache][way]["phases"], strict=True))
-                    memory = one["memory"][way] / one["state_bytes"]
-                    lines.append([size, ranks, cache, way, f"{read:.3f}", f"{load:.3f}", memory])
-    return lines
-
-
-def main() -> None:
-    """The command line; also what each of the processes runs."""
-    if sides.answered(measure):
-        return
-    parser = report.parser(__doc__, "10 and 400 MB in 1 and 4 ranks")
-    parser.add_argument("--sizes", nargs="+", choices=[size.name for size in (*SIZES, *LARGEST)], help="default: all")
-    parser.add_argument("--memory", type=float, default=math.inf, help="to use at most, in GB (default: what is free)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
-    options = parser.parse_args()
-    most = 1e9 * options.memory
-    largest = next((size for size in LARGEST if size.needed(1) < min(most, free_memory())), LARGEST[-1])
-    asked = options.sizes or [size.name for size in (*SIZES, largest)]
-    sizes = [size for size in (*SIZES, *LARGEST) if size.name in asked]
-    sizes, counts = QUICK if options.quick else (sizes, options.ranks)
-    figures = all_figures(sizes, counts, options.scratch, most)
-    measured = [(size, ranks, one) for size, counts in figures.items() for ranks, one in counts.items()]
-    left_out = [f"{size} in {ranks} ranks" for size, ranks, one in measured if one is None]
-    text = f"""# What a restore costs
-
-One host and one local disk: passing on to other hosts, shared file systems and GPUs are not in these figures. Only
-ratios of alternating restores count. Not measured, for too little memory: {", ".join(left_out) or "none"}."""
-    head = ["size", "ranks", "cache", "way", "read", "load", "memory"]
-    tables = {
-        "Seconds until the state is read, then loaded; peak memory in states": report.table(head, phase_lines(figures))
-    }
-    found = [
-        row.as_json() for size, ranks, one in measured if one is not None for row in rows_of(size, int(ranks), one)
+    states = figures["states"]
+    return [
+        *found,
+        rows.counted(f"{where}: bytes read", "files", read, 1.0, "the file once", allowed=READ_BAR),
+        rows.counted(f"{where}: peak memory", "states", states, 1.0, "the state once", allowed=MEMORY_BAR),
     ]
-    report.write(options.out, "restore", text, {"rows": found, "figures": figures}, tables=tables)
 
 
 if __name__ == "__main__":
-    main()
+    if not sides.answered(in_process):
+        names = {"nargs": "+", "choices": [size.name for size in (*SIZES, *LARGEST)], "help": "default: all"}
+        report.main("restore", __doc__, TEXT, measure, "10 and 400 MB in 1 and 4 ranks", sizes=names)

@@ -1,7 +1,7 @@
 """Rows of the common table: a figure of ours, its limit, their ratio with its 95% interval, and the bar.
 
-Every benchmark's JSON file has them under ``rows``; ``python -m benchmarks`` gathers them. A limit is what the machine,
-or the least program that does the job, takes for the same, measured side by side in the same run.
+A limit is what the machine, or the least program that does the job, takes for the same, measured side by side in the
+same run. Every benchmark's JSON file has its rows under ``rows``; ``python -m benchmarks`` gathers them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 from benchmarks import report
 
-FIELDS = ("row", "unit", "ours", "limit", "limit_is", "ratio", "low", "high", "allowed", "met")
 RESAMPLES = 10_000
 
 
@@ -38,6 +37,11 @@ class Row:
     allowed: float | None = None
     met: bool | None = None
 
+    def __post_init__(self) -> None:
+        numbers = (self.ours, self.limit, self.ratio, self.low, self.high)
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"row {self.row!r}: ours, limit, ratio, low and high must be finite, not {numbers}")
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -51,17 +55,19 @@ def paired(
     *,
     allowed: float | None = None,
     more: float | None = None,
+    most: float | None = None,
 ) -> Row:
     """The median ratio of pairs that were measured next to each other.
 
-    The bar: at most ``allowed`` times the limit, or at most ``more`` (in the row's unit) above the limit.
+    The bar: at most ``allowed`` times the limit, or ``more`` above it, or ``most`` (both in the row's unit).
     """
     ratios = [one / other for one, other in zip(ours, limit, strict=True)]
-    low, high = report.bootstrap_interval(ratios, resamples=RESAMPLES)
+    low, high = report.bootstrap_interval(ratios)
     least = report.median(limit)
-    bar = allowed if more is None else (least + more) / least
+    if more is not None or most is not None:
+        allowed = (least + more if more is not None else most or 0.0) / least
     found = (report.median(ratios), low, high)
-    return Row(row, unit, report.median(ours), least, limit_is, *found, bar, within(bar, low, high))
+    return Row(row, unit, report.median(ours), least, limit_is, *found, allowed, within(allowed, low, high))
 
 
 def unpaired(row: str, unit: str, ours: Sequence[float], limit: Sequence[float], limit_is: str) -> Row:
@@ -96,24 +102,14 @@ def within(allowed: float | None, low: float, high: float) -> bool | None:
     return high <= allowed
 
 
-def problem(row: Mapping[str, Any]) -> str | None:
-    """What a row of a benchmark's JSON file lacks, so that a wrong one is reported and not shown half."""
-    missing = [name for name in FIELDS if name not in row]
-    if missing:
-        return f"a row without {', '.join(missing)}: {json.dumps(row)[:200]}"
-    numbers = [row[name] for name in ("ours", "limit", "ratio", "low", "high")]
-    if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in numbers):
-        return f"row {row['row']!r}: ours, limit, ratio, low and high must be finite numbers, not {numbers}"
-    if not row["low"] <= row["ratio"] <= row["high"]:
-        return f"row {row['row']!r}: the ratio {row['ratio']} is outside of its interval {row['low']} to {row['high']}"
-    if row["allowed"] is None and row["met"] is not None:
-        return f"row {row['row']!r}: met is {row['met']} without a bar"
-    return None
-
-
 def failed(benchmark: str, reason: str) -> dict[str, Any]:
     """In place of the rows of a benchmark that gave none."""
     return {"benchmark": benchmark, "row": benchmark, "failed": reason}
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows of a benchmark's JSON file; an empty list if it has none."""
+    return list(json.loads(file.read_text()).get("rows", []))
 
 
 HEAD = ["row", "ours", "limit", "ratio (95% interval)", "bar", "met"]
@@ -141,10 +137,3 @@ def number(value: float) -> str:
         return f"{value:g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:.{digits}f}"
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """The rows of a benchmark's JSON file; an empty list if it has none."""
-    found = json.loads(file.read_text())
-    rows = found.get("rows", []) if isinstance(found, dict) else []
-    return list(rows)

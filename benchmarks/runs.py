@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
+from benchmarks import report
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig, ClusterError
 from tests.trainings import Training
@@ -59,7 +62,7 @@ def _bring_up(config: ClusterConfig, deadline: float) -> Cluster:
             if not taken or time.monotonic() > deadline:
                 raise
             if not said:
-                print(f"waiting: {error}", file=sys.stderr, flush=True)
+                report.say(f"waiting: {error}")
             said = True
             time.sleep(1)
 
@@ -70,6 +73,17 @@ def folder_for(cluster: Cluster, name: str) -> Path:
     folder.mkdir(mode=0o755)
     os.chown(folder, cluster.uid, -1)
     return folder
+
+
+def in_folders(up: Cluster, kinds: Mapping[str, Callable[[Cluster, Path], T]]) -> dict[str, Callable[[], T]]:
+    """For ``sides.in_turns``: each call in a new folder, without jobs that an earlier one has left."""
+
+    def call(kind: str, number: Iterator[int]) -> T:
+        up.drain_jobs()
+        report.say(kind)
+        return kinds[kind](up, folder_for(up, f"{kind}-{next(number)}"))
+
+    return {kind: partial(call, kind, itertools.count()) for kind in kinds}
 
 
 def submit_training(
@@ -233,3 +247,14 @@ def event_times(events: Sequence[dict[str, Any]], name: str, attempt: int) -> li
 def first_step_done(lines: Sequence[dict[str, Any]], attempt: int) -> float | None:
     """When an attempt's first own step was done, by its metrics line."""
     return min((line["time"] for line in lines if line["attempt"] == attempt), default=None)
+
+
+def power_off(up: Cluster, node: str) -> None:
+    """The cable first: the node closes no connection."""
+    up.cut(node)
+    up.kill_node(node)
+
+
+def power_on(up: Cluster, node: str) -> None:
+    up.heal(node)
+    up.restart_slurmd(node)

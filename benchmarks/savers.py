@@ -1,4 +1,4 @@
-"""Who saves in ``benchmarks.checkpoint`` and ``.saves``, what, and beside which training."""
+"""Who saves in ``benchmarks.saves``, what, and beside which training; what ``benchmarks.restore`` restores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 
 LAYERS = 20
-OURS, COPY, RAW = "clusterddp", "memory copy", "raw write + fsync"
+#: Tensors that async_save in a process can send: it would take all descriptors, and every saver would fail.
+MOST_DESCRIPTORS = 5000
+OURS, RAW = "clusterddp", "raw write + fsync"
 CALLS_AND_COPY, EMPTY_LOOP = "state_dict() + memory copy", "empty loop"
 
 
@@ -116,7 +118,6 @@ class Saver:
     """Saves into files of its own in ``folder``; this one is done when ``begin`` returns."""
 
     name = ""
-    in_background = False
     #: Whether training will wait for the save that is begun next.
     urgent = False
 
@@ -146,24 +147,17 @@ class Saver:
     def close(self) -> None: ...
 
 
-class Copy(Saver):
-    name = COPY
+class CallsAndCopy(Saver):
+    """What a saver cannot do without: calls, as tensors may be others than last time, and a copy within memory."""
+
+    name = CALLS_AND_COPY
 
     def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(folder, model, optimizer)
-        self._sources = tensors_of(self._state())
-        self.flat = torch.empty(sum(tensor.nbytes for tensor in self._sources), dtype=torch.uint8).fill_(1)
-        parts = torch.split(self.flat, [tensor.nbytes for tensor in self._sources])
-        self._copies = [part.view(t.dtype).view(t.shape) for part, t in zip(parts, self._sources, strict=True)]
-
-    def begin(self) -> None:
-        torch._foreach_copy_(self._copies, self._sources)
-
-
-class CallsAndCopy(Copy):
-    """What a saver cannot do without, as tensors may be others than last time."""
-
-    name = CALLS_AND_COPY
+        sources = tensors_of(self._state())
+        self.flat = torch.empty(sum(tensor.nbytes for tensor in sources), dtype=torch.uint8).fill_(1)
+        parts = torch.split(self.flat, [tensor.nbytes for tensor in sources])
+        self._copies = [part.view(t.dtype).view(t.shape) for part, t in zip(parts, sources, strict=True)]
 
     def begin(self) -> None:
         torch._foreach_copy_(self._copies, tensors_of(self._state()))
@@ -173,7 +167,6 @@ class EmptyLoop(Saver):
     """Saves nothing. Instead, a process uses ``cpu_s`` seconds of CPU time at the writer's priority."""
 
     name = EMPTY_LOOP
-    in_background = True
     cpu_s = 0.0
 
     def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -215,26 +208,22 @@ for line in sys.stdin:
 """
 
 
-class Raw(Saver):
-    name = RAW
-    in_background = True  # it is not, but it takes part wherever those do: as many writes on either side
+class Raw(CallsAndCopy):
+    """As many bytes, written and synced."""
 
-    def __init__(self, folder: Path, data: torch.Tensor) -> None:
-        self.folder = self.path = folder / "raw"
-        self.folder.mkdir()
-        self._data = memoryview(data.numpy().data)
+    name = RAW
 
     def begin(self) -> None:
+        data = memoryview(self.flat.numpy().data)
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        for start in range(0, len(self._data), 1 << 22):
-            os.write(file, self._data[start : start + (1 << 22)])
+        for start in range(0, len(data), 1 << 22):
+            os.write(file, data[start : start + (1 << 22)])
         os.fsync(file)
         os.close(file)
 
 
 class Ours(Saver):
     name = OURS
-    in_background = True
 
     def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(folder, model, optimizer)
@@ -246,11 +235,10 @@ class Ours(Saver):
         self._checkpoint_client = CheckpointClient(self._directory, attempt, Keep(last=1), torch.device("cpu"))
         self._checkpoint_client.prepare(self._state())
 
-    @property
-    def writer(self) -> int:
-        """The writer's process id."""
+    def cpu_of_writer(self) -> float:
+        """The CPU seconds of all threads of the writer so far, also of those that have ended."""
         assert self._checkpoint_client._writer is not None
-        return self._checkpoint_client._writer.pid
+        return time.clock_gettime(~self._checkpoint_client._writer.pid << 3 | 2)  # as clock_getcpuclockid(3) makes it
 
     def next_path(self, step: int) -> None:
         self._step = step
@@ -281,7 +269,6 @@ class TorchSave(Saver):
 
 class AsyncThread(Saver):
     name = "async_save, thread"
-    in_background = True
     options: dict[str, Any] = {}
 
     def begin(self) -> None:
@@ -299,6 +286,8 @@ class AsyncProcess(AsyncThread):
 
     def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(folder, model, optimizer)
+        if len(tensors_of(self._state())) > MOST_DESCRIPTORS:
+            raise ValueError("it needs a file descriptor for each tensor")
         shared = StagingOptions(
             use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
         )
@@ -346,7 +335,6 @@ class Torchsnapshot(Saver):
     """Release 0.1.0 of 2022, the last one, works with torch 2.13. It syncs nothing."""
 
     name = "torchsnapshot"
-    in_background = True
 
     def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(folder, model, optimizer)
@@ -366,7 +354,7 @@ class Torchsnapshot(Saver):
         sync(self.path)
 
 
-SAVERS: list[type[Saver]] = [Copy, CallsAndCopy, Ours, TorchSave, AsyncThread, AsyncProcess, Lightning, Accelerate]
+PEERS: list[type[Saver]] = [TorchSave, AsyncThread, AsyncProcess, Lightning, Accelerate, Torchsnapshot]
 
 
 def sync(folder: Path) -> None:
@@ -397,5 +385,10 @@ def beside_training(saver: Saver, trainer: Trainer) -> tuple[float, float]:
     return stall, seconds - steps * (before + after) / 2
 
 
-def milliseconds(seconds: Sequence[float]) -> list[float]:
-    return [1000 * value for value in seconds]
+def until_durable(saver: Saver) -> float:
+    """The seconds until a save is durable while training waits for it."""
+    saver.urgent = True
+    started = time.perf_counter()
+    saver.begin()
+    saver.end()
+    return time.perf_counter() - started

@@ -13,20 +13,25 @@ For each state a process is started in which the savers take turns:
 - The same with an empty loop in place of the save, which uses as much CPU time at the writer's priority: what such
   training loses to any other process. As its threads wait for each other, a delay of one delays all.
 
+- Until a save is durable, while training waits for it: beside as many bytes written and synced. Our file is read back
+  and verified in it, and what Lightning and accelerate leave in the kernel's cache is synced for them.
+- The other savers, in turns with ours and those limits. ``--quick`` is without them and without the last part.
+
 Bars: the stall at most 1.15 times the limit, or 0.5 ms above it, whichever is more; the time lost at most the writer's
-CPU time by the cores, and at most 1.15 times what the empty loop costs training on all cores.
+CPU time by the cores, and at most 1.15 times what the empty loop costs training on all cores; durable within 1.5 times
+the raw write; a peak of the trainer's memory that grows by at most 2.2 times the state.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
-import math
 import os
 import random
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,40 +43,42 @@ from benchmarks import report, rows, sides
 from benchmarks.savers import (
     CALLS_AND_COPY,
     EMPTY_LOOP,
-    SAVERS,
-    AsyncProcess,
+    OURS,
+    PEERS,
+    RAW,
     CallsAndCopy,
-    Copy,
     EmptyLoop,
     Ours,
+    Raw,
     Saver,
-    Torchsnapshot,
     Trainer,
     beside_training,
     make_small_tensors,
     make_training,
     make_transformer,
-    milliseconds,
     state_of,
     tensors_of,
+    until_durable,
 )
+from benchmarks.sides import in_turns, milliseconds
 from clusterddp.checkpoint.memory_blocks import free_memory
 
-STALL_BAR, STALL_MORE_MS, LOST_BAR, LOOP_BAR = 1.15, 0.5, 1.0, 1.15
+STALL_BAR, STALL_MORE_MS, LOST_BAR, LOOP_BAR, DURABLE_BAR, MEMORY_BAR = 1.15, 0.5, 1.0, 1.15, 1.5, 2.2
 CORES = len(os.sched_getaffinity(0))
 CORE_FREE, ALL_CORES, HALF_WAITING = "a core free", "all cores", "all cores, half waiting"
-#: Tensors that async_save in a process can send: it would take all descriptors, and every saver would fail.
-MOST_DESCRIPTORS = 5000
-#: Seconds of each part of a case, and repetitions that are made even if they take longer.
-PART_S, QUICK_PART_S, LEAST = 25.0, 6.0, 3
+#: Seconds of each part of a case.
+PART_S, QUICK_PART_S = 25.0, 6.0
 #: Memory that a case takes, in states: training, the snapshot, a copy and what is written of two files; and with the
 #: other savers.
 STATES, STATES_WITH_PEERS = 6, 10
-PEERS: list[type[Saver]] = [*(one for one in SAVERS if not issubclass(one, (Copy, Ours))), Torchsnapshot]
-LIMIT_IS = CALLS_AND_COPY
+#: A state of fewer bytes has no bar for memory: what each tensor takes besides its values is more.
+SMALL = 9_000_000
 #: Series of the figures, besides those of savers.
 NO_SAVE, CPU = "no save", "writer's CPU"
-Training = tuple[torch.nn.Module, torch.optim.Optimizer]
+TEXT = """# What a save costs training
+
+One process saves CPU tensors to a local disk while it trains. The limit of a stall is the calls of `state_dict()` and a
+copy within memory; the time lost is the difference to the same steps without a save."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class Case:
 
     name: str
     bytes: int
-    make: Callable[[], Training]
+    make: Callable[[], tuple[torch.nn.Module, torch.optim.Optimizer]]
     pairs: int
     beside: int
     peers: int
@@ -110,58 +117,52 @@ class NoSave(Saver):
 # ---- one process that saves
 
 
-def measured(name: str, threads: int, folder: str, rank: int, ranks: int, port: int, **how: Any) -> dict[str, Any]:
-    """Seconds of the case of this name, in a process of its own."""
+def in_process(name: str, quick: bool, folder: str, rank: int, ranks: int, port: int) -> dict[str, Any]:
+    """The seconds of the case of this name; memory in bytes."""
     # async_save in a process takes a descriptor for each tensor.
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    torch.set_num_threads(threads)
     sides.join(rank, ranks, port)
     (case,) = (case for case in CASES if case.name == name)
-    return measure(case, folder=Path(folder), **how)
-
-
-def measure(case: Case, pairs: int, beside: int, peers: int, part_s: float, folder: Path) -> dict[str, Any]:
-    """The same. ``part_s``: of each part, at most."""
+    (pairs, beside), part_s = (case.quick, QUICK_PART_S) if quick else ((case.pairs, case.beside), PART_S)
     model, optimizer = case.make()
-    ours, limit = Ours(folder, model, optimizer), CallsAndCopy(folder, model, optimizer)
-    pair: list[Saver] = [ours, limit]
-    trainer, step = Trainer(), itertools.count()
-    stalls: dict[str, list[float]] = {ours.name: [], limit.name: []}
-    cpu: dict[str, list[float]] = {ours.name: [], limit.name: []}
-    deadline = time.monotonic() + part_s
-    for number in range(pairs + 1):
-        if number > LEAST and time.monotonic() > deadline:
-            break
-        for saver in sides.rotated(pair, number):
-            stall, used = alternating(saver, trainer, next(step))
-            if number:  # the first save is not like the others
-                stalls[saver.name].append(stall)
-                cpu[saver.name].append(used)
-    lost = {}
+    make: Callable[[type[Saver]], Saver] = lambda kind: kind(Path(folder), model, optimizer)  # noqa: E731
+    step, before = itertools.count(), reset_peak()
+    ours = make(Ours)
+    for _ in range(3):
+        ours.next_path(next(step))
+        until_durable(ours)
+    figures: dict[str, Any] = {"growth": sides.memory("self", "VmHWM") - before, "cores": CORES, "lost": {}}
+    limit, trainer = make(CallsAndCopy), Trainer()
+    stalls = {saver.name: partial(stall_of, saver, trainer, step) for saver in (ours, limit)}
+    found = in_turns(stalls, pairs, seconds=part_s)
+    for place, what in enumerate(("stall", "cpu")):
+        figures[what] = {name: [one[place] for one in times] for name, times in found.items()}
+    figures["bytes"] = sum(tensor.nbytes for tensor in tensors_of(state_of(model, optimizer)))
     if beside:
-        savers = [ours, NoSave(folder, model, optimizer), EmptyLoop(folder, model, optimizer)]
+        savers = [ours, make(NoSave), make(EmptyLoop)]
         trainings = {ALL_CORES: trainer, HALF_WAITING: Trainer(waits=True)}
-        lost = {name: beside_saves(savers, one, beside, step, part_s) for name, one in trainings.items()}
-        if (threads := torch.get_num_threads()) > 1:
-            torch.set_num_threads(threads - 1)
-            lost[CORE_FREE] = beside_saves(savers, Trainer(), beside, step, part_s)
-            torch.set_num_threads(threads)
+        figures["lost"] = {name: lost_beside(savers, one, beside, step, part_s) for name, one in trainings.items()}
+        if CORES > 1:
+            torch.set_num_threads(CORES - 1)
+            figures["lost"][CORE_FREE] = lost_beside(savers, Trainer(), beside, step, part_s)
+            torch.set_num_threads(CORES)
         savers[-1].close()
+    peers = {} if quick or not case.peers else measure_peers(make, ours, limit, trainer, step, case.peers, part_s)
     ours.close()
-    return {
-        "stall": stalls,
-        "cpu": cpu,
-        "lost": lost,
-        "peers": measure_peers(folder / "peers", model, optimizer, trainer, peers, part_s) if peers else {},
-        "tensors": len(tensors_of(state_of(model, optimizer))),
-        "bytes": sum(tensor.nbytes for tensor in tensors_of(state_of(model, optimizer))),
-        "cores": CORES,
-    }
+    return {**figures, "peers": peers}
 
 
-def alternating(saver: Saver, trainer: Trainer, step: int) -> tuple[float, float]:
+def reset_peak() -> int:
+    """The peak of this process's memory from now on starts at what is returned."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return sides.memory("self", "VmHWM")
+
+
+def stall_of(saver: Saver, trainer: Trainer, step: itertools.count[int]) -> tuple[float, float]:
     """The stall of one save, after a step, and the CPU time that this thread uses in it."""
-    saver.next_path(step)
+    saver.next_path(next(step))
+    saver.urgent = False
     trainer.step()
     started, used = time.perf_counter(), time.thread_time()
     saver.begin()
@@ -170,70 +171,59 @@ def alternating(saver: Saver, trainer: Trainer, step: int) -> tuple[float, float
     return stall, used
 
 
-def beside_saves(
-    savers: Sequence[Saver], trainer: Trainer, number: int, step: Iterator[int], part_s: float
+def lost_beside(
+    savers: Sequence[Saver], trainer: Trainer, rounds: int, step: itertools.count[int], part_s: float
 ) -> dict[str, list[float]]:
     """Seconds that training loses after the stall, by saver, and of the writer's CPU time."""
-    found: dict[str, list[float]] = {**{saver.name: [] for saver in savers}, CPU: []}
-    deadline = time.monotonic() + part_s
-    for turn in range(number):
-        if turn >= LEAST and time.monotonic() > deadline:
-            break
-        for saver in sides.rotated(savers, turn):
-            saver.next_path(next(step))
-            if isinstance(saver, EmptyLoop):
-                saver.cpu_s = found[CPU][-1]
-            before = cpu_of_writer(saver)
-            stall, lost = beside_training(saver, trainer)
-            found[saver.name].append(lost - stall)
-            if isinstance(saver, Ours):
-                found[CPU].append(cpu_of_writer(saver) - before)
-    return found
+    cpu: list[float] = []
 
+    def lost(saver: Saver) -> float:
+        saver.next_path(next(step))
+        if isinstance(saver, EmptyLoop):
+            saver.cpu_s = cpu[-1]
+        before = saver.cpu_of_writer() if isinstance(saver, Ours) else 0.0
+        stall, lost = beside_training(saver, trainer)
+        if isinstance(saver, Ours):
+            cpu.append(saver.cpu_of_writer() - before)
+        return lost - stall
 
-def cpu_of_writer(saver: Saver) -> float:
-    """The CPU seconds of all threads of our writer so far, also of those that have ended; 0 for other savers."""
-    if not isinstance(saver, Ours):
-        return 0.0
-    return time.clock_gettime(~saver.writer << 3 | 2)  # as clock_getcpuclockid(3) makes it
+    found = in_turns({saver.name: partial(lost, saver) for saver in savers}, rounds, warm_up=0, seconds=part_s)
+    return {**found, CPU: cpu}
 
 
 def measure_peers(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trainer: Trainer, rounds: int, part_s: float
+    make: Callable[[type[Saver]], Saver],
+    ours: Saver,
+    limit: Saver,
+    trainer: Trainer,
+    step: itertools.count[int],
+    rounds: int,
+    part_s: float,
 ) -> dict[str, Any]:
-    """What the other savers take, and we among them; those that are installed. "failed": why one cannot save this."""
-    folder.mkdir()
-    savers: list[Saver] = []
-    kinds: list[type[Saver]] = [CallsAndCopy, Ours, *PEERS]
-    refused: dict[str, Any] = {}
-    if len(tensors_of(state_of(model, optimizer))) > MOST_DESCRIPTORS:
-        kinds.remove(AsyncProcess)
-        refused[AsyncProcess.name] = {"failed": "left out: it needs a file descriptor for each tensor"}
-    for kind in kinds:
+    """Of each saver that is installed and can save this: the stall, the training time lost, and until it is durable."""
+    savers, failures = [ours, limit, make(Raw)], dict[str, str]()
+    for kind in PEERS:
         try:
-            savers.append(kind(folder, model, optimizer))
-        except ModuleNotFoundError as error:
-            report.say(f"{kind.name} is left out: {error}")
-    found: dict[str, Any] = {saver.name: {"stall": [], "lost": []} for saver in savers}
-    found |= refused
-    deadline = time.monotonic() + part_s
-    for number in range(rounds + 1):
-        if number > 1 and time.monotonic() > deadline:
-            break
-        for saver in sides.rotated(list(savers), number):
-            try:
-                saver.next_path(number)
-                stall, lost = beside_training(saver, trainer)
-            except Exception as error:  # of another project: one that cannot save this state is a result
-                savers.remove(saver)
-                found[saver.name] = {"failed": f"{type(error).__name__}: {error}"}
-                continue
-            if number:
-                found[saver.name]["stall"].append(stall)
-                found[saver.name]["lost"].append(lost)
-    for saver in savers:
+            savers.append(make(kind))
+        except (ImportError, ValueError) as error:
+            failures[kind.name] = str(error)
+
+    def turn(saver: Saver) -> tuple[float, float, float] | None:
+        if saver.name in failures:
+            return None
+        try:
+            saver.next_path(next(step))
+            stall, lost = beside_training(saver, trainer)
+            saver.next_path(next(step))
+            return stall, lost, until_durable(saver)
+        except Exception as error:  # of another project: one that cannot save this state is a result
+            failures[saver.name] = f"{type(error).__name__}: {error}"
+            return None
+
+    found = in_turns({saver.name: partial(turn, saver) for saver in savers}, rounds, seconds=part_s)
+    for saver in savers[1:]:
         saver.close()
-    return found
+    return {**found, **failures}
 
 
 # ---- around it
@@ -245,25 +235,29 @@ def too_large(case: Case, with_peers: bool, free: float) -> str | None:
     return None if needed < free else f"{case.name} ({needed / 1e9:.0f} GB needed, {free / 1e9:.0f} GB free)"
 
 
-def call(case: Case, quick: bool, with_peers: bool, threads: int, part_s: float, scratch: Path) -> dict[str, Any]:
-    """The figures of a case, from a process of its own."""
-    pairs, beside = case.quick if quick else (case.pairs, case.beside)
-    how: dict[str, Any] = {"pairs": pairs, "beside": beside, "peers": case.peers if with_peers else 0}
-    how |= {"threads": threads, "part_s": QUICK_PART_S if quick else part_s}
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        request = {"name": case.name, "folder": folder, **how}
-        figures: dict[str, Any] = sides.run_ranks("benchmarks.saves", request, ACCELERATE_USE_CPU="true")
-        return figures
+def measure(quick: bool, cases: list[str] | None) -> report.Found:
+    chosen = [case for case in CASES if case.name in (cases or [case.name]) and (case.quick[0] or not quick)]
+    left_out = {case: words for case in chosen if (words := too_large(case, not quick, free_memory()))}
+    figures = {}
+    for case in chosen:
+        if case not in left_out:
+            report.say(case.name)
+            with tempfile.TemporaryDirectory() as folder:
+                request = {"name": case.name, "quick": quick, "folder": folder}
+                figures[case.name] = sides.run_ranks("benchmarks.saves", request, ACCELERATE_USE_CPU="true")
+    found = [row for name, one in figures.items() for row in rows_of(name, one)]
+    where = f"without {'; '.join(left_out.values())}" if left_out else ""
+    return report.Found({"cases": figures}, found, where, peers_tables(figures))
 
 
 def rows_of(name: str, figures: Mapping[str, Any]) -> list[rows.Row]:
     """What is judged of a case."""
     found = []
     for what, words in (("stall", "stall"), ("cpu", "CPU time of the training thread in the stall")):
-        ours, limit = (milliseconds(figures[what][saver]) for saver in (Ours.name, CALLS_AND_COPY))
+        ours, limit = (milliseconds(figures[what][saver]) for saver in (OURS, CALLS_AND_COPY))
         relative = report.median(limit) * (STALL_BAR - 1) > STALL_MORE_MS
         bar = {"allowed": STALL_BAR} if relative else {"more": STALL_MORE_MS}
-        found.append(rows.paired(f"save, {name}: {words}", "ms", ours, limit, LIMIT_IS, **bar))
+        found.append(rows.paired(f"save, {name}: {words}", "ms", ours, limit, CALLS_AND_COPY, **bar))
     for training, seconds in figures["lost"].items():
         row = f"save, {name}: training time lost ({training})"
         cores = figures["cores"]
@@ -271,7 +265,12 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[rows.Row]:
         if training == ALL_CORES:
             row += ", beside an empty loop"
             found.append(lost_row(row, seconds, EMPTY_LOOP, 1, "an empty loop of as much CPU time", LOOP_BAR))
-    return found
+    if figures["peers"]:
+        ours, raw = (milliseconds([durable for *_, durable in figures["peers"][saver]]) for saver in (OURS, RAW))
+        found.append(rows.paired(f"checkpoint, {name}: until durable", "ms", ours, raw, RAW, allowed=DURABLE_BAR))
+    row, grown, state = f"checkpoint, {name}: growth of the trainer's peak", figures["growth"], figures["bytes"]
+    most = MEMORY_BAR if state >= SMALL else None
+    return [*found, rows.counted(row, "MB", grown / 1e6, state / 1e6, "the state", allowed=most)]
 
 
 def lost_row(
@@ -284,7 +283,7 @@ def lost_row(
     draw = random.Random(0)
 
     def figures(drawn: Callable[[Sequence[float]], Sequence[float]]) -> tuple[float, float]:
-        ours, none, least = (1000 * report.median(drawn(seconds[key])) for key in (Ours.name, NO_SAVE, limit))
+        ours, none, least = (1000 * report.median(drawn(seconds[key])) for key in (OURS, NO_SAVE, limit))
         return ours - none, (least if limit == CPU else least - none) / cores
 
     drawn = [figures(lambda values: draw.choices(values, k=len(values))) for _ in range(rows.RESAMPLES)]
@@ -294,58 +293,23 @@ def lost_row(
     return rows.Row(name, "ms", ours, least, limit_is, ours / least, low, high, bar, met)
 
 
-def tables(cases: Mapping[str, Any]) -> dict[str, str]:
-    """Medians in milliseconds: the time that training loses, and other savers beside ours."""
-    series = [Ours.name, EMPTY_LOOP, NO_SAVE, CPU]
-    lost = [
-        [name, training, *(report.median(milliseconds(seconds[what])) for what in series)]
-        for name, figures in cases.items()
-        for training, seconds in figures["lost"].items()
-    ]
-    found = {"Training time lost while a save is written": report.table(["state", "training", *series], lost)}
-    for name, figures in cases.items():
-        lines = [
-            [saver, *(one.get("failed") or report.median(milliseconds(one[what])) for what in ("stall", "lost"))]
-            for saver, one in figures["peers"].items()
-        ]
-        if lines:
-            head = ["saver", "stall, ms", "training time lost with the stall, ms"]
-            found[f"Other savers: {name}"] = report.table(head, lines)
-    return found
+def peers_tables(cases: Mapping[str, Any]) -> dict[str, str]:
+    """Medians in milliseconds, or why a saver has none."""
 
+    def cells(times: str | list[list[float]]) -> list[object]:
+        if isinstance(times, str):
+            return [times]
+        return [report.median(milliseconds(series)) for series in zip(*times, strict=True)]
 
-def main() -> None:
-    """The command line; also what each of the processes runs."""
-    if sides.answered(measured):
-        return
-    parser = report.parser(__doc__, "at most 2 minutes: without 2 GB and other savers")
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: all")
-    parser.add_argument("--without-peers", action="store_true")
-    parser.add_argument("--seconds", type=float, default=PART_S, help="of each part of a case (default: %(default)g)")
-    parser.add_argument("--threads", type=int, default=CORES, help="of torch (default: all cores, %(default)d)")
-    parser.add_argument("--memory", type=float, default=math.inf, help="to use at most, in GB (default: what is free)")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
-    options = parser.parse_args()
-    chosen = [
-        case
-        for case in CASES
-        if case.name in (options.cases or [case.name]) and not (options.quick and not case.quick[0])
-    ]
-    with_peers, free = not (options.quick or options.without_peers), min(free_memory(), 1e9 * options.memory)
-    left_out = [words for case in chosen if (words := too_large(case, with_peers, free))]
-    cases: dict[str, Any] = {}
-    for case in chosen:
-        if too_large(case, with_peers, free):
-            continue
-        report.say(case.name)
-        cases[case.name] = call(case, options.quick, with_peers, options.threads, options.seconds, options.scratch)
-        found = [row.as_json() for name, figures in cases.items() for row in rows_of(name, figures)]
-        text = f"""# What a save costs training
-
-One process, CPU tensors, {options.threads} threads of torch, files on one local disk; see `benchmarks/saves.py` for
-what is measured. Not measured, for too little memory: {", ".join(left_out) or "none"}."""
-        report.write(options.out, "saves", text, {"rows": found, "cases": cases}, tables=tables(cases))
+    head = ["saver", "stall, ms", "training time lost with the stall, ms", "until durable, ms"]
+    return {
+        f"Other savers: {name}": report.table(head, [[saver, *cells(times)] for saver, times in one["peers"].items()])
+        for name, one in cases.items()
+        if one["peers"]
+    }
 
 
 if __name__ == "__main__":
-    main()
+    if not sides.answered(in_process):
+        names = {"nargs": "+", "choices": [case.name for case in CASES], "help": "default: all"}
+        report.main("saves", __doc__, TEXT, measure, "at most 2 minutes: without 2 GB and other savers", cases=names)

@@ -21,13 +21,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report, rows
+from benchmarks.sides import REPOSITORY, SCRIPTS, in_turns, local_run, torchrun_variables
 from tests.ddp import free_port
 
 BAR = 1.1
@@ -35,9 +36,8 @@ RANKS, QUICK_RANKS = [1, 2, 4, 8, 16, 32], [1, 2, 4, 8]
 ROUNDS, QUICK_ROUNDS = 12, 6
 #: Seconds in which further rounds are begun, of all numbers of ranks together.
 BUDGET_S, QUICK_BUDGET_S = 480.0, 80.0
-LEAST, RUN_S = 2, 300.0
-SCRIPT = Path(__file__).with_name("scripts") / "startup.py"
-REPOSITORY = Path(__file__).resolve().parents[1]
+RUN_S = 300.0
+SCRIPT = SCRIPTS / "startup.py"
 EMPTY, OURS = "empty", "ours"
 CALLS = {
     "files opened": ("open", "openat"),
@@ -48,44 +48,34 @@ CALLS = {
 }
 
 
+TEXT = """# From the start of the ranks to the first step
+
+A script of one DDP step under `submit --local`, in turns with the least DDP script, whose processes are started with
+torchrun's variables. All ranks run on this machine."""
+
+
 # ---- the two sides
 
 
-def command(kind: str, ranks: int, folder: Path) -> list[str]:
-    """What starts all ranks of ours, or one of the empty script."""
-    script = [str(SCRIPT), kind, str(folder)]
-    if kind == EMPTY:
-        return [sys.executable, *script]
-    shape = ["--local", "--device", "cpu", "--gpus", str(ranks), "--set", "progress_interval=off"]
-    run = ["submit", str(SCRIPT), *shape, "--run-dir", str(folder / "run")]
-    return [sys.executable, "-m", "clusterddp", *run, "--", *script[1:]]
-
-
-def environment(ranks: int, port: int, rank: int | None) -> dict[str, str]:
-    """Of our launcher (``rank`` is None), or of a rank of the empty script: as many threads for both."""
-    cores = len(os.sched_getaffinity(0))
-    found = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // ranks)), "PYTHONPATH": str(REPOSITORY)}
-    if rank is None:
-        return found
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-    place = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return {**found, **{name: str(value) for name, value in own.items()}, **place}
+def started(kind: str, ranks: int, folder: Path, prefix: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+    """What starts all ranks of ours, or each rank of the empty script: as many threads for both."""
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    if kind == OURS:
+        command = local_run(SCRIPT, folder, ranks, OURS, folder)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        return [subprocess.Popen([*prefix, *command], cwd=REPOSITORY, env=environment, **pipes)]
+    command, port = [sys.executable, str(SCRIPT), EMPTY, str(folder)], free_port()
+    return [
+        subprocess.Popen([*prefix, *command], env=torchrun_variables(rank, ranks, port, threads), **pipes)
+        for rank in range(ranks)
+    ]
 
 
 def start(kind: str, ranks: int, prefix: Sequence[str] = ()) -> list[dict[str, Any]]:
     """What all ranks have written, in rank order."""
     with tempfile.TemporaryDirectory() as name:
-        folder, port = Path(name), free_port()
-        numbers: list[int | None] = [None] if kind == OURS else [*range(ranks)]
-        processes = [
-            subprocess.Popen(
-                [*prefix, *command(kind, ranks, folder)],
-                env=environment(ranks, port, number),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            )
-            for number in numbers
-        ]
+        processes = started(kind, ranks, Path(name), prefix)
         try:
             for process in processes:
                 _, said = process.communicate(timeout=RUN_S)
@@ -94,7 +84,7 @@ def start(kind: str, ranks: int, prefix: Sequence[str] = ()) -> list[dict[str, A
         finally:
             for process in processes:
                 process.kill()
-        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+        return [json.loads(Path(name, f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def seconds_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -108,21 +98,21 @@ def seconds_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"seconds": max(ends) - began, "cpu": cpu, "phases": phases}
 
 
-def measure(counts: Sequence[int], rounds: int, budget_s: float) -> dict[str, Any]:
-    """The figures of all starts, by number of ranks and side. The sides take turns, and who is first alternates."""
-    deadline = time.monotonic() + budget_s
-    found: dict[str, Any] = {str(ranks): {EMPTY: [], OURS: []} for ranks in counts}
+def all_starts(counts: Sequence[int], rounds: int, budget_s: float) -> dict[str, Any]:
+    """The figures of all starts, by number of ranks and side, and what rank 0 has imported."""
     modules: dict[str, list[str]] = {}
-    for number in range(rounds):
-        for ranks in counts:
-            if number >= LEAST and time.monotonic() > deadline:
-                return {"ranks": found, "modules": modules}
-            for kind in (EMPTY, OURS) if number % 2 else (OURS, EMPTY):
-                made = start(kind, ranks)
-                found[str(ranks)][kind].append(seconds_of(made))
-                modules[kind] = made[0]["modules"]
-            report.say(f"round {number + 1}, {ranks} ranks")
-    return {"ranks": found, "modules": modules}
+
+    def side(kind: str, ranks: int) -> dict[str, Any]:
+        made = start(kind, ranks)
+        modules[kind] = made[0]["modules"]
+        return seconds_of(made)
+
+    calls = {(ranks, kind): partial(side, kind, ranks) for ranks in counts for kind in (OURS, EMPTY)}
+    found = in_turns(calls, rounds, warm_up=0, seconds=budget_s)
+    return {
+        "ranks": {ranks: {kind: found[ranks, kind] for kind in (OURS, EMPTY)} for ranks in counts},
+        "modules": modules,
+    }
 
 
 # ---- what a rank opens
@@ -139,7 +129,7 @@ def system_calls(kind: str) -> dict[str, int] | None:
         try:
             start(kind, 1, ["strace", "-f", "-qq", "-s", "4096", "-o", file.name, "-e", f"trace={traced}"])
         except SystemExit as error:
-            print(f"system calls are not counted: {error}", file=sys.stderr)
+            report.say(f"system calls are not counted: {error}")
             return None
         return counted_calls(file.read().splitlines(), '\\"clusterddp.worker\\"' if kind == OURS else SCRIPT.name)
 
@@ -177,7 +167,7 @@ def rows_of(figures: Mapping[str, Any]) -> list[rows.Row]:
     for ranks, sides in figures["ranks"].items():
         for what, unit, words in (("seconds", "s", "exec to first step"), ("cpu", "s", "CPU time of a rank")):
             ours, empty = ([one[what] for one in sides[kind]] for kind in (OURS, EMPTY))
-            name = f"start, {ranks} rank{'s' * (ranks != '1')}: {words}"
+            name = f"start, {ranks} rank{'s' * (ranks > 1)}: {words}"
             found.append(rows.paired(name, unit, ours, empty, "empty DDP script", allowed=BAR))
     calls: Mapping[str, Mapping[str, int]] = figures.get("calls", {})
     numbers = {kind: (values[OURS], values[EMPTY], "calls") for kind, values in calls.items()}
@@ -191,49 +181,16 @@ def rows_of(figures: Mapping[str, Any]) -> list[rows.Row]:
     return found
 
 
-def phases_table(by_ranks: Mapping[str, Any]) -> str:
-    """The phases of both sides, and which part of all CPU time importing torch is."""
-    names = [*next(iter(by_ranks.values()))[OURS][0]["phases"]]
-    lines = []
-    for ranks, sides in by_ranks.items():
-        for kind in (OURS, EMPTY):
-            values = [report.median([one["phases"].get(name, 0.0) for one in sides[kind]]) for name in names]
-            whole = report.median([sum(one["phases"].values()) for one in sides[kind]])
-            lines.append([ranks, kind, *values, f"{values[names.index('import torch')] / whole:.0%}"])
-    return report.table(["ranks", "side", *names, "import torch / all"], lines)
-
-
-def in_addition(figures: Mapping[str, Any]) -> list[list[object]]:
-    """How many modules of which packages ours has in addition."""
-    more = set(figures["modules"][OURS]) - set(figures["modules"][EMPTY])
-    packages = Counter(name.partition(".")[0] for name in sorted(more))
-    return [[package, number] for package, number in packages.most_common()]
-
-
-def main() -> None:
-    """The command line."""
-    parser = report.parser(__doc__, "1, 2, 4 and 8 ranks, in at most 2 minutes")
-    parser.add_argument("--ranks", type=int, nargs="+", help=f"default: {RANKS}")
-    parser.add_argument("--seconds", type=float, help=f"in which further rounds are begun (default: {BUDGET_S:g})")
-    options = parser.parse_args()
-    counts = options.ranks or (QUICK_RANKS if options.quick else RANKS)
-    settings = (QUICK_ROUNDS, QUICK_BUDGET_S) if options.quick else (ROUNDS, BUDGET_S)
-    figures = measure(counts, settings[0], options.seconds or settings[1])
-    calls = {kind: system_calls(kind) for kind in (OURS, EMPTY)}
-    if all(calls.values()):
-        figures["calls"] = {name: {kind: (calls[kind] or {})[name] for kind in calls} for name in CALLS}
-    head = ["imported at the first step in addition to the empty script's", "modules"]
-    text = """# From the start of the ranks to the first step
-
-All ranks on one machine, its files in the page cache: on a cluster, a shared file system adds to each file that is
-opened, for both sides."""
-    tables = {
-        "Phases of rank 0, in seconds (medians)": phases_table(figures["ranks"]),
-        "Modules": report.table(head, in_addition(figures)),
-    }
-    everything = {"rows": [row.as_json() for row in rows_of(figures)], **figures}
-    report.write(options.out, "startup", text, everything, tables=tables)
+def measure(quick: bool, ranks: list[int] | None) -> report.Found:
+    counts = ranks or (QUICK_RANKS if quick else RANKS)
+    settings = (QUICK_ROUNDS, QUICK_BUDGET_S) if quick else (ROUNDS, BUDGET_S)
+    figures = all_starts(counts, *settings)
+    ours, empty = (system_calls(kind) for kind in (OURS, EMPTY))
+    if ours and empty:
+        figures["calls"] = {name: {OURS: ours[name], EMPTY: empty[name]} for name in CALLS}
+    return report.Found(figures, rows_of(figures))
 
 
 if __name__ == "__main__":
-    main()
+    numbers = {"type": int, "nargs": "+", "help": f"default: {RANKS}"}
+    report.main("startup", __doc__, TEXT, measure, "1, 2, 4 and 8 ranks, in at most 2 minutes", ranks=numbers)

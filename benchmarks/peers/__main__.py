@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import shutil
 import threading
 import time
@@ -28,7 +27,7 @@ from benchmarks.peers.schedules import CELL_S, EPOCHS, OF_THE_LIMIT, QUICK_EPOCH
 from benchmarks.runs import cluster
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.records import read_lines
-from tests.cluster import Cluster, ClusterConfig
+from tests.cluster import ClusterConfig
 
 #: Slurm's default is 300 s; a cell is to see what happens after it.
 SLURMD_TIMEOUT_S = 40
@@ -95,24 +94,12 @@ def work(lane: Lane, queue: Queue, results: Results, state: Path) -> None:
             results.add({**figures, "repetition": repetition, "load": Path("/proc/loadavg").read_text().split()[0]},
                         cell.folder / "final.bin")  # fmt: skip
             report.say(f"{lane.partition} {name}: {figures['end']} ({figures['slurm']}), {figures['wall_s']} s")
-            profile(lane.up, cell, state / "profiles" / f"{name}.json")
             lane.clear()
             cell.keep(state / "cells" / name)
         except Exception:  # the other lanes continue
             traceback.print_exc()
             lane.clear()
             shutil.rmtree(lane.up.scratch / name, ignore_errors=True)
-
-
-def profile(up: Cluster, cell: Cell, file: Path) -> None:
-    """Where the seconds of a clusterddp run went, by its own booking."""
-    run = cell.folder / "run"
-    if run.exists():
-        command = [up.python, "-m", "clusterddp", "report", run, "--json"]
-        done = up.run(command, cwd=up.source, check=False)
-        if done.returncode == 0:
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(json.dumps(json.loads(done.stdout)["runs"][0]["time"]))
 
 
 def measure(keys: list[Key], lanes: int, minutes: float, results: Results, state: Path) -> None:

@@ -55,16 +55,6 @@ def first_new(lines: Sequence[Line], asked: float) -> float | None:
     return next((line.time - asked for line in new_steps(lines) if line.time > asked and line.pid not in before), None)
 
 
-def lost_seconds(lines: Sequence[Line], asked: float) -> float | None:
-    """Seconds without progress: from the last new step of the processes that the fault met to the first after them."""
-    later = first_new(lines, asked)
-    if later is None:
-        return None
-    until = asked + later
-    last = max((line.time for line in new_steps(lines) if line.time < until), default=None)
-    return None if last is None else until - last
-
-
 def pace_seconds(lines: Sequence[Line]) -> float:
     """The mean of the same: saves that block, and a busy machine, are in it."""
     times = [after.time - before.time for before, after in pairwise(lines) if after.pid == before.pid]
@@ -80,11 +70,7 @@ def gaps(lines: Sequence[Line]) -> list[float]:
 def figures(cell: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
     """What is added to a cell: ``submitted``, ``finished`` (or None) and ``faults`` are there."""
     faults = [
-        {
-            **fault,
-            "first_new_s": _rounded(first_new(lines, fault["asked"])) if fault["made"] else None,
-            "lost_s": _rounded(lost_seconds(lines, fault["asked"])) if fault["made"] else None,
-        }
+        {**fault, "first_new_s": _rounded(first_new(lines, fault["asked"])) if fault["made"] else None}
         for fault in cell["faults"]
     ]
     return {

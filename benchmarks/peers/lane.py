@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.peers.cells import Line, figures, parse
 from benchmarks.peers.peers import Peer
 from benchmarks.peers.schedules import CELL_S, HIGH_S, Schedule
-from benchmarks.runs import HighJob, TooLong, folder_for, term_sent, until
+from benchmarks.runs import HighJob, TooLong, folder_for, power_off, power_on, term_sent, until
 from tests.cluster import Cluster
 from tests.cluster.system import Process
 
@@ -73,8 +73,7 @@ class Lane:
             # Slurm would ask a node that has died and is back about its job again only minutes later.
             for node in self.nodes:
                 if not any("slurmd" in process.command() for process in self.up.processes(node)):
-                    self.up.heal(node)
-                    self.up.restart_slurmd(node)
+                    power_on(self.up, node)
                     self._update(node, "down")
         deadline = time.monotonic() + 90
         while not self._idle():
@@ -233,8 +232,7 @@ class Cell:
         if victim is None:
             return False
         with _POWER:
-            self.lane.up.cut(victim[1])
-            self.lane.up.kill_node(victim[1])
+            power_off(self.lane.up, victim[1])
         return True
 
     def keep(self, folder: Path) -> None:

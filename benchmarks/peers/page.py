@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ def write(folder: Path, cells: Sequence[dict[str, Any]], state: Path, words: str
     """The results, and the tables of the page."""
     steps = max((cell["reached"] for cell in cells), default=EPOCHS * PER_EPOCH)
     matrix = Matrix(refreshed(cells, state), state / "finals", steps)
+    found = matrix.rows()
     figures = {
         "cluster": words,
         "steps": steps,
-        "rows": matrix.rows(),
         "peers": {
             name: {"versions": peer.versions(), "lines": peer.lines(), "promise": peer.promise}
             for name, peer in PEERS.items()
@@ -35,14 +36,13 @@ def write(folder: Path, cells: Sequence[dict[str, Any]], state: Path, words: str
         "matrix": everything(matrix),
         "cells": matrix.cells,
     }
-    made = tables(figures)
-    report.write(folder, "peers", TEXT, figures, where=words, tables=made)
+    report.write(folder, "peers", TEXT, report.Found(figures, found, words, tables(figures)))
     if folder == report.RESULTS:
-        fill(figures)
+        fill(json.loads((folder / "peers.json").read_text()))
 
 
 def fill(figures: Mapping[str, Any]) -> None:
-    """The page's tables."""
+    """The page's tables, from the results."""
     names = {"peers": "What each promises", "training time": "Effective training time", "best peer": "The best peer"}
     made = tables(figures)
     shown = {name: made[heading] for name, heading in names.items()}

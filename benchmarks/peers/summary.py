@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.peers.cells import bound, ettr, figures, parse
 from benchmarks.peers.peers import LIMIT, PEERS
 from benchmarks.peers.schedules import CELL_S, EPOCHS, PER_EPOCH, SAVE_EPOCHS, SCHEDULES, Schedule
-from benchmarks.rows import paired, unpaired
+from benchmarks.rows import Row, paired, unpaired
 
 OURS = "clusterddp"
 #: The effective training time of ours under a preemption every 60 s, over its bound.
@@ -30,13 +30,11 @@ LIMIT_IS = "the bound"
 
 
 def refreshed(cells: Iterable[dict[str, Any]], state: Path) -> list[dict[str, Any]]:
-    """The cells with their figures derived from the step logs that were kept, and the booking of ours."""
+    """The cells with their figures derived from the step logs that were kept."""
     found = []
     for cell in cells:
-        name = f"{cell['peer']}-{cell['schedule']}-{cell['repetition']}"
-        log, profile = state / "cells" / name / "steps", state / "profiles" / f"{name}.json"
-        derived = figures(cell, parse(log.read_text())) if log.exists() else cell
-        found.append({**derived, **({"booked": json.loads(profile.read_text())} if profile.exists() else {})})
+        log = state / "cells" / f"{cell['peer']}-{cell['schedule']}-{cell['repetition']}" / "steps"
+        found.append(figures(cell, parse(log.read_text())) if log.exists() else cell)
     return found
 
 
@@ -54,10 +52,6 @@ class Matrix:
         """The repetitions that all peers have; all, if there are none: what is compared was measured together."""
         found = [{cell["repetition"] for cell in self.of(peer, schedule)} for peer in PEERS]
         return set.intersection(*found) or set.union(*found)
-
-    def undisturbed_step(self, peer: str) -> float:
-        """Its mean step in undisturbed runs, saves included."""
-        return _median([cell["pace_s"] for cell in self.of(peer, "none", completed=True)])
 
     def limits(self, near: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """The limit's cells; those that ran beside another cell, else those of the same quarter of an hour, if any."""
@@ -103,7 +97,7 @@ class Matrix:
         cells = [cell for cell in self.of(peer, schedule) if cell["repetition"] in self.common(schedule)]
         cells.sort(key=lambda cell: cell["repetition"])
         done = [cell for cell in cells if cell["finished"]]
-        step_s, alone = self.undisturbed_step(peer), [c["wall_s"] for c in self.of(peer, "none", completed=True)]
+        alone = [cell["wall_s"] for cell in self.of(peer, "none", completed=True)]
         handovers = [one for cell in cells for one in cell["handovers"]]
         return {
             "peer": peer,
@@ -115,20 +109,14 @@ class Matrix:
             "reached": [cell["reached"] for cell in cells if not cell["finished"]],
             "wall_s": _some([cell["wall_s"] for cell in done]),
             "undisturbed_s": _some(alone),
-            "start_s": _some([cell["start_s"] for cell in cells]),
-            "interruptions": _some([len(cell["gaps_s"]) for cell in done]),
             "repeated": _some([cell["repeated"] for cell in done]),
             "handover_s": _some([h["from_signal_s"] for h in handovers]),
-            "handover_from_submission_s": _some([h["from_submission_s"] for h in handovers]),
             "first_new_s": _some([fault["first_new_s"] for cell in cells for fault in cell["faults"]]),
             "gap_s": _some([gap for cell in cells for gap in cell["gaps_s"]]),
             "ettr": _some([ettr(self.steps, cell["pace_s"], cell["wall_s"]) for cell in done]),
             "ettr_of_each": [round(ettr(self.steps, cell["pace_s"], cell["wall_s"]), 4) for cell in done],
-            "ettr_by_undisturbed_step": _some([ettr(self.steps, step_s, cell["wall_s"]) for cell in done]),
             "bound": _some([self.bound_of(cell, cell["pace_s"]) for cell in done]),
-            "of_bound": _some([self.of_bound(cell) for cell in done]),
             "differing": [self.differing(cell) for cell in done],
-            "load": [cell["load"] for cell in cells],
         }
 
     def of_bound(self, cell: dict[str, Any]) -> float:
@@ -138,8 +126,8 @@ class Matrix:
         """
         return ettr(self.steps, cell["pace_s"], cell["wall_s"]) / self.bound_of(cell, cell["pace_s"])
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The wall time of ours beside the bound's, for each schedule with a fault."""
+    def rows(self) -> list[Row]:
+        """The wall time of ours beside the bound's, for each schedule with a fault; what one preemption costs both."""
         found = []
         for schedule in list(SCHEDULES)[1:]:
             done = self.of(OURS, schedule, completed=True)
@@ -150,19 +138,15 @@ class Matrix:
             allowed = 1 / ALLOWED if schedule == "preempt-60" else None
             row = paired(words, "s", [cell["wall_s"] for cell in done], limits, LIMIT_IS, allowed=allowed)
             # One cell has an interval of no width, which tells nothing.
-            found.append({**row.as_json(), "met": row.met if len(done) >= LEAST else None})
-        return [*found, *self._preemption_row()]
-
-    def _preemption_row(self) -> list[dict[str, Any]]:
-        """What one preemption costs: ours and the limit's, over all cells."""
+            found.append(replace(row, met=row.met if len(done) >= LEAST else None))
         ours, limit = (
             [gap for name in ("preempt", "preempt-60") for cell in self.of(peer, name) for gap in cell["gaps_s"]]
             for peer in (OURS, LIMIT.name)
         )
-        if not ours or not limit:
-            return []
-        words = "no progress around a preemption, GraceTime=0"
-        return [unpaired(words, "s", ours, limit, "the same of a script that restores and repeats nothing").as_json()]
+        if ours and limit:
+            words = "no progress around a preemption, GraceTime=0"
+            found.append(unpaired(words, "s", ours, limit, "the same of a script that restores and repeats nothing"))
+        return found
 
 
 def leads(by_key: Mapping[tuple[str, str], dict[str, Any]]) -> list[tuple[str, float, str, float, list[float]]]:

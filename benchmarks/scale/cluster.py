@@ -1,4 +1,4 @@
-"""A real Slurm of 64 nodes on this machine, with 8 ranks without torch on each: ``python -m benchmarks.scale.cluster``.
+"""A real Slurm of 64 nodes on this machine, with 8 ranks without torch on each.
 
 Each time stands beside that of ``srun true`` or ``srun python -c pass`` with as many tasks on the same nodes.
 """
@@ -163,7 +163,7 @@ class Run:
         again = self._started(1)
         began = self._event("started", 1)["time"]
         figures = {"named_s": named["time"] - at, "restarted_s": restarted - at, "all_s": began + again["all_s"] - at}
-        return {name: round(value, 2) for name, value in figures.items()} | {"again_all_s": again["all_s"]}
+        return {name: round(value, 2) for name, value in figures.items()} | {"again": again}
 
     def _processes(self, pid: int) -> Iterator[int]:
         """The rank's process: nodes share this machine's process ids."""
@@ -181,7 +181,3 @@ class Run:
         requeued = self._event("requeued", 1)["time"]
         seconds = {"all_told_s": max(told) - sent, "requeued_s": requeued - sent, "nodes_free_s": started - sent}
         return {name: round(value, 2) for name, value in seconds.items()}
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(*map(int, sys.argv[1:])), indent=1))

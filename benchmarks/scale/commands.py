@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sides import in_turns, of_python
 from clusterddp import environment
 from clusterddp.hostlist import expand
 from tests.runs_on_disk import event, recorded_run, started, steps
@@ -26,19 +25,11 @@ LISTS: dict[str, Callable[[int], str]] = {
 }
 
 
-def ms(work: Callable[[], object], repeats: int) -> list[float]:
+def cpu_ms(work: Callable[[], object]) -> float:
     """CPU milliseconds of this thread."""
-    found = []
-    for _ in range(repeats):
-        began = time.thread_time()
-        work()
-        found.append(1e3 * (time.thread_time() - began))
-    return found
-
-
-def plain(names: list[str]) -> list[str]:
-    """The least that makes as many names."""
-    return [f"n{number:05}" for number in range(len(names))]
+    began = time.thread_time()
+    work()
+    return 1e3 * (time.thread_time() - began)
 
 
 def step_environment(nodes: str) -> dict[str, str]:
@@ -57,19 +48,16 @@ def step_environment(nodes: str) -> dict[str, str]:
 
 
 def host_lists() -> list[dict[str, Any]]:
-    """Each form: expanding the list, and reading a rank's whole environment; beside making as many names."""
+    """Each form: reading a rank's whole environment, beside making as many names."""
     found = []
     for name, form in LISTS.items():
         text = form(NODES)
-        names = expand(text)
-        assert len(set(names)) == NODES
-        environ = step_environment(text)
-        one, whole, least = [], [], []
-        for _ in range(REPEATS):
-            one += ms(lambda text=text: expand(text), 1)  # type: ignore[misc]
-            whole += ms(lambda environ=environ: environment.read(environ), 1)  # type: ignore[misc]
-            least += ms(lambda names=names: plain(names), 1)  # type: ignore[misc]
-        found.append({"form": name, "characters": len(text), "expand_ms": one, "read_ms": whole, "least_ms": least})
+        assert len(set(expand(text))) == NODES
+        works: dict[str, Callable[[], object]] = {
+            "read_ms": partial(environment.read, step_environment(text)),
+            "least_ms": lambda: [f"n{number:05}" for number in range(NODES)],
+        }
+        found.append({"form": name, **in_turns({side: partial(cpu_ms, do) for side, do in works.items()}, REPEATS)})
     return found
 
 
@@ -80,11 +68,9 @@ def listing(sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
         for runs in sizes:
             folder = Path(name) / str(runs)
             make(folder, runs)
-            ours, least = [], []
-            for _ in range(repeats):
-                ours.append(child_cpu_s(["-m", "clusterddp", "list", str(folder)]))
-                least.append(child_cpu_s(["-c", READ, str(folder)]))
-            found.append({"runs": runs, "ours_s": ours, "least_s": least})
+            commands = {"ours_s": ("-m", "clusterddp", "list", folder), "least_s": ("-c", READ, folder)}
+            costs = in_turns({side: partial(of_python, *words) for side, words in commands.items()}, repeats, warm_up=0)
+            found.append({"runs": runs, **{side: [cost.cpu_s for cost in one] for side, one in costs.items()}})
     return found
 
 
@@ -97,13 +83,6 @@ for run in sorted(Path(sys.argv[1]).iterdir()):
             file.read()
     (run / "logs").stat()
 """
-
-
-def child_cpu_s(words: list[str]) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def make(folder: Path, runs: int) -> None:

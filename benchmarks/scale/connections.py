@@ -1,4 +1,4 @@
-"""Simulated ranks against one real supervisor: ``python -m benchmarks.scale.connections 4096``.
+"""Simulated ranks against one real supervisor.
 
 Every figure is of one machine that also runs the simulated ranks. CPU seconds are the supervisor's own.
 """
@@ -14,9 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sides import in_turns
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
 
@@ -53,11 +55,11 @@ class Child:
 class Driver:
     """The supervisor's process, and the processes of the simulated ranks."""
 
-    def __init__(self, folder: Path, ranks: int, processes: int, module: str, *options: str) -> None:
+    def __init__(self, folder: Path, ranks: int, processes: int, module: str) -> None:
         self.run, self.ranks = RunDirectory(folder / "run"), ranks
         self.run.create()
         self.log = folder / "supervisor.log"
-        self.supervisor = Child(module, str(self.run), str(ranks), *options, errors=self.log)
+        self.supervisor = Child(module, str(self.run), str(ranks), errors=self.log)
         self.stubs = [Child("benchmarks.scale.stubs", errors=folder / "stubs.log") for _ in range(processes)]
         self._share = -(-ranks // processes)
 
@@ -110,9 +112,9 @@ class Driver:
 
 
 @contextmanager
-def driver(ranks: int, *options: str, module: str = "benchmarks.scale.supervised") -> Iterator[Driver]:
+def driver(ranks: int, module: str = "benchmarks.scale.supervised") -> Iterator[Driver]:
     with tempfile.TemporaryDirectory() as folder:
-        made = Driver(Path(folder), ranks, max(1, min(4, ranks // 1024)), module, *options)
+        made = Driver(Path(folder), ranks, max(1, min(4, ranks // 1024)), module)
         try:
             yield made
         finally:
@@ -134,17 +136,19 @@ def phase(made: Driver, act: Callable[[], Any], done: Callable[[], bool], what: 
     }
 
 
-def join_pair(ranks: int) -> tuple[float, float]:
+def join_pairs(ranks: int, number: int) -> dict[str, list[float]]:
     """CPU seconds until so many ranks have joined: of the supervisor, and of the least server that answers."""
-    found = []
-    for module in ("benchmarks.scale.supervised", "benchmarks.scale.bare"):
+
+    def join(module: str) -> float:
         with driver(ranks, module=module) as made:
             made.wanted()
-            before = made.usage()["cpu_s"]
+            before = float(made.usage()["cpu_s"])
             made.join()
             made.until(all_joined(made), "the join")
-            found.append(made.usage()["cpu_s"] - before)
-    return found[0], found[1]
+            return float(made.usage()["cpu_s"]) - before
+
+    modules = {"ours": "benchmarks.scale.supervised", "least": "benchmarks.scale.bare"}
+    return in_turns({side: partial(join, module) for side, module in modules.items()}, number, warm_up=0)
 
 
 def all_joined(made: Driver) -> Callable[[], bool]:
@@ -216,10 +220,10 @@ def stop(made: Driver) -> dict[str, Any]:
     }
 
 
-def measure(ranks: int, profile: Path | None = None) -> dict[str, Any]:
+def measure(ranks: int) -> dict[str, Any]:
     """All phases of one run, with so many simulated ranks."""
     found: dict[str, Any] = {"ranks": ranks}
-    with driver(ranks, *(["profile"] if profile else [])) as made:
+    with driver(ranks) as made:
         made.wanted()
         started = made.usage()
         found["empty_mb"] = round(started["rss_mb"], 1)
@@ -231,8 +235,6 @@ def measure(ranks: int, profile: Path | None = None) -> dict[str, Any]:
         found["failure"] = cost(made, failure)
         found["storm"] = storm(made)
         found["stop"] = cost(made, stop)
-        if profile:
-            made.supervisor.ask("save_profile", path=str(profile))
     return found
 
 
@@ -291,10 +293,3 @@ def storm(made: Driver) -> dict[str, Any]:
     made.until(lambda: made.usage()["joined"] == made.ranks, "the storm's ranks in the state")
     now = made.counts()
     return {**found, "dropped": now["displaced"] - before["displaced"], "strangers": FLOOD}
-
-
-if __name__ == "__main__":
-    sizes = [int(word) for word in sys.argv[1:] if word.isdecimal()]
-    profile_to = next((Path(word[10:]) for word in sys.argv if word.startswith("--profile=")), None)
-    for size in sizes:
-        print(json.dumps(measure(size, profile_to), indent=1))

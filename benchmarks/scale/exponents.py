@@ -126,9 +126,3 @@ def measure(sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
         }
         for name, counts in table.items()
     ]
-
-
-if __name__ == "__main__":
-    import json
-
-    print(json.dumps(measure(), indent=1))

@@ -1,19 +1,17 @@
-"""32 real gloo ranks on this machine, preempted once: ``python -m benchmarks.scale.gloo``. They need 8 GB."""
+"""32 real gloo ranks on this machine, preempted once. They need 8 GB."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sides import SCRIPTS, local_run
 from clusterddp.rundir.run_directory import RunDirectory
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "small_ddp.py"
 NODES, RANKS_PER_NODE, STOP_AFTER = 4, 8, 40
 
 
@@ -21,8 +19,8 @@ def measure(nodes: int = NODES, ranks_per_node: int = RANKS_PER_NODE) -> dict[st
     """Start, stop agreement, resume and end of one run."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunDirectory(Path(folder) / "run")
-        shape = f"--local --device cpu --nodes {nodes} --gpus {ranks_per_node} --preempt-after {STOP_AFTER}".split()
-        command = [sys.executable, "-m", "clusterddp", "submit", str(SCRIPT), "--run-dir", str(run), *shape]
+        options = ["--nodes", nodes, "--preempt-after", STOP_AFTER]
+        command = local_run(SCRIPTS / "small_ddp.py", Path(folder), ranks_per_node, options=options)
         began = time.time()
         done = subprocess.run(command, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -60,7 +58,3 @@ def figures(run: RunDirectory) -> dict[str, Any]:
         "peak_mb": max(printed["peak_mb"]),
         "history_lines": len(events),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(*map(int, sys.argv[1:])), indent=1))

@@ -1,4 +1,4 @@
-"""A real supervisor without Slurm: ``python -m benchmarks.scale.supervised RUN RANKS [PROFILE]``.
+"""A real supervisor without Slurm: ``python -m benchmarks.scale.supervised RUN RANKS``.
 
 Its launcher starts nothing and its controller knows no job: the ranks are simulated (``stubs.py``). Requests are JSON
 lines on stdin, answers JSON lines on stdout; the log is on stderr.
@@ -6,7 +6,6 @@ lines on stdin, answers JSON lines on stdout; the log is on stderr.
 
 from __future__ import annotations
 
-import cProfile
 import json
 import os
 import queue
@@ -25,7 +24,6 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import main
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.control_server import ControlServer
 from clusterddp.supervisor.recovery import RESTART
 from clusterddp.supervisor.state import Notice, Stop
 
@@ -115,8 +113,8 @@ class Launcher:
 class Supervised:
     """Runs attempts in the main thread; a thread carries out the driver's requests."""
 
-    def __init__(self, path: str, ranks: int, threads: Mapping[str, cProfile.Profile]) -> None:
-        self._run, self._ranks, self._profiles = RunDirectory(path), ranks, threads
+    def __init__(self, path: str, ranks: int) -> None:
+        self._run, self._ranks = RunDirectory(path), ranks
         self._nodes, self._per_node = max(1, ranks // 8), min(8, ranks)
         self._launcher, self._controller = Launcher(), Controller(self._nodes)
         self._attempt: Attempt | None = None
@@ -142,11 +140,6 @@ class Supervised:
                 self._controller.stop = Stop.PREEMPTION
             elif name == "usage":
                 answer(usage=self._usage())
-            elif name == "save_profile":
-                for thread, profile in self._profiles.items():
-                    profile.create_stats()
-                    profile.dump_stats(f"{values['path']}.{thread}")
-                answer(saved={})
 
     def _usage(self) -> dict[str, Any]:
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -167,17 +160,9 @@ class Supervised:
 
 if __name__ == "__main__":
     main.prepare_process()
-    profiles: dict[str, cProfile.Profile] = {}
-    if "profile" in sys.argv:
-        profiles["server"], serve = cProfile.Profile(), ControlServer._serve
-        ControlServer._serve = lambda self: profiles["server"].runcall(serve, self)  # type: ignore[method-assign]
-    supervised = Supervised(sys.argv[1], int(sys.argv[2]), profiles)
+    supervised = Supervised(sys.argv[1], int(sys.argv[2]))
     serving = threading.Thread(target=supervised.serve, daemon=True)
     serving.start()
     with redirect_stdout(sys.stderr):
-        if profiles:
-            profiles["main"] = cProfile.Profile()
-            profiles["main"].runcall(supervised.supervise)
-        else:
-            supervised.supervise()
+        supervised.supervise()
     serving.join()  # until the driver has asked for everything

@@ -1,8 +1,7 @@
 """Counts wrong results of the first ``torch.sqrt`` of a process; for ``benchmarks.math_library`` and its test.
 
-``--kind forks`` imports torch once and forks a process for each first call, 24 at a time: a fork has what a new process
-has, as nobody used OpenMP or MKL before it. ``--kind again`` makes all calls in this process, and resets the number
-that MKL keeps of the CPU before each. A call with and one without ``settle()`` take turns.
+All calls are made in this process, which resets the number that MKL keeps of the CPU before each: to MKL each is the
+first one. A call with and one without ``settle()`` take turns.
 
 Prints JSON: for each side the calls, how many results differ from those of a later call, and the largest difference.
 """
@@ -13,61 +12,17 @@ import argparse
 import json
 import os
 import signal
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-#: Processes at a time.
-AT_ONCE = 24
 #: Floats per thread: with fewer, torch uses fewer threads.
 PART = 8192
-#: A round's results: for each call, the number of wrong values and the largest error.
-Results = list[tuple[int, float]]
 
 
-def wrong(first: Any, later: Any) -> tuple[int, float]:
-    """How many values differ, and by how much at most."""
-    difference = (first - later).abs().numpy()
-    return int((difference > 0).sum()), float(difference.max())
-
-
-def forked(values: Any, settled: bool) -> tuple[int, int]:
-    """A process that makes a first call: its id, and where it writes its result."""
-    import torch
-
-    from clusterddp.distributed import devices
-
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(writes)
-        return child, reads
-    try:
-        if settled:
-            devices.settle_vector_functions()
-        os.write(writes, struct.pack("id", *wrong(torch.sqrt(values), torch.sqrt(values))))
-    finally:
-        os._exit(0)
-
-
-def forks(values: Any) -> Callable[[bool], Results]:
-    """A round of forked processes."""
-
-    def results(settled: bool) -> Results:
-        found = []
-        for child, reads in [forked(values, settled) for _ in range(AT_ONCE)]:
-            found.append(struct.unpack("id", os.read(reads, 16)))
-            os.close(reads)
-            os.waitpid(child, 0)
-        return found
-
-    return results
-
-
-def again(values: Any) -> Callable[[bool], Results]:
-    """A round of one call in this process, which has forgotten all calls before it."""
+def first_call(values: Any) -> Callable[[bool], float]:
+    """A call in this process, which has forgotten all calls before it; the largest error of its result."""
     import torch
 
     from benchmarks.math_library import cpu_number
@@ -80,17 +35,14 @@ def again(values: Any) -> Callable[[bool], Results]:
     expected = torch.sqrt(values)  # not by a first call
     result = torch.empty_like(values)
 
-    def results(settled: bool) -> Results:
+    def error(settled: bool) -> float:
         number.value = -1
         if settled:
             devices.settle_vector_functions()
         torch.sqrt(values, out=result)
-        return [(0, 0.0) if torch.equal(result, expected) else wrong(result, expected)]
+        return 0.0 if torch.equal(result, expected) else float((result - expected).abs().numpy().max())
 
-    return results
-
-
-KINDS = {"forks": forks, "again": again}
+    return error
 
 
 @contextmanager
@@ -112,22 +64,21 @@ def busy(burners: int) -> Iterator[None]:
             os.waitpid(child, 0)
 
 
-def count(results: Callable[[bool], Results], enough: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Of all rounds until there are enough wrong results without ``settle()``, or the time is over."""
+def count(error: Callable[[bool], float], enough: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Of all calls until there are enough wrong results without ``settle()``, or the time is over."""
     found = {side: {"calls": 0, "wrong": 0, "largest": 0.0} for side in ("plain", "settled")}
     deadline = time.monotonic() + seconds
     while found["plain"]["wrong"] < enough and time.monotonic() < deadline:
         for side, counts in found.items():
-            for values, largest in results(side == "settled"):
-                counts["calls"] += 1
-                counts["wrong"] += values > 0
-                counts["largest"] = max(counts["largest"], largest)
+            largest = error(side == "settled")
+            counts["calls"] += 1
+            counts["wrong"] += largest > 0
+            counts["largest"] = max(counts["largest"], largest)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--enough", type=int, required=True, help="ends after so many wrong results without settle()")
     parser.add_argument("--seconds", type=float, required=True, help="ends then at the latest")
@@ -140,7 +91,7 @@ def main() -> None:
     random = numpy.random.RandomState(0)  # not torch's, which may use MKL
     values = torch.from_numpy(random.rand(PART * options.threads).astype(numpy.float32))
     with busy(options.burners):
-        print(json.dumps(count(KINDS[options.kind](values), options.enough, options.seconds)))
+        print(json.dumps(count(first_call(values), options.enough, options.seconds)))
 
 
 if __name__ == "__main__":

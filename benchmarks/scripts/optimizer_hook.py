@@ -1,6 +1,6 @@
 """A script of benchmarks/steps/step_timing.py that does not use clusterddp: optimizer steps with and without its hook.
 
-The arguments: a folder for ``hook.json``, the pairs of blocks, and the steps of a block.
+The arguments: a folder for ``rank-0.json``, the pairs of blocks, and the steps of a block.
 """
 
 import json
@@ -37,7 +37,7 @@ def main() -> None:
             pair[kind] = block(optimizer, steps)
         hooks.update(ours)
         figures.append(pair)
-    (folder / "hook.json").write_text(json.dumps(figures))
+    (folder / "rank-0.json").write_text(json.dumps(figures))
 
 
 main()

@@ -19,8 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BATCH, EVALUATED_EVERY = 16, 100
-#: The parts of a step.
-PARTS = ("between two steps", "forward", "backward", "optimizer's step", "sleep", "run.log")
 
 
 class Blocks:
@@ -32,9 +30,6 @@ class Blocks:
         self._counter: Instructions | None = None
         #: Seconds that each step waits, as a step on a GPU does.
         self.pause = 0.0
-        #: The training thread's seconds of CPU by the part of a step, where they are asked for.
-        self._parts: dict[str, float] | None = None
-        self._part_began = 0.0
 
     def over(self) -> bool:
         """Between two steps: ends a block and waits for the next one. True when there is no more."""
@@ -51,24 +46,14 @@ class Blocks:
         self._left, self.pause = command["steps"] - 1, command["pause"]
         if command["count"]:
             self._counter = Instructions()
-        self._parts = dict.fromkeys(PARTS, 0.0) if command["parts"] else None
         self._before = now()
-        self._part_began = self._before["thread"]
         return False
 
     def _ended(self) -> dict[str, float]:
-        self.part("between two steps")
         found = {name: after - self._before[name] for name, after in now().items()}
         if self._counter is not None:
             found["instructions"] = self._counter.end()
-        return found | (self._parts or {})
-
-    def part(self, name: str) -> None:
-        """This part of the step is over."""
-        if self._parts is not None:
-            at = time.thread_time()
-            self._parts[name] += at - self._part_began
-            self._part_began = at
+        return found
 
 
 def now() -> dict[str, float]:
@@ -105,17 +90,12 @@ def made() -> tuple[torch.nn.Module, TensorDataset]:
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    blocks.part("between two steps")
     loss = model(batch).square().mean()
-    blocks.part("forward")
     optimizer.zero_grad()
     loss.backward()
-    blocks.part("backward")
     optimizer.step()
-    blocks.part("optimizer's step")
     if blocks.pause:
         time.sleep(blocks.pause)
-    blocks.part("sleep")
     return loss
 
 
@@ -130,7 +110,6 @@ def bare(blocks: Blocks) -> None:
         if blocks.over():
             break
         step(model, optimizer, batch, blocks)
-        blocks.part("run.log")
 
 
 def endless(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Iterator[Any]:
@@ -160,7 +139,6 @@ def ours(blocks: Blocks) -> None:
             progress["samples"] += BATCH
             run.log(loss=loss, reduce="mean")
             run.log(lr=0.01, grad_norm=loss)
-            blocks.part("run.log")
 
 
 def main() -> None:

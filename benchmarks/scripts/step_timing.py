@@ -5,8 +5,8 @@ Each rank writes its figures to FOLDER/rank-R.json.
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import clusterddp
-from benchmarks.steps.agreement import Trainer
+from benchmarks.steps.agreement import STEP_S, Trainer
 from clusterddp.training.loop import Run
 from clusterddp.training.timing import StepTimes
 
@@ -128,25 +128,20 @@ class Blocks:
 
 
 def main() -> None:
-    """All pairs of blocks."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--pairs", type=int)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--step-ms", type=float)
-    options = parser.parse_args()
+    """All pairs of blocks. The arguments: a folder, the pairs, and the steps of a block."""
+    folder, pairs, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     with clusterddp.init() as ctx:
         trainer = Trainer()
         loader = ctx.loader(torch.utils.data.TensorDataset(torch.zeros(1024, 1)), batch_size=1)
         run = ctx.run(model=trainer.model, optimizer=trainer.optimizer, loader=loader)
-        trainer.calibrate(options.step_ms / 1000)
-        blocks = Blocks(run, trainer, run._times, options.steps)
+        trainer.calibrate(STEP_S)
+        blocks = Blocks(run, trainer, run._times, steps)
         figures: list[dict[str, Any]] = []
-        for _ in range(options.pairs):
+        for _ in range(pairs):
             figures.append({"off": blocks.off(), "reduced": blocks.measured("mean"), "plain": blocks.measured(None)})
         blocks.end()
-        (options.folder / f"rank-{ctx.rank}.json").write_text(json.dumps(figures))
+        (folder / f"rank-{ctx.rank}.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

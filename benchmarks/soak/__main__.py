@@ -418,13 +418,13 @@ def write(out: Path, soak: Soak) -> bool:
     problems = [[result.case, "; ".join(result.problems)] for result in results if result.problems]
     tables |= {"Problems": report.table(["run", "what is wrong"], problems)} if problems else {}
     empty = f" An empty DDP script takes {report.median(soak.empty):.1f} s to its first step." if mixed else ""
-    text = f"""# Soak: preemptions {"and other faults " if mixed else ""}at random moments
+    text = f"""# Preemptions {"and other faults " if mixed else ""}at random moments
 
-{STEPS} steps per run, a checkpoint every {EVERY}, seed {settings["seed"]}; times in seconds, see
-`benchmarks/soak/__main__.py`. Runs with a problem: {len(problems)}.{empty}"""
+Runs of {STEPS} steps with a checkpoint every {EVERY}, compared with an uninterrupted run. Times are seconds.{empty}"""
     figures = {**settings, "empty_ddp_s": soak.empty, "runs": [asdict(result) for result in results]}
-    where = f"Slurm {', '.join(sorted({result.slurm for result in results}))}"
-    report.write(out, "soak" if mixed else "soak-preemptions", text, figures, where=where, tables=tables)
+    where = f"Slurm {', '.join(sorted({result.slurm for result in results}))}, seed {settings['seed']}"
+    name = "soak" if mixed else "soak-preemptions"
+    report.write(out, name, text, report.Found(figures, where=where, tables=tables))
     return not problems
 
 

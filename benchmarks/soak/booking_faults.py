@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import NOTICE_S, HighJob, submit, until
+from benchmarks.runs import NOTICE_S, HighJob, power_off, power_on, submit, until
 from benchmarks.soak.booking_truth import Record
 from benchmarks.soak.faults import ranks_of
 from clusterddp.hostlist import expand
@@ -214,11 +214,9 @@ class Injector:
         """It is used again once the run trains elsewhere."""
         attempt = self._training.run.newest_attempt()
         self._note(kind)
-        self._up.cut(node)
-        self._up.kill_node(node)
+        power_off(self._up, node)
         until(lambda: self._training.run.newest_attempt() != attempt, "the next attempt", WAIT_S, look_s=0.1)
-        self._up.heal(node)
-        self._up.restart_slurmd(node)
+        power_on(self._up, node)
         self._up.root(["scontrol", "update", f"nodename={node}", "state=down", "reason=soak"])
         self._up.root(["scontrol", "update", f"nodename={node}", "state=resume"])
 

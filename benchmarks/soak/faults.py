@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.runs import TooLong, until
+from benchmarks.runs import TooLong, power_off, power_on, until
 from clusterddp.hostlist import expand
 from clusterddp.rundir.records import read_lines
 from clusterddp.supervisor.limits import FRUITLESS
@@ -140,12 +140,9 @@ class Maker:
         return True
 
     def _power(self, node: str, seconds: float) -> bool:
-        """The cable first: the node closes no connection."""
-        self._up.cut(node)
-        self._up.kill_node(node)
+        power_off(self._up, node)
         time.sleep(seconds)
-        self._up.heal(node)
-        self._up.restart_slurmd(node)
+        power_on(self._up, node)
         return True
 
 

@@ -12,10 +12,9 @@ The bar: the interval's upper end is below 1.02, and not one message.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,8 +28,9 @@ from clusterddp.training.stopping import Agreement
 
 RANKS = 2
 BAR = 1.02
-#: Pairs, and steps in a block, of ``--quick``.
-QUICK = (8, 50)
+#: Pairs, and steps in a block; also of ``--quick``.
+FULL, QUICK = (100, 100), (8, 50)
+STEP_S = 0.010
 
 
 class CountingStore(Store):
@@ -159,7 +159,7 @@ def measure(pairs: int, steps: int, step_s: float, rank: int, ranks: int, port: 
     dist.all_reduce(messages)
     dist.barrier()
     dist.destroy_process_group()
-    return {**of_pairs(results, steps), "boundaries": RANKS * pairs * steps, "messages": int(messages)}
+    return {"pairs": results, "steps": steps, "boundaries": RANKS * pairs * steps, "messages": int(messages)}
 
 
 def pair(with_it: Callable[[], float], without: Callable[[], float], number: int) -> dict[str, float]:
@@ -173,11 +173,6 @@ def pair(with_it: Callable[[], float], without: Callable[[], float], number: int
     return {name: block() for name, block in blocks}
 
 
-def of_pairs(pairs: list[dict[str, float]], steps: int) -> dict[str, Any]:
-    """A rank's figures."""
-    return {"pairs": pairs, "steps": steps, "step_ms": 1000 * report.median([pair["off"] for pair in pairs]) / steps}
-
-
 # ---- around them
 
 
@@ -186,22 +181,14 @@ def run_ranks(module: str, request: Mapping[str, Any], **environment: str) -> An
     return sides.run_ranks(module, request, RANKS, OMP_NUM_THREADS="1", **environment)
 
 
-def comparison(pairs: Sequence[Mapping[str, float]]) -> str:
-    """The ratio of the pairs beside that of pairs of two blocks without, which is the machine's noise."""
-    found = {"with / without": ("on", "off"), "without / without (A/A)": ("first", "second")}
-    lines = []
-    for name, (one, other) in found.items():
-        ratios = [pair[one] / pair[other] for pair in pairs]
-        low, high = report.bootstrap_interval(ratios)
-        lines.append([name, len(ratios), f"{report.median(ratios):.4f}", f"{low:.4f} to {high:.4f}"])
-    return report.table(["blocks compared", "pairs", "median ratio", "95% interval of the median"], lines)
-
-
-def row(what: str, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """For the common table: a step's time with something and without it."""
-    blocks = {name: [1000 * pair[name] / figures["steps"] for pair in figures["pairs"]] for name in ("on", "off")}
-    words = "the same loop without it"
-    return rows.paired(f"step with the {what}", "ms", blocks["on"], blocks["off"], words, allowed=BAR).as_json()
+def rows_of(what: str, figures: Mapping[str, Any]) -> list[rows.Row]:
+    """A step's time with something and without it, and the same of two blocks without, which is the machine's noise."""
+    steps = {name: [1000 * pair[name] / figures["steps"] for pair in figures["pairs"]] for name in figures["pairs"][0]}
+    row, limit = f"step with the {what}", "the same loop without it"
+    return [
+        rows.paired(row, "ms", steps["on"], steps["off"], limit, allowed=BAR),
+        rows.paired(f"{row}: two blocks without it (A/A)", "ms", steps["first"], steps["second"], limit),
+    ]
 
 
 def command_line(
@@ -211,32 +198,18 @@ def command_line(
     measure: Callable[..., dict[str, Any]],
     run: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> None:
-    """A benchmark of blocks in pairs: in a rank it measures, elsewhere it runs the ranks and writes the page.
-
-    What ``run`` counts besides the pairs is on the page, too.
-    """
+    """A benchmark of blocks in pairs: in a rank it measures, elsewhere it runs the ranks and writes the results."""
     if sides.answered(measure):
         return
-    options = block_options(words, 100, 100, QUICK)
-    figures = run({"pairs": options.pairs, "steps": options.steps, "step_s": options.step_ms / 1000})
-    counts = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if key != "pairs")
-    text = f"# What {title} costs per step\n\n{RANKS} gloo ranks, in blocks of steps. Counted: {counts}."
-    tables = {"Pairs of blocks": comparison(figures["pairs"])}
-    found = [row(title.removeprefix("the "), figures)]
-    report.write(options.out, name, text, {**figures, "rows": found}, tables=tables)
 
+    def found(quick: bool) -> report.Found:
+        pairs, steps = QUICK if quick else FULL
+        figures = run({"pairs": pairs, "steps": steps, "step_s": STEP_S})
+        return report.Found(figures, rows_of(title, figures))
 
-def block_options(words: str | None, pairs: int, steps: int, quick: tuple[int, int]) -> argparse.Namespace:
-    """The command line of a benchmark of blocks, with its defaults."""
-    parser = report.parser(words, "{} pairs of {} steps".format(*quick))
-    parser.add_argument("--pairs", type=int, default=pairs)
-    parser.add_argument("--steps", type=int, default=steps, help="in each block")
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    options = parser.parse_args()
-    if options.quick:
-        options.pairs, options.steps = quick
-    return options
+    text = f"# The {title}, per step\n\n{RANKS} gloo ranks train in blocks of steps, in turns with it and without it."
+    report.main(name, words, text, found, "{} pairs of {} steps".format(*QUICK))
 
 
 if __name__ == "__main__":
-    command_line(__doc__, "agreement", "the stop agreement", measure, partial(run_ranks, "benchmarks.steps.agreement"))
+    command_line(__doc__, "agreement", "stop agreement", measure, partial(run_ranks, "benchmarks.steps.agreement"))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import sides
-from benchmarks.steps.agreement import RANKS, Trainer, command_line, of_pairs, pair, run_ranks
+from benchmarks.steps.agreement import RANKS, Trainer, command_line, pair, run_ranks
 from clusterddp.failures.hangs import Hang, Watch
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.supervisor.control_server import ControlServer, Handlers
@@ -78,7 +78,7 @@ def measure(pairs: int, steps: int, step_s: float, rank: int, ranks: int, port: 
     results = [pair(partial(watched.time, steps), without, number) for number in range(pairs)]
     dist.barrier()
     dist.destroy_process_group()
-    return of_pairs(results, steps)
+    return {"pairs": results, "steps": steps}
 
 
 def supervised(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,4 +101,4 @@ def supervised(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command_line(__doc__, "heartbeat", "the watchdog", measure, supervised)
+    command_line(__doc__, "heartbeat", "watchdog", measure, supervised)

@@ -40,7 +40,7 @@ def with_best(keep: Keep, best: str | None, told: bool = True) -> Keep:
     if keep.best is None or (keep.best, keep.best_is) == (chosen.best, chosen.best_is):
         return chosen
     if told:
-        say(f"the job definition applies, best: {keep.best_rule}, rather than ctx.run(best={best!r})")
+        say(f"the job definition applies, best: {keep.best_rule}, rather than ctx.run(best={best!r}). Leave one out")
     return keep
 
 

@@ -102,7 +102,7 @@ class Loader:
         self.length, self.batch_size = checked(source, batch_size, {**options, "drop_last": drop_last})
         self.dataset = dataset
         if global_batch is not None and global_batch % world_size:
-            raise ValueError(f"global_batch is {global_batch}, which {world_size} ranks cannot share evenly")
+            raise ValueError(f"global_batch {global_batch} is not divisible by {world_size} ranks: choose a multiple")
         self.global_batch = global_batch or self.batch_size * world_size
         self.inexact: list[str] = []
         self.order_changed: dict[str, str] | None = None

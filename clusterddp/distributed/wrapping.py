@@ -108,7 +108,8 @@ def _check_unwrapped(model: torch.nn.Module) -> None:
         raise TypeError(f"wrap() was given a {type(model).__name__}: expected a torch.nn.Module")
     if ddp_modules(model):
         raise TypeError(
-            f"wrap() was given a {type(model).__name__} that is already in DDP, or contains a module that is"
+            f"wrap() was given a {type(model).__name__} that is already in DDP, or contains a module that "
+            "is. Pass the bare module"
         )
     if _is_wrapped(model):
         gc.collect()  # the script may have dropped the wrapper

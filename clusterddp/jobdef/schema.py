@@ -306,7 +306,7 @@ INSTEAD_OF_OPTION = {
     ),
     **dict.fromkeys(("requeue", "no-requeue", "signal"), _STOPS),
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
-    **dict.fromkeys(("kill-on-bad-exit", "unbuffered"), "clusterddp sets this option itself"),
+    **dict.fromkeys(("kill-on-bad-exit", "unbuffered"), "clusterddp sets this option itself. Remove it"),
     **dict.fromkeys(("parsable", "quiet", "test-only", "wait", "wrap", "help", "usage", "version"), _SUBMITS),
 }
 #: The same for unknown top-level keys: users try the names of sbatch options there.

@@ -240,7 +240,9 @@ def submit(script: Path, *options: str, timeout_s: float | None = TIMEOUT_S) -> 
     answer = run("sbatch", "--parsable", *options, str(script), timeout_s=timeout_s)
     job_id = re.search(r"^(\d+)(;.*)?$", answer, re.MULTILINE)  # a site's wrapper may print more
     if job_id is None:
-        raise RunDirectoryError(f"sbatch accepted {script}, but printed no job id: {answer[:200]!r}")
+        raise RunDirectoryError(
+            f"sbatch accepted {script}, but printed no job id: {answer[:200]!r}. Look for the job with `squeue --me`"
+        )
     return job_id[1]
 
 

@@ -104,8 +104,8 @@ class SlurmController(Controller):
         self._policy: preemption_policy.Preemption | None = None
 
     def holder(self) -> dict[str, Any]:
-        """The job."""
-        return lease.of_job(self._job_id)
+        """The job, and how often Slurm had restarted it."""
+        return {**lease.of_job(self._job_id), "restarts": self._restarts}
 
     def describe(self) -> dict[str, Any]:
         """Job, restart count and nodes."""

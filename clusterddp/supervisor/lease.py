@@ -184,6 +184,16 @@ def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
     return entry is not None and not entry.get("let_go") and _same(entry, me)
 
 
+def restarted(run: RunDirectory, me: Mapping[str, Any]) -> bool:
+    """Whether Slurm has restarted the job of ``me`` since, and the restart has begun an attempt.
+
+    A node that does not respond loses its job, and continues this process when it comes back.
+    """
+    claims = (read_claim(run.holder_file(number), run) for number in reversed(run.attempts()))
+    newest = next(filter(None, claims), None)
+    return newest is not None and _same(newest, me) and newest.get("restarts", 0) > me.get("restarts", 0)
+
+
 def submitted_again(run: RunDirectory, attempt: int, me: Mapping[str, Any], since: float) -> str | None:
     """The job that ``resubmit`` or a user submitted ``since`` this attempt's supervisor ``me`` began, and that has
     started no attempt as far as can be seen, or None. They do so only if the supervisor's own job has ended."""

@@ -153,7 +153,10 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
         return f"limits.attempts ({job.limits.attempts}) reached"
     hours = used_rank_hours(events, now, job.world_size) * (job.gpus_per_rank if job.device == "cuda" else 1)
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
-        return f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used"
+        return (
+            f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used. Raise it with --change --set "
+            "limits.gpu_hours=N"
+        )
     if _fruitless(job, events) >= FRUITLESS:
         failed = events[-1]["event"] == "restarted"
         ended, remedy = ("failed", "") if failed else ("reached their time limit", ". Request more time")

@@ -180,6 +180,9 @@ def supervise_one(
         return code
     of_run(run).check_present()
     reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
+    if lease.restarted(run, me):
+        say(f"Slurm has restarted job {me['job']} since it started this process, which exits")
+        return 1
     number = run.create_attempt()
     if (code := finished(run, controller)) is not None:  # the job may have been suspended since the last look
         return code

@@ -372,15 +372,27 @@ class Recovery:
         return _until_answered(ask)
 
     def _is_cancelled(self) -> bool:
-        return self._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE)
+        """Whether this job or the run was cancelled; the job that it has submitted may have begun an attempt."""
+
+        def ask() -> bool:
+            ends = (Cause.CANCELLED, Cause.ENDED_IN_GRACE)
+            return self._run.cancelled or self._controller.why(self._state.stop_margin_s) in ends
+
+        try:
+            return _until_answered(ask)
+        except SlurmError as error:
+            say(str(error))
+            return False
 
     def _hand_over(self, verdict: Verdict, new: str | None) -> int:
         """Hands the run over to the job ``new``, which is cancelled if this job was cancelled meanwhile.
 
-        If it starts nevertheless, it finds the outcome and exits.
+        If it starts nevertheless, it finds the outcome and exits. If it has begun an attempt, it writes the outcome
+        itself.
         """
         if new is None or self._is_cancelled():
-            self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
+            if not _until_answered(partial(self._run.superseded, self._number)):
+                self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
             if new is None:
                 return 1
             try:

@@ -305,8 +305,8 @@ class Context(Loaders):
             per_rank: state that each rank has for itself, such as environments, replay buffers or random generators: a
                 part, or a dict of them. All of it is in rank 0's checkpoints, at most 1 GiB. To continue on another
                 number of ranks, a part needs a method ``load_state_dicts(states, rank, world_size)``.
-            init_from: a file of weights to start from, ``.pt`` or ``.safetensors``, for ``model`` or the only module;
-                or a dict with a file for each part. Read when the run starts, not when it resumes.
+            init_from: a file of weights to start from (``.pt``, ``.pth``, ``.bin``, ``.safetensors``), for ``model`` or
+                the only module, or a dict with a file for each part. Read when the run starts, not when it resumes.
             init_strict: whether names that are in the file or in the part, but not in both, are an error.
             script_state: the script's own values: a dict, or an instance of a dataclass, that the script may change at
                 any time, alike on all ranks: numbers, text, True, False, None, and lists and dicts of them. They are

@@ -541,7 +541,10 @@ class Run:
         self._report("finishing", step=self.step)  # until "progress", the supervisor lets this rank save
         committed, problem = self._commit()
         if self._saver.saves and committed != self.step:
-            raise CheckpointError(f"all {self.step} steps are done, but the last checkpoint was not saved: {problem}")
+            raise CheckpointError(
+                f"all {self.step} steps are done, but the last checkpoint was not saved: {problem}. Once that is "
+                "fixed, submit the run again: it repeats the steps since the newest checkpoint"
+            )
         self._report("progress", step=self.step, steps=self.step)
         self._enter("after_loop")
 

@@ -128,7 +128,7 @@ class Metrics:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                say(f"metrics of step {step} are held back: {error.strerror}")
+                say(f"could not write the metrics of step {step} ({error.strerror}). Trying again")
             self._failing = True
 
     def flush(self) -> None:

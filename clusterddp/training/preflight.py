@@ -28,6 +28,8 @@ DEVICE_S, GROUP_S = 120.0, 60.0
 _CLOCK, _WRONG, _REPORTED, _ALL = "preflight/clock", "preflight/wrong", "preflight/reported", "preflight/all"
 #: Errors of a write that are not one node's.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+#: What to do if only all nodes together fail.
+FEWER = "Check fewer nodes at a time with `clusterddp doctor --nodes N`"
 
 
 def check_node(read: Settings, devices: Sequence[torch.device]) -> float:
@@ -106,7 +108,9 @@ def _sum_is_right(group: ProcessGroup) -> bool:
     try:
         return all_reduce.sum_is_right(group.collective_device, all_reduce.FEW_ELEMENTS, GROUP_S)
     except all_reduce.NoAnswer as error:
-        raise PreflightError(f"{error} over {group.world_size} ranks; which node is at fault is unknown") from error
+        raise PreflightError(
+            f"{error} over {group.world_size} ranks; which node is at fault is unknown. {FEWER}"
+        ) from error
 
 
 def wrong_sum(read: Settings, wrong: int) -> str:
@@ -114,7 +118,7 @@ def wrong_sum(read: Settings, wrong: int) -> str:
     ranks = read.ranks
     if wrong < ranks.world_size or ranks.local_world_size == ranks.world_size:
         return f"node {node_of(read)} failed the check 'all-reduce': wrong sum on {wrong} of {ranks.world_size} ranks"
-    return f"an all-reduce gave a wrong sum on all {wrong} ranks; which node is at fault is unknown"
+    return f"an all-reduce gave a wrong sum on all {wrong} ranks; which node is at fault is unknown. {FEWER}"
 
 
 def run(read: Settings, group: ProcessGroup, report: Callable[..., None], before_s: float) -> None:

@@ -136,7 +136,10 @@ class RunState:
         self._check_parts(content.keys() - RESERVED)
         progress = content["progress"]
         if repr(progress["seed"]) != repr(self._seed):  # all randomness is made from the repr: numpy's 5 is another
-            raise CheckpointError(f"the run started with seed {progress['seed']!r}, the seed is now {self._seed!r}")
+            raise CheckpointError(
+                f"the run started with seed {progress['seed']!r}, the seed is now {self._seed!r}: use the recorded "
+                "seed, or start a new run"
+            )
         self._loader.restore(progress)
         self.inexact = self._reasons_for_doubt()
         if progress["world_size"] != self._group.world_size:

@@ -411,7 +411,7 @@ def _greet(
         except OSError as error:
             raise LauncherEnvironmentError(
                 f"rank {hello['rank']} reached the supervisor at {address}, but rank 0 did not join within "
-                f"{timeout:.0f} s ({error})"
+                f"{timeout:.0f} s ({error}). Read rank 0's log"
             ) from error
         if line:
             return connection, line
@@ -447,7 +447,9 @@ def _connect(host: str, port: int, timeout: float) -> socket.socket:
             return socket.create_connection((host, port), timeout=max(1.0, deadline - time.monotonic()))
         except OSError as error:
             if isinstance(error, ConnectionRefusedError) and host.startswith("127."):
-                raise LauncherEnvironmentError(f"no supervisor at {host}:{port}: it has exited") from error
+                raise LauncherEnvironmentError(
+                    f"no supervisor at {host}:{port}: it has exited. Read its log, the newest job-*.log of the run"
+                ) from error
             if time.monotonic() > deadline:
                 raise LauncherEnvironmentError(
                     f"cannot connect to the supervisor at {host}:{port} within {timeout:.0f} s ({error}); "

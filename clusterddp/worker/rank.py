@@ -309,7 +309,7 @@ def _done() -> tuple[dict[str, Any], int]:
     After ``break`` it is done, unless the supervisor knows a reason to stop.
     """
     if Stopped.latest is not None:
-        say("the script caught clusterddp.Stopped: the run is stopped, not completed")
+        say("the script caught clusterddp.Stopped: the run is stopped, not completed. Let this exception pass")
         return _stopped(Stopped.latest)
     if rank_exit.told_to_stop is not None:
         say("the script exited after stop_requested() returned True without requeue(): stopped, not completed")

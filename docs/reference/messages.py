@@ -130,7 +130,7 @@ class Module:
     def _has_parts(self, scopes: tuple[ast.AST, ...]) -> bool:
         """Whether texts here that are no messages are contained in some."""
         inside = any(isinstance(scope, ast.FunctionDef) for scope in scopes)
-        return self.package not in OTHER_TEXTS and (inside or self.package != "")
+        return self.package not in OTHER_TEXTS and (inside or self.package not in ("", "events"))
 
     def _kind_of_return(self, scopes: tuple[ast.AST, ...]) -> str:
         """How a text appears that a function returns: as the sentence of an event, or inside a message."""
@@ -289,12 +289,14 @@ def page() -> list[str]:
         "# Messages",
         "",
         "Every message of clusterddp. `...` stands for a value, such as a path, a number or a name. Search this page",
-        "for a few words between two values. A message says what to do, and some only inform you.",
+        "for a few words between two values. Most say what to do, and some only inform you.",
         "",
         "- An error of a command begins with `clusterddp: ` and ends the command with its [exit code](exit-codes.md).",
         "- A line of the history begins with `attempt N: `. `clusterddp status` prints it, and",
         "  [Events](events.md) lists its fields.",
         "- A part of a message is contained in another one, such as the reason in `failed at step ...: ...`.",
+        "",
+        "By topic:",
         "",
         *(f"- [{title}](#{anchor(title)})" for _, title, _ in topics),
     ]

@@ -138,30 +138,27 @@ def write(out: Path, results: dict[tuple[str, str], dict[str, Any]]) -> None:
         for name, kind in ALL.items()
     ]
     failing = [
-        f"- {line['name']}, {WAYS[line['how']]} ({line['plan']}; {line['commit']}): {'; '.join(line['problems'])}"
+        [line["name"], WAYS[line["how"]], line["plan"], line["commit"], "; ".join(line["problems"])]
         for line in lines
         if line["problems"]
     ]
-    dates = sorted({time.strftime("%Y-%m-%d", time.localtime(line["time"])) for line in lines})
     seeds, ranks, commits = (
         ", ".join(sorted({str(line[key]) for line in lines})) for key in ("seed", "ranks", "commit")
     )
     counts = ", ".join(
-        f"{words}: {sum(not line['problems'] and _as_planned(line) for line in own)} ok of {len(own)}"
+        f"{words} {sum(not line['problems'] and _as_planned(line) for line in own)} of {len(own)} ok"
         for how, words in WAYS.items()
         if (own := [line for line in lines if line["how"] == how])
     )
-    text = f"""# Chaos: what user code does to its own process
+    text = f"""# What user code does to its own process
 
-{", ".join(dates)}, commit {commits}, seed {seeds}, {ranks} ranks: `python -m tests.chaos` (`make chaos`). A run is
-preempted once and loses a rank by SIGKILL once, at moments that follow from the seed. Seconds are those of the whole
-run, on a machine with other load. {counts}.
-
-{"What failed:" if failing else "Nothing failed."}
-
-{chr(10).join(failing)}""".rstrip()
+Each habit is trained undisturbed, then preempted once and one rank killed at random moments, with {ranks} ranks.
+Seconds are those of the whole run: {counts}."""
     tables = {"Behaviours": report.table(["behaviour", "what it does", "must end as", *WAYS.values()], rows)}
-    report.write(out, "RESULTS", text, {"runs": lines}, where=", ".join(slurm), tables=tables)
+    if failing:
+        tables["Failed"] = report.table(["behaviour", "how", "plan", "commit", "problems"], failing)
+    where = ", ".join([f"runs of {commits}", f"seed {seeds}", *slurm])
+    report.write(out, "RESULTS", text, report.Found({"runs": lines}, where=where, tables=tables))
 
 
 def _first_line(kind: type) -> str:

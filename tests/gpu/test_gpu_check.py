@@ -107,7 +107,6 @@ def test_the_costs_are_rows_beside_the_least_that_does_the_same(slower: float, m
     found = {"step": {"ours": [0.01 * slower] * 4, "DDP": [0.01] * 4, "bare": [0.008] * 4}, "stall": pair}
     found["copies"] = {"ours": [0.1] * 4, "pinned": [0.1] * 4}
     made = costs.cost_rows(found, "cuda, 1 ranks", 256)
-    assert not any(rows.problem(row.as_json()) for row in made)
     assert [row.row for row in made if row.met is False] == missed
     assert [row.allowed for row in made] == [1.02, None, pytest.approx(3.5), 1.05]
 

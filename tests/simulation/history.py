@@ -105,6 +105,7 @@ def drawn(seed: int) -> Plan:
         kill_wait_s=draw.choice((10, 30)),
         hold_s=draw.choice((7, 121)),
         slurmd_timeout_s=draw.choice((60, 300)),
+        max_requeues=draw.choice((1, 5)),
     )
     length = script.steps * script.step_s * 1.5
     count = min(12, 1 + int(draw.expovariate(0.3)))
@@ -215,6 +216,8 @@ class History:
             if not fault.moment:
                 world.after(fault.at, self._strike, fault)
         self.slurm.on_command = self._on_command
+        for number in range(1, 4):  # the user looks at the queue now and then
+            world.after(1200.0 * number, self.slurm.release)
         last = max((fault.at for fault in plan.faults), default=0.0)
         try:
             world.run(last + BOUND_S, self._is_over)
@@ -511,6 +514,17 @@ def _time_limit(history: History, draw: random.Random) -> None:
         history.world.after(left, history.slurm._time_limit, batch, batch.era)
 
 
+def _more_time(history: History, draw: random.Random) -> None:
+    """An administrator extends the time limit."""
+    more_s = draw.choice((60, 1800))
+    for batch in history.batches:
+        batch.end_time, batch.time_limit_s = (batch.end_time or 0.0) + more_s, batch.time_limit_s + more_s
+
+
+def _limited(history: History, draw: random.Random) -> None:
+    history.slurm.limited_until = history.world.now + draw.choice((20.0, 300.0))
+
+
 #: What can happen, by name.
 FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "preempt": _preempt,
@@ -528,6 +542,8 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "requeue by admin": _requeue,
     "disk errors": _disk_errors,
     "time limit lowered": _time_limit,
+    "time limit raised": _more_time,
+    "requests limited": _limited,
     "tell stop": _tell_stop,
     "tell save": _tell_save,
     "requeue": _requeue_command,

@@ -41,7 +41,16 @@ MOST_EVENTS = 30_000
 HARMLESS = frozenset(
     (
         *("preempt", "suspend", "lose a node", "controller away", "answers lost", "controller slow", "submit again"),
-        *("time limit lowered", "tell save", "requeue", "prune", "hang", "kill a command"),
+        *(
+            "time limit lowered",
+            "time limit raised",
+            "requests limited",
+            "tell save",
+            "requeue",
+            "prune",
+            "hang",
+            "kill a command",
+        ),
     )
 )
 #: Faults that may keep an attempt from saving though it had notice.
@@ -315,8 +324,8 @@ class Invariants:
             return False
         if any(not process.alive and process.code is None for process in by):  # killed before it could record the job
             return False
-        late = job.submitted - disk.nodes[f"{self._history.run.path}/outcome.json"].created
-        return not 0 <= late < disk.lag_s
+        # One that was queued before the run completed on a node that was cut off ends as it starts.
+        return job.submitted - disk.nodes[f"{self._history.run.path}/outcome.json"].created >= disk.lag_s
 
     # --- what lasts
 
@@ -352,7 +361,13 @@ class Invariants:
             self._waits_since.pop(job.id, None)
         elif now - self._waits_since.setdefault(job.id, now) > LOST_S:
             self._violated("I7", f"job {job.id} waits for a node that is lost")
-        troubled = now < slurm.away_until or now < slurm.lossy[0] or slurm.cut or slurm.latency_s > 0.5
+        troubled = (
+            now < slurm.away_until
+            or now < slurm.limited_until + SLOW_S
+            or now < slurm.lossy[0]
+            or slurm.cut
+            or slurm.latency_s > 0.5
+        )
         busy = any(process.alive for process in job.processes if process is not job.batch)
         # Lost together with the batch host, or that before it started: such a job waits for its time limit.
         troubled = troubled or (job.batch_host not in job.nodes and not any(guard.alive for guard in job.guards))
@@ -372,7 +387,7 @@ class Invariants:
     def _waits_for_a_node(self, job: Batch, now: float) -> bool:
         """Whether a node of connected ranks is lost, and nothing keeps the supervisor from seeing that."""
         slurm, batch = self._history.slurm, job.batch
-        away = now < slurm.away_until or now < slurm.lossy[0] or slurm.latency_s > 0.5
+        away = now < max(slurm.away_until, slurm.lossy[0], slurm.limited_until + SLOW_S) or slurm.latency_s > 0.5
         if job.state != "RUNNING" or away or batch is None or not batch.alive or batch.stopped_until > now:
             return False
         if batch.node in slurm.cut or self._history.disk.broken[0] > now:
@@ -403,8 +418,11 @@ class Invariants:
         history, outcome, events = self._history, self.outcome(), self.events()
         faults = {fault.kind for fault in history.plan.faults}
         ends = [event for event in events if event["event"] in RUN_ENDS]
-        # On a full disk the outcome is not written, and the product says that the run may start again.
-        completed = [event for event in ends if event["event"] == "completed"]
+        # On a full disk the outcome is not written, and the product says that the run may start again. So may one whose
+        # supervisor was killed before it could write it: that start has no step left to do.
+        completed = [
+            event for event in ends if event["event"] == "completed" and not self._was_killed(event["attempt"])
+        ]
         if len(completed) > 1 and "disk errors" not in faults and not self._is_one_hidden(completed):
             self._violated("I7", f"{len(ends)} outcomes in the history")
         if outcome is not None and outcome["state"] == "completed":
@@ -426,6 +444,11 @@ class Invariants:
             return
         if faults <= HARMLESS:
             self._violated("progress", f"the run {outcome['state']}: {outcome['reason']}")
+
+    def _was_killed(self, attempt: int) -> bool:
+        """Whether the supervisor of an attempt was killed."""
+        trained = self.attempts.get(attempt)
+        return trained is not None and trained.supervisor.code is None and not trained.supervisor.alive
 
     def _is_one_hidden(self, completed: list[dict[str, Any]]) -> bool:
         """Whether all but the last attempt completed, on nodes that were cut off, while a newer one was hidden."""

@@ -345,13 +345,13 @@ def _reading() -> dict[int, Callable[..., Any]]:
     """Functions that only read, and find the same until something changes; by the id of what they replace."""
     read_claim, waiting_claim, holders = claims.read_claim, claims.waiting_claim, lease.holders
 
-    def claim(path: Path, run: RunDirectory) -> dict[str, Any] | None:
+    def claim(path: Path, run: RunDirectory) -> Any:
         return _now.disk.remembered(lambda: read_claim(path, run), _copied, CLAIMS, path)
 
-    def waiting(run: RunDirectory, attempts: Sequence[int]) -> dict[str, Any] | None:
+    def waiting(run: RunDirectory, attempts: Sequence[int]) -> Any:
         return _now.disk.remembered(lambda: waiting_claim(run, attempts), _copied, CLAIMS, run.path, *attempts)
 
-    def held(run: RunDirectory) -> list[dict[str, Any]]:
+    def held(run: RunDirectory) -> Any:
         return _now.disk.remembered(lambda: holders(run), _each_copied, CLAIMS, "held", run.path)
 
     return {id(read_claim): claim, id(waiting_claim): waiting, id(holders): held}

@@ -17,6 +17,8 @@ from tests.simulation.world import EPOCH, Process, World
 SUBMIT_LINE = " SubmitLine=sbatch --parsable --comment=JobState=FAILED /shared/runs/sim/job.sbatch"
 #: States in which a job has its nodes.
 HAS_NODES = ("RUNNING", "SUSPENDED", "COMPLETING")
+#: Why a job is held that was requeued too often.
+HELD = "JobHoldMaxRequeue"
 #: A slurmd that stood still takes at most so long until it is told what it has to kill.
 REGISTERS_S = 10.0
 
@@ -32,6 +34,8 @@ class Settings:
     hold_s: int = 121
     slurmd_timeout_s: int = 300
     nodes: int = 4
+    #: MaxBatchRequeue: how often a job may end by itself within a grace, from 24.05 on; then it is held.
+    max_requeues: int = 5
 
 
 @dataclass
@@ -72,6 +76,8 @@ class Batch:
     era: int = 0
     #: 24.11: the next end of a job that was requeued within a grace counts as preempted, too.
     again: bool = False
+    #: How often it has ended by itself within a grace.
+    left_in_grace: int = 0
     end_time: float | None = None
     #: What `scontrol show job` showed last: what it depends on, the line before the run time, and after it.
     record: tuple[tuple[Any, ...], str, str] | None = None
@@ -92,6 +98,8 @@ class Slurm:
         #: Until when answers are lost, and how many of a hundred before and after they took effect.
         self.lossy: tuple[float, int, int] = (0.0, 0, 0)
         self.latency_s = 0.02
+        #: Until when requests are refused for their rate; Slurm's commands then try again later.
+        self.limited_until = 0.0
         #: When each process was last told of its job's state.
         self.shown_at: dict[str, float] = {}
         #: How many requests for a requeue each process has sent since.
@@ -118,7 +126,7 @@ class Slurm:
 
     # --- commands
 
-    def run(self, command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
         """Carries out a command of the calling process, as ``subprocess.run``."""
         world, draw = self.world, self.world.random
         self.commands += 1
@@ -138,6 +146,11 @@ class Slurm:
             world.sleep(9.0 + 9.0 * draw.random())
             if process.node in self.cut or world.now < self.away_until:
                 return _failed(command, "Unable to contact slurm controller (connect failure)")
+        if world.now < self.limited_until:
+            patience_s, late_s = more.get("timeout") or 3600.0, 80.0 * draw.random()
+            world.sleep(min(late_s, patience_s))
+            if late_s > patience_s:
+                raise subprocess.TimeoutExpired(list(command), patience_s)
         until, before, after = self.lossy
         lossy = until > world.now
         if lossy and draw.random() * 100 < before:
@@ -286,7 +299,7 @@ class Slurm:
         busy = {node for job in self.jobs.values() if job.state in HAS_NODES for node in job.nodes}
         later = False
         for job in waiting:
-            if job.reason == "held":
+            if job.reason == HELD:
                 continue
             if job.begin > world.now:
                 job.reason, later = "BeginTime", True
@@ -348,11 +361,20 @@ class Slurm:
             ended = "COMPLETED" if code == 0 else "FAILED"
             if (in_grace or job.again) and self.settings.release != "22.05":
                 # From 24.05 on, a job that ends within a grace counts as preempted.
+                job.left_in_grace += in_grace
                 job.again = False
                 self._finish(job, "PENDING" if self._requeues(job) else "PREEMPTED")
             else:
                 self._finish(job, ended)
         self._settle(job)
+
+    def release(self) -> None:
+        """``scontrol release`` of all held jobs, by their owner."""
+        for job in self.jobs.values():
+            if job.state == "PENDING" and job.reason == HELD:
+                self._tell(f"job {job.id} is released")
+                job.reason, job.left_in_grace = "None", 0
+                self._wake()
 
     def _requeues(self, job: Batch) -> bool:
         return self.settings.mode == "REQUEUE" and job.requeue_allowed
@@ -396,10 +418,12 @@ class Slurm:
     def _end(self, job: Batch, state: str) -> None:
         job.era += 1
         if state == "PENDING":
-            job.state, job.reason, job.nodes = "PENDING", "BeginTime", []
+            held = job.left_in_grace >= self.settings.max_requeues
+            job.state, job.reason, job.nodes = "PENDING", HELD if held else "BeginTime", []
             job.begin = self.world.now + self.settings.hold_s
             job.submitted, job.preempt_time, job.began, job.ended = self.world.now, None, None, None
-            self._tell(f"job {job.id}: PENDING, held for {self.settings.hold_s} s")
+            why = "by MaxBatchRequeue" if held else f"for {self.settings.hold_s} s"
+            self._tell(f"job {job.id}: PENDING, held {why}")
         else:
             job.state = state
             job.ended = self.world.now

@@ -292,6 +292,24 @@ def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monke
     assert cancelled == ["42"]
 
 
+def test_scancel_ends_the_new_job_even_if_that_has_begun_an_attempt(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a lost node it starts at once. It trained on although the user had ended the run; now it is cancelled, and
+    its supervisor records that."""
+    cancelled: list[str] = []
+    monkeypatch.setattr("clusterddp.slurm.commands.cancel", cancelled.append)
+
+    class Starting(FakeController):
+        def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
+            run.create_attempt()
+            return super().resubmit(without, after_this)
+
+    job = dataclasses.replace(JOB, policy="resubmit")
+    assert supervised(run, Starting(Cause.PREEMPTED, Cause.CANCELLED), job=job) == (1, ["started"])
+    assert (cancelled, run.outcome()) == (["42"], None)
+
+
 def test_a_scancel_of_the_new_job_without_an_answer_is_repeated_and_its_start_finds_the_outcome(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,6 +427,29 @@ def test_a_supervisor_that_stood_still_while_the_run_was_submitted_again_leaves_
     assert run.events()[-1]["reason"] == "time limit reached. The run was submitted again as job 43"
     alive = FakeController(Cause.PREEMPTED)  # the other job has ended as it started
     assert Attempt(run, JOB, run.create_attempt(), Frozen(run, STOPPED), alive).supervise() == 4
+
+
+def test_a_supervisor_that_stood_still_while_its_job_was_restarted_begins_no_attempt(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its node was frozen as it started, so that Slurm restarted the job elsewhere. It superseded the attempt of that
+    start, and Slurm ended it then: the run had stopped, and its job had failed."""
+
+    class Restarted(FakeController):
+        def __init__(self, restarts: int) -> None:
+            super().__init__(Cause.PREEMPTED)
+            self.restarts = restarts
+
+        def holder(self) -> dict[str, Any]:
+            return {**super().holder(), "restarts": self.restarts}
+
+    assert supervise(run, JOB, lambda: FakeRanks(run, STOPPED), Restarted(1)) == 4
+    assert supervise(run, JOB, lambda: FakeRanks(run, STOPPED), Restarted(0)) == 1
+    assert run.attempts() == [0]
+    assert "Slurm has restarted job 41 since it started this process, which exits" in capsys.readouterr().err
+    assert supervise(run, JOB, lambda: FakeRanks(run, STOPPED), Restarted(2)) == 4
+    assert run.attempts() == [0, 1]
+    assert SlurmController({"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "3"}, run, JOB).holder()["restarts"] == 3
 
 
 def test_a_failed_run_is_not_trained_again_by_a_requeue_of_its_own_job(run: RunDirectory) -> None:
@@ -1099,7 +1140,11 @@ LIMIT = Cause.TIME_LIMIT.value
         (Limits(attempts=2), history((LIMIT, True)), None),
         (Limits(attempts=2), history((LIMIT, True), (LIMIT, True)), "limits.attempts (2) reached"),
         (Limits(gpu_hours=4.5), history((LIMIT, True), (LIMIT, True)), None),
-        (Limits(gpu_hours=4), history((LIMIT, True), (LIMIT, True)), "limits.gpu_hours (4) reached: 4.00 used"),
+        (
+            Limits(gpu_hours=4),
+            history((LIMIT, True), (LIMIT, True)),
+            "limits.gpu_hours (4) reached: 4.00 used. Raise it with --change --set limits.gpu_hours=N",
+        ),
         (Limits(), history((LIMIT, False), (LIMIT, False)), None),
         (Limits(), history((LIMIT, True), *[(LIMIT, False)] * 3), "3 consecutive attempts"),
         (Limits(), history(*[(LIMIT, False)] * 9), None),

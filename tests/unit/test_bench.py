@@ -52,15 +52,17 @@ def test_rows_of_a_benchmark_are_gathered_with_its_name(modules: Path) -> None:
         ("raise SystemExit('no cluster here')", "exit code 1: no cluster here"),
         ("", "wrote no rows"),
         (WRITES.replace("ROWS", "[]"), "wrote no rows"),
-        (WRITES.replace("ROWS", repr([{"row": "a copy"}])), "a row without unit, ours"),
-        (WRITES.replace("ROWS", repr([{**GOOD, "ratio": 2.0}])), "outside of its interval"),
-        (WRITES.replace("ROWS", repr([{**GOOD, "ours": None}])), "must be finite numbers"),
     ],
 )
 def test_a_benchmark_without_good_rows_is_a_row_with_the_reason(modules: Path, code: str, reason: str) -> None:
     (row,) = rows_of(modules, code)
     assert row["row"] == "mine" and reason in row["failed"]
     assert "**failed: " in rows.table([row])
+
+
+def test_a_row_without_a_finite_figure_is_an_error() -> None:
+    with pytest.raises(ValueError, match="row 'a copy': ours, limit, ratio, low and high must be finite"):
+        rows.counted("a copy", "ms", float("nan"), 1.0, "memory copy")
 
 
 def test_a_module_that_does_not_exist_is_a_row(modules: Path) -> None:
@@ -92,7 +94,7 @@ def test_a_row_comes_from_its_own_benchmark_before_it_comes_from_the_common_run(
     chosen = {**GOOD, "row": next(iter(page.CHOICE)), "allowed": 1.0, "met": False}
     late = rows.failed("saves", "no | disk\nleft")
     (tmp_path / "bench.json").write_text(json.dumps({"rows": [{**chosen, "ours": 7.0, "benchmark": "mine"}, late]}))
-    report.write(tmp_path, "steady-state", "# A title\n\nA sentence.", {"rows": [chosen]})
+    report.write(tmp_path, "steady-state", "# A title\n\nA sentence.", report.Found({}, [chosen]))
     made = page.tables(page.gathered(tmp_path), "results")
     assert "| 12.0 ms |" in made["figures"] and "**failed: no / disk left**" in made["figures"]
     assert f"| {chosen['row']} | 12.0 ms |" in made["missed"] and "7.00" not in "".join(made.values())

@@ -66,7 +66,7 @@ def test_a_row_that_failed_or_is_on_one_side_only_is_told() -> None:
     row: dict[str, Any] = {"row": "step", "unit": "s", "ratio": 1.0}
     pairs: list[Any] = [[{"step": row, "saves": {"row": "saves", "failed": "no disk"}}, {"step": row, "new": row}]]
     found = compare.losses(pairs)
-    assert found == {"step": [1.0], "saves": "no disk", "new": "only one of the two has this row"}
+    assert found == {"step": [1.0], "saves": "failed: no disk", "new": "only one of the two has this row"}
     table, slower, failed = compare.described(found, (compare.Side("a", Path()), compare.Side("b", Path())))
     assert not slower and failed and "failed: no disk" in table
 

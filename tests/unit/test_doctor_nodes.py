@@ -359,7 +359,7 @@ def attempt_of(run: RunDirectory) -> Attempt:
         ("node n2 failed the check 'compute' on cuda:3: no result within 120 s", True),
         ("node n2 failed the check 'folder': cannot write to /runs/a: Input/output error", True),
         ("cannot write to /runs/a: No space left on device", False),
-        ("an all-reduce gave a wrong sum on all 4 ranks; which node is at fault is unknown", False),
+        (f"an all-reduce gave a wrong sum on all 4 ranks; which node is at fault is unknown. {preflight.FEWER}", False),
     ],
 )
 def test_a_failed_preflight_restarts_the_run_and_counts_against_its_node(message: str, of_the_node: bool) -> None:
@@ -383,7 +383,12 @@ def settings_of(run: RunDirectory | None, world_size: int, local_world_size: int
     ("wrong", "world_size", "local", "words"),
     [
         (1, 4, 2, "node h0 failed the check 'all-reduce': wrong sum on 1 of 4 ranks"),
-        (4, 4, 2, "an all-reduce gave a wrong sum on all 4 ranks; which node is at fault is unknown"),
+        (
+            4,
+            4,
+            2,
+            f"an all-reduce gave a wrong sum on all 4 ranks; which node is at fault is unknown. {preflight.FEWER}",
+        ),
         (2, 2, 2, "node h0 failed the check 'all-reduce': wrong sum on 2 of 2 ranks"),
     ],
 )

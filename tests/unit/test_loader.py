@@ -348,5 +348,5 @@ def test_a_given_global_batch_is_shared_for_any_batch_size() -> None:
         data = loader(batch_size=5, ranks=ranks, global_batch=12)
         assert (data.global_batch, data.share, len(take(data, 1)[0][0])) == (12, share, share)
         data.restore({"global_batch": 12, "dataset_length": 10})
-    with pytest.raises(ValueError, match="global_batch is 12, which 5 ranks cannot share evenly"):
+    with pytest.raises(ValueError, match="global_batch 12 is not divisible by 5 ranks"):
         loader(ranks=5, global_batch=12)

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from benchmarks.math_library import REPOSITORY, SCRIPT, cpu_number
+from benchmarks.math_library import SCRIPT, cpu_number
+from benchmarks.sides import REPOSITORY
 
 BEFORE_AND_AFTER = """
 import clusterddp
@@ -43,7 +44,7 @@ def test_init_leaves_the_detection_of_the_cpu_to_no_two_threads() -> None:
 @pytest.mark.product
 def test_no_first_result_is_wrong_after_settling() -> None:
     """Others are, at this rate of first calls: MKL is made to forget what it knows of the CPU."""
-    how = ["--kind=again", "--threads=4", "--enough=10", "--seconds=200", "--burners=4"]
+    how = ["--threads=4", "--enough=10", "--seconds=200", "--burners=4"]
     found = json.loads(of_a_process(str(SCRIPT), *how))
     assert found["plain"]["wrong"] > 0, f"nothing to compare with: {found}"
     assert found["settled"]["wrong"] == 0, found

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import rows
 from benchmarks.peers.__main__ import Queue, Results, main, plan
 from benchmarks.peers.cells import Line, bound, ettr, figures, gaps, parse
 from benchmarks.peers.peers import LIMIT, PEERS, count
@@ -43,7 +42,7 @@ def test_an_interruption_costs_its_repeated_steps_and_the_time_to_the_next_new_o
     found = cell()
     assert (found["repeated"], found["reached"], found["processes"]) == (2, 6, 2)
     assert found["faults"][0]["first_new_s"] == 22 - 12.5
-    assert found["faults"][0]["lost_s"] == found["gaps_s"][0] == 22 - 13
+    assert found["gaps_s"][0] == 22 - 13
     assert (found["wall_s"], found["start_s"], found["step_s"]) == (15.0, 2.0, 1.0)
 
 
@@ -120,8 +119,8 @@ def test_the_bar_is_judged_from_three_cells_on(tmp_path: Path) -> None:
     for ours, met in ((INTERRUPTED, True), (slow, False)):
         cells = [cell(lines=ours, schedule="preempt-60") for _ in range(3)]
         cells += [cell("limit", "preempt-60"), cell("limit", "none", INTERRUPTED[:4])]
-        row = next(row for row in Matrix(cells, tmp_path, steps=8).rows() if row["allowed"])
-        assert (row["met"], rows.problem(row)) == (met, None)
+        (row,) = (row for row in Matrix(cells, tmp_path, steps=8).rows() if row.allowed)
+        assert row.met is met
 
 
 def test_ours_is_compared_with_the_best_peer_that_completed_all_its_cells(tmp_path: Path) -> None:
