@@ -1,4 +1,4 @@
-"""The best checkpoint: by a metric that the script logs, as ``ctx.run(best=...)`` or ``checkpoint.keep`` says."""
+"""The best checkpoint, by a metric that the script logs: ``ctx.run(best=...)`` or ``checkpoint.keep``."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from clusterddp.rundir.files import finite
 
 
 def metric_or_part(best: Any) -> tuple[str | None, dict[str, Any]]:
-    """What ``ctx.run(best=...)`` got: a metric, or a part of that name, in a script for an older version.
+    """The metric of ``ctx.run(best=...)``, or a part with that name.
 
     Raises TypeError for a number, which is neither.
     """
     if isinstance(best, (bool, int, float)):
         raise TypeError(
-            f"run(best={best!r}): expected a metric, such as 'accuracy', or '-score' for the smallest; or a part with "
+            f"run(best={best!r}): expected a metric, such as 'accuracy', or '-score' for the smallest, or a part with "
             "state_dict() and load_state_dict()"
         )
     return (best, {}) if isinstance(best, str) else (None, {"best": best})
 
 
 def with_best(keep: Keep, best: str | None, told: bool = True) -> Keep:
-    """Which checkpoints are kept, with the metric that the script asks for; one in the job definition takes precedence.
+    """The kept checkpoints, with the script's metric, unless the job definition names one.
 
     Args:
         keep: of the job definition.
         best: ``accuracy``, or ``-loss`` for the smallest value: see ``jobdef/job.py``.
-        told: whether to say that the job definition takes precedence.
+        told: whether to print that the job definition takes precedence.
     """
     if best is None:
         return keep
@@ -40,17 +40,18 @@ def with_best(keep: Keep, best: str | None, told: bool = True) -> Keep:
     if keep.best is None or (keep.best, keep.best_is) == (chosen.best, chosen.best_is):
         return chosen
     if told:
-        say(f"the job definition applies, best: {keep.best_rule}, rather than ctx.run(best={best!r}). Leave one out")
+        rule = f"the best checkpoint is chosen by {keep.best_rule} of the job definition"
+        say(f"{rule}, not by ctx.run(best={best!r}). Leave one of them out")
     return keep
 
 
 class BestSoFar:
-    """The best value of the metric so far, and the value of the state that may be saved next; known to rank 0."""
+    """The best value of the metric so far, and the value of the state that may be saved next, on rank 0."""
 
     def __init__(self, keep: Keep) -> None:
         self._keep = keep
         self.metric = keep.best
-        #: The value of the state that may be saved next; None: not known.
+        #: The value of the state that may be saved next; None if unknown.
         self.value: float | None = None
         #: As orders (``Keep.order``): of the best checkpoint, and of the one before a save that is in progress.
         self._best = self._before = float("inf")
@@ -70,14 +71,14 @@ class BestSoFar:
         self._best = self._before = self._keep.order(value)
 
     def facts(self) -> dict[str, str]:
-        """What the file of the state says: the rule, and the value if it is known."""
+        """The entries of the state's file: the rule, and the value if it is known."""
         if self.metric is None:
             return {}
         value = {} if self.value is None else {"metrics": json.dumps({self.metric: self.value})}
         return {"best": str(self._keep.best_rule), **value}
 
     def save(self) -> dict[str, Any]:
-        """The state is being saved; returns the metric and its value for the history if it is the best so far."""
+        """The state is being saved. Returns the metric and its value for the history if it is the best so far."""
         new = {str(self.metric): finite(self.value)} if self.better else {}
         self._before = self._best
         if self.value is not None:

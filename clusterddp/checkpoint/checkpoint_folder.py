@@ -22,8 +22,8 @@ class CheckpointFolder:
     """Saves and restores named parts in a folder, without a run: for a custom training loop under any launcher.
 
     A part is anything with ``state_dict()`` and ``load_state_dict()``. Create one CheckpointFolder on every rank, after
-    the process group if there is one; only rank 0 reads and writes. A process that creates one on the same folder later
-    supersedes it: the older one can no longer save. Use as a context manager, or call ``close()``.
+    the process group if there is one. Only rank 0 reads and writes. A process that creates one on the same folder later
+    supersedes it, and the older one can no longer save. Use as a context manager, or call ``close()``.
 
     Args:
         path: the folder; created if it does not exist.
@@ -71,13 +71,13 @@ class CheckpointFolder:
             return 0
         content, (_, step) = restored
         if missing := parts.keys() - content.keys():
-            raise CheckpointError(f"checkpoint {step} lacks {', '.join(sorted(missing))}; it has {', '.join(content)}")
+            raise CheckpointError(f"checkpoint {step} lacks {', '.join(sorted(missing))}. It has {', '.join(content)}")
         for name, part in parts.items():
             load_state(part, content[name])
         return step
 
     def save(self, step: int, **parts: Stateful) -> None:
-        """Saves the parts: rank 0 copies their state and returns; the copy is written in the background.
+        """Saves the parts: rank 0 copies their state and returns, and the copy is written in the background.
 
         Waits for the previous save first. Other ranks return at once.
 

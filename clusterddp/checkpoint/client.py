@@ -49,7 +49,7 @@ class Saved:
 class NotSaved(Exception):
     """A save failed: no space, an I/O error, or the writer died. Earlier checkpoints are not affected.
 
-    ``metrics``: whether the metrics could not be synced. ``deleted``: as of ``Saved``; it did not suffice.
+    ``metrics``: whether the metrics could not be synced. ``deleted``: as of ``Saved``, which freed too little.
     """
 
     def __init__(self, step: int, reason: str, metrics: bool = False, deleted: tuple[int, ...] = ()) -> None:
@@ -80,7 +80,7 @@ class CheckpointClient:
         return self._step is not None
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Allocates memory for a state like this one and starts the writer, so that the first save is fast, too.
+        """Allocates memory for a state like this one and starts the writer, so that the first save is also fast.
 
         Raises CheckpointError if there is not enough memory, or if the state cannot be saved.
         """
@@ -96,24 +96,24 @@ class CheckpointClient:
         urgent: bool,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """Copies the state; then training may continue.
+        """Copies the state, after which training may continue.
 
-        ``urgent``: the caller will wait for the result. ``before``: called in another thread before the writer starts;
-        may wait, and raise NotSaved.
+        ``urgent``: the caller will wait for the result. ``before``: called in a separate thread before the writer
+        starts. It may wait, and raise NotSaved.
         """
         packed = self._pack(state)
         self._snapshot.take(packed.layout, packed.tensors, packed.addresses)
         self._step = step
         try:
             self._start()
-        except OSError as error:  # for the moment, there are too many processes or too little memory
+        except OSError as error:  # too many processes or too little memory at the moment
             self._snapshot.wait()
-            self._refused = NotSaved(step, f"cannot start the checkpoint writer ({what_failed(error)})")
+            self._refused = NotSaved(step, f"could not start the checkpoint writer ({what_failed(error)})")
             return
         facts = {"step": str(step), "attempt": str(self._first["attempt"]), **facts}
         self._sent.wait()  # for a request to a writer that has exited
         self._sent.clear()
-        # The thread also frees the state: each tensor freed here could hand the GIL to it.
+        # The thread also frees the state, because each tensor freed here could pass the GIL to it.
         self._requests.put((step, packed, facts, urgent, before, state))
 
     def result(self, wait: bool) -> Saved | None:
@@ -156,7 +156,7 @@ class CheckpointClient:
             try:
                 self._writer.wait(EXIT_S)
             except subprocess.TimeoutExpired:
-                pass  # a slow disk: the writer exits when it has finished
+                pass  # of a slow disk: the writer exits when it has finished
 
     def free(self) -> None:
         """Frees the snapshot's memory after ``close()``, for a process that continues and saves elsewhere."""
@@ -174,7 +174,7 @@ class CheckpointClient:
         self._say(self._first)
 
     def _end_writer(self) -> str:
-        """Reaps a writer that has exited, and returns how; the next save starts another one."""
+        """Reaps a writer that has exited, and returns how. The next save starts a new one."""
         assert self._writer is not None
         self._sent.wait()
         self._socket.close()
@@ -192,7 +192,7 @@ class CheckpointClient:
         return f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exited with code {code}"
 
     def _send(self) -> None:
-        """Sends each save to the writer once the snapshot is complete; a thread, because JSON takes time."""
+        """Sends each save to the writer once the snapshot is complete, in a thread, because JSON takes time."""
         while (request := self._requests.get()) is not None:
             step, packed, facts, urgent, before, state = request
             try:
@@ -206,7 +206,7 @@ class CheckpointClient:
                 self._refused = error
             except Exception as error:  # such as a CUDA error in the copy: ``result`` must not wait for an answer
                 traceback.print_exc()
-                self._refused = NotSaved(step, f"cannot take the snapshot ({in_words(error)})")
+                self._refused = NotSaved(step, f"could not take the snapshot ({in_words(error)})")
             finally:
                 del request, packed, state, before
                 self._sent.set()
@@ -218,7 +218,7 @@ class CheckpointClient:
             pass  # the writer has exited; `result` reports it
 
     def _peek(self) -> bytes:
-        """The answer if it has arrived. Called every step: no clock, no lock, no thread."""
+        """The answer if it has arrived. Called every step, so it uses no clock, lock or thread."""
         if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
             return b""
         return self._replies.readline()

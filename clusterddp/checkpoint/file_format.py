@@ -4,7 +4,7 @@ The file is a valid safetensors file: eight bytes with the length of the header 
 the data of all tensors. The header has each tensor's ``dtype``, ``shape`` and ``data_offsets``; its ``__metadata__``
 has ``format`` (``clusterddp 2``), ``step``, ``attempt``, ``metrics`` and ``state``: the nested state as JSON, with
 ``{"$tensor": NAME}`` in place of each tensor. The last tensor, ``checksums``, holds a CRC-32 of all bytes before the
-data, and one of each 4 MiB of the data before itself. Nothing in the file is executed.
+data, and one of each 4 MiB of the data before itself. Reading a file executes no code from it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Any, Protocol, TypeAlias
 FORMAT = "clusterddp 2"
 #: Bytes of data per checksum.
 CHUNK = 1 << 22
-#: Bytes per write: the disk starts on the first piece while the next is written.
+#: Bytes per write. The disk starts on the first piece while the next is written.
 _PIECE = 1 << 20
-#: Bytes per read when a file is verified: they fit into a core's cache.
+#: Bytes per read when a file is verified, which fit into a core's cache.
 _BUFFER = 1 << 18
-#: Threads that read a file, at most: one computes checksums at 3 to 7 GB/s, and shared disks like parallel requests.
+#: The most threads that read a file. One computes checksums at 3 to 7 GB/s, and shared disks need parallel requests.
 _READERS = 4
-#: Bytes per thread, at least: three threads take as long for 10 MB as one.
+#: The least bytes per thread. Three threads take as long for 10 MB as one.
 _PER_READER = 1 << 24
 _CHECKSUMS = "checksums"
 _LONGEST_HEADER = 100_000_000  # the limit of safetensors
-#: Starts a piece of work, here or in another thread; the returned function waits for its result.
+#: Starts a piece of work, in this or a different thread. The returned function waits for its result.
 Begin = Callable[[Callable[[], Any]], Callable[[], Any]]
-#: What data is read into: memory, in one piece or several, the file of this descriptor, or nothing.
+#: The target of data: memory, in one piece or several, the file of this descriptor, or None to only verify it.
 Into: TypeAlias = "memoryview | Pieces | int | None"
 _LENGTH = struct.Struct("<Q")
 
@@ -103,7 +103,7 @@ def offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def described(tensors: Sequence[Tensor]) -> str:
-    """The header's entries of these tensors as JSON, for ``head``; depends on names, dtypes and shapes alone."""
+    """The header's entries of these tensors as JSON, for ``head``. Depends only on names, dtypes and shapes."""
     places, size = offsets(tensors)
     found = {
         tensor.name: _entry(tensor.dtype, tensor.shape, start, start + tensor.nbytes)
@@ -130,7 +130,7 @@ def head_of(tensors: str, literal: str, facts: Mapping[str, str]) -> bytes:
     if len(text) > _LONGEST_HEADER:
         raise ValueError(
             f"the names and plain values of the state take {len(text) / 1e6:.0f} MB, but a checkpoint's header is "
-            f"limited to {_LONGEST_HEADER / 1e6:.0f} MB: store long lists of numbers as tensors"
+            f"limited to {_LONGEST_HEADER / 1e6:.0f} MB. Store long lists of numbers as tensors"
         )
     text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     return _LENGTH.pack(len(text)) + text
@@ -145,11 +145,11 @@ def begin_now(work: Callable[[], Any]) -> Callable[[], Any]:
 def write(
     file: int, beginning: bytes, data: memoryview, begin: Begin = begin_now
 ) -> Generator[None, None, Callable[[], None]]:
-    """Writes a complete file to a descriptor. Yields after each chunk: another thread may continue.
+    """Writes a complete file to a descriptor. Yields after each chunk, so that a different thread may continue.
 
-    ``begin`` gets two pieces of work per chunk: its checksum, and reading it back after it is written; both may run
-    beside the next writes. The caller must call the result before it commits the file: it raises Damaged if the file
-    does not contain what was written.
+    ``begin`` gets two pieces of work per chunk: its checksum, and reading it back after it is written. Both may run
+    beside the next writes. The caller must call the result before it commits the file. It raises Damaged if the file
+    does not contain the written data.
     """
     end = _write_all(file, memoryview(beginning))
     sums = [begin(partial(zlib.crc32, beginning))]
@@ -167,7 +167,7 @@ def write(
 
     def check() -> None:
         if not (all(result() for result in found) and _reads_back(file, end, last)):
-            raise Damaged("reading it back returned other data than was written")
+            raise Damaged("reading it back returned different data than was written")
 
     return check
 
@@ -182,10 +182,11 @@ def read(path: Path) -> Content:
 
 
 def memory(size: int) -> mmap.mmap:
-    """Memory for a file's data, of one byte at least, for this process alone; a bytearray would be zeroed first.
+    """Memory for a file's data, of at least one byte, for this process alone. A bytearray would be zeroed first.
 
-    ``MAP_SHARED``, Python's default, takes three times as long to fill. Huge pages would take half as long on a machine
-    of its own, but eight times in a virtual one that returns free ones to its host (benchmarks/results/restore.md).
+    ``MAP_SHARED``, Python's default, takes three times as long to fill. Huge pages would take half as long on bare
+    metal, but eight times as long in a virtual machine that returns free ones to its host
+    (benchmarks/results/restore.md).
     """
     return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
@@ -197,7 +198,7 @@ def verify(path: Path) -> None:
 
 
 def read_head(path: Path) -> Head:
-    """Reads and verifies all of a file but its data. Raises Damaged or OSError."""
+    """Reads and verifies all of a file except its data. Raises Damaged or OSError."""
     with open(path, "rb", buffering=0) as file:
         beginning, entries = _read_head(file.fileno())
         size, end = entries.pop(_CHECKSUMS)["data_offsets"]
@@ -216,8 +217,8 @@ def read_data(
 ) -> Iterator[int]:
     """Reads and verifies the data, several chunks at once, into memory, a file (its descriptor), or nowhere.
 
-    Yields, after each chunk in their order, how many bytes are verified by now. ``retry`` calls what reads a chunk;
-    the file is opened again after an error. Raises Damaged or OSError.
+    Yields, after each chunk in their order, how many bytes are verified by now. ``retry`` calls the function that reads
+    a chunk. After an error the file is reopened. Raises Damaged or OSError.
     """
     reading = _Reading(path, head, into)
     numbers = range(len(head.sums))
@@ -244,7 +245,7 @@ class _Reading:
         self.opened: list[int] = []
 
     def chunk(self, number: int) -> int:
-        """Reads and verifies a chunk; returns its end in the data."""
+        """Reads and verifies a chunk. Returns its end in the data."""
         start = number * CHUNK
         end, sum_ = min(start + CHUNK, self._head.size), 0
         try:
@@ -258,7 +259,7 @@ class _Reading:
         return end
 
     def _piece(self, at: int, size: int, sum_: int) -> int:
-        """Reads a piece of the data and passes it on while it is in the core's cache; returns the new checksum."""
+        """Reads a piece of the data and passes it on while it is in the core's cache. Returns the new checksum."""
         into = self._into
         views: Iterable[memoryview] = [self._buffer()[:size]]
         if isinstance(into, memoryview):

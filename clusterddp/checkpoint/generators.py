@@ -1,4 +1,4 @@
-"""Random generators as parts of a run: torch, numpy and ``random`` give them no ``state_dict``."""
+"""Random generators as parts of a run, because those of torch, numpy and ``random`` have no ``state_dict``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class GeneratorPart:
 
 
 def with_state(part: Any) -> Any:
-    """A part for a ``torch.Generator``, a numpy ``Generator`` or ``RandomState``, or a ``random.Random``; anything else
-    is returned as it is."""
+    """A part for a ``torch.Generator``, a numpy ``Generator`` or ``RandomState``, or a ``random.Random``. Other parts
+    are returned as they are."""
     numpy = sys.modules.get("numpy")
     if isinstance(part, torch.Generator):
         return GeneratorPart(part, part.get_state, part.set_state)

@@ -22,7 +22,7 @@ Named: TypeAlias = dict[str, dict[str, torch.Tensor]]
 
 @dataclass
 class _Seen:
-    """Whether a parameter got a gradient. The hooks hold this alone: with more, a model would be freed late."""
+    """Whether a parameter got a gradient. The hooks hold only this, or a model would be freed late."""
 
     gradient: bool = False
 
@@ -30,7 +30,7 @@ class _Seen:
 class _Exchange:
     """Parameters whose gradients are reduced together: those of a DDP module, or those of a part outside DDP.
 
-    In a backward some of them may be unused, on this rank or on all: the parameters of one module wait together.
+    The parameters of one module wait together, because a backward may leave some unused, on this rank or on all.
     """
 
     def __init__(self, module: DistributedDataParallel | None, alone: bool) -> None:
@@ -38,7 +38,7 @@ class _Exchange:
         #: The optimizers of its parameters.
         self.trained_by: set[Any] = set()
         self._seen = _Seen()  # since the last ``take``
-        #: Whether the ranks' gradients differ: DDP reduces them in the next backward without ``no_sync``.
+        #: Whether the ranks' gradients differ, until DDP reduces them in the next backward without ``no_sync``.
         self.apart = False
 
     def watch(self, parameter: torch.nn.Parameter) -> None:
@@ -63,10 +63,10 @@ class _Exchange:
         return True
 
     def mark_used(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Tells DDP that a backward in ``no_sync`` has used these parameters, as one did before a resume.
+        """Has DDP record that a backward in ``no_sync`` has used these parameters, as one did before a resume.
 
-        With ``find_unused_parameters`` it would not reduce those that are unused in the backward that ends the
-        accumulation: its hooks, which this calls, note each use. Leaves gradients of zero.
+        Calls DDP's hooks, which note each use. Otherwise, with ``find_unused_parameters``, it would not reduce those
+        that are unused in the backward that ends the accumulation. Leaves gradients of zero.
         """
         module = self._module
         if module is None or not module.find_unused_parameters or module.static_graph:
@@ -124,7 +124,7 @@ class Gradients:
         return bool(self._made)
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has stepped: its gradients are used."""
+        """An optimizer has stepped, and its gradients are used."""
         self.note()
         self._waiting.discard(optimizer)
 
@@ -148,7 +148,7 @@ class Gradients:
 
     @property
     def are_apart(self) -> bool:
-        """Whether gradients wait that differ between ranks: a better place for a checkpoint comes soon."""
+        """Whether gradients wait that differ between ranks, so that a better place for a checkpoint comes soon."""
         self.note()
         return any(exchange.apart and exchange.trained_by & self._waiting for exchange in self._exchanges)
 
@@ -170,11 +170,11 @@ class Gradients:
         return found
 
     def _trained(self, optimizer: Any) -> set[torch.Tensor]:
-        """The optimizer's parameters; all of them if it does not tell."""
+        """The optimizer's parameters; all of the run's if they are unknown."""
         return trained_parameters(optimizer) or set(self._exchange_of)
 
     def restore(self, progress: Mapping[str, Any]) -> list[str]:
-        """The inverse of ``progress``; returns the reasons why the resume is not exact."""
+        """The inverse of ``progress``. Returns the reasons why the resume is not exact."""
         apart = progress.get("gradients_apart", [])
         if "gradients_lost" in progress or (apart and len(apart) != self._world_size):
             return ["the checkpoint was taken between a backward and its optimizer's step, without the gradients"]

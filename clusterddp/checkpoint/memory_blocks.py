@@ -1,8 +1,7 @@
-"""Memory for the bytes of a checkpoint: blocks that tensors may keep, and files without a name.
+"""Memory for the bytes of a checkpoint: blocks that tensors may keep, and files without a name. Without torch.
 
-Memory for a checkpoint's data in which each large tensor has a separate block, so that a part can keep it.
-
-Memory that processes share, as a file without a name, and how much is free. Without torch.
+In ``Blocks`` each large tensor has a separate block, so that a part can keep it. Processes share memory through a file
+without a name.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ import torch
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import say
 
-#: Bytes of the smallest tensor with its own block: of smaller ones a copy costs little.
+#: Bytes of the smallest tensor with its own block. Copies of smaller ones cost little.
 LARGE = 1 << 16
-#: Blocks at most, those of the largest tensors: a process may have 65,530 mappings (``vm.max_map_count``).
+#: The most blocks, for the largest tensors, because a process may have 65,530 mappings (``vm.max_map_count``).
 MOST = 1 << 12
-#: An attribute of a tensor: on its way to the part it passes through ``load_state_dict`` methods of torch and of the
-#: script, which hand on nothing else, and a copy that one of them makes lacks it.
+#: An attribute of a tensor, because the tensor passes through ``load_state_dict`` methods of torch and of the script,
+#: which pass on only tensors. A copy that one of them makes lacks the attribute.
 _OFFERED = "_clusterddp_offered"
 
 
 class Blocks:
-    """``size`` bytes, cut at both ends of each large span (start, stop). A block is freed once nobody needs it."""
+    """``size`` bytes, cut at both ends of each large span (start, stop). A block is freed once it is unused."""
 
     def __init__(self, spans: Iterable[tuple[int, int]], size: int, allocate: Callable[[int], mmap.mmap]) -> None:
         large = nlargest(MOST, (span for span in spans if span[1] - span[0] >= LARGE), lambda span: span[1] - span[0])
@@ -51,9 +50,9 @@ class Blocks:
             start, number = start + len(view), number + 1
 
     def bytes_of(self, start: int, stop: int) -> tuple[torch.Tensor, bool]:
-        """These bytes as a tensor, and whether nobody else gets any of them."""
+        """These bytes as a tensor, and whether no other tensor shares them."""
         views = list(self.views(start, stop))
-        if len(views) != 1:  # it overlaps with another one: a file of another program
+        if len(views) != 1:  # it overlaps with another one, in a different program's file
             return torch.frombuffer(bytearray().join(views), dtype=torch.uint8), True
         alone = (start, stop) in self._large and len(views[0]) == stop - start
         self._large.discard((start, stop))
@@ -61,12 +60,12 @@ class Blocks:
 
 
 def offer(tensor: torch.Tensor) -> None:
-    """A part may keep this tensor, because nobody else uses its memory."""
+    """Lets a part keep this tensor, whose memory has no other user."""
     setattr(tensor, _OFFERED, True)
 
 
 def take_over(tensor: torch.Tensor) -> bool:
-    """Whether a part may keep the tensor instead of a copy; only the first one to ask may."""
+    """Whether a part may keep the tensor instead of a copy. Only the first caller may."""
     if not getattr(tensor, _OFFERED, False):
         return False
     delattr(tensor, _OFFERED)
@@ -79,7 +78,7 @@ SHARED_MEMORY = Path("/dev/shm")
 def anonymous_file(purpose: str, size: int, folders: Sequence[Path] = ()) -> tuple[int, str]:
     """A memfd, else an unlinked file in /dev/shm, else in one of ``folders``: its descriptor and a description.
 
-    An unlinked file has ``size`` bytes already, a memfd none. A memfd does not count towards the limit of /dev/shm, and
+    An unlinked file already has ``size`` bytes, a memfd none. A memfd does not count towards the limit of /dev/shm, and
     none of these outlives its processes. Raises CheckpointError if no place has room.
     """
     try:
@@ -95,9 +94,9 @@ def anonymous_file(purpose: str, size: int, folders: Sequence[Path] = ()) -> tup
             reasons.append(f"{place}: {error.strerror}")
         else:
             used = f"an unlinked file in {place}"
-            say(f"{purpose} is {used} ({'; '.join(reasons)})")
+            say(f"{purpose} is {used} ({', '.join(reasons)})")
             return found, used
-    raise CheckpointError(f"cannot allocate shared memory for {purpose}: {'; '.join(reasons)}")
+    raise CheckpointError(f"could not allocate shared memory for {purpose}: {', '.join(reasons)}")
 
 
 def _memfd(name: str) -> int:
@@ -129,7 +128,7 @@ def free_memory() -> int:
 
 
 def left_in_cgroups(root: Path, name: str, limit: str, used: str) -> int:
-    """The bytes that a cgroup and its parents still allow; the page cache counts as free."""
+    """The bytes that a cgroup and its parents still allow, where the page cache counts as free."""
     left = 1 << 62
     folder = root / name.lstrip("/")
     while folder != root.parent:

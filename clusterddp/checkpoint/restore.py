@@ -1,9 +1,9 @@
 """Restores a checkpoint on all ranks: rank 0 reads the file once, each host holds it once, its ranks load from there.
 
-Reading, verifying, and passing on to the other hosts happen at the same time, portion by portion. Nobody loads anything
-before all data is verified and has arrived everywhere.
+Reading, verifying, and passing on to the other hosts happen at the same time, portion by portion. Ranks load only once
+all data is verified and has arrived everywhere.
 
-Memory for a checkpoint's data, once per host: the host's first rank fills it, all its ranks map it.
+Each host has the memory for a checkpoint's data once: the host's first rank fills it, all its ranks map it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from clusterddp.reporter import say
 
 
 class HostMemory:
-    """``size`` bytes. ``into`` is what a leader fills, and ``data`` what each rank reads once that is done.
+    """``size`` bytes. A leader fills ``into``, and then each rank reads ``data``.
 
-    The ranks of a host share a file without a name, which ends with them, however they end. Each maps it privately: a
-    tensor that keeps pointing there is no other rank's, and writing to it changes nothing for others.
+    The ranks of a host share a file without a name, which ends with them, however they end. Each maps it privately, so
+    that writing to a tensor that points there has no effect on other ranks.
     """
 
     def __init__(self, size: int, file: int | None = None, created: bool = False) -> None:
@@ -49,12 +49,12 @@ class HostMemory:
 
     @classmethod
     def create(cls, size: int) -> HostMemory:
-        """On a leader; with memory for this rank alone, and a message, if no file can be made."""
+        """On a leader. If no file can be made, prints a message and uses memory for this rank alone."""
         return cls(size, _create(size), created=True)
 
     @classmethod
     def open(cls, size: int, address: Sequence[int]) -> HostMemory:
-        """On another rank: what a leader has created, if it is of this host and can be opened."""
+        """On a rank other than the leader: the leader's memory, if it is on this host and can be opened."""
         host, pid, number, inode = address
         return cls(size, _open(pid, number, inode) if host == own_facts()[0] else None)
 
@@ -66,13 +66,13 @@ class HostMemory:
 
     @property
     def facts(self) -> list[int]:
-        """What rank 0 must know of this rank: ``own_facts``, the host's free memory, and whether it has the file."""
+        """This rank's facts for rank 0: ``own_facts``, the host's free memory, and whether it has the file."""
         return [*own_facts(), free_memory(), int(self._file is not None)]
 
     def spread(self, hosts: Hosts, device: torch.device) -> tuple[HostMemory, Hosts]:
         """The same on all hosts, once rank 0's has it. Collective.
 
-        Where the ranks of a host cannot share memory, each rank gets its own, and is its own leader.
+        If the ranks of a host cannot share memory, each rank gets its own, and is its own leader.
         """
         memory, shares = self, len(hosts.leaders) < len(hosts.leader_of)
         if shares and hosts.is_leader and hosts.rank != 0:
@@ -89,7 +89,7 @@ class HostMemory:
 
     @property
     def data(self) -> mmap.mmap:
-        """The memory as this rank sees it: mapped by the first call."""
+        """The memory as this rank sees it, mapped by the first call."""
         if self._data is not None:
             return self._data
         if self._file is None:
@@ -101,7 +101,7 @@ class HostMemory:
 
     @property
     def into(self) -> file_format.Into:
-        """What ``file_format.read_data`` fills: the file, which needs no page faults, or the memory."""
+        """The target of ``file_format.read_data``: the file, which needs no page faults, or the memory."""
         return memoryview(self.data)[: self.size] if self._file is None else self._file
 
     def put(self, portion: torch.Tensor, start: int) -> None:
@@ -119,26 +119,26 @@ class HostMemory:
         return torch.frombuffer(self.data, dtype=torch.uint8, offset=start, count=count)
 
     def close(self) -> None:
-        """Closes the file; what is mapped stays until no tensor needs it."""
+        """Closes the file. Its mapping stays until no tensor needs it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 def too_little(free: Sequence[int], size: int, leaders: Sequence[int]) -> str | None:
-    """The message if a leader's host has less than ``size`` bytes; ``free``: what each rank's host has."""
+    """The message if a leader's host has less than ``size`` bytes. ``free``: the bytes of each rank's host."""
     for leader in leaders:
         if free[leader] < size:
             return (
                 f"restoring the checkpoint needs {size / 2**30:.1f} GiB of memory on each node, but "
-                f"{free[leader] / 2**30:.1f} GiB are free on the node of rank {leader}: request more (--mem), or use "
+                f"{free[leader] / 2**30:.1f} GiB are free on the node of rank {leader}. Request more (--mem), or use "
                 "fewer ranks or loader workers per node"
             )
     return None
 
 
 def _create(size: int) -> int | None:
-    """A file for this size; None, with a message, if there is no place for it."""
+    """A file for this size. Returns None, with a message, if there is no place for it."""
     try:
         file, _ = anonymous_file("the shared copy of the checkpoint", size)
     except CheckpointError as error:
@@ -152,7 +152,7 @@ def _open(pid: int, number: int, inode: int) -> int | None:
     """The file of another process; None, with a message, if it cannot be opened."""
     if number < 0:
         return None
-    file, reason = None, "another file is there"
+    file, reason = None, "a different file is there"
     try:
         file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
         if os.fstat(file).st_ino == inode:
@@ -162,12 +162,12 @@ def _open(pid: int, number: int, inode: int) -> int | None:
     if file is not None:
         with suppress(OSError):
             os.close(file)
-    _say_apart(f"cannot open the memory of process {pid}: {reason}")
+    _say_apart(f"could not open the memory of process {pid} ({reason})")
     return None
 
 
 def _say_apart(reason: str) -> None:
-    say(f"{reason}; each rank of {socket.gethostname()} holds the whole checkpoint while it is restored")
+    say(f"{reason}. Each rank of {socket.gethostname()} holds the whole checkpoint while it is restored")
 
 
 #: A checkpoint: the attempt that wrote it, and its step.
@@ -184,9 +184,9 @@ def restore(
 ) -> tuple[Any, Place] | None:
     """The state of the newest undamaged checkpoint, with tensors on the CPU, and its place; None if there is none.
 
-    The tensors lie in memory that the ranks of a host share: load copies of them, and keep none.
+    The tensors are in memory that the ranks of a host share, so load copies of them, and keep none.
 
-    Collective if there is a process group: only rank 0 has ``checkpoints``; it reads the file and sends the content to
+    Collective if there is a process group. Only rank 0 has ``checkpoints``. It reads the file and sends the content to
     the other hosts ``through`` a device. The ranks agree by collectives on ``device``, which is also the default for
     the content. Raises CheckpointError on all ranks if there are checkpoints but all are damaged.
     """
@@ -213,7 +213,7 @@ def restore(
 
 
 class _Search:
-    """On rank 0, the candidates whose head is whole, newest first; damaged ones are reported. None on other ranks."""
+    """On rank 0, the candidates with a whole head, newest first. Damaged ones are reported. Empty on other ranks."""
 
     def __init__(self, checkpoints: Checkpoints | None, on_damaged: OnDamaged) -> None:
         self._checkpoints, self._on_damaged = checkpoints, on_damaged
@@ -238,16 +238,16 @@ class _Search:
     def report(self, reason: str) -> None:
         """The current candidate is damaged."""
         if self._current is not None:
-            say(f"{reason}; trying the previous checkpoint")
+            say(f"{reason}. Trying the previous checkpoint")
             self._on_damaged(self._current, reason)
             self._reasons.append(reason)
 
     def _failure(self, checkpoints: Checkpoints) -> str | None:
         if self._reasons:
             return (
-                "no checkpoint of this run can be read, and it never restarts from step 0 on its own:\n  "
+                "no checkpoint of this run can be read. The run never restarts from step 0 on its own:\n  "
                 + "\n  ".join(self._reasons)
-                + f"\ncopy an intact one into {checkpoints.folder}, or start a new run in another run directory"
+                + f"\nCopy an intact one into {checkpoints.folder}, or start a new run in a different run directory"
             )
         try:
             checkpoints.check_present()
@@ -257,23 +257,23 @@ class _Search:
 
 
 class _Source:
-    """On rank 0, the data of the file that was found, read and verified up to some place; nothing on other ranks."""
+    """On rank 0, the data of the found file, read and verified up to some place. Empty on other ranks."""
 
     def __init__(self, found: tuple[Checkpoint, Head] | None) -> None:
         self._found = found
         self._reading: Iterator[int] = iter(())
         self._verified = 0
-        #: What is wrong with the data, as far as it was read.
+        #: The damage in the data that was read so far.
         self.damage: str | None = None
 
     def read_into(self, into: file_format.Into) -> None:
-        """Where the data belongs."""
+        """Sets the target of the data."""
         if self._found is not None:
             checkpoint, head = self._found
             self._reading = checkpoint.read_data(head, into)
 
     def read_up_to(self, stop: int) -> None:
-        """Continues until so many bytes are verified, or damage is found."""
+        """Continues until this many bytes are verified, or damage is found."""
         try:
             while self._found is not None and self._verified < stop and self.damage is None:
                 self._verified = next(self._reading)
@@ -282,7 +282,7 @@ class _Source:
 
 
 def _read(source: _Source, entries: Mapping[str, Any], size: int) -> tuple[mmap.mmap | Blocks, str | None]:
-    """The data, on a rank that is alone: its parts may keep what lies in a separate block."""
+    """The data, on a single rank, whose parts may keep tensors in separate blocks."""
     if (failure := too_little([free_memory()], size, [0])) is not None:
         raise CheckpointError(failure)
     spans = ((start, stop) for start, stop in (entry["data_offsets"] for entry in entries.values()))
@@ -297,8 +297,8 @@ def _fetched(
 ) -> tuple[mmap.mmap, str | None]:
     """The data on every rank, and how it is damaged, if it is.
 
-    On one host, two small collectives: for a small state, each takes as long as a part of the reading. Rank 0 reads the
-    first portion while the others come to the first one.
+    On one host, makes two small collectives. For a small state, each takes as long as a part of the reading. Rank 0
+    reads the first portion while the others reach the first collective.
     """
     try:
         if dist.get_rank() == 0:
@@ -335,7 +335,7 @@ def _conclusion(source: _Source, memory: HostMemory, facts: list[list[int]] | No
 def _passed_on(
     source: _Source, memory: HostMemory, hosts: Hosts, device: torch.device, through: torch.device
 ) -> str | None:
-    """Sends the data to the other leaders while it is read; returns how it is damaged, if it is. Collective."""
+    """Sends the data to the other leaders while it is read. Returns how it is damaged, if it is. Collective."""
     with _Relay(memory, hosts, through) as relay:
         for start in range(0, memory.size, PORTION):
             stop = min(start + PORTION, memory.size)
@@ -347,13 +347,13 @@ def _passed_on(
 
 
 class _Relay:
-    """Passes data on from rank 0 to the first ranks of the other hosts; it does nothing if there is one host."""
+    """Passes data on from rank 0 to the first ranks of the other hosts. Has no effect with one host."""
 
     def __init__(self, memory: HostMemory, hosts: Hosts, device: torch.device) -> None:
         self._memory, self._hosts, self._device = memory, hosts, device
         self._group: Any = None
         leaders = self._hosts.leaders
-        # NCCL would have to connect another group: all ranks take part, and the others drop what they get.
+        # NCCL would have to connect a second group, so all ranks take part, and the others drop the data.
         self._all = len(leaders) == len(self._hosts.leader_of) or device.type != "cpu"
 
     def __enter__(self) -> _Relay:

@@ -1,7 +1,7 @@
 """The plan of a save: a state's names and layout, and the text around its plain values, kept from one save to the next.
 
 Training waits while a state is packed, and between two saves mostly values change. A plan is compared with the new
-state depth by depth, each in a few calls that handle all its values in C: about a fifth of the time of ``pack``.
+state depth by depth, each in a few calls that handle all its values in C. That takes a fifth of the time of ``pack``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import Tensor
 from clusterddp.checkpoint.state import Packing, below, pack, tensor_facts
 
-#: A plan that fits no second state is followed by saves without one, each time twice as many, up to this number.
+#: After a plan that fits no second state, saves do without one, each time twice as many, up to this number.
 MOST_WITHOUT = 64
 
 _CONTAINERS = (dict, OrderedDict, list)
@@ -34,17 +34,17 @@ _dtype_of, _shape_of = torch.Tensor.dtype.__get__, torch.Tensor.shape.__get__  #
 
 @dataclass
 class Packed:
-    """A state that is packed: tensors to copy, and their layout: the same object as long as it is the same."""
+    """A packed state: tensors to copy, and their layout, which stays the same object while it is equal."""
 
     layout: list[Tensor]
     tensors: list[torch.Tensor]
     _plain: Any
-    #: Where the tensors' bytes are; None unless they are there as they are to be saved.
+    #: The addresses of the tensors' bytes; None unless the bytes are there as they are saved.
     addresses: list[int] | None = None
     _plan: Plan | None = None
 
     def state_literal(self) -> str:
-        """The state for a file's header. Takes time: for another thread than the one that trains."""
+        """The state for a file's header. Slow, so not for the training thread."""
         return file_format.state_literal(self._plain) if self._plan is None else self._plan.filled(self._plain)
 
 
@@ -75,7 +75,7 @@ class Packer:
 
 
 class Plan:
-    """What ``pack`` makes of a state, in a form that fits every state with other values only."""
+    """The result of ``pack`` for a state, in a form that fits every state that differs only in values."""
 
     def __init__(self, levels: list[_Level], leaf_paths: list[str], layout: list[Tensor]) -> None:
         self._levels, self._leaf_paths, self._layout = levels, leaf_paths, layout
@@ -121,7 +121,8 @@ class Plan:
         return not any(dtype.is_complex for dtype in set(self._dtypes))  # a tie also depends on their conjugate bits
 
     def fit(self, state: Mapping[str, Any]) -> Packed | None:
-        """Packs a state that differs from the plan's in values only; None for another one, or one that cannot be saved.
+        """Packs a state that differs from the plan's in values only; None for a different one, or one that cannot be
+        saved.
 
         Raises CheckpointError for a value that cannot be saved.
         """
@@ -148,7 +149,7 @@ class Plan:
         return "".join(self._pieces)
 
     def _values(self, state: Any) -> tuple[list[torch.Tensor], list[Any]] | None:
-        """The tensors and the other values of a state in the plan's order; None if it has another structure."""
+        """The tensors and the other values of a state in the plan's order; None if its structure differs."""
         items: list[Any] = [state]
         tensors: list[torch.Tensor] = []
         leaves: list[Any] = []
@@ -162,7 +163,7 @@ class Plan:
 
     def _are_alike(self, tensors: list[torch.Tensor]) -> bool:
         """Whether each tensor is of the same kind as the plan's, and the same ones share memory."""
-        # Without lists of shapes: so many new objects would start the garbage collector.
+        # Without lists of shapes, because that many new objects would start the garbage collector.
         if not all(map(is_, map(_dtype_of, tensors), self._dtypes)):
             return False
         if not all(map(eq, map(_shape_of, tensors), self._shapes)):
@@ -195,7 +196,7 @@ class _Level:
     keys: list[Any]
     key_types: list[type]
     lengths: list[int]
-    #: What module states say of submodules.
+    #: The entry of module states about submodules.
     metadata: list[Any]
 
     @classmethod
@@ -221,7 +222,7 @@ class _Level:
         )
 
     def opened(self, items: Sequence[Any]) -> list[Any] | None:
-        """The values in this level's containers: of all dicts, then of all lists; None if the level is another one."""
+        """The values in this level's containers: of all dicts, then of all lists; None if the level differs."""
         if not all(map(is_, map(type, compress(items, self.is_fixed)), self.fixed_types)):
             return None
         dicts, lists = list(compress(items, self.is_dict)), list(compress(items, self.is_list))
@@ -232,7 +233,7 @@ class _Level:
             return None
         if _metadata(compress(items, self.is_ordered)) != self.metadata:
             return None
-        # Not dict.values: an OrderedDict has its own order.
+        # Not dict.values, because an OrderedDict has its own order.
         return [*chain.from_iterable(map(_values_of, dicts)), *chain.from_iterable(lists)]
 
 
@@ -263,7 +264,7 @@ def _surveyed(state: Any, mark: str) -> tuple[list[_Level], list[str], Any]:
 
 
 def _find_opened(item: Any, opened: set[int]) -> bool:
-    """Whether a value is a tensor or has one in it; notes the containers that have."""
+    """Whether a value is or contains a tensor. Notes the containers that do."""
     if isinstance(item, torch.Tensor):
         return True
     if type(item) not in _CONTAINERS:

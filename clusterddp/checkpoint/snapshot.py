@@ -21,7 +21,7 @@ from clusterddp.checkpoint.state import TORCH_DTYPES
 from clusterddp.distributed.devices import device_thread
 from clusterddp.errors import CheckpointError
 
-#: Bytes of the largest tensor that is copied together with others; torch copies large ones on all cores.
+#: Bytes of the largest tensor that is copied together with others. torch copies large ones on all cores.
 SMALL = 1 << 16
 #: The kernel's limit (IOV_MAX) of one call.
 MOST_VECTORS = 1024
@@ -56,7 +56,7 @@ class Snapshot:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, layout: list[Tensor]) -> None:
-        """Allocates memory for this layout in the background, so that the first save is fast, too.
+        """Allocates memory for this layout in the background, so that the first save is also fast.
 
         Raises CheckpointError if the machine does not have enough memory.
         """
@@ -65,7 +65,7 @@ class Snapshot:
         self._preparing.start()
 
     def take(self, layout: list[Tensor], sources: list[torch.Tensor], addresses: Sequence[int] | None = None) -> None:
-        """Copies tensors of this layout; copies from GPUs are complete after ``wait``. The caller keeps ``layout``.
+        """Copies tensors of this layout. Copies from GPUs are complete after ``wait``. The caller keeps ``layout``.
 
         ``addresses``: of the tensors' bytes, if these are as they will be in the file.
         """
@@ -126,7 +126,7 @@ class Snapshot:
         if more > free:
             raise CheckpointError(
                 f"the snapshot of the state needs {more / 2**30:.1f} GiB of memory, but {free / 2**30:.1f} GiB are "
-                "free on this node: request more (--mem), or use fewer ranks or loader workers per node"
+                "free on this node. Request more (--mem), or use fewer ranks or loader workers per node"
             )
         if self.file < 0:
             self.file, self._kind = anonymous_file("the snapshot", size, [self._folder])
@@ -145,7 +145,7 @@ class Snapshot:
             code = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), size, _PORTABLE))
             if code != 0:
                 self._memory, self._map = torch.empty(0, dtype=torch.uint8), None
-                raise CheckpointError(f"cannot pin {size / 2**30:.1f} GiB for the snapshot: CUDA error {code}")
+                raise CheckpointError(f"could not pin {size / 2**30:.1f} GiB for the snapshot: CUDA error {code}")
 
     def _release(self) -> None:
         if self._map is not None and self._device.type == "cuda":
@@ -178,7 +178,7 @@ class _SmallCopies:
             end = places[at] + sizes[at]
 
     def copy(self, file: int, addresses: Sequence[int]) -> bool:
-        """Writes them to the snapshot's file; False if that failed: the tensors may be elsewhere than in memory."""
+        """Writes them to the snapshot's file. Returns False if that failed, as the tensors may not be in memory."""
         if not self._places:
             return True
         write = getattr(_LIBC, "pwritev", None)
@@ -194,7 +194,7 @@ class _SmallCopies:
 
 
 def _blocking_event() -> torch.cuda.Event:
-    """A thread that waits for it sleeps; with other events, it keeps a core busy."""
+    """An event on which a waiting thread sleeps. With other events, it keeps a core busy."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 

@@ -15,7 +15,7 @@ from clusterddp.checkpoint.memory_blocks import take_over
 from clusterddp.distributed.wrapping import bare
 from clusterddp.errors import CheckpointError
 
-#: Names in a checkpoint that are no parts.
+#: Names in a checkpoint that are not parts.
 RESERVED = {"format", "attempt", "parent", "progress"}
 #: The dtypes that a checkpoint supports, and their names in safetensors.
 DTYPES = {
@@ -44,7 +44,7 @@ _INTEGERS = {
     8: torch.int64,
 }
 
-#: What torch's schedulers add to the groups of an optimizer.
+#: Keys that torch's schedulers add to the groups of an optimizer.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
 
 
@@ -56,7 +56,7 @@ class Stateful(Protocol):
 
 
 def check_parts(
-    where: str, parts: Mapping[str, Any], remedy: str = "wrap other values in a class with these methods"
+    where: str, parts: Mapping[str, Any], remedy: str = "Wrap other values in a class with these methods"
 ) -> None:
     """Raises TypeError for a part without ``state_dict()`` and ``load_state_dict()``."""
     for name, part in parts.items():
@@ -64,12 +64,12 @@ def check_parts(
             given = repr(part) if isinstance(part, (bool, int, float)) else "..."
             raise TypeError(
                 f"{where}({name}={given}): expected an object with state_dict() and load_state_dict(), got "
-                f"{type(part).__name__}; {remedy}"
+                f"{type(part).__name__}. {remedy}"
             )
 
 
 def state_of(part: Stateful) -> dict[str, Any]:
-    """A part's state; a module's has the names of the module without DDP and torch.compile around it.
+    """A part's state. A module's has the names of the module without DDP and torch.compile around it.
 
     A module's state is an OrderedDict with the versions of its submodules in ``_metadata``, as in torch.
     """
@@ -77,14 +77,14 @@ def state_of(part: Stateful) -> dict[str, Any]:
         return _of_scaler(part) if isinstance(part, torch.amp.GradScaler) else part.state_dict()
     found = bare(part).state_dict()
     if type(found) is OrderedDict and "_orig_mod" not in "\n".join([*found, *_metadata(found)]):
-        return found  # most are: a large module has thousands of names
+        return found  # the usual case, and a large module has thousands of names
     state: Any = OrderedDict((_bare_name(name), value) for name, value in found.items())
     state._metadata = OrderedDict((_bare_name(name), facts) for name, facts in _metadata(found).items())
     return state  # type: ignore[no-any-return]
 
 
 def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
-    """The inverse of ``state_of``. The part gets copies: the tensors of ``state`` may share one memory."""
+    """The inverse of ``state_of``. The part gets copies, because the tensors of ``state`` may share memory."""
     if not isinstance(part, torch.nn.Module):
         if isinstance(part, torch.optim.Optimizer):
             _check_kind(part, state)
@@ -105,7 +105,7 @@ def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
 
 
 def _of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """The scaler's state, with tensors where it has some on a GPU: their numbers would have to be waited for."""
+    """The scaler's state. Numbers on a GPU stay tensors, because reading them would wait for the GPU."""
     if not scaler.is_enabled():
         return scaler.state_dict()
     scale, growth = scaler._scale, scaler._growth_tracker
@@ -120,22 +120,24 @@ def _of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 
 def _own(name: str, value: Any) -> Any:
-    """A module copies its tensors, but keeps what it stored beside them by ``get_extra_state``."""
+    """A copy for a module, which copies its tensors itself, but keeps the values of ``get_extra_state``."""
     return (
         copied({"state": value})["state"] if name.endswith(torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX) else value
     )
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Raises ValueError for the state of another kind of optimizer, which torch would take, with its hyperparameters.
+    """Raises ValueError for the state of a different kind of optimizer, which torch would load, with its
+    hyperparameters.
 
-    Another version of torch may have one option more or less: kinds differ in at least two options on both sides.
+    A different version of torch may have one option more or less, so kinds differ in at least two options on both
+    sides.
     """
     groups = state.get("param_groups") or [{}], optimizer.param_groups or [{}]
     saved, own = (set(first) - _OF_SCHEDULERS for first, *_ in groups)
     if min(len(saved - own), len(own - saved)) > 1:
         raise ValueError(
-            f"it has the state of an optimizer with {', '.join(sorted(saved - own))}, and "
+            f"it has the state of an optimizer with {', '.join(sorted(saved - own))}, but "
             f"{type(optimizer).__name__} has {', '.join(sorted(own - saved))}"
         )
 
@@ -151,13 +153,13 @@ def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def copied(state: Mapping[str, Any]) -> Any:
-    """A copy of a state in which each tensor has its own memory; tied tensors stay tied."""
+    """A copy of a state in which each tensor has its own memory. Tied tensors stay tied."""
     plain, tensors = pack(state)
     return unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def _for_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Any:
-    """``copied``, but tensors in blocks of their own stay there, as do those that the optimizer copies to a device.
+    """``copied``, except tensors in their own blocks, and those that the optimizer copies to a device.
 
     With clones of these, the host would hold the whole state once more for each of its ranks.
     """
@@ -180,7 +182,7 @@ def _copied_to_devices(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
     numbers = [number for group in state.get("param_groups", ()) for number in group["params"]]
     return {
         id(value)
-        for number, parameter in zip(numbers, parameters, strict=False)  # torch refuses another number of them
+        for number, parameter in zip(numbers, parameters, strict=False)  # torch refuses a different number of them
         if parameter.device.type != "cpu"
         for name, value in state["state"].get(number, {}).items()
         if isinstance(value, torch.Tensor) and name != "step"  # which mostly stays where it is
@@ -209,10 +211,11 @@ def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> list[Tensor]:
 def pack(content: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     """Converts a nested state to JSON and its tensors by name: their path in the state, such as ``model.fc.weight``.
 
-    A tensor is replaced by ``{"$tensor": NAME}``, or by ``{"$tensor": [NAME, ORDER]}`` if its dimensions have another
-    order in memory (as with ``channels_last``). Tied weights are stored once. Values that JSON lacks become ``{"$KIND":
-    ...}``. ``unpack`` is the inverse. The result shares no list or dict with the state. Raises CheckpointError for a
-    value that could not be restored, such as an object of a user's class: nothing in a checkpoint is executed.
+    A tensor is replaced by ``{"$tensor": NAME}``, or by ``{"$tensor": [NAME, ORDER]}`` if its dimensions have a
+    different order in memory (as with ``channels_last``). Tied weights are stored once. Values that JSON lacks become
+    ``{"$KIND": ...}``. ``unpack`` is the inverse. The result shares no list or dict with the state. Raises
+    CheckpointError for a value that could not be restored, such as an object of a user's class, because loading a
+    checkpoint executes no code.
     """
     packing = Packing()
     try:
@@ -241,7 +244,7 @@ def _unpack(state: Any, tensors: dict[Any, torch.Tensor]) -> Any:
 
 
 def _tensor(value: Any, tensors: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """The tensor of this name; for a name and an order of dimensions, with that order in memory."""
+    """The tensor of this name, or, for a name and an order of dimensions, with that order in memory."""
     if isinstance(value, str):
         return tensors[value]
     name, order = value[0], tuple(value[1])
@@ -272,7 +275,7 @@ def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
 
 
 def _versions(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A module state's ``_metadata`` in short: nearly all submodules have a version and nothing else."""
+    """A module state's ``_metadata`` in short, as nearly all submodules have only a version."""
     return {name: facts["version"] if [*facts] == ["version"] else facts for name, facts in metadata.items()}
 
 
@@ -356,7 +359,7 @@ class Packing:
             return found
         raise CheckpointError(
             f"cannot save the state of {path!r}, a {kind.__module__}.{kind.__qualname__}: expected tensors, numpy "
-            "arrays and scalars, numbers, text, bytes, None, and lists, tuples, sets and dicts of them; convert it in "
+            "arrays and scalars, numbers, text, bytes, None, and lists, tuples, sets and dicts of them. Convert it in "
             "state_dict(), and back in load_state_dict()"
         )
 
@@ -380,7 +383,7 @@ class Packing:
             kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
             raise CheckpointError(
                 f"cannot save the state of {path!r}, a {kind}: a subclass of torch.Tensor would be restored as a plain "
-                "tensor; convert it in state_dict(), and back in load_state_dict()"
+                "tensor. Convert it in state_dict(), and back in load_state_dict()"
             )
         if tensor.is_nested or tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
             nested = "nested, " if tensor.is_nested else ""
@@ -422,7 +425,7 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_plain_list(items: list[Any]) -> bool:
-    """Whether these are texts, flags and ordinary integers only: the numbers of an optimizer's parameters, for one."""
+    """Whether these are only texts, flags and ordinary integers, such as the numbers of an optimizer's parameters."""
     kinds = set(map(type, items))
     if not kinds <= {str, bool, int, type(None)}:
         return False

@@ -1,9 +1,9 @@
 """The checkpoint files of a run: which ones count, how one is committed, which are deleted. Without torch.
 
 A checkpoint is ``checkpoints/step-<12 digits>.attempt-<n>.safetensors`` (format: ``file_format.py``). It is written to
-a temporary file beside it, read back, synced and renamed; the folder is synced; only then are older ones deleted.
-A superseded attempt may still write. Its number is in the file name, and the *lineage* of a later attempt (the
-checkpoint that it resumed from, the one that this attempt resumed from, ...) excludes what it wrote too late.
+a temporary file beside it, read back, synced and renamed. Then the folder is synced, and only then older ones are
+deleted. A superseded attempt may still write. Its number is in the file name, and the *lineage* of a later attempt (the
+checkpoint that it resumed from, the one that this attempt resumed from, ...) excludes files that it wrote too late.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Checkpoint:
         return content
 
     def read_head(self) -> file_format.Head:
-        """All of the file but its data, verified. Raises CheckpointError as ``read``."""
+        """All of the file except its data, verified. Raises CheckpointError as ``read``."""
         head = self._checked(file_format.read_head)
         self._check_step(head.facts)
         return head
@@ -64,7 +64,7 @@ class Checkpoint:
 
     def _check_step(self, facts: Mapping[str, str]) -> None:
         if facts.get("step", str(self.step)) != str(self.step):
-            raise CheckpointError(f"{self.path.name} was renamed: it has the state after step {facts['step']}")
+            raise CheckpointError(f"{self.path.name} was renamed. It has the state after step {facts['step']}")
 
     def verify(self) -> None:
         """Reads the file. Raises CheckpointError if it is damaged or unreadable."""
@@ -88,7 +88,7 @@ class Checkpoint:
         except file_format.Damaged as error:
             raise CheckpointError(f"{self.path.name} is damaged: {error}") from error
         except OSError as error:
-            raise CheckpointError(f"cannot read {self.path.name}: {error.strerror or error}") from error
+            raise CheckpointError(f"could not read {self.path.name}: {error.strerror or error}") from error
 
     def metric(self, name: str) -> float | None:
         """The value of a metric at the last step before the checkpoint; None if it is missing or unreadable."""
@@ -99,7 +99,7 @@ class Checkpoint:
             return None
 
     def best_rule(self) -> str | None:
-        """Which checkpoint is the best, as the run that wrote the file had it, such as ``f1 max``; None if unknown."""
+        """The rule for the best checkpoint of the run that wrote the file, such as ``f1 max``; None if unknown."""
         try:
             return str(file_format.read_facts(self.path)["best"])
         except (file_format.Damaged, OSError, KeyError, TypeError, RecursionError):
@@ -124,7 +124,7 @@ class Checkpoints:
         ]
 
     def check_present(self) -> None:
-        """Raises CheckpointError if all committed checkpoints of the run are missing: it would start from step 0."""
+        """Raises CheckpointError if all committed checkpoints of the run are missing, as it would start from step 0."""
         if self.candidates():
             return
         highest = dict(lineage(self._directory, self._attempt))
@@ -138,8 +138,8 @@ class Checkpoints:
         if committed:
             raise CheckpointError(
                 f"checkpoint {max(committed)} of this run was committed, but all checkpoints are missing from "
-                f"{self.folder}. A run never restarts from step 0 on its own: restore the files, or start a new run in "
-                "another folder"
+                f"{self.folder}. A run never restarts from step 0 on its own. Restore the files, or start a new run in "
+                "a different folder"
             )
 
     def record_resume(self, parent: tuple[int, int] | None) -> None:
@@ -168,7 +168,7 @@ class Checkpoints:
     def commit(self, temporary: Path, step: int) -> Checkpoint:
         """Gives a complete, synced file its final name, durably. Call ``delete_old`` afterwards.
 
-        Raises Superseded if a newer attempt exists; the file is deleted then.
+        Raises Superseded, and deletes the file, if a newer attempt exists.
         """
         checkpoint = Checkpoint(self._path(step), step, self._attempt)
         try:
@@ -193,14 +193,14 @@ class Checkpoints:
             try:
                 unlink(checkpoint.path)
             except OSError as error:  # the new one is committed; retried after the next
-                say(f"cannot delete {checkpoint.path.name}: {error.strerror}")
+                say(f"could not delete {checkpoint.path.name}: {error.strerror}")
 
     def make_room(self, needed: int, full: int | None = errno.ENOSPC) -> int | None:
         """Deletes, on a full disk, the oldest checkpoint that only ``keep.last`` keeps, but not the two newest.
 
         Returns its step; None if there is none, or if all of them would not free ``needed`` bytes. ``full``: the error
-        number; what is left of a quota is unknown, and the disk's free space says nothing about it. Raises Superseded
-        if a newer attempt exists, OSError.
+        number. The rest of a quota is unknown, and the disk's free space does not show it. Raises Superseded if a newer
+        attempt exists, OSError.
         """
         candidates = self.candidates()
         stay = kept(candidates, replace(self._keep, last=2))
@@ -219,20 +219,22 @@ class Checkpoints:
         return [checkpoint for checkpoint in candidates if checkpoint not in stay]
 
     def check_newest(self) -> None:
-        """Raises Superseded if a newer attempt exists: it may already train from an older checkpoint."""
+        """Raises Superseded if a newer attempt exists, which may already train from an older checkpoint."""
         if self._directory.superseded(self._attempt):
             newest = self._directory.newest_attempt()
-            raise Superseded(f"attempt {self._attempt} superseded by attempt {newest}; not writing")
+            raise Superseded(f"attempt {self._attempt} was superseded by attempt {newest} and does not write")
 
     def why_not(self, error: OSError, needed: int) -> str:
         """Why a checkpoint of ``needed`` bytes was not saved, and which one the run keeps."""
         try:
             free = shutil.disk_usage(self._directory.checkpoints).free
-            kept = next((f"keeping step {checkpoint.step}" for checkpoint in self.candidates()), "no older one to keep")
+            kept = next(
+                (f"Keeping step {checkpoint.step}" for checkpoint in self.candidates()), "There is no older one"
+            )
         except OSError as other:
-            return f"checkpoint needs {_size(needed)} ({error.strerror}); cannot list the others ({other.strerror})"
+            return f"checkpoint needs {_size(needed)} ({error.strerror}). Could not list the others ({other.strerror})"
         full = f", {_size(free)} free" if error.errno in (errno.ENOSPC, errno.EFBIG) else ""
-        return f"checkpoint needs {_size(needed)}{full} ({error.strerror}); {kept}"
+        return f"checkpoint needs {_size(needed)}{full} ({error.strerror}). {kept}"
 
     def _path(self, step: int) -> Path:
         return self._directory.checkpoints / f"step-{step:012d}.attempt-{self._attempt}.safetensors"
@@ -247,7 +249,7 @@ def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
 
 
 def _paths_in(folder: Path) -> list[Path]:
-    """Of all files in a folder; none if it does not exist."""
+    """The paths of all files in a folder; empty if it does not exist."""
     try:
         return [folder / name for name in names_in(folder)]
     except FileNotFoundError:
@@ -255,7 +257,7 @@ def _paths_in(folder: Path) -> list[Path]:
 
 
 def incomplete(directory: RunDirectory) -> Iterator[tuple[int, Path]]:
-    """The files that were being written when their attempt was killed, or still are; each with its attempt."""
+    """The files that were being written when their attempt was killed, or still are, each with its attempt."""
     folder = directory.checkpoints
     for path in _paths_in(folder):
         if match := _TEMPORARY.fullmatch(path.name):
@@ -287,22 +289,24 @@ def choose(directory: RunDirectory, step: int | Literal["best"] | None, keep: Ke
     if not found:
         raise CheckpointError(f"{directory} has no checkpoint")
     steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found))
-    raise CheckpointError(f"{directory} has no checkpoint of step {step}; available steps: {steps}")
+    raise CheckpointError(f"{directory} has no checkpoint of step {step}. Available steps: {steps}")
 
 
 def _best_step(directory: RunDirectory, found: list[Checkpoint], keep: Keep) -> int:
     keep = with_recorded_best(keep, found)
     if keep.best is None:
         raise CheckpointError(
-            f"{directory} keeps no best checkpoint: name its metric in ctx.run(best=...) or in checkpoint.keep"
+            f"{directory} keeps no best checkpoint. Name its metric in ctx.run(best=...) or in checkpoint.keep"
         )
     best = best_of(found, keep)
     if best is None:
         from clusterddp.rundir.summary import summarize
 
         others = sorted(set(summarize(directory).metrics) - {"step", "time", "attempt"})
-        logged = f"logged: {', '.join(others) or 'nothing'}"
-        raise CheckpointError(f"{directory} has no checkpoint with a value of {keep.best}; {logged}")
+        logged = ", ".join(others) or "no metrics"
+        raise CheckpointError(
+            f"{directory} has no checkpoint with a value of {keep.best}. Its script has logged {logged}"
+        )
     return best[0].step
 
 
@@ -318,8 +322,8 @@ def with_recorded_best(keep: Keep, candidates: Iterable[Checkpoint]) -> Keep:
 def lineage(directory: RunDirectory, attempt: int) -> Iterator[tuple[int, float]]:
     """The attempts whose checkpoints count for ``attempt``, newest first, each with the highest step that counts.
 
-    Follows the resume records. Attempts without one never took a step: they are skipped until the first record. Where
-    records cannot be read, or were not copied with the run, the history replaces them; without either, the newest
+    Follows the resume records. Attempts without one never made a step, and are skipped until the first record. If
+    records cannot be read, or were not copied with the run, the history replaces them. Without either, the newest
     attempt in the file names counts.
     """
     highest, history = float("inf"), None
@@ -374,7 +378,7 @@ def kept(candidates: list[Checkpoint], keep: Keep) -> set[Checkpoint]:
 
 
 def best_of(candidates: Iterable[Checkpoint], keep: Keep) -> tuple[Checkpoint, float] | None:
-    """The checkpoint with the best value of the metric in ``keep.best``, and the value; the newest of equal ones."""
+    """The checkpoint with the best value of the metric in ``keep.best``, and the value. Of equal ones, the newest."""
     if keep.best is None:
         return None
     valued = [(checkpoint, value) for checkpoint in candidates if (value := checkpoint.metric(keep.best)) is not None]

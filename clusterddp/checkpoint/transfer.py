@@ -1,9 +1,8 @@
-"""States that travel between ranks: gathered on rank 0, or sent from there to all. Nothing is pickled.
+"""States that travel between ranks: gathered on rank 0, or sent from there to all, without pickle.
 
 A state is sent as JSON, and its tensors as bytes in portions, so that a rank needs little more memory than the states
-themselves. All functions are collective, and need no process group at one rank.
-
-The state in a checkpoint's content: its tensors are views of the content's memory.
+themselves. All functions are collective, and need no process group at one rank. The tensors of a state in a
+checkpoint's content are views of the content's memory.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from clusterddp.errors import CheckpointError
 
 
 def unpacked(content: Content) -> Any:
-    """The nested state in a checkpoint's content. Its tensors share the content's memory; ``load_state`` copies.
+    """The nested state in a checkpoint's content. Its tensors share the content's memory. ``load_state`` copies.
 
-    Raises CheckpointError if state and tensors do not match: the file is intact, but clusterddp did not write it.
+    Raises CheckpointError if state and tensors do not match, so that clusterddp did not write the intact file.
     """
     try:
         tensors = {name: _tensor(entry, content.data) for name, entry in content.entries.items()}
@@ -37,7 +36,7 @@ def unpacked(content: Content) -> Any:
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
         raise CheckpointError(
             f"the state in the checkpoint of step {content.facts.get('step')} does not match its tensors "
-            f"({error!r:.200}): another program wrote the file"
+            f"({error!r:.200}). A different program wrote the file"
         ) from error
 
 
@@ -57,7 +56,7 @@ def _tensor(entry: dict[str, Any], data: mmap.mmap | Pieces) -> torch.Tensor:
     return found
 
 
-#: The most that the states of all ranks may take together: they pass through the memory of rank 0.
+#: The most bytes of the states of all ranks together, because they pass through rank 0's memory.
 MOST_BYTES = 1 << 30
 
 
@@ -71,7 +70,7 @@ class TooLarge(Exception):
 
 @dataclass(frozen=True)
 class _Packed:
-    """A state as bytes: its JSON, and its tensors' entries, as in a checkpoint; then all data."""
+    """A state as bytes: its JSON, and its tensors' entries, as in a checkpoint, then all data."""
 
     described: bytearray
     data: mmap.mmap
@@ -94,7 +93,7 @@ class _Packed:
         return cls(bytearray(json.dumps([entries, plain]).encode()), data, size)
 
     def state(self) -> Any:
-        """The inverse of ``of``; its tensors share the memory."""
+        """The inverse of ``of``. Its tensors share the memory."""
         entries, plain = json.loads(self.described)
         return unpacked(Content(entries, {}, plain, self.data))
 
@@ -110,7 +109,7 @@ def digest(state: Any) -> bytes:
 def gather(state: Any, device: torch.device, on_size: Callable[[int], None] = lambda _: None) -> list[Any] | None:
     """The states of all ranks on rank 0, in rank order; None on the other ranks. Fast if all are empty.
 
-    ``on_size`` gets the bytes that they take, unless all are empty. Raises, on all ranks and before anything is sent,
+    ``on_size`` gets the bytes that they take, unless all are empty. Raises, on all ranks and before they are sent,
     TooLarge, and CheckpointError if a rank's state cannot be saved.
     """
     own, all_sizes = _agreed(state, device)
@@ -127,11 +126,11 @@ def gather(state: Any, device: torch.device, on_size: Callable[[int], None] = la
 
 
 class Gathering:
-    """Gathers states again and again. What a rank has sent before, its JSON or its tensors, is not sent again."""
+    """Gathers states repeatedly. JSON or tensors that a rank has sent before are not sent again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        #: JSON and tensors: as this rank sent them last; on rank 0, of all ranks.
+        #: JSON and tensors, as this rank sent them last. On rank 0, those of all ranks.
         self._own: list[bytearray] = []
         self._all: list[list[Any]] = []
 
@@ -175,7 +174,7 @@ def broadcast(state: Any, failure: str | None, device: torch.device) -> Any:
 
 
 def _agreed(state: Any, device: torch.device) -> tuple[list[memoryview], list[list[int]]]:
-    """This rank's JSON and data, and their sizes on all ranks; nothing of an empty state.
+    """This rank's JSON and data, which are empty for an empty state, and their sizes on all ranks.
 
     Raises CheckpointError on all ranks if a rank's state cannot be saved.
     """
@@ -191,7 +190,7 @@ def _agreed(state: Any, device: torch.device) -> tuple[list[memoryview], list[li
     if failure is not None:
         raise failure
     if [-1, -1] in all_sizes:
-        raise CheckpointError(f"the state of rank {all_sizes.index([-1, -1])} cannot be saved; its error says why")
+        raise CheckpointError(f"the state of rank {all_sizes.index([-1, -1])} cannot be saved. See its log")
     return [view[:size] for view, size in zip(own, sizes, strict=True)], all_sizes
 
 
@@ -200,7 +199,7 @@ def _is_first() -> bool:
 
 
 def _gather_bytes(own: memoryview, sizes: list[int], device: torch.device) -> list[mmap.mmap] | None:
-    """Each rank's bytes, on rank 0: all ranks send a portion at a time, padded to the longest."""
+    """Each rank's bytes, on rank 0. All ranks send a portion at a time, padded to the longest."""
     found = [file_format.memory(size) for size in sizes] if _is_first() else None
     if found is not None:
         found[0][: len(own)] = own

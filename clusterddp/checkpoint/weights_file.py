@@ -1,8 +1,7 @@
 """Weights in a file: read from files of many programs, and exported from a checkpoint.
 
-Reads weights that another program saved: a ``.pt`` or ``.pth`` file of torch, or a ``.safetensors`` file.
-
-``clusterddp export``: writes a part of a checkpoint to a file for use without clusterddp.
+Reads ``.pt``, ``.pth`` or ``.bin`` files of torch, and ``.safetensors`` files. ``clusterddp export`` writes a part of a
+checkpoint to a file for use without clusterddp.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from clusterddp.reporter import counted
 from clusterddp.rundir.files import fsync_directory
 from clusterddp.rundir.run_directory import RunDirectory
 
-#: Where files of several states usually have the model's, after the part's own name.
+#: The usual keys of the model's state in files with several, after the part's own name.
 _USUAL = "state_dict"
 
 
 def read_weights(file: Path, part: str) -> Mapping[str, Any]:
-    """The state in a file; in one of several states, the one called ``part`` or ``state_dict``.
+    """The state in a file, or, in one with several states, the one called ``part`` or ``state_dict``.
 
-    Nothing in the file is executed. Raises CheckpointError if it cannot be read, or has no such state.
+    Executes no code from the file. Raises CheckpointError if it cannot be read, or has no such state.
     """
     if file.suffix not in (".pt", ".pth", ".bin", ".safetensors"):
         raise CheckpointError(f"init_from: {file}: expected a file that ends in .pt, .pth, .bin or .safetensors")
     try:
         content = _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
     except OSError as error:
-        raise CheckpointError(f"init_from: cannot read {file}: {error.strerror or error}") from error
+        raise CheckpointError(f"init_from: could not read {file}: {error.strerror or error}") from error
     if isinstance(content, Mapping):
         for name in (part, _USUAL):
             if isinstance(inner := content.get(name), Mapping):
@@ -52,7 +51,7 @@ def read_weights(file: Path, part: str) -> Mapping[str, Any]:
             return content
     found = f"{', '.join(map(str, list(content)[:10]))}" if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
-        f"init_from: {file} has no state for {part}, but {found or 'nothing'}: expected a state_dict, or a dict with "
+        f"init_from: {file} has no state for {part}, only {found or 'no keys'}. Expected a state_dict, or a dict with "
         f"one under {part!r} or {_USUAL!r}"
     )
 
@@ -62,33 +61,33 @@ def _pickled(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"init_from: {file} is damaged, or has more than tensors, numbers and text, which would execute code; save "
+            f"init_from: {file} is damaged, or has more than tensors, numbers and text, which would execute code. Save "
             f"the model's state_dict() alone ({_refused(str(error))})"
         ) from error
 
 
 def _refused(message: str) -> str:
-    """What torch found, without its advice on loading such a file after all."""
+    """Torch's finding, without its advice on loading such a file after all."""
     if named := re.search(r"Unsupported global: GLOBAL (\S+)", message):
         return f"it contains {named[1]}"
     return message.splitlines()[0][:200] if message else "truncated"
 
 
 def _safetensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file of any program, but a checkpoint of clusterddp."""
+    """The tensors of any program's file, except a checkpoint of clusterddp."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > size - 8:
-            raise CheckpointError(f"init_from: {file} is truncated, or no safetensors file")
+            raise CheckpointError(f"init_from: {file} is truncated, or not a safetensors file")
         try:
             header = json.loads(opened.read(length))
             facts = header.pop("__metadata__", None) or {}
         except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"init_from: {file} is no safetensors file: its header is invalid") from error
+            raise CheckpointError(f"init_from: {file} is not a safetensors file: its header is invalid") from error
         if str(facts.get("format", "")).startswith("clusterddp"):
             raise CheckpointError(
-                f"init_from: {file} is a checkpoint of a run: write its model to a file with `clusterddp export`"
+                f"init_from: {file} is a checkpoint of a run. Write its model to a file with `clusterddp export`"
             )
         data = file_format.memory(size - 8 - length)
         opened.readinto(memoryview(data)[: size - 8 - length])
@@ -99,7 +98,7 @@ def _safetensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensor(entry: Mapping[str, Any], data: mmap.mmap) -> torch.Tensor:
-    """A copy: tensors of other programs' files need not be aligned to their elements."""
+    """A copy, because tensors of other programs' files need not be aligned to their elements."""
     start, stop = entry["data_offsets"]
     dtype = TORCH_DTYPES[entry["dtype"]]
     if start == stop:
@@ -117,7 +116,7 @@ def export(
     everything: bool = False,
     keep: Keep = Keep(),  # noqa: B008 (frozen)
 ) -> str:
-    """Writes a part of a checkpoint, or all of it, to the file ``target``; returns what was written, in words.
+    """Writes a part of a checkpoint, or all of it, to the file ``target``. Returns the result in words.
 
     ``part``: None is ``model``, or the only module. ``step``: the checkpoint's; None is the newest. ``keep``: of the
     job definition, for the best. A ``.pt`` or ``.pth`` file is for ``torch.load(weights_only=True)``, a
@@ -127,7 +126,7 @@ def export(
     if target.suffix not in (".pt", ".pth", ".safetensors"):
         raise UsageError(f"{target}: expected a file name that ends in .pt, .pth or .safetensors")
     if target.exists():
-        raise UsageError(f"{target} already exists: remove it, or choose another file")
+        raise UsageError(f"{target} already exists. Remove it, or choose a different file")
     checkpoint = choose(run, step, keep)
     content = unpacked(checkpoint.read())
     if not everything:
@@ -146,7 +145,7 @@ def export(
             temporary.rename(target)
         fsync_directory(beside)
     except (OSError, RuntimeError) as error:  # torch turns system errors into RuntimeError
-        raise UsageError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
+        raise UsageError(f"could not write {target}: {getattr(error, 'strerror', None) or error}") from error
     words = f"{target}: {part or 'everything'} of checkpoint {checkpoint.step}"
     return f"{words}, the best: {_value(checkpoint)}" if step == "best" else words
 
@@ -160,21 +159,23 @@ def _value(checkpoint: Checkpoint) -> str:
 def _chosen(content: dict[str, Any], part: str | None, file: str) -> str:
     parts = [name for name, value in content.items() if isinstance(value, dict) and name not in RESERVED]
     if part is not None and part not in content:
-        raise CheckpointError(f"{file} has no part {part!r}; it has {', '.join(parts)}")
+        raise CheckpointError(f"{file} has no part {part!r}, only {', '.join(parts)}")
     if part is not None or "model" in parts:
         return part or "model"
     modules = [name for name in parts if hasattr(content[name], "_metadata")]
     if len(modules) != 1:
-        raise CheckpointError(f"{file} has no part 'model': choose one by --part; it has {', '.join(parts)}")
+        raise CheckpointError(f"{file} has no part 'model'. Choose one by --part: {', '.join(parts)}")
     return modules[0]
 
 
 def _write_safetensors(path: Path, value: Any, target: Path) -> None:
     if not isinstance(value, dict) or not all(isinstance(item, torch.Tensor) for item in value.values()):
-        raise UsageError(f"{target}: safetensors holds parts whose values are all tensors; choose a .pt file")
+        raise UsageError(f"{target}: safetensors holds only parts of which all values are tensors. Use .pt")
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise UsageError(f"{target}: safetensors is not installed: `pip install safetensors`, or use .pt") from error
+        raise UsageError(
+            f"{target}: safetensors is not installed. Run `pip install safetensors`, or use .pt"
+        ) from error
     # Cloned, because the format does not support tied tensors.
     save_file({name: tensor.clone() for name, tensor in value.items()}, path, metadata={"format": "pt"})

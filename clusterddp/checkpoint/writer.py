@@ -1,8 +1,8 @@
 """The writer: a process without torch that saves the snapshots of rank 0, and outlives the rank.
 
 ``python -m clusterddp.checkpoint.writer SOCKET MEMORY``, both file descriptors. The first line on the socket names the
-run and the attempt; each further line is a request, followed by the bytes that precede the data in the file. Each save
-is answered with one line. A save runs at low priority while training continues, and at full priority once somebody
+run and the attempt. Each further line is a request, followed by the bytes that precede the data in the file. Each save
+is answered with one line. A save runs at low priority while training continues, and at full priority once the rank
 waits for it. When the rank has exited, the writer finishes the save in progress and exits.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 class Messages:
-    """Receives the rank's messages; EOFError once the rank has exited, even if a child of it holds the socket open."""
+    """Receives the rank's messages. EOFError once the rank has exited, even if its child holds the socket open."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._parent, self._data = connection, os.getppid(), bytearray()
@@ -85,7 +85,7 @@ class Messages:
 
 
 class Writer:
-    """One save at a time: started by a thread of low priority, finished by the main thread if it is urgent."""
+    """Makes one save at a time: a thread of low priority starts it, and the main thread finishes it if it is urgent."""
 
     def __init__(self, connection: socket.socket, memory: int) -> None:
         self._connection, self._memory = connection, memory
@@ -105,7 +105,7 @@ class Writer:
     def handle(self, request: dict[str, Any], messages: Messages) -> None:
         """Starts a save, or finishes the one in progress at full priority."""
         beginning = messages.take(request.get("beginning", 0))
-        self.hurry()  # a save in progress; before the next one it is answered, but may still be deleting
+        self.hurry()  # a save in progress, which is answered before the next one, but may still be deleting
         if "step" not in request:
             return
         self._urgent.clear()
@@ -125,7 +125,7 @@ class Writer:
             pass
 
     def _work_slowly(self, work: Iterator[None]) -> None:
-        """Works until somebody waits for the save. Once it is answered, ``self`` may refer to the next save."""
+        """Works until the rank waits for the save. Once it is answered, ``self`` may refer to the next save."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # on Linux, of this thread alone
         try:
             while not self._urgent.is_set():
@@ -157,13 +157,13 @@ class Writer:
             self._connection.sendall((json.dumps(answer) + "\n").encode())
         except OSError:
             pass  # the rank has exited; the checkpoint is committed
-        if committed and awaited:  # deleting takes time that nobody should wait for
+        if committed and awaited:  # deleting takes time, for which the rank should not wait
             self._delete_old()
 
     def _commit_with_room(
         self, step: int, beginning: bytes, data: memoryview, deleted: list[int]
     ) -> Generator[None, None, int]:
-        """``_commit``; on a full disk deletes older checkpoints, and adds their steps to ``deleted``."""
+        """``_commit``. On a full disk deletes older checkpoints, and adds their steps to ``deleted``."""
         needed = len(beginning) + len(data)
         while True:
             try:
@@ -174,7 +174,7 @@ class Writer:
                 deleted.append(room)
 
     def _commit(self, step: int, beginning: bytes, data: memoryview) -> Generator[None, None, int]:
-        """Writes, verifies and commits the snapshot, chunk by chunk; returns the file's size in bytes."""
+        """Writes, verifies and commits the snapshot, chunk by chunk. Returns the file's size in bytes."""
         temporary = self._checkpoints.temporary(step)
         try:
             with open(temporary, "x+b", buffering=0, opener=create_file) as file:
@@ -190,7 +190,7 @@ class Writer:
                 with suppress(FileNotFoundError), open(self._metrics, "rb") as file:  # rank 0 has written them
                     os.fsync(file.fileno())
             except OSError as error:
-                raise _MetricsNotSynced(f"cannot sync the metrics before it ({error.strerror})") from error
+                raise _MetricsNotSynced(f"could not sync the metrics before it ({error.strerror})") from error
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -205,21 +205,21 @@ class Writer:
         return memoryview(self._map)[:size]
 
     def _begin(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Works in this thread while training continues, in another if somebody waits; see ``file_format.Begin``."""
+        """Works in this thread while training continues, in a helper if the rank waits. See ``file_format.Begin``."""
         return self._helper.submit(work).result if self._urgent.is_set() else file_format.begin_now(work)
 
     def _delete_old(self) -> None:
-        """Deletes old checkpoints; what fails is retried after the next save."""
+        """Deletes old checkpoints. Failures are retried after the next save."""
         try:
             self._checkpoints.delete_old()
         except Superseded:
             pass  # the next save reports it
         except OSError as error:
-            say(f"cannot delete an old checkpoint: {error}")
+            say(f"could not delete an old checkpoint: {error}")
 
 
 class _MetricsNotSynced(Exception):
-    """The metrics before a checkpoint cannot be synced; rank 0 must write them again."""
+    """The metrics before a checkpoint could not be synced, and rank 0 must write them again."""
 
 
 if __name__ == "__main__":

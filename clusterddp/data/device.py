@@ -1,9 +1,9 @@
-"""Batches on the GPU: copied on a stream of their own, while the GPU still computes. Nothing here waits for the GPU.
+"""Batches on the GPU: copied on a separate stream, while the GPU still computes. The CPU never waits for the GPU.
 
-The copies of a batch are queued on the side stream and followed by an event; the stream that the script computes on
+The copies of a batch are queued on the side stream and followed by an event. The stream that the script computes on
 waits for that event. A tensor's memory belongs to the side stream: ``record_stream`` keeps it from being used again
 before the script's stream is done with it. The pinned memory that is copied from is kept by torch until the copy is
-done. With workers, the copy of a batch begins one step ahead, so that it never delays a step; without them, reading
+done. With workers, the copy of a batch begins one step ahead, so that it never delays a step. Without them, reading
 ahead would delay the step itself.
 """
 
@@ -73,12 +73,12 @@ class ToDevice:
 
 
 def to_device(device: torch.device | None) -> ToDevice | None:
-    """None on a CPU, where nothing is to be copied."""
+    """Copies batches to this device; None on a CPU."""
     return ToDevice(device) if device is not None and device.type == "cuda" else None
 
 
 def pinned(batch: Any) -> Any:
-    """The batch with its tensors in pinned memory, but for those that lie on a device, or are not dense."""
+    """The batch with its tensors in pinned memory, except those that are on a device or not dense."""
     return mapped(batch, lambda tensor: tensor.pin_memory() if _is_on_host(tensor) else tensor)
 
 

@@ -1,18 +1,16 @@
-"""What ``ctx.run()`` gets instead of ``ctx.loader()``: another loader, with a state or without, or none.
+"""Loaders other than ``ctx.loader()`` in ``ctx.run()``: with a state, without a state, or no loader.
 
-A loader of another library or of the script's own: any iterable of batches with ``state_dict``/``load_state_dict``.
+``ExternalLoader`` is any iterable of batches with ``state_dict`` and ``load_state_dict``, such as torchdata's
+StatefulDataLoader. Each rank has its own state, but only rank 0 writes checkpoints. All ranks therefore gather their
+states before a save, at a step known to all of them. States that have not changed since the last save are not sent.
 
-torchdata's StatefulDataLoader is one. Each rank has its own state, while only rank 0 writes checkpoints: all ranks
-gather their states before a save, at a step known to all of them. What has not changed since the last save is not sent.
+``ReplayedLoader`` is an iterable of batches without a state, such as torch's DataLoader. A resume reads its batches
+again from the start.
 
-Pass after pass over a loader that clusterddp did not make, which only knows how to be iterated over.
+Both make passes over the loader without end. The loader draws from separate generators, seeded at the beginning of each
+pass, so that its draws do not depend on what the script does between two batches, or did not do before a resume.
 
-An iterable of batches without a state, such as torch's DataLoader: a resume reads its batches again from the start.
-
-The loader draws from generators of its own, seeded at the beginning of each pass, so that what it draws does not depend
-on what the script does between two batches, or did not do before a resume.
-
-Training without a loader: reinforcement learning, simulation, a server of data; each step gets its number.
+``NoLoader`` is for reinforcement learning, simulation or a data server: each step gets its number.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted, say
 from clusterddp.worker import signals
 
-#: In place of a batch: the pass is over; none was fetched.
+#: In place of a batch: the pass is over, or no batch was fetched.
 _END, _NONE = object(), object()
 
 
 class Passes(ABC):
     """Endless batches of a loader, with the methods of ``Loader`` that follow from them."""
 
-    #: The number of samples per rank and step is the loader's own business: nothing is ever split.
+    #: The loader decides the number of samples per rank and step, so batches are never split.
     share = batch_size = 1
 
     def __init__(self, loader: Any) -> None:
@@ -74,22 +72,22 @@ class Passes(ABC):
         return self._passes
 
     def ends_epoch(self, _step: int) -> bool:
-        """Whether the batch that was handed out last is the last one of its pass: fetches the next one.
+        """Whether the last yielded batch is the last one of its pass, which it finds by fetching the next one.
 
         Raises RuntimeError before the first batch.
         """
         if self._iterator is None:
-            raise RuntimeError(f"run.end_of_epoch is not known before the first batch of {self._name}")
+            raise RuntimeError(f"run.end_of_epoch is unknown before the first batch of {self._name}")
         if self._ahead is _NONE:
             self._ahead = self._next(self._iterator, _END)
         return self._ahead is _END
 
     def steps_in(self, epochs: float) -> int:
-        """The number of steps in so many passes over the loader, by its length."""
+        """The number of steps in this many passes over the loader, from its length."""
         try:
             return -int(-epochs * len(self._loader))
         except TypeError:
-            raise TypeError(f"{self._name} has no length: use run.steps() instead of run.epochs()") from None
+            raise TypeError(f"{self._name} has no length. Use run.steps() instead of run.epochs()") from None
 
     def _batches(self) -> Iterator[Any]:
         """Pass after pass, from the loader's current position. Closing the iterator ends its workers."""
@@ -104,8 +102,11 @@ class Passes(ABC):
             except GeneratorExit:  # the loop has ended
                 close(self._iterator)
                 raise
-            if empty and not found:  # one empty pass is fine: the state was saved after the last batch of a pass
-                raise ValueError(f"{self._name} has no batches, or none when it is iterated over again")
+            if empty and not found:  # one empty pass is right if the state was saved after the last batch of a pass
+                raise ValueError(
+                    f"{self._name} has no batches, or none in its second pass. Expected an iterable whose __iter__ "
+                    "begins a new pass"
+                )
             empty = not found
             self._passes += 1
 
@@ -114,15 +115,15 @@ class Passes(ABC):
         return self._next(self._iterator, _END) if batch is _NONE else batch
 
 
-#: Of a loader: takes over the states of another number of ranks.
+#: A loader's method that takes over the states of a different number of ranks.
 SPLIT = "load_state_dicts"
 
 
 class StatefulLoader(Protocol):
     """A loader of batches that can save and restore its position.
 
-    To continue on another number of ranks, it also needs a method ``load_state_dicts(states, rank, world_size)``, which
-    gets the states of all ranks.
+    To continue on a different number of ranks, it also needs a method ``load_state_dicts(states, rank, world_size)``,
+    which gets the states of all ranks.
     """
 
     def __iter__(self) -> Iterator[Any]: ...
@@ -144,19 +145,19 @@ class ExternalLoader(Passes):
         self._gathering = transfer.Gathering(group.control_device)
         #: Whether the loader has drawn from the global generators, whose state is not the loader's.
         self._drew = False
-        #: The state before a batch was fetched that is not handed out yet.
+        #: The state before a fetched batch that is not yielded yet.
         self._before: dict[str, Any] | None = None
 
     @property
     def inexact(self) -> list[str]:
-        """Reasons why a resume may not be exact, as far as is known by now."""
+        """The reasons, known so far, why a resume may not be exact."""
         if getattr(self._loader, "num_workers", 0):
             return [f"the workers of {self._name} draw their own random numbers"]
         return [f"{self._name} draws from the global random generators"] if self._drew else []
 
     def batches(self, _step: int) -> Iterator[Any]:
         """Pass after pass, from the loader's current position."""
-        if self._before is not None:  # an earlier loop ended with a batch that was not handed out
+        if self._before is not None:  # an earlier loop ended with a batch that was not yielded
             self._loader.load_state_dict(self._before)
             self._before = None
         return self._batches()
@@ -181,7 +182,7 @@ class ExternalLoader(Passes):
         return super()._fetched()
 
     def ends_epoch(self, step: int) -> bool:
-        """As with any loader; the state to be saved stays the one before the next batch was fetched."""
+        """As with any loader. The state to save stays the one before the next batch was fetched."""
         if self._before is None:
             self._before = copy.deepcopy(self._loader.state_dict())
         return super().ends_epoch(step)
@@ -199,7 +200,7 @@ class ExternalLoader(Passes):
             self._drew = any(told["drew"] for told in all_told)
 
     def progress(self, _step: int) -> dict[str, Any]:
-        """What a checkpoint stores about the loader: the passes, and the gathered states."""
+        """The loader's entries in a checkpoint: the passes, and the gathered states."""
         return {
             "epoch": self._passes,
             "loaders": self._states,
@@ -208,10 +209,11 @@ class ExternalLoader(Passes):
         }
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """Restores this rank's state. Raises CheckpointError at another world size, unless the loader supports that."""
+        """Restores this rank's state. Raises CheckpointError if the world size changed, unless the loader supports
+        that."""
         states = progress.get("loaders")
         if states is None:
-            raise CheckpointError(f"{_started(progress)}, and its checkpoint has no state for {self._name}")
+            raise CheckpointError(f"the checkpoint has no state for {self._name}. {_started(progress)}")
         rank, ranks = self._group.rank, self._group.world_size
         self._passes, self._drew = progress["epoch"], progress.get("loaders_drew", True)
         if len(states) == ranks:
@@ -221,7 +223,7 @@ class ExternalLoader(Passes):
             getattr(self._loader, SPLIT)(copied({"states": states})["states"], rank, ranks)
         else:
             raise CheckpointError(
-                f"the checkpoint has the {self._name} states of {len(states)} ranks, and there are now {ranks}: use "
+                f"the checkpoint has the {self._name} states of {len(states)} ranks, but there are now {ranks}. Use "
                 f"{len(states)} ranks, give the loader a method {SPLIT}(states, rank, world_size), or use "
                 "ctx.loader(), which works with any number"
             )
@@ -229,20 +231,20 @@ class ExternalLoader(Passes):
 
 def _started(progress: Mapping[str, Any]) -> str:
     if "dataset_length" in progress:
-        return "use ctx.loader(): the run started with it"
+        return "Use ctx.loader(), with which the run started"
     if "loaders" in progress:
-        return "pass the loader that the run started with: it had no state_dict()"
-    return "leave out loader= in ctx.run(): the run started without a loader"
+        return "Pass the loader that the run started with, which had no state_dict()"
+    return "Leave out loader= in ctx.run(), because the run started without a loader"
 
 
-_BETTER = "ctx.loader() finds its place at once, clusterddp.streams has datasets for large files"
+_BETTER = "ctx.loader() resumes without reading, and clusterddp.streams has datasets for large files"
 
 
 class ReplayedLoader(Passes):
     """Any iterable of this rank's batches, with the methods of ``Loader``.
 
     Attributes:
-        taken: how many batches it has handed out.
+        taken: how many batches it has yielded.
     """
 
     per_rank_state = False
@@ -254,12 +256,12 @@ class ReplayedLoader(Passes):
         self._stream: Iterator[Any] | None = None
         self._generators = randomness.states()
         if group.rank == 0:
-            say(f"{self._name} has no state_dict(): a resume reads its batches again from the start; {_BETTER}")
+            say(f"{self._name} has no state_dict(), so a resume reads its batches again from the start. {_BETTER}")
 
     @property
     def inexact(self) -> list[str]:
-        """Nobody knows whether it gives the same batches again."""
-        return [f"{self._name} has no state: exact only if it repeats its batches"]
+        """A resume is exact only if it yields the same batches again, which is unknown."""
+        return [f"{self._name} has no state, so a resume is exact only if it repeats its batches"]
 
     def batches(self, step: int) -> Iterator[Any]:
         """From the current position, which may be before that of ``step``. The loader stays open for the next loop."""
@@ -300,43 +302,44 @@ class ReplayedLoader(Passes):
         yield getattr(loader, "dataset", None)
 
     def replay(self, count: int, iterator: Iterator[Any], at_batch: Callable[[], None]) -> None:
-        """Takes batches until there were ``count``; rank 0 says how long that took. ``at_batch``: before each one."""
+        """Takes batches until there were ``count``. Rank 0 reports how long that took. ``at_batch``: before each
+        one."""
         again, started = count - self.taken, time.monotonic()
         while self.taken < count:
             at_batch()
             next(iterator)
         if again > 0 and self._group.rank == 0:
             say(
-                f"{self._name} has no state_dict(): reading its first {counted(again, 'batch', 'batches')} again took "
-                f"{time.monotonic() - started:.1f} s; {_BETTER}, torchdata's StatefulDataLoader saves its position"
+                f"{self._name} has no state_dict(). Reading its first {counted(again, 'batch', 'batches')} again took "
+                f"{time.monotonic() - started:.1f} s. {_BETTER}. torchdata's StatefulDataLoader saves its position"
             )
 
     def gather(self) -> None:
-        """Nothing to do: the position follows from the step."""
+        """Has no effect, because the position follows from the step."""
 
     def progress(self, _step: int) -> dict[str, Any]:
-        """What a checkpoint stores about the loader."""
+        """The loader's entries in a checkpoint."""
         return {"epoch": self._passes, "loaders": None}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if the run started with another kind of loader, or on another number of ranks."""
+        """Raises CheckpointError if the run started with a different kind of loader or number of ranks."""
         if progress.get("loaders", self) is not None:
             raise CheckpointError(
-                f"the run did not start with a loader without state_dict(), and ctx.run() now got {self._name}, which "
-                "has none: pass the loader that the run started with, or start a new run"
+                f"ctx.run() received {self._name}, which has no state_dict(), but the run started with another "
+                "kind of loader. Pass the loader that the run started with, or start a new run"
             )
         if (ranks := progress["world_size"]) != self._group.world_size:
             raise CheckpointError(
-                f"the run read its batches from {self._name} on {ranks} ranks, and there are now "
-                f"{self._group.world_size}: use {ranks} ranks, or ctx.loader(), which works with any number"
+                f"the run read its batches from {self._name} on {ranks} ranks, but there are now "
+                f"{self._group.world_size}. Use {ranks} ranks, or ctx.loader(), which works with any number"
             )
 
 
 class NoLoader:
-    """Has the methods of ``Loader``."""
+    """The methods of ``Loader`` for a run without one."""
 
     per_rank_state = False
-    #: Nothing is ever split.
+    #: There are no batches to split.
     share = batch_size = 1
     workers = 0
     inexact: tuple[str, ...] = ()
@@ -355,7 +358,7 @@ class NoLoader:
 
     def _no(self, name: str) -> TypeError:
         return TypeError(
-            f"run.{name} is not available without a loader: give ctx.run() a loader=, or count steps with run.step and "
+            f"run.{name} is not available without a loader. Give ctx.run() a loader=, or count steps with run.step and "
             "run.steps()"
         )
 
@@ -364,15 +367,15 @@ class NoLoader:
         yield from itertools.count(step)
 
     def gather(self) -> None:
-        """Nothing to do."""
+        """Has no effect."""
 
     def progress(self, _step: int) -> dict[str, Any]:
-        """Nothing is stored."""
+        """An empty entry in a checkpoint."""
         return {}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the run started with a loader."""
         if "dataset_length" in progress or "loaders" in progress:
             raise CheckpointError(
-                "the run started with a loader, and ctx.run() now got none: pass the loader again, or start a new run"
+                "the run started with a loader, but ctx.run() received no loader. Pass it again, or start a new run"
             )

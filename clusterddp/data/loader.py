@@ -2,11 +2,10 @@
 
 All samples form one endless stream, given by an order (``sample_order.py``). Step s with global batch B takes positions
 s * B to (s + 1) * B - 1, and each rank its slice of them. An epoch's last step is filled from the next epoch, so that
-no rank is ever short of samples, and any step can be found in constant time.
+ranks are never short of samples, and any step is found in constant time.
 
-What ``ctx.loader`` and ``ctx.eval_loader`` accept: datasets, batch sizes and the options of torch's DataLoader.
-
-The samples of an evaluation: each once over all ranks, with points between the batches where the run can stop.
+``EvalLoader`` has the samples of an evaluation: each once over all ranks, with points between the batches where the run
+can stop.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ _SWITCHES = ("shuffle", "drop_last", "to_device", "pin_memory", "persistent_work
 
 
 def check_switches(**given: Any) -> None:
-    """Raises TypeError where a switch is neither True nor False: text and numbers would count as one of them."""
+    """Raises TypeError for a switch that is neither True nor False, because text and numbers would count as one."""
     for name in _SWITCHES:
         value = given.get(name, False)
         if not isinstance(value, bool) and not (name == "shuffle" and value is None):
-            raise TypeError(f"{name} is {value!r}: expected True or False")
+            raise TypeError(f"{name} is {value!r}, expected True or False")
 
 
 def checked(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> tuple[int, int]:
@@ -47,20 +46,20 @@ def checked(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> 
     check_switches(**options)
     known = inspect.signature(DataLoader.__init__).parameters.keys() | {"order"}
     for name in sorted(options.keys() - known):
-        nearest = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
+        nearest = "".join(f". Did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
         raise TypeError(f"{name!r} is not an option of the loader or of torch's DataLoader{nearest}")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"{type(dataset).__name__} has no length and no index, so a run cannot resume in it at once: use a dataset "
-            "with __len__ and __getitem__, such as those of clusterddp.streams, or give ctx.run() a loader of "
-            "your own, such as torchdata's StatefulDataLoader, which it resumes by its state"
+            f"{type(dataset).__name__} has no length and no index, so a run cannot resume mid-epoch. Use a dataset "
+            "with __len__ and __getitem__, such as those of clusterddp.streams, or give ctx.run() a loader, such as "
+            "torchdata's StatefulDataLoader, which it resumes by its state"
         )
     try:
         number = operator.index(batch_size)
     except TypeError:
-        raise TypeError(f"batch_size is {batch_size!r}: expected an integer") from None
+        raise TypeError(f"batch_size is {batch_size!r}, expected an integer") from None
     if number < 1:
-        raise ValueError(f"batch_size is {number}: expected the number of samples per rank and step, 1 or more")
+        raise ValueError(f"batch_size is {number}, expected the number of samples per rank and step, 1 or more")
     if not len(dataset):
         raise ValueError(f"the dataset ({type(dataset).__name__}) has no samples")
     return len(dataset), number
@@ -70,7 +69,7 @@ class Loader:
     """The training samples of this rank: made by ``Context.loader``, read by ``Run.steps``.
 
     ``len()`` is the number of steps per epoch: without ``drop_last`` that of the first, whose last step is filled from
-    the next epoch; others take as many, or one less.
+    the next epoch. Others take as many, or one less.
 
     Attributes:
         dataset: the dataset, or those of a mixture.
@@ -78,7 +77,7 @@ class Loader:
         batch_size: samples per rank and step; if the world size changed, or the job sets ``global_batch``, the largest
             number that a rank takes at once (see ``Run.micro``).
         global_batch: samples per step over all ranks. Fixed by the run's first attempt.
-        order_changed: what a resume has found to be other in the order's future: the fields of the event.
+        order_changed: the fields of the event, if a resume found that the order's future has changed.
     """
 
     per_rank_state = False
@@ -102,7 +101,7 @@ class Loader:
         self.length, self.batch_size = checked(source, batch_size, {**options, "drop_last": drop_last})
         self.dataset = dataset
         if global_batch is not None and global_batch % world_size:
-            raise ValueError(f"global_batch {global_batch} is not divisible by {world_size} ranks: choose a multiple")
+            raise ValueError(f"global_batch {global_batch} is not divisible by {world_size} ranks. Choose a multiple")
         self.global_batch = global_batch or self.batch_size * world_size
         self.inexact: list[str] = []
         self.order_changed: dict[str, str] | None = None
@@ -120,15 +119,15 @@ class Loader:
         return self._stream.label
 
     def _bound(self, label: str | None) -> BoundOrder:
-        """The order; ``label``: of the checkpoint, if there is one."""
+        """The order. ``label``: of the checkpoint, if there is one."""
         source = self._samples.dataset
         return self._unbound.bind(Binding(source, self.length, self._seed, self.global_batch, self._drop_last), label)
 
     def gather(self) -> None:
-        """Nothing to do: the position follows from the step."""
+        """Has no effect, because the position follows from the step."""
 
     def progress(self, step: int) -> dict[str, Any]:
-        """What a checkpoint stores about the loader."""
+        """The loader's entries in a checkpoint."""
         return {
             "epoch": self.epoch(step),
             "samples": step * self.global_batch,
@@ -146,30 +145,30 @@ class Loader:
         Raises CheckpointError when the sample order could not be kept.
         """
         if "dataset_length" not in progress:
-            started = "with your own loader: pass that loader to ctx.run() again"
+            started = "with your own loader. Pass that loader to ctx.run() again"
             if "loaders" not in progress:
-                started = "without a loader: leave out loader= in ctx.run(), or start a new run"
+                started = "without a loader. Leave out loader= in ctx.run(), or start a new run"
             raise CheckpointError(f"the run started {started}")
         global_batch, length = progress["global_batch"], progress["dataset_length"]
         if length != self.length:
             raise CheckpointError(
-                f"the run started with {length} samples, the dataset now has {self.length}: the sample order would "
-                "change; use the same dataset, or start a new run"
+                f"the run started with {length} samples, but the dataset now has {self.length}, which would change the "
+                "sample order. Use the same dataset, or start a new run"
             )
         if self._asked not in (None, global_batch):
             raise CheckpointError(
-                f"the run started with a global batch of {global_batch} samples, global_batch is now {self._asked}: "
-                "the sample order would change; keep the old value, or start a new run"
+                f"the run started with a global batch of {global_batch} samples, but global_batch is now {self._asked}"
+                ", which would change the sample order. Keep the old value, or start a new run"
             )
         if global_batch % self._world_size:
             raise CheckpointError(
-                f"the run's global batch of {global_batch} samples cannot be split evenly over {self._world_size} "
-                "ranks; use a number of ranks that divides it"
+                f"the run's global batch of {global_batch} samples is not divisible by {self._world_size} ranks. Use a "
+                "number of ranks that divides it"
             )
         if progress.get("seeded", ALWAYS) not in SEEDED:
             raise CheckpointError(
-                f"the run seeds its samples as {progress['seeded']!r}, which this version of clusterddp does not know: "
-                "resume it with the version that it started with, or a newer one"
+                f"the run seeds its samples as {progress['seeded']!r}, which this clusterddp does not support. "
+                "Resume it with the version that it started with, or a newer one"
             )
         self.global_batch = global_batch
         self._samples.seeded = progress.get("seeded", ALWAYS)
@@ -179,14 +178,14 @@ class Loader:
         drop_last = progress.get("drop_last", False)
         if drop_last != self._drop_last:
             raise CheckpointError(
-                f"the run started with drop_last={drop_last}, the loader now has drop_last={self._drop_last}: the "
-                "sample order would change; keep the old value, or start a new run"
+                f"the run started with drop_last={drop_last}, but the loader now has drop_last={self._drop_last}, "
+                "which would change the sample order. Keep the old value, or start a new run"
             )
-        # Before orders had labels there were two, and a checkpoint did not say which.
+        # Before orders had labels there were two, and a checkpoint did not record which.
         recorded = progress.get("order", self._unbound.unlabelled or "shuffled-1 or sequential")
         if (recorded, self.global_batch) != (self.label, self._bound_batch):
             self._stream, self._bound_batch = self._bound(recorded), self.global_batch
-        why = "use the same order and weights, or start a new run" if self.label != recorded else None
+        why = "Use the same order and weights, or start a new run" if self.label != recorded else None
         if isinstance(self._stream, ScheduledOrder) and (schedule := progress.get("schedule")) is not None:
             try:
                 self._stream, self.order_changed = self._stream.resumed(schedule, progress["samples"])
@@ -195,16 +194,16 @@ class Loader:
                 why = str(error)
         if why is not None:
             raise CheckpointError(
-                f"the run started with the order {recorded!r}, the loader's order is now {self.label!r}: {why}"
+                f"the run started with the order {recorded!r}, but the loader's order is now {self.label!r}. {why}"
             )
 
     @property
     def _order(self) -> BoundOrder:
-        """Raises ValueError if epochs are empty: only here, as a resumed run's global batch may be smaller."""
+        """Raises ValueError if epochs are empty, and only here, because a resumed run's global batch may be smaller."""
         if not self._stream.length:
             raise ValueError(
                 f"drop_last=True: an epoch has fewer samples than the global batch of {self.global_batch}, and would "
-                "be empty; use a smaller batch_size, or leave drop_last out"
+                "be empty. Use a smaller batch_size, or leave drop_last out"
             )
         return self._stream
 
@@ -230,7 +229,7 @@ class Loader:
         return self.epoch(step + 1) > self.epoch(step)
 
     def steps_in(self, epochs: float) -> int:
-        """The number of steps in so many epochs; the last one is filled from the next epoch."""
+        """The number of steps in this many epochs. The last one is filled from the next epoch."""
         return -int(-epochs * self._order.length // self.global_batch)
 
     def _batches(self, step: int) -> Iterator[Batch]:
@@ -261,7 +260,7 @@ class Loader:
         return map(pinned, read) if self._pins_here else read
 
     def _read_here(self, batches: Iterator[Batch], collate: Callable[[Any], Any]) -> Iterator[Any]:
-        """What torch's iterator does without workers, which takes 7 us more per batch."""
+        """Does the same as torch's iterator without workers, which takes 7 us more per batch."""
         for batch in batches:
             with (
                 profiler.record_function("enumerate(DataLoader)#ctx.loader")
@@ -273,7 +272,7 @@ class Loader:
 
 
 def _preserving(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The iterator's batches; what it draws does not change the script's generators. It keeps none of them."""
+    """The iterator's batches. Its draws do not change the script's generators. It keeps no batch."""
     while True:
         with randomness.preserved():
             found = [next(iterator)]
@@ -287,7 +286,7 @@ class EvalLoader:
     """The evaluation samples of this rank, each once over all ranks: made by ``Context.eval_loader``.
 
     Rank r has samples r, r + world_size, ... in order. ``at_batch`` is called before each batch, equally often on every
-    rank, even where a rank's share is a batch shorter: all ranks can stop together there. ``len()`` is this rank's
+    rank, even if a rank's share is a batch shorter, so that all ranks can stop together there. ``len()`` is this rank's
     number of batches.
 
     Attributes:
@@ -309,7 +308,7 @@ class EvalLoader:
     ) -> None:
         if clash := _ORDERING & options.keys():
             raise TypeError(
-                f"{', '.join(sorted(clash))}: ctx.eval_loader() takes each sample once, in the dataset's order; leave "
+                f"{', '.join(sorted(clash))}: ctx.eval_loader() takes each sample once, in the dataset's order. Leave "
                 "it out, or loop over your own DataLoader with ctx.stop_requested()"
             )
         length, batch_size = checked(dataset, batch_size, options)

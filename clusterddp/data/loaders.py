@@ -15,7 +15,7 @@ from clusterddp.data.samplers import chosen
 
 
 class Loaders:
-    """The part of ``Context`` that makes loaders; documented there."""
+    """The part of ``Context`` that makes loaders, documented there."""
 
     rank: int
     world_size: int
@@ -61,11 +61,11 @@ class Loaders:
             batch_sampler: the same for batches of ``batch_size`` samples; a step takes one per rank.
             drop_last: ends each epoch at a whole global batch, and leaves out the rest of its samples. Without it, the
                 last step of an epoch is filled from the next epoch.
-            to_device: on a GPU, hands out batches whose tensors are on this rank's device, copied on a stream of their
-                own, with workers a step ahead; ``.to(ctx.device)`` then does nothing. Only tensors in tuples, lists and
+            to_device: on a GPU, yields batches whose tensors are on this rank's device, copied on a separate stream,
+                with workers a step ahead. ``.to(ctx.device)`` then has no effect. Only tensors in tuples, lists and
                 dicts are copied. Pass False for batches that the script reads on the CPU.
-            options: of torch's DataLoader, such as ``num_workers``. On a GPU, ``pin_memory`` is on unless they say
-                otherwise; a dataset without workers may hand out tensors on the device.
+            options: of torch's DataLoader, such as ``num_workers``. On a GPU, ``pin_memory`` is on unless they set it.
+                A dataset without workers may return tensors on the device.
 
         Raises TypeError for a dataset without a length, for unknown options, switches that are neither True nor False,
         two orders and a DistributedSampler;
@@ -99,7 +99,7 @@ class Loaders:
         Args:
             dataset: with ``__len__`` and ``__getitem__``.
             batch_size: samples per rank and batch; the last batch may be smaller.
-            to_device: on a GPU, hands out batches on this rank's device, as ``loader`` does.
+            to_device: on a GPU, yields batches on this rank's device, as ``loader`` does.
             options: of torch's DataLoader, as for ``loader``.
 
         Raises TypeError and ValueError as ``loader`` does.
@@ -117,10 +117,10 @@ class Loaders:
         )
 
     def _pinning(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options, with pinned memory on a GPU unless they say otherwise.
+        """The options, with pinned memory on a GPU unless they set it.
 
-        With workers, a thread of torch pins their batches. It refuses tensors on a device, which a dataset can hand out
-        where there are no workers.
+        With workers, a thread of torch pins their batches. It refuses tensors on a device, which a dataset can return
+        if there are no workers.
         """
         if self.device.type != "cuda" or "pin_memory" in options:
             return dict(options)

@@ -1,4 +1,4 @@
-"""Micro-batches: a rank's share of a step in pieces, where it is more than the rank can take at once.
+"""Micro-batches: a rank's share of a step in pieces, if it is more than the rank can take at once.
 
 The share grows when the run continues on fewer ranks, because the global batch stays the same. The pieces' gradients
 accumulate in ``.grad``, and DDP reduces over the ranks with the last piece only. Piece i has n_i samples and the mean
@@ -28,8 +28,8 @@ def sizes(samples: int, most: int) -> list[int]:
 def cut(batch: Any, parts: list[int], name: str = "batch") -> list[Any]:
     """Splits a batch into pieces of ``parts`` samples: tensors along their first dimension, lists, and nests of them.
 
-    A list or tuple whose items all have the batch's length holds columns; any other is itself a column of samples.
-    Raises TypeError for anything of another length, or of none.
+    A list or tuple whose items all have the batch's length holds columns. Any other is itself a column of samples.
+    Raises TypeError for anything of a different length, or without one.
     """
     if isinstance(batch, Mapping):
         columns = {key: cut(value, parts, f"{name}[{key!r}]") for key, value in batch.items()}
@@ -40,8 +40,8 @@ def cut(batch: Any, parts: list[int], name: str = "batch") -> list[Any]:
         return [type(batch)(*items) if is_named else type(batch)(items) for items in pieces]
     if _length(batch) != sum(parts):
         raise TypeError(
-            f"run.micro() got {name} of type {type(batch).__name__} and length {_length(batch)}: expected the rank's "
-            f"{sum(parts)} samples as a tensor or list, or a tuple, list or dict of them"
+            f"run.micro() received {name} of type {type(batch).__name__} and length {_length(batch)}, expected the "
+            f"rank's {sum(parts)} samples as a tensor or list, or a tuple, list or dict of them"
         )
     ends = [sum(parts[: i + 1]) for i in range(len(parts))]
     return [batch[end - part : end] for part, end in zip(parts, ends, strict=True)]
@@ -55,7 +55,7 @@ class MicroBatches:
         self._modules = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
         self._in_ddp = [module for part in parts.values() for module in ddp_modules(part)]
         self._optimizers = [*optimizers(parts).values()]
-        #: How often an optimizer has stepped, for whoever notices it.
+        #: How often an optimizer has stepped, counted by the run.
         self.optimizer_steps = 0
         self._used = self._unfinished = self._said = False
         #: Whether the share is larger than the rank can take at once; known once the loader has its global batch.
@@ -87,7 +87,7 @@ class MicroBatches:
         """Ends a step: whether it is the first with more than ``batch_size`` samples per rank that were not split."""
         if self._unfinished:
             raise RuntimeError(
-                "the loop over run.micro(batch) was left before its end: the gradients cover only part of the batch"
+                "the loop over run.micro(batch) was left before its end, so the gradients cover only part of the batch"
             )
         if self._too_large is None:
             self._too_large = self._loader.share > self._loader.batch_size
@@ -102,21 +102,21 @@ class MicroBatches:
             torch._foreach_mul_(gradients, factor)
 
     def _check_body(self, optimizer_steps: int, gradients: list[torch.Tensor | None]) -> None:
-        """Mistakes that matter only with several pieces are errors with one piece too."""
+        """Raises RuntimeError also for mistakes that have an effect only with several pieces."""
         if self.optimizer_steps != optimizer_steps:
             raise RuntimeError(
-                "the optimizer stepped inside the loop over run.micro(batch): call optimizer.step() after the loop"
+                "the optimizer stepped inside the loop over run.micro(batch). Call optimizer.step() after the loop"
             )
         if all(parameter.grad is None for parameter in self._parameters()):
-            raise RuntimeError("there are no gradients: call loss.backward() inside the loop over run.micro(batch)")
+            raise RuntimeError("there are no gradients. Call loss.backward() inside the loop over run.micro(batch)")
         now = self._samples()
         if any(one is not None and one is not other for one, other in zip(gradients, now, strict=True)):
             raise RuntimeError(
-                "gradients were zeroed inside the loop over run.micro(batch): call zero_grad() outside the loop"
+                "gradients were zeroed inside the loop over run.micro(batch). Call zero_grad() outside the loop"
             )
 
     def _samples(self) -> list[torch.Tensor | None]:
-        """A gradient of each model: backward accumulates into it in place. None where DDP may replace the tensor."""
+        """A gradient of each model, into which backward accumulates in place. None where DDP may replace the tensor."""
         if any(module.gradient_as_bucket_view for module in self._in_ddp):
             return []
         return [next((p.grad for p in module.parameters()), None) for module in self._modules]

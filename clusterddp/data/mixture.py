@@ -1,10 +1,8 @@
-"""Several datasets in one stream, with weights that may change at given steps; each is passed through again and again.
+"""Several datasets in one stream, with weights that may change at given steps. Each has passes without end.
 
 Between two changes the stream consists of rounds, in which every dataset has a fixed number of samples, and a round of
 blocks, over which these are spread evenly. How many samples of each dataset came before a block is therefore a product
 and a sum, so that any position is found at once. Within a block the datasets are in a random order.
-
-
 """
 
 from __future__ import annotations
@@ -35,21 +33,21 @@ from clusterddp.data.sample_order import (
 #: Samples per round: the finest share of a dataset is 1 / _ROUND. And per block.
 _ROUND, _BLOCK = 100_000, 4000
 
-#: By the datasets' names where ``ctx.loader`` is given a dict, else in their order.
+#: By the datasets' names if ``ctx.loader`` gets a dict, else in their order.
 Weights: TypeAlias = Mapping[str, float] | Sequence[float]
-#: From a position on, so many samples of each dataset in a round; with the position at which that was to end.
+#: From a position on, the number of samples of each dataset in a round, and the position where that was to end.
 Given: TypeAlias = tuple[int, list[int]]
 Planned: TypeAlias = tuple[int, int | None, list[int]]
 
 
 class Mixture(Order):
-    """``changes``: other weights from the steps on that are their keys."""
+    """``changes``: new weights, by the step from which on they hold."""
 
     def __init__(
         self, weights: Weights, changes: Mapping[int, Weights], shuffle: bool, num_samples: int | None
     ) -> None:
         if wrong := [step for step in changes if type(step) is not int or step < 1]:
-            raise ValueError(f"changes: {wrong[0]!r} is not the number of a step, 1 or more")
+            raise ValueError(f"changes: expected the number of a step, 1 or more, got {wrong[0]!r}")
         self._weights = [(0, weights), *sorted(changes.items())]
         self._num_samples = optional_count(num_samples, "num_samples", "the number of samples per epoch")
         self._shuffle = shuffle
@@ -63,7 +61,7 @@ class Mixture(Order):
         datasets = list(given.values()) if isinstance(given, Mapping) else given
         if not isinstance(datasets, (list, tuple)) or not datasets:
             raise TypeError(
-                f"a mixture needs several datasets, such as ctx.loader({{'web': web, 'books': books}}, ...); got "
+                f"a mixture needs several datasets, such as ctx.loader({{'web': web, 'books': books}}, ...), got "
                 f"{type(given).__name__}"
             )
         _check_samples(datasets, names)
@@ -81,11 +79,9 @@ def _check_samples(datasets: Sequence[Any], names: Sequence[Any] | None) -> None
     """Raises TypeError for a dataset without a length, ValueError for one without samples."""
     for name, dataset in zip(names or range(len(datasets)), datasets, strict=True):
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise TypeError(
-                f"dataset {name} ({type(dataset).__name__}) has no length: a mixture needs datasets with one"
-            )
+            raise TypeError(f"dataset {name} ({type(dataset).__name__}) has no length, which a mixture needs")
         if not len(dataset):
-            raise ValueError(f"dataset {name} has no samples: leave it out")
+            raise ValueError(f"dataset {name} has no samples. Leave it out")
 
 
 class _Joined(ConcatDataset[Any]):
@@ -100,19 +96,17 @@ def _shares(weights: Weights, names: Sequence[Any]) -> Indices:
     """Samples of each dataset in a whole round."""
     if isinstance(weights, Mapping):
         if weights.keys() != set(names):
-            raise ValueError(f"weights for {_listed(weights)}, and the datasets are {_listed(names)}")
+            raise ValueError(f"weights are for {_listed(weights)}, but the datasets are {_listed(names)}")
         weights = [weights[name] for name in names]
     values = np.asarray(weights, dtype=np.float64)
     if values.shape != (len(names),):
         raise ValueError(f"weights: expected one for each of {len(names)} datasets, got {weights!r}")
     if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
-        raise ValueError(f"weights: expected 0 or more, and not all 0; got {weights!r}")
+        raise ValueError(f"weights: expected 0 or more, and not all 0, got {weights!r}")
     with np.errstate(over="ignore"):
         total = values.sum()
     if not np.isfinite(total):
-        raise ValueError(
-            f"weights: their sum is too large for a float; divide all of them by the largest; got {weights!r}"
-        )
+        raise ValueError(f"weights: their sum is too large for a float. Divide all by the largest, got {weights!r}")
     shares = _split(_ROUND, values / total)
     if (shares[values > 0] == 0).any():
         raise ValueError(f"weights: the smallest share of a dataset is one in {_ROUND}, got {weights!r}")
@@ -150,7 +144,7 @@ def _planned(given: Sequence[Given]) -> list[Planned]:
 
 
 def _first_difference(one: Sequence[Given], other: Sequence[Given]) -> int | None:
-    """The first position at which two runs of these weights have other ones, or a change; None if there is none."""
+    """The first position at which two runs of weights differ, or one has a change; None if there is none."""
     for mine, others in zip_longest(one, other):
         if mine != others:
             return min(change[0] for change in (mine, others) if change is not None)
@@ -159,7 +153,7 @@ def _first_difference(one: Sequence[Given], other: Sequence[Given]) -> int | Non
 
 @dataclass(frozen=True)
 class _Words:
-    """How a user names what a mixture has."""
+    """The parts of a mixture in a user's words."""
 
     names: Sequence[str]
     global_batch: int
@@ -181,7 +175,7 @@ class _Words:
 class _Piece:
     """The samples between two changes: whole rounds, then one that ends with the piece.
 
-    ``stop``: where it was to end when its first samples were drawn; a change that is given later may end it before.
+    ``stop``: where it was to end when its first samples were drawn. A change that is given later may end it before.
     """
 
     def __init__(self, start: int, stop: int | None, shares: Indices, before: Indices) -> None:
@@ -251,14 +245,14 @@ class _Mixed(ScheduledOrder):
 
     @property
     def schedule(self) -> dict[str, Any]:
-        """The weights as given, and the pieces that are made of them."""
+        """The weights as given, and the pieces that come of them."""
         facts = [*map(int, self._lengths), self.length, self._shuffle]
         return {"of": facts, "given": list(map(list, self._given)), "planned": list(map(list, self._planned))}
 
     def resumed(self, schedule: Mapping[str, Any], position: int) -> tuple[_Mixed, dict[str, str] | None]:
-        """The order of a run that was at a position of another schedule; raises ValueError if its past was another."""
+        """The order of a run that was at a position of a different schedule. Raises ValueError if its past differs."""
         if schedule["of"] != self.schedule["of"]:
-            raise ValueError("use the same datasets, num_samples, drop_last and shuffle, or start a new run")
+            raise ValueError("Use the same datasets, num_samples, drop_last and shuffle, or start a new run")
         old, words = [(start, shares) for start, shares in schedule["given"]], self._words
         planned = [(start, stop, shares) for start, stop, shares in schedule["planned"]]
         change = _first_difference(old, self._given)
@@ -266,9 +260,8 @@ class _Mixed(ScheduledOrder):
             return self._with(planned), None
         if change < position:
             raise ValueError(
-                f"weights may only change from step {words.step(position)} on, at which the run resumes, and those of "
-                f"step {words.step(change)} are others; give the weights and changes before as they were, or start a "
-                "new run"
+                f"Weights may change only from step {words.step(position)} on, at which the run resumes, but those of "
+                f"step {words.step(change)} differ. Give earlier weights and changes as they were, or start a new run"
             )
         now = next(shares for start, shares in reversed(self._given) if start <= change)
         later = [(start, shares) for start, shares in self._given if start > change]

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-#: So many steps' seeds are made at once: in a step's cold caches, one takes as long as ten more.
+#: The number of steps whose seeds are made at once. In a step's cold caches, one takes as long as ten more.
 _AT_ONCE = 64
 
 
 def hash32(*parts: int | str) -> int:
-    """A well-mixed 32-bit seed from numbers and names: torch's CPU generator uses only the low 32 bits of a seed."""
+    """A well-mixed 32-bit seed from numbers and names, because torch's CPU generator uses only a seed's low 32 bits."""
     return hash_of(repr(parts))
 
 
@@ -35,7 +35,7 @@ def step_seeds(seed: int, rank: int, step: int) -> Iterator[int]:
 def seed_all(seed: int, device: torch.device | None = None) -> None:
     """Seeds torch (the CPU, and ``device`` if it is a GPU), ``random``, and numpy if imported, with a 32-bit seed.
 
-    Takes a few microseconds; ``torch.manual_seed`` takes 69 us, because it asks every kind of device.
+    Takes a few microseconds. ``torch.manual_seed`` takes 69 us, because it seeds every kind of device.
     """
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":

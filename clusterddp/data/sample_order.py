@@ -1,17 +1,12 @@
-"""What every order of samples is made of: its base classes, its arguments, and permutations without a list.
-
-What an order of samples is: the class that ``ctx.loader`` works with, and a base for orders made of epochs.
+"""The parts of every order of samples: base classes, arguments, and permutations without a list.
 
 A run takes its samples from one endless stream. Step s with global batch B takes positions s * B to (s + 1) * B - 1,
-and each rank its slice of them. An order says which sample is at a position. It is a pure function of the position,
-so that the position is all that a checkpoint needs, any step is found at once, and the number of ranks is free.
+and each rank its slice of them. An order is a pure function from a position to the sample there, so that the
+position is all that a checkpoint needs, any step is found at once, and the number of ranks is free.
 
-Arguments of orders that are many numbers: weights, lengths and labels, as lists, arrays, memory maps or tensors.
-
-Random permutations that need no list: the image of any place is computed from a key.
-
-All of it is integer arithmetic of our own. numpy and torch may change their permutations between versions, and a run
-must keep its order.
+Arguments of orders may be many numbers (weights, lengths and labels), as lists, arrays, memory maps or tensors. Random
+permutations need no list, because the image of any place is computed from a key. They use only integer arithmetic of
+this module: numpy and torch may change their permutations between versions, and a run must keep its order.
 """
 
 from __future__ import annotations
@@ -30,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-#: (epoch, index), or (epoch, index, draw) where an epoch may have a sample twice. Two samples of a stream that are
-#: equal get the same random augmentation: it is seeded from all of this.
+#: (epoch, index), or (epoch, index, draw) if an epoch may have a sample twice. All of it seeds the random augmentation,
+#: so that equal samples of a stream get the same one.
 Sample: TypeAlias = tuple[Any, ...]
 
 Indices = npt.NDArray[np.int64]
@@ -44,7 +39,7 @@ Columns: TypeAlias = Sequence[Sequence[Any]]
 
 @dataclass(frozen=True)
 class Binding:
-    """What an order is bound to: a run's dataset, seed and global batch."""
+    """The dataset, seed and global batch of a run, to which an order is bound."""
 
     dataset: Any
     length: int
@@ -62,7 +57,7 @@ class BoundOrder(ABC):
     """The endless stream of a run's samples.
 
     Attributes:
-        label: what a checkpoint records: the same label and length mean the same stream.
+        label: recorded in a checkpoint. The same label and length mean the same stream.
         length: samples per epoch; 0 if ``drop_last`` leaves none.
     """
 
@@ -80,19 +75,19 @@ class BoundOrder(ABC):
 
 
 class ScheduledOrder(BoundOrder):
-    """A bound order that changes at given steps, of which a resumed run may change those to come."""
+    """A bound order that changes at given steps. A resumed run may change future ones."""
 
     @property
     @abstractmethod
     def schedule(self) -> dict[str, Any]:
-        """What a checkpoint records of it, next to the label."""
+        """The schedule, for a checkpoint, which also has the label."""
 
     @abstractmethod
     def resumed(self, schedule: Mapping[str, Any], position: int) -> tuple[BoundOrder, dict[str, str] | None]:
-        """The order of a run that was at a position of another schedule, and the fields of event ``order_changed``.
+        """The order of a run that was at a position of a different schedule, and the fields of event ``order_changed``.
 
-        Both have the same samples up to the first change that is another one; None instead of the event's fields if
-        there is none. Raises ValueError, which says what to do, if that change is before the position.
+        Both have the same samples up to the first change that differs. If there is none, the fields are None. Raises
+        ValueError, with the remedy, if that change is before the position.
         """
 
 
@@ -103,14 +98,14 @@ class Order(ABC):
     unlabelled: str | None = None
 
     def dataset(self, given: Any) -> Any:
-        """The map-style dataset that the indices belong to, made of what ``ctx.loader`` was given."""
+        """The map-style dataset that the indices belong to, made of the dataset given to ``ctx.loader``."""
         return given
 
     @abstractmethod
     def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
-        """The stream of a run; ``label``: of the checkpoint that it resumes from, to keep an older version's order.
+        """The stream of a run. ``label``: of the checkpoint that it resumes from, to keep an older version's order.
 
-        Raises TypeError and ValueError where the order does not fit the dataset.
+        Raises TypeError and ValueError if the order does not fit the dataset.
         """
 
 
@@ -151,8 +146,8 @@ class ArrayOrder(EpochOrder):
         return found
 
     def shares(self, start: int, size: int, stride: int) -> Iterator[Columns]:
-        """A call takes 40 us for few places and 140 for 4096, in the order that is used most: small shares are drawn
-        together, as many as an epoch has at most.
+        """Draws small shares together, up to an epoch, because a call takes 40 us for few places and 140 for 4096 in
+        the usual order.
         """
         at_once = max(1, min(_AT_ONCE // size, self.length // stride))
         places = (np.arange(at_once)[:, None] * stride + np.arange(size)).ravel()
@@ -165,7 +160,7 @@ class ArrayOrder(EpochOrder):
             yield from zip(*rows)  # noqa: B905
 
     def _drawn(self, first: int, places: Indices) -> tuple[Indices | int, ...]:
-        """The samples that are so many places behind position ``first``: their epochs or epoch, indices, and draws."""
+        """The samples this many places behind position ``first``: their epochs or epoch, indices, and draws."""
         epoch, inside = divmod(first, self.length)
         if inside + int(places[-1]) < self.length:
             epochs: Indices | int = epoch
@@ -214,9 +209,9 @@ def count_of(value: Any, name: str, meaning: str) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{name} is {value!r}: expected {meaning}, a whole number")
+        raise TypeError(f"{name} is {value!r}, expected {meaning}, a whole number")
     if number < 1:
-        raise ValueError(f"{name} is {number}: expected {meaning}, 1 or more")
+        raise ValueError(f"{name} is {number}, expected {meaning}, 1 or more")
     return number
 
 
@@ -227,7 +222,7 @@ def check_length(values: Array, length: int, name: str) -> None:
 
 
 def short_hash(*parts: Any) -> str:
-    """Of a label: eight hex digits from texts, numbers and arrays."""
+    """The hash in a label: eight hex digits from texts, numbers and arrays."""
     digest = hashlib.blake2b(digest_size=4)
     for part in parts:
         digest.update(np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else repr(part).encode())
@@ -250,7 +245,7 @@ def keys(*parts: int | str) -> Words:
 
 
 def mixed(words: Words) -> Words:
-    """Each number as another that looks random: the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Maps each number to one that looks random: the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
     words = words ^ (words >> _30)
     words *= _FIRST
     words ^= words >> _27
@@ -260,10 +255,10 @@ def mixed(words: Words) -> Words:
 
 
 class Permutation:
-    """A permutation of 0 to ``length`` - 1, for each ``parts`` another.
+    """A permutation of 0 to ``length`` - 1, which differs with ``parts``.
 
     Long ones are a Feistel network (Black and Rogaway 2002) on a rectangle of a x b >= length places, whose sides are
-    about equal. Fewer than a of its places are no samples; a sample that gets one of them goes through again.
+    about equal. Fewer than a of its places are no samples. A sample that gets one of them passes the network again.
     """
 
     def __init__(self, length: int, *parts: int | str) -> None:

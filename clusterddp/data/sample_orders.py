@@ -1,24 +1,21 @@
 """The orders of one dataset: shuffled, in sequence, by shard, by length, weighted.
 
-The dataset's samples, each once per epoch: shuffled, or in sequence.
+Shuffled and in sequence: each sample once per epoch.
 
-Shards in a random order, and samples mixed within a window that moves over them: reads nearly in sequence.
+By shard: shards in a random order, and samples mixed within windows, so that reads are nearly sequential. In each epoch
+the shards are laid end to end in a different order. That row of samples is cut into windows, at places that differ from
+epoch to epoch, and the samples are shuffled within each window.
 
-In each epoch the shards are laid end to end in another order. That row of samples is cut into windows, at places that
-differ from epoch to epoch, and the samples are shuffled within each window.
+By length: batches of samples of similar length, each sample once per epoch. The samples are sorted by length once. In
+each epoch they are mixed within buckets, stretches of that sorted list whose bounds move from epoch to epoch. The list
+is then cut into global batches, which come in a random order. An epoch need not begin or end with a step: its first
+samples fill the last step of the previous epoch. They come from the same place of the sorted list as that epoch's last
+ones, a random one, so that this step also has similar lengths.
 
-Batches of samples of similar length, each sample once per epoch.
-
-The samples are sorted by length once. In each epoch they are mixed within buckets, stretches of that sorted list whose
-bounds move from epoch to epoch, and the list is then cut into global batches, which come in a random order. An epoch
-need not begin or end with a step: its first samples fill the last step of the epoch before. They are taken from the
-same place of the sorted list as that epoch's last ones, a random one, so that this step has similar lengths, too.
-
-Samples drawn with replacement, each with a probability in proportion to its weight.
-
-Draw p of the endless stream is a function of (seed, p) alone: a random point below the sum of all weights, and the
-sample whose weight covers it. The weights are summed over blocks; a draw finds its block by bisection and its sample
-within the block, so that 10^9 weights need 8 million sums.
+Weighted: samples are drawn with replacement, each with a probability in proportion to its weight. Draw p of the endless
+stream is a function of (seed, p) alone: a random point below the sum of all weights, and the sample whose weight covers
+it. The weights are summed over blocks. A draw finds its block by bisection and its sample within the block, so that
+10^9 weights need 8 million sums.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ _RANDPERM = "shuffled-1"
 
 
 class Shuffled(Order):
-    """Each epoch in its own random order. Without a version, the newest for a new run, and else the run's own."""
+    """Each epoch in its own random order. ``version``: if None, the newest for a new run, else the run's."""
 
     unlabelled = _RANDPERM
 
@@ -92,7 +89,7 @@ class _Permuted(ArrayOrder):
 
 
 class _Randperm(EpochOrder):
-    """What runs did before orders had labels. It has a list of all samples, which takes seconds for 10^8 of them."""
+    """The order from before orders had labels. It lists all samples, which takes seconds for 10^8 of them."""
 
     def __init__(self, to: Binding) -> None:
         super().__init__(_RANDPERM, to.of_epoch(to.length))
@@ -116,12 +113,12 @@ class ByShard(Order):
         lengths = getattr(to.dataset, "shard_lengths", None)
         if lengths is None:
             raise TypeError(
-                f"orders.by_shard() needs a dataset with shards, such as those of clusterddp.streams; got "
-                f"{type(to.dataset).__name__}, which has no shard_lengths"
+                f"orders.by_shard() needs a dataset with shards, such as those of clusterddp.streams, but "
+                f"{type(to.dataset).__name__} has no shard_lengths"
             )
         lengths = np.asarray(lengths, dtype=np.int64)
         if lengths.sum() != to.length:
-            raise ValueError(f"shard_lengths has {lengths.sum()} samples, and the dataset {to.length}")
+            raise ValueError(f"shard_lengths has {lengths.sum()} samples, but the dataset has {to.length}")
         return _Windows(lengths, self._window, to)
 
 
@@ -177,7 +174,7 @@ class Bucketed(Order):
         buckets = count_of(buckets, "buckets", "the number of buckets")
         if np.isnan(values).any():
             raise ValueError(f"lengths: that of sample {np.flatnonzero(np.isnan(values))[0]} is nan")
-        # Samples of equal length are in a random order: else neighbours in the dataset would share a bucket.
+        # Samples of equal length are in a random order, or neighbours in the dataset would share a bucket.
         self._sorted = np.lexsort((mixed(np.arange(values.size, dtype=np.uint64)), values))
         self._buckets = buckets
         self._label = f"bucketed-1 ({buckets} buckets, lengths {short_hash(self._sorted)})"
@@ -315,10 +312,10 @@ class _Table:
         if not self._ends[-1] > 0:
             raise ValueError("weights: all are 0")
         if not np.isfinite(self._ends[-1]):
-            raise ValueError("weights: their sum is too large for a float; divide all of them by the largest")
+            raise ValueError("weights: their sum is too large for a float. Divide all of them by the largest")
 
     def _weights(self, of: Array) -> Floats:
-        """Of what is stored per sample: the weights themselves, or labels."""
+        """The weights of stored values, which are weights or labels."""
         return np.ascontiguousarray(of if self._classes is None else self._classes[of], dtype=np.float64)
 
     def find(self, fractions: Floats) -> Indices:
@@ -346,11 +343,11 @@ class _Table:
 def _check_weights(values: Floats, start: int) -> None:
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
     if wrong.size:
-        raise ValueError(f"weights: that of sample {start + wrong[0]} is {values[wrong[0]]}: expected 0 or more")
+        raise ValueError(f"weights: that of sample {start + wrong[0]} is {values[wrong[0]]}, expected 0 or more")
 
 
 def _labels(values: Any) -> Array:
-    """Booleans as numbers: numpy would take them for a mask."""
+    """Booleans as numbers, because numpy would take them for a mask."""
     found = array_of(values, "labels")
     return found.view(np.uint8) if found.dtype.kind == "b" else found
 
@@ -360,7 +357,7 @@ def _check_labels(labels: Array, classes: int) -> None:
         raise TypeError(f"labels: expected the number of each sample's class, got {labels.dtype}")
     if labels.size and (labels.min() < 0 or labels.max() >= classes):
         raise ValueError(
-            f"labels: they are {labels.min()} to {labels.max()}, and there are weights for classes 0 to {classes - 1}"
+            f"labels are {labels.min()} to {labels.max()}, but there are weights for classes 0 to {classes - 1}"
         )
 
 

@@ -1,11 +1,8 @@
-"""Which order ``ctx.loader`` uses, and torch's samplers as one.
+"""Chooses the order of ``ctx.loader`` from its arguments, which have the names of torch's DataLoader.
 
-The user's own ``Sampler`` or ``batch_sampler`` as an order: drawn once per epoch, under a seed made from the epoch.
-
-It must give the same samples whenever an epoch is drawn again, since a resumed run does that. Two epochs are drawn in
-turn to check it.
-
-Which order ``ctx.loader`` uses, from its arguments, which have the names of torch's DataLoader.
+The user's own ``Sampler`` or ``batch_sampler`` becomes an order: it is drawn once per epoch, under a seed made from the
+epoch. It must return the same samples whenever an epoch is drawn again, because a resumed run does that. Two epochs are
+drawn in turn to check it.
 """
 
 from __future__ import annotations
@@ -31,20 +28,20 @@ from clusterddp.data.sample_order import Binding, BoundOrder, EpochOrder, Order,
 from clusterddp.data.sample_orders import Sequential, Shuffled, Weighted
 
 _REMEDY = (
-    "draw from the global generators of torch, random or numpy, which are seeded for each epoch, use the number given "
+    "Draw from the global generators of torch, random or numpy, which are seeded for each epoch, use the number given "
     "to set_epoch(), or choose one of clusterddp.orders"
 )
 
 
 class Sampled(Order):
-    """``batch_size``: of the batches, if the sampler gives these rather than single samples."""
+    """``batch_size``: that of the batches, if the sampler yields batches rather than single samples."""
 
     def __init__(self, sampler: Iterable[Any], batch_size: int | None = None) -> None:
         self._sampler, self._batch_size = sampler, batch_size
         self._argument = "sampler" if batch_size is None else "batch_sampler"
         self._name = type(sampler).__name__
         if not isinstance(sampler, Iterable):
-            raise TypeError(f"{self._argument} is {sampler!r}: expected a torch Sampler, or an iterable of indices")
+            raise TypeError(f"{self._argument} is {sampler!r}, expected a torch Sampler, or an iterable of indices")
         self._checked = False
 
     def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
@@ -55,19 +52,19 @@ class Sampled(Order):
         return _Drawn(f"{self._name} ({len(first)} per epoch, hash {short_hash(first)})", len(first), self, to)
 
     def _check(self, first: list[Any], seed: int) -> None:
-        """Raises ValueError for a sampler that is no pure function of the epoch."""
+        """Raises ValueError for a sampler that is not deterministic in the epoch."""
         if not first:
-            raise ValueError(f"{self._argument}: {self._name} gives no samples")
+            raise ValueError(f"{self._argument}: {self._name} yields no samples")
         second = self._draw(1, seed)
         if len(first) != len(second):
             raise ValueError(
-                f"{self._argument}: {self._name} gives {len(first)} samples in epoch 0 and {len(second)} in epoch 1: "
-                "expected the same number in every epoch, by which a resumed run finds its place"
+                f"{self._argument}: {self._name} yields {len(first)} samples in epoch 0 but {len(second)} in epoch 1. "
+                "Expected the same number in every epoch, by which a resumed run finds its place"
             )
         if first != self._draw(0, seed):
             raise ValueError(
-                f"{self._argument}: {self._name} gives other samples when an epoch is drawn again, so that a resumed "
-                f"run could not continue it. It has a state or a generator of its own: {_REMEDY}"
+                f"{self._argument}: {self._name} is not deterministic: epoch 0 differed when redrawn, so a resumed run "
+                f"could not continue it. It has a hidden state or generator. {_REMEDY}"
             )
         self._checked = True
 
@@ -76,8 +73,8 @@ class Sampled(Order):
         found = self._draw(number, seed)
         if len(found) != length:
             raise ValueError(
-                f"{self._argument}: {self._name} gives {len(found)} samples in epoch {number}, and {length} in epoch "
-                "0: expected the same number in every epoch"
+                f"{self._argument}: {self._name} yields {len(found)} samples in epoch {number}, but {length} in epoch "
+                "0. Expected the same number in every epoch"
             )
         return found
 
@@ -92,7 +89,9 @@ class Sampled(Order):
                     generator.manual_seed(number)
             found = list(islice(self._samples(), self._most + 1))
         if len(found) > self._most:
-            raise ValueError(f"{self._argument}: {self._name} gave {self._most} samples and no end: epochs must end")
+            raise ValueError(
+                f"{self._argument}: {self._name} yielded {self._most} samples without an end, but epochs must end"
+            )
         return found
 
     def _samples(self) -> Iterator[Any]:
@@ -102,8 +101,8 @@ class Sampled(Order):
         for batch in self._sampler:
             if len(batch) != self._batch_size:
                 raise ValueError(
-                    f"batch_sampler: {self._name} gave a batch of {len(batch)} samples, and batch_size is "
-                    f"{self._batch_size}: expected batches of that size only; let it drop a smaller last batch"
+                    f"batch_sampler: {self._name} yielded a batch of {len(batch)} samples, but batch_size is "
+                    f"{self._batch_size}. Expected only batches of that size: have it drop a smaller last batch"
                 )
             yield from map(_plain, batch)
 
@@ -148,18 +147,18 @@ def chosen(
     sampler: Iterable[Any] | None = None,
     batch_sampler: Iterable[Any] | None = None,
 ) -> Order:
-    """The order that the arguments of ``ctx.loader`` ask for.
+    """The order that the arguments of ``ctx.loader`` request.
 
-    Raises TypeError where they ask for two, for samplers that divide the samples among the ranks, and for several
+    Raises TypeError if they request two, for samplers that divide the samples among the ranks, and for several
     datasets without a mixture.
     """
     given = {"shuffle": shuffle, "order": order, "sampler": sampler, "batch_sampler": batch_sampler}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise TypeError(f"{' and '.join(names)} each say how the samples are ordered: give ctx.loader() one of them")
+        raise TypeError(f"{' and '.join(names)} each set the order of the samples. Give ctx.loader() one of them")
     if order is not None:
         if not isinstance(order, Order):
-            raise TypeError(f"order is {order!r}: expected one of clusterddp.orders, such as orders.weighted(weights)")
+            raise TypeError(f"order is {order!r}, expected one of clusterddp.orders, such as orders.weighted(weights)")
         return order
     if sampler is not None:
         return _of_sampler(sampler, dataset)
@@ -168,13 +167,13 @@ def chosen(
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
         listed = ", ".join(map(repr, islice(dataset, 3))) + ", ..." * (len(dataset) > 3)
         raise TypeError(
-            f"the dataset is a dict with {listed}: pass one of its datasets, or order=orders.mixture(weights) for all"
+            f"the dataset is a dict with {listed}. Pass one of its datasets, or order=orders.mixture(weights) for all"
         )
     return Sequential() if shuffle is False else Shuffled()
 
 
 def _of_sampler(sampler: Any, dataset: Any) -> Order:
-    """One of ours that does the same as torch's and needs no list of the samples, or the sampler itself."""
+    """A clusterddp order that does the same as torch's sampler without a list of samples, or the sampler itself."""
     _refuse_shares(sampler)
     if type(sampler) is WeightedRandomSampler and sampler.replacement:
         return Weighted(sampler.weights, None, sampler.num_samples)
@@ -196,7 +195,7 @@ def _of_batch_sampler(sampler: Any, batch_size: int, dataset: Any) -> Order:
     if type(sampler) is not BatchSampler or sampler.drop_last:
         return Sampled(sampler, batch_size)
     if sampler.batch_size != batch_size:
-        raise ValueError(f"batch_size is {batch_size}, and that of batch_sampler is {sampler.batch_size}")
+        raise ValueError(f"batch_size is {batch_size}, but that of batch_sampler is {sampler.batch_size}")
     return _of_sampler(sampler.sampler, dataset)
 
 
@@ -207,6 +206,6 @@ def _refuse_shares(sampler: Any) -> None:
         divides = any(isinstance(number, int) and number > 1 for number in numbers)
         if divides or isinstance(part, DistributedSampler):
             raise TypeError(
-                f"{type(part).__name__} gives each rank its part of the samples, and ctx.loader() does that itself: "
-                "leave it out, with shuffle=False if it did not shuffle, or give ctx.loader() a sampler of all samples"
+                f"{type(part).__name__} gives each rank its part of the samples, but ctx.loader() does that itself. "
+                "Leave it out, with shuffle=False if it did not shuffle, or give ctx.loader() a sampler of all samples"
             )

@@ -31,17 +31,17 @@ _FIXED = randomness.hash32("unused")
 
 
 class Generator(Protocol):
-    """One of the three. ``watch`` gives it the fixed state."""
+    """A global generator. ``watch`` gives it the fixed state."""
 
     @property
     def seed(self) -> Callable[[int], Any]: ...
     def watch(self) -> None: ...
     def drew(self) -> bool:
-        """Whether anything was drawn since ``watch``; to be asked once."""
+        """Whether it was drawn from since ``watch``. To be called once."""
 
 
 class _Torch:
-    """The state is taken after a draw, which computes the next 624 numbers: copying them is faster than that."""
+    """The state is taken after a draw, which computes the next 624 numbers, because copying them is faster."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(_FIXED)
@@ -93,8 +93,8 @@ ALL: tuple[Generator, ...] = (_Torch(), _Python(), _Numpy())
 
 #: The samples of a batch, transposed: workers get them faster like this.
 Batch: TypeAlias = Columns
-#: What is seeded for a sample: all generators, as in runs of older versions; all, once any sample has drawn; those that
-#: samples draw from. The samples differ only if they look at a generator that they do not draw from, such as at
+#: The generators that are seeded for a sample: all, as in runs of older versions; all, once any sample has drawn; those
+#: that samples draw from. The samples differ only if they look at a generator that they do not draw from, such as at
 #: ``torch.initial_seed()``.
 SEEDED = ALWAYS, DRAWING, DRAWN = "always", "drawing", "drawn"
 
@@ -103,7 +103,7 @@ class SeededSamples(Dataset[Any]):
     """A dataset whose samples are named by an order, and read in batches, each with its own seed.
 
     Args:
-        collate: the loader's ``collate_fn``: any but torch's own may draw, too.
+        collate: the loader's ``collate_fn``. Any but torch's own may also draw.
 
     Attributes:
         seeded: ALWAYS, DRAWING or DRAWN.
@@ -113,16 +113,16 @@ class SeededSamples(Dataset[Any]):
         self.dataset, self.seeded = dataset, DRAWN
         self._prefix, self._collate = f"('sample', {seed!r}, ", collate
         self._begun = self._collate_may_draw = False
-        #: Nothing before the first batch, as workers that are not forked have generators of their own.
+        #: Empty before the first batch, because workers that are not forked have their own generators.
         self._batches: Callable[[list[Any]], Any] | None = None
         self._drawn: tuple[Generator, ...] = ()
         self._watched: tuple[Generator, ...] = ()
 
     def __getitems__(self, batch: Batch) -> list[Any]:
-        """The samples of a batch; the generators are left as after seeding the last one, for a ``collate_fn``."""
+        """The samples of a batch. The generators stay as after seeding the last one, for a ``collate_fn``."""
         if self._begun:
             return self._some(batch)
-        self._begin()  # most datasets draw for each sample or for none: of those only one is read twice
+        self._begin()  # most datasets draw for each sample or for none, and then only one batch is read twice
         first, others = ([column[place] for column in batch] for place in (slice(1), slice(1, None)))
         return [*self._some(first), *(self._some(others) if others[0] else [])]
 
@@ -143,7 +143,7 @@ class SeededSamples(Dataset[Any]):
         return found
 
     def _read(self, batch: Batch) -> list[Any] | None:
-        """The samples, or None if reading them has drawn from a generator that is only watched; no longer, then."""
+        """The samples, or None if reading them has drawn from a watched generator, which is seeded from then on."""
         for generator in self._watched:
             generator.watch()
         try:
@@ -161,7 +161,7 @@ class SeededSamples(Dataset[Any]):
         return found if self._unchanged() else None
 
     def _unchanged(self) -> bool:
-        """Whether nothing was drawn from generators that are only watched; else they are seeded from now on."""
+        """Whether the watched generators were not drawn from. Those that were are seeded from now on."""
         drew = [generator for generator in self._watched if generator.drew()]
         if not drew:
             return True

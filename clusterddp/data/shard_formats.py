@@ -1,13 +1,9 @@
-"""Datasets over shards, and the formats of these: lines of text, tar archives.
+"""Map-style datasets over shards, and their formats: lines of text, and tar archives.
 
-A map-style dataset over shards: the samples of the first shard, then those of the second, and so on.
-
-Lines of text files: where each begins and ends.
-
-Samples in tar archives: neighbouring files with the same name up to the first dot.
-
-A sample is a stretch of its archive, headers included. It is read in one piece, and its headers are read again then, so
-that the index needs two numbers per sample.
+A dataset has the samples of the first shard, then those of the second, and so on. A sample of text files is a line. A
+sample of a tar archive is a group of neighbouring files with the same name up to the first dot. It is a stretch of its
+archive, including headers. It is read in one piece, with its headers, so that the index needs two numbers per
+sample.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ from clusterddp.data.shards import (
 
 
 class Sharded(Dataset[Any]):
-    """Knows how many samples each shard has, and reads one as ``_sample`` of a subclass does."""
+    """Has the number of samples of each shard. A subclass reads one in ``_sample``."""
 
     def __init__(self, shards: list[Shard], counts: list[int]) -> None:
         self._paths = [shard.path for shard in shards]
@@ -102,7 +98,7 @@ class Indexed(Sharded):
         try:
             return start, self._files.read(path, start, size)
         except ValueError as error:
-            raise ValueError(f"{error}; if the file is complete, delete its index {self._index}") from None
+            raise ValueError(f"{error}. If the file is complete, delete its index {self._index}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rows": None}
@@ -113,8 +109,8 @@ _CHUNK = 1 << 22
 
 
 def scan_lines(path: str) -> Iterator[Rows]:
-    """The place of each line but empty ones, without its newline; in pieces, as there may be many."""
-    check_uncompressed(path, "unpack it (gunzip), as a line within it cannot be found")
+    """The place of each line except empty ones, without its newline, in pieces, because there may be many."""
+    check_uncompressed(path, "Unpack it (gunzip), because lines within it cannot be found")
     position = begin = 0
     last = b""  # of the bytes before
     with open(path, "rb", buffering=0) as file:
@@ -132,7 +128,7 @@ def scan_lines(path: str) -> Iterator[Rows]:
 
 
 def _lines(starts: Rows, stops: Rows, found: npt.NDArray[np.uint8], offset: int) -> Rows:
-    """Without those that are empty, or a carriage return alone, as in text of Windows.
+    """Without those that are empty, or only a carriage return, as in text of Windows.
 
     ``found``: the bytes from ``offset`` on.
     """
@@ -151,11 +147,11 @@ _LINKS, _SPARSE = (b"1", b"2"), b"S"
 _WITHOUT_DATA = (*_LINKS, b"3", b"4", b"5", b"6")
 #: Bytes of a long name or of pax records: such a header is read into memory.
 _MOST_OF_HEADER = 1 << 24
-#: More zeros at the end are not padding, which fills a record of 10 KiB by default, but a copy that is not complete.
+#: More zeros at the end are not padding, which fills a record of 10 KiB by default, but an incomplete copy.
 _MOST_PADDING = 1 << 21
 #: Samples whose places are in memory.
 _AT_ONCE = 10_000
-#: Reads so many bytes from a position on; fewer at the end.
+#: Reads this many bytes from a position on, fewer at the end.
 Read = Callable[[int, int], bytes]
 
 
@@ -169,7 +165,7 @@ class Member(NamedTuple):
 
 
 def members(read: Read, start: int, stop: int, whole: bool = True) -> Iterator[Member]:
-    """All files of a whole archive, or of a stretch of one, in sequence. Raises ValueError where it is damaged."""
+    """All files of a whole archive, or of a stretch of one, in sequence. Raises ValueError if it is damaged."""
     position = start
     known: dict[str, str] = {}  # of the next member
     while position < stop:
@@ -197,7 +193,7 @@ def members(read: Read, start: int, stop: int, whole: bool = True) -> Iterator[M
             raise ValueError(f"{name!r} at byte {at} is stored as a sparse file, which is not supported")
         if kind in _LINKS and split_name(name)[1]:
             raise ValueError(
-                f"{name!r} at byte {at} is a link, which has no data here: pack files with GNU tar's --dereference and "
+                f"{name!r} at byte {at} is a link, which has no data here. Pack files with GNU tar's --dereference and "
                 "--hard-dereference"
             )
         if kind in _FILE:
@@ -210,30 +206,30 @@ def members(read: Read, start: int, stop: int, whole: bool = True) -> Iterator[M
 def _check_end(read: Read, position: int, stop: int) -> None:
     """Raises ValueError unless zeros follow the last member: two blocks by the standard, some programs write one."""
     if stop - position < _BLOCK:
-        raise ValueError(f"it ends at byte {stop} without the zeros that end an archive: it was cut")
+        raise ValueError(f"it ends at byte {stop} without the zeros that end an archive, so it is truncated")
     for at in range(position, stop, _MOST_PADDING):
         zeros = read(at, min(_MOST_PADDING, stop - at))
         if data := zeros.lstrip(b"\0"):
             raise ValueError(
-                f"zeros follow at byte {position}, where a header or the end should be, and more data at byte "
-                f"{at + len(zeros) - len(data)}: it is damaged, or made of several archives, which should be shards of "
-                "their own"
+                f"zeros follow at byte {position}, where a header or the end should be, but more data at byte "
+                f"{at + len(zeros) - len(data)}. It is damaged, or made of several archives, which should be separate "
+                "shards"
             )
     if stop - position > _MOST_PADDING:
         raise ValueError(
-            f"zeros follow from byte {position} to the end, {stop - position} bytes: the copy is not complete, or the "
+            f"zeros follow from byte {position} to the end, {stop - position} bytes. The copy is incomplete, or the "
             "archive was packed with a --blocking-factor above 4096"
         )
 
 
 def _size(header: bytes, position: int) -> int:
-    """Of a member's data. Raises ValueError for what is no header."""
+    """The size of a member's data. Raises ValueError if this is no header."""
     try:
         expected = int(header[148:156].strip(b" \0"), 8)
     except ValueError:
         expected = -1
     if len(header) < _BLOCK or expected != sum(header) - sum(header[148:156]) + 8 * ord(" "):
-        raise ValueError(f"there is no header at byte {position}: not a tar archive, or a damaged one")
+        raise ValueError(f"there is no header at byte {position}, so it is not a tar archive, or damaged")
     field = header[124:136]
     if field[0] & 0x80:  # GNU: 8 GiB and more
         return int.from_bytes(field[1:], "big")
@@ -282,8 +278,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def scan_archive(path: str) -> Iterator[Rows]:
-    """Where each sample of an archive is, in pieces. Raises ValueError for what is not an archive, or is damaged."""
-    check_uncompressed(path, "unpack it; most images, sounds and videos are compressed already")
+    """Where each sample of an archive is, in pieces. Raises ValueError if it is not an archive, or damaged."""
+    check_uncompressed(path, "Unpack it, as most images, sounds and videos are already compressed")
     try:
         places = _places(path)
         while rows := list(islice(places, _AT_ONCE)):
@@ -307,7 +303,7 @@ def _places(path: str) -> Iterator[tuple[int, int]]:
                 continue
             if key != last:
                 if key in keys:
-                    raise ValueError(f"the files of sample {key!r} are not next to each other: sort them by name")
+                    raise ValueError(f"the files of sample {key!r} are not next to each other. Sort them by name")
                 if last is not None:
                     yield start, stop - start
                 keys.add(key)
@@ -320,7 +316,7 @@ def _places(path: str) -> Iterator[tuple[int, int]]:
 def sample(data: bytes, start: int) -> tuple[str, dict[str, bytes]]:
     """The name of the sample in the stretch of an archive from ``start`` on, and its files by extension.
 
-    Raises ValueError for what is no sample.
+    Raises ValueError if it is not a sample.
     """
     files: dict[str, bytes] = {}
     key = ""
@@ -332,5 +328,5 @@ def sample(data: bytes, start: int) -> tuple[str, dict[str, bytes]]:
             raise ValueError(f"sample {key_of_file!r} has two files .{extension}")
         key, files[extension] = key_of_file, data[member.data - start : member.stop - start]
     if not files:
-        raise ValueError("there is no file: the archive has changed since it was indexed")
+        raise ValueError("there is no file, so the archive has changed since it was indexed")
     return key, files

@@ -1,16 +1,14 @@
 """The shards of a dataset: its files, and an index of the samples in them.
 
-The files of a dataset: found by patterns, in a fixed order, and read at any place.
+The files are found by patterns, in a fixed order, and read at any place by ``pread``. They are not memory-mapped, so
+that a file that has become shorter is an error instead of a SIGBUS that kills the rank, and only the operating system's
+cache keeps their contents.
 
-They are read by ``pread`` rather than memory-mapped: a file that has become shorter is then an error instead of a
-SIGBUS that kills the rank, and nothing but the operating system's cache keeps what was read.
-
-The places of all samples in a dataset's shards: built once, kept in a file, memory-mapped by each process.
-
-The file has a row (start, size) of two 64-bit numbers per sample, shard after shard, then a JSON object that describes
-the shards, and at last the length and checksum of that object. It is complete or not there at all. If a shard has
-another size or time of modification than recorded, or shards were added or removed, the index is built again, and only
-the shards that changed are read.
+The index has the places of all samples. It is built once, kept in a file, and memory-mapped by each process. The file
+has a row (start, size) of two 64-bit numbers per sample, shard after shard, then a JSON object that describes the
+shards, and at last the length and checksum of that object. It is complete or absent. If a shard's size or time of
+modification differs from the record, or shards were added or removed, the index is rebuilt, and only the changed shards
+are read.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 #: Files that a process keeps open.
 _OPEN = 64
-#: The first bytes of what cannot be read at any place.
+#: The first bytes of files that cannot be read at any place.
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -73,7 +71,7 @@ def patterns_of(given: Paths) -> list[str]:
     for text in texts:
         if "://" in text or text.startswith("pipe:"):
             raise ValueError(
-                f"{text}: a shard is read at any place, which needs a file: download it, or mount its store"
+                f"{text}: a shard must be a file, because it is read at any place. Download it, or mount its store"
             )
     return [os.path.normpath(Path(text).absolute()) for text in texts]
 
@@ -85,11 +83,11 @@ def found(patterns: Iterable[str]) -> list[Shard]:
     """
     paths: set[str] = set()
     for pattern in patterns:
-        # Unlike Path.glob, it leaves out hidden files, as a shell does: the index is one.
+        # Unlike Path.glob, it leaves out hidden files, such as the index, as a shell does.
         named = [pattern] if Path(pattern).is_file() else glob.glob(pattern)  # noqa: PTH207
         matching = [path for path in named if Path(path).is_file()]
         if not matching:
-            hint = "; {} is not expanded, use * or a list" if "{" in pattern else ""
+            hint = ". {} is not expanded: use * or a list" if "{" in pattern else ""
             raise FileNotFoundError(f"no file matches {pattern}{hint}")
         paths.update(matching)
     return [Shard.at(path) for path in sorted(paths)]
@@ -101,7 +99,7 @@ def check_uncompressed(path: str, remedy: str) -> None:
         start = file.read(8)
     for magic, name in _COMPRESSED.items():
         if start.startswith(magic):
-            raise ValueError(f"{path} is compressed ({name}), and can only be read from its start: {remedy}")
+            raise ValueError(f"{path} is compressed ({name}), and can only be read from its start. {remedy}")
 
 
 @contextmanager
@@ -116,15 +114,15 @@ def named(path: str) -> Iterator[None]:
 
 
 class _File:
-    """An open file. It is closed when nobody reads it any more, perhaps in another thread."""
+    """An open file, which is closed once no thread reads it."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._size = os.fstat(self._descriptor).st_size
 
     def read(self, start: int, size: int) -> bytes:
-        """Up to ``size`` bytes: fewer where the file ends before."""
-        if not 0 <= start <= start + size <= self._size:  # not even tried: a wrong size may be more than the memory
+        """Up to ``size`` bytes, fewer if the file ends before."""
+        if not 0 <= start <= start + size <= self._size:  # not tried, because a wrong size may exceed the memory
             return b""
         parts = []
         while size > 0 and (part := os.pread(self._descriptor, size, start)):
@@ -155,8 +153,8 @@ class Files:
             data = file.read(start, size)
         if len(data) != size:
             raise ValueError(
-                f"{path} is too short for the sample at byte {start}: it has changed since it was opened; start the "
-                "script again"
+                f"{path} is too short for the sample at byte {start}, so it has changed since it was opened. "
+                "Restart the script"
             )
         return data
 
@@ -182,7 +180,7 @@ _AT_ONCE, _IN_MEMORY = 8, 1 << 20
 
 @dataclass(frozen=True)
 class _Entry:
-    """A shard as the index has it."""
+    """A shard in the index."""
 
     shard: Shard
     samples: int
@@ -190,7 +188,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Found:
-    """What an index file has."""
+    """The contents of an index file."""
 
     entries: list[_Entry]
     rows: Rows
@@ -212,34 +210,34 @@ class Index:
 
 
 def index_place(folder: Path, kind: str, patterns: list[str]) -> Path:
-    """Where the index is: a name for each dataset, which does not match patterns of shards."""
+    """The path of the index: a name for each dataset, which does not match patterns of shards."""
     relative = [os.path.relpath(pattern, folder) for pattern in patterns]
     name = hashlib.blake2b(json.dumps([kind, relative]).encode(), digest_size=6).hexdigest()
     return folder / f".clusterddp-{kind}-{name}.index"
 
 
 def index_of(path: Path, shards: list[Shard], scan: Scan) -> Index:
-    """The index of these shards, built before if there is none or it does not fit.
+    """The index of these shards, which is built if there is none or it does not fit.
 
-    Raises what ``scan`` raises, and OSError where the file cannot be written.
+    Raises the errors of ``scan``, and OSError if the file cannot be written.
     """
     found = _read(path)
     if found is None or found.shards != shards:
         _build(path, shards, scan, found)
         found = _read(path)
         if found is None or found.shards != shards:
-            raise ValueError(f"{path}: shards changed while their index was built; start again when they are complete")
+            raise ValueError(
+                f"{path}: shards changed while their index was built. Restart the script when they are complete"
+            )
     return Index(path, [entry.samples for entry in found.entries], found.rows, found.tail)
 
 
 def mapped(path: Path, samples: int, tail: bytes) -> Rows:
-    """The rows in the file. Raises ValueError if it has another tail, as it is then of other shards."""
+    """The rows in the file. Raises ValueError if its tail differs, because it then belongs to other shards."""
     with open(path, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL.size))
         if file.read() != tail:
-            raise ValueError(
-                f"{path} was built again, as shards changed while a run reads them; start the script again"
-            )
+            raise ValueError(f"{path} was rebuilt, because shards changed while a run reads them. Restart the script")
         return _mapped(file, samples)
 
 
@@ -278,7 +276,7 @@ def _read(path: Path) -> _Found | None:
 
 
 def _build(path: Path, shards: list[Shard], scan: Scan, old: _Found | None) -> None:
-    """Writes the index; several processes may do that at the same time."""
+    """Writes the index. Several processes may do that at the same time."""
     kept = _Kept(old)
     changed = [shard for shard in shards if shard not in kept]
     say(f"indexing {counted(len(changed), 'shard')} of {len(shards)}: {path}")
@@ -286,7 +284,7 @@ def _build(path: Path, shards: list[Shard], scan: Scan, old: _Found | None) -> N
         try:
             file = stack.enter_context(replacing(path))
         except OSError as error:
-            reason = f"{error.strerror}; give index=FOLDER for the index"
+            reason = f"{error.strerror}. Pass index=FOLDER, a folder for the index"
             raise type(error)(error.errno, reason, str(path.parent)) from None
         _write(file, path.parent, shards, kept, scan)
 
@@ -308,7 +306,7 @@ def _write(file: BinaryIO, folder: Path, shards: list[Shard], kept: _Kept, scan:
 
 
 def _all_rows(shards: list[Shard], kept: _Kept, scan: Scan, folder: Path) -> Iterator[Rows | IO[bytes]]:
-    """The rows of each shard, or a file of them; some are read ahead, as a network's file system answers slowly."""
+    """The rows of each shard, or a file of them. Some are read ahead, because a network file system is slow."""
 
     def of(shard: Shard) -> Rows | IO[bytes]:
         return kept.rows(shard) if shard in kept else _scanned(shard, scan, folder)
@@ -332,7 +330,7 @@ def _scanned(shard: Shard, scan: Scan, folder: Path) -> IO[bytes]:
 
 
 class _Kept:
-    """What an older index has of shards that have not changed."""
+    """The rows of unchanged shards in an older index."""
 
     def __init__(self, old: _Found | None) -> None:
         entries = old.entries if old is not None else []

@@ -1,10 +1,10 @@
-"""What a run trains from: ``ctx.loader()``, a loader of another library, or nothing; and which batch each step takes.
+"""The loader of a run (``ctx.loader()``, a different library's, or none), and which batch each step takes.
 
 A step takes the next global batch of the loader's endless stream: step s takes batch s, plus all that were skipped
 before it. A skip moves the position in the data and not the number of steps, so that a schedule that counts steps is
-not affected. ``skips`` in a checkpoint has the steps with their numbers of batches: a resume finds its place on any
-number of ranks. Only a loader of another library hands out the batches that are skipped, and they are dropped; so are
-those of a loader without a state that were trained on before a resume.
+not affected. ``skips`` in a checkpoint has the steps with their numbers of batches, so that a resume finds its place on
+any number of ranks. Only a different library's loader yields the skipped batches, which are dropped. So are those of a
+loader without a state that were trained on before a resume.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from clusterddp.data.loader import Loader
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.jobdef.job import MOST_SKIPPED
 
-#: In the group's store: what rank 0 takes its samples from.
+#: Key in the group's store: where rank 0 takes its samples from.
 _STREAM = "loader/stream"
 #: The argument ``step`` of its methods is the number of a global batch, from 0.
 Source: TypeAlias = Loader | ExternalLoader | ReplayedLoader | NoLoader
@@ -32,19 +32,19 @@ class TrainingLoader:
 
     def __init__(self, source: Source, seeds_steps: bool = False) -> None:
         self._source, self._seeds_steps = source, seeds_steps
-        #: Whether the source goes to any place at once, rather than from batch to batch.
+        #: Whether the source can jump to any place, rather than move from batch to batch.
         self._seeks = isinstance(source, (Loader, NoLoader))
         self.skips: list[tuple[int, int]] = []
-        #: Batches that a loader with a state has still to hand out, to nobody.
+        #: Batches that a loader with a state must still yield, and that are dropped.
         self._to_drop = 0
-        #: Whether the stream has to be opened again, at another position.
+        #: Whether the stream must be reopened at a different position.
         self._moved = False
-        #: The epoch of the last batch that was trained on, of a loader that knows only its current one.
+        #: The epoch of the last batch that was trained on, for a loader that has only its current one.
         self._last_epoch: int | None = None
 
     @property
     def given(self) -> Any:
-        """What ``ctx.run()`` got as its loader."""
+        """The loader that ``ctx.run()`` received."""
         return self._source.given if isinstance(self._source, Passes) else self._source
 
     @property
@@ -74,7 +74,7 @@ class TrainingLoader:
 
     @property
     def order_changed(self) -> Mapping[str, str] | None:
-        """What a resume has found to be other in the order's future."""
+        """The fields of the event, if a resume found that the order's future has changed."""
         return self._source.order_changed if isinstance(self._source, Loader) else None
 
     def batch(self, step: int) -> int:
@@ -96,7 +96,7 @@ class TrainingLoader:
         return before is not None and before // every < epoch // every
 
     def steps_in(self, epochs: float) -> int:
-        """The number of steps in so many epochs, if nothing is skipped."""
+        """The number of steps in this many epochs without skips."""
         return self._source.steps_in(epochs)
 
     @property
@@ -113,7 +113,7 @@ class TrainingLoader:
         return not isinstance(self._source, NoLoader)
 
     def why_not_skip(self, batches: object) -> str | None:
-        """Why so many batches cannot be skipped; None if they can."""
+        """Why this many batches cannot be skipped; None if they can."""
         if not self.can_skip:
             return "the run has no loader whose batches could be skipped"
         if type(batches) is not int or not 1 <= batches <= MOST_SKIPPED:
@@ -121,7 +121,7 @@ class TrainingLoader:
         return None
 
     def skip(self, step: int, batches: int) -> None:
-        """From ``step`` on, the steps take later batches; all ranks call it between the same steps."""
+        """From ``step`` on, the steps take later batches. All ranks call it between the same steps."""
         self.skips.append((step, batches))
         self._moved = True
         if self.per_rank_state:
@@ -168,7 +168,7 @@ class TrainingLoader:
         self._source.gather()
 
     def progress(self, step: int) -> dict[str, Any]:
-        """What a checkpoint stores about the loader."""
+        """The loader's entries in a checkpoint."""
         skipped = {"skips": [list(skip) for skip in self.skips], "skips_to_drop": self._to_drop} if self.skips else {}
         return {**self._source.progress(self.batch(step)), **skipped}
 
@@ -182,12 +182,12 @@ class TrainingLoader:
 def training_loader(
     loader: Loader | Iterable[Any] | None, group: ProcessGroup, seed: int, seeds_steps: bool = False
 ) -> TrainingLoader:
-    """What ``ctx.run()`` got as its loader, with the methods that a run needs.
+    """The loader that ``ctx.run()`` received, with the methods that a run needs.
 
     ``seeds_steps``: whether the run seeds all generators once it has a batch.
 
-    Raises TypeError for what cannot be iterated over, ValueError on a rank whose ``ctx.loader()`` is not that of rank
-    0.
+    Raises TypeError for an object that cannot be iterated over, ValueError on a rank whose ``ctx.loader()`` is not that
+    of rank 0.
     """
     if loader is None:
         return TrainingLoader(NoLoader())
@@ -198,23 +198,23 @@ def training_loader(
 
 
 def _of_other(loader: Any, group: ProcessGroup, seed: int) -> ExternalLoader | ReplayedLoader:
-    """By whether the loader has a state."""
+    """Chooses by whether the loader has a state."""
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return ExternalLoader(loader, group)
     if not hasattr(loader, "__iter__"):
         raise TypeError(
-            f"run(loader=...) was given a {type(loader).__name__}: expected ctx.loader(), or an iterable of this "
+            f"run(loader=...) received a {type(loader).__name__}, expected ctx.loader(), or an iterable of this "
             "rank's batches, such as torchdata's StatefulDataLoader"
         )
     return ReplayedLoader(loader, group, seed)
 
 
 def _check_same(stream: str, group: ProcessGroup) -> None:
-    """The ranks take their parts of one stream, which must therefore be the same on all of them."""
+    """Raises ValueError if the ranks' streams differ, as they take their parts of one stream."""
     if group.rank == 0:
         group.store.set(_STREAM, stream)
     elif (of_rank_0 := group.store.get(_STREAM).decode()) != stream:
         raise ValueError(
-            f"rank {group.rank} has {stream}, and rank 0 has {of_rank_0}: give ctx.loader() the same dataset and order "
-            "on every rank; it gives each rank its part"
+            f"rank {group.rank} has {stream}, but rank 0 has {of_rank_0}. Give ctx.loader() the same dataset and order "
+            "on every rank. It gives each rank its part"
         )

@@ -1,4 +1,4 @@
-"""DataLoader workers: they never see the stop signals, and none outlives or delays its rank."""
+"""DataLoader workers: they never see the stop signals, and never outlive or delay their rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shield_workers() -> None:
     """From now on no DataLoader's workers see the stop signals, including those of the script's own loaders.
 
     A TERM would kill torch's workers and, with them, their rank before it can save. Python would wait for the shielded
-    ones when the process exits, so that they are closed before.
+    ones when the process exits, so they are closed before.
     """
     if DataLoader.__iter__ is _iter_of_torch:
         DataLoader.__iter__ = lambda loader: _start(loader, _others)  # type: ignore[method-assign]
@@ -49,7 +49,7 @@ def close_workers() -> None:
 
 
 def close(iterator: Any) -> None:
-    """Ends an iterator's workers, if it has any: they finish their current sample or are killed.
+    """Ends an iterator's workers, if it has any. They finish their current sample or are killed.
 
     torch would wait 5 s for each worker that does not exit, send it a TERM, which is blocked there, and wait again.
     """
@@ -76,7 +76,7 @@ def _start(loader: DataLoader[Any], known: weakref.WeakSet[Any]) -> Any:
 
 @contextmanager
 def _beginning(loader: DataLoader[Any]) -> Iterator[None]:
-    """Workers that are started inside begin as ``_Beginning`` says."""
+    """Has workers that are started inside begin with ``_Beginning``."""
     if not loader.num_workers:
         yield
         return
@@ -91,12 +91,12 @@ def _beginning(loader: DataLoader[Any]) -> Iterator[None]:
 class _Beginning:
     """A ``worker_init_fn``, around the given one.
 
-    The garbage collector leaves out what a worker has when it begins, such as the modules: going through it takes tens
-    of milliseconds each time, and copies the rank's memory.
+    The garbage collector leaves out the objects that a worker has when it begins, such as modules, because going
+    through them takes tens of milliseconds each time, and copies the rank's memory.
 
-    A worker that is not forked ends when its rank is killed. torch's end when they have another parent than at first.
-    The parent of a fork server's workers is that server, which lives as long as they do; a spawned one may lose its
-    parent before it looks for the first time.
+    A worker that is not forked ends when its rank is killed. torch's end when their parent changes. The parent of a
+    fork server's workers is that server, which lives as long as they do. A spawned one may lose its parent before it
+    looks for the first time.
     """
 
     def __init__(self, given: Callable[[int], None] | None, forked: bool) -> None:

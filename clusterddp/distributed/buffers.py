@@ -19,21 +19,21 @@ Named: TypeAlias = dict[str, dict[str, torch.Tensor]]
 class Buffers:
     """Keeps the buffers equal on all ranks, and free of steps that are not done. ``parts``: those of the run.
 
-    After a forward, each rank has the statistics of its own batch; DDP broadcasts rank 0's before the next forward. An
+    After a forward, each rank has the statistics of its own batch. DDP broadcasts rank 0's before the next forward. An
     average or an evaluation in between would see other values after a resume, which restores rank 0's on all ranks.
     Therefore ``share`` broadcasts earlier: after the optimizer has stepped, and at the end of each step of the loop.
 
-    DDP does not broadcast after a forward inside ``no_sync`` or without gradients, and neither does ``share``: each
-    rank has its own buffers until after the next forward whose gradients are reduced. A stop meanwhile saves those of
-    all ranks.
+    DDP does not broadcast after a forward inside ``no_sync`` or without gradients, and neither does ``share``. Each
+    rank then has its own buffers until after the next forward whose gradients are reduced. A stop meanwhile saves those
+    of all ranks.
 
     A stop may come between a step's forward and its optimizer's step, in an evaluation there. The step is repeated
-    after the resume, so that its forward must not count: ``rewind`` restores the buffers from before the step.
+    after the resume, so its forward must not count: ``rewind`` restores the buffers from before the step.
     """
 
     def __init__(self, parts: Mapping[str, Any], world_size: int) -> None:
         modules = [module for part in parts.values() for module in ddp_modules(part)]
-        #: Those that have buffers: DDP looks for them when it is made, and does not broadcast later ones.
+        #: The modules that have buffers. DDP looks for them when it is made, and does not broadcast later ones.
         self._modules = [module for module in modules if module.modules_buffers]
         self._trained_by = {
             id(part): [module for module in self._modules if trained_parameters(part) & set(module.parameters())]
@@ -58,7 +58,7 @@ class Buffers:
             self._of_module.setdefault(module, []).append((owner, name))
         #: The modules whose buffers may differ between ranks.
         self._apart = {module for module in self._of_module if not module.broadcast_buffers}
-        #: On rank 0, after the ranks have met in this step: what each of them has, where rank 0 has something else.
+        #: On rank 0, after the ranks have met in this step: the buffers of each that differ from rank 0's.
         self.gathered: list[Named] | None = None
 
     def share(self, optimizer: Any = None) -> None:
@@ -92,7 +92,7 @@ class Buffers:
         }
 
     def progress(self) -> dict[str, Any]:
-        """For a checkpoint: what other ranks than 0 have, or of which parts it lacks that."""
+        """For a checkpoint: the buffers of ranks other than 0, or the parts without them."""
         if self.gathered is not None:
             return {"buffers_apart": self.gathered} if any(self.gathered) else {}
         parts = [part for part, found in self._in_ddp.items() if any(one[0] in self._apart for one in found.values())]
@@ -100,7 +100,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, progress: Mapping[str, Any], rank: int, world_size: int) -> list[str]:
-        """Loads what this rank has for itself; returns the reasons why the resume is not exact."""
+        """Loads this rank's own buffers. Returns the reasons why the resume is not exact."""
         of_ranks: Sequence[Named] = progress.get("buffers_apart", [])
         if len(of_ranks) == world_size:
             for part, name in ((part, name) for one in of_ranks for part, of_part in one.items() for name in of_part):
@@ -110,12 +110,12 @@ class Buffers:
                 if name in of_ranks[rank].get(part, {}):
                     getattr(owner, key).copy_(of_ranks[rank][part][name])
         return [
-            f"{part} had separate buffers on each rank, and the checkpoint has only rank 0's"
+            f"{part} had separate buffers on each rank, but the checkpoint has only rank 0's"
             for part in progress.get("buffers_lost", [])
         ]
 
     def begin_step(self) -> None:
-        """Copies the buffers for ``rewind``; takes 0.1 ms for the 159 buffers of a ResNet-50 on a CPU."""
+        """Copies the buffers for ``rewind``, in 0.1 ms for the 159 buffers of a ResNet-50 on a CPU."""
         self.gathered = None
         if self._names:
             self._copy()

@@ -1,4 +1,4 @@
-"""Small collectives, mainly for evaluation. All ranks call them in the same order; they also work at world size 1."""
+"""Small collectives, mainly for evaluation. All ranks call them in the same order. They also work at world size 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 #: Bytes per broadcast: 2000 tensors of 20 KB one by one take 3.6 times as long.
 PORTION = 1 << 25
-#: Bytes of JSON that are broadcast together with their length: each collective costs a small restore more than these.
+#: Bytes of JSON that are broadcast with their length, because a second collective would cost a small restore more.
 _AT_ONCE = 1 << 16
 
 

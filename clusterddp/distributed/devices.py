@@ -1,4 +1,5 @@
-"""A rank's devices: which they are, threads that use a GPU beside the training, memory that a killed process holds."""
+"""A rank's devices: their choice, threads that use a GPU beside the training, and memory that a killed process
+holds."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def choose_devices(
     if not visible_gpus and named:
         local = environment.launcher == "local" and environment.world_size > environment.local_world_size
         needs = environment.world_size * per_rank
-        whole = f"; with --local, the job needs {needs} GPUs on this machine" if local else ""
+        whole = f". With --local, the job needs {needs} GPUs on this machine" if local else ""
         raise DeviceError(
             f"device {asked} requested, but node {host} has none of the GPUs that CUDA_VISIBLE_DEVICES={named} "
             f"lists{whole}"
@@ -69,7 +70,7 @@ def choose_devices(
     if not visible_gpus:
         hidden = ", because CUDA_VISIBLE_DEVICES is empty" if named == "" else ""
         raise DeviceError(
-            f"device {asked} requested, but no GPU is visible on node {host}{hidden}; request GPUs (--gpus-per-node), "
+            f"device {asked} requested, but no GPU is visible on node {host}{hidden}. Request GPUs (--gpus-per-node), "
             "install a torch with CUDA, or use --device cpu"
         )
     if device.index is not None:
@@ -78,7 +79,7 @@ def choose_devices(
         first = 0
     elif visible_gpus < needed:
         gpus = "1 GPU" if needed == 1 else f"{needed} GPUs"
-        raise DeviceError(f"needs {gpus} on node {host}, {'Slurm gave' if slurm else 'there are'} {visible_gpus}")
+        raise DeviceError(f"needs {gpus} on node {host}, but {'Slurm gave' if slurm else 'there are'} {visible_gpus}")
     else:
         first = environment.local_rank * per_rank
     return tuple(torch.device("cuda", index) for index in range(first, first + per_rank))
@@ -95,11 +96,11 @@ def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host
         return None
     if per_rank > 1:
         raise DeviceError(
-            f"gpus_per_rank is {per_rank}, but node {host} has MIG devices, of which a process can use only one: leave "
+            f"gpus_per_rank is {per_rank}, but node {host} has MIG devices, of which a process can use only one. Leave "
             "gpus_per_rank out"
         )
     if len(devices) < environment.local_world_size:
-        raise DeviceError(f"needs {environment.local_world_size} GPUs on node {host}, there are {len(devices)} (MIG)")
+        raise DeviceError(f"needs {environment.local_world_size} GPUs on node {host}, but it has {len(devices)} (MIG)")
     return devices[environment.local_rank]
 
 
@@ -115,7 +116,7 @@ def visible_gpus() -> int:
 
 def gpu_identity(device: torch.device) -> str:
     """Equal for two ranks, of any nodes, if they see the same GPU: its UUID, or with torch 2.4, which has none, its PCI
-    address and host. DeviceError if CUDA does not tell."""
+    address and host. Raises DeviceError if CUDA gives neither."""
     properties = torch.cuda.get_device_properties(device)
     if hasattr(properties, "uuid"):
         return str(properties.uuid)
@@ -124,7 +125,7 @@ def gpu_identity(device: torch.device) -> str:
     address = ctypes.create_string_buffer(32)
     name = f"{platform}DeviceGetPCIBusId"
     if error := getattr(library, name)(address, len(address), device.index):
-        raise DeviceError(f"cannot identify GPU {device}: {name} returned error {error}")
+        raise DeviceError(f"could not identify GPU {device}: {name} returned error {error}")
     return f"{address.value.decode()} on {socket.gethostname()}"
 
 
@@ -133,9 +134,9 @@ def device_thread(
 ) -> threading.Thread:
     """A daemon thread, not started yet, that may use events and pinned memory of the device.
 
-    A thread begins on device 0, and its first call of CUDA would open a context there: half a gigabyte of another
-    rank's GPU. While another thread captures a CUDA graph in the usual mode, "global", such calls are errors that end
-    the capture, unless their own thread says that only its own captures concern it.
+    A thread begins on device 0, and its first call of CUDA would open a context there, which takes half a gigabyte of
+    another rank's GPU. While a different thread captures a CUDA graph in the usual mode, "global", such calls are
+    errors that end the capture, unless their thread has set the mode "thread local".
     """
 
     def run() -> None:
@@ -161,7 +162,7 @@ def wait_until_free(devices: Sequence[torch.device], wanted: int, patience_s: fl
     while (least := min((torch.cuda.mem_get_info(device)[0], str(device)) for device in devices))[0] < wanted:
         free = f"{least[0] / GIB:.2f} GiB are free on {least[1]}, but the previous attempt used {wanted / GIB:.2f} GiB"
         if time.monotonic() > deadline:
-            say(f"{free}: continuing anyway after {patience_s:.0f} s")
+            say(f"{free}. Continuing anyway after {patience_s:.0f} s. Find other processes with nvidia-smi or rocm-smi")
             return False
         if not said:
             say(f"{free}: waiting")
@@ -177,7 +178,7 @@ def settle_vector_functions() -> None:
     """Calls each function once, in this thread.
 
     MKL (2024.2, in torch 2.13) stores the number of the CPU's type in its first call, and then replaces it by its own
-    numbering, without a lock. A thread that reads the number in between gets another row of the table of kernels, and
+    numbering, without a lock. A thread that reads the number in between gets a wrong row of the table of kernels, and
     its part of the first result has errors of up to 3e-4 (benchmarks/results/math-library.md). AdamW's first step after
     a start or a resume then differed from that of other ranks.
     """

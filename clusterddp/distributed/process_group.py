@@ -31,15 +31,15 @@ _CONNECTED, _ALL_CONNECTED = "connected", "connected/all"
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
-    """gloo for CPUs, and for GPUs NCCL, with gloo for tensors on the CPU; or as asked. DeviceError for one that cannot
-    work here.
+    """gloo for CPUs, and for GPUs NCCL, with gloo for tensors on the CPU, unless one is requested. Raises DeviceError
+    for one that cannot work here.
     """
     if asked == "nccl" and device.type != "cuda":
-        raise DeviceError(f"backend nccl needs a GPU per rank, but the device is {device}; leave it out, or use gloo")
-    # One backend, or one per device type as in "cpu:gloo,cuda:nccl"; torch 2.4's own check knows only the former.
+        raise DeviceError(f"backend nccl needs a GPU per rank, but the device is {device}. Leave it out, or use gloo")
+    # One backend, or one per device type as in "cpu:gloo,cuda:nccl". torch 2.4's own check supports only the former.
     if asked is not None and not all(dist.is_backend_available(one.rpartition(":")[2]) for one in asked.split(",")):
         raise DeviceError(
-            f"backend {asked}: this torch was built without it; leave it out for gloo on CPUs, NCCL on GPUs"
+            f"backend {asked}: this torch was built without it. Leave it out for gloo on CPUs, NCCL on GPUs"
         )
     return asked or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
@@ -54,7 +54,7 @@ def backend_of(backend: str, device_type: str) -> str:
 
 
 def flight_recorder(version: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that turns on NCCL's flight recorder in this torch; none if the user set one, or it is on anyway.
+    """The variable that turns on NCCL's flight recorder in this torch; none if the user set one, or it is already on.
 
     torch 2.8 renamed it, and warns about the older name.
     """
@@ -68,8 +68,8 @@ def flight_recorder(version: str, environ: Mapping[str, str]) -> dict[str, str]:
 class ProcessGroup:
     """The default process group of torch.distributed, and the attempt's store.
 
-    If the script has made a group, that one is used as it is. If it makes one later, that one takes the place of the
-    group made here. Whoever made a group destroys it, and decides its timeout.
+    If the script has made a group, that one is used as it is. If it makes one later, that one replaces the group made
+    here. The script destroys its own group, and sets its timeout.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ProcessGroup:
     def _destroy(self) -> None:
         if self.world_size > 1:
             with suppress(RuntimeError):  # a rank failed while it connected, which is recorded elsewhere
-                # gloo fails on a rank that still connects when another one closes its connections.
+                # gloo fails on a rank that still connects when a different one closes its connections.
                 self.store.wait([_ALL_CONNECTED], timedelta(seconds=LEAVE_TIMEOUT_S))
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -135,14 +135,14 @@ class ProcessGroup:
     def control_device(self) -> torch.device:
         """The device for collectives that a stop needs: the CPU, because a GPU may have no memory left for them.
 
-        A job that asks for the backend "nccl" alone, and a script with a group of NCCL alone, have no other.
+        A job with only the backend "nccl", and a script with a group of only NCCL, have no other device.
         """
         without_cpu = self.backend == "nccl" or not backend_of(self.backend, "cpu")
         return self.device if without_cpu else torch.device("cpu")
 
     def hardware(self) -> dict[str, Any]:
-        """What the order and precision of sums on GPUs depend on, on rank 0: how many ranks have which GPU, and the
-        ranks of a node. Empty on CPUs."""
+        """The hardware that determines the order and precision of sums on GPUs, on rank 0: how many ranks have which
+        GPU, and the ranks of a node. Empty on CPUs."""
         if self.device.type != "cuda":
             return {}
         names = self.store.multi_get([f"{_GPU_NAME}/{rank}" for rank in range(self.world_size)])
@@ -150,20 +150,20 @@ class ProcessGroup:
         return {"gpus": gpus, "ranks_per_node": self._ranks_per_node}
 
     def shorten_timeout(self, step_s: float) -> None:
-        """Start-up is over: from now on a collective that takes longer than ``step_s`` seconds fails. A group of the
-        script's own keeps its timeout."""
+        """Start-up is over, and from now on a collective that takes longer than ``step_s`` seconds fails. A script's
+        own group keeps its timeout."""
         if self.of_script:
             return
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=step_s))
         ignored = not self.over_nccl and "gloo" in self.backend and not GLOO_TIMEOUT_CHANGES and step_s < self._start_s
         if ignored and self.rank == 0 and self.world_size > 1:
             say(
-                f"torch {torch.__version__} cannot change gloo's timeout after the start: a collective that never "
-                f"completes fails after {self._start_s:g} s, not {step_s:g} s; torch 2.9 and newer can"
+                f"torch {torch.__version__} cannot change gloo's timeout after the start, so a collective that hangs "
+                f"times out after {self._start_s:g} s, not {step_s:g} s. torch 2.9 and newer can"
             )
 
     def close(self) -> None:
-        """Leaves the group, if it was made here, and the store. Takes a bounded time; not for use after errors."""
+        """Leaves the group, if it was made here, and the store. Takes a bounded time. Not for use after errors."""
         if self._second is not None:
             self._second.allow()
         if not self.of_script:
@@ -178,6 +178,6 @@ class ProcessGroup:
         holder = self.store.compare_set(f"gpu/{mine}", "", str(self.rank)).decode()
         if holder != str(self.rank):
             raise DeviceError(
-                f"ranks {holder} and {self.rank} see the same single GPU on node {host}; request one GPU per rank "
+                f"ranks {holder} and {self.rank} see the same single GPU on node {host}. Request one GPU per rank "
                 "(--gpus-per-node, without a --gpu-bind that gives several tasks the same one)"
             )

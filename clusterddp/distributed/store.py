@@ -1,4 +1,4 @@
-"""The store that the ranks of an attempt share, which rank 0 serves: it needs no process group, whoever makes one."""
+"""The store that the ranks of an attempt share, which rank 0 serves. It works without a process group."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ class StoreAddress:
 
     @property
     def digest(self) -> str:
-        """The token's fingerprint: anyone who connects to a store can read its contents."""
+        """The token's fingerprint, because any process that connects to a store can read its contents."""
         return hashlib.sha256(self.token.encode()).hexdigest()[:16]
 
 
 def allow_connections(rank: int, world_size: int) -> None:
-    """Raises this process's limit of open files if the connections of so many ranks need it.
+    """Raises this process's limit of open files if the connections of this many ranks need it.
 
-    Rank 0 serves the store, to which each rank has two connections, and NCCL or gloo may open one more; with gloo each
-    rank is connected with all others. LauncherEnvironmentError if rank 0 is not allowed as many as the store needs.
+    Rank 0 serves the store, to which each rank has two connections, and NCCL or gloo may open one more. With gloo each
+    rank is connected with all others. Raises LauncherEnvironmentError if rank 0 may not open as many as the store
+    needs.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _MOST_CONNECTIONS * world_size + _OWN_FILES
     if hard != resource.RLIM_INFINITY and rank == 0 and hard < _STORE_CONNECTIONS * world_size + _OWN_FILES:
         raise LauncherEnvironmentError(
-            f"{world_size:,} ranks need {_STORE_CONNECTIONS * world_size + _OWN_FILES:,} open files in rank 0, which "
-            f"serves their store, but the limit on {socket.gethostname()} is {hard:,} (`ulimit -Hn`): ask for a higher "
-            "one (LimitNOFILE of slurmd, or limits.conf), or use fewer ranks"
+            f"rank 0 needs {_STORE_CONNECTIONS * world_size + _OWN_FILES:,} open files for the store of {world_size:,} "
+            f"ranks, but the limit on {socket.gethostname()} is {hard:,} (`ulimit -Hn`). Ask the administrator for a "
+            "higher one (LimitNOFILE of slurmd, or limits.conf), or use fewer ranks"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(
@@ -84,14 +85,14 @@ def listen_on_ipv4(address: StoreAddress) -> int | None:
 
 
 class AttemptStore:
-    """A rank's connections to the store of its attempt. Made by all ranks; there is one store per attempt.
+    """A rank's connections to its attempt's store, of which there is one per attempt. Made by all ranks.
 
     ``on_open`` is called on rank 0 when the store accepts connections. ``await_open(seconds)`` blocks the other ranks
     until then, and returns False on timeout. Without it, torch retries with exponential backoff from 0.5 s to 60 s
     (c10d/Backoff.hpp), and the last of many ranks connects seconds late.
 
-    The port is MASTER_PORT, at which a script's own ``init_process_group`` opens a store, too, in the same process:
-    torch's and this one are "multi-tenant", so that whichever comes second uses the server of the first.
+    The port is MASTER_PORT, at which a script's own ``init_process_group`` also opens a store, in the same process.
+    torch's and this one are "multi-tenant", so that the second uses the server of the first.
     """
 
     def __init__(
@@ -109,13 +110,13 @@ class AttemptStore:
         self._tcp, self._address = self._open(address)
         #: The attempt's namespace in the store, for the main thread.
         self.store = PrefixStore(self._address.digest, self._tcp)
-        #: A separate connection for a thread that waits without a timeout. All ranks open theirs before training: the
-        #: only thread of torch's store server resolves the name of each new client, and serves no other meanwhile. That
-        #: took 10 s with slow reverse DNS, and must not happen while the ranks agree on a stop.
+        #: A separate connection for a thread that waits without a timeout. All ranks open theirs before training,
+        #: because the only thread of torch's store server resolves the name of each new client and blocks meanwhile.
+        #: That took 10 s with slow reverse DNS, and must not happen while the ranks agree on a stop.
         self.watched = self._connect()
 
     def close(self) -> None:
-        """Leaves the store, rank 0 last, because it holds it. Takes a bounded time; not for use after errors."""
+        """Leaves the store, rank 0 last, because it holds it. Takes a bounded time. Not for use after errors."""
         if self.world_size == 1:
             return
         with suppress(RuntimeError):  # a rank failed while it exited, which is recorded elsewhere
@@ -151,8 +152,8 @@ class AttemptStore:
         if digest != address.digest:
             raise LauncherEnvironmentError(
                 f"rank {self.rank} of {address.owner} found another run's store at {address.host}:{address.port}, "
-                f"which belongs to {ascii(owner)[1:-1][:200] or 'an unknown owner'}: two runs use the same "
-                "MASTER_PORT; leave it unset, or set a different one for each"
+                f"which belongs to {ascii(owner)[1:-1][:200] or 'an unknown owner'}. Two runs use the same "
+                "MASTER_PORT. Leave it unset, or set a different one for each"
             )
         return store, address
 

@@ -1,6 +1,6 @@
 """Functions of torch, and of a script's own objects, that are replaced in a rank, because there is no hook for them.
 
-Each says why. Whatever else a run needs to know of torch, it learns by torch's hooks.
+Each gives the reason. For everything else, a run uses torch's hooks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 _NAME = "init_process_group"
-#: What is entered around the broadcasts of each DDP module.
+#: The context that is entered around the broadcasts of each DDP module.
 _around: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[], AbstractContextManager[None]]]
 _around = weakref.WeakKeyDictionary()
 _sync_buffers = DistributedDataParallel._sync_buffers
@@ -27,11 +27,11 @@ class SecondGroup:
 
     torch refuses that: "trying to initialize the default process group twice!". But nearly every public training
     repository calls ``init_process_group`` without asking ``is_initialized()``, and ``init()`` cannot leave the group
-    to the script: others, and libraries, use the group that exists. So until the script calls torch's function,
-    another one is in its place, which destroys the group of ``init()`` first.
+    to the script, because other scripts and libraries use the group that exists. So until the script calls torch's
+    function, a replacement destroys the group of ``init()`` first.
 
-    The function is replaced in every module that has it under its name, as ``from torch.distributed import
-    init_process_group`` usually comes before ``init()``. Under another name it fails as without this class.
+    The function is replaced in every module that has it under its name, because ``from torch.distributed import
+    init_process_group`` usually comes before ``init()``. Under a different name it fails as without this class.
 
     Args:
         before: removes the group that there is.
@@ -52,7 +52,7 @@ class SecondGroup:
         _replace(self._torchs, self._ours)
 
     def allow(self) -> None:
-        """Puts torch's function back."""
+        """Restores torch's function."""
         _replace(self._ours, self._torchs)
 
 
@@ -65,15 +65,15 @@ def _replace(old: Callable[..., None], new: Callable[..., None]) -> None:
 def around_broadcasts(module: DistributedDataParallel, around: Callable[[], AbstractContextManager[None]]) -> None:
     """Enters ``around`` whenever this module broadcasts its buffers.
 
-    DDP broadcasts in the middle of its forward, around which no hook fits. The method is replaced in the class: one of
-    the module would be copied and pickled with it.
+    DDP broadcasts in the middle of its forward, where there is no hook. The method is replaced in the class, because
+    one of the module would be copied and pickled with it.
     """
     DistributedDataParallel._sync_buffers = _sync_within  # type: ignore[method-assign]
     _around[module] = around
 
 
 def forget_broadcasts(around: Callable[[], AbstractContextManager[None]]) -> None:
-    """No longer, for all modules."""
+    """Stops entering ``around``, for all modules."""
     for module in [module for module, given in _around.items() if given == around]:
         del _around[module]
 
@@ -87,8 +87,8 @@ def _sync_within(module: DistributedDataParallel) -> None:
 def after_step(part: Any, act: Callable[..., None]) -> None:
     """Calls ``act`` after each call of the part's ``step``, with its arguments.
 
-    For what torch has no hook for: an optimizer of another library, and a GradScaler, which may skip the step of an
-    optimizer, so that the optimizer's own hook is not called. The method of this one object is replaced.
+    For objects without a hook: a different library's optimizer, and a GradScaler, which may skip an optimizer's step
+    without a call of the optimizer's hook. The method of this one object is replaced.
     """
     step = part.step
 

@@ -15,7 +15,7 @@ from clusterddp.process import at_exit
 
 
 def optimizers(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts that are optimizers: torch's, and those of another library or the user's.
+    """The parts that are optimizers: torch's, and those of other libraries or the user.
 
     The latter step and zero gradients, or are called ``optimizer`` and step. Schedulers only step, and a module may
     have methods of any name.
@@ -29,7 +29,7 @@ def _steps(name: str, part: Any) -> bool:
 
 
 def trained_parameters(optimizer: Any) -> set[torch.Tensor]:
-    """All parameters of an optimizer; none if it does not tell, as one of another library may not."""
+    """All parameters of an optimizer; empty if they are unknown, as in some other libraries."""
     groups = getattr(optimizer, "param_groups", ())
     return {parameter for group in groups for parameter in group["params"]}
 
@@ -86,7 +86,7 @@ def wrap(
     _check_trained(model)
     static_graph = options.get("static_graph", False)
     if all_used_once and not static_graph:
-        raise TypeError("all_used_once=True is for static_graph=True; without that, a resume is exact anyway")
+        raise TypeError("all_used_once=True is only for static_graph=True. Without that, a resume is exact anyway")
     if len(devices) == 1:
         model = model.to(devices[0])
         if devices[0].type == "cuda":
@@ -105,23 +105,22 @@ def wrap(
 
 def _check_unwrapped(model: torch.nn.Module) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"wrap() was given a {type(model).__name__}: expected a torch.nn.Module")
+        raise TypeError(f"wrap() received a {type(model).__name__}, expected a torch.nn.Module")
     if ddp_modules(model):
         raise TypeError(
-            f"wrap() was given a {type(model).__name__} that is already in DDP, or contains a module that "
-            "is. Pass the bare module"
+            f"wrap() received a {type(model).__name__} that is, or contains, a DDP module. Pass the bare model"
         )
     if _is_wrapped(model):
         gc.collect()  # the script may have dropped the wrapper
     if _is_wrapped(model):
-        raise TypeError(f"this {type(model).__name__} was wrapped before: use what the first wrap() returned")
+        raise TypeError(f"this {type(model).__name__} is already wrapped. Use what the first wrap() returned")
 
 
 def _check_trained(model: torch.nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TypeError(
-            f"wrap() was given a {type(model).__name__} without a parameter that requires a gradient: DDP is for "
-            "models that train; move this one to its device, as in teacher.to(ctx.device)"
+            f"wrap() received a {type(model).__name__} without a parameter that requires a gradient, but DDP is for "
+            "models that train. Move this one to its device, as in teacher.to(ctx.device)"
         )
 
 
@@ -130,7 +129,7 @@ def _is_wrapped(model: torch.nn.Module) -> bool:
 
 
 def doubt(wrapped: DistributedDataParallel) -> str | None:
-    """Why a resume may sum gradients in another order, at 3 and more ranks; None if it does not."""
+    """Why a resume may sum gradients in a different order, at 3 and more ranks; None if it does not."""
     rebuilds = wrapped.static_graph or not wrapped.find_unused_parameters
     if wrapped in _settled or not rebuilds:
         return None
@@ -143,8 +142,8 @@ def _release_process_group() -> None:
     """Drops the models' references to the process group at exit, before the context destroys it.
 
     A gloo thread takes the GIL to free its last work. After interpreter shutdown that aborts the process ("terminate
-    called without an active exception"), so that the group must be destroyed before; its destructor joins the threads.
-    If the last reference is a reducer's, that runs with the GIL held and deadlocks. Both seen in torch 2.13.
+    called without an active exception"), so the group must be destroyed before. Its destructor joins the threads. If
+    the last reference is a reducer's, the destructor runs with the GIL held and deadlocks. Both seen in torch 2.13.
     """
     for wrapped in list(_made):
         for owner in ("logger", "reducer", "process_group"):
@@ -152,7 +151,7 @@ def _release_process_group() -> None:
 
 
 def _settle_buckets(wrapped: DistributedDataParallel, passes: int) -> None:
-    """Throw-away passes over all parameters, by which DDP orders its buckets. Nothing else is touched."""
+    """Throw-away passes over all parameters, by which DDP orders its buckets, without other effects."""
     model, broadcast_buffers = wrapped.module, wrapped.broadcast_buffers
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     wrapped._modules["module"], wrapped.broadcast_buffers = _SumOfParameters(parameters), False
@@ -166,14 +165,15 @@ def _settle_buckets(wrapped: DistributedDataParallel, passes: int) -> None:
 
 
 def _check_first_backward(wrapped: DistributedDataParallel) -> None:
-    """Raises in the first backward if a parameter gets its gradient in pieces: DDP would reduce only the first."""
+    """Raises in the first backward if a parameter gets its gradient in pieces, of which DDP would reduce only the
+    first."""
     seen: set[str] = set()
 
     def note(name: str, _: torch.Tensor) -> None:
         if name in seen:
             raise RuntimeError(
-                f"wrap() was told all_used_once=True, but {name} got its gradient in several pieces in one backward "
-                "(reentrant checkpointing does that): use checkpoint(..., use_reentrant=False), or drop all_used_once"
+                f"wrap() received all_used_once=True, but {name} got its gradient in several pieces in one backward, "
+                "as in reentrant checkpointing. Use checkpoint(..., use_reentrant=False), or leave out all_used_once"
             )
         seen.add(name)
 

@@ -1,13 +1,12 @@
 """Who trains a run: the records of its job or process, where its supervisor takes requests, and its job's log.
 
-Claims: the records in a run directory that name the job or process which trains the run, or waits to.
+A claim is a record in a run directory that names the job or process which trains the run, or waits to. It also names
+the run that it was written for, so that it is void in a copy of the run directory. ``supervisor/lease.py`` decides
+which claim counts.
 
-A claim names the run that it was written for, so that it is void in a copy of the run directory. Which claim counts:
-``supervisor/lease.py``.
+``private/attempt-N/control.json`` has the address where an attempt's supervisor takes requests of the run's owner.
 
-Where an attempt's supervisor takes requests: ``private/attempt-N/control.json``, for the run's owner alone.
-
-A Slurm job's log, ``logs/job-N.log``: what Slurm, the batch script and the supervisor print.
+``logs/job-N.log`` is a Slurm job's log: the output of Slurm, the batch script and the supervisor.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def write_claim(path: Path, run: RunDirectory, claim: Mapping[str, Any]) -> None
 
 
 def create_claim(path: Path, run: RunDirectory, claim: Mapping[str, Any]) -> bool:
-    """Writes a claim, for its owner alone, unless the file exists; returns whether it did."""
+    """Writes a claim, for its owner alone, unless the file exists. Returns whether it did."""
     return create_exclusively(path, json.dumps({**claim, "run": _identity(run)}), 0o600)
 
 
@@ -66,29 +65,29 @@ def read_claim(path: Path, run: RunDirectory) -> dict[str, Any] | None:
     if claim is None:
         return None
     if wrong := schema_error(claim, _JOB if claim["kind"] == "slurm" else _PROCESS):
-        raise RunDirectoryError(f"{path}: {wrong}; another program changed it")
+        raise RunDirectoryError(f"{path}: {wrong}. A different program changed the file")
     written_for = claim.pop("run", None)
     return claim if not isinstance(written_for, dict) or _is_of(run, written_for) else None
 
 
 def waiting_claim(run: RunDirectory, attempts: Sequence[int]) -> dict[str, Any] | None:
-    """The claim of a submission that has started none of these attempts yet, whose claims can be seen; None if there is
+    """The claim of a submission that has started none of these attempts yet, whose claims are visible; None if there is
     none.
 
-    A node that has looked into a folder of a shared disk may not see for a minute what others add to it. Until it sees
-    the attempt's claim, the submission that led to it counts, or the run would seem to be free.
+    A node that has looked into a folder of a shared disk may not see new files for a minute. Until it sees the
+    attempt's claim, the submission that led to it counts, or the run would seem to be free.
     """
     claim = read_claim(run.submitted_file, run)
     return None if claim is None or claim.get("attempt", math.inf) <= max(attempts, default=-1) else claim
 
 
 def on_this_machine(claim: Mapping[str, Any]) -> bool:
-    """Whether the process that a claim names can be seen from here."""
+    """Whether the process that a claim names is visible from here."""
     return claim["host"] == socket.gethostname() or claim.get("machine") == process_namespace()
 
 
 def process_alive(claim: Mapping[str, Any]) -> bool:
-    """Whether the process that a claim names is running; it must be one of this machine."""
+    """Whether the process that a claim names, which must be on this machine, is running."""
     return bool(process_start(claim["pid"]) == claim["process_start"])
 
 
@@ -97,7 +96,7 @@ def _identity(run: RunDirectory) -> dict[str, Any]:
 
 
 def _is_of(run: RunDirectory, written_for: Mapping[str, Any]) -> bool:
-    """A run that was moved keeps its inode; one that is mounted on another node may keep only its path."""
+    """A run that was moved keeps its inode. One that is mounted on a different node may keep only its path."""
     return written_for.get("inode") == status(run.path).st_ino or written_for.get("path") == resolved(run.path)
 
 
@@ -133,7 +132,7 @@ def read_address(run: RunDirectory, attempt: int) -> Address | None:
 
 #: The most bytes and lines that are read at the end of a log.
 _BYTES, _LINES = 1 << 14, 10
-#: States of jobs that ended by themselves. Others were ended: by a scancel, a lost node, a preemption.
+#: States of jobs that ended by themselves. Others were ended by a scancel, a lost node, a preemption.
 _OWN_ENDS = ("COMPLETED", "FAILED", "OUT_OF_MEMORY")
 
 
@@ -151,7 +150,7 @@ class EarlyEnd:
 
 
 def early_end(run: RunDirectory, claim: Mapping[str, Any], state: str | None) -> EarlyEnd | None:
-    """How a job ended that never started the supervisor; None if it did, or was ended by somebody else.
+    """How a job ended that never started the supervisor; None if it did, or was ended from outside.
 
     ``claim``: the newest of the run, which is that of a submission until the supervisor has taken it over. ``state``:
     how the job ended, None if Slurm has forgotten it.
@@ -165,11 +164,11 @@ def early_end(run: RunDirectory, claim: Mapping[str, Any], state: str | None) ->
     ended = f"job {claim['job']} ended{f' ({state})' if state else ''} before it started the supervisor"
     if lines:
         return EarlyEnd(f"{ended}: {lines[-1]}", lines)
-    return EarlyEnd(f"{ended}, and wrote no log: check that its nodes can access {run}", ())
+    return EarlyEnd(f"{ended}, and wrote no log. Check that its nodes can access {run}", ())
 
 
 def taken_over(run: RunDirectory, claim: Mapping[str, Any]) -> bool:
-    """Whether the supervisor of a claim's job holds the newest attempt: it may have started before ``submit`` wrote the
+    """Whether the supervisor of a claim's job holds the newest attempt. It may have started before ``submit`` wrote the
     claim of the submission, which then stays."""
     newest = run.newest_attempt()
     holder = None if newest is None else read_claim(run.holder_file(newest), run)

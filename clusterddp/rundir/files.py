@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-#: JSON has no such numbers: they are written as text, as in protobuf's JSON mapping; float() reads it.
+#: JSON has no such numbers, so they are written as text, as in protobuf's JSON mapping. float() reads it.
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
-#: Errors of the run directory that no file server's outage explains, so that waiting does not help.
+#: Errors of the run directory that do not come from a file server's outage, so that waiting does not help.
 LASTING = frozenset(
     (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 )
@@ -63,7 +63,7 @@ def create_common_folder(path: Path) -> None:
 
 
 def create_file(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens or creates a file, for ``open(opener=...)``; a new one is as readable as its folder."""
+    """Opens or creates a file, for ``open(opener=...)``. A new one is as readable as its folder."""
     folder = Path(path).parent
     descriptor = os.open(path, flags | os.O_CREAT, file_mode(folder))
     if os.fstat(descriptor).st_size == 0:
@@ -72,21 +72,21 @@ def create_file(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def follow_folder(descriptor: int, folder: Path) -> None:
-    """Makes an open regular file of this user as readable as its folder; leaves anything else unchanged."""
+    """Makes an open regular file of this user as readable as its folder. Leaves any other file unchanged."""
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and _differs(status, file_mode(folder)):
         os.fchmod(descriptor, file_mode(folder))
 
 
 def _differs(status: os.stat_result, mode: int) -> bool:
-    """Whether the mode is another one, and this user's to change."""
+    """Whether the mode differs, and this user may change it."""
     return status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != mode
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int | None = None) -> None:
     """Replaces ``path`` by ``content``, durably: a reader, or a crash at any moment, sees the old file or the new one.
 
-    ``mode``: the new file's; None makes it as readable as its folder.
+    ``mode``: of the new file. None makes it as readable as its folder.
     """
     with replacing(path, mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -94,9 +94,9 @@ def write_atomically(path: Path, content: str | bytes, mode: int | None = None) 
 
 @contextmanager
 def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-    """``write_atomically`` for what the block writes; if it raises, the old file stays.
+    """``write_atomically`` for what the block writes. If it raises, the old file stays.
 
-    The content goes to a temporary file beside it, which is synced and renamed; then the folder is synced. Several
+    The content goes to a temporary file beside it, which is synced and renamed. Then the folder is synced. Several
     processes may do that at the same time.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -157,17 +157,17 @@ def remove(path: Path) -> None:
 
 
 def unlink(path: Path) -> None:
-    """Deletes a file, if it exists; a crash may bring it back."""
+    """Deletes a file, if it exists. A crash may bring it back."""
     path.unlink(missing_ok=True)
 
 
 def rename(old: Path, new: Path) -> None:
-    """Renames a file; one of the new name is replaced."""
+    """Renames a file, replacing one with the new name."""
     old.rename(new)
 
 
 def create_exclusively(path: Path, content: str, mode: int) -> bool:
-    """Writes a new file; returns whether there was none. An error leaves none."""
+    """Writes a new file. Returns whether there was none. After an error there is none."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError:
@@ -183,7 +183,7 @@ def create_exclusively(path: Path, content: str, mode: int) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a file or a folder. OSError if that cannot be seen."""
+    """Whether there is a file or a folder. Raises OSError if that is unknown."""
     return path.exists()
 
 
@@ -211,7 +211,7 @@ def read_bytes(path: Path) -> bytes:
 def open_binary(path: Path, change: bool = False, buffered: bool = True) -> BinaryIO:
     """Opens an existing file to read it, and to ``change`` it.
 
-    OSError for what is no file: a pipe would be waited for, and a device may never end. A folder of runs may be
+    Raises OSError for anything but a file, because a pipe may block and a device may never end. A folder of runs may be
     writable by others.
     """
     descriptor = os.open(path, (os.O_RDWR if change else os.O_RDONLY) | os.O_NONBLOCK | os.O_CLOEXEC)

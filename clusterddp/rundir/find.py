@@ -1,5 +1,5 @@
-"""Which runs the words of a command line name: run directories, folders of runs, patterns; and the nearest run to a
-wrong path."""
+"""Finds the runs that the words of a command line name: run directories, folders of runs, patterns. Proposes the
+nearest run to a wrong path."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.protocol import RUNS
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 
-#: What a submission creates before job.yaml, and what is left of a run from which a user has deleted some of it.
+#: Names that a submission creates before job.yaml, and that remain of a run from which a user has deleted files.
 _OF_RUNS = ("private", "logs", "checkpoints", "events.jsonl", "outcome.json", "job.sbatch")
 
 
 #: The word for the run that the user submitted last.
 NEWEST = "newest"
-#: What commands for one run say of their argument.
+#: The help text of commands for one run.
 ONE_RUN = f"a run directory, or a run's name in $CLUSTERDDP_RUNS or ./runs, or {NEWEST}"
 
 
@@ -42,7 +42,7 @@ def find_runs(words: Sequence[str]) -> list[RunDirectory]:
     for word in words:
         runs = next((there for place in _places(word) if (there := list(_named(place)))), [])
         if not runs:
-            proposal = _proposal(Path(word)) or "; expected a run directory or a folder of runs"
+            proposal = _proposal(Path(word)) or ". Expected a run directory or a folder of runs"
             raise RunDirectoryError(f"{word}: no run there{proposal}")
         found |= {run.path: run for run in runs}
     return list(found.values())
@@ -56,7 +56,7 @@ def open_run(path: str) -> RunDirectory:
     for place in _places(path):
         if (run := RunDirectory(place)).exists():
             return run
-    proposal = _proposal(Path(path)) or ": expected the path that `clusterddp submit` printed"
+    proposal = _proposal(Path(path)) or ". Expected the path that `clusterddp submit` printed"
     raise RunDirectoryError(f"{RunDirectory(path)} is not a run directory (no job.yaml){proposal}")
 
 
@@ -66,7 +66,7 @@ def names_exactly(word: str, run: RunDirectory) -> bool:
 
 
 def _places(word: str) -> Iterator[str]:
-    """Where a word may lead, what is most likely meant first."""
+    """The places that a word may mean, the most likely first."""
     yield word
     if word == NEWEST:
         yield _newest()
@@ -75,7 +75,7 @@ def _places(word: str) -> Iterator[str]:
 
 
 def _newest() -> str:
-    """The run whose job definition this user wrote last: submitting a run again writes it, too."""
+    """The run whose job definition this user wrote last, which submitting a run again also does."""
     own: list[tuple[float, str]] = []
     for run in _runs_in(runs_folder(os.environ)):
         with suppress(OSError):
@@ -96,7 +96,7 @@ def _named(word: str) -> Iterator[RunDirectory]:
     try:
         matches = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
     except ValueError as error:  # such as a** before Python 3.13
-        raise RunDirectoryError(f"{word}: no such run, and not a pattern: {error}") from error
+        raise RunDirectoryError(f"{word}: no such run, and not a valid pattern ({error})") from error
     for match in matches:
         yield from [RunDirectory(match)] if _is_run(str(match)) else _runs_in(match)
 
@@ -127,20 +127,21 @@ def _is_folder(entry: os.DirEntry[str], follow: bool) -> bool:
 
 
 def _is_run(path: str) -> bool:
-    """Whether a folder that nobody named is a run: it has more than a job definition, which may be the user's own."""
+    """Whether a folder that the user did not name is a run: it has more than a job definition, which may be the
+    user's own."""
     return os.path.lexists(f"{path}/job.yaml") and any(os.path.lexists(f"{path}/{name}") for name in _OF_RUNS)
 
 
 def _proposal(path: Path) -> str:
-    """What to say about a path that is no run: the run that contains it, or the run with the most similar name."""
+    """The end of a message about a path that is no run: the run that contains it, or has the most similar name."""
     if os.path.lexists(path / SWEEP_FILE):
-        return f"; it is a sweep, whose members `clusterddp list {shlex.quote(as_typed(path.absolute()))}` shows"
+        return f". It is a sweep. List its members with `clusterddp list {shlex.quote(as_typed(path.absolute()))}`"
     # Not the current folder, nor one around it: its job.yaml may be the user's own job definition.
     around = {Path.cwd(), *Path.cwd().parents}
     parents = (folder for folder in path.absolute().parents if folder not in around)
     above = next((folder for folder in parents if os.path.lexists(folder / "job.yaml")), None)
     nearest = above or _nearest(path.name, [*_runs_in(runs_folder(os.environ)), *_runs_in(path.absolute().parent)])
-    return f"; did you mean {as_typed(nearest)}?" if nearest else ""
+    return f". Did you mean {as_typed(nearest)}?" if nearest else ""
 
 
 def _nearest(name: str, runs: Iterable[RunDirectory]) -> Path | None:

@@ -1,8 +1,6 @@
-"""What another user may have prepared or written in a run is refused, and never followed when it is deleted.
+"""Refuses to execute files that a different user may have written.
 
-Ownership: refuses to execute what another user may have written.
-
-Deletes old logs of a run. No symbolic link is followed, and no file of another user is deleted.
+Also deletes old logs of a run, without following symbolic links or deleting files of other users.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from clusterddp.reporter import say
 from clusterddp.rundir.records import retrying
 from clusterddp.rundir.run_directory import RunDirectory
 
-_START_YOUR_OWN = "Start your own run; --fork continues from another user's checkpoint"
+_START_YOUR_OWN = "Start your own run. To continue from a different user's checkpoint, use --fork"
 
 
 def check_run(run: RunDirectory) -> None:
-    """Raises RunDirectoryError if another user may have written, or could replace, what the run executes."""
+    """Raises RunDirectoryError if a different user may have written, or could replace, what the run executes."""
     check_own(run.path)
     closed = run.path.exists() and run.path.stat().st_mode & 0o077 == 0
     snapshots = run.code.iterdir() if run.code.is_dir() else ()
@@ -32,7 +30,7 @@ def check_run(run: RunDirectory) -> None:
 def check_place(path: Path) -> None:
     """Raises RunDirectoryError unless a run or a sweep may be recorded at ``path``; changes nothing.
 
-    Whoever can write the folder around it may have put something there first. A path that does not exist passes if its
+    A user who can write the folder around it may have put a file there first. A path that does not exist passes if its
     folders can be created.
     """
     found = next(place for place in (path, *path.parents) if os.path.lexists(place))
@@ -40,16 +38,16 @@ def check_place(path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
         if found == path and status.st_uid not in (os.geteuid(), 0):
             raise RunDirectoryError(
-                f"{path} is a symbolic link that belongs to user {status.st_uid}, expected user {os.geteuid()}: choose "
-                "another run directory"
+                f"{path} is a symbolic link of user {status.st_uid}, expected user {os.geteuid()}. Choose a different "
+                "run directory"
             )
         if not found.exists():
             raise RunDirectoryError(
-                f"{found} is a symbolic link to {found.readlink()}, which does not exist: create that folder, or "
+                f"{found} is a symbolic link to {found.readlink()}, which does not exist. Create that folder, or "
                 "remove the link"
             )
     if not found.is_dir():
-        raise RunDirectoryError(f"{found} is not a folder: choose another run directory")
+        raise RunDirectoryError(f"{found} is not a folder. Choose a different run directory")
     status = found.stat()
     if found == path and status.st_uid not in (os.geteuid(), 0):
         raise RunDirectoryError(_of_another(path, status, _START_YOUR_OWN))
@@ -64,9 +62,9 @@ def owner_of(path: Path) -> str:
 
 
 def check_own(path: Path, closed: bool = False) -> None:
-    """Raises RunDirectoryError unless a file or folder belongs to this user or root and nobody else may write it.
+    """Raises RunDirectoryError unless a file or folder belongs to this user or root and is closed to other writers.
 
-    A path that does not exist passes. ``closed``: it is inside a folder that nobody else can enter, so that its own
+    A path that does not exist passes. ``closed``: it is inside a folder that only this user can enter, so that its own
     mode does not matter.
     """
     if why := why_foreign(path, _START_YOUR_OWN, closed):
@@ -74,7 +72,8 @@ def check_own(path: Path, closed: bool = False) -> None:
 
 
 def why_foreign(path: Path, instead: str, closed: bool = False) -> str | None:
-    """The message of ``check_own``; None if the path passes. ``instead``: what to do if it belongs to another user."""
+    """The message of ``check_own``; None if the path passes. ``instead``: the remedy if it belongs to a different
+    user."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -85,7 +84,7 @@ def why_foreign(path: Path, instead: str, closed: bool = False) -> str | None:
     if status.st_mode & 0o022 and not closed:
         return (
             f"{path} (user {status.st_uid}, mode {mode}) can be written by others, but clusterddp executes what is in "
-            f"it: expected write permission for the owner alone. If you trust the contents: chmod -R go-w {path}"
+            f"it. Expected write permission only for the owner. If you trust the contents, run: chmod -R go-w {path}"
         )
     return None
 
@@ -93,7 +92,7 @@ def why_foreign(path: Path, instead: str, closed: bool = False) -> str | None:
 def _of_another(path: Path, status: os.stat_result, instead: str) -> str:
     return (
         f"{path} belongs to user {status.st_uid} (mode {stat.S_IMODE(status.st_mode):04o}), but clusterddp executes "
-        f"what is in it: expected user {os.geteuid()} or root. {instead}"
+        f"what is in it. Expected user {os.geteuid()} or root. {instead}"
     )
 
 
@@ -108,7 +107,7 @@ def old_logs(run: RunDirectory, keep: int) -> list[int]:
 
 
 def delete_old_logs(run: RunDirectory, keep: int) -> None:
-    """Deletes the logs of ``old_logs``. Errors are reported and do not matter: the next attempt tries again.
+    """Deletes the logs of ``old_logs``. Errors are only reported, because the next attempt tries again.
 
     The numbers of attempts remain: the newest attempt keeps its folder, and all have one in ``private``.
     """
@@ -116,13 +115,13 @@ def delete_old_logs(run: RunDirectory, keep: int) -> None:
         for number in old_logs(run, keep):
             delete_folder(run.attempt_logs(number))
     except OSError as error:
-        say(f"cannot delete old logs in {run.logs}: {error.strerror}")
+        say(f"could not delete old logs in {run.logs}: {error.strerror}")
 
 
 def delete_folder(folder: Path) -> None:
-    """Deletes a folder and all in it. Symbolic links are deleted, not followed; a link in place of the folder stays.
+    """Deletes a folder and all in it. Symbolic links are deleted, not followed. A link in place of the folder stays.
 
-    Raises PermissionError at the first file of another user; what another process deletes at the same time is no error.
+    Raises PermissionError at the first file of a different user. A file that disappears meanwhile is no error.
     """
     for _, folders, files, descriptor in os.fwalk(folder, topdown=False):
         for name in (*files, *folders):
@@ -136,7 +135,7 @@ def delete_folder(folder: Path) -> None:
 def _delete(name: str, folder: int) -> None:
     status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if status.st_uid != os.geteuid():
-        raise PermissionError(1, "belongs to another user", name)
+        raise PermissionError(1, "belongs to a different user", name)
     if stat.S_ISDIR(status.st_mode):
         os.rmdir(name, dir_fd=folder)
     else:

@@ -1,8 +1,7 @@
-"""How far a training run is: its newest step and speed, and the course of a metric.
+"""The progress of a run: its newest step and speed, and the course of a metric.
 
-A metric over a whole run, from few parts of metrics.jsonl, so that ``--watch`` can read it every few seconds.
-
-Where a run that trains is, from the end of metrics.jsonl: the newest step and metrics, and the seconds per step.
+The course of a metric comes from few parts of metrics.jsonl, so that ``--watch`` can read it every few seconds. The
+newest step, metrics and seconds per step come from the end of the file.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def _lines(path: Path, key: bytes, places: int) -> Iterator[bytes]:
 
 
 def _few(lines: list[bytes], key: bytes, most: int) -> list[bytes]:
-    """At most ``most`` lines with the key, the first and the last among them."""
+    """At most ``most`` lines with the key, including the first and the last."""
     found = [line for line in lines if key in line]
     if len(found) <= most:
         return found
@@ -112,7 +111,7 @@ class Recent:
 
 
 def recent(path: Path) -> Recent | None:
-    """What the end of metrics.jsonl says; None if there is no line yet, or it cannot be read."""
+    """The values at the end of metrics.jsonl; None if there is no line yet, or it cannot be read."""
     try:
         texts = records.last_lines(path, _RECENT_BYTES)
     except OSError:
@@ -129,14 +128,14 @@ def recent(path: Path) -> Recent | None:
 
 
 def pace(newest_first: Sequence[Mapping[str, Any]]) -> float | None:
-    """The median of the seconds per step between metrics lines of one attempt: a pause or two do not matter."""
+    """The median of the seconds per step between metrics lines of one attempt, on which few pauses have no effect."""
     own = [line for line in newest_first if line["attempt"] == newest_first[0]["attempt"] and has_time(line)]
     paces = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for b, a in pairwise(own) if b["step"] > a["step"]]
     return statistics.median(paces) if paces and statistics.median(paces) > 0 else None
 
 
 def has_time(line: Mapping[str, Any]) -> bool:
-    """Whether a line says when its step was done."""
+    """Whether a line has the time of its step."""
     return records.is_time(line.get("time"))
 
 

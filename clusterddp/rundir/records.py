@@ -27,7 +27,7 @@ _TRANSIENT = frozenset((errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEI
 _PAUSES_S = (0.05, 0.2, 0.75)
 #: Bytes read at a time from the end of a file; doubled for as long as a line continues.
 _BLOCK = 1 << 16
-#: Bytes at the end of a file in which a whole line is looked for: a damaged file may have terabytes of zeros.
+#: Bytes at the end of a file that are searched for a whole line, as a damaged file may have terabytes of zeros.
 _LONGEST_LINE = 1 << 26
 #: Lines that are parsed at once.
 _TOGETHER = 250
@@ -63,7 +63,7 @@ Schema = Mapping[str, Callable[[Any], bool]]
 EVENT: Schema = {"time": is_time, "attempt": is_count, "event": is_text, "step": optional(is_count)}
 #: A line of metrics.jsonl.
 METRICS: Schema = {"step": is_count, "attempt": is_count}
-#: Keys of such a line that are not metrics, and names that no value can have: those of an event, too.
+#: Keys of such a line that are not metrics, and names that a value cannot have, including those of an event.
 NOT_METRICS = frozenset(("step", "time", "attempt"))
 NOT_VALUES = NOT_METRICS | {"event", "rank"}
 OUTCOME: Schema = {
@@ -80,7 +80,7 @@ RESUMED: Schema = {
 
 
 def schema_error(value: Any, schema: Schema) -> str | None:
-    """What is wrong with a value that should be an object of this schema; None if nothing is."""
+    """What is wrong with a value that should be an object of this schema; None if it is one."""
     if not isinstance(value, dict):
         return f"expected an object, got {json.dumps(value)[:60]}"
     for key, check in schema.items():
@@ -121,7 +121,7 @@ def retrying(path: Path, read: Callable[[], _T]) -> _T:
             if error.errno not in _TRANSIENT:
                 raise
             if pause_s == _PAUSES_S[0]:
-                say(f"cannot read {path} ({error.strerror}); retrying")
+                say(f"could not read {path} ({error.strerror}). Retrying")
         time.sleep(pause_s)
     return read()
 
@@ -136,13 +136,13 @@ def read_json(path: Path, schema: Schema | None = None) -> dict[str, Any] | None
     except FileNotFoundError:
         return None
     except MemoryError as error:  # a sparse file may seem to have terabytes
-        raise RunDirectoryError(f"{path} is too large to be a record; another program changed it") from error
+        raise RunDirectoryError(f"{path} is too large to be a record. A different program changed it") from error
     try:
         value: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(f"{path} is not JSON ({error}); another program changed it") from error
+        raise RunDirectoryError(f"{path} is not JSON ({error}). A different program changed it") from error
     if wrong := schema_error(value, schema or {}):
-        raise RunDirectoryError(f"{path}: {wrong}; another program changed it")
+        raise RunDirectoryError(f"{path}: {wrong}. A different program changed it")
     return value
 
 
@@ -167,7 +167,7 @@ def read_lines(path: Path, schema: Schema | None = None) -> Iterator[dict[str, A
 def read_backwards(path: Path, schema: Schema | None = None) -> Iterator[dict[str, Any]]:
     """The objects of a JSON lines file, newest first; skips the same lines as ``read_lines``.
 
-    Reads block by block from the end: the newest lines of a long file cost little.
+    Reads block by block from the end, so that the newest lines of a long file cost little.
     """
     try:
         file = retrying(path, lambda: open_binary(path))
@@ -192,8 +192,8 @@ def last_lines(path: Path, size: int) -> list[bytes]:
 
 def both_ends(path: Path, size: int, first: int | None = None) -> tuple[list[bytes], list[bytes]]:
     """The complete lines in the first and in the last ``size`` bytes of a file, oldest first; of a small file, none and
-    all. The file is opened once. If one line fills the last bytes, more are read. ``first``: another number of bytes at
-    the beginning."""
+    all. The file is opened once. If one line fills the last bytes, more are read. ``first``: the number of bytes at
+    the beginning, if it differs."""
     try:
         file = retrying(path, lambda: open_binary(path, buffered=False))
     except FileNotFoundError:
@@ -252,7 +252,7 @@ def drop_torn_line(path: Path) -> None:
 
 def parse(line: bytes, schema: Schema | None) -> tuple[dict[str, Any] | None, str | None]:
     """A line's object, or what is wrong with the line; neither if the line was lost in a machine crash."""
-    # What the machine did not write reads as NUL, which JSON never contains.
+    # Blocks that the machine did not write read as NUL, which JSON never contains.
     written = line.rpartition(b"\0")[2] if b"\0" in line else line
     try:
         value = json.loads(str(written, errors="surrogatepass"))
@@ -306,4 +306,4 @@ def _warn(path: Path, skipped: list[tuple[int, str]]) -> None:
     if new:
         (number, wrong), more = new[0], len(new) - 1
         others = f", and {more} other line{'s'[: more != 1]}" if more else ""
-        say(f"{path}:{number} skipped{others} ({wrong}): written by another program; delete it to fix the file")
+        say(f"skipped {path}:{number}{others}, written by a different program ({wrong}). Delete it to fix the file")

@@ -32,15 +32,15 @@ def share_run(top: Path, share: str, closed: Path) -> None:
     """Opens the run's folder ``top`` to its group (``share`` is "group") or closes it ("private"); not ``closed``.
 
     Only this user's own folders and files change. Symbolic links and hard links may lead outside the run and are left
-    unchanged; an executable file stays executable. Raises RunDirectoryError if a mode cannot be changed; calling again
-    continues where it failed.
+    unchanged. An executable file stays executable. Raises RunDirectoryError if a mode cannot be changed. A second call
+    continues where the first failed.
     """
     mode = 0o2750 if share == "group" else 0o700
     if stat.S_IMODE(top.stat().st_mode) == mode:
         return
     try:
         if share != "group":
-            top.chmod(mode)  # first, so that nobody enters while the walk is under way
+            top.chmod(mode)  # first, so that other users cannot enter during the walk
         for folder, folders, files, descriptor in os.fwalk(top, onerror=_raise):
             folders[:] = [name for name in folders if Path(folder, name) != closed]
             for name in (*folders, *files):
@@ -49,7 +49,7 @@ def share_run(top: Path, share: str, closed: Path) -> None:
             top.chmod(mode)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        raise RunDirectoryError(f"cannot change the permissions of {top}{where}: {error.strerror}") from error
+        raise RunDirectoryError(f"could not change the permissions of {top}{where}: {error.strerror}") from error
 
 
 def _raise(error: OSError) -> None:
@@ -85,14 +85,14 @@ def make_private(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except NotADirectoryError as error:
-        raise RunDirectoryError(f"{path} is a symbolic link; expected a folder of this run: remove the link") from error
+        raise RunDirectoryError(f"{path} is a symbolic link, expected a folder of this run. Remove the link") from error
     except PermissionError as error:
-        raise RunDirectoryError(f"{path} cannot be opened by user {os.geteuid()}: {error.strerror}") from error
+        raise RunDirectoryError(f"user {os.geteuid()} could not open {path}: {error.strerror}") from error
     try:
         status = os.fstat(descriptor)
         if status.st_uid not in (os.geteuid(), 0):
             raise RunDirectoryError(
-                f"{path} belongs to user {status.st_uid}, expected user {os.geteuid()}: choose another run directory"
+                f"{path} belongs to user {status.st_uid}, expected user {os.geteuid()}. Choose another run directory"
             )
         if stat.S_IMODE(status.st_mode) & 0o777 != 0o700 and status.st_uid == os.geteuid():
             os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & 0o7000 | 0o700)
@@ -106,7 +106,7 @@ _ATTEMPT = re.compile(r"attempt-(\d{1,18})")
 
 
 class _Below:
-    """A path in a run directory, made when it is first asked for: a list of runs needs few of them of each."""
+    """A path in a run directory, made at its first use, because a list of runs needs few paths of each run."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -234,7 +234,7 @@ class RunDirectory:
             return exists(self.job_file)
         except PermissionError as error:
             raise RunDirectoryError(
-                f"{self}: permission denied: its owner can share the run with `--change --set share=group`"
+                f"{self}: permission denied. Its owner can share the run with `--change --set share=group`"
             ) from error
 
     def create(self, share: str | None = None) -> None:
@@ -243,7 +243,7 @@ class RunDirectory:
         ``share``: who may read the run, "private" (its owner alone) or "group" (its group, all but ``private``); None
         leaves the permissions of the run's folder as they are.
         """
-        make_folder(self.path, mode=0o777 if share is None else 0o700)  # 0o700: nobody can add files before us
+        make_folder(self.path, mode=0o777 if share is None else 0o700)  # 0o700: other users cannot add files first
         if share is not None:
             share_run(self.path, share, closed=self.private)
         for folder in (self.checkpoints, self.logs):
@@ -252,11 +252,11 @@ class RunDirectory:
         fsync_directory(self.path)
 
     def may_be_over(self, job_state: str | None) -> bool:
-        """Whether a run without an outcome may have one that cannot be seen from here yet, once its job has ended.
+        """Whether a run without an outcome may have one that is not visible here yet, once its job has ended.
 
-        A shared disk may hide a new file for a minute from a node that has looked for it. What is added to a file that
-        is known can be seen: the history says then that the run is over, or cannot be seen either. Nor does it have the
-        end of an attempt that a full disk did not take. ``job_state``: of the job that has ended, None if unknown.
+        A shared disk may hide a new file for a minute from a node that has looked for it. Lines that are appended to a
+        known file are visible, so the history shows that the run is over, unless it is hidden itself, or lacks the end
+        of an attempt because the disk was full. ``job_state``: of the job that has ended, None if unknown.
         """
         events = self.events()
         newest = max((event["attempt"] for event in events), default=None)
@@ -290,7 +290,7 @@ class RunDirectory:
         recorded: list[int] = [] if self.attempts() else [event["attempt"] for event in self.events()]
         number = -1
         while True:
-            # One that another node has just created may exist, and not be listed here for a minute.
+            # One that a different node has just created may exist without being listed here for a minute.
             number = max([number, *recorded, *self.attempts()]) + 1
             try:
                 create_folder(self.attempt_logs(number))
@@ -373,7 +373,7 @@ class RunDirectory:
     def most_steps(self) -> int:
         """The most steps that an attempt has made, saved or not; 0 if the records cannot be read.
 
-        The last line of the metrics is the last attempt's; earlier ones may have come further.
+        The last line of the metrics is the last attempt's. Earlier attempts may have made more steps.
         """
         try:
             made: list[int] = [(self.last_metrics() or {"step": -1})["step"] + 1]
@@ -391,7 +391,7 @@ class RunDirectory:
         """The first step of each attempt that has begun to train.
 
         It is in the attempt's resume record, which only the owner can read, and in an event, which a killed supervisor
-        may not have written; failing both, the attempt's first line in ``lines`` tells.
+        may not have written. Without both, it is that of the attempt's first line in ``lines``.
         """
         begun: dict[int, int] = {}
         for line in lines:
@@ -409,7 +409,7 @@ class RunDirectory:
         return outcome and {"step": None, **outcome}
 
     def mark_cancelled(self) -> None:
-        """Records that nothing may start this run again. Call it before ending its job."""
+        """Records that this run must not start again. Call it before ending its job."""
         write_atomically(self.cancel_mark, "")
 
     def unmark_cancelled(self) -> None:

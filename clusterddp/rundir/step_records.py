@@ -1,4 +1,4 @@
-"""What ranks record of each step for ``submit --check-resume``: a file per rank, to which each attempt adds."""
+"""The steps that ranks record for ``submit --check-resume``: a file per rank, to which each attempt appends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 #: Of a value or a tensor: its text if it is short, else a hash. Equal for equal contents.
 Digest = str
 Digests = Mapping[str, Digest]
-#: The reason of a stop that the check wants.
+#: The reason of a stop that the check requests.
 WHY = "resume check"
 
 
@@ -40,8 +40,8 @@ class Recording:
 class States:
     """States between two steps.
 
-    ``parts``: of what ``ctx.run()`` got, by the part's name and the names in it. ``others``: of objects with a state
-    that the script has and ``ctx.run()`` did not get.
+    ``parts``: those of ``ctx.run()``, by the part's name and the names in it. ``others``: those of objects with a state
+    that the script has, but did not pass to ``ctx.run()``.
     """
 
     parts: Mapping[str, Digests] = field(default_factory=dict)
@@ -83,6 +83,6 @@ Trial = Mapping[int, list[StepRecord]]
 
 
 def read_trial(folder: Path) -> Trial:
-    """What the ranks have recorded in the folder."""
+    """The ranks' records in the folder."""
     files = sorted((int(path.stem.removeprefix("rank-")), path) for path in folder.glob("rank-*.jsonl"))
     return {rank: [StepRecord.from_line(line) for line in path.read_text().splitlines()] for rank, path in files}

@@ -1,7 +1,7 @@
-"""What ``list`` and ``status`` say of a run, from at most five of its files, of which only the ends are read.
+"""A run in short for ``list`` and ``status``, from at most five of its files, of which only the ends are read.
 
-A damaged or unreadable file leaves its part empty: one run must not hide the others. The state of a run that is not
-over: ``slurm/run_states.py``.
+A damaged or unreadable file leaves its part empty, so that one run does not hide the others. The state of a run that is
+not over comes from ``slurm/run_states.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 #: Bytes read at each end of the history, and at the end of the metrics.
 _EVENTS_BYTES, _METRICS_BYTES = 1 << 15, 1 << 14
-#: Bytes at the end of the metrics in which a metric is looked for that the newest line lacks.
+#: Bytes at the end of the metrics that are searched for a metric that the newest line lacks.
 _WANTED_BYTES = 1 << 18
 #: Keys of a line or an event that are not metrics.
 _EVENT_NAME = re.compile(rb'"event": ?"(\w+)"')
@@ -69,7 +69,7 @@ class Summary:
     started: float = 0.0
     """When the run began: its first event, else its job.yaml."""
     updated: float = 0.0
-    """When the run last recorded anything."""
+    """When the run recorded its last event or step."""
     job_id: str | None = None
     """The newest job, also of a run that is over; None if the run had none."""
     local: bool = False
@@ -82,12 +82,12 @@ class Summary:
     """How many steps the newest attempt has made, at least, where only that is known: of scripts that do not use
     clusterddp."""
     claims: tuple[Mapping[str, Any], ...] = ()
-    """Who may train the run, the newest claim first (``rundir/claims.py``); empty if nobody does. That of the loop of a
+    """Who may train the run, the newest claim first (``rundir/claims.py``); empty if it is free. That of the loop of a
     local run, which also holds it between two attempts, has "loop"."""
     begun: bool = False
     """Whether the newest job has started an attempt already."""
     readable: bool = True
-    """Whether the claims could be read: they are the owner's alone."""
+    """Whether the claims could be read, which only the owner may."""
     error: str | None = None
     """Why a record of the run cannot be read."""
 
@@ -100,7 +100,7 @@ class Summary:
 
 
 def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
-    """Reads a run's summary. ``wanted``: metrics whose newest values are looked for in earlier lines, too."""
+    """Reads a run's summary. ``wanted``: metrics whose newest values may also be in earlier lines."""
     names = _names_in(run.path) or []
     problems: list[str] = []
     outcome = _tried(run.outcome, problems) if "outcome.json" in names else None
@@ -138,7 +138,7 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
 
 
 class _History:
-    """What the ends of events.jsonl say."""
+    """The entries at both ends of events.jsonl."""
 
     def __init__(self, run: RunDirectory) -> None:
         try:
@@ -266,7 +266,7 @@ def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Mapping[str, 
     numbers = sorted((int(name[8:]) for name in names if re.fullmatch(r"attempt-\d{1,18}", name)), reverse=True)
     found: list[Mapping[str, Any]] = []
     seen: list[int] = []
-    for number in numbers[:2]:  # one that is just being claimed has no record yet: then the one before
+    for number in numbers[:2]:  # one that is just being claimed has no record yet
         if claim := _tried(partial(read_claim, run.holder_file(number), run), problems):
             found, seen = [claim], [number]
             break

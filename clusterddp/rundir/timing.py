@@ -1,4 +1,4 @@
-"""``timing.jsonl``: what the steps of each rank spent their time on. The supervisor writes it, reports read it.
+"""``timing.jsonl``: the time that each rank's steps spent in each phase. The supervisor writes it, reports read it.
 
 Ranks send totals with their heartbeats, so that the supervisor does nothing per step. It writes a line per interval,
 with an array over all ranks for each phase. Intervals grow with the age of the run: the file of a run of T seconds has
@@ -29,10 +29,11 @@ from clusterddp.rundir.records import (
 )
 from clusterddp.rundir.run_directory import RunDirectory
 
-#: What a step can spend its time on: waiting for the batch, this rank's own work, waiting for other ranks, a save.
+#: The phases of a step: waiting for the batch, this rank's own work, waiting for other ranks, a save.
 PHASES = ("data_s", "own_s", "wait_s", "save_s")
-#: A rank is slow if it works on a step so many times as long as what it is compared with, and by such a fraction of the
-#: step longer: loaders and kernels vary by less than half, and the other ranks hardly notice a tenth of a step.
+#: A rank is slow if its work in a step takes this many times as long as the work that it is compared with, and is
+#: longer by this fraction of the step. Loaders and kernels vary by less than half, and the other ranks hardly notice a
+#: tenth of a step.
 SLOW_RATIO, SLOW_SHARE = 1.5, 0.1
 #: The shortest interval in seconds, and the parts that the age of a run is divided into: fewer with many ranks.
 SHORTEST_S, PARTS, FEWEST_PARTS = 10.0, 100, 20
@@ -43,7 +44,7 @@ _END_BYTES = 1 << 17
 
 
 def is_slow(work_s: float, usual_s: float, step_s: float) -> bool:
-    """Whether a rank is slow: the answer of the watchdog, ``status``, the booking of time and the report.
+    """Whether a rank is slow, for the watchdog, ``status``, the booking of time and the report.
 
     All three are seconds per step: of its own work, of the work that it is compared with, and of the whole step.
     """
@@ -57,7 +58,7 @@ def interval_s(age_s: float, ranks: int) -> float:
 
 
 class TimingLines:
-    """Makes the lines of one attempt from what its ranks report. Pure: the caller has the clock and the file.
+    """Makes the lines of one attempt from its ranks' reports. Pure: the caller has the clock and the file.
 
     ``began``: when the run began, in unix seconds.
     """
@@ -93,8 +94,8 @@ class TimingLines:
         return self._begin is not None and now - self._written_at >= interval_s(now - self._began, self._ranks)
 
     def interval(self, now: float, hosts: Sequence[str]) -> list[dict[str, Any]]:
-        """The line of the interval that ends with the newest step that ranks have told of, if a step ended in it;
-        before the first, that of the ranks' hosts."""
+        """The line of the interval that ends with the newest reported step, if a step ended in it. The first one
+        follows a line with the ranks' hosts."""
         if self._begin is None:
             return []
         end = max(self._begin, min(self._until, now))
@@ -127,7 +128,7 @@ def _is_totals(value: Any) -> bool:
 
 
 class TimingFile:
-    """Appends lines to a run's ``timing.jsonl``. Without space on the disk they are lost: nothing depends on them."""
+    """Appends lines to a run's ``timing.jsonl``. Without space on the disk they are lost, and reports lack them."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._path = run.timing_file
@@ -143,11 +144,11 @@ class TimingFile:
                 append_line(self._path, line)
         except OSError as error:
             if not self._failed:
-                say(f"cannot write {self._path.name} ({error.strerror}): reports will lack some step times")
+                say(f"could not write {self._path.name} ({error.strerror}). Reports will lack some step times")
             self._failed = True
 
     def close(self) -> None:
-        """From now on a newer attempt's supervisor writes the file; for any thread."""
+        """Stops writing, because a newer attempt's supervisor writes the file from now on. Any thread."""
         self._closed = True
 
 
@@ -158,7 +159,7 @@ class TimingFile:
 class TimedInterval:
     """The steps of each rank from ``begin`` to ``end`` (unix seconds), and their seconds in each phase.
 
-    None where nothing is known of a rank. ``hosts`` is empty if the line with them was lost. ``made``: how many steps
+    None where a rank's values are unknown. ``hosts`` is empty if the line with them was lost. ``made``: how many steps
     rank 0 has made in the attempt, of a script whose steps have no known numbers.
     """
 
@@ -178,7 +179,7 @@ class TimedInterval:
 
 @dataclass(frozen=True)
 class Timings:
-    """All of the file, oldest first. ``skipped``: how many lines are of another form;
+    """All of the file, oldest first. ``skipped``: how many lines are of a different form;
     ``torn``: whether the last one is incomplete."""
 
     intervals: tuple[TimedInterval, ...] = ()
@@ -187,7 +188,7 @@ class Timings:
 
 
 def read_timings(run: RunDirectory) -> Timings:
-    """A run's ``timing.jsonl``. A file that is missing is empty; lines of another form, and a torn one, are skipped.
+    """A run's ``timing.jsonl``. A missing file counts as empty. Lines of a different form, and a torn one, are skipped.
 
     Raises OSError if the file cannot be read.
     """

@@ -1,6 +1,6 @@
-"""``python -m clusterddp.trackers RUN``: sends what the trackers of a run that is over lack.
+"""``python -m clusterddp.trackers RUN``: sends the missing values of a run that is over to its trackers.
 
-For a run that has completed while a tracker's server was down. A run that continues does it by itself.
+For a run that has completed while a tracker's server was down. A run that continues does this by itself.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def main() -> int:
     run = RunDirectory(sys.argv[1])
     check_run(run)
     if not run.exists() or run.outcome() is None:
-        raise RunDirectoryError(f"{run} is not a run that is over: a run that continues sends what its trackers lack")
+        raise RunDirectoryError(f"{run} is not over. When it continues, it sends the missing values by itself")
     job = load_resolved(run.job_file)
     check_packages(job)
     trackers = wanted(job, run.path.name, os.environ)
     if not trackers:
-        raise UsageError(f"{run} has no trackers: none of tensorboard, wandb and mlflow is set in {run.job_file}")
+        raise UsageError(f"{run} has no trackers. Set tensorboard, wandb or mlflow in {run.job_file}")
     saved = [event["step"] for event in run.events() if event["event"] in ("checkpoint", "resumed")]
     orders = Orders(saved[-1] if saved else 0)
     orders.ended = orders.clean = True

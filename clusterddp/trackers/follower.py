@@ -1,9 +1,9 @@
-"""The process that passes a run's metrics on to one tracker, beside the training.
+"""The process that sends a run's metrics to one tracker, beside the training.
 
-``python -m clusterddp.trackers.follower ARGUMENTS``, a JSON object. Rank 0 starts it, tells it on standard input which
-checkpoints are committed, one step per line, and at last ``end``. A problem is one line on standard output; what the
-tracker's own package prints goes to standard error. The metrics come from ``metrics.jsonl``, the truth about what
-counts, so that nothing is lost if this process is killed: the next attempt's begins with what the tracker lacks.
+``python -m clusterddp.trackers.follower ARGUMENTS``, a JSON object. Rank 0 starts it, and sends the step of each
+committed checkpoint on standard input, one per line, and at last ``end``. A problem is one line on standard output. The
+output of the tracker's package goes to standard error. The metrics come from ``metrics.jsonl``, the truth about what
+counts, so that values survive if this process is killed: the next attempt begins with those that the tracker lacks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PERIOD_S = 1.0
 
 
 class Tracker(Protocol):
-    """What is asked of TensorBoard, W&B and MLflow."""
+    """The interface to TensorBoard, W&B and MLflow."""
 
     live: bool
     first: int
@@ -43,7 +43,7 @@ class Tracker(Protocol):
         ...
 
     def flush(self, step: int | None) -> Sent:
-        """Shows them; ``step``: everything below was added. Returns what the tracker has for certain."""
+        """Shows them. ``step``: all below it were added. Returns what the tracker has for certain."""
         ...
 
     def close(self, step: int, clean: bool) -> Sent:
@@ -60,7 +60,7 @@ class Follower:
         self._committed = -1
 
     def send(self, committed: int) -> None:
-        """Passes on what has come: the steps below a checkpoint, or all if the tracker is live. Raises Superseded."""
+        """Sends new lines: the steps below a checkpoint, or all if the tracker is live. Raises Superseded."""
         more = committed > self._committed
         if more:
             self._check_newest()
@@ -89,7 +89,7 @@ class Follower:
 
 
 class Orders:
-    """What rank 0 says. Ends with it, too."""
+    """The orders of rank 0. They end when it exits."""
 
     def __init__(self, committed: int) -> None:
         self.committed = committed
@@ -97,7 +97,7 @@ class Orders:
         self._rest = b""
 
     def wait(self, seconds: float | None) -> None:
-        """Waits for an order, at most so long."""
+        """Waits for an order, at most this many seconds."""
         if not select.select([0], [], [], seconds)[0]:
             return
         said = os.read(0, 1 << 16)
@@ -128,8 +128,8 @@ def main() -> int:
 
 
 def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any], orders: Orders, out: TextIO) -> None:
-    """Sends until the orders end. Writes what a user should know to ``out``. Raises what the tracker raises, and
-    records it for ``status``; Superseded."""
+    """Sends until the orders end. Writes messages for the user to ``out``. Raises the tracker's errors, which it also
+    records for ``status``, and Superseded."""
     folder = folder_of(name, run)
     try:
         create_folder(folder, exist_ok=True)
@@ -179,7 +179,7 @@ def _lock(descriptor: int) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise RunDirectoryError("another process of this run sends to it") from None
+        raise RunDirectoryError("a different process of this run already sends to it") from None
 
 
 def _record_problem(folder: Path, words: str) -> None:

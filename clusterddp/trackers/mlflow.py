@@ -17,7 +17,7 @@ from clusterddp.trackers.sent import Sent, write_sent
 
 #: The most values, and the most parameters, that MLflow's server takes at once.
 MOST_METRICS, MOST_PARAMS = 1000, 100
-#: The tag by which a run is found again whose name was not recorded, and what precedes its value in ``Sent.id``.
+#: The tag that identifies a run whose name was not recorded, and the prefix of its value in ``Sent.id``.
 TAG, CREATING = "clusterddp", "creating "
 #: Characters that MLflow does not take in the name of a metric or a parameter.
 _ODD = re.compile(r"[^\w\-. :/]")
@@ -27,7 +27,7 @@ class MLflow:
     """The server has the last step of each metric, so that values which were sent just before this process was killed
     are not sent twice."""
 
-    #: Takes only steps that no later attempt repeats: MLflow cannot replace the values of a step.
+    #: Takes only steps that no later attempt repeats, because MLflow cannot replace the values of a step.
     live = False
 
     def __init__(self, folder: Path, sent: Sent, attempt: int, options: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ class MLflow:
         return str(experiment.experiment_id)
 
     def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        """Passes the values of a step on; ``at``: when they were logged."""
+        """Sends the values of a step. ``at``: when they were logged."""
         for name, value in values.items():
             key = _ODD.sub("_", name)
             if step > self._last.get(key, -1):
@@ -85,14 +85,14 @@ class MLflow:
         self._metrics.clear()
 
     def flush(self, step: int | None) -> Sent:
-        """Sends what was added; returns what MLflow has for certain."""
+        """Sends the added values. Returns what MLflow has for certain."""
         self._send()
         if step is not None:
             self._sent = replace(self._sent, step=step)
         return self._sent
 
     def close(self, step: int, clean: bool) -> Sent:
-        """Ends the run in MLflow; another attempt continues it."""
+        """Ends the run in MLflow, which a later attempt continues."""
         sent = self.flush(step)
         self._client.set_terminated(self._id, "FINISHED" if clean else "FAILED")
         return sent

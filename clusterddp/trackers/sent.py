@@ -1,12 +1,8 @@
-"""What a tracker is told, has been sent, and lacks.
+"""What the trackers of a run are configured for, have been sent, and lack.
 
-How much of a run a tracker has: a record in the tracker's folder, and what follows from it for the next attempt.
-
-The lines of a run that count, read once each while the run's rank 0 appends more.
-
-Which trackers a job has, and how its W&B and MLflow runs are made.
-
-What ``status`` says of a run's trackers: how to look at them, and what they lack.
+``Sent`` is a record in a tracker's folder, from which the next attempt continues. ``Lines`` reads each line of a run
+that counts once, while rank 0 appends more. ``wanted`` has the trackers of a job, and how its W&B and MLflow runs are
+made. ``overview`` is for ``status``: how to look at the trackers, and what they lack.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ _SCHEMA: Schema = {
 
 @dataclass(frozen=True)
 class Sent:
-    """What a tracker has of a run."""
+    """The values of a run that a tracker has."""
 
     step: int = 0
     """It has all values below this step, durably."""
@@ -57,7 +53,7 @@ class Sent:
 
 
 def read_sent(folder: Path) -> Sent | None:
-    """What the tracker with this folder has; None if it has nothing. Raises RunDirectoryError."""
+    """The record of the tracker with this folder; None if there is none. Raises RunDirectoryError."""
     record = read_json(_file(folder), _SCHEMA)
     if record is None:
         return None
@@ -82,7 +78,7 @@ Line = dict[str, Any]
 class Lines:
     """The lines of a JSON lines file from step ``first`` on for which ``counts``, in the order of the file.
 
-    That is the order of steps: all lines below a checkpoint are in the file before an attempt resumes from it.
+    That is the order of steps, because all lines below a checkpoint are in the file before an attempt resumes from it.
     """
 
     def __init__(self, path: Path, counts: Callable[[Mapping[str, Any]], bool], first: int) -> None:
@@ -105,8 +101,8 @@ class Lines:
         return self._next
 
     def _read(self) -> bool:
-        """Reads on, in whole lines: the last may still be being written. Opens the file each time, as rank 0 replaces
-        it by a copy after a failed write."""
+        """Reads more whole lines, because the last may still be incomplete. Opens the file each time, because rank 0
+        replaces it by a copy after a failed write."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._read_to)
@@ -137,7 +133,7 @@ def wanted(job: Job, run_name: str, environ: Mapping[str, str]) -> dict[str, dic
 
 
 def config(job: Job) -> dict[str, Any]:
-    """What the tables of runs of W&B and MLflow can be filtered by: the script's options, and the job's facts."""
+    """The fields by which W&B and MLflow can filter runs: the script's options, and the job's facts."""
     facts = {"seed": job.seed, "world_size": job.world_size, "global_batch": job.global_batch}
     return {name: value for name, value in facts.items() if value is not None} | options_in(job.args)
 
@@ -162,7 +158,7 @@ def _value(text: str) -> Any:
 
 
 def overview(run: RunDirectory) -> list[tuple[str, str]]:
-    """A name and words for each tracker that has something of the run."""
+    """A name and words for each tracker that has values of the run."""
     found = []
     for name, described in _DESCRIBED.items():
         folder = run.path / name
@@ -181,7 +177,7 @@ def _tensorboard(folder: Path, _: Sent) -> str:
 
 def _wandb(folder: Path, sent: Sent) -> str:
     if sent.mode == "offline":
-        return f"offline; upload it with: wandb sync {shlex.quote(str(folder))}/offline-run-*-{sent.id}"
+        return f"offline, upload it with: wandb sync {shlex.quote(str(folder))}/offline-run-*-{sent.id}"
     return f"run {sent.id}"
 
 
@@ -190,7 +186,7 @@ def _mlflow(_: Path, sent: Sent) -> str:
 
 
 def _lacking(sent: Sent) -> str:
-    return f"; it lacks steps from {sent.step} on: {sent.problem}" if sent.problem else ""
+    return f". It lacks steps from {sent.step} on: {sent.problem}" if sent.problem else ""
 
 
 _DESCRIBED = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

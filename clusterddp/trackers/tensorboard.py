@@ -21,7 +21,7 @@ from clusterddp.trackers.sent import Sent
 class TensorBoard:
     """Writes without TensorFlow, and without tensorboard's own file writer, whose files cannot be synced or named."""
 
-    #: Takes the lines of all steps at once: what a later attempt repeats is discarded.
+    #: Takes the lines of all steps at once, because TensorBoard discards those that a later attempt repeats.
     live = True
 
     def __init__(self, folder: Path, sent: Sent, first: int, attempt: int) -> None:
@@ -40,8 +40,8 @@ class TensorBoard:
         self._add(Event(wall_time=at, step=step, summary=summary))
 
     def flush(self, step: int | None) -> Sent:
-        """Shows TensorBoard what was written; durably, if ``step`` says below which step everything was. Returns what
-        TensorBoard has for certain."""
+        """Shows TensorBoard the written values, durably if all below ``step`` were written. Returns what TensorBoard
+        has for certain."""
         self._file.flush()
         if step is not None:
             os.fsync(self._file.fileno())
@@ -59,7 +59,7 @@ class TensorBoard:
 
 
 def _new_file(folder: Path, attempt: int) -> Path:
-    """A name that TensorBoard reads after all others: it sorts them. The clocks of two nodes may differ."""
+    """A name that sorts after all others, so that TensorBoard reads it last. The clocks of two nodes may differ."""
     numbers = [
         int(match[1]) for name in os.listdir(folder) if (match := re.match(r"events\.out\.tfevents\.(\d+)\.", name))
     ]

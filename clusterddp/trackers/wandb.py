@@ -16,11 +16,11 @@ from clusterddp.trackers.sent import Sent, write_sent
 
 
 class WeightsAndBiases:
-    """Online, W&B's server knows which steps it has. Offline, each attempt writes files into a folder below ``open``,
-    which are complete once they are closed: until then, W&B keeps up to 32 kB in memory. The folder is then moved out.
+    """Online, W&B's server has the steps that it got. Offline, each attempt writes files into a folder below ``open``,
+    which are complete once they are closed. Until then, W&B keeps up to 32 kB in memory. The folder is then moved out.
     One that was not closed is deleted, and its steps are written again."""
 
-    #: Takes only steps that no later attempt repeats: W&B cannot replace the values of a step.
+    #: Takes only steps that no later attempt repeats, because W&B cannot replace the values of a step.
     live = False
 
     def __init__(self, folder: Path, sent: Sent, attempt: int, options: Mapping[str, Any]) -> None:
@@ -41,17 +41,17 @@ class WeightsAndBiases:
         write_sent(folder, self._sent)
 
     def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        """Passes the values of a step on; ``at``: when they were logged."""
+        """Sends the values of a step. ``at``: when they were logged."""
         self._run.log({**values, "_timestamp": at}, step=step)
 
     def flush(self, step: int | None) -> Sent:
-        """Returns what W&B has for certain: offline, only what is in closed files."""
+        """Returns what W&B has for certain, which offline is only the content of closed files."""
         if step is not None and not self._offline:
             self._sent = replace(self._sent, step=step)
         return self._sent
 
     def close(self, step: int, clean: bool) -> Sent:
-        """Waits until W&B has everything."""
+        """Waits until W&B has all values."""
         written = Path(self._run.dir).parent
         self._run.finish(exit_code=0 if clean else 1)
         self._sent = replace(self._sent, step=step)
@@ -62,7 +62,7 @@ class WeightsAndBiases:
         return self._sent
 
     def _move_out(self, name: str) -> None:
-        """Moves a folder that is complete to those that ``status`` says to upload, unless that was done."""
+        """Moves a complete folder to those that ``status`` lists for upload, unless that was done."""
         written = self._open / "wandb" / name
         if written.exists():
             written.rename(self._folder / name)

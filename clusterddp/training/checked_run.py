@@ -1,9 +1,8 @@
-"""A run under ``submit --check-resume``: each rank records each step, and all stop where they are told.
+"""A run under ``submit --check-resume``: each rank records each step, and all stop at a given step.
 
-The recording is a class of its own, so that the steps of other runs do nothing for it. It also has what the script
-keeps besides what it gave to ``ctx.run()``: objects with a state, plain values, small tensors. Only a search through
-the script's variables can find a part that was forgotten, such as an average of the weights. Code of libraries is not
-searched.
+The recording is a separate class, so that it costs other runs nothing. It also has the state that the script did not
+give to ``ctx.run()``: objects with a state, plain values, small tensors. Only a search through the script's variables
+can find a forgotten part, such as an average of the weights. Code of libraries is not searched.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class CheckedRun(Run):
         self._recorded = True
 
     def _epoch(self) -> tuple[int | None, int | None]:
-        """The epoch of the step, and the steps of an epoch; None where there is none, or it is not known."""
+        """The epoch of the step, and the steps of an epoch; None if there is none, or it is unknown."""
         epoch = steps = None
         with suppress(TypeError):
             epoch = self.epoch
@@ -104,9 +103,9 @@ class CheckedRun(Run):
             return {}
 
 
-#: Plain values whose text is at most so long are shown as they are.
+#: Plain values whose text is at most this long are shown as they are.
 _SHORT = 60
-#: A larger tensor of a GPU is summed up there, so many elements at a time, rather than copied.
+#: A larger tensor of a GPU is summed up there, this many elements at a time, rather than copied.
 _COPIED_BYTES, _SUMMED = 1 << 16, 1 << 22
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -185,7 +184,7 @@ def _of_object(value: Any) -> Iterable[bytes]:
         return _content(dict(attributes))
     try:
         return [pickle.dumps(value)]
-    except Exception:  # nothing more is known of it
+    except Exception:  # its content is unknown
         return []
 
 
@@ -202,7 +201,7 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[bytes]:
 
 
 def _summed(bits: torch.Tensor) -> int:
-    """A sum over a tensor of integers, on its device: another one for another element, and most likely for others."""
+    """A sum over a tensor of integers, on its device: different for a changed element, and most likely for several."""
     total = 0
     pieces: tuple[torch.Tensor, ...] = torch.split(bits.flatten(), _SUMMED)
     for piece in pieces:
@@ -212,7 +211,7 @@ def _summed(bits: torch.Tensor) -> int:
     return total
 
 
-#: The search ends after so many values, or attributes of attributes.
+#: The search ends after this many values, or attributes of attributes.
 _MOST, _DEEPEST, _LONGEST_LIST = 5000, 4, 100
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _LIBRARIES = tuple(f"{folder}/" for folder in (*_INSTALLED, Path(__file__).resolve().parents[1]))
@@ -250,7 +249,7 @@ class _Search:
         self._hints = False
 
     def only_hints(self, loader: Any, name: str) -> None:
-        """Of the loader the batches count: what it has inside can only explain them."""
+        """Only a loader's batches are compared. Its state can only explain them."""
         self._hints = True
         self._attributes(loader, name, 0)
         self._hints = False
@@ -331,7 +330,7 @@ def _is_generator(value: Any) -> bool:
 
 
 def _has_state(value: Any) -> bool:
-    """By its class: an attribute of an object may be computed, or another object's."""
+    """Looks at the class, because an object's attribute may be computed, or belong to a different object."""
     return hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")
 
 

@@ -58,7 +58,7 @@ def init(
     """Joins the process group with all ranks, and seeds torch, ``random`` and numpy equally on all of them.
 
     A script may also make its own process group, with any backend, before or after. That group is then used as it is,
-    nothing is seeded, and the script destroys its group itself.
+    random generators are not seeded, and the script destroys its group itself.
 
     Works under ``clusterddp submit``, srun, torchrun, submitit, and in a single process. Called once per process, in
     its main thread.
@@ -68,7 +68,7 @@ def init(
         device: "cpu", "cuda" or "cuda:N"; in a job, the job's device applies. A GPU if one is visible, if None.
         backend: of torch.distributed, such as "gloo"; if None the job's, or NCCL for tensors on GPUs and gloo for those
             on CPUs.
-        run_dir: where to save if no ``clusterddp submit`` started this process; nothing is saved if None.
+        run_dir: where to save if no ``clusterddp submit`` started this process. If None, the run is not saved.
         checkpoint: how often to save there; in a job, the job definition applies.
 
     Raises RuntimeError outside the main thread and when called twice; TypeError for a seed that is no number;
@@ -77,9 +77,9 @@ def init(
     """
     global _current
     if _current is not None:
-        raise RuntimeError("clusterddp.init() was already called in this process; use the context that it returned")
+        raise RuntimeError("clusterddp.init() was already called in this process. Use the context that it returned")
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("clusterddp.init() must be called in the main thread, as it installs signal handlers")
+        raise RuntimeError("clusterddp.init() must be called in the main thread, because it installs signal handlers")
     if script_loop.began():
         raise RuntimeError("clusterddp.init() must come before the first clusterddp.stop_requested()")
     if seed is not None and (not isinstance(seed, Real) or seed != seed):  # NaN differs from the recorded one
@@ -323,7 +323,7 @@ class Context(Loaders):
         parts, the seed or the dataset, or ``init_from`` does not fit.
         """
         if self._run is not None:
-            raise RuntimeError("ctx.run() was already called in this process; pass it all parts at once")
+            raise RuntimeError("ctx.run() was already called in this process. Pass all parts in one call")
         metric, named_best = metric_or_part(best)
         named, own = by_name({**parts, **named_best}), PerRank(per_rank, self._group)
         start_warm = partial(warm_start.load, init_from, init_strict, named, self._group) if init_from else None
@@ -335,7 +335,7 @@ class Context(Loaders):
         return self._run
 
     def _start_services(self, parts: Iterable[Stateful], best: str | None) -> Services:
-        """Connects who saves, measures, profiles and tracks. Raises ValueError for a ``best`` that names no metric or
+        """Connects saving, timing, profiling and tracking. Raises ValueError for a ``best`` that names no metric or
         contradicts the job."""
         read, group, report, heartbeat = self._settings, self._group, self._history.report, self._heartbeat
         keep = with_best(read.job.checkpoint.keep, best, told=group.rank == 0)
@@ -397,10 +397,10 @@ class Context(Loaders):
         step, evaluate before its training (a resume repeats the step) or after its optimizer and scheduler have stepped
         (a resume continues with the next step).
 
-        Raises Stopped, on all ranks at the same call, when the run is told to stop; RuntimeError before ``ctx.run()``.
+        Raises Stopped, on all ranks at the same call, when the run must stop; RuntimeError before ``ctx.run()``.
         """
         if self._run is None:
-            raise RuntimeError("ctx.stop_point() saves the run: call ctx.run() first, or use ctx.stop_requested()")
+            raise RuntimeError("ctx.stop_point() saves the run. Call ctx.run() first, or use ctx.stop_requested()")
         self._run.stop_point()
 
     def request_stop(self, reason: str) -> None:
@@ -455,7 +455,7 @@ class Context(Loaders):
         self._close(clean=not failed and not rank_exit.exited_in_loop, restore_handlers=False)
 
     def _close(self, *, clean: bool, restore_handlers: bool) -> None:
-        """Closes everything. Not ``clean``, after an error: other ranks may be stuck in a collective; do not wait."""
+        """Closes everything; unless ``clean``, without waiting: other ranks may be stuck in a collective."""
         global _current
         if self._closed:
             return

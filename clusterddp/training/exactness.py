@@ -1,11 +1,11 @@
 """Why a resume may not be exact: state that differs between ranks, and shapes that change under torch.compile.
 
-A checkpoint has only rank 0's state. With the states the ranks compare how often the script has called ``run.every``:
-all ranks must, in the same steps.
+A checkpoint has only rank 0's state. With the states, the ranks compare how often the script has called
+``run.every``, which all ranks must call in the same steps.
 
 torch.compile compiles a function for the first shape that it gets, and for any shape once a second one comes. The two
 graphs may differ in the last bits of their results. A resumed process that evaluates before it trains sees shapes in
-another order than the uninterrupted one, and trains with the other graph: seen in torch 2.13.
+a different order than the uninterrupted one, and trains with the other graph (seen in torch 2.13).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Divergence:
 def explanation_of_divergence(parts: Iterable[str]) -> str:
     """The message: what it means, and the remedy."""
     return (
-        f"the state of {', '.join(parts)} differs between ranks, and a checkpoint has only rank 0's: a resume will not "
-        "be exact. Wrap models with ctx.wrap(); derive per-rank values from run.step and ctx.rank, or pass them by "
+        f"the state of {', '.join(parts)} differs between ranks, but a checkpoint has only rank 0's, so a resume will "
+        "not be exact. Wrap models with ctx.wrap(). Derive per-rank values from run.step and ctx.rank, or pass them to "
         "ctx.run(per_rank=...), which saves them for every rank"
     )
 
@@ -90,8 +90,8 @@ def explanation_of_calls(counts: Mapping[int, int]) -> str:
         shown[next(rank for rank, n in counts.items() if n == usual)] = usual
     said = ", ".join(f"rank {rank} {counted(n, 'time')}" for rank, n in sorted(shown.items()))
     return (
-        f"run.every() was called by some ranks more often than by others ({said}): all ranks must call it in the same "
-        "steps, so that they agree on evaluations and saves; put it first, as in `if run.every(...) and ctx.is_main:`"
+        f"some ranks called run.every() more often than others ({said}). All ranks must call it in the same steps, so "
+        "that they agree on evaluations and saves. Put it first, as in `if run.every(...) and ctx.is_main:`"
     )
 
 
@@ -105,7 +105,7 @@ def _digest(part: Stateful) -> str | None:
         plain, tensors = pack(parameters_of(part) if in_ddp else state_of(part))  # type: ignore[arg-type]
         facts = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
         text = json.dumps([plain, facts, fingerprints(tensors.values())], sort_keys=True)
-    except Exception:  # The script's own code, which may expect to run only on rank 0: not a reason to end the run.
+    except Exception:  # The script's own code may expect to run only on rank 0, which is no reason to end the run.
         return None
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -128,21 +128,21 @@ def fingerprints(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return found
 
 
-#: Each rank looks every so many steps, after an evaluation, and when all ranks stop.
+#: Each rank looks after this many steps, after an evaluation, and when all ranks stop.
 LOOK_STEPS = 32
 _KEY = "shapes_changed"
 #: The module in which torch records shapes since 2.6.
 _PGO = "torch._dynamo.pgo"
 REASON = "torch.compile chooses among its graphs by the order in which shapes came"
 _SHAPES_CHANGED = (
-    "torch.compile has seen changing shapes and chooses among its graphs by the order in which they came: a resume "
+    "torch.compile has seen changing shapes, and chooses among its graphs by the order in which they came, so a resume "
     "will not be exact. Pass torch.compile(..., dynamic=False), which compiles for each shape, or evaluate with the "
     "training's batch size or without torch.compile"
 )
 _COMPILED_AGAIN = (
-    "torch.compile has compiled a function more than once: for changing shapes, after which a resume will not be "
-    "exact, or for another reason, such as an evaluation. torch before 2.6 does not record which. Use torch 2.6 or "
-    "newer, or evaluate without torch.compile"
+    "torch.compile has compiled a function more than once, either for changing shapes, after which a resume will not "
+    "be exact, or for a different reason, such as an evaluation. torch before 2.6 does not record which. Use torch 2.6 "
+    "or newer, or evaluate without torch.compile"
 )
 
 
@@ -157,7 +157,7 @@ class CompiledShapes:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._graphs = 0
-        #: Whether one has, in this attempt or an earlier one; on rank 0, on any rank.
+        #: Whether one has, in this attempt or an earlier one. On rank 0: whether one has on any rank.
         self.changed = False
 
     def look(self) -> bool:
@@ -173,7 +173,7 @@ class CompiledShapes:
         return self.changed
 
     def ask(self) -> bool:
-        """For rank 0, before it saves: whether it is news that another rank has passed on."""
+        """For rank 0, before it saves: whether a different rank has passed on a change that is news."""
         if self.changed or self._group.world_size == 1:
             return False
         self.changed = self._group.store.check([_KEY])

@@ -1,8 +1,8 @@
 """A rank's heartbeat to the supervisor every few seconds: its progress and, while there is none, where it is.
 
-A thread reads counters that the main thread keeps anyway, so that a step does no work for it. The supervisor finds out
-that the run hangs, and on which rank (``failures/hangs.py``), and what the steps spend their time on. When the rank's
-timeout is over, a timer of faulthandler, which does not need the GIL, writes the stacks of all threads to stderr.
+A thread reads counters that the main thread keeps anyway, so that steps do no work for it. From the heartbeats, the
+supervisor finds hangs and the rank at fault (``failures/hangs.py``), and what the steps spend their time on. When the
+rank's timeout is over, a timer of faulthandler, which does not need the GIL, writes all threads' stacks to stderr.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from clusterddp.worker.thread_stacks import main_thread_line, main_thread_place,
 if TYPE_CHECKING:
     from clusterddp.training.settings import Settings
 
-#: A step may take so many times as long as the longest one so far.
+#: A step may take this many times as long as the longest one so far.
 GAP_FACTOR = 4.0
 #: The number of last collectives in the flight record: torch keeps 2000, a megabyte for each of perhaps 1000 ranks.
 RECORDED = 100
@@ -41,7 +41,7 @@ RECORDED = 100
 RECORD_S = 1.5
 #: Seconds for which the end waits for the last heartbeat.
 CLOSE_S = 1.0
-#: How many samples of a thread's stack, and how far apart, tell whether it makes progress.
+#: How many samples of a thread's stack, and how far apart, show whether it makes progress.
 LOOKS, LOOK_S = 4, 0.01
 
 
@@ -105,10 +105,10 @@ class Heartbeat:
 
     Args:
         watchdog: the settings; None turns it off.
-        watched: what it tells about.
+        watched: the training that it reports.
         send: sends an event to the supervisor.
         flight_record: the file for torch's record of the last collectives after a timeout.
-        rank, ranks: of how many it is which.
+        rank, ranks: this rank, and the number of ranks.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Heartbeat:
         self._device, self._patient = watched.device, watched.patient
         self._send, self._flight_record = send, flight_record
         self._rank, self._ranks = rank, ranks
-        #: What to tell about the steps (``training/timing.py``).
+        #: Returns the figures about the steps (``training/timing.py``).
         self.timing: Callable[[], Mapping[str, Any]] = dict
         #: Where the device is, relative to the completed steps (``training/timing.py``).
         self.on_device: Callable[[], tuple[int, str] | None] = lambda: None
@@ -136,8 +136,8 @@ class Heartbeat:
         self._end = threading.Event()
         #: Writes the flight record of this timeout.
         self._recording: threading.Thread | None = None
-        #: What a heartbeat tells of the device and of the flight record after a timeout, and since when the device has
-        #: been where it is.
+        #: A heartbeat's values about the device and the flight record after a timeout, and since when the device has
+        #: been at the same place.
         self._stalled: dict[str, Any] = {}
         self._device_since = 0.0
         self._starting_record = threading.Lock()
@@ -146,11 +146,11 @@ class Heartbeat:
             self._thread.start()
 
     def begin(self) -> None:
-        """Training begins: from now on the rank is watched."""
+        """Training begins, and the rank is watched from now on."""
         self._begun_at = self._boundaries()
 
     def rest(self) -> None:
-        """Training has ended, or saves: from now on there is no timeout."""
+        """Training has ended, or saves, and has no timeout from now on."""
         self._begun_at = None
 
     @contextmanager
@@ -187,7 +187,7 @@ class Heartbeat:
         while not self._end.wait(period_s):
             stood_s = clock.look()
             if stood_s:
-                say(f"this process was stopped for {stood_s:.0f} s, by a signal or because its job was suspended")
+                say(f"this process was stopped for {stood_s:.0f} s by a signal, or because its job was suspended")
             self._explain_stacks()
             count = self._boundaries()
             age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)
@@ -211,7 +211,7 @@ class Heartbeat:
     def _look_at_device(self, now: float) -> None:
         try:
             found = self.on_device()
-        except RuntimeError:  # of CUDA, which the script gets, too
+        except RuntimeError:  # of CUDA, which the script also gets
             found = None
         if found is None:
             self._stalled.pop("device", None)
@@ -225,8 +225,8 @@ class Heartbeat:
         if time.monotonic() > self._stacks_at:
             self._stacks_at = math.inf
             say(
-                "the stacks above were written because no step was completed within the watchdog's timeout: this rank "
-                "may hang; if it is only slow, it continues"
+                "the stacks above were written because no step was completed within the watchdog's timeout. This rank "
+                "may hang. If it is only slow, it continues"
             )
 
     def _set_timer(self, allowed_s: float | None) -> None:
@@ -241,7 +241,7 @@ class Heartbeat:
     def write_flight_record(self) -> None:
         """Writes the last collectives, and which of them are not complete; torch itself does not print them.
 
-        Once per timeout. Waits at most RECORD_S: the file system, or torch, may be what hangs.
+        Once per timeout. Waits at most RECORD_S, because the file system or torch may hang.
         """
         self._start_flight_record().join(RECORD_S)
 
@@ -257,21 +257,21 @@ class Heartbeat:
         try:
             record = flight_record(torch._C._distributed_c10d)
             if record is None:
-                say(f"torch {torch.__version__} kept no flight record of the last collectives")
+                say(f"torch {torch.__version__} has no flight record of the last collectives")
             else:
                 from clusterddp.failures.flight_records import outline  # only a hang needs it
 
                 self._stalled["collectives"] = outline(record)
                 write_atomically(self._flight_record, json.dumps(record) + "\n")
         except (OSError, RuntimeError, ValueError, LookupError) as error:
-            say(f"torch's flight record was not written: {error}")
+            say(f"could not write torch's flight record: {error}")
 
 
 def flight_record(bound: Any) -> dict[str, Any] | None:
     """torch's flight record of the last collectives, at most RECORDED of each backend; None if there is none.
 
-    ``bound`` is torch._C._distributed_c10d. NCCL has a record of its own, which torch 2.4 has only pickled. In torch
-    2.15 NCCL's usual process group is another one, whose record has another name. torch 2.9 records nothing for gloo.
+    ``bound`` is torch._C._distributed_c10d. NCCL has a separate record, which torch 2.4 has only pickled. In torch 2.15
+    NCCL's usual process group is a different one, whose record has a different name. torch 2.9 has no record for gloo.
     """
     records: list[dict[str, Any]] = []
     if hasattr(bound, "_dump_nccl_trace_json"):
@@ -288,7 +288,7 @@ def flight_record(bound: Any) -> dict[str, Any] | None:
 
 
 def positions_of(thread: int) -> set[object]:
-    """Where a thread is at a few moments: one place while it waits.
+    """Where a thread is at a few moments, which is one place while it waits.
 
     One sample is not enough: a tight loop releases the GIL at only a few places.
     """
@@ -308,7 +308,7 @@ def position_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
 
 
 def begin_heartbeat(read: Settings, attempt: int, watched: WatchedSteps) -> Heartbeat:
-    """This rank's heartbeat; off without a supervisor, which would receive it."""
+    """This rank's heartbeat, which is off without a supervisor to receive it."""
     logs = read.run_dir.attempt_logs(attempt) if read.run_dir else Path()
     heartbeat = Heartbeat(
         read.job.watchdog if control_channel.supervised() else None,

@@ -2,11 +2,11 @@
 
 **On ranks other than 0** the training thread only keeps a step's values. A thread passes them on a few times per
 second, all steps since the last time in one *chunk*: a key ``log/RANK/NUMBER`` in the attempt's store, with the step up
-to which the rank has logged. The store serves keys without the ranks' Python, so that no rank waits for another.
+to which the rank has logged. The store serves keys without the ranks' Python, so that ranks do not wait for each other.
 
 **On rank 0** a thread collects the chunks. A metrics line with reduced values is held back, with all lines behind it,
-until each rank's chunks reach beyond its step; then the values are combined in the order of ranks. Where chunks are cut
-has no effect on the result, nor has a stop: the sum is exactly rounded (``math.fsum``).
+until each rank's chunks reach beyond its step. Then the values are combined in the order of ranks. Because the sum is
+exactly rounded (``math.fsum``), the result does not depend on where chunks are cut or the run stops.
 
 **Complete at each checkpoint.** The writer commits checkpoint S only after the lines below S are on the disk
 (``saving.py``). Where all ranks know of a save (a stop, the end of the loop, ``every: N steps``, a metric of
@@ -15,11 +15,11 @@ has no effect on the result, nor has a stop: the sum is exactly rounded (``math.
 **What is missing** is reported, once per name:
 
 - A rank that did not log a name in a step does not count in that step: the mean is over the ranks that did. A rank that
-  has never called ``run.log(reduce=...)`` finds out within seconds that rank 0 waits for it, and sends how far it is.
+  has never called ``run.log(reduce=...)`` notices within seconds that rank 0 waits for it, and sends its step.
 - If only ranks other than 0 reduce, their values are dropped.
-- If a rank fails or hangs, rank 0 waits for it for a bounded time, and then does without it.
+- If a rank fails or hangs, rank 0 waits for it for a bounded time, and then continues without it.
 
-With one rank, the value is the rank's own. After a resume the number of ranks may be another one: nothing is kept.
+With one rank, the value is the rank's own. A resume, after which the number of ranks may differ, keeps no state.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from clusterddp.distributed.devices import device_thread
 from clusterddp.reporter import counted, say
 from clusterddp.training.logged_values import Logged
 
-#: Seconds between two chunks of a rank, and between two looks of rank 0; of a look while somebody waits.
+#: Seconds between two chunks of a rank, and between two looks of rank 0; between two looks while a caller waits.
 PERIOD_S, HURRY_S = 0.25, 0.01
-#: With very many ranks the period is longer, at most so many seconds: rank 0 gets so many chunks per second.
+#: With very many ranks the period is longer, up to this many seconds, so that rank 0 gets this many chunks a second.
 _LONGEST_PERIOD_S, _MOST_PER_S = 5.0, 1024
 #: Periods without the end of a step after which a rank's thread asks the GPU: the training thread may evaluate.
 QUIET_PERIODS = 8
 #: Seconds between the looks of a rank that has reduced nothing whether rank 0 has.
 IDLE_S = 5.0
-#: The most chunks of a rank that rank 0 has not collected, and the most steps that the rank then keeps.
+#: The most chunks of a rank that rank 0 has not collected, and the most steps that the rank keeps beyond that.
 MOST_CHUNKS, MOST_STEPS = 64, 10_000
 #: The most steps in a chunk, and the most bytes (a store accepts 8 MiB), except for a single step.
 _STEPS, _BYTES = 500, 2 << 20
@@ -93,7 +93,7 @@ class Sender:
 
     def flush(self) -> None:
         """Passes on everything. For the training thread, before it waits for rank 0's save."""
-        with suppress(RuntimeError):  # the store is lost, which the caller notices, too
+        with suppress(RuntimeError):  # the store is lost, which the caller also notices
             self._look()
             self._publish(wait=True)
 
@@ -110,7 +110,7 @@ class Sender:
 
     def _run(self) -> None:
         quiet, logged = 0, -1
-        with suppress(RuntimeError):  # of the store or CUDA: the training thread finds out by itself
+        with suppress(RuntimeError):  # of the store or CUDA, which the training thread also meets
             while not self._ending:
                 hurry = self._wake.wait(period_s(self._world_size) if self._active else IDLE_S)
                 self._wake.clear()
@@ -152,7 +152,7 @@ class Sender:
         if len(self._steps) > MOST_STEPS:
             self._steps.clear()
             if not self._said:
-                say("run.log(reduce=...): rank 0 does not take the values; call it on rank 0, too")
+                say("rank 0 never called run.log(reduce=...), so values of other ranks are dropped. Call it on rank 0")
             self._said = True
         return False
 
@@ -192,7 +192,7 @@ class Receiver:
         return step < self._complete or self._lost
 
     def wait(self, step: int, seconds: float) -> None:
-        """Returns once ``has(step)``; after so many seconds the ranks that are missing are left out. Any thread."""
+        """Returns once ``has(step)``. After this many seconds, leaves out the missing ranks. Any thread."""
         with self._changed:
             self._waiting += 1
             self._wake.set()
@@ -205,8 +205,8 @@ class Receiver:
             if missing:  # rather than none, whose values came at the last moment
                 first = min(self._through[rank] for rank in missing)
                 say(
-                    f"run.log(reduce=...): {_ranks(missing)} did not pass on the values of steps {first} to {step} "
-                    f"within {seconds:g} s; they are reduced over the other ranks"
+                    f"{_ranks(missing)} did not send the values of run.log(reduce=...) for steps {first} to {step} "
+                    f"within {seconds:g} s, so they are reduced over the other ranks"
                 )
 
     def combined(self, step: int, own: Mapping[str, Any], reduced: Mapping[str, str]) -> dict[str, Any]:
@@ -244,14 +244,14 @@ class Receiver:
                 self._wake.wait(HURRY_S if self._waiting else period_s(self._world_size))
                 self._wake.clear()
         except RuntimeError as error:
-            say(f"run.log(reduce=...): the store is unreachable, so that only rank 0's values count ({error})")
+            say(f"run.log(reduce=...) logs only rank 0's values, because the store is unreachable ({error})")
         finally:
             with self._changed:
                 self._lost = True
                 self._changed.notify_all()
 
     def _collect(self) -> bool:
-        """Takes the chunks that have arrived; whether a step is complete now that was not."""
+        """Takes the chunks that have arrived. Returns whether that completed a step."""
         before = self._complete
         while self._awaited:
             step = self._awaited[0]
@@ -269,7 +269,7 @@ class Receiver:
         return self._complete > before
 
     def _arrived(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Those whose next chunk is there: none before all are, except while somebody waits, who may give up."""
+        """Those whose next chunk is there: none before all are, except while a caller waits, which may time out."""
         if self._store.check([_key(rank, self._next[rank]) for rank in ranks]):
             return ranks
         if not self._waiting or len(ranks) == 1 or time.monotonic() < self._next_search:
@@ -278,7 +278,7 @@ class Receiver:
         return self._search(ranks)
 
     def _search(self, ranks: Sequence[int]) -> list[int]:
-        """The same when some are missing: asks for halves of them, so that few messages find a few missing ranks."""
+        """The same if some are missing, by bisection, so that few messages find a few missing ranks."""
         halves = ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]
         found = list[int]()
         for half in halves:
@@ -300,7 +300,10 @@ class Receiver:
             stale = [self._values.pop(step) for step in list(self._values) if step <= self._taken]
         for name in {name for values in stale for name in values} - self._said:
             self._said.add(name)
-            say(f"run.log({name}=..., reduce=...): rank 0 did not log it so in each step; there its own value counts")
+            say(
+                f"rank 0 logged {name} without reduce= in some steps, and other ranks with it. Those steps keep rank "
+                "0's value. Use the same call on every rank"
+            )
 
     def _say_missing(self, name: str, step: int, found: Iterable[int]) -> None:
         if name in self._said:
@@ -308,8 +311,8 @@ class Receiver:
         self._said.add(name)
         missing = sorted({*range(self._world_size)} - {*found})
         say(
-            f"run.log({name}=..., reduce=...): {_ranks(missing)} of {counted(self._world_size, 'rank')} did not log it "
-            f"in step {step}; it is reduced over the ranks that did. Call run.log() on every rank"
+            f"{_ranks(missing)} of {counted(self._world_size, 'rank')} did not call run.log({name}=..., reduce=...) in "
+            f"step {step}, so it is reduced over the other ranks. Call it on every rank"
         )
 
 
@@ -324,7 +327,7 @@ def reduce_values(how: str, values: Sequence[float]) -> float:
         return math.nan if any(map(math.isnan, values)) else (min if how == "min" else max)(values)
     try:
         total = math.fsum(values)
-    except (OverflowError, ValueError):  # over 1.8e308 on the way, or both infinities
+    except (OverflowError, ValueError):  # above 1.8e308 in between, or both infinities
         total = sum(values)
     return total / len(values) if how == "mean" else total
 

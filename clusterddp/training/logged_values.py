@@ -1,10 +1,10 @@
 """The values that a script logs in a step, as they are at the call of ``run.log()``.
 
-A value on the CPU is read at once: what the script does to the tensor later changes nothing. A value on a GPU is copied
-into pinned memory behind the kernels that are already queued on its stream, and an event is recorded behind the copy.
-Nothing waits for the GPU: at the end of a step the training thread reads the copies whose events have passed. Other
-threads do not ask an event in passing: while a CUDA graph is captured (in the usual mode, "global"), that would make
-the capture fail, and the training thread captures nothing at the end of a step.
+A value on the CPU is read at once, so that the script may change the tensor later. A value on a GPU is copied into
+pinned memory behind the kernels that are already queued on its stream, and an event is recorded behind the copy. The
+training thread never waits for the GPU: at the end of a step it reads the copies whose events have passed. Other
+threads do not query events, because that would make the capture of a CUDA graph fail (in the usual mode, "global").
+The training thread captures no graph at the end of a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REDUCTIONS = get_args(Reduction)
 
 
 class Event(Protocol):
-    """What is used of ``torch.cuda.Event``."""
+    """The used part of ``torch.cuda.Event``."""
 
     def query(self) -> bool:
         """Whether everything before it is done. Raises RuntimeError after a CUDA error."""
@@ -53,7 +53,7 @@ class DeviceCopy:
         return self._event.query()
 
     def take(self) -> Any:
-        """The number, once: the memory is used again."""
+        """The number. To be called once, because the memory is used again."""
         self._event.synchronize()
         number = self._slot.item()
         self._free.append(self._slot)
@@ -64,8 +64,8 @@ class DeviceCopies:
     """Copies numbers from GPUs without waiting for them. For the training thread.
 
     Args:
-        allocate: so many pinned tensors of a dtype without dimensions.
-        record: an event behind what is queued on the current stream of a device.
+        allocate: returns pinned tensors of a dtype without dimensions.
+        record: records an event behind what is queued on the current stream of a device.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Values:
         self._sizes: dict[str, int] = {}
 
     def add(self, values: Mapping[str, Any], reduce: str | None = None) -> None:
-        """Raises TypeError for a value that is not a number, ValueError for too large values or another ``reduce``."""
+        """Raises TypeError for a value that is not a number, ValueError for too large values or a wrong ``reduce``."""
         keeps = self._keeps_own or reduce is not None
         logged, size, sizes = self._logged, self._bytes, self._sizes
         numbers: dict[str, Any] = {}
@@ -158,8 +158,8 @@ class Values:
                 size += sizes.get(name) or self._size(name)
         if reduce is not None and reduce not in _REDUCTIONS:
             raise ValueError(
-                f"run.log(reduce={reduce!r:.60}): expected one of {', '.join(map(repr, _REDUCTIONS))}; no metric can "
-                "be called 'reduce'"
+                f"run.log(reduce={reduce!r:.60}): expected one of {', '.join(map(repr, _REDUCTIONS))}. A metric "
+                "cannot be called 'reduce'"
             )
         if size > MOST_BYTES:
             raise ValueError(_too_large(values, size))
@@ -192,8 +192,8 @@ class Values:
 def _too_large(values: Mapping[str, Any], size: int) -> str:
     names = [f"{name:.60}=..." for name in list(values)[:2]] + ["..."] * (len(values) > 2)
     return (
-        f"run.log({', '.join(names)}): the values of one step would take {size:,} bytes, and the limit is "
-        f"{MOST_BYTES:,}; write them to your own file"
+        f"run.log({', '.join(names)}): the values of one step would take {size:,} bytes, but the limit is "
+        f"{MOST_BYTES:,}. Write them to your own file"
     )
 
 
@@ -203,7 +203,7 @@ def _read(name: str, value: Any, keeps: bool) -> Any:
     if type(value) is float:
         return value
     if type(value) is torch.Tensor and value.is_cpu and keeps and value.numel() == 1 and not value.is_complex():
-        return value.item()  # what is mostly logged: many more checks would take longer than this
+        return value.item()  # the usual case, for which more checks would take longer than this
     check(name, value)
     return number(name, value) if keeps and not getattr(value, "is_cuda", False) else value
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Services:
-    """What a run uses of its context. ``report`` adds an event to the history, on any rank."""
+    """The parts of its context that a run uses. ``report`` adds an event to the history, on any rank."""
 
     job: Job
     group: ProcessGroup
@@ -78,9 +78,9 @@ class Run:
         self._asked = 0
         self._goal = 0  # of the current loop
         self._begun = self._stopping = False
-        #: Whether a loop is being made, and whether the last one is complete.
+        #: Whether a loop is running, and whether the last one is complete.
         self._in_loop = self._done = False
-        #: Whether all ranks know that rank 0 may want to save after this step.
+        #: Whether all ranks expect that rank 0 may save after this step.
         self._may_be_due = False
         self._agreement.on_skip = self._on_skip
         self._process = os.getpid()
@@ -133,24 +133,25 @@ class Run:
         return self._place(self.step == 0 or self._loader.epochs_before(self.step, 1))
 
     def every(self, *unnamed: NoReturn, epochs: int | None = None, steps: int | None = None) -> bool:
-        """Whether so many more epochs, or steps, are complete: the place for an evaluation, at the beginning of a step.
+        """Whether this many more epochs or steps are complete: the place for an evaluation, at the beginning of a step.
         All ranks call it in the same steps.
 
         What the script does there, before the step's training, is exact wherever the run is stopped: evaluate, step a
         scheduler, change the values of ``ctx.run(script_state=...)``, and ``finish``. A stop in an evaluation saves the
         state from before the step, and the next attempt repeats it. A metric that is logged there belongs to checkpoint
-        ``step``. After the last step of the loop there is no such place: evaluate once more behind the loop.
+        ``step``. After the last step of the loop there is no such place. Evaluate once more behind the loop.
 
         Args:
-            unnamed: nothing: a number without ``epochs`` or ``steps`` is refused.
-            epochs: true in the first step after each so many epochs; of another library's loader, passes over it.
+            unnamed: refuses a number without ``epochs`` or ``steps``.
+            epochs: true in the first step after this many epochs. With a different library's loader, an epoch is a
+                pass over it.
             steps: true in the steps whose number is a multiple of it, except step 0.
 
         Raises TypeError unless one of them is given, and for epochs without a loader; ValueError for anything but a
         whole number of at least 1; RuntimeError outside a step.
         """
         if unnamed or (epochs is None) == (steps is None):
-            raise TypeError("run.every() takes epochs or steps, as in run.every(epochs=1) or run.every(steps=500)")
+            raise TypeError("run.every(): expected epochs or steps, as in run.every(epochs=1) or run.every(steps=500)")
         for name, value in (("epochs", epochs), ("steps", steps)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"run.every({name}={value!r}): expected a whole number of at least 1")
@@ -162,14 +163,14 @@ class Run:
         """Yields this rank's batch of each step, from the step that the run resumed at.
 
         Ends once all steps are done, or after ``finish``, when the last checkpoint is committed; immediately if that
-        was already so before. ``break`` ends the loop and the watchdog's supervision, and saves nothing. If the script
-        holds the iterator in a variable, call its ``close()`` after ``break``, or use ``Context.unwatched``: otherwise
-        what follows looks like a long step.
+        was already so before. ``break`` ends the loop and the watchdog's supervision without a save. If the script
+        holds the iterator in a variable, call its ``close()`` after ``break``, or use ``Context.unwatched``. Otherwise
+        the code that follows looks like a long step.
 
         Args:
             total: the number of steps of the whole run; the job's ``steps`` if None.
 
-        Raises Stopped, on all ranks after the same step and with the state saved, when the run is told to stop;
+        Raises Stopped, on all ranks after the same step and with the state saved, when the run must stop;
         CheckpointError when the last checkpoint cannot be written; TypeError and ValueError for a wrong ``total``.
         """
         return self._steps(self._total(total))
@@ -239,7 +240,7 @@ class Run:
             batch: this rank's batch: a tensor, or nested tuples, lists and dicts of tensors and lists, with the samples
                 in the first dimension.
 
-        Raises TypeError for a batch that cannot be split, RuntimeError when the loop is used in another way.
+        Raises TypeError for a batch that cannot be split, RuntimeError when the loop is used differently.
         """
         return self._micro.pieces(batch)
 
@@ -250,29 +251,28 @@ class Run:
         in the history as a ``result``.
 
         Args:
-            unnamed: nothing: a value without its name, such as a dict, is refused.
-            reduce: logs one value of all ranks' values, as a float64: their "mean", "sum", "min" or "max". All ranks
-                call it in the same step; a rank that does not is left out. No collective: the values travel beside
-                the training.
+            unnamed: refuses a value without its name, such as a dict.
+            reduce: logs one value for all ranks, as a float64: the "mean", "sum", "min" or "max" of their values. All
+                ranks call it in the same step, and a rank that does not is left out. Uses no collective.
             values: numbers, or tensors of one element, by name.
 
         Raises TypeError for other values and for reserved names, ValueError for more than 1 MB per step or result and
-        for another ``reduce``, RuntimeError for ``reduce`` outside a step.
+        for an unknown ``reduce``, RuntimeError for ``reduce`` outside a step.
         """
         if unnamed:
             raise TypeError(
-                "run.log() takes values by name, as in run.log(loss=loss), or from a dict, run.log(**values)"
+                "run.log(): expected values by name, as in run.log(loss=loss), or from a dict, run.log(**values)"
             )
         if not NOT_VALUES.isdisjoint(values):
             taken = NOT_VALUES & values.keys()
-            raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved; choose another")
+            raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved. Choose a different one")
         if self._making:
             self._values.add(values, reduce)
             if self._best_metric in values:
                 self._log_best(values[self._best_metric], reduce)
             return
         if reduce is not None:
-            raise RuntimeError("run.log(reduce=...) works in a step; outside, use ctx.all_reduce_mean() on all ranks")
+            raise RuntimeError("run.log(reduce=...) works only in a step. Use ctx.all_reduce_mean() on all ranks")
         logged.Values(keeps_own=False).add(values)
         if self._group.rank == 0:
             result = {name: finite(logged.number(name, value)) for name, value in values.items()}
@@ -284,16 +284,18 @@ class Run:
         """Skips the batches of the next ``steps`` steps, after a spike of the loss. All ranks call it in the same step.
 
         The next step takes its batch from that much further on in the data. The number of steps of the run stays the
-        same, as do schedules that count steps. The history and the checkpoints record it: a resumed run does not skip
-        again, on any number of ranks. Another library's loader has to hand the batches out.
+        same, as do schedules that count steps. The history and the checkpoints record it, so a resumed run does not
+        skip again, on any number of ranks. A different library's loader still yields the skipped batches, which are
+        dropped.
 
         Args:
             steps: how many global batches.
 
-        Raises RuntimeError outside a step and without a loader, ValueError for anything but a whole number from 1 on.
+        Raises RuntimeError outside a step and without a loader, ValueError for anything but a whole number of at least
+        1.
         """
         if not self._making:
-            raise RuntimeError("run.skip() skips what follows a step: call it inside the loop over run.steps()")
+            raise RuntimeError("run.skip() works only in a step. Call it inside the loop over run.steps()")
         if why := self._loader.why_not_skip(steps):
             raise (ValueError if self._loader.can_skip else RuntimeError)(f"run.skip({steps!r}): {why}")
         self._making.skip += steps
@@ -307,11 +309,11 @@ class Run:
         Raises RuntimeError outside a step.
         """
         if not self._making:
-            raise RuntimeError("run.finish() ends the loop over run.steps(): call it inside that loop")
+            raise RuntimeError("run.finish() ends the loop over run.steps(). Call it inside that loop")
         self._making.last = self._making.special = True
 
     def stop(self, reason: str) -> NoReturn:
-        """Saves and raises Stopped. All ranks call it at the same point, after ``Context.stop_requested`` said so.
+        """Saves and raises Stopped. All ranks call it at the same point, after ``Context.stop_requested`` is true.
 
         Inside a step, the state after that step is saved if an optimizer has stepped, else the state before it.
 
@@ -342,7 +344,7 @@ class Run:
     def _place(self, due: bool) -> bool:
         """Keeps the state before the step, if an evaluation is due."""
         if self._making is None:
-            raise RuntimeError("run.every() and run.at_start_of_epoch say where an evaluation is due: ask in the loop")
+            raise RuntimeError("run.every() and run.at_start_of_epoch work only in the loop over run.steps()")
         self._asked += 1
         if due and not self._making.evaluates and not self._making.optimizer_stepped:
             self._making.evaluates = self._making.special = True
@@ -366,7 +368,7 @@ class Run:
                 self._agreement.request(str(error))
 
     def _request_skip(self, request: str, batches: int) -> str | None:
-        """The user's request, on rank 0 in another thread; why it is refused, if so."""
+        """The user's request, on rank 0 in a different thread. Returns why it is refused, or None."""
         why = self._loader.why_not_skip(batches)
         if why is None and not self._in_loop:
             why = "the script is not in its loop over run.steps()"
@@ -375,7 +377,7 @@ class Run:
         return why
 
     def _on_skip(self, batches: int, request: str) -> None:
-        """The user's request, on all ranks at the same boundary; what it has changed is saved soon."""
+        """The user's request, on all ranks at the same boundary. Its effect is saved soon."""
         self._skip(self.step + (self._making is not None), batches, request=request)
         self._saver.request()
 
@@ -397,7 +399,7 @@ class Run:
     def _total(self, total: int | None) -> int:
         total = self._job.steps if total is None else total
         if total is None:
-            raise TypeError("run.steps() needs a number of steps, as the job definition has no `steps`")
+            raise TypeError("run.steps() needs a number of steps, because the job definition has no `steps`")
         if not isinstance(total, Real) or not (0 <= total < math.inf and total == int(total)):
             raise ValueError(f"run.steps({total!r}): expected a whole number of steps, 0 or more")
         return int(total)
@@ -408,7 +410,7 @@ class Run:
             return
         self._begun = True
         if self._state.parent is not None and total < self.step:
-            self._state.inexact.append(f"the loop to step {total} was already done: the code after it runs again")
+            self._state.inexact.append(f"the loop to step {total} was already done, and the code after it runs again")
         self._saver.record_resume(self._state.parent)
         self._tracking.begin(self.step)
         if self._state.parent is None:
@@ -454,7 +456,7 @@ class Run:
                 self._report("device_memory", bytes=torch.cuda.max_memory_reserved(self._group.device))
             self._group.shorten_timeout(self._job.timeouts.step_s)
             if self._saver.saves:
-                self._state.per_rank.gather()  # too large a state is refused now
+                self._state.per_rank.gather()  # so that too large a state is refused now
             self._saver.prepare(self._content)
             self._enter("repeating" if self.step < self._saver.steps_before else "training")
         elif step + 1 == self._saver.steps_before:
@@ -479,14 +481,14 @@ class Run:
             self._report("shapes_changed", step=self.step, explanation=said)
 
     def _tell_uneven(self, words: str) -> None:
-        """Some ranks only call ``run.every``. Where all save together, they would wait for different things."""
+        """Only some ranks call ``run.every``. If all save together, they would wait for each other."""
         if self._together and self._best_metric:
             raise RuntimeError(words)
         say(words)
         self._report("uneven_calls", step=self.step, explanation=words)
 
     def _end_special(self, made: Step) -> None:
-        """What few steps have: an evaluation, skipped batches, the end."""
+        """Handles what few steps have: an evaluation, skipped batches, the end."""
         if made.last:
             self._state.finished.append(self._goal)
         if made.skip:
@@ -534,7 +536,7 @@ class Run:
                 self._gather()
             later = not self._together and self._state.gradients.are_apart
             self._saver.save_if_due(self.step, self._content, due=self._together, later=later)
-        except Superseded as error:  # Only rank 0 knows. Once all ranks have stopped, the commit tells them.
+        except Superseded as error:  # Only rank 0 gets this. The other ranks do in the commit, once all have stopped.
             self._agreement.request(str(error))
 
     def _complete(self) -> None:
@@ -580,5 +582,5 @@ class Run:
 def _farewell(step: int, reason: str, committed: int | None, problem: str | None) -> str:
     if problem is None:
         return f"stopped ({reason}) at step {step}, checkpoint {committed} committed"
-    rest = f"; the run continues from step {committed}" if committed is not None else ""
-    return f"stopped ({reason}) at step {step}, not saved: {problem}{rest}"
+    rest = f". The run continues from step {committed}" if committed is not None else ""
+    return f"stopped ({reason}) at step {step} without saving: {problem}{rest}"

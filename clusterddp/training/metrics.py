@@ -1,8 +1,8 @@
 """The run's metrics: one JSON line per completed step, written by rank 0.
 
-Values of GPUs and of other ranks arrive later than their step: its line waits for them, and the following lines wait
-behind it. Lines whose values are there are written at the next end of a step, or by the thread that collects the ranks'
-values (``log_reduction.py``). All lines below a checkpoint are written before it is committed.
+Values of GPUs and of other ranks arrive later than their step. Its line waits for them, and the following lines wait
+behind it. Complete lines are written at the next end of a step, or by the thread that collects the ranks' values
+(``log_reduction.py``). All lines below a checkpoint are written before it is committed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_NAMES = 20
 #: The most steps whose lines wait for values; with more, training waits for the oldest.
 MOST_PENDING = 1000
 #: Seconds for which a line waits for other ranks once it is needed: for a save beside the training, while training
-#: waits, and after an error, when ranks may be gone.
+#: waits, and after an error, when ranks may have exited.
 BESIDE_S, WAIT_S, AFTER_ERROR_S = 60.0, 10.0, 0.5
 _encode = json.JSONEncoder(allow_nan=False).encode
 _quoted = lru_cache(10_000)(_encode)
@@ -47,7 +47,7 @@ class Metrics:
     """Appends to ``metrics.jsonl``. Each line is written once its values are there; the checkpoint writer makes them
     durable.
 
-    A full disk does not stop training: the lines are kept, and written as soon as there is space again.
+    A full disk does not stop training. The lines are kept, and written as soon as there is space again.
     """
 
     def __init__(self, path: Path, attempt: int, report: Callable[..., None]) -> None:
@@ -61,14 +61,14 @@ class Metrics:
         self._pending: deque[_Line] = deque()
         #: Of these lines, the values that the training thread has not seen arrive, oldest first.
         self._on_gpus: deque[Logged] = deque()
-        #: Held while lines are completed and written, by the training thread or another one.
+        #: Held while lines are completed and written, by any thread.
         self._lock = threading.RLock()
         #: The values of the newest line that is complete.
         self.newest: dict[str, Any] = {}
         self._unwritten = b""
         self._failing = False
-        #: Set when fsync failed: the kernel marks lost pages as clean, so that another fsync would not report them. All
-        #: lines go into a new file.
+        #: Set when fsync failed: the kernel marks lost pages as clean, so that a second fsync would not report them.
+        #: All lines go into a new file.
         self.doubtful = False
         self._not_finite: set[str] = set()
 
@@ -88,7 +88,8 @@ class Metrics:
             self.drain()
 
     def take_arrived(self) -> None:
-        """Takes the values that have arrived from GPUs. For the training thread, or for another one while it hangs."""
+        """Takes the values that have arrived from GPUs. For the training thread, or for a different one while it
+        hangs."""
         with self._lock:
             while self._on_gpus and self._on_gpus[0].arrived():
                 self._on_gpus.popleft()
@@ -128,11 +129,11 @@ class Metrics:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                say(f"could not write the metrics of step {step} ({error.strerror}). Trying again")
+                say(f"could not write metrics for step {step}: {error.strerror}. Will retry")
             self._failing = True
 
     def flush(self) -> None:
-        """Writes the lines that were held back by a full disk; raises OSError if that fails."""
+        """Writes the lines that a full disk held back. Raises OSError if that fails."""
         with self._lock:
             if self.doubtful:
                 write_atomically(self._path, self._path.read_bytes())
@@ -147,9 +148,9 @@ class Metrics:
         """Writes the rest. Not ``clean``, after an error: without waiting for other ranks."""
         try:
             self.settle(self._pending[-1].step + 1 if self._pending else 0, WAIT_S if clean else AFTER_ERROR_S)
-        except RuntimeError as error:  # of CUDA, which the script has got, too
+        except RuntimeError as error:  # of CUDA, which the script also gets
             steps = counted(len(self._pending), "step")
-            say(f"the metrics of the last {steps} are lost: {str(error).splitlines()[0]}")
+            say(f"could not write the metrics of the last {steps}: {str(error).splitlines()[0]}")
         if self.receiver is not None:
             self.receiver.close()
         with suppress(OSError):  # a network file system may report a failed write here; the last save has synced

@@ -1,6 +1,6 @@
 """``preflight: true``: before training, the checks of ``doctor --nodes`` that take a second.
 
-A failure raises PreflightError in the rank that found it, on the node that is at fault, if one is: the supervisor then
+A failure raises PreflightError in the rank that found it, on the node at fault, if there is one. The supervisor then
 counts it against that node (``supervisor/verdict.py``). All waits are bounded.
 """
 
@@ -26,10 +26,10 @@ from clusterddp.training.settings import Settings
 #: Seconds for a device to compute, with the start of CUDA, and for all ranks to meet.
 DEVICE_S, GROUP_S = 120.0, 60.0
 _CLOCK, _WRONG, _REPORTED, _ALL = "preflight/clock", "preflight/wrong", "preflight/reported", "preflight/all"
-#: Errors of a write that are not one node's.
+#: Errors of a write that are not a node's fault.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 #: What to do if only all nodes together fail.
-FEWER = "Check fewer nodes at a time with `clusterddp doctor --nodes N`"
+FEWER = "To find the node at fault, check fewer nodes at a time with `clusterddp doctor --nodes N`"
 
 
 def check_node(read: Settings, devices: Sequence[torch.device]) -> float:
@@ -49,7 +49,7 @@ def check_node(read: Settings, devices: Sequence[torch.device]) -> float:
             path.unlink()
         except OSError as error:
             blamed = "" if error.errno in _FULL else f"node {node_of(read)} failed the check 'folder': "
-            raise PreflightError(f"{blamed}cannot write to {read.run_dir}: {error.strerror}") from error
+            raise PreflightError(f"{blamed}could not write to {read.run_dir}: {error.strerror}") from error
     return time.monotonic() - started
 
 
@@ -59,7 +59,7 @@ def node_of(read: Settings) -> str:
 
 
 def bounded(name: str, check: Callable[[], Check], seconds: float, device: torch.device | None = None) -> Check:
-    """The result of a check, or a failed one after so many seconds: a faulty GPU may never answer."""
+    """The result of a check, or a failed one after this many seconds, because a faulty GPU may never answer."""
     found: list[Check] = []
     work = lambda: found.append(guarded(name, "", check))  # noqa: E731
     thread = device_thread(device, work, name="preflight")
@@ -92,13 +92,13 @@ def check_ranks(read: Settings, group: ProcessGroup) -> list[str]:
 
 
 def clock_warning(read: Settings, port: int) -> str:
-    """What to say of this node's clock, compared with the first node's; '' for nothing."""
+    """A warning if this node's clock differs from the first node's; '' if it does not."""
     if read.ranks.rank == 0:
         return ""
     try:
         ahead_s, trip_s = clock.difference(read.store.host, port)
     except OSError as error:
-        return f"the clock of {node_of(read)} could not be compared: {error}"
+        return f"could not compare the clock of {node_of(read)}: {error}"
     if abs(ahead_s) <= clock.MOST_S + trip_s / 2:
         return ""
     return f"the clock of {node_of(read)} differs by {ahead_s:+.1f} s from the first node's"
@@ -108,17 +108,15 @@ def _sum_is_right(group: ProcessGroup) -> bool:
     try:
         return all_reduce.sum_is_right(group.collective_device, all_reduce.FEW_ELEMENTS, GROUP_S)
     except all_reduce.NoAnswer as error:
-        raise PreflightError(
-            f"{error} over {group.world_size} ranks; which node is at fault is unknown. {FEWER}"
-        ) from error
+        raise PreflightError(f"{error} over {group.world_size} ranks. {FEWER}") from error
 
 
 def wrong_sum(read: Settings, wrong: int) -> str:
-    """The message of a rank with a wrong sum, as ``wrong`` ranks have it; if all have, no node can be named."""
+    """The message of a rank with a wrong sum. If all ranks have one (``wrong``), it cannot name a node."""
     ranks = read.ranks
     if wrong < ranks.world_size or ranks.local_world_size == ranks.world_size:
         return f"node {node_of(read)} failed the check 'all-reduce': wrong sum on {wrong} of {ranks.world_size} ranks"
-    return f"an all-reduce gave a wrong sum on all {wrong} ranks; which node is at fault is unknown. {FEWER}"
+    return f"an all-reduce gave a wrong sum on all {wrong} ranks. {FEWER}"
 
 
 def run(read: Settings, group: ProcessGroup, report: Callable[..., None], before_s: float) -> None:

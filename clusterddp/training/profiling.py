@@ -1,7 +1,7 @@
 """Records torch's profiler for a few steps of a rank: by ``clusterddp tell RUN profile=20``, or the key ``profile``.
 
-The main thread starts and ends it at step boundaries. A process of its own (``worker/trace_file.py``) stores the
-result, and a thread waits for that. Nothing that goes wrong with a profile ends the training.
+The main thread starts and ends it at step boundaries. A separate process (``worker/trace_file.py``) stores the result,
+and a thread waits for that. A failed profile never ends the training.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 #: Seconds that a rank whose script has ended waits for its profile to be stored.
 STORE_S = 20.0
-#: The same after an error, when the profile is dropped: for the report that it was.
+#: The same after an error, when the profile is dropped and only that is reported.
 DROP_S = 1.0
 
 
 @dataclass(frozen=True)
 class _Wish:
-    """A profile of so many steps; ``request``: the user's, None: the job definition's."""
+    """A requested profile. ``request``: the user's request; None for the job definition's profile."""
 
     steps: int
     request: str | None = None
@@ -86,17 +86,17 @@ class Profiling:
         self._storing: threading.Thread | None = None
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
-        #: Why no profile is recorded any more, and whether none is stored either.
+        #: Why no further profile is recorded, and whether none is stored either.
         self._over: str | None = None
         self._dropped = False
 
     def request(self, request: str, steps: int) -> str | None:
-        """Records a profile from the next step boundary on; returns why not, if so. Any thread."""
+        """Records a profile from the next step boundary on. Returns why it does not, or None. Any thread."""
         with self._lock:
             if self._over is not None:
                 return self._over
             if self._wish is not None or self._recording is not None:
-                return "it records a profile already"
+                return "it is already recording a profile"
             if self._directory is None:
                 return "there is no run directory"
             self._wish = _Wish(steps, request)
@@ -111,7 +111,7 @@ class Profiling:
             if recording.done < recording.wish.steps:
                 recording.step = _annotated(step)
                 if step == self._planned_at:
-                    self._report("not_profiled", reason=f"another profile is recorded at step {step}")
+                    self._report("not_profiled", reason=f"a different profile is being recorded at step {step}")
                 return
             self._finish(recording)
         if step == self._planned_at and self._planned is not None:
@@ -121,13 +121,13 @@ class Profiling:
             self._start(self._wish, step)
 
     def end(self) -> None:
-        """The loop has ended: a profile that is being recorded has the steps until here."""
+        """The loop has ended. A profile that is being recorded ends with it."""
         if self._recording is not None and not self._dropped:
             self._recording.end_step()
             self._finish(self._recording)
 
     def drop(self, reason: str) -> None:
-        """The run stops, and does not wait for a profile: not even for the profiler's end."""
+        """The run stops, and waits neither for a profile nor for the profiler's end."""
         self._drop(f"the run stopped ({reason})")
 
     def _drop(self, why: str) -> None:
@@ -162,7 +162,7 @@ class Profiling:
     def _start(self, wish: _Wish, step: int) -> None:
         try:
             if torch._C._autograd._profiler_enabled():
-                raise RuntimeError("the script has a profiler of torch running")
+                raise RuntimeError("the script is running torch's profiler itself")
             with self._pause():  # a GPU's first profile loads CUPTI
                 profiler = profile(activities=activities(self._device, supported()))
                 profiler.start()
@@ -217,11 +217,11 @@ class Profiling:
         lines = said.strip().removeprefix("clusterddp: ").splitlines()
         why = lines[-1] if lines else f"its process exited with code {process.returncode}"
         named = {"request": what["request"]} if "request" in what else {}
-        self._report("not_profiled", reason=f"{file} was not stored: {self._over if self._dropped else why}", **named)
+        self._report("not_profiled", reason=f"could not store {file}: {self._over if self._dropped else why}", **named)
 
 
 def supported() -> Collection[ProfilerActivity]:
-    """What this build of torch can record on this machine."""
+    """The activities that this build of torch can record on this machine."""
     return supported_activities()  # type: ignore[no-any-return,no-untyped-call]
 
 

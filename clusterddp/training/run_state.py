@@ -49,7 +49,7 @@ class RunState:
     def __init__(self, given: Given, seed: int, group: ProcessGroup) -> None:
         parts, loader, rng, values = given.parts, given.loader, given.rng, given.values
         if clash := RESERVED & parts.keys():
-            raise TypeError(f"run(): {_listed(map(repr, clash))} is reserved; choose another name")
+            raise TypeError(f"run(): {_listed(map(repr, clash))} is reserved. Choose a different name")
         if rng not in get_args(Randomness):
             raise ValueError(f"run(rng={rng!r}): expected one of {', '.join(map(repr, get_args(Randomness)))}")
         self._parts, self._loader, self._rng, self._seed, self._group = parts, loader, rng, seed, group
@@ -60,9 +60,9 @@ class RunState:
         self.parent: Place | None = None
         #: The goals of loops that ``Run.finish`` ended.
         self.finished: list[int] = []
-        #: Why the resume is not exact, where it is not.
+        #: Why the resume is not exact; empty if it is.
         self.inexact: list[str] = []
-        #: What a checkpoint says of a stop inside a step: "cut", or "buffers_changed" and "begun".
+        #: The entries of a checkpoint about a stop inside a step: "cut", or "buffers_changed" and "begun".
         self.stopped_in_step: dict[str, Any] = {}
         self.gradients = Gradients(parts, group.world_size, group.rank)
         self._values = values
@@ -99,7 +99,8 @@ class RunState:
         return state_of(self._parts[name])
 
     def is_before_step(self) -> bool:
-        """Whether the models are still as they were when the step began, and rank 0 has all of it. Waits for a GPU."""
+        """Whether the models are as they were when the step began, and rank 0 has all of that state. Waits for a
+        GPU."""
         gradients = self.gradients
         return not gradients.made and not gradients.are_apart and self.buffers.unchanged()
 
@@ -108,7 +109,7 @@ class RunState:
         self.per_rank.gather()
         if self._group.world_size > 1:
             own = {"gradients": self.gradients.apart(before_step), "buffers": self._own_buffers()}
-            with suppress(transfer.TooLarge, CheckpointError):  # the checkpoint then says that it lacks them
+            with suppress(transfer.TooLarge, CheckpointError):  # the checkpoint then records that it lacks them
                 found = transfer.gather({key: one for key, one in own.items() if one}, self._group.control_device)
                 if found is not None:
                     self.gradients.gathered = [one.get("gradients", {}) for one in found]
@@ -128,16 +129,16 @@ class RunState:
         return {part: found for part, found in differ.items() if found}
 
     def restore(self, found: tuple[dict[str, Any], Place] | None) -> None:
-        """Loads a checkpoint's content, and notes its place; nothing if None. Raises CheckpointError."""
+        """Loads a checkpoint's content, if there is one, and notes its place. Raises CheckpointError."""
         if found is None:
             return
         content, self.parent = found
         self.step = step = self.parent[1]
         self._check_parts(content.keys() - RESERVED)
         progress = content["progress"]
-        if repr(progress["seed"]) != repr(self._seed):  # all randomness is made from the repr: numpy's 5 is another
+        if repr(progress["seed"]) != repr(self._seed):  # all randomness comes from the repr
             raise CheckpointError(
-                f"the run started with seed {progress['seed']!r}, the seed is now {self._seed!r}: use the recorded "
+                f"the run started with seed {progress['seed']!r}, but the seed is now {self._seed!r}. Use the recorded "
                 "seed, or start a new run"
             )
         self._loader.restore(progress)
@@ -157,23 +158,24 @@ class RunState:
         self.inexact += self.buffers.restore(progress, self._group.rank, self._group.world_size)
         self.inexact += self.shapes.restore(progress)
         self.divergence.parts = set(progress.get("diverged", []))
-        self.inexact += [f"{name} differed between ranks, all have rank 0's" for name in progress.get("diverged", [])]
+        diverged = progress.get("diverged", [])
+        self.inexact += [f"{name} differed between ranks, which now all have rank 0's" for name in diverged]
         if progress.get("cut"):
-            reason = f"step {step - 1} was stopped in an evaluation: the rest of its code did not run"
+            reason = f"step {step - 1} was stopped in an evaluation, and the rest of its code did not run"
             waiting = _listed(progress.get("not_stepped", []))
-            self.inexact.append(reason + (f"; {waiting} had not stepped" if waiting else ""))
+            self.inexact.append(reason + (f", and {waiting} had not stepped" if waiting else ""))
         if progress.get("buffers_changed"):
             size = f"{LARGEST_COPY_BYTES >> 20} MiB"
             self.inexact.append(f"step {step} was stopped after a forward that changed a buffer of over {size}")
         if progress.get("begun"):
-            self.inexact.append(f"step {step} was stopped in an evaluation: what it had done by then is repeated")
+            self.inexact.append(f"step {step} was stopped in an evaluation, and is repeated from its beginning")
         self.finished = list(progress.get("finished", []))
 
     def _check_parts(self, saved: set[str]) -> None:
         if missing := self._parts.keys() - saved:
-            raise CheckpointError(f"the checkpoint has no {_listed(missing)}; it has {_listed(saved)}. {_REMEDY}")
+            raise CheckpointError(f"the checkpoint has no {_listed(missing)}, only {_listed(saved)}. {_REMEDY}")
         if extra := saved - self._parts.keys():
-            raise CheckpointError(f"the checkpoint also has {_listed(extra)}, which ctx.run() did not get. {_REMEDY}")
+            raise CheckpointError(f"the checkpoint also has {_listed(extra)}, unlike this ctx.run(). {_REMEDY}")
 
     def _check_saved(self) -> list[str]:
         """Raises CheckpointError for a state that cannot be saved. Returns the names of the optimizers that train a
@@ -188,7 +190,7 @@ class RunState:
                 found.append(name)
                 say(
                     f"{unsaved} of {name}'s {len(parameters)} parameters are in no part of ctx.run() and are not "
-                    "saved: pass it the module that has them too, as in ctx.run(criterion=criterion, ...)"
+                    "saved. Also pass the module that has them, as in ctx.run(criterion=criterion, ...)"
                 )
         return found
 

@@ -1,4 +1,4 @@
-"""When and how a run's state is saved: rank 0 saves, and all ranks learn what is committed when it matters to them."""
+"""When and how a run's state is saved: rank 0 saves, and all ranks get the result when they need it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from clusterddp.training.metrics import BESIDE_S, WAIT_S, Metrics
 from clusterddp.training.stopping import CAUTION
 from clusterddp.worker import control_channel
 
-#: Where all ranks must take part in a save, rank 0 tells them whether one is due every so many steps.
+#: If all ranks must take part in a save, rank 0 broadcasts after this many steps whether one is due.
 TOGETHER_STEPS = 20
-#: For so many steps a save waits for accumulated gradients to be reduced.
+#: For this many steps a save waits for accumulated gradients to be reduced.
 MOST_POSTPONED = 32
 #: With ``every: auto``, the seconds until the first save has been measured, and the bounds of the interval.
 FIRST_S, SHORTEST_S, LONGEST_S = 60.0, 10.0, 3600.0
@@ -41,8 +41,8 @@ State = Callable[[], Mapping[str, Any]]
 
 
 class Saver:
-    """The run's checkpoints and metrics. On ranks other than 0, and without a run directory, all methods that are not
-    collective do nothing."""
+    """The run's checkpoints and metrics. Methods that are not collective have no effect on ranks other than 0 and
+    without a run directory."""
 
     def __init__(
         self,
@@ -82,17 +82,17 @@ class Saver:
         #: Seconds until the last save was durable; 0 before the first.
         self.last_save_s = 0.0
         self._best = BestSoFar(settings.keep)
-        #: What the history says of the best checkpoint, once the save in progress is durable.
+        #: The history's entry about the best checkpoint, for when the save in progress is durable.
         self._new_best: dict[str, Any] = {}
         self._logged: set[str] = set()
         self._commits = 0
         #: Counts the other ranks that have made their last step, once this one has.
         self._arrived: str | None = None
-        #: Is told each committed step, on rank 0.
+        #: Called with each committed step, on rank 0.
         self.on_commit: Callable[[int], None] = lambda _: None
         #: Around the copies of a state that lies on GPUs.
         self.behind: Callable[[], AbstractContextManager[None]] = nullcontext
-        #: Held while taking the writer's answer: by the main thread, or by the one that acts at the deadline.
+        #: Held while taking the writer's answer, by the main thread or the one that acts at the deadline.
         self._answering = threading.Lock()
 
     def restore(self) -> tuple[dict[str, Any], Place] | None:
@@ -177,18 +177,18 @@ class Saver:
                 self._take_answer(wait=True)
 
     def is_idle(self, step: int) -> bool:
-        """Whether ``save_if_due`` would do nothing here, as after most steps, and nobody has to."""
+        """Whether ``save_if_due`` has no work here, as after most steps."""
         if self._checkpoints is None:
             return True
         return not (self._postponed or self._wants_this(step) or self._is_time() or self._checkpoint_client.busy)
 
     def save_if_due(self, step: int, state: State, due: bool = False, later: bool = False) -> None:
-        """Rank 0 saves if a checkpoint is due; the other ranks continue and need not know.
+        """Rank 0 saves if a checkpoint is due, while the other ranks continue.
 
         ``due``: it is, in any case. ``later``: one of the next steps is better, unless this is the best so far.
 
-        A save that is due by time waits until the writer is done with the previous one. A save of this very step cannot
-        be postponed, so that training waits. If saving fails, that is reported, and training continues with the older
+        A save that is due by time waits until the writer has finished the previous one. A save of this very step cannot
+        be postponed, so training waits. If a save fails, that is reported, and training continues with the older
         checkpoint.
         """
         if self._checkpoints is None:
@@ -206,8 +206,8 @@ class Saver:
     def due_together(self, step: int, asked: bool) -> bool:
         """Whether a checkpoint is due, with the same answer on all ranks, where all must take part in a save.
 
-        Every rank can count steps; whether time is up, or the user asked for a save, or the step is the best, is rank
-        0's decision, broadcast now and then, and when all ranks know that it may be so (``asked``).
+        Every rank can count steps. Whether time is up, the user asked for a save, or the step is the best, is rank 0's
+        decision, which it broadcasts now and then, and when all ranks expect it (``asked``).
         """
         if not self.saves:
             return False
@@ -224,9 +224,9 @@ class Saver:
             self._take_answer()
 
     def commit(self, step: int, state: State) -> tuple[int | None, str | None]:
-        """Saves now, unless ``step`` is saved already. Collective: returns once the save is durable or has failed.
+        """Saves now, unless ``step`` is already saved. Collective. Returns once the save is durable or has failed.
 
-        Returns the step of the newest checkpoint (None: there is none), and why it is not ``step`` if it is not.
+        Returns the step of the newest checkpoint (None if there is none), and why it is not ``step`` if it is not.
         Raises CheckpointError or Superseded on all ranks.
         """
         if not self.saves:
@@ -248,7 +248,7 @@ class Saver:
         return verdict["step"], verdict["problem"]
 
     def finish_newest(self) -> int | None:
-        """For rank 0, called by another thread when the main one hangs: the step of the newest checkpoint.
+        """The step of the newest checkpoint, for rank 0, called by a different thread when the main one hangs.
 
         Waits for a save under way, for as long as one may take, unless the main thread is already waiting for it.
         """
@@ -264,16 +264,17 @@ class Saver:
         self._take_answer(wait=True)
 
     def close(self, clean: bool = True, complete: bool = False) -> None:
-        """Lets the writer finish its last save. Not ``clean``, after an error: without waiting for other ranks.
+        """Lets the writer finish its last save; unless ``clean``, without waiting for other ranks.
 
-        ``complete``: the run is.
+        ``complete``: whether the run is complete.
         """
         if self._sender is not None:
             self._sender.close()
         if self._checkpoints is not None:
             best = self._best.metric
             if best is not None and self._logged and not self._best.found:  # a misspelled metric, perhaps
-                say(f"best checkpoint: no step has logged {best!r} yet, only {', '.join(sorted(self._logged))}")
+                logged = ", ".join(sorted(self._logged))
+                say(f"no step has logged {best!r} yet, the metric of the best checkpoint, only {logged}")
                 if complete:
                     self._report("no_best", metric=best, logged=sorted(self._logged))
             self._checkpoint_client.close()
@@ -284,7 +285,7 @@ class Saver:
     # --- saving
 
     def _wants_this(self, step: int) -> bool:
-        """Whether the state after this very step is wanted: by its number, or as the best so far."""
+        """Whether the state after this very step must be saved: by its number, or as the best so far."""
         every = self._settings.every_steps
         return self._best.better or (every is not None and step % every == 0)
 
@@ -294,13 +295,14 @@ class Saver:
         return self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
 
     def _save(self, step: int, state: State, urgent: bool) -> str | None:
-        """Takes the snapshot and passes it to the writer, whose result ``_take_answer`` gets; the problem, if any."""
+        """Takes the snapshot and passes it to the writer, whose result ``_take_answer`` gets. Returns the problem, if
+        any."""
         self._requested = False
         self._saved_at = started = time.monotonic()
         try:
             self._flush_metrics(step)
         except OSError as error:
-            return self._say_failed(step, f"the metrics before it cannot be written ({error.strerror})")
+            return self._say_failed(step, f"could not write the metrics before it ({error.strerror})")
         self._new_best = self._best.save()
         seconds = WAIT_S if urgent else BESIDE_S
         before = partial(self._complete, step, seconds)
@@ -322,7 +324,7 @@ class Saver:
         try:
             self._flush_metrics(step)
         except OSError as error:
-            raise NotSaved(step, f"the metrics before it cannot be written ({error.strerror})") from error
+            raise NotSaved(step, f"could not write the metrics before it ({error.strerror})") from error
         except Superseded as error:  # the next save raises it, in the main thread
             raise NotSaved(step, str(error)) from error
 
@@ -333,7 +335,7 @@ class Saver:
         return bool(self._group.store.add(self._arrived, 0) == self._group.world_size - 1)
 
     def _flush_metrics(self, step: int) -> None:
-        """Writes the lines below ``step``; deletes older checkpoints where the disk is full. Raises OSError."""
+        """Writes the lines below ``step``, and deletes older checkpoints if the disk is full. Raises OSError."""
         while True:
             try:
                 return self._metrics.flush()
@@ -349,7 +351,7 @@ class Saver:
             self._report("room_made", step=step, deleted=list(deleted))
 
     def _take_answer(self, wait: bool = False) -> str | None:
-        """Takes the writer's answer if the save under way is done; returns why it failed, if it did."""
+        """Takes the writer's answer if the save under way is done. Returns why it failed, if it did."""
         with self._answering:
             asked_at = time.monotonic()
             try:
@@ -391,7 +393,7 @@ class Saver:
             try:
                 self._history = self._directory.events()
             except OSError as error:
-                say(f"cannot read the history ({error}); still saving every {self._every_s:.0f} s")
+                say(f"could not read the history ({error}). Still saving every {self._every_s:.0f} s")
                 return
         between_s = between_interruptions_s(self._history, time.time())
         self._every_s = interval_s(self._stall_s, self.last_save_s, between_s)
@@ -414,7 +416,7 @@ def interval_s(stall_s: float, durable_s: float, between_s: float) -> float:
 
     The formula is Young's (1974; Daly 2006 to first order): it minimizes the sum of the time lost to saves and to
     repeated steps. ``stall_s`` is how long a save blocks training. The writer, which takes ``durable_s``, is idle for
-    at least as long between two saves.
+    at least that time between two saves.
     """
     best = math.sqrt(2 * stall_s * between_s)
     return min(LONGEST_S, max(SHORTEST_S, 2 * durable_s, best))

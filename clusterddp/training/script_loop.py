@@ -1,4 +1,4 @@
-"""A loop of the script's own, which saves by itself: all ranks stop after the same step, and its calls are its steps.
+"""A script's own loop, which saves by itself: all ranks stop after the same step, and its calls are its steps.
 
 ``clusterddp.stop_requested()`` and ``clusterddp.requeue()`` need no context and no process group: the ranks agree
 through the store of their attempt, which the first call opens. With a context they are those of ``ctx``, as is
@@ -41,9 +41,9 @@ Item = TypeVar("Item")
 class EpochItems:
     """Counts the items of one epoch after the other. For the thread that trains.
 
-    An item counts once an optimizer has made a step after it was taken: with gradient accumulation, the gradients of
-    those since then are not part of any checkpoint. Steps inside ``torch.compile`` are not seen, and then no item
-    counts: it would be trained on twice, rather than not at all.
+    An item counts once an optimizer has made a step after it was taken, because accumulated gradients are not part of
+    any checkpoint. Steps inside ``torch.compile`` are not seen, and then no item counts, so that items are trained on
+    twice rather than not at all.
     """
 
     def __init__(self) -> None:
@@ -54,20 +54,17 @@ class EpochItems:
     def done(self) -> int | None:
         """The items of this epoch that have been trained on, in this attempt or before; None outside of an epoch.
 
-        None, too, if two loops take turns, as in ``zip``: the one that continues would not know about the other.
+        Also None if two loops take turns, as in ``zip``, because the one that continues ignores the other.
         """
         if len(self._loops) > 1:
             say(
-                "continue_epoch: several loops are running inside it at once, so the next attempt starts this epoch "
-                "from its beginning. Use it once, as in continue_epoch(zip(a, b)), and not for an evaluation"
+                "continue_epoch: several loops are using it at once, so the next attempt restarts this epoch from its "
+                "beginning. Use it once, as in continue_epoch(zip(a, b)), and not for an evaluation"
             )
         return self._loops[0].done if len(self._loops) == 1 else None
 
     def iterate(self, items: Iterable[Item], skip: int) -> Iterator[Item]:
-        """Yields all items but the first ``skip``, and the last one in any case.
-
-        Scripts divide by the number of items that they have seen in an epoch.
-        """
+        """Yields all items but the first ``skip``, and the last one in any case, as scripts divide by their number."""
         loop = _Loop(threading.get_ident())
         self._loops.append(loop)
         hook = register_optimizer_step_post_hook(loop.on_step)
@@ -78,13 +75,13 @@ class EpochItems:
             if skip:
                 say(f"continue_epoch: {loop.done} items of this epoch were trained on before the stop, and are skipped")
             if loop.taken < skip:
-                say(f"continue_epoch: there were to be at least {skip} items: has the data changed, or the batch size?")
+                say(f"continue_epoch: expected at least {skip} items. Has the data changed, or the batch size?")
             for item in rest:
                 skipped.clear()
                 loop.taken += 1
                 yield item
             for _, item in skipped:
-                say("continue_epoch: none is left, so the last item is trained on again")
+                say("continue_epoch: no item is left, so the last one is trained on again")
                 yield item
         finally:
             hook.remove()
@@ -100,7 +97,7 @@ class _Loop:
     done: int = 0
 
     def on_step(self, _optimizer: Any, _args: Any, _options: Any) -> None:
-        if torch.compiler.is_compiling():  # it would become a part of the compiled step
+        if torch.compiler.is_compiling():  # this would become part of the compiled step
             return
         if threading.get_ident() == self.thread:
             self.done = self.taken
@@ -127,11 +124,11 @@ class ScriptLoop:
         self._rank, self._store, self._agreement = store.rank, store.store, agreement
         self._heartbeat, self._report, self._step_done = heartbeat, report, step_done
         self._calls = 0
-        #: What the script named last in ``requeue(saved=...)``, and whether it was there.
+        #: The last file of ``requeue(saved=...)``, and whether it existed.
         self._told: tuple[Path, bool] | None = None
         #: How many items of the epoch it had trained on when it was asked to stop.
         self._items: int | None = None
-        #: Whether it has read the save of the attempt before; None if that is not known.
+        #: Whether it has read the save of the previous attempt; None if that is unknown.
         self._read: bool | None = None
 
     @property
@@ -174,7 +171,7 @@ class ScriptLoop:
     def items_done(self, told: int) -> int:
         """How many items of the epoch the state that the script has loaded was trained on. All ranks call it.
 
-        ``told``: by the supervisor, which does not know what the script has loaded. Rank 0 does.
+        ``told``: the supervisor's number, which ignores what the script has loaded. Rank 0 corrects it.
         """
         if self._rank == 0:
             read = self._read if own_saves.saved_file is None else own_saves.saved_file.was_opened()
@@ -182,7 +179,7 @@ class ScriptLoop:
         return int(self._store.get(_ITEMS_DONE))
 
     def _look_at_saved_file(self) -> None:
-        """A script reads its save before its first step."""
+        """Records whether the script has read its save, which it does before its first step."""
         if (saved := own_saves.saved_file) is not None:
             own_saves.saved_file, self._read = None, saved.was_opened()
             if self._read is False:
@@ -197,7 +194,7 @@ class _Context(Protocol):
 
 #: The context of this process, if ``clusterddp.init()`` was called.
 context: _Context | None = None
-#: Of a process without a context.
+#: The loop of a process without a context.
 _loop: ScriptLoop | None = None
 _epoch = EpochItems()
 #: Key of the attempt's store.
@@ -283,7 +280,7 @@ def continue_epoch(items: Iterable[Item]) -> Iterable[Item]:
 
 
 class ItemsToDo(Iterable[Item]):
-    """Those of one epoch. ``agreed``: ``ScriptLoop.items_done``."""
+    """The remaining items of an epoch. ``agreed``: ``ScriptLoop.items_done``."""
 
     def __init__(self, items: Iterable[Item], agreed: Callable[[int], int]) -> None:
         self._items, self._agreed = items, agreed
@@ -312,7 +309,7 @@ def _begin() -> ScriptLoop:
     """Connects this rank with the others, as ``clusterddp.init()`` does, but for the process group."""
     global _loop
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("clusterddp.stop_requested() must be called in the main thread, as it installs handlers")
+        raise RuntimeError("clusterddp.stop_requested() must be called in the main thread: it installs handlers")
     read = settings.of_rank()
     assert read.attempt is not None
     _tell_of_handlers()
@@ -341,7 +338,7 @@ def _tell_of_handlers() -> None:
         handler = signal.getsignal(number)
         if callable(handler) and not str(getattr(handler, "__module__", "")).startswith("clusterddp."):
             name = number.name.removeprefix("SIG")
-            say(f"clusterddp.stop_requested() handles {name} from now on, instead of the script's {described(handler)}")
+            say(f"clusterddp.stop_requested() replaced the script's {name} handler, {described(handler)}")
 
 
 def _forget_in_child() -> None:

@@ -1,7 +1,7 @@
-"""What a script gives to ``ctx.run()`` to save: its parts by name, its own values, and state per rank.
+"""The state that a script gives to ``ctx.run()``: its parts by name, its own values, and state per rank.
 
 The values are restored in place (``script_state={"best": 0.0, "patience": 0}``). State per rank is that of
-environments, replay buffers and generators; checkpoints hold that of all ranks.
+environments, replay buffers and generators. Checkpoints hold it for all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def by_name(given: Mapping[str, Any]) -> dict[str, Stateful]:
         if part is not None:
             parts |= by_name(_members(name, part)) if _is_container(part) else {name: with_state(part)}
     check_parts(
-        "run", parts, "keep numbers and text in script_state={...}, and wrap other values in a class with these methods"
+        "run", parts, "Keep numbers and text in script_state={...}, and wrap other values in a class with these methods"
     )
     return parts
 
@@ -50,12 +50,12 @@ def _members(name: str, container: Any) -> dict[str, Any]:
     return {f"{name}.{key}": member for key, member in container.items()}
 
 
-#: What ``ctx.run(script_state=...)`` takes besides dicts: an instance of a dataclass.
+#: An instance of a dataclass, which ``ctx.run(script_state=...)`` takes besides dicts.
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Values:
-    """The dict or dataclass instance that the script gave, and may change at any time; None: there is none.
+    """The dict or dataclass instance that the script gave, and may change at any time; None if there is none.
 
     Raises TypeError for anything else, and for a value that a checkpoint cannot hold.
     """
@@ -67,7 +67,7 @@ class Values:
         if dataclasses.is_dataclass(given) and not isinstance(given, type):
             if given.__dataclass_params__.frozen:  # type: ignore[attr-defined]
                 raise TypeError(
-                    f"run(script_state=...): {type(given).__name__} is frozen; the values could not be restored"
+                    f"run(script_state=...): {type(given).__name__} is frozen, so its values could not be restored"
                 )
         elif not isinstance(given, dict):
             value = repr(given) if type(given) in _PLAIN else "..."
@@ -80,7 +80,7 @@ class Values:
         return self._given is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the values by name. Raises TypeError for one that a checkpoint cannot hold, with its name."""
+        """A copy of the values by name. Raises TypeError, with the name, for one that a checkpoint cannot hold."""
         if self._given is None:
             return {}
         if isinstance(self._given, dict):
@@ -93,14 +93,14 @@ class Values:
         return {name: _copied(getattr(self._given, name), f"script_state.{name}") for name in names}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Sets the values in place; those that the checkpoint does not have keep what the script gave.
+        """Sets the values in place. Those that the checkpoint lacks keep what the script gave.
 
         Raises CheckpointError for a value that has no place.
         """
         if saved and self._given is None:
             raise CheckpointError(
-                f"the checkpoint also has the script's values {', '.join(saved)}, and ctx.run() got no script_state=: "
-                "pass it again, or start a new run"
+                f"the checkpoint also has the script's values {', '.join(saved)}, but ctx.run() received no "
+                "script_state=. Pass it again, or start a new run"
             )
         if isinstance(self._given, dict):
             self._given.update(saved)
@@ -108,14 +108,14 @@ class Values:
         for name, value in saved.items():
             if name not in {field.name for field in dataclasses.fields(self._given)}:
                 raise CheckpointError(
-                    f"the checkpoint's script_state has {name!r}, and {type(self._given).__name__} has no such field: "
-                    "keep the field, or start a new run"
+                    f"the checkpoint's script_state has {name!r}, but {type(self._given).__name__} has no such field. "
+                    "Keep the field, or start a new run"
                 )
             setattr(self._given, name, value)
 
 
 def _is_plain(name: object, value: Any) -> bool:
-    """Whether a member of a dict need not be copied: so are most, in each step."""
+    """Whether a member of a dict need not be copied, which holds for most."""
     return type(name) is str and type(value) in _PLAIN
 
 
@@ -128,17 +128,17 @@ def _copied(value: Any, path: str) -> Any:
     if type(value) is dict:
         for key in value:
             if type(key) is not str:
-                raise TypeError(f"ctx.run(script_state=...): {path} has the key {key!r}; expected text")
+                raise TypeError(f"ctx.run(script_state=...): {path} has the key {key!r}, expected text")
         return {key: _copied(entry, f"{path}[{key!r}]") for key, entry in value.items()}
-    hint = ": keep its .item()" if hasattr(value, "item") else ""
+    hint = ". Keep its .item()" if hasattr(value, "item") else ""
     raise TypeError(
-        f"ctx.run(script_state=...): {path} is {_described(value)}; expected numbers, text, True, False, None, and "
+        f"ctx.run(script_state=...): {path} is {_described(value)}, expected numbers, text, True, False, None, or "
         f"lists and dicts of them{hint}"
     )
 
 
 def _is_numpy_scalar(value: Any) -> bool:
-    """A number of numpy's, which a mean of numpy's is: a checkpoint restores it exactly."""
+    """A numpy number, such as a numpy mean. A checkpoint restores it exactly."""
     return type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "tobytes")
 
 
@@ -147,14 +147,14 @@ def _described(value: object) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-#: Of a part: takes over the states of another number of ranks.
+#: A part's method that takes over the states of a different number of ranks.
 SPLIT = "load_state_dicts"
 
 
 class PerRank:
-    """What ``ctx.run(per_rank=...)`` got; false if nothing. Made by all ranks together.
+    """The parts of ``ctx.run(per_rank=...)``; false if there are none. Made by all ranks together.
 
-    Raises TypeError for a part without a state, and for other names than rank 0's.
+    Raises TypeError for a part without a state, and for names that differ from rank 0's.
     """
 
     def __init__(self, given: Parts, group: ProcessGroup) -> None:
@@ -163,13 +163,13 @@ class PerRank:
         self._group = group
         self._states: list[dict[str, Any]] = []
         self._kept: bytes | None = None
-        #: Of all ranks' states, when they were last gathered; and whether ``near_limit`` has told of it.
+        #: The size of all ranks' states, when they were last gathered, and whether ``near_limit`` has reported it.
         self._bytes, self._told = 0, False
         others = broadcast_json(sorted(self._parts), group.control_device)
         if others != sorted(self._parts):
             raise TypeError(
-                f"run(per_rank=...): rank {group.rank} has {_listed(self._parts)}, and rank 0 has {_listed(others)}: "
-                "all ranks save together; pass the same names on every rank"
+                f"run(per_rank=...): rank {group.rank} has {_listed(self._parts)}, but rank 0 has {_listed(others)}. "
+                "All ranks save together: pass the same names on every rank"
             )
 
     def __bool__(self) -> bool:
@@ -207,8 +207,8 @@ class PerRank:
         except transfer.TooLarge as error:
             raise CheckpointError(
                 f"the per-rank state of all {self._group.world_size} ranks ({_listed(self._parts)}) takes "
-                f"{error.size / 1e6:,.0f} MB, and a checkpoint holds at most {transfer.MOST_BYTES / 1e6:,.0f} MB of "
-                "it: leave out of state_dict() what can be computed again or read from elsewhere, or save less of it, "
+                f"{error.size / 1e6:,.0f} MB, but a checkpoint holds at most {transfer.MOST_BYTES / 1e6:,.0f} MB of "
+                "it. Leave out of state_dict() what can be computed again or read from elsewhere, or save less of it, "
                 "such as a replay buffer's newest entries"
             ) from error
 
@@ -216,7 +216,7 @@ class PerRank:
         self._bytes = size
 
     def near_limit(self) -> dict[str, Any] | None:
-        """Once, when the states as last gathered take more than half of the limit: names, bytes and the limit."""
+        """Names, bytes and the limit, once, when the states as last gathered take more than half of the limit."""
         if self._told or 2 * self._bytes <= transfer.MOST_BYTES:
             return None
         self._told = True
@@ -233,8 +233,8 @@ class PerRank:
         saved = set(states[self._group.rank] if same else set().union(*states))
         if saved != self._parts.keys():
             raise CheckpointError(
-                f"the checkpoint has per-rank state of {_listed(saved)}, and ctx.run(per_rank=...) got "
-                f"{_listed(self._parts)}: pass what the run started with, or start a new run"
+                f"the checkpoint has per-rank state of {_listed(saved)}, but ctx.run(per_rank=...) received "
+                f"{_listed(self._parts)}. Pass the parts that the run started with, or start a new run"
             )
         for name, part in self._parts.items():
             try:
@@ -250,7 +250,7 @@ class PerRank:
             getattr(part, SPLIT)([copied(one[name]) for one in states], rank, ranks)
         else:
             raise CheckpointError(
-                f"the checkpoint has the state of {name} for {len(states)} ranks, and there are now {ranks}: use "
+                f"the checkpoint has the state of {name} for {len(states)} ranks, but there are now {ranks}. Use "
                 f"{len(states)} ranks, or give {name} a method {SPLIT}(states, rank, world_size) that "
                 "takes over a rank's share of all states"
             )

@@ -1,11 +1,11 @@
-"""The steps of a script without ``ctx.run()``: seen at torch's optimizers, or told by the script's own calls.
+"""The steps of a script without ``ctx.run()``: seen at torch's optimizers, or reported by the script's own calls.
 
 torch calls a hook after each step of any optimizer. That is enough for heartbeats, step times and stragglers without a
-line in the script. What is not known is where a step of the script begins, how it is numbered, and what else the script
-does between two steps: steps are counted from 0 in each attempt, and the watchdog allows an evaluation or a save of the
-usual length anywhere (``Pace``).
+line in the script. Where a step of the script begins, its number, and what else the script does between two steps
+remain unknown. Steps are therefore counted from 0 in each attempt, and the watchdog allows an evaluation or a save of
+the usual length anywhere (``Pace``).
 
-Not seen are steps inside ``torch.compile`` or a replayed CUDA graph, in the backward pass, and in other processes.
+Steps inside ``torch.compile`` or a replayed CUDA graph, in the backward pass, and in other processes are not seen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
 from clusterddp.training.timing import step_times
 from clusterddp.worker import control_channel, library_hooks, own_saves
 
-#: The optimizer whose steps are counted is replaced by one that steps so often without it: training has moved on.
+#: The counted optimizer is replaced by one that makes this many steps without it, because training has moved on.
 MOVED_ON = 100
 
 
@@ -58,7 +58,7 @@ class ScriptSteps:
         at_exit(self.close)
 
     def by_calls(self) -> None:
-        """From now on the script's calls of ``step_done`` are the steps; optimizers are not looked at."""
+        """From now on the script's calls of ``step_done`` are the steps, rather than those of optimizers."""
         library_hooks.unwatch_optimizers()
         self.steps = 0
 
@@ -68,9 +68,9 @@ class ScriptSteps:
         self._count()
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped. Of several (GANs), those of the first count: each has its turn in a step.
+        """An optimizer has stepped. Of several (GANs), the first one's steps count, as each has its turn in a step.
 
-        Another one takes its place if that one is gone, or has not stepped for long.
+        A different one takes its place if the first was deleted, or has not stepped for long.
         """
         if threading.get_ident() != self._thread:
             return
@@ -104,15 +104,15 @@ class ScriptSteps:
                 control_channel.report("phase", phase="training")
 
     def _told(self) -> Mapping[str, Any]:
-        """As of ``ctx.run()``, without the phases that a step of the script is not divided into."""
+        """The figures as of ``ctx.run()``, without the phases that a step of the script is not divided into."""
         told = self._times.told()
         steps, _data, own, wait, _save = told["timing"]
         return told | {"timing": [steps, None, own, wait, None], "made": self.steps}
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """A save by ``torch.save`` is no part of a step, and no hang, however long it takes. One in another thread does
-        not hold up the training."""
+        """A save by ``torch.save`` is no part of a step, and no hang, however long it takes. One in a different thread
+        does not hold up the training."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -120,7 +120,7 @@ class ScriptSteps:
             yield
 
     def close(self) -> None:
-        """Reports the last figures. The script is over."""
+        """Reports the last figures at the end of the script."""
         library_hooks.unwatch_optimizers()
         own_saves.around = nullcontext
         self._times.close()
@@ -133,7 +133,7 @@ def _group() -> dist.ProcessGroup | None:
 
 
 def _output_sizes() -> dict[str, int]:
-    """What this rank has printed so far, in bytes, where it goes to files: ``done: {log: ...}`` looks at the rest."""
+    """The size of this rank's output files so far, in bytes. ``done: {log: ...}`` searches what follows."""
     sizes: dict[str, int] = {}
     for kind, descriptor in (("out", 1), ("err", 2)):
         with suppress(OSError):  # the script has closed it
@@ -143,7 +143,7 @@ def _output_sizes() -> dict[str, int]:
 
 
 def _ddp_modules() -> list[DistributedDataParallel]:
-    """Those that the script has made. Only their types are looked at: looking at an object may run code of the script.
+    """The script's DDP modules. Looks only at types, because looking at an object may run code of the script.
 
     Takes some 20 ms, once.
     """
@@ -154,7 +154,7 @@ _current: ScriptSteps | None = None
 
 
 def current(device: torch.device | None = None) -> ScriptSteps:
-    """That of this process, made when it is first asked for; for the GPU in use, if any, or for ``device``."""
+    """The steps of this process, made at the first call, for ``device``, or the GPU in use, if any."""
     global _current
     if _current is None:
         if device is None:
@@ -165,7 +165,7 @@ def current(device: torch.device | None = None) -> ScriptSteps:
 
 
 def hand_over() -> None:
-    """A context begins. It has its own heartbeat and counts the steps itself."""
+    """A context begins, which has its own heartbeat and counts the steps itself."""
     global _current
     library_hooks.unwatch_optimizers()
     if _current is not None:
@@ -180,7 +180,7 @@ def on_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     if seen._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         library_hooks.unwatch_optimizers()
         seen.heartbeat.rest()
-        say("the optimizer's step is captured in a CUDA graph: its replays cannot be counted; see `steps: {log: ...}`")
+        say("the optimizer's step is captured in a CUDA graph, whose replays are not counted. Use `steps: {log: ...}`")
         return
     seen.on_optimizer_step(optimizer)
 

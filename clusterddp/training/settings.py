@@ -31,7 +31,7 @@ class Settings:
 
     ``job``: with the script's seed, if it gives one. Without a supervisor it has the defaults, and no watchdog.
     ``preflight``: whether the nodes are checked before training. ``profile``: whether the job's is not recorded yet.
-    ``recording``: what ``submit --check-resume`` wants to know of each step, if it started this process.
+    ``recording``: what ``submit --check-resume`` records of each step, if it started this process.
     ``device_memory``: bytes that an earlier attempt used on each GPU, if known.
     ``notices``: for a stop signal, or the supervisor's reason, the seconds until this process is killed, if known.
     """
@@ -136,4 +136,4 @@ class AttemptHistory:
             try:
                 append_line(self._directory.events_file, line)
             except OSError as error:
-                say(f"cannot add {event!r} to the history: {error.strerror}")
+                say(f"could not add {event!r} to the history: {error.strerror}")

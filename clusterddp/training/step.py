@@ -1,7 +1,7 @@
 """A step of a run: what has happened in it so far, and the state that it began with.
 
-A stop in an evaluation saves the state before the step, which the next attempt repeats. What the script has changed
-since then, such as its own values or a scheduler that took the result of a first evaluation, must not count twice.
+A stop in an evaluation saves the state before the step, which the next attempt repeats. Changes by the script since
+then, such as to its own values or to a scheduler that took the result of a first evaluation, must not count twice.
 Buffers are rewound by ``distributed/buffers.py``.
 """
 
@@ -20,14 +20,14 @@ from clusterddp.training.script_state import Values
 
 
 class Step:
-    """The step being made. Class attributes, which few steps change: one is made in every step."""
+    """The current step. It has class attributes, because every step makes one and few change any."""
 
     optimizer_stepped = False
     #: Whether the metric of the best checkpoint that it has logged is that of the state before it.
     best_before = False
     #: Whether it has one of the following.
     special = False
-    #: Whether the script was told that an evaluation is due.
+    #: Whether the script knows that an evaluation is due.
     evaluates = False
     #: Whether ``finish`` made it the last one.
     last = False
@@ -41,7 +41,7 @@ class OptimizerSteps:
     ``on_step`` is called with an optimizer after each of its steps, also where a GradScaler has skipped it.
 
     A run may have several optimizers. Once the first of them has stepped, the state before the loop's step is lost, so
-    that a stop from there on keeps the step, and says which optimizers have not stepped in it.
+    that a stop from there on keeps the step, and reports which optimizers have not stepped in it.
     """
 
     def __init__(self, parts: Mapping[str, Any], on_step: Callable[[Any], None]) -> None:
@@ -77,8 +77,8 @@ class OptimizerSteps:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """What is queued on GPUs inside comes after the optimizers' steps, and before what follows on their streams:
-        a script may step on streams of its own."""
+        """GPU work queued inside comes after the optimizers' steps, and before what follows on their streams, because a
+        script may step on its own streams."""
         current = [(stream, torch.cuda.current_stream(stream.device)) for stream in self._streams]
         for stream, own in current:
             own.wait_stream(stream)
@@ -97,7 +97,7 @@ class OptimizerSteps:
         self._on_step(optimizer)
 
 
-#: A part with larger tensors is not copied at an evaluation: it trains or collects, rather than counts.
+#: A part with larger tensors is not copied at an evaluation, because it is a model or a buffer, not a counter.
 LARGEST_COPY_BYTES = 1 << 20
 
 
@@ -134,7 +134,7 @@ class BeforeStep:
 
 
 def _small_state(part: Stateful) -> dict[str, Any]:
-    """What is kept of a part; nothing of a module, or of one that is large."""
+    """The kept state of a part; empty for a module and for a large part."""
     if isinstance(part, torch.nn.Module):
         return {}
     state = state_of(part)

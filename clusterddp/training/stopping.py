@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 #: Seconds reserved for all ranks to exit.
 MARGIN_S = 3.0
-#: How much longer than the last one a save may take, on a shared disk.
+#: How much longer than the last save one may take, on a shared disk.
 CAUTION = 1.5
 
 
 class Deadline:
     """Calls ``act`` once, in a timer thread, if a requested stop has not begun in time.
 
-    If a step hangs, or outlasts the notice, the newest checkpoint must still be saved.
+    If a step hangs, or outlasts the grace period, the newest checkpoint must still be saved.
 
-    ``notices``: seconds from each reason for a stop to the KILL. A reason that is not listed has no deadline. Of
-    several deadlines the nearest counts.
+    ``notices``: seconds from each reason for a stop to the KILL. A reason that is not listed has no deadline. The
+    nearest of several deadlines counts.
     """
 
     def __init__(self, notices: Mapping[str, float], act: Callable[[float], None]) -> None:
@@ -65,7 +65,7 @@ class Deadline:
         """A stop has been requested, perhaps not the first. ``act`` is called with the seconds since then."""
         if (notice_s := self._notices.get(reason.removeprefix("signal "))) is None:
             return
-        # If a save may take most of the notice, the step still gets half of it: only one that hangs takes so long.
+        # If a save may take most of the grace period, the step still gets half of it, which only a hanging one needs.
         wait_s = max(notice_s / 2, notice_s - MARGIN_S - CAUTION * last_save_s)
         timer = threading.Timer(wait_s, self._act_unless_over, args=(time.monotonic(),))
         timer.daemon = True
@@ -88,7 +88,7 @@ class Deadline:
                 self._act(time.monotonic() - begun)
 
 
-#: What is done with a skip that the ranks have agreed on: how many batches, and who asked for it.
+#: Carries out a skip that the ranks have agreed on, with the number of batches and the request.
 OnSkip = Callable[[int, str], None]
 
 
@@ -100,7 +100,7 @@ class Vote:
         self.published: int | None = None
         #: The maximum over all ranks, once it is known.
         self.last: int | None = None
-        #: Set once this rank has published, and once the maximum is known, or never will be.
+        #: Set once this rank has published, and once the maximum is known or can no longer be.
         self.voted, self.known = threading.Event(), threading.Event()
 
     def publish(self, entered: int) -> int:
@@ -122,12 +122,11 @@ class Agreement:
     """One per process, made by all ranks.
 
     Args:
-        store: the main thread's connection. While that thread waits on it, a request is delayed; it is not at a
-            boundary anyway.
+        store: the main thread's connection. While that thread waits on it, outside a boundary, a request is delayed.
         watched: a connection for the watcher, whose ``get`` has no timeout.
         report: adds events to the history.
-        on_request: gets the reason for a stop, on every rank, in the watcher's thread, before the ranks agree; in other
-            threads also the reason of each signal to this rank and each notice, even if the ranks already stop.
+        on_request: called with the reason for a stop, on every rank, in the watcher's thread, before the ranks agree.
+            Also called in other threads for each signal to this rank and each notice, even if the ranks already stop.
     """
 
     def __init__(
@@ -140,13 +139,13 @@ class Agreement:
         on_request: Callable[[str], None],
     ) -> None:
         self.reason: str | None = None
-        #: Carries out a skip, in the main thread; None: nothing to do.
+        #: Carries out a skip, in the main thread.
         self.on_skip: OnSkip | None = None
         self._on_request = on_request
         self._store, self._report = store, report
         self._rank, self._world_size = rank, world_size
         self._entered = -1
-        #: Those that this rank has not carried out, in the order of their requests; a stop stays. An entry is the flag.
+        #: The requests that this rank has not carried out, in order. A stop stays. An entry is the flag.
         self._votes: list[Vote] = []
         #: The number of the request that the watcher waits for.
         self._next = 0
@@ -173,8 +172,8 @@ class Agreement:
     def boundary(self) -> bool:
         """Whether to stop here, with the same answer on all ranks at the same call. For the main thread.
 
-        Takes 0.2 us in a tight loop, 4 to 8 us after a step that has displaced the CPU's caches; sends nothing while no
-        stop is requested. Raises ClusterddpError if the store is lost during a stop.
+        Takes 0.2 us in a tight loop, 4 to 8 us after a step that has displaced the CPU's caches. Communicates only once
+        a stop is requested. Raises ClusterddpError if the store is lost during a stop.
         """
         if self._signals is not None:
             self._signals.check()
@@ -182,7 +181,7 @@ class Agreement:
         return bool(self._votes) and self._act(self._entered)
 
     def _act(self, number: int) -> bool:
-        """Carries out what is due at this boundary, in the order of the requests; whether a stop is."""
+        """Carries out the requests that are due at this boundary, in order. Returns whether a stop is."""
         for vote in list(self._votes):
             vote.voted.wait()
             if vote.may_pass(number):
@@ -191,8 +190,8 @@ class Agreement:
             if vote.last is None:
                 what = "skip batches" if "skip" in vote.request else f"stop ({self.reason})"
                 raise ClusterddpError(
-                    f"rank {self._rank} was asked to {what}, but rank 0's store is unreachable ({self._lost}): rank 0 "
-                    "has failed or exited early"
+                    f"rank {self._rank} was asked to {what}, but rank 0's store is unreachable ({self._lost}). Rank 0 "
+                    "failed or exited early"
                 )
             if not vote.acts_at(number):
                 continue
@@ -227,8 +226,9 @@ class Agreement:
     def close(self) -> None:
         """Ends the watchers of all ranks, as a rank that makes no more boundaries cannot agree on a stop.
 
-        Bounded: if the store is lost, the watcher has ended by itself, or is abandoned after 5 s. The threads are
-        joined, because one that returned from torch's C++ code during interpreter shutdown would abort the process.
+        Takes bounded time: if the store is lost, the watcher has ended by itself, or is abandoned after 5 s. The
+        threads are joined, because one that returned from torch's C++ code during interpreter shutdown would abort the
+        process.
         """
         closer = threading.Thread(target=self._try_put, args=({"end": True},), name="agreement-end", daemon=True)
         closer.start()
@@ -236,7 +236,7 @@ class Agreement:
             thread.join(timeout=5)
 
     def _put(self, request: Mapping[str, Any]) -> None:
-        """Makes it the next request of all ranks, unless an equal one is already."""
+        """Makes this the next request of all ranks, unless an equal one exists."""
         number, text = self._next, json.dumps(request)
         while self._store.compare_set(_key(number), "", text).decode() != text:
             number += 1
@@ -251,11 +251,11 @@ class Agreement:
         self._ask(f"signal {name}")
 
     def _ask(self, reason: str) -> None:
-        self._on_request(reason)  # it may leave less time than the request that the ranks know
+        self._on_request(reason)  # this one may leave less time than the request that the ranks have
         try:
             self.request(reason)
         except RuntimeError as error:
-            self._lost = error  # Rank 0 has failed: the others fail in their next collective, which is what to show.
+            self._lost = error  # Rank 0 has failed. The others fail in their next collective, and that error is shown.
 
     def _watch(self, store: Store) -> None:
         try:
@@ -290,7 +290,7 @@ def _key(number: int) -> str:
 
 
 def open_store(settings: Settings) -> AttemptStore:
-    """Joins the store of this attempt, once rank 0 has told the supervisor that it is open."""
+    """Joins the store of this attempt, once rank 0 has opened it."""
     return AttemptStore(
         *(settings.ranks, settings.store, settings.job.timeouts.start_s),
         on_open=lambda: control_channel.report("serving"),
@@ -299,8 +299,8 @@ def open_store(settings: Settings) -> AttemptStore:
 
 
 class Stopping:
-    """From now on, stop signals and notices are requests to stop all ranks. Made once all ranks have joined: before, a
-    rank has nothing to save, and TERM ends it at once."""
+    """From now on, stop signals and notices are requests to stop all ranks. Made once all ranks have joined. Before, a
+    rank has no state to save, and TERM ends it at once."""
 
     def __init__(self, settings: Settings, store: AttemptStore, report: Callable[..., None]) -> None:
         self._settings, self._rank, self._report = settings, store.rank, report
@@ -313,7 +313,7 @@ class Stopping:
         control_channel.on_stop(self.agreement.on_notice)
 
     def close(self, *, restore_handlers: bool) -> None:
-        """Signals and notices have no effect any more. ``restore_handlers``: those from before ``init()``."""
+        """Signals and notices no longer have an effect. ``restore_handlers``: those from before ``init()``."""
         control_channel.on_stop(None)
         control_channel.on_requests(None)
         self._signals.close(restore_handlers=restore_handlers)
@@ -321,7 +321,7 @@ class Stopping:
         self.deadline.end()
 
     def _on_request(self, reason: str) -> None:
-        """Rank 0 waits for the end of the step no longer than the notice allows."""
+        """Rank 0 waits for the end of the step no longer than the grace period allows."""
         if self._rank == 0 and self.saver is not None and self.saver.saves:
             self.deadline.begin(reason, self.saver.last_save_s)
 
@@ -332,11 +332,11 @@ class Stopping:
             self._report("handler_replaced", signal=name, handler=of_script)
 
     def _exit_with_newest(self, waited_s: float) -> None:
-        """Ends this rank, and with it all, if the ranks did not stop in time: with what is saved or being saved."""
+        """Ends this rank, and thereby all, if the ranks did not stop in time, with what is saved or being saved."""
         assert self.saver is not None
-        words = f"the step did not end within {waited_s:.0f} s of the notice"
+        words = f"the step did not end within {waited_s:.0f} s of the stop request"
         self._report("overdue", seconds=round(waited_s, 1))
-        say(f"{words}; stacks of this rank:")
+        say(f"{words}. Stacks of this rank:")
         faulthandler.dump_traceback(all_threads=True)
         try:
             committed = self.saver.finish_newest()

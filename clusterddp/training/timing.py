@@ -1,4 +1,4 @@
-"""What a rank's steps spend their time on: waiting for the batch, its own work, waiting for other ranks, a save.
+"""The time that a rank's steps spend on waiting for the batch, own work, waiting for other ranks, and a save.
 
 The steps of all ranks take equally long, because each waits for the slowest in DDP's all_reduce. That wait is the time
 from the end of the backward until DDP has reduced the last gradients, between two callbacks at the end of the backward.
@@ -35,10 +35,10 @@ from clusterddp.distributed.wrapping import ddp_modules
 from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.rundir.timing import PHASES
 
-#: The pace, by which stragglers are found, is the median of so many samples, each the mean of so many steps.
+#: The pace, by which stragglers are found, is the median of this many samples, each the mean of this many steps.
 SAMPLE_STEPS, SAMPLES = 20, 5
-#: From how many steps on they are counted; the most that wait for the GPU to pass their events. Of more, the oldest are
-#: not counted.
+#: The number of steps that are counted at a time, and the most that wait for the GPU to pass their events. Beyond
+#: that, the oldest are not counted.
 BATCH, MOST_PENDING = 32, 64
 
 
@@ -47,7 +47,7 @@ class Clock(Protocol):
 
     def mark(self) -> Any: ...
     def passed(self, marks: Iterable[Any]) -> bool:
-        """Whether it is known by now when all of the marks were passed. Does not wait."""
+        """Whether the times of all of the marks are known. Does not wait."""
         ...
 
     def between(self, begin: Any, end: Any) -> float:
@@ -55,7 +55,7 @@ class Clock(Protocol):
         ...
 
     def reuse(self, marks: Iterable[Any]) -> None:
-        """These marks are not needed any more."""
+        """Takes back marks that are no longer needed."""
         ...
 
 
@@ -71,7 +71,7 @@ class HostClock:
         return end - begin
 
     def reuse(self, marks: Iterable[float]) -> None:
-        """A number needs no pool."""
+        """Has no pool, because marks are numbers."""
 
 
 class StreamClock:
@@ -107,7 +107,7 @@ class StreamClock:
 
 
 class _Step:
-    """The marks of a step: the batch was asked for, it came, the step's work was done, and the loop continues.
+    """The marks of a step: the loop asks for the batch, gets it, the step's work is done, and the loop continues.
 
     Pairs of marks: ``waits`` for other ranks, those from index ``late`` on after the work, and ``asides``, which belong
     to no phase.
@@ -123,13 +123,13 @@ class _Step:
         self.asides: list[Any] = []
 
     def marks(self) -> list[Any]:
-        """All, of which the first belongs to the next step, too. The script may have changed the stream meanwhile, so
-        that none is sure to be passed after another."""
+        """All marks, of which the first also belongs to the next step. They may be passed in any order, because the
+        script may have changed the stream meanwhile."""
         return [self.left, self.asked, self.begun, self.done, *self.waits, *self.asides]
 
 
 class _WholeStep(_Step):
-    """One of which only the beginning and the end are known: each is two marks in one."""
+    """A step of which only the beginning and the end are known: each is two marks in one."""
 
     __slots__ = ()
 
@@ -138,12 +138,12 @@ class _WholeStep(_Step):
 
 
 class StepTimes:
-    """Times the steps of a loop, for its thread; ``told`` is for any thread.
+    """Times the steps of a loop, for its thread. ``told`` is for any thread.
 
     Args:
         parts: those of the run, of which DDP modules are watched.
         clock: where the steps' work is done.
-        alone: whether there is only one rank, which waits for nobody.
+        alone: whether there is only one rank, which never waits.
     """
 
     def __init__(self, parts: Iterable[Any], clock: Clock, *, alone: bool = False) -> None:
@@ -151,7 +151,7 @@ class StepTimes:
         self._step: _Step | None = None
         self._working = False  # between the batch and the end of the step
         self._pending: deque[_Step] = deque()
-        self._wanted = False  # somebody has asked for the totals since they were last counted
+        self._wanted = False  # a heartbeat has asked for the totals since they were last counted
         self._warm = False  # the first step compiles and connects
         self._reducing = False
         self._knows_waits = alone
@@ -172,7 +172,7 @@ class StepTimes:
     # --- in the loop
 
     def ask(self) -> None:
-        """The loop asks for the next batch; the step before it, and its save, are over."""
+        """The loop asks for the next batch. The step before it, and its save, are over."""
         self._step = _Step(self._leave())
 
     def begin(self) -> None:
@@ -182,14 +182,14 @@ class StepTimes:
             self._working, self._reducing = True, False
 
     def end(self) -> None:
-        """The step's work is done; a save may follow."""
+        """The step's work is done. A save may follow."""
         if self._working and self._step is not None:
             self._step.done = self._clock.mark()
             self._working = False
 
     def turn(self) -> None:
-        """A step ends and the next one begins, for a loop of which nothing else is known. The first call is the end of
-        the first step, which is not timed."""
+        """A step ends and the next one begins, for a loop of which only that is known. The first call is the end of the
+        first step, which is not timed."""
         mark, step = self._clock.mark(), self._step
         if step is None:
             self._warm = True
@@ -203,14 +203,14 @@ class StepTimes:
         self._working, self._reducing = True, False
 
     def leave(self) -> None:
-        """The loop has ended, but for the save at its end. Called again, counts steps that a GPU has made meanwhile."""
+        """The loop has ended, except for the last save. Called again, counts steps that a GPU has made meanwhile."""
         self._leave()
         self._step = None
         self._count_passed()
 
     def close(self) -> None:
         """Counts the steps of a loop that was left early, and removes what was added to the modules."""
-        with suppress(RuntimeError):  # of CUDA, which the script has got, too
+        with suppress(RuntimeError):  # of CUDA, which the script also gets
             self.leave()
         for hook in self._hooks:
             hook.remove()
@@ -218,7 +218,7 @@ class StepTimes:
         torch_patches.forget_broadcasts(self.waiting)
 
     def aside(self) -> AbstractContextManager[None]:
-        """The body is no part of the step, such as an evaluation. Only the outermost of several counts."""
+        """The body, such as an evaluation, is no part of the step. Only the outermost of several counts."""
         return self._span(self._step.asides) if self._working and self._step is not None else nullcontext()
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -255,8 +255,8 @@ class StepTimes:
     # --- DDP
 
     def _watch(self, module: DistributedDataParallel) -> None:
-        """DDP queues its callback that waits for the reductions with the last gradient. A callback that is queued with
-        any gradient therefore runs before it, and one that that one queues runs after it."""
+        """DDP queues its callback that waits for the reductions with the last gradient. A callback queued with any
+        gradient therefore runs before it, and one queued in that callback runs after it."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         torch_patches.around_broadcasts(module, self.waiting)
         if trained:  # the last parameter usually gets its gradient first
@@ -284,7 +284,7 @@ class StepTimes:
         """Where the device is: the step, relative to the number of steps that the host has completed, and OWN, WAIT or
         IDLE (``protocol.py``). None on a CPU and outside the loop.
 
-        For a thread of ``device_thread``, while the loop's is at rest. Waits for nothing.
+        For a thread of ``device_thread``, while the loop's is at rest. Does not wait.
         """
         clock, current = self._clock, self._step
         if not isinstance(clock, StreamClock) or current is None:
@@ -298,10 +298,10 @@ class StepTimes:
             return newest, OWN
         return newest, WAIT if len(current.waits) % 2 else IDLE
 
-    # --- what comes of it
+    # --- the results
 
     def _count_passed(self) -> None:
-        """Counts the oldest steps, up to the first that the GPU has not passed; drops those that are too many."""
+        """Counts the oldest steps, up to the first that the GPU has not passed. Drops surplus steps."""
         self._wanted = False
         pending, passed = self._pending, self._clock.passed
         while pending and passed(pending[0].marks()):
@@ -342,8 +342,8 @@ class StepTimes:
         self.on_sample(self._sums)
 
     def told(self) -> dict[str, Any]:
-        """What a heartbeat tells the supervisor: the pace, if it is known, and the totals up to the first step boundary
-        since the last heartbeat, or a later one."""
+        """The values of a heartbeat: the pace, if it is known, and the totals up to the first step boundary since the
+        last heartbeat, or a later one."""
         self._wanted = True
         (steps, data_s, own_s, wait_s, save_s), counted_at = self._totals
         split = (own_s, wait_s) if self._knows_waits else (None, None)
@@ -375,7 +375,7 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-#: Shorter evaluations are reported together: one in every step must not fill the history.
+#: Shorter evaluations are reported together, so that one in every step does not fill the history.
 SHORTEST_S = 1.0
 
 
@@ -389,7 +389,7 @@ class Evaluations:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """The body is an evaluation, or a part of one that is measured already."""
+        """The body is an evaluation, or a part of one that is already measured."""
         if not self._running:
             self._begun = time.monotonic()
         self._running += 1
@@ -403,13 +403,13 @@ class Evaluations:
                     self.report()
 
     def report(self) -> None:
-        """Reports what has not been reported yet."""
+        """Reports evaluations that have not been reported yet."""
         if self._seconds:
             self._report(round(self._seconds, 4))
             self._seconds = 0.0
 
 
-#: Waiting is said once it was more than MOST of the last SAMPLES samples, and LEAST_S in all: a short run is not told.
+#: Waiting is reported once it was more than MOST of the last SAMPLES samples, and, to spare short runs, LEAST_S in all.
 MOST, LEAST_S = 0.10, 10.0
 
 
@@ -442,8 +442,8 @@ class InputWait:
     def _advice(self) -> str:
         cpus = len(os.sched_getaffinity(0))
         if not self._workers:
-            return f"the training process reads the samples itself: pass num_workers={min(4, cpus)} to the loader"
+            return f"the training process reads the samples itself. Pass num_workers={min(4, cpus)} to the loader"
         if self._workers < cpus:
-            return f"pass more than num_workers={self._workers} to the loader; this process may use {cpus} CPUs"
+            return f"pass more than num_workers={self._workers} to the loader, as this process may use {cpus} CPUs"
         most = f"{self._workers} workers share {cpus} CPUs"
-        return f"{most}: ask for more (cpus_per_task), or make the samples cheaper to read"
+        return f"{most}. Request more (cpus_per_task), or make the samples cheaper to read"

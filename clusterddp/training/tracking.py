@@ -21,14 +21,14 @@ from clusterddp.trackers.sent import NAMES, wanted
 from clusterddp.worker import signals
 
 #: Seconds that trackers may take for the rest, once the script has ended: after all steps, at a stop, after an error.
-#: What they lack then, the next attempt sends.
+#: The next attempt sends what they lack then.
 DONE_S, STOP_S, ERROR_S = 20.0, 3.0, 1.0
 #: Variables that belong to a W&B or MLflow run of the script's own.
 _OF_SCRIPT = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID")
 
 
 class Tracking:
-    """The trackers of a run. On ranks other than 0, and without a run directory, all methods do nothing."""
+    """The trackers of a run. Its methods have no effect on ranks other than 0 and without a run directory."""
 
     def __init__(self, directory: RunDirectory | None, job: Job, attempt: int, report: Callable[..., None]) -> None:
         self._directory, self._job, self._attempt, self._report = directory, job, attempt, report
@@ -48,7 +48,7 @@ class Tracking:
                 self._report("tracker", tracker=NAMES[tracker], problem=f"gets no values in this attempt: {error}")
 
     def committed(self, step: int) -> None:
-        """A checkpoint is committed. Any thread; never waits."""
+        """A checkpoint is committed. Any thread. Never waits."""
         for process in self._processes:
             process.tell(str(step))
 
@@ -58,12 +58,12 @@ class Tracking:
             process.tell("end" if clean else "error")
 
     def close(self, seconds: float, complete: bool = False) -> None:
-        """Waits until the trackers have what they can have, at most so long in all, then ends them.
+        """Waits until the trackers have all that they can get, at most this many seconds, then ends them.
 
-        ``complete``: no attempt follows.
+        ``complete``: whether no attempt follows.
         """
         until = time.monotonic() + seconds
-        then = f"`python -m clusterddp.trackers {self._directory}` sends the rest" if complete else None
+        then = f"To send the rest, run `python -m clusterddp.trackers {self._directory}`" if complete else None
         for process in self._processes:
             process.close(until, then)
         self._processes.clear()
@@ -91,18 +91,18 @@ class _Process:
         self._reading.start()
 
     def tell(self, order: str) -> None:
-        """An order that does not fit into the pipe is dropped: the process hangs."""
+        """Sends an order, which is dropped if the pipe is full, because the process then hangs."""
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):
             os.write(self._process.stdin.fileno(), f"{order}\n".encode())
 
     def close(self, until: float, then: str | None) -> None:
-        """Ends the process at that time, with those that it has started. ``then``: how it gets the rest, if not by the
-        next attempt."""
+        """Ends the process at that time, with those that it has started. ``then``: how it gets the rest, unless from
+        the next attempt."""
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            problem = f"did not take all values in time: {then or 'the next attempt sends the rest'}"
+            problem = f"did not take all values in time. {then or 'The next attempt sends the rest'}"
             say(f"{self._tracker} {problem}")
             if then is not None:
                 self._report("tracker", tracker=self._tracker, problem=problem)

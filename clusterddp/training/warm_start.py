@@ -1,4 +1,4 @@
-"""A warm start: parts take over the weights in a file of another program when a run starts, and never later."""
+"""A warm start: parts take over the weights in a different program's file when a run starts, and never later."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from clusterddp.reporter import counted, say
 
 #: The file for the model, or a file for each part by name.
 Files: TypeAlias = "str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]"
-#: So many names are listed in a message, and in the history.
+#: The most names that a message, and the history, list.
 _LISTED, _RECORDED = 5, 100
 
 
 @dataclass
 class Loaded:
-    """What a part got from its file: the names that the file lacks, and those that the part lacks."""
+    """A part that was loaded from a file: the names that the file lacks, and those that the part lacks."""
 
     part: str
     file: str
@@ -32,7 +32,7 @@ class Loaded:
     unexpected: list[str] = field(default_factory=list)
 
     def fields(self) -> dict[str, Any]:
-        """Of the event in the history, with a part of very long lists."""
+        """The fields of the event in the history, with very long lists cut."""
         missing, unexpected = self.missing[:_RECORDED], self.unexpected[:_RECORDED]
         return {"part": self.part, "file": self.file, "missing": missing, "unexpected": unexpected}
 
@@ -45,7 +45,7 @@ def load(files: Files, strict: bool, parts: Mapping[str, Stateful], group: Proce
     """
     chosen = _by_part(files, parts)
     if unknown := chosen.keys() - parts.keys():
-        raise TypeError(f"run(init_from=...): no part {', '.join(sorted(unknown))}; the parts are {', '.join(parts)}")
+        raise TypeError(f"run(init_from=...): there is no part {', '.join(sorted(unknown))}, only {', '.join(parts)}")
     return [_load_part(name, parts[name], Path(file), strict, group) for name, file in chosen.items()]
 
 
@@ -61,7 +61,7 @@ def _by_part(files: Files, parts: Mapping[str, Stateful]) -> dict[str, str | os.
     if len(modules) != 1:
         listed = ", ".join(modules) or "no module"
         raise TypeError(
-            f"run(init_from={str(files)!r}): there is no part 'model'; say which of {listed} it is for, as in "
+            f"run(init_from={str(files)!r}): there is no part 'model'. Name the part, one of {listed}, as in "
             f"init_from={{{(modules or ['NAME'])[0]!r}: {str(files)!r}}}"
         )
     return {modules[0]: files}
@@ -106,14 +106,14 @@ def _fitting(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
 def _misfit(loaded: Loaded) -> str:
     return (
-        f"init_from: {loaded.file} does not fit {loaded.part}{_in_words(loaded)}; if that is intended, pass "
+        f"init_from: {loaded.file} does not fit {loaded.part}{_in_words(loaded)}. If that is intended, pass "
         "ctx.run(init_strict=False)"
     )
 
 
 def _in_words(loaded: Loaded) -> str:
     sides = (("missing in the file", loaded.missing), ("not in the model", loaded.unexpected))
-    return "".join(f"; {counted(len(names), 'tensor')} {what}: {_some(names)}" for what, names in sides if names)
+    return "".join(f". {counted(len(names), 'tensor')} {what}: {_some(names)}" for what, names in sides if names)
 
 
 def _some(names: list[str]) -> str:

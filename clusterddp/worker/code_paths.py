@@ -1,4 +1,4 @@
-"""Where a run's code is: puts its snapshot in place of the checkout that it is a copy of. Standard library only."""
+"""Where a run's code is: replaces the checkout by the snapshot that is its copy. Standard library only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mapped_variables(environ: Mapping[str, str], checkout: str, snapshot: str) -
 
 
 def of_this_attempt(path: str) -> str:
-    """``mapped`` in a rank, whose environment says if the attempt uses a snapshot."""
+    """``mapped`` in a rank, whose environment has the attempt's snapshot, if it uses one."""
     snapshot = os.environ.get(protocol.CODE)
     return mapped(path, os.environ[protocol.CHECKOUT], snapshot) if snapshot else path
 
@@ -41,8 +41,8 @@ def of_this_attempt(path: str) -> str:
 def use_snapshot() -> None:
     """Makes this rank, and the Python processes that multiprocessing starts, import from the snapshot.
 
-    Packages that are installed in editable mode are found on sys.path, or by a finder of setuptools: Python asks it
-    after sys.path, so that the snapshot's folder at the end of sys.path wins.
+    Packages that are installed in editable mode are found on sys.path, or by a finder of setuptools. Python asks that
+    finder after sys.path, so the snapshot's folder at the end of sys.path wins.
     """
     if protocol.CODE in os.environ:
         sys.path[:] = map(of_this_attempt, sys.path)

@@ -1,16 +1,16 @@
 """The control channel from a rank to its supervisor: one TCP connection per rank, JSON lines, standard library only.
 
-This is the rank's end; the supervisor's is ``supervisor/control_server.py``, and ``protocol.py`` lists the messages.
+This is the rank's end. The supervisor's is ``supervisor/control_server.py``, and ``protocol.py`` lists the messages.
 
-- Rendezvous: each rank sends the attempt's token and learns the address of rank 0's store. Rank 0 chooses and reserves
-  the port; the address is the peer address of its connection, so no host name is resolved. The
-  supervisor tells the ranks when the store is open, because torch retries a closed port with backoff of up to a minute.
-- Events: ranks report them; only the supervisor writes the history.
-- Orders: the supervisor tells ranks to stop at a step boundary, or to exit at once; before it ends a hang, to write
-  torch's flight record; when the user asks for it, to save, or to answer with their stacks.
-- Commits: rank 0 asks before each checkpoint whether a rank is lost. A script that catches the error of its collective
-  goes on with weights that are not synchronized.
-- Failure detection: if the connection breaks and the rank does not reconnect at once, the rank is lost; if it becomes
+- Rendezvous: each rank sends the attempt's token and gets the address of rank 0's store. Rank 0 chooses and reserves
+  the port. The address is the peer address of its connection, so no host name is resolved. The supervisor announces
+  when the store is open, because torch retries a closed port with a backoff of up to a minute.
+- Events: ranks report them. Only the supervisor writes the history.
+- Orders: the supervisor asks ranks to stop at a step boundary, to exit at once, to write torch's flight record before
+  it ends a hang, and, for the user, to save or to send their stacks.
+- Commits: rank 0 asks before each checkpoint whether a rank is lost, because a script that catches the error of its
+  collective continues with weights that are not synchronized.
+- Failure detection: if the connection breaks and the rank does not reconnect at once, the rank is lost. If it becomes
   silent, the rank's node is lost.
 
 Files in the run directory are too slow for this: on NFS a new file can be invisible to other nodes for a minute.
@@ -38,29 +38,29 @@ from clusterddp import protocol
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.reporter import say
 
-#: Maximum size of a message in bytes. The sender truncates or drops a longer one, and the receiver skips it; the
+#: Maximum size of a message in bytes. The sender truncates or drops a longer one, and the receiver skips it. The
 #: connection and later messages are not affected.
 LONGEST_LINE = 1 << 20
 #: Characters to which each text in a message that is too long is truncated.
 _CLIPPED = 4000
-#: Seconds for which a rank tries to reconnect after its connection broke. If the supervisor has exited, nothing listens
-#: on its port. If it is only blocked by a slow disk, its answer may take up to SILENCE_S.
+#: Seconds for which a rank tries to reconnect after its connection broke. If the supervisor has exited, its port is
+#: closed. If it is only blocked by a slow disk, its answer may take up to SILENCE_S.
 REJOIN_S = 1.0
 #: How many recent events a rank keeps, to resend those that a broken connection lost: some minutes' worth.
 _KEPT = 256
 #: When the supervisor closes the connection without an answer, too many unauthenticated connections may have displaced
-#: this one: at least so many attempts to join, after pauses that double from the first to the longest, in seconds.
+#: this one: at least this many attempts to join, after pauses that double from the first to the longest, in seconds.
 _TRIES, _PAUSE_S, _LONGEST_PAUSE_S = 5, 0.2, 5.0
-#: Not the module's own generator, which is the script's.
+#: A separate generator, because the module's own one belongs to the script.
 _jitter = random.Random()
 #: How often a rank that waits for its answer looks whether to give up.
 _POLL_S = 0.5
 #: The same for rank 0's question before a commit, which a stop of all ranks answers, too.
 _ANSWER_POLL_S = 0.02
-#: How often the question is asked, as a connection that breaks may lose the answer.
+#: How often the question is repeated, because a connection that breaks may lose the answer.
 _ASK_AGAIN_S = 5.0
-#: A dead or disconnected node closes no connection; the kernel breaks it after this many seconds of silence. A network
-#: failure that is shorter has no effect.
+#: A dead or disconnected node closes no connection. The kernel breaks it after this many seconds of silence, so a
+#: shorter network failure has no effect.
 SILENCE_S = 15
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: 5,
@@ -76,12 +76,12 @@ Answer: TypeAlias = "tuple[str, int, float | None, bool, int]"
 
 @dataclass(frozen=True)
 class RunRequests:
-    """What the user can request of the run in this process; from any thread.
+    """The user's requests that the run in this process serves, from any thread.
 
     ``progress`` returns how many steps are done and the newest checkpoint's step; ``save`` has the next step boundary
     save. ``profile`` and ``skip`` take a request and a number of steps, and return why it is refused, if so.
-    ``profile`` records these steps from the next boundary on. ``skip`` is of rank 0, and has all ranks skip so
-    many batches.
+    ``profile`` records these steps from the next boundary on. ``skip``, on rank 0, has all ranks skip this many
+    batches.
     """
 
     progress: Callable[[], tuple[int, int | None]]
@@ -94,7 +94,8 @@ class ControlChannel:
     """A rank's connection. ``store_host`` and ``store_port``: the address of rank 0's store.
 
     ``term_notice_s``: seconds from TERM to KILL, None if unknown. ``answer``: these, whether that store is open, and
-    how many of this rank's events the supervisor received before the connection broke. ``heard``: what followed it.
+    how many of this rank's events the supervisor received before the connection broke. ``heard``: the bytes that
+    followed.
     """
 
     def __init__(self, connection: socket.socket, answer: Answer, heard: bytes) -> None:
@@ -117,7 +118,7 @@ class ControlChannel:
         self._stopping = threading.Lock()
         #: Writes torch's flight record, in bounded time.
         self.write_flight_record: Callable[[], None] = lambda: None
-        #: Who carries out the user's requests; None without a run.
+        #: Carries out the user's requests; None without a run.
         self.run: RunRequests | None = None
         self._questions = 0
         self._answers: SimpleQueue[str] = SimpleQueue()
@@ -140,7 +141,7 @@ class ControlChannel:
         ``port``: the port of the store on rank 0, None on other ranks. Returns None once ``give_up``, which is polled
         twice a second, returns True. Raises LauncherEnvironmentError.
         """
-        process = secrets.token_hex(16)  # by which the supervisor knows a rank that reconnects
+        process = secrets.token_hex(16)  # identifies a rank that reconnects
         host_name, pid = socket.gethostname(), os.getpid()
         hello = {"token": token, "rank": rank, "port": port, "host": host_name, "pid": pid, "process": process}
         return cls._join(address, hello, timeout, give_up)
@@ -160,7 +161,7 @@ class ControlChannel:
         return channel
 
     def listen(self, on_lost: Callable[[], None], on_order: Callable[[Mapping[str, Any]], None]) -> None:
-        """Starts a thread that passes the supervisor's orders to ``on_order``; ``on_lost`` is called once when the
+        """Starts a thread that passes the supervisor's orders to ``on_order``. Calls ``on_lost`` once when the
         supervisor is unreachable."""
         threading.Thread(target=self._listen, args=(on_lost, on_order), name="control channel", daemon=True).start()
 
@@ -174,7 +175,8 @@ class ControlChannel:
             on_lost()
 
     def _rejoin(self) -> bool:
-        """Reconnects after the connection broke while both ends live (a firewall dropped its state); whether it did.
+        """Reconnects after the connection broke while both ends live (a firewall dropped its state). Returns whether it
+        did.
 
         Events that the supervisor did not receive are sent again.
         """
@@ -225,10 +227,10 @@ class ControlChannel:
             self._stops.append(reason)
 
     def why_not_commit(self, is_certain: Callable[[], bool]) -> str | None:
-        """Asks whether every rank is there, and waits for the answer; which one is not, or None.
+        """Asks whether every rank is connected, and waits for the answer: the reason if one is not, or None.
 
-        Also None if the supervisor is unreachable, as training continues without it, and as soon as ``is_certain``,
-        which is polled, returns True. Of one thread at a time.
+        Also None if the supervisor is unreachable, because training continues without it, and as soon as
+        ``is_certain``, which is polled, returns True. For one thread at a time.
         """
         self._questions += 1
         question = str(self._questions)
@@ -248,12 +250,12 @@ class ControlChannel:
         self._answers.put(text)
 
     def close(self) -> None:
-        """Closes the connection of this process; a forked child's close leaves the parent's open."""
+        """Closes the connection of this process. A forked child's close leaves the parent's open."""
         self._closed = True
         self._connection.close()
 
     def send(self, event: str, **values: Any) -> None:
-        """Reports an event. Errors are ignored: training continues without a supervisor."""
+        """Reports an event. Ignores errors, because training continues without a supervisor."""
         if (line := _short_line({"event": event, **values})) is None:
             return
         with self._lock, suppress(OSError):
@@ -284,13 +286,13 @@ def report(event: str, **values: Any) -> None:
 
 
 def supervised() -> bool:
-    """Whether a supervisor has started this process, and is to hear of it."""
+    """Whether this process reports to a supervisor that has started it."""
     return current is not None
 
 
 def variables() -> Mapping[str, str]:
-    """torchrun's variables as this rank got them: a script that asks MPI for its rank overwrites them. Empty without a
-    supervisor."""
+    """torchrun's variables as this rank got them, because a script that asks MPI for its rank overwrites them. Empty
+    without a supervisor."""
     return {} if current is None else current.variables
 
 
@@ -301,7 +303,7 @@ def on_stop(act: Callable[[str], None] | None) -> None:
 
 
 def on_requests(run: RunRequests | None) -> None:
-    """From now on ``run`` carries out what the user requests; None: there is no run any more."""
+    """From now on ``run`` serves the user's requests. None: there is no longer a run."""
     if current is not None:
         current.run = run
 
@@ -313,13 +315,13 @@ def on_hang(write_flight_record: Callable[[], None]) -> None:
 
 
 def why_not_commit(is_certain: Callable[[], bool]) -> str | None:
-    """Asks the supervisor whether every rank is there; which one is not, or None."""
+    """Asks the supervisor whether every rank is connected: the reason if one is not, or None."""
     return None if current is None else current.why_not_commit(is_certain)
 
 
 def tell_of_child(environ: Mapping[str, str]) -> None:
-    """Tells the supervisor, from a process that a rank has started, that this process takes itself for a rank."""
-    with suppress(OSError, KeyError, ValueError):  # the process has the message on its own standard error, too
+    """Reports to the supervisor, from a process that a rank has started, that this process takes itself for a rank."""
+    with suppress(OSError, KeyError, ValueError):  # the process also prints the message to its standard error
         host, _, port = environ[protocol.SUPERVISOR].rpartition(":")
         address = host or environ["SLURM_LAUNCH_NODE_IPADDR"], int(port)
         with socket.create_connection(address, timeout=SILENCE_S) as connection:
@@ -340,10 +342,10 @@ def _short_line(message: Mapping[str, Any]) -> bytes | None:
             line = encoded({**message, **clipped})
         if len(line) <= LONGEST_LINE:
             return line
-        problem = f"{len(line):,} bytes, the limit is {LONGEST_LINE:,}"
+        problem = f"it has {len(line):,} bytes, but the limit is {LONGEST_LINE:,}"
     except (TypeError, ValueError, RecursionError) as error:
-        problem = f"not JSON: {error}"
-    say(f"event {message.get('event')!r} dropped: {problem}")
+        problem = f"it cannot be written as JSON ({error})"
+    say(f"dropped the event {message.get('event')!r}, because {problem}")
     return None
 
 
@@ -381,22 +383,22 @@ def _answer(line: bytes, address: str) -> Answer:
     try:
         answer = json.loads(line)
         if "refused" in answer:
-            raise LauncherEnvironmentError(f"the supervisor at {address} refuses this rank: {answer['refused']}")
+            raise LauncherEnvironmentError(f"the supervisor at {address} refused this rank: {answer['refused']}")
         if "leave" in answer:
-            raise LauncherEnvironmentError(f"told to exit before all ranks had joined: {answer['leave']}")
+            raise LauncherEnvironmentError(f"stopped before all ranks had joined: {answer['leave']}")
         notice = answer.get("term_notice_s")
         notice_s = None if notice is None else float(notice)
         return str(answer["host"]), int(answer["port"]), notice_s, bool(answer["open"]), int(answer["known"])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise LauncherEnvironmentError(
-            f"{address} is not a clusterddp supervisor: it answered {line[:80]!r}"
+            f"{address} is not a clusterddp supervisor. It answered {line[:80]!r}"
         ) from error
 
 
 def _greet(
     address: str, hello: Mapping[str, Any], timeout: float, give_up: Callable[[], bool]
 ) -> tuple[socket.socket, bytes] | None:
-    """A connection to the supervisor and what it answered; None after ``give_up``."""
+    """A connection to the supervisor and its answer; None after ``give_up``."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
     attempts = 0
@@ -418,10 +420,10 @@ def _greet(
         connection.close()
         if attempts >= _TRIES and time.monotonic() > deadline:
             raise LauncherEnvironmentError(
-                f"the supervisor at {address} closed the connection of rank {hello['rank']} without an answer, "
-                f"{attempts} times: it has too many other connections, or is not a clusterddp supervisor"
+                f"{address} closed the connection of rank {hello['rank']} {attempts} times without an answer. The "
+                "supervisor has too many other connections, or this is not a clusterddp supervisor"
             )
-        # At different moments: the others that were displaced join again, too.
+        # After random pauses, because other displaced ranks also join again.
         longest_s = max(_PAUSE_S, min(_LONGEST_PAUSE_S, timeout / _TRIES))
         pause_s = min(longest_s, _PAUSE_S * 2 ** min(attempts - 1, 10)) * _jitter.uniform(0.5, 1.5)
         if line is None or _gives_up(pause_s, give_up):
@@ -429,7 +431,7 @@ def _greet(
 
 
 def _gives_up(seconds: float, give_up: Callable[[], bool]) -> bool:
-    """Waits so many seconds; whether ``give_up`` became true."""
+    """Waits this many seconds. Returns whether ``give_up`` became true."""
     until = time.monotonic() + seconds
     while not (given_up := give_up()) and (left_s := until - time.monotonic()) > 0:
         time.sleep(min(_POLL_S, left_s))
@@ -437,9 +439,9 @@ def _gives_up(seconds: float, give_up: Callable[[], bool]) -> bool:
 
 
 def _connect(host: str, port: int, timeout: float) -> socket.socket:
-    """Connects, retrying for ``timeout`` seconds: a node's network may come up late.
+    """Connects, retrying for ``timeout`` seconds, because a node's network may come up late.
 
-    On the loopback interface a refusal is final: the supervisor of a local run listens before it starts its ranks.
+    On the loopback interface a refusal is final, because a local run's supervisor listens before it starts its ranks.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -448,12 +450,12 @@ def _connect(host: str, port: int, timeout: float) -> socket.socket:
         except OSError as error:
             if isinstance(error, ConnectionRefusedError) and host.startswith("127."):
                 raise LauncherEnvironmentError(
-                    f"no supervisor at {host}:{port}: it has exited. Read its log, the newest job-*.log of the run"
+                    f"the supervisor at {host}:{port} has exited. Read its log, the newest job-*.log of the run"
                 ) from error
             if time.monotonic() > deadline:
                 raise LauncherEnvironmentError(
-                    f"cannot connect to the supervisor at {host}:{port} within {timeout:.0f} s ({error}); "
-                    "every node of a job must be able to reach the job's first node"
+                    f"could not connect to the supervisor at {host}:{port} within {timeout:.0f} s ({error}). Every "
+                    "node of a job must be able to reach its first node: check the network and firewalls"
                 ) from error
             time.sleep(0.2)
 
@@ -479,7 +481,7 @@ def _receive_line(connection: socket.socket, timeout: float, give_up: Callable[[
             return b""
         data += chunk
         if len(data) > LONGEST_LINE:
-            raise LauncherEnvironmentError(f"not a clusterddp supervisor: it sent no line end in {data[:80]!r}...")
+            raise LauncherEnvironmentError(f"not a clusterddp supervisor, as it sent no line end in {data[:80]!r}...")
     return data
 
 

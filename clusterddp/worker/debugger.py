@@ -1,8 +1,8 @@
-"""``breakpoint()`` in a rank without a terminal: pdb, over a socket of its node, to whoever attaches there.
+"""``breakpoint()`` in a rank without a terminal: pdb over a socket of its node, for a client on that node.
 
 With ``submit --debug RANK`` one rank waits in ``breakpoint()`` until ``clusterddp shell --attach`` connects, from a
 step of the job on the same node. The socket has a name in Linux's abstract namespace, which needs no file system, and
-takes connections of the rank's own user alone. When the connection ends, the rank waits for the next one.
+takes connections only from the rank's user. When the connection ends, the rank waits for the next one.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class _Terminal:
         self._server: socket.socket | None = None
         self._client: socket.socket | None = None
         self._lines: Any = None
-        #: What was written last, such as a prompt, for the next client.
+        #: The last output, such as a prompt, for the next client.
         self._last = ""
 
     def readline(self) -> str:
-        """A line of the client; waits for one if there is none."""
+        """A line of the client. Waits for a client if there is none."""
         while True:
             if self._client is None:
                 self._accept()
@@ -79,17 +79,17 @@ class _Terminal:
             self._client = None
 
     def write(self, text: str) -> None:
-        """To the client, if there is one."""
+        """Writes to the client, if there is one."""
         self._last = text
         if self._client is not None:
             with suppress(OSError):
                 self._client.sendall(text.encode())
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Has no effect, because ``write`` has no buffer."""
 
     def isatty(self) -> bool:
-        """pdb asks whether to use colours."""
+        """Whether pdb may use colours."""
         return False
 
     def _accept(self) -> None:
@@ -97,7 +97,7 @@ class _Terminal:
             self._server = socket.socket(socket.AF_UNIX)
             self._server.bind(self._name)
             self._server.listen()
-        say(f"waits in breakpoint() at {self.place}; attach with: {self._how}")
+        say(f"waiting in breakpoint() at {self.place}. Attach with: {self._how}")
         while self._client is None:
             client, _ = self._server.accept()
             if _peer(client)[1] == os.geteuid():
@@ -129,7 +129,7 @@ def attach(run: RunDirectory, attempt: int, rank: int) -> int:
             while data := connection.recv(4096):
                 os.write(1, data)
         os.write(1, b"\n")
-        say(f"rank {rank} has ended")
+        say(f"rank {rank} has exited")
         os._exit(0)
 
     threading.Thread(target=show_output, daemon=True).start()
@@ -141,14 +141,14 @@ def attach(run: RunDirectory, attempt: int, rank: int) -> int:
         except KeyboardInterrupt:  # while the rank runs, pdb stops it; at the prompt, it drops the line
             os.kill(pid, signal.SIGINT)
         except OSError:
-            time.sleep(LOOK_S)  # the other thread says why
-    say(f"detached; rank {rank} waits in its next breakpoint()")
+            time.sleep(LOOK_S)  # the other thread prints the reason
+    say(f"detached. Rank {rank} will wait in its next breakpoint()")
     return 0
 
 
 def _connect(run: RunDirectory, attempt: int, rank: int) -> socket.socket | None:
     """Waits for the rank's ``breakpoint()``; None if it has ended."""
-    say(f"waiting for breakpoint() in rank {rank}; Ctrl-C in the debugger stops the rank, Ctrl-D detaches")
+    say(f"waiting for breakpoint() in rank {rank}. In the debugger, Ctrl-C stops the rank and Ctrl-D detaches")
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -156,7 +156,7 @@ def _connect(run: RunDirectory, attempt: int, rank: int) -> socket.socket | None
         except ConnectionRefusedError:
             connection.close()
             if run.rank_record(attempt, rank).exists():
-                say(f"rank {rank} has ended without a breakpoint() to attach to")
+                say(f"rank {rank} has exited without reaching breakpoint()")
                 return None
             time.sleep(LOOK_S)
         else:

@@ -6,7 +6,7 @@ rank's record. Unpickling executes code, so a file is loaded only if no other us
 The ``checkpoint()`` of a callable (submitit's contract) is called on a preemption or a near time limit as submitit
 does: on rank 0 only, in a signal handler of the main thread. It returns the function for the next attempts. Then rank 0
 exits, and the launcher ends the other ranks. After an attempt that ended without this, by a crash or a lost node,
-rank 0 of the next one calls it before the function: it is what names a checkpoint, or a new file to meet in.
+rank 0 of the next one calls it before the function, because it names a checkpoint, or a new file to meet in.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PreemptibleCall:
         self._told = False
 
     def carry_out(self) -> Any:
-        """The function's return value. Raises Stopped if it was told to stop."""
+        """The function's return value. Raises Stopped if it had to stop."""
         if self._checkpoint is not None:
             own_saves.defer(STOP_SIGNALS)
             for number in STOP_SIGNALS:
@@ -86,9 +86,9 @@ class PreemptibleCall:
     def _keep_checkpoint(self) -> None:
         following = continued(self._delayed)
         if self._run.superseded(self._attempt):
-            raise Superseded(f"attempt {self._attempt} is superseded: the result of checkpoint() is not saved")
+            raise Superseded(f"attempt {self._attempt} was superseded, so the result of checkpoint() is not saved")
         save_function(self._run.attempt_private(self._attempt) / "function.pkl", pickled(following))
-        say("checkpoint() called; the next attempt calls the function that it returned")
+        say("called checkpoint(). The next attempt calls the function that it returned")
 
 
 def checkpoint_of(delayed: DelayedSubmission) -> Callable[..., DelayedSubmission | None] | None:
@@ -98,7 +98,7 @@ def checkpoint_of(delayed: DelayedSubmission) -> Callable[..., DelayedSubmission
 
 
 def continued(delayed: DelayedSubmission) -> DelayedSubmission:
-    """Calls ``checkpoint()``. Raises Declined, and what it raises."""
+    """Calls ``checkpoint()``. Raises Declined, and any exception of ``checkpoint()``."""
     checkpoint = checkpoint_of(delayed)
     assert checkpoint is not None
     following = checkpoint(*delayed.args, **delayed.kwargs)
@@ -108,8 +108,8 @@ def continued(delayed: DelayedSubmission) -> DelayedSubmission:
 
 
 def function_of(run: RunDirectory, attempt: int, rank: int) -> Path:
-    """The file of the function that an attempt calls. Rank 0 writes it if the attempt before was not told to stop, and
-    so did not call ``checkpoint()``."""
+    """The file of the function that an attempt calls. Rank 0 writes it if the previous attempt ended without a stop,
+    and so did not call ``checkpoint()``."""
     newest, begun = newest_function(run, attempt), run.attempt_private(attempt) / "begun.pkl"
     before = [number for number in run.attempts() if number < attempt]
     if not before or newest.parent == run.attempt_private(before[-1]):
@@ -118,9 +118,9 @@ def function_of(run: RunDirectory, attempt: int, rank: int) -> Path:
     if checkpoint_of(delayed) is None:
         return newest
     if rank == 0:
-        say(f"attempt {before[-1]} ended without a call of checkpoint(): calling it now")
+        say(f"attempt {before[-1]} ended without a call of checkpoint(). Calling it now")
         save_function(begun, pickled(continued(delayed)))
-    while begun.name not in os.listdir(begun.parent):  # a look at the folder, as a shared disk remembers absent files
+    while begun.name not in os.listdir(begun.parent):  # lists the folder, because a shared disk caches absent files
         time.sleep(0.1)
     return begun
 
@@ -150,7 +150,7 @@ def save_function(path: Path, content: bytes) -> None:
 
 
 def load_function(path: Path) -> DelayedSubmission:
-    """Loads a call; extends this process's ``sys.path``."""
+    """Loads a call, and extends this process's ``sys.path``."""
     search_path, inner = load_private(path)
     search_path = [of_this_attempt(entry) for entry in search_path]
     sys.path.extend(entry for entry in search_path if entry not in sys.path)
@@ -163,7 +163,7 @@ def load_private(path: Path) -> Any:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError as error:
-        raise RunDirectoryError(f"{path} is missing: copy it from the original run, or launch a new one") from error
+        raise RunDirectoryError(f"{path} is missing. Copy it from the original run, or launch a new one") from error
     with open(descriptor, "rb") as file:
         for name, status in ((path, os.fstat(descriptor)), (path.parent, path.parent.stat())):
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:

@@ -1,8 +1,8 @@
-"""What a rank hooks into libraries of its script: torch's optimizers, W&B and MLflow. Standard library only.
+"""A rank's hooks in libraries of its script: torch's optimizers, W&B and MLflow. Standard library only.
 
-A hook must be in place before the script says ``from torch import save``, but the entry point of a rank must not import
-torch itself: a script may set variables that torch reads when it is imported, or need no torch at all. A hook is
-therefore set as soon as the module has been imported, before the code that imports it continues.
+A hook must be in place before the script runs ``from torch import save``. The entry point of a rank must not import
+torch itself, because a script may set variables that torch reads when it is imported, or need no torch at all. A hook
+is therefore set as soon as the module has been imported, before the code that imports it continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Act = Callable[[ModuleType], None]
 
 
 def when_imported(name: str, act: Act) -> None:
-    """Calls ``act`` with the module once it is imported; at once if it is. An error of ``act`` is only reported."""
+    """Calls ``act`` with the module once it is imported, or at once if it is. An error of ``act`` is only reported."""
     if name in sys.modules:
         _act(act, sys.modules[name])
         return
@@ -38,9 +38,9 @@ def when_imported(name: str, act: Act) -> None:
 
 
 class _Finder:
-    """Finds the modules that are waited for as the other finders do, and extends what their loaders execute.
+    """Finds the awaited modules as the other finders do, and extends what their loaders execute.
 
-    Looking for a module does not import it (``importlib.util.find_spec``): it is waited for until it is executed.
+    Looking for a module does not import it (``importlib.util.find_spec``), so it is awaited until it is executed.
     """
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ _finder = _Finder()
 def _act(act: Act, module: ModuleType) -> None:
     try:
         act(module)
-    except Exception as error:  # of another version of the module: the script runs without the change
+    except Exception as error:  # of a different version of the module: the script runs without the change
         say(f"could not extend {module.__name__} {getattr(module, '__version__', '')}: {error!r}")
 
 
 # --- steps of a script that does not use clusterddp
 
-#: What is made of the steps. Imported by name, at the first step: only then is it known that the script trains with
-#: torch, in this process. It belongs to the script's half of the process, with torch.
+#: The module that counts the steps. It is imported by name at the first step, because only then it is certain that the
+#: script trains with torch in this process. It belongs to the training half, with torch.
 _STEPS = "clusterddp.training.script_steps"
 _handle: Any = None
 
@@ -107,14 +107,14 @@ def _register(torch: ModuleType) -> None:
 
     def hook(optimizer: Any, _args: Any, _options: Any) -> None:
         nonlocal note
-        if is_compiling():  # torch.compile would make this a part of the compiled step, or refuse to compile it
+        if is_compiling():  # torch.compile would make this part of the compiled step, or fail to compile it
             return
         try:
             note = note or importlib.import_module(_STEPS).on_optimizer_step
             note(optimizer)
         except Exception as error:
             unwatch_optimizers()
-            say(f"steps are not counted in this attempt: {error!r}")
+            say(f"steps are not counted in this attempt, because the optimizer hook failed: {error!r}")
 
     _handle = sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(hook)
 
@@ -132,11 +132,11 @@ _FLUENT = "mlflow.tracking.fluent"
 def continue_runs(run: RunDirectory, rank: int, environ: MutableMapping[str, str]) -> None:
     """Sets the variables by which W&B and MLflow continue this rank's run, unless the user has set them.
 
-    W&B takes the name of a run from the client, so that each rank is given one. MLflow's server names a run itself: the
-    rank that starts one records its name, and is given it in later attempts.
+    W&B takes the name of a run from the client, so each rank gets one. MLflow's server names a run itself, so the rank
+    that starts one records its name, and gets it in later attempts.
     """
     if (name := environ.get(protocol.WANDB_NAME)) and "WANDB_RESUME" not in environ:
-        # Ranks that each start a run of their own must not share it.
+        # Ranks that each start their own run must not share it.
         environ.setdefault("WANDB_RUN_ID", name if rank == 0 else f"{name}-rank{rank}")
         environ["WANDB_RESUME"] = "allow"
     if protocol.MLFLOW not in environ or "MLFLOW_RUN_ID" in environ:
@@ -145,7 +145,7 @@ def continue_runs(run: RunDirectory, rank: int, environ: MutableMapping[str, str
     try:
         record = read_json(file, _SCHEMA)
     except (OSError, RunDirectoryError) as error:
-        say(f"cannot read which MLflow run this rank began ({error}): the script will start a new one")
+        say(f"could not read which MLflow run this rank began ({error}). The script will start a new one")
         return
     if record is not None:
         environ["MLFLOW_RUN_ID"] = record["run_id"]
@@ -168,7 +168,7 @@ def _record_first_run(fluent: ModuleType, file: Path) -> None:
             try:
                 write_json(file, {"run_id": began.info.run_id}, mode=0o600)
             except OSError as error:
-                say(f"cannot record the MLflow run ({error}): the next attempt will start a new one")
+                say(f"could not record the MLflow run ({error}). The next attempt will start a new one")
         return began
 
     fluent.start_run = starting  # type: ignore[attr-defined]

@@ -2,8 +2,8 @@
 
 ``torch.save(state, "ckpt.pt")`` empties the file before it writes. A script that keeps one checkpoint and is preempted
 in that moment has none. In a rank, ``torch.save`` and the ``save_file`` of safetensors therefore write to a new file on
-the same file system, sync it, and rename it. Saves to file objects, devices and pipes are left alone, and so are
-``torch.jit.save`` and torch's distributed checkpoints, which have formats of their own.
+the same file system, sync it, and rename it. Saves to file objects, devices and pipes stay as they are, and so do
+``torch.jit.save`` and torch's distributed checkpoints, which have their own formats.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from clusterddp.rundir.files import fsync_directory
 from clusterddp.worker import control_channel
 from clusterddp.worker.library_hooks import when_imported
 
-#: These lead to what is open already.
+#: These lead to files that are already open.
 _OPEN_FILES = ("/proc/", "/dev/fd/", "/dev/std")
 #: The most files that are reported to the supervisor.
 MOST_TOLD = 8
@@ -42,16 +42,16 @@ MOST_TOLD = 8
 PROBE_BYTES = 1 << 20
 
 
-#: Entered around each save; who times the script's steps replaces it.
+#: Entered around each save. ``training/script_steps.py``, which times the script's steps, replaces it.
 around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def protect(run: str, attempt: int, handles_stops: Callable[[], bool], stop_signal: str | None = None) -> None:
     """Protects the saves of this process from now on.
 
-    ``run``: the run directory; with the attempt's number, what a killed rank has left is recognized.
-    ``handles_stops``: whether a stop does not end this process at once, so that it need not wait. ``stop_signal``: what
-    the script expects of a stop (key ``stop``), without SIG; then TERM and USR2 lead to it.
+    ``run``: the run directory. With the attempt's number, it identifies files that a killed rank has left.
+    ``handles_stops``: whether a stop does not end this process at once, so that it need not wait. ``stop_signal``: the
+    signal that the script expects at a stop (key ``stop``), without SIG; then TERM and USR2 lead to it.
     """
     if stop_signal is not None:
         _this.deferred = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.Signals[f"SIG{stop_signal}"]})
@@ -64,12 +64,12 @@ def protect(run: str, attempt: int, handles_stops: Callable[[], bool], stop_sign
 
 
 def defer(signals: Iterable[signal.Signals]) -> None:
-    """Has these signals, too, wait for the end of a save."""
+    """Also defers these signals until the end of a save."""
     _this.deferred |= set(signals)
 
 
 def _protect_children(run: str, attempt: int) -> None:
-    """Has processes of multiprocessing's method "spawn" protect their saves: scripts may start one per GPU."""
+    """Has processes of multiprocessing's method "spawn" protect their saves, as scripts may start one per GPU."""
     command_line = spawn.get_command_line
 
     def with_protection(**values: Any) -> list[str]:
@@ -82,7 +82,7 @@ def _protect_children(run: str, attempt: int) -> None:
     spawn.get_command_line = with_protection
 
 
-#: Where clusterddp cannot be imported, the child saves as it would elsewhere.
+#: If clusterddp cannot be imported, the child saves as it would elsewhere.
 _IN_CHILD = """\
 try:
     from clusterddp.worker.own_saves import protect
@@ -102,7 +102,7 @@ def _protect_safetensors(module: ModuleType) -> None:
 
 
 def protected(save: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function, protected; its second argument, ``name``, is the file."""
+    """The same function, protected. Its second argument, ``name``, is the file."""
 
     @functools.wraps(save)
     def save_whole(*args: Any, **options: Any) -> Any:
@@ -122,7 +122,7 @@ def protected(save: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _tell(target: Path) -> None:
-    """Tells the supervisor of a save unless it knows of a similar one: a pattern in the job may not match it."""
+    """Reports a save, unless a similar one was reported, because a pattern in the job may not match it."""
     kind = target.parent, target.suffix
     if kind not in _this.told and len(_this.told) < MOST_TOLD:
         _this.told.add(kind)
@@ -133,7 +133,7 @@ def _tell(target: Path) -> None:
 
 
 class _Process:
-    """What is known of this process. ``deferred``: the signals that wait for the end of a save. ``swept``: the folders
+    """The state of this process. ``deferred``: the signals that wait for the end of a save. ``swept``: the folders
     from which leftovers were removed. ``told``: the folders and suffixes of the files that the supervisor knows of."""
 
     mark, attempt = SAVING, 0
@@ -147,7 +147,8 @@ _this = _Process()
 
 
 def _replaceable(path: Any) -> Path | None:
-    """The regular file that a save to ``path`` writes, after symbolic links; None if it is none, or the save fails."""
+    """The regular file that a save to ``path`` writes, after symbolic links; None if it is not one, or the save will
+    fail."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or text.endswith("/") or str(Path(text).absolute()).startswith(_OPEN_FILES):
         return None
@@ -162,13 +163,13 @@ def _replaceable(path: Any) -> Path | None:
         return target
     if target.exists() and folder not in _this.swept:
         _this.swept.add(folder)
-        say(f"saves of {target} are not protected: this user may not create files in {folder}")
+        say(f"saves of {target} are not protected, because this user may not create files in {folder}")
     return None
 
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[str]:
-    """A path with the same file name, whose file then replaces ``target``; if the block raises, the old file stays.
+    """A path with the same file name, whose file then replaces ``target``. If the block raises, the old file stays.
 
     The name is kept because torch writes it into the file.
     """
@@ -188,8 +189,8 @@ def _replacing(target: Path) -> Iterator[str]:
     except BaseException as error:
         if _is_full(error, beside):
             say(
-                f"no room to save {target}: a save needs room for the new file beside the old one, which is unchanged; "
-                "make room, or set `protect_saves: false` to overwrite files in place"
+                f"no room to save {target}. A save needs room for the new file beside the old one, which is unchanged. "
+                "Make room, or set `protect_saves: false` to overwrite files in place"
             )
         raise
     finally:
@@ -211,7 +212,7 @@ def _like_old(temporary: Path, target: Path) -> None:
 
 
 def _is_full(error: BaseException, folder: Path) -> bool:
-    """Whether there is no room left, or no quota. Errors of torch's and safetensors' own writers do not say so."""
+    """Whether the disk or the quota is full, which errors of torch's and safetensors' own writers do not show."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     if not isinstance(error, Exception):
@@ -224,7 +225,7 @@ def _is_full(error: BaseException, folder: Path) -> bool:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes, once, what killed ranks of earlier attempts of this run have left in a folder: each may be large."""
+    """Removes, once, files that killed ranks of earlier attempts have left in a folder, because they may be large."""
     if folder in _this.swept:
         return
     _this.swept.add(folder)
@@ -241,9 +242,9 @@ def _sweep(folder: Path) -> None:
 class _Stops:
     """Holds back the signals of a stop while any thread saves.
 
-    A handler of Python's would not do: only the main thread can install one, and a script may save in another. The one
-    that faulthandler installs can be installed by any thread, and leaves the script's own handlers in Python's table.
-    It writes the stack of the thread that was interrupted into a file in memory: if that is not empty, the signal came.
+    A Python handler would not do, because only the main thread can install one, and a script may save in a different
+    thread. Any thread can install faulthandler's handler, which leaves the script's own handlers in Python's table. It
+    writes the stack of the interrupted thread into a file in memory. If that is not empty, the signal came.
     """
 
     def __init__(self) -> None:
@@ -261,7 +262,7 @@ class _Stops:
                         faulthandler.register(number, self._notes[number], all_threads=False)
 
     def release(self) -> None:
-        """After the last save: the signals that came take their usual effect."""
+        """After the last save, lets the signals that came take their usual effect."""
         with self._lock:
             self._saves -= 1
             came = self._drop() if self._saves == 0 else []
@@ -278,7 +279,7 @@ class _Stops:
         return came
 
     def forget(self) -> None:
-        """In a forked child: it saves nothing."""
+        """In a forked child, which has no save in progress."""
         self._lock = threading.Lock()
         self._drop()
         self._saves = 0
@@ -302,7 +303,7 @@ def _stops_deferred() -> Iterator[None]:
 
 #: linux/inotify.h: a file, or a file in a watched folder, is opened; the opened one is a folder, as for a listing.
 _OPEN, _IS_FOLDER = 0x20, 0x40000000
-_EVENT = struct.Struct("iIII")  # followed by the name, of as many bytes as the last number says
+_EVENT = struct.Struct("iIII")  # followed by the name, whose length is the last number
 
 
 class SavedFile:
@@ -310,8 +311,8 @@ class SavedFile:
 
     Watches a file, or the files in a folder and in its folders, from its creation on. Linux reports each open of the
     file (inotify), by any process of this node and any library: Python's ``open``, a reader in C++ or Rust, ``mmap``.
-    Rank 0's node alone is watched. A script that looks at the file without using it looks as if it continued, and one
-    that opens a copy of the file as if it did not.
+    Rank 0's node alone is watched. A script that opens the file without using it seems to continue, and one that
+    opens a copy seems not to.
     """
 
     def __init__(self, path: str) -> None:
@@ -324,13 +325,13 @@ class SavedFile:
         self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         for folder in (path, *(str(one) for one in Path(path).rglob("*") if one.is_dir())):
             if libc.inotify_add_watch(self._descriptor, os.fsencode(folder), _OPEN) < 0:
-                self._close()  # a user may have only so many watches: nothing is known
+                self._close()  # over the user's limit of watches, so that opens stay unknown
                 return
 
     def was_opened(self) -> bool | None:
         """Whether the file was opened before the first call, which ends the watch.
 
-        False, too, if it is gone, and None if that is not known.
+        Also False if the file was deleted, and None if that is unknown.
         """
         if self._opened is None and self._descriptor >= 0:
             try:
@@ -356,5 +357,5 @@ def _masks(data: bytes) -> list[int]:
     return masks
 
 
-#: The one of this process, set by ``rank.py`` on rank 0 before the script starts.
+#: This process's, set by ``rank.py`` on rank 0 before the script starts.
 saved_file: SavedFile | None = None

@@ -4,7 +4,7 @@ no torch.
 It blocks the stop signals, joins the supervisor, sets torchrun's environment, runs the script in this process and
 records how it ended. Until the script calls ``clusterddp.init()``, TERM has its default action and USR2 is ignored, so
 that a script that does not use clusterddp behaves as under torchrun. If the job names the signal that the script
-expects (``stop: {signal: USR1}``), it gets that one instead.
+expects (``stop: {signal: USR1}``), the script gets that one instead.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 40_000
 def main() -> None:
     """Runs the script as one rank and exits with its exit code.
 
-    A child that the script has forked and that returns here exits, too; it is no rank and reports nothing.
+    A child that the script has forked and that returns here also exits, without a report, as it is not a rank.
     """
     started, process = time.time(), os.getpid()
     os.register_at_fork(after_in_child=_forget_in_child)
     faulthandler.enable()  # for its own crashes, whose stacks failures/stack_traces.py reads
     # Torch's watchdog aborts every rank of a failed NCCL job. Their core files would be as large as their memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # Processes that the script starts, too, write each line at once: a stop may kill them, and `done` may wait for it.
+    # Processes that the script starts also write each line at once, because a stop may kill them, and `done` may need
+    # it.
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     if os.environ[protocol.LAUNCHER] == "local":
         die_with_parent()
@@ -150,10 +151,10 @@ def filled(command: list[str], ranks: environment.RankEnvironment) -> list[str]:
 
 
 def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
-    """The same for a Hydra app: with what makes all ranks and attempts share one output folder."""
+    """The same for a Hydra app, with options that make all ranks and attempts share one output folder."""
     from clusterddp.jobdef.program import hydra_arguments
 
-    # Otherwise Hydra prints the traceback itself and exits with 1, and the record has no exception.
+    # Otherwise Hydra prints the traceback and exits with code 1, and the record has no exception.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     target = 2 if command[0] == "-m" else 1
     return [*command[:target], *hydra_arguments(command[target:], run.hydra)]
@@ -190,18 +191,18 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
 def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> NoReturn:
     """Waits until a newer attempt of the run exists, then ends this rank.
 
-    For a rank whose supervisor has exited or is unreachable. It may be waiting in a collective for ranks that no longer
-    exist, on a node that Slurm cannot reach, while the run was requeued to other nodes.
+    For a rank whose supervisor has exited or is unreachable. The rank may wait in a collective for ranks that no longer
+    exist, on a node that Slurm cannot reach, after the run was requeued to other nodes.
     """
     own = int(os.environ[protocol.ATTEMPT])
-    say("the supervisor is unreachable; training continues unless a newer attempt starts")
+    say("the supervisor is unreachable. Training continues unless a newer attempt starts")
     while True:
         with suppress(OSError):  # of a network file system; the next look may succeed
             if run.superseded(own):
                 break
         time.sleep(FENCE_S)
-    words = f"attempt {own} superseded by attempt {run.newest_attempt()}"
-    say(f"{words}; not writing, rank {end['rank']} exits")
+    words = f"attempt {own} was superseded by attempt {run.newest_attempt()}"
+    say(f"{words}. Rank {end['rank']} exits without writing")
     _exit_with_record(record, {**end, "end": "superseded", "reason": words}, 1)
 
 
@@ -218,7 +219,7 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
     if "flight_record" in order:
         channel.write_flight_record()
     if "stacks" in order:
-        # In a thread of its own: orders that follow do not wait for it.
+        # In a separate thread, so that orders that follow do not wait for it.
         threading.Thread(
             target=_report_stacks, args=(channel, str(order["stacks"])), name="stacks", daemon=True
         ).start()
@@ -232,7 +233,7 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
     if "commit" in order:
         channel.answer(str(order["commit"]))
     if "leave" in order and _used_clusterddp():
-        say_unlocked(f"told to exit: {order['leave']}")
+        say_unlocked(f"exiting, because {order['leave']}")
         channel.send("left", **{**end, "end": "dismissed", "error": order["leave"], "used_clusterddp": True})
         rank_exit.end_children()
         os._exit(1)
@@ -243,7 +244,7 @@ def _report_stacks(channel: ControlChannel, request: str) -> None:
 
 
 def _save(channel: ControlChannel, request: str) -> None:
-    """Has the next step boundary save. The answer comes first: it must precede the report of the checkpoint."""
+    """Has the next step boundary save. The answer comes first, because it must precede the checkpoint's report."""
     if (run := channel.run) is None:
         channel.send("saving", request=request)
         return
@@ -254,9 +255,9 @@ def _save(channel: ControlChannel, request: str) -> None:
 
 
 def _begun(begin: Callable[[str, int], str | None] | None, order: str) -> dict[str, str]:
-    """Begins what a request with a number asks for; the request, and why it is refused, if so."""
+    """Begins what a request with a number asks for. Returns the request, and why it is refused, if so."""
     request, number = order.split()
-    refused = "it has no run: the script has not called ctx.run() yet" if begin is None else begin(request, int(number))
+    refused = "the script has not called ctx.run() yet" if begin is None else begin(request, int(number))
     return {"request": request} if refused is None else {"request": request, "refused": refused}
 
 
@@ -270,7 +271,7 @@ def _used_clusterddp() -> bool:
 
 
 def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
-    """Runs ``SCRIPT ARG...`` or ``-m MODULE ARG...`` as ``__main__``; returns how it ended, and the exit code."""
+    """Runs ``SCRIPT ARG...`` or ``-m MODULE ARG...`` as ``__main__``. Returns how it ended, and the exit code."""
     try:
         if command[0] == "-m":
             sys.argv = command[1:]
@@ -304,15 +305,15 @@ def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
 
 
 def _done() -> tuple[dict[str, Any], int]:
-    """The script returned. It is not done if it caught Stopped (as a bare ``except:`` does) or was told to stop.
+    """The script returned. It is not done if it caught Stopped (as a bare ``except:`` does) or had to stop.
 
-    After ``break`` it is done, unless the supervisor knows a reason to stop.
+    After ``break`` it is done, unless the supervisor has a reason to stop.
     """
     if Stopped.latest is not None:
-        say("the script caught clusterddp.Stopped: the run is stopped, not completed. Let this exception pass")
+        say("the script caught clusterddp.Stopped. The run is stopped, not completed. Let this exception pass")
         return _stopped(Stopped.latest)
     if rank_exit.told_to_stop is not None:
-        say("the script exited after stop_requested() returned True without requeue(): stopped, not completed")
+        say("the script exited without requeue() after stop_requested() was true. The run is stopped, not completed")
         return {"end": "stopped", "reason": rank_exit.told_to_stop}, 0
     if signals.of_script is not None and signals.of_script.delivered:
         return {"end": "stopped", "reason": f"exited with code 0 after {signals.of_script.number.name}"}, 0
@@ -324,11 +325,11 @@ def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
         loop = rank_exit.loop
         if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
             rank_exit.exited_in_loop = True
-            where = f"exited with code 0 in its loop, after step {loop.step()} of {loop.steps}"
-            say(f"the script {where}: not completed; to end the training early, use run.finish() or break")
+            where = f"exited with code 0 inside its training loop, after step {loop.step()} of {loop.steps}"
+            say(f"the script {where}. The run is not completed. To end training early, use run.finish() or break")
             return {"end": "unfinished", "error": where}, 0
         return _done()
-    if isinstance(leaving.code, int):  # True is one; of a larger number the system takes 8 bits, which may all be 0
+    if isinstance(leaving.code, int):  # includes True; the system takes 8 bits of a larger number, which may all be 0
         code = leaving.code & 0xFF or 1
         return {"end": "exit", "exit_code": code}, code
     show(str(leaving.code))  # as Python does
@@ -357,7 +358,7 @@ def _raised(error: BaseException) -> dict[str, Any]:
 
 
 def _short(text: str, longest: int) -> str:
-    """A text with secrets masked (first, as truncating could leave a part of one) and truncated."""
+    """A text with secrets masked, then truncated, because truncating first could leave a part of one."""
     from clusterddp.jobdef.secrets import known_secrets, masked
 
     secrets = known_secrets(os.environ, [str(word) for word in sys.argv or ()])
@@ -372,7 +373,7 @@ def _below_the_script(file: str) -> bool:
 
 
 def _exit_with_record(record: Path, end: dict[str, Any], code: int) -> NoReturn:
-    """Records the end and exits; after a failure at once, without waiting for threads or the process group."""
+    """Records the end and exits. After a failure, does not wait for threads or the process group."""
     _record(record, end)
     if code == 0:
         rank_exit.finish(0, stopped=end["end"] == "stopped")
@@ -380,7 +381,7 @@ def _exit_with_record(record: Path, end: dict[str, Any], code: int) -> NoReturn:
 
 
 def _bound_stop(record: Path, end: dict[str, Any], stopped: Stopped) -> None:
-    """Limits the time that the script may take to exit after a stop: its state is saved and its nodes are needed."""
+    """Limits the time that the script may take to exit after a stop, because its nodes are needed."""
     values, code = _stopped(stopped)
     known = {**end, **values, "used_clusterddp": True}
     rank_exit.exit_within(rank_exit.STOP_GRACE_S, "the stop", code, lambda: _record(record, known))
@@ -396,11 +397,11 @@ def _record(record: Path, end: dict[str, Any]) -> None:
     end = {**end, "ended": time.time()}
     if end["rank"] == 0:
         control_channel.report("phase", phase="ending")
-    control_channel.report("left", **end)  # first: the order of failures counts, and a file may come late or fail
+    control_channel.report("left", **end)  # before the file, as the order of failures counts
     try:
         write_json(record, end, mode=0o600)
     except OSError as error:
-        say(f"cannot record the end of rank {end['rank']} ({error})")
+        say(f"could not record the end of rank {end['rank']}: {error}")
 
 
 def _notified() -> bool:
@@ -408,10 +409,10 @@ def _notified() -> bool:
 
 
 def _let_signals_through(stop_signal: str | None) -> None:
-    """TERM gets its default action. USR2 stays blocked and ignored: it has no effect on a script that does not use
-    clusterddp, and stays pending for ``clusterddp.init()``, as Linux keeps a blocked signal even if it is ignored.
+    """TERM gets its default action. USR2 stays blocked and ignored, so it has no effect on a script that does not use
+    clusterddp, but stays pending for ``clusterddp.init()``: Linux keeps a blocked signal even if it is ignored.
 
-    ``stop_signal``: the one that the script expects; every notice becomes that one.
+    ``stop_signal``: the one that the script expects, which replaces every notice.
     """
     if stop_signal and control_channel.supervised():
         report = control_channel.report
@@ -455,7 +456,7 @@ def _bind(port: int) -> socket.socket:
     except OSError as error:
         held.close()
         raise LauncherEnvironmentError(
-            f"MASTER_PORT {port} is in use on {socket.gethostname()}: {error}; unset it, or set a free port"
+            f"MASTER_PORT {port} is in use on {socket.gethostname()} ({error}). Unset it, or set a free port"
         ) from error
     return held
 
@@ -475,7 +476,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _forget_in_child() -> None:
-    """A forked child is no rank, and one from before ``clusterddp.init()`` does not inherit that USR2 is held back."""
+    """A forked child is no rank. One from before ``clusterddp.init()`` does not inherit that USR2 is blocked."""
     Stopped.on_raised = Stopped.latest = None
     rank_exit.complete_loop()
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN:

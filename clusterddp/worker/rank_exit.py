@@ -3,8 +3,8 @@
 Python waits indefinitely for non-daemonic threads, ``multiprocessing`` children and exit handlers, and a rank that
 waits keeps its node allocated. A second thread therefore ends the process after a timeout.
 
-Whether the training loop is complete is noted here, too: exit code 0 does not tell, as a script may exit in the middle
-of its loop, for example from its own signal handler.
+This module also notes whether the training loop is complete, because a script may exit with code 0 in the middle of its
+loop, for example from its own signal handler.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Loop:
     def leave(self) -> None:
         """Called by the loop's generator when it is closed, by ``break``, an exception, or its deletion.
 
-        Records the line of the frame that closes it, skipping other generators such as tqdm's: an exception that ends
-        the loop passes through the same line. The frame's instruction is the one that raised, or the one that drops
-        the loop's iterator; a call of the generator's ``close`` looks as if it had raised.
+        Records the line of the frame that closes it, skipping other generators such as tqdm's, because an exception
+        that ends the loop passes through the same line. The frame's instruction is the one that raised, or the one that
+        drops the loop's iterator. A call of the generator's ``close`` looks as if it had raised.
         """
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
@@ -67,9 +67,9 @@ class Loop:
 
 #: The newest loop, from its begin until it is complete.
 loop: Loop | None = None
-#: The reason, once ``stop_requested()`` has returned True in a loop of the script's own, until a loop is complete.
+#: The reason, once ``stop_requested()`` has returned True in a script's own loop, until a loop is complete.
 told_to_stop: str | None = None
-#: The script exited in its loop: the other ranks may wait in a collective for this one, which must not wait for them.
+#: The script exited in its loop. Other ranks may wait in a collective for this one, which must not wait for them.
 exited_in_loop = False
 
 
@@ -93,7 +93,7 @@ _limited = False
 def exit_within(grace_s: float, since: str, exit_code: int, record: Callable[[], None] = lambda: None) -> None:
     """Ends this process with ``exit_code`` in ``grace_s`` seconds, unless it has exited. Only the first call counts.
 
-    ``since``: what the grace period starts at, for the message. ``record`` is called just before the exit.
+    ``since``: the start of the grace period, for the message. ``record`` is called just before the exit.
     """
     global _limited
     if _limited:
@@ -103,7 +103,7 @@ def exit_within(grace_s: float, since: str, exit_code: int, record: Callable[[],
     def overdue() -> None:
         time.sleep(grace_s)
         try:
-            say_unlocked(f"exiting {grace_s:g} s after {since}; still running: {_running()}")
+            say_unlocked(f"exiting {grace_s:g} s after {since}, although this is still running: {_running()}")
             record()
             end_children()
         finally:
@@ -136,8 +136,8 @@ def finish_child(exit_code: int) -> NoReturn:
     """Ends a forked child of a rank as Python would, without the interpreter's finalization.
 
     Finalization would wait indefinitely for the process group's threads, which a fork does not copy (torch 2.13: a
-    plain DDP script whose forked child calls ``sys.exit``). And ``multiprocessing`` would end the daemonic processes of
-    the rank, its Pools and loader workers, as if they were the child's.
+    plain DDP script whose forked child calls ``sys.exit``). In addition, ``multiprocessing`` would end the rank's
+    daemonic processes, its Pools and loader workers, as if they were the child's.
     """
     children = multiprocessing.process._children  # type: ignore[attr-defined]
     children -= {child for child in children if child._parent_pid != os.getpid()}
@@ -178,7 +178,7 @@ def end_daemonic() -> None:
 
 
 def end_children() -> Mapping[int, str]:
-    """Ends all descendants of this process, with TERM, then KILL; returns them."""
+    """Ends all descendants of this process, with TERM, then KILL, and returns them."""
     left = _children()
     alive = {pid: process_start(pid) for pid in left}
     for number in (signal.SIGTERM, signal.SIGKILL):

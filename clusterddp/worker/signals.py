@@ -7,7 +7,7 @@ Forked children inherit none of this: TERM has the action that it had before ``i
 proctrack/linuxproc Slurm sends both to every process of the step.
 
 A script that does not use clusterddp has no ``SignalPipe``. If its job names the signal that it expects at a stop,
-``ScriptSignal`` turns every notice into that one.
+``ScriptSignal`` turns every notice into that signal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from clusterddp.reporter import say_unlocked
 
 #: Slurm's TERM (preemption, time limit, scancel) and the warning signal; USR1 is taken by NCCL.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-#: Every how many checks the wakeup descriptor is checked, too, which takes 1.5 us; handlers take 0.1 us.
+#: After this many checks the wakeup descriptor is also checked, which takes 1.5 us. Handlers take 0.1 us.
 _WAKEUP_CHECKS = 64
 _TERM, _USR2 = map(int, STOP_SIGNALS)
 _END = b"\0"
@@ -38,11 +38,11 @@ _END = b"\0"
 
 @contextmanager
 def blocked(loader: object = None) -> Iterator[None]:
-    """Blocks the stop signals in this thread; processes that are started inside inherit the mask.
+    """Blocks the stop signals in this thread. Processes that are started inside inherit the mask.
 
-    For DataLoader workers. torch installs a TERM handler in them: a TERM to all processes of the step would kill them,
-    which raises in the rank before it can save. Only a mask that is set before they start prevents that, under every
-    start method.
+    For DataLoader workers. A TERM to all processes of the step would kill them, because torch installs a TERM handler
+    in them, and that raises in the rank before it can save. Only a mask that is set before they start prevents that
+    under every start method.
 
     ``loader``: the one whose workers are started inside. Workers that are not forked need Python's resource tracker,
     whose start unblocks TERM in the calling thread (Python 3.11), so it is started before.
@@ -64,7 +64,7 @@ def start_method(loader: object) -> str:
 
 
 def _do_nothing(number: int, _: object) -> None:
-    """Handles the signals of a process that is ending, and the script's handlers where nobody asks for them."""
+    """The handler of a process that is ending, and the default for ``on_replaced``."""
 
 
 class SignalPipe:
@@ -148,7 +148,8 @@ class SignalPipe:
                 self._on_replaced(number, installed)
 
     def close(self, *, restore_handlers: bool) -> None:
-        """Stops listening. Without ``restore_handlers`` the signals are ignored from now on: the process is ending."""
+        """Stops listening. Without ``restore_handlers`` the signals are ignored from now on, as the process is
+        ending."""
         global _active
         _active = None
         signal.set_wakeup_fd(self._wakeup_before)
@@ -179,9 +180,9 @@ class SignalPipe:
 class ScriptSignal:
     """The signal that a script which does not use clusterddp expects at a stop: ``stop: {signal: USR1}``.
 
-    Whatever announces the stop (a TERM or USR2 of Slurm, an order of the supervisor, the signal itself), the script's
-    handler for this signal runs, once. TERM and USR2 have no other effect, so a preemption does not end the rank before
-    it has saved. A script that has no handler for it yet has nothing to save: the signal then has its usual action.
+    The script's handler for this signal runs once, for any announcement of the stop: a TERM or USR2 of Slurm, an order
+    of the supervisor, or the signal itself. TERM and USR2 have no other effect, so a preemption does not end the rank
+    before it has saved. If the script has no handler for the signal yet, the signal has its usual action.
 
     For that, ``signal.signal`` only notes what the script installs for these signals. Handlers that C code installs are
     not noticed. Construct it in the main thread. ``on_signal`` gets each signal, in a separate thread.
@@ -226,12 +227,12 @@ class ScriptSignal:
         if callable(handler):
             handler(number, frame)
         elif handler != signal.SIG_IGN:
-            say_unlocked(f"told to stop, and the script has no handler for {self.number.name}: ending it")
+            say_unlocked(f"ending the script, because it must stop and has no handler for {self.number.name}")
             self._install(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def _note(self, number: int, handler: Any) -> Any:
-        """Instead of ``signal.signal``, whose errors it raises."""
+        """Replaces ``signal.signal``, and raises the same errors."""
         if number not in self._handlers or of_script is not self:
             return self._install(number, handler)
         with signals_blocked(*self._caught):
@@ -241,12 +242,12 @@ class ScriptSignal:
         return before
 
     def _noted(self, number: int) -> Any:
-        """Instead of ``signal.getsignal``."""
+        """Replaces ``signal.getsignal``."""
         return self._handlers[number] if number in self._handlers else self._installed(number)
 
     def release(self) -> None:
-        """Catches nothing any more: the signals have the handlers that the script has installed, and an unhandled USR2
-        is ignored. The script turned out to use clusterddp, or this is a forked child."""
+        """Stops catching: the signals get the handlers that the script has installed, and an unhandled USR2 is ignored.
+        The script turned out to use clusterddp, or this is a forked child."""
         global of_script
         of_script = None
         signal.signal, signal.getsignal = self._install, self._installed
@@ -255,7 +256,7 @@ class ScriptSignal:
             signal.signal(number, signal.SIG_IGN if unhandled else handler)
 
 
-#: That of this rank; None: its job names none, or its script uses clusterddp.
+#: This rank's; None if its job names no signal, or its script uses clusterddp.
 of_script: ScriptSignal | None = None
 
 

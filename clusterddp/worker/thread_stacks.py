@@ -1,7 +1,7 @@
 """Where this process is: the stacks of its threads, and the place of its main thread in words. Standard library only.
 
-A thread of the process itself looks, so that neither rights nor a debugger are needed. It reads no source files, which
-may be on the disk that the process waits for.
+A thread of the process itself looks, so that neither permissions nor a debugger are needed. It reads no source files,
+which may be on the disk that the process waits for.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _BELOW = (f"{_PACKAGE}/worker/", runpy.__file__, "<frozen runpy>", "<string>")
 def stacks() -> dict[str, Any]:
     """This process's stacks: "place", where the main thread is, and "threads" with "name" and "frames".
 
-    The main thread comes first. Threads that run neither the script nor a library are left out: they are clusterddp's
-    own, or wait in the standard library for work.
+    The main thread comes first. Threads that run neither the script nor a library are left out, because they are
+    clusterddp's own, or wait in the standard library for work.
     """
     frames = current_frames()
     main = threading.main_thread()

@@ -159,5 +159,5 @@ def test_a_checkpoint_without_the_other_ranks_buffers_is_reported_when_it_is_res
     ddp.start(script, tmp_path / "run", "stopped", "killed", ranks=2, folder=tmp_path / "out").expect(1)
     ddp.start(script, tmp_path / "run", "stopped", "killed", ranks=2, folder=tmp_path / "out").expect(75)
     (resumed,) = [event for event in RunDirectory(tmp_path / "run").events() if event["event"] == "resumed"]
-    reason = "model had separate buffers on each rank, and the checkpoint has only rank 0's"
+    reason = "model had separate buffers on each rank, but the checkpoint has only rank 0's"
     assert (resumed["step"], resumed["inexact"]) == (5, [reason])

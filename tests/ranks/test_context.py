@@ -62,7 +62,7 @@ def test_init_takes_the_objects_of_imported_modules_out_of_garbage_collection(tm
 @pytest.mark.parametrize(
     ("best", "words"),
     [
-        ("1.5", "run(best=1.5): expected a metric, such as 'accuracy', or '-score' for the smallest; or a part with"),
+        ("1.5", "run(best=1.5): expected a metric, such as 'accuracy', or '-score' for the smallest, or a part with"),
         ("None", "run.log(confusion=...): expected a number or a tensor of one element, got a Tensor of 4 elements"),
     ],
 )
@@ -167,18 +167,18 @@ for text in CALLS:
 list(run.steps(2.0))
 """
 REFUSED = {
-    "ctx.wrap('net')": "TypeError: wrap() was given a str: expected a torch.nn.Module",
-    "ctx.wrap(model)": "TypeError: wrap() was given a DistributedDataParallel that is already in DDP",
-    "ctx.wrap(torch.compile(model))": "TypeError: wrap() was given a OptimizedModule that is already in DDP",
-    "ctx.wrap(torch.nn.ModuleDict({'a': model}))": "TypeError: wrap() was given a ModuleDict that is already in DDP",
-    "ctx.wrap(net)": "TypeError: this Linear was wrapped before: use what the first wrap() returned",
+    "ctx.wrap('net')": "TypeError: wrap() received a str, expected a torch.nn.Module",
+    "ctx.wrap(model)": "TypeError: wrap() received a DistributedDataParallel that is, or contains, a DDP module",
+    "ctx.wrap(torch.compile(model))": "TypeError: wrap() received a OptimizedModule that is, or contains, a DDP module",
+    "ctx.wrap(torch.nn.ModuleDict({'a': model}))": "TypeError: wrap() received a ModuleDict that is, or contains,",
+    "ctx.wrap(net)": "TypeError: this Linear is already wrapped. Use what the first wrap() returned",
     "ctx.loader(samples, 1, num_worker=2)": "TypeError: 'num_worker' is not an option of the loader or of torch's "
     "DataLoader; did you mean num_workers?",
     "ctx.eval_loader(samples, batch_size=1, foo=1)": "TypeError: 'foo' is not an option of the loader or of",
     "ctx.loader(samples, batch_size=1, num_workers=-1)": "ValueError: num_workers option should be non-negative",
     "ctx.loader(samples, batch_size=1, prefetch_factor=2)": "ValueError: prefetch_factor option could only",
     "ctx.loader(samples, batch_size=2.5)": "TypeError: batch_size is 2.5: expected an integer",
-    "ctx.eval_loader(samples, batch_size=0)": "ValueError: batch_size is 0: expected the number of samples",
+    "ctx.eval_loader(samples, batch_size=0)": "ValueError: batch_size is 0, expected the number of samples",
     "ctx.run(**parts, loader=loader, rng='steps')": "ValueError: run(rng='steps'): expected one of 'step', 'user'",
     "run.steps(-1)": "ValueError: run.steps(-1): expected a whole number of steps, 0 or more",
     "run.steps(2.5)": "ValueError: run.steps(2.5)",

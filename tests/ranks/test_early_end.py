@@ -92,4 +92,4 @@ def test_finish_outside_a_step_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "early.py"
     script.write_text(SCRIPT.replace("made = []", "run.finish()"))
     ranks = ddp.start(script, "finish", 20, tmp_path / "run", ranks=1, folder=tmp_path / "out").expect(1)
-    assert "run.finish() ends the loop over run.steps(): call it inside that loop" in ranks.output(0)
+    assert "run.finish() ends the loop over run.steps(). Call it inside that loop" in ranks.output(0)

@@ -141,8 +141,8 @@ for (batch,) in run.steps(4):
     optimizer.step()
 """
 SAID = (
-    "run.every() was called by some ranks more often than by others (rank 0 1 time, rank 1 0 times): all ranks must "
-    "call it in the same steps"
+    "some ranks called run.every() more often than others (rank 0 1 time, rank 1 0 times). All ranks must call it in "
+    "the same steps"
 )
 
 

@@ -74,7 +74,7 @@ def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--fork", "{source}@7"), "has no checkpoint of step 7; available steps: 20, 30, 40"),
+        (("--fork", "{source}@7"), "has no checkpoint of step 7. Available steps: 20, 30, 40"),
         (("--fork", "{source}/nowhere"), "expected RUN, RUN@STEP or RUN@best"),
         (("--fork", "{source}", "--run-dir", "{source}"), "already holds a run: with --fork, choose another --run-dir"),
         (("--fork", "{source}", "--change"), "cannot be combined with --here or --change"),
@@ -118,7 +118,7 @@ def test_safetensors_reads_the_export_and_the_checkpoint_itself(tmp_path: Path, 
         (("there.pt",), "already exists"),
         (("model.pt", "--part", "ema"), "has no part 'ema'; it has model, optimizer"),
         (("no_such_folder/model.pt",), "no_such_folder/model.pt: No such file or directory"),
-        (("model.safetensors", "--part", "optimizer"), "safetensors holds parts whose values are all tensors"),
+        (("model.safetensors", "--part", "optimizer"), "safetensors holds only parts of which all values are tensors"),
     ],
 )
 def test_an_impossible_export_names_the_alternatives(

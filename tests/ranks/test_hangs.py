@@ -62,7 +62,7 @@ def test_neither_an_announced_pause_nor_work_is_a_hang(slow: tuple[RunDirectory,
     log = (run.attempt_logs(0) / "rank-1.err").read_text()
     for stacks in log.split("Timeout (")[1:]:
         assert "in evaluate" in stacks
-        assert "this rank may hang; if it is only slow, it continues" in stacks
+        assert "This rank may hang. If it is only slow, it continues" in stacks
 
 
 def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]) -> None:
@@ -127,7 +127,7 @@ def check_stacks(logs: Path) -> None:
     assert "in misbehave" in (logs / "rank-1.err").read_text()
     last = read_json(logs / "rank-0.collectives.json")
     if last is None:  # not every torch keeps it for gloo
-        assert "kept no flight record of the last collectives" in (logs / "rank-0.err").read_text()
+        assert "has no flight record of the last collectives" in (logs / "rank-0.err").read_text()
     else:
         assert last["entries"][-1]["profiling_name"].startswith("gloo:all")
         assert len(last["entries"]) <= 100

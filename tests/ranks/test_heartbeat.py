@@ -258,10 +258,10 @@ def test_a_rank_that_is_told_to_exit_after_a_hang_writes_its_flight_record_first
     script.write_text(DISMISSED)
     run = RunDirectory(tmp_path / "run")
     said = ddp.start(script, run, ranks=1, folder=tmp_path / "out").expect(1).output(0)
-    assert "told to exit: rank 1 hangs" in said
+    assert "exiting, because rank 1 hangs" in said
     record = read_json(run.attempt_logs(0) / "rank-0.collectives.json")
     if record is None:  # not every torch keeps it for gloo
-        assert "kept no flight record of the last collectives" in said
+        assert "has no flight record of the last collectives" in said
     else:
         assert record["entries"][-1]["profiling_name"] == "gloo:all_reduce"
 
@@ -313,5 +313,5 @@ def test_a_torch_without_a_flight_record_is_reported(
     monkeypatch.setattr(torch._C, "_distributed_c10d", SimpleNamespace(**dump))
     target = tmp_path / "rank-0.collectives.json"
     Heartbeat(None, WatchedSteps(lambda: 0, lambda: 0), lambda *_, **__: None, target).write_flight_record()
-    assert "kept no flight record of the last collectives" in capsys.readouterr().err
+    assert "has no flight record of the last collectives" in capsys.readouterr().err
     assert not target.exists()

@@ -60,7 +60,7 @@ print("epochs", scheduler.last_epoch, flush=True)
 @pytest.mark.parametrize(
     ("how", "stop", "inexact"),
     [
-        ("nested", 6, ["the loop to step 4 was already done: the code after it runs again"]),
+        ("nested", 6, ["the loop to step 4 was already done, and the code after it runs again"]),
         ("nested", 4, []),
         ("phases", 6, []),
         ("2", 5, []),
@@ -139,11 +139,11 @@ def test_parts_that_differ_between_ranks_are_named_when_detected_and_at_a_resume
     ddp.run(script, run, model, ranks=2, folder=tmp_path / "out")
     found = events_of(RunDirectory(run), "diverged")
     assert [(event["step"], event["parts"]) for event in found] == list(zip((1, 10), parts, strict=True))
-    words = f"the state of {', '.join(parts[0])} differs between ranks, and a checkpoint has only rank 0's"
+    words = f"the state of {', '.join(parts[0])} differs between ranks, but a checkpoint has only rank 0's"
     assert words in str(sentence(found[0])) and words in first.output(0) and words not in first.output(1)
     (resumed,) = events_of(RunDirectory(run), "resumed")
     named = sorted(part for found in parts for part in found)
-    assert resumed["inexact"] == [f"{part} differed between ranks, all have rank 0's" for part in named]
+    assert resumed["inexact"] == [f"{part} differed between ranks, which now all have rank 0's" for part in named]
 
 
 UNSAVED = """
@@ -168,7 +168,7 @@ def test_parameters_that_are_trained_but_in_no_part_are_named_at_the_start_and_a
     script, run = tmp_path / "unsaved.py", tmp_path / "run"
     script.write_text(UNSAVED)
     first = ddp.start(script, run, ranks=1, folder=tmp_path / "out").expect(75)
-    words = "1 of optimizer's 3 parameters are in no part of ctx.run() and are not saved: pass it the module"
+    words = "1 of optimizer's 3 parameters are in no part of ctx.run() and are not saved. Also pass the module"
     assert words in first.text()
     ddp.run(script, run, ranks=1, folder=tmp_path / "out")
     (resumed,) = events_of(RunDirectory(run), "resumed")

@@ -298,7 +298,7 @@ def test_a_script_that_catches_the_stop_and_runs_to_its_end_is_not_completed(run
     assert submit(run).returncode == 0
     assert (run.outcome() or {}) == {"state": "completed", "step": 9, "attempts": 2, "reason": "all ranks finished"}
     said = (run.attempt_logs(0) / "rank-0.err").read_text()
-    assert "the script caught clusterddp.Stopped: the run is stopped, not completed" in said
+    assert "the script caught clusterddp.Stopped. The run is stopped, not completed" in said
 
 
 def test_a_run_that_finishes_despite_ctrl_c_is_completed(run: RunDirectory, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_run_whose_checkpoints_are_missing_does_not_restart_from_step_0(
         done = submit(run, 6, "--change")
         words = f"checkpoint 4 of this run was committed, but all checkpoints are missing from {run.checkpoints}"
         assert (done.returncode, words in done.stderr) == (1, True), done.stderr
-        assert "restore the files, or start a new run in another folder" in done.stderr
+        assert "Restore the files, or start a new run in a different folder" in done.stderr
         assert (run.events(), run.outcome()) == (before, trained.outcome())
 
 

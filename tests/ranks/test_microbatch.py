@@ -96,8 +96,8 @@ def test_one_piece_changes_no_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("step", "the optimizer stepped inside the loop over run.micro(batch): call optimizer.step() after the loop"),
-        ("no backward", "there are no gradients: call loss.backward() inside the loop"),
+        ("step", "the optimizer stepped inside the loop over run.micro(batch). Call optimizer.step() after the loop"),
+        ("no backward", "there are no gradients. Call loss.backward() inside the loop"),
         ("zero_grad", "gradients were zeroed inside the loop"),
         ("break", "was left before its end"),
     ],

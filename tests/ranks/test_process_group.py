@@ -68,8 +68,8 @@ def test_a_rank_may_have_several_devices(asked: Any, local_rank: Any, visible: A
     ("asked", "ranks", "visible", "launcher", "message"),
     [
         ("cuda", 8, 4, "slurm", "needs 8 GPUs on node n1, Slurm gave 4"),
-        ("cuda", 2, 1, "local", "needs 2 GPUs on node n1, there are 1"),
-        (None, 2, 1, "torchrun", "needs 2 GPUs on node n1, there are 1"),
+        ("cuda", 2, 1, "local", "needs 2 GPUs on node n1, but there are 1"),
+        (None, 2, 1, "torchrun", "needs 2 GPUs on node n1, but there are 1"),
         ("cuda", 1, 0, "slurm", "device cuda requested, but no GPU is visible on node n1"),
     ],
 )
@@ -87,7 +87,7 @@ def test_the_backend_of_a_device() -> None:
     with pytest.raises(DeviceError, match="backend nccl needs a GPU"):
         choose_backend("nccl", cpu)
     assert choose_backend("cpu:gloo", cpu) == "cpu:gloo"
-    with pytest.raises(DeviceError, match="backend smoke: this torch was built without it; leave it out"):
+    with pytest.raises(DeviceError, match="backend smoke: this torch was built without it. Leave it out"):
         choose_backend("smoke", cpu)
 
 
@@ -111,7 +111,7 @@ def test_a_gpu_is_known_by_its_pci_address_where_torch_has_no_uuid(
     monkeypatch.setattr(devices, "TORCH_LIBRARIES", tmp_path)
     found = [devices.gpu_identity(torch.device("cuda", index)) for index in (0, 1)]
     assert found == [f"0000:{bus}:00.0 on {socket.gethostname()}" for bus in (17, 18)]
-    with pytest.raises(DeviceError, match=r"cannot identify GPU cuda:2: cudaDeviceGetPCIBusId returned error 101"):
+    with pytest.raises(DeviceError, match=r"could not identify GPU cuda:2: cudaDeviceGetPCIBusId returned error 101"):
         devices.gpu_identity(torch.device("cuda", 2))
     without.uuid = "1a2b3c4d-5e6f"
     assert devices.gpu_identity(torch.device("cuda", 0)) == "1a2b3c4d-5e6f"
@@ -173,7 +173,7 @@ def test_a_backend_per_device_type_is_known_on_every_torch(monkeypatch: pytest.M
 
 
 CANNOT_CHANGE = (
-    r"torch 2\.\S+ cannot change gloo's timeout after the start: a collective .* fails after \d+ s, not 1 s;"
+    r"torch 2\.\S+ cannot change gloo's timeout after the start, so a collective .* times out after \d+ s, not 1 s\."
 )
 
 
@@ -396,7 +396,7 @@ class Net(torch.nn.Module):
 for kind, message in (
     ("tied", None),
     ("unused", "Expected to have finished reduction"),
-    ("in pieces", "wrap() was told all_used_once=True, but a.bias got its gradient in several pieces"),
+    ("in pieces", "wrap() received all_used_once=True, but a.bias got its gradient in several pieces"),
 ):
     model = ctx.wrap(Net(), static_graph=True, all_used_once=True)
     try:
@@ -415,5 +415,5 @@ def test_a_broken_promise_about_a_static_graph_is_an_error_and_a_kept_one_is_not
 
 
 def test_the_promise_is_refused_without_a_static_graph() -> None:
-    with pytest.raises(TypeError, match="all_used_once=True is for static_graph=True"):
+    with pytest.raises(TypeError, match="all_used_once=True is only for static_graph=True"):
         wrap(torch.nn.Linear(1, 1), [torch.device("cpu")], all_used_once=True)

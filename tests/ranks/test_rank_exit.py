@@ -39,7 +39,7 @@ sys.exit(0) if sys.argv[1] != "os._exit at the end" else os._exit(0)
 @pytest.mark.parametrize(
     ("how", "state", "reason"),
     [
-        ("sys.exit", "failed", "exited with code 0 in its loop, after step 3 of 6"),
+        ("sys.exit", "failed", "exited with code 0 inside its training loop, after step 3 of 6"),
         ("os._exit", "failed", "called os._exit(0) inside its training loop"),
         ("break", "completed", "all ranks finished"),
         ("os._exit at the end", "completed", "all ranks finished"),
@@ -110,12 +110,12 @@ def test_nothing_in_the_script_delays_a_ranks_exit_beyond_its_grace_period(tmp_p
     assert run.outcome() == {"state": "completed", "step": 4, "attempts": 2, "reason": "all ranks finished"}
     first, second = ((run.attempt_logs(attempt) / "rank-0.err").read_text() for attempt in (0, 1))
     assert re.search(
-        r"exiting 0.5 s after the stop; still running: main thread in lingering.py:\d+ \(<module>\), "
+        r"exiting 0.5 s after the stop, although this is still running: main thread in lingering.py:\d+ \(<module>\), "
         r"process \d+ \(helper-True\), process \d+ \(helper-False\)\n", first,
     ), first  # fmt: skip
     assert re.search(
-        r"exiting 0.5 s after the end of the script; still running: thread 'uploader' in lingering.py:\d+ "
-        r"\(forever\), process \d+ \(helper-True\), process \d+ \(helper-False\)\n", second,
+        r"exiting 0.5 s after the end of the script, although this is still running: thread 'uploader' in "
+        r"lingering.py:\d+ \(forever\), process \d+ \(helper-True\), process \d+ \(helper-False\)\n", second,
     ), second  # fmt: skip
     logs = [(run.attempt_logs(attempt) / "rank-0.out").read_text() for attempt in (0, 1)]
     pids = re.findall(r"pid (\d+)", "".join(logs))

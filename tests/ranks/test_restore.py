@@ -41,12 +41,12 @@ def test_damage_anywhere_leads_to_the_previous_checkpoint_with_nothing_loaded(
     """Of the header, the checksums, and each chunk of the data; all ranks report why, if no checkpoint is left."""
     outputs = restored(saved, tmp_path, case, ranks)
     for output in outputs:
-        lines = [line for line in output.splitlines() if "trying the previous" not in line]
+        lines = [line for line in output.splitlines() if "Trying the previous" not in line]
         assert lines[:5] == ["step 1"] * 5 and lines[5].startswith("refused: no checkpoint of this run can be read")
         assert output.count("is damaged: checksum mismatch in its data from byte") >= 2
     damage = "step-000000000002.attempt-0.safetensors is damaged: checksum mismatch in its data from byte"
     assert all(f"{damage} {place}" in outputs[0] for place in (0, 4194304, 8388608))
-    assert "header" in outputs[0] and outputs[0].count("trying the previous") == 7
+    assert "header" in outputs[0] and outputs[0].count("Trying the previous") == 7
 
 
 def test_an_optimizer_that_keeps_what_was_read_shares_it_with_nobody(saved: Path, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_tensor_that_a_rank_keeps_is_no_other_ranks(saved: Path, tmp_path: Pat
     ("case", "words"),
     [
         ("without_memfd", "the shared copy of the checkpoint is an unlinked file in /dev/shm (memfd_create: No space"),
-        ("small_shared_memory", "/dev/shm: No space left on device; each rank of"),
+        ("small_shared_memory", "/dev/shm: No space left on device. Each rank of"),
     ],
 )
 def test_where_memory_cannot_be_shared_the_ranks_restore_all_the_same(
@@ -90,7 +90,7 @@ def test_ranks_that_cannot_reach_each_others_memory_get_the_state_by_network(
 def test_too_little_memory_is_an_error_on_all_ranks(saved: Path, tmp_path: Path) -> None:
     for output in restored(saved, tmp_path, "little_memory", 2):
         assert output.startswith("refused: restoring the checkpoint needs 0.0 GiB of memory on each node, but 0.0 GiB")
-        assert "are free on the node of rank 1: request more (--mem)" in output
+        assert "are free on the node of rank 1. Request more (--mem)" in output
 
 
 def test_a_killed_restore_leaves_nothing_in_shared_memory(saved: Path, tmp_path: Path) -> None:

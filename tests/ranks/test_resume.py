@@ -87,7 +87,7 @@ def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(
     events = RunDirectory(run_dir).events()
     assert "left_loop" not in [event["event"] for event in events]
     (resumed,) = [event["inexact"] for event in events if event["event"] == "resumed"]
-    cut = "step 5 was stopped in an evaluation: the rest of its code did not run"
+    cut = "step 5 was stopped in an evaluation, and the rest of its code did not run"
     assert resumed == ([cut] if step else []), resumed
     assert_same_weights(tmp_path / "whole", run_dir)
     assert values(run_dir) == values(tmp_path / "whole")
@@ -130,7 +130,7 @@ def test_all_checkpoints_are_damaged_and_no_rank_restarts_from_step_0(tmp_path: 
         path.write_bytes(path.read_bytes()[:-100])
     ranks = ddp.start(EXACT, tmp_path / "run", 20, ranks=2, folder=tmp_path / "out").expect(1)
     for rank in range(2):
-        assert "it never restarts from step 0 on its own" in ranks.output(rank)
+        assert "The run never restarts from step 0 on its own" in ranks.output(rank)
         assert "begin 0" not in ranks.output(rank)
 
 
@@ -146,7 +146,7 @@ def test_a_full_disk_does_not_stop_training_and_the_run_resumes_from_the_last_go
     assert "keeping step 4" in first.output(0)
     first.signal(1)
     first.expect(75)
-    assert "the run continues from step 4" in first.output(0)
+    assert "The run continues from step 4" in first.output(0)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000000000004.attempt-0.safetensors"]
     assert "begin 4" in ddp.run(EXACT, run_dir, 6, ranks=2, folder=tmp_path / "out").output(1)
 
@@ -159,7 +159,7 @@ def test_a_superseded_rank_exits_on_its_own_and_its_late_write_is_not_restored(t
     ddp.run(EXACT, run_dir, 44, ranks=2, folder=tmp_path / "out")
     old.signal(0)
     old.expect(1)
-    assert all("attempt 0 superseded by attempt 1; not writing" in old.output(rank) for rank in range(2))
+    assert all("attempt 0 was superseded by attempt 1" in old.output(rank) for rank in range(2))
 
     # What a writer does that passed the fence just before it moved.
     newest = content_of(run_dir / "checkpoints" / "step-000000000044.attempt-1.safetensors")

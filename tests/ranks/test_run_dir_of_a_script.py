@@ -62,7 +62,7 @@ def test_a_seed_is_a_number_and_a_resume_takes_no_other_not_even_of_another_type
     for seed, said in (
         ("float('nan')", "clusterddp.init(seed=nan): expected an integer"),
         ("np.int64(5)", "steps 1"),
-        ("5", "the run started with seed np.int64(5), the seed is now 5"),
+        ("5", "the run started with seed np.int64(5), but the seed is now 5"),
         ("np.int64(5)", "steps 2"),
     ):
         ranks = ddp.start(script, tmp_path / "run", seed, ranks=1, folder=tmp_path / "out").wait()

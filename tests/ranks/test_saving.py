@@ -177,7 +177,7 @@ def test_a_writer_that_cannot_be_started_fails_the_save_and_the_next_one_tries_a
         checkpoint_client.prepare(state())
         checkpoint_client.save(1, state(), {}, urgent=False)
         assert checkpoint_client.busy
-        with pytest.raises(NotSaved, match=r"cannot start the checkpoint writer \(Resource temporarily unavailable\)"):
+        with pytest.raises(NotSaved, match=r"start the checkpoint writer \(Resource temporarily unavailable\)"):
             checkpoint_client.result(wait=False)
         assert not checkpoint_client.busy
     save(checkpoint_client, 2, state())
@@ -191,7 +191,7 @@ def test_a_snapshot_that_fails_is_reported_as_what_it_is(directory: RunDirectory
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     checkpoint_client.save(1, state(), {}, urgent=True, before=fail)
-    with pytest.raises(NotSaved, match=r"cannot take the snapshot \(CUDA error: unspecified launch failure\)"):
+    with pytest.raises(NotSaved, match=r"could not take the snapshot \(CUDA error: unspecified launch failure\)"):
         checkpoint_client.result(wait=True)
     pid = writer_pid()
     save(checkpoint_client, 2, state())
@@ -309,7 +309,7 @@ def test_a_full_disk_costs_the_oldest_checkpoints_before_the_newest_step(tmp_pat
 def test_a_superseded_attempt_writes_nothing(directory: RunDirectory, checkpoint_client: Any) -> None:
     save(checkpoint_client, 1, state())
     directory.create_attempt()
-    with pytest.raises(Superseded, match="attempt 0 superseded by attempt 1; not writing"):
+    with pytest.raises(Superseded, match="attempt 0 was superseded by attempt 1 and does not write"):
         save(checkpoint_client, 2, state())
     assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
 

@@ -68,7 +68,7 @@ def test_a_handler_of_the_script_is_reported_and_its_exit_0_is_a_preemption_not_
         f"{_line_of('def mine')}): if it exits or raises when TERM arrives, steps since the last checkpoint are "
         "repeated; remove it, as clusterddp saves and stops the run on its own\n"
     ) in said
-    assert "exited with code 0 in its loop, after step 4 of 6" in said
+    assert "exited with code 0 inside its training loop, after step 4 of 6" in said
 
 
 ONE_EXITS = f"""
@@ -96,7 +96,10 @@ def test_a_handler_that_exits_before_the_other_rank_has_the_signal_delays_no_pre
     give_notice(run, Cause.PREEMPTED)
     _, err = process.communicate(timeout=90)
     assert process.returncode == 0 and run.attempts() == [0, 1], err + story(run)
-    assert "exited with code 0 in its loop, after step 4 of 6" in (run.attempt_logs(0) / "rank-0.err").read_text()
+    assert (
+        "exited with code 0 inside its training loop, after step 4 of 6"
+        in (run.attempt_logs(0) / "rank-0.err").read_text()
+    )
     assert "after the end of the script; still running" not in story(run)
 
 

@@ -55,7 +55,10 @@ def test_the_job_definition_takes_precedence_and_says_so(capsys: pytest.CaptureF
     assert with_best(keep, None) == with_best(keep, "f1") == keep
     assert capsys.readouterr().err == ""
     assert with_best(keep, "-loss") == keep
-    assert "the job definition applies, best: f1 max, rather than ctx.run(best='-loss')" in capsys.readouterr().err
+    assert (
+        "the best checkpoint is chosen by f1 max of the job definition, not by ctx.run(best='-loss')"
+        in capsys.readouterr().err
+    )
     assert with_best(keep, "-loss", told=False) == keep
     assert capsys.readouterr().err == ""
 
@@ -110,9 +113,11 @@ def test_the_best_is_exported_by_the_rule_in_its_files(tmp_path: Path, capsys: p
 def test_the_job_definitions_rule_counts_for_files_of_older_versions(tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", {10: 0.5, 20: 0.875}, rule=None)
     assert choose(run, "best", Keep(best="f1", best_is="min")).step == 10
-    with pytest.raises(CheckpointError, match=r"keeps no best checkpoint: name its metric in ctx.run\(best=...\)"):
+    with pytest.raises(CheckpointError, match=r"keeps no best checkpoint. Name its metric in ctx.run\(best=...\)"):
         choose(run, "best")
-    with pytest.raises(CheckpointError, match="has no checkpoint with a value of loss; logged: nothing"):
+    with pytest.raises(
+        CheckpointError, match="has no checkpoint with a value of loss. Its script has logged no metrics"
+    ):
         choose(run, "best", Keep(best="loss"))
     written = run_with(tmp_path / "other", {10: 0.5})
     assert with_recorded_best(Keep(), Checkpoints(written, 0, Keep()).candidates()).best_rule == "f1 max"

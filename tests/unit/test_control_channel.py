@@ -76,7 +76,7 @@ def test_a_rank_that_still_waits_for_rank_0_is_told_to_exit(heard: Heard) -> Non
     threading.Thread(target=wait).start()
     assert heard.events.get(timeout=10)[:2] == (1, "joined")
     heard.server.broadcast(leave="rank 2 (n1) is gone")
-    assert said.get(timeout=10) == "told to exit before all ranks had joined: rank 2 (n1) is gone"
+    assert said.get(timeout=10) == "stopped before all ranks had joined: rank 2 (n1) is gone"
 
 
 def test_a_stop_does_not_replace_the_answer_that_a_rank_waits_for(heard: Heard) -> None:
@@ -357,8 +357,8 @@ def test_a_report_that_is_too_long_is_dropped_alone(heard: Heard, capsys: pytest
     assert "2,996,002 characters left out" in values["error"] and len(values["error"]) < 5000
     assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 7})
     said = capsys.readouterr().err.splitlines()
-    assert re.search(r"event 'result' dropped: 2,500,\d+ bytes, the limit is 1,048,576", said[0])
-    assert "event 'result' dropped: not JSON: Object of type object" in said[1]
+    assert re.search(r"dropped the event 'result', because it has 2,500,\d+ bytes, but the limit is 1,048,576", said[0])
+    assert "dropped the event 'result', because it cannot be written as JSON (Object of type object" in said[1]
     assert heard.lost.empty()
 
 
@@ -635,5 +635,5 @@ def test_a_local_rank_whose_supervisor_was_killed_before_it_joined_exits_at_once
     """It was orphaned before it could ask the kernel to die with its parent, and would retry for ten minutes."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-    with pytest.raises(LauncherEnvironmentError, match=r"no supervisor at 127\.0\.0\.1:\d+: it has exited"):
+    with pytest.raises(LauncherEnvironmentError, match=r"the supervisor at 127\.0\.0\.1:\d+ has exited"):
         ControlChannel.join(address, TOKEN, 1, None, timeout=600)

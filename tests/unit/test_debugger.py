@@ -46,7 +46,7 @@ def test_a_rank_waits_in_breakpoint_for_any_number_of_terminals(tmp_path: Path) 
             terminal.type("x + 1\n")
             terminal.wait_for("42\r\n(Pdb) ")
             terminal.type("\x04")
-            terminal.wait_for("detached; rank 1 waits")
+            terminal.wait_for("detached. Rank 1 will wait")
         with attached(run) as terminal:
             terminal.wait_for("(Pdb) ")
             terminal.type("!x = 43\n")
@@ -58,11 +58,11 @@ def test_a_rank_waits_in_breakpoint_for_any_number_of_terminals(tmp_path: Path) 
             terminal.type("!x = 50\n")
             terminal.wait_for("(Pdb) ")
             terminal.type("c\n")
-            terminal.wait_for("rank 1 has ended")
+            terminal.wait_for("rank 1 has exited")
             assert terminal.process.wait() == 0
         out, said = rank.communicate(timeout=30)
         assert out == b"the end 50\n"
-        assert f"attach with: clusterddp shell {run} --rank 1 --attach".encode() in said
+        assert f"Attach with: clusterddp shell {run} --rank 1 --attach".encode() in said
     finally:
         rank.kill()
         rank.wait()
@@ -73,5 +73,5 @@ def test_the_client_ends_if_the_rank_has_ended_without_a_breakpoint(tmp_path: Pa
     run.rank_record(0, 1).parent.mkdir(parents=True)
     run.rank_record(0, 1).write_text("{}")
     with attached(run) as terminal:
-        terminal.wait_for("rank 1 has ended without a breakpoint()")
+        terminal.wait_for("rank 1 has exited without reaching breakpoint()")
         assert terminal.process.wait() == 1

@@ -357,9 +357,9 @@ def attempt_of(run: RunDirectory) -> Attempt:
     ("message", "of_the_node"),
     [
         ("node n2 failed the check 'compute' on cuda:3: no result within 120 s", True),
-        ("node n2 failed the check 'folder': cannot write to /runs/a: Input/output error", True),
-        ("cannot write to /runs/a: No space left on device", False),
-        (f"an all-reduce gave a wrong sum on all 4 ranks; which node is at fault is unknown. {preflight.FEWER}", False),
+        ("node n2 failed the check 'folder': could not write to /runs/a: Input/output error", True),
+        ("could not write to /runs/a: No space left on device", False),
+        (f"an all-reduce gave a wrong sum on all 4 ranks. {preflight.FEWER}", False),
     ],
 )
 def test_a_failed_preflight_restarts_the_run_and_counts_against_its_node(message: str, of_the_node: bool) -> None:
@@ -383,12 +383,7 @@ def settings_of(run: RunDirectory | None, world_size: int, local_world_size: int
     ("wrong", "world_size", "local", "words"),
     [
         (1, 4, 2, "node h0 failed the check 'all-reduce': wrong sum on 1 of 4 ranks"),
-        (
-            4,
-            4,
-            2,
-            f"an all-reduce gave a wrong sum on all 4 ranks; which node is at fault is unknown. {preflight.FEWER}",
-        ),
+        (4, 4, 2, f"an all-reduce gave a wrong sum on all 4 ranks. {preflight.FEWER}"),
         (2, 2, 2, "node h0 failed the check 'all-reduce': wrong sum on 2 of 2 ranks"),
     ],
 )
@@ -406,7 +401,7 @@ def test_a_run_directory_that_one_node_cannot_write_is_that_nodes_fault(
     run.create()
     preflight.check_node(settings_of(run, 2, 1), [CPU])
     assert list(run.private.iterdir()) == []
-    for number, words in ((5, "node h0 failed the check 'folder': cannot write to"), (28, "cannot write to")):
+    for number, words in ((5, "node h0 failed the check 'folder': could not write to"), (28, "could not write to")):
         refused = OSError(number, "refused")
         monkeypatch.setattr(preflight, "write_atomically", lambda *_, error=refused, **__: _raise(error))
         with pytest.raises(PreflightError, match=f"^{words} {tmp_path}: refused"):

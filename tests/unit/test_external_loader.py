@@ -87,14 +87,14 @@ def test_batches_of_a_loader_without_a_state_are_read_again_and_are_the_same(sto
 
 def test_it_says_how_long_reading_again_took_and_what_to_use_instead(capfd: pytest.CaptureFixture[str]) -> None:
     stopped = made(Plain())
-    assert "Plain has no state_dict(): a resume reads its batches again from the start" in capfd.readouterr().err
+    assert "Plain has no state_dict(), so a resume reads its batches again from the start" in capfd.readouterr().err
     take(stopped, 0, 7)
     assert capfd.readouterr().err == ""
     resumed = made(Plain(), checkpoint(stopped, 7))
     take(resumed, 7, 3)
     said = capfd.readouterr().err.splitlines()
-    assert len(said) == 2 and "reading its first 7 batches again took 0.0 s; ctx.loader() finds its place" in said[1]
-    assert resumed.inexact == ["Plain has no state: exact only if it repeats its batches"]
+    assert len(said) == 2 and "Reading its first 7 batches again took 0.0 s. ctx.loader() resumes" in said[1]
+    assert resumed.inexact == ["Plain has no state, so a resume is exact only if it repeats its batches"]
     take(made(Plain(), rank=1, ranks=2), 0, 1)
     assert capfd.readouterr().err == "", "only rank 0"
 
@@ -180,10 +180,10 @@ def test_a_stop_before_the_step_repeats_its_batch() -> None:
 @pytest.mark.parametrize(
     ("started_with", "now", "ranks", "message"),
     [
-        (Plain, Plain, 2, "read its batches from Plain on 1 ranks, and there are now 2"),
-        (Letters, Plain, 1, "ctx.run\\(\\) now got Plain, which has none: pass the loader that the run started with"),
-        (Plain, Letters, 1, "pass the loader that the run started with: it had no state_dict"),
-        (Letters, Letters, 2, "the Letters states of 1 ranks, and there are now 2: use 1 ranks, give the loader"),
+        (Plain, Plain, 2, "read its batches from Plain on 1 ranks, but there are now 2"),
+        (Letters, Plain, 1, "ctx.run\\(\\) received Plain, which has no .* Pass the loader that the run started with"),
+        (Plain, Letters, 1, "Pass the loader that the run started with, which had no state_dict"),
+        (Letters, Letters, 2, "the Letters states of 1 ranks, but there are now 2. Use 1 ranks, give the loader"),
     ],
 )
 def test_a_resume_with_another_loader_is_refused(started_with: Any, now: Any, ranks: int, message: str) -> None:
@@ -193,9 +193,9 @@ def test_a_resume_with_another_loader_is_refused(started_with: Any, now: Any, ra
 
 
 def test_what_is_no_iterable_is_refused_and_what_ends_is_reported() -> None:
-    with pytest.raises(TypeError, match=r"run\(loader=...\) was given a int: expected ctx.loader\(\), or an iterable"):
+    with pytest.raises(TypeError, match=r"run\(loader=...\) received a int, expected ctx.loader\(\), or an iterable"):
         made(5)
-    with pytest.raises(ValueError, match="list_iterator has no batches, or none when it is iterated over again"):
+    with pytest.raises(ValueError, match="list_iterator has no batches, or none in its second pass"):
         take(made(iter([1, 2])), 0, 3)
 
 
@@ -230,7 +230,7 @@ def test_a_batch_that_was_fetched_early_belongs_to_the_next_loop() -> None:
 
 
 def test_the_end_of_a_pass_is_unknown_before_the_first_batch() -> None:
-    with pytest.raises(RuntimeError, match="not known before the first batch of Letters"):
+    with pytest.raises(RuntimeError, match="unknown before the first batch of Letters"):
         made(Letters()).ends_epoch(0)
 
 

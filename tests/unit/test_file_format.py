@@ -183,10 +183,10 @@ def test_what_reads_back_otherwise_than_it_was_written_does_not_count(tmp_path: 
         if place is not None:
             size = (tmp_path / "file").stat().st_size
             os.pwrite(file.fileno(), b"\xff", place % size)
-            with pytest.raises(file_format.Damaged, match="reading it back returned other data"):
+            with pytest.raises(file_format.Damaged, match="reading it back returned different data"):
                 check()
             os.ftruncate(file.fileno(), place % size)
-            with pytest.raises(file_format.Damaged, match="reading it back returned other data"):
+            with pytest.raises(file_format.Damaged, match="reading it back returned different data"):
                 check()
         else:
             check()
@@ -272,7 +272,7 @@ def test_a_wrong_header_is_damage(tmp_path: Path, change: Any) -> None:
 )
 def test_a_state_that_does_not_fit_its_tensors_is_refused(tmp_path: Path, change: Any) -> None:
     """The file is whole, and something else wrote it."""
-    with pytest.raises(CheckpointError, match="another program wrote the file"):
+    with pytest.raises(CheckpointError, match="A different program wrote the file"):
         content_of(liar(tmp_path / "x", change))
 
 

@@ -92,7 +92,7 @@ def test_a_sweep_is_no_run_and_its_links_to_members_are_no_other_runs(here: Path
     (here / "runs/lr/arrays/0").mkdir(parents=True)
     (here / "runs/lr/arrays/0/0").symlink_to("../../lr=0.1")
     assert names("runs/lr", "runs/lr/*") == ["lr=0.1", "lr=0.2"]
-    with pytest.raises(RunDirectoryError, match="it is a sweep, whose members `clusterddp list runs/lr` shows"):
+    with pytest.raises(RunDirectoryError, match="It is a sweep. List its members with `clusterddp list runs/lr`"):
         open_run("runs/lr")
 
 
@@ -132,10 +132,10 @@ def test_the_newest_run_is_the_one_that_its_user_submitted_last(here: Path) -> N
 @pytest.mark.parametrize(
     ("path", "proposal"),
     [
-        ("train-11", "; did you mean runs/train-1?"),
-        ("runs/trian-0", "; did you mean runs/train-0?"),
-        ("lr=0.3", "; did you mean runs/lr/lr=0."),
-        ("runs/train-1/checkpoints", "; did you mean runs/train-1?"),
+        ("train-11", ". Did you mean runs/train-1?"),
+        ("runs/trian-0", ". Did you mean runs/train-0?"),
+        ("lr=0.3", ". Did you mean runs/lr/lr=0."),
+        ("runs/train-1/checkpoints", ". Did you mean runs/train-1?"),
     ],
 )
 def test_the_nearest_run_is_proposed_for_a_wrong_path(here: Path, path: str, proposal: str) -> None:
@@ -151,15 +151,15 @@ def test_the_nearest_run_is_proposed_for_a_wrong_path(here: Path, path: str, pro
 def test_the_current_folder_is_not_proposed_for_a_job_definition_of_the_user(here: Path) -> None:
     """A project may keep its job.yaml beside its runs."""
     (here / "job.yaml").touch()
-    with pytest.raises(RunDirectoryError, match="; did you mean runs/train-0?"):
+    with pytest.raises(RunDirectoryError, match=". Did you mean runs/train-0?"):
         open_run("runs/trian-0")
-    with pytest.raises(RunDirectoryError, match="zzz: no run there; expected a run directory or a folder of runs"):
+    with pytest.raises(RunDirectoryError, match="zzz: no run there. Expected a run directory or a folder of runs"):
         find_runs(["zzz"])
 
 
 def test_without_a_similar_run_the_message_says_what_is_expected(here: Path) -> None:
     """Nothing is proposed at random."""
-    with pytest.raises(RunDirectoryError, match="expected the path that `clusterddp submit` printed"):
+    with pytest.raises(RunDirectoryError, match="Expected the path that `clusterddp submit` printed"):
         open_run("zzz")
-    with pytest.raises(RunDirectoryError, match="zzz: no run there; expected a run directory or a folder of runs"):
+    with pytest.raises(RunDirectoryError, match="zzz: no run there. Expected a run directory or a folder of runs"):
         find_runs(["zzz"])

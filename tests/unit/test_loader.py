@@ -254,11 +254,11 @@ def children() -> set[int]:
     [
         (Stream(), {}, "Stream has no length and no index"),
         (Numbers(0), {}, r"the dataset \(Numbers\) has no samples"),
-        (Numbers(5), {"ordr": Shuffled()}, "'ordr' is not an option .*; did you mean order"),
+        (Numbers(5), {"ordr": Shuffled()}, "'ordr' is not an option .*. Did you mean order"),
         (Numbers(5), {"batch_size": 0}, "batch_size is 0"),
-        (Numbers(5), {"drop_last": "no"}, "drop_last is 'no': expected True or False"),
-        (Numbers(5), {"pin_memory": 1}, "pin_memory is 1: expected True or False"),
-        (Numbers(5), {"persistent_workers": "yes", "num_workers": 1}, "persistent_workers is 'yes': expected True"),
+        (Numbers(5), {"drop_last": "no"}, "drop_last is 'no', expected True or False"),
+        (Numbers(5), {"pin_memory": 1}, "pin_memory is 1, expected True or False"),
+        (Numbers(5), {"persistent_workers": "yes", "num_workers": 1}, "persistent_workers is 'yes', expected True"),
     ],
 )
 def test_what_cannot_be_ordered_is_refused(dataset: Any, options: Any, message: str) -> None:
@@ -270,7 +270,7 @@ def test_switches_are_true_or_false() -> None:
     """Else ``shuffle=0`` would shuffle."""
     of = Loaders()
     for make, name, value in ((of.loader, "shuffle", 0), (of.loader, "to_device", 1), (of.eval_loader, "to_device", 1)):
-        with pytest.raises(TypeError, match=f"{name} is {value}: expected True or False"):
+        with pytest.raises(TypeError, match=f"{name} is {value}, expected True or False"):
             make(Numbers(5), 2, **{name: value})  # type: ignore[arg-type]
 
 
@@ -283,11 +283,11 @@ def test_a_resume_keeps_the_global_batch_or_says_why_not() -> None:
     data = loader(batch_size=6, ranks=1)
     data.restore({"global_batch": 8, "dataset_length": 10})
     assert data.global_batch == 8
-    with pytest.raises(CheckpointError, match="the run started with 11 samples, the dataset now has 10"):
+    with pytest.raises(CheckpointError, match="the run started with 11 samples, but the dataset now has 10"):
         data.restore({"global_batch": 8, "dataset_length": 11})
-    with pytest.raises(CheckpointError, match="8 samples cannot be split evenly over 3 ranks"):
+    with pytest.raises(CheckpointError, match="8 samples is not divisible by 3 ranks"):
         loader(ranks=3).restore({"global_batch": 8, "dataset_length": 10})
-    with pytest.raises(CheckpointError, match="started with a global batch of 8 samples, global_batch is now 12"):
+    with pytest.raises(CheckpointError, match="started with a global batch of 8 samples, but global_batch is now 12"):
         loader(ranks=2, global_batch=12).restore({"global_batch": 8, "dataset_length": 10})
 
 
@@ -303,9 +303,9 @@ def test_a_resume_keeps_the_order_or_says_why_not() -> None:
     again.restore(old.progress(4))
     assert take(again, 4) == take(old, 4)
     loader(order=Sequential()).restore(before)
-    with pytest.raises(CheckpointError, match="with the order 'shuffled-2', the loader's order is now 'sequential'"):
+    with pytest.raises(CheckpointError, match="the order 'shuffled-2', but the loader's order is now 'sequential'"):
         loader(order=Sequential()).restore(now.progress(4))
-    with pytest.raises(CheckpointError, match="started with drop_last=False, the loader now has drop_last=True"):
+    with pytest.raises(CheckpointError, match="started with drop_last=False, but the loader now has drop_last=True"):
         loader(drop_last=True).restore(now.progress(4))
 
 
@@ -326,9 +326,9 @@ def test_drop_last_ends_each_epoch_at_a_whole_global_batch() -> None:
 
 
 def test_two_orders_are_refused() -> None:
-    with pytest.raises(TypeError, match="shuffle and order each say .* give ctx.loader.. one of them"):
+    with pytest.raises(TypeError, match="shuffle and order each set .* Give ctx.loader.. one of them"):
         chosen(Numbers(2), 1, shuffle=True, order=Sequential())
-    with pytest.raises(TypeError, match=r"order is \[1, 0\]: expected one of clusterddp.orders"):
+    with pytest.raises(TypeError, match=r"order is \[1, 0\], expected one of clusterddp.orders"):
         chosen(Numbers(2), 1, order=[1, 0])  # type: ignore[arg-type]
 
 
@@ -338,7 +338,7 @@ def test_a_rank_with_another_dataset_is_named() -> None:
     group = [SimpleNamespace(rank=rank, store=store) for rank in (0, 1)]
     for rank in (0, 1):
         training_loader(loader(rank=rank, ranks=2), group[rank], 0)  # type: ignore[arg-type]
-    expected = "rank 1 has 9 samples in the order 'shuffled-2', and rank 0 has 10 samples in the order 'shuffled-2'"
+    expected = "rank 1 has 9 samples in the order 'shuffled-2', but rank 0 has 10 samples in the order 'shuffled-2'"
     with pytest.raises(ValueError, match=expected):
         training_loader(loader(length=9, rank=1, ranks=2), group[1], 0)  # type: ignore[arg-type]
 
@@ -348,5 +348,5 @@ def test_a_given_global_batch_is_shared_for_any_batch_size() -> None:
         data = loader(batch_size=5, ranks=ranks, global_batch=12)
         assert (data.global_batch, data.share, len(take(data, 1)[0][0])) == (12, share, share)
         data.restore({"global_batch": 12, "dataset_length": 10})
-    with pytest.raises(ValueError, match="global_batch 12 is not divisible by 5 ranks"):
+    with pytest.raises(ValueError, match="global_batch 12 is not divisible by 5 ranks. Choose a multiple"):
         loader(ranks=5, global_batch=12)

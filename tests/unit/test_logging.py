@@ -116,7 +116,7 @@ def test_the_last_call_counts_and_says_whether_a_name_is_reduced() -> None:
         assert logged.reduced == {"loss": "mean"}
         assert logged.values == {"loss": 1.0, **({"lr": 0.2, "own": 3.0} if keeps_own else {})}
     with pytest.raises(
-        ValueError, match=r"run.log\(reduce=0.5\): expected one of 'mean', 'sum', 'min', 'max'; no metric"
+        ValueError, match=r"run.log\(reduce=0.5\): expected one of 'mean', 'sum', 'min', 'max'. A metric"
     ):
         values.add({"loss": 1.0}, reduce=0.5)  # type: ignore[arg-type]
 
@@ -189,7 +189,7 @@ def test_the_lines_of_a_failed_gpu_are_reported_as_lost(
 
     gpu.events[1].synchronize = fail  # type: ignore[method-assign]
     metrics.close(clean=False)
-    assert heard == ["the metrics of the last 2 steps are lost: CUDA error: an illegal memory access"]
+    assert heard == ["could not write the metrics of the last 2 steps: CUDA error: an illegal memory access"]
     assert written(tmp_path) == [0.0]
 
 
@@ -277,8 +277,8 @@ def test_a_rank_that_logs_nothing_is_left_out_and_named(tmp_path: Path, world: W
     world.metrics.settle(1, 60)
     assert written(tmp_path) == [1.5] and written(tmp_path, "theirs") == [4.0] and written(tmp_path, "mine") == [1.0]
     assert sorted(said) == sorted(
-        f"run.log({name}=..., reduce=...): {ranks} of 3 ranks did not log it in step 0; it is reduced over the ranks "
-        "that did. Call run.log() on every rank"
+        f"{ranks} of 3 ranks did not call run.log({name}=..., reduce=...) in step 0, so it is reduced over the other "
+        "ranks. Call it on every rank"
         for name, ranks in {"loss": "rank 2", "mine": "ranks 1, 2", "theirs": "ranks 0, 2"}.items()
     )
     world.log(0, 1, {"loss": 1.0})
@@ -295,7 +295,7 @@ def test_a_rank_that_hangs_is_not_waited_for_without_end(tmp_path: Path, world: 
     world.metrics.settle(2, 0.3)
     assert written(tmp_path) == [1.5, 1.5]
     assert said[0] == (
-        "run.log(reduce=...): rank 2 did not pass on the values of steps 0 to 1 within 0.3 s; they are reduced over "
+        "rank 2 did not send the values of run.log(reduce=...) for steps 0 to 1 within 0.3 s, so they are reduced over "
         "the other ranks"
     )
     for step in range(3):  # it was only slow
@@ -358,7 +358,7 @@ def test_values_that_rank_0_does_not_reduce_are_dropped_with_a_warning(
     for step in range(12):
         world.log(1, step, {"loss": 1.0})
         world.senders[1].flush()
-    assert said == ["run.log(reduce=...): rank 0 does not take the values; call it on rank 0, too"]
+    assert said == ["rank 0 never called run.log(reduce=...), so values of other ranks are dropped. Call it on rank 0"]
     assert world.store.num_keys() <= 2
 
 
@@ -392,5 +392,5 @@ def test_one_rank_reduces_its_own_value(tmp_path: Path, open_metrics: Any) -> No
 
 @pytest.mark.parametrize(("method", "given"), [(Run.log, {"loss": 0.5}), (Run.every, 1)])
 def test_a_value_without_its_name_is_refused_with_an_example(method: Any, given: Any) -> None:
-    with pytest.raises(TypeError, match=r"run\.(log|every)\(\) takes .*, as in run\."):
+    with pytest.raises(TypeError, match=r"run\.(log|every)\(\): expected .*, as in run\."):
         method(None, given)

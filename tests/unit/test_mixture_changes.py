@@ -60,7 +60,7 @@ def test_changes_are_accepted_that_leave_all_samples_before_them_as_they_were(
             other, change = loader(weights, changes=now), first_change(before, now)
             why = resumed(run, other, at)
             if change < at:
-                assert why is not None and f"of step {change} are others" in why
+                assert why is not None and f"of step {change} differ" in why
                 return
             assert why is None
             assert samples(other, 0, 10 * change) == samples(run, 0, 10 * change)
@@ -107,11 +107,11 @@ def test_the_shares_after_a_change_are_the_new_ones() -> None:
     [
         (
             {"changes": {4: [1, 1]}},
-            "weights may only change from step 5 on, at which the run resumes, and those of step 4",
+            "Weights may change only from step 5 on, at which the run resumes, but those of step 4",
         ),
-        ({"weights": [1, 1]}, "those of step 0 are others; give the weights and changes before as they were, or start"),
-        ({"shuffle": False}, "use the same datasets, num_samples, drop_last and shuffle"),
-        ({"num_samples": 3}, "use the same datasets, num_samples, drop_last and shuffle"),
+        ({"weights": [1, 1]}, "those of step 0 differ. Give earlier weights and changes as they were, or start"),
+        ({"shuffle": False}, "Use the same datasets, num_samples, drop_last and shuffle"),
+        ({"num_samples": 3}, "Use the same datasets, num_samples, drop_last and shuffle"),
         (
             {"data": {"books": TensorDataset(torch.zeros(8)), "web": TensorDataset(torch.zeros(71))}},
             "the same datasets",
@@ -124,6 +124,6 @@ def test_a_change_of_the_past_or_of_the_datasets_is_refused(options: dict[str, A
 
 def test_a_checkpoint_of_an_older_version_accepts_no_change() -> None:
     progress = {name: value for name, value in loader().progress(5).items() if name != "schedule"}
-    with pytest.raises(CheckpointError, match="use the same order and weights, or start a new run"):
+    with pytest.raises(CheckpointError, match="Use the same order and weights, or start a new run"):
         loader(changes={9: [1, 1]}).restore(progress)
     loader().restore(progress)

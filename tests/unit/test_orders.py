@@ -184,15 +184,15 @@ _FLOAT: Any = 1.5
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: orders.weighted([1, -1]), "that of sample 1 is -1.0: expected 0 or more"),
+        (lambda: orders.weighted([1, -1]), "that of sample 1 is -1.0, expected 0 or more"),
         (lambda: orders.weighted([1, float("nan")]), "that of sample 1 is nan"),
         (lambda: orders.weighted([0, 0]), "weights: all are 0"),
         (lambda: orders.weighted([1]), "weights: expected one per sample, got 1 for a dataset of 2"),
-        (lambda: orders.weighted([1, 1], [0, 2]), "labels: they are 0 to 2, and there are weights for classes 0 to 1"),
+        (lambda: orders.weighted([1, 1], [0, 2]), "labels are 0 to 2, but there are weights for classes 0 to 1"),
         (lambda: orders.weighted(["a", "b"]), "weights: expected numbers in one dimension, got list of type <U1"),
         (lambda: orders.weighted([1, 1], [0.0, 1.0]), "labels: expected the number of each sample's class"),
         (lambda: orders.weighted([1, 1], num_samples=0), "num_samples is 0"),
-        (lambda: orders.weighted([1, 1], num_samples=_FLOAT), "num_samples is 1.5: .* a whole number"),
+        (lambda: orders.weighted([1, 1], num_samples=_FLOAT), "num_samples is 1.5, .* a whole number"),
         (lambda: orders.weighted([1e308, 1e308]), "weights: their sum is too large for a float"),
         (
             lambda: orders.bucketed([[1], [2]]),
@@ -200,9 +200,9 @@ _FLOAT: Any = 1.5
         ),
         (lambda: orders.bucketed([1, 2, 3]), "lengths: expected one per sample, got 3 for a dataset of 2"),
         (lambda: orders.bucketed([1, 2], buckets=0), "buckets is 0"),
-        (lambda: orders.bucketed([1, 2], buckets=_FLOAT), "buckets is 1.5: .* a whole number"),
+        (lambda: orders.bucketed([1, 2], buckets=_FLOAT), "buckets is 1.5, .* a whole number"),
         (lambda: orders.bucketed([1.0, float("nan")]), "lengths: that of sample 1 is nan"),
-        (lambda: orders.by_shard(window=True), "window is True: expected a number of samples, a whole number"),
+        (lambda: orders.by_shard(window=True), "window is True, expected a number of samples, a whole number"),
         (lambda: orders.shuffled(version=3), r"shuffled\(version=3\): expected 1 or 2"),
         (lambda: orders.mixture([1]), "a mixture needs several datasets, such as ctx.loader"),
     ],
@@ -218,14 +218,14 @@ _WITH_EMPTY: list[Any] = [[1], [], [1]]
 @pytest.mark.parametrize(
     ("datasets", "weights", "changes", "message"),
     [
-        ({"a": [1], "b": [1]}, {"a": 1}, {}, "weights for a, and the datasets are a, b"),
-        ([[1], [1]], {"a": 1, "b": 1}, {}, "weights for a, b, and the datasets are 0, 1"),
+        ({"a": [1], "b": [1]}, {"a": 1}, {}, "weights are for a, but the datasets are a, b"),
+        ([[1], [1]], {"a": 1, "b": 1}, {}, "weights are for a, b, but the datasets are 0, 1"),
         ([[1], [1]], [1], {}, "expected one for each of 2 datasets, got [1]"),
-        ([[1], [1]], [0, 0], {}, "expected 0 or more, and not all 0; got [0, 0]"),
-        ([[1], [1]], [1, 1], {5: [1, -1]}, "expected 0 or more, and not all 0; got [1, -1]"),
+        ([[1], [1]], [0, 0], {}, "expected 0 or more, and not all 0, got [0, 0]"),
+        ([[1], [1]], [1, 1], {5: [1, -1]}, "expected 0 or more, and not all 0, got [1, -1]"),
         ([[1], [1]], [1, 1e-9], {}, "the smallest share of a dataset is one in 100000"),
-        ([[1], [1]], [1, 1], {0: [1, 2]}, "changes: 0 is not the number of a step, 1 or more"),
-        ([[1], [1]], [1, 1], {True: [1, 2]}, "changes: True is not the number of a step, 1 or more"),
+        ([[1], [1]], [1, 1], {0: [1, 2]}, "changes: expected the number of a step, 1 or more, got 0"),
+        ([[1], [1]], [1, 1], {True: [1, 2]}, "changes: expected the number of a step, 1 or more, got True"),
         ([[1], [1]], [1e308, 1e308], {}, "weights: their sum is too large for a float"),
         ({"a": [1], "b": []}, {"a": 1, "b": 1}, {}, "dataset b has no samples"),
         (ConcatDataset(_WITH_EMPTY), [1, 1, 1], {}, "dataset 1 has no samples"),
@@ -245,7 +245,7 @@ def test_a_number_of_samples_from_numpy_can_be_recorded_in_a_checkpoint(make: An
 
 
 def test_several_datasets_without_a_mixture_are_refused_and_a_dict_of_samples_is_not() -> None:
-    words = "the dataset is a dict with 'a', 'b': pass one of its datasets, or order=orders.mixture(weights) for all"
+    words = "the dataset is a dict with 'a', 'b'. Pass one of its datasets, or order=orders.mixture(weights) for all"
     with pytest.raises(TypeError, match=re.escape(words)):
         chosen({"a": [1], "b": [1]}, 1)
     assert isinstance(chosen({0: 1.0, 1: 2.0}, 1), Shuffled)
@@ -268,7 +268,7 @@ def test_a_resume_with_another_order_is_refused_and_names_both(one: Order, other
         return Loader(TensorDataset(torch.zeros(2)), 1, order=order, seed=0, rank=0, world_size=1)
 
     labels = [loader(order).progress(0)["order"] for order in (one, other)]
-    expected = f"the run started with the order {labels[0]!r}, the loader's order is now {labels[1]!r}"
+    expected = f"the run started with the order {labels[0]!r}, but the loader's order is now {labels[1]!r}"
     with pytest.raises(CheckpointError, match=re.escape(expected)):
         loader(other).restore(loader(one).progress(5))
     loader(one).restore(loader(one).progress(5))

@@ -83,7 +83,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
         save(value, path)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
     said = capfd.readouterr().err
-    assert (f"no room to save {path}: a save needs room for the new file beside the old one" in said) == (
+    assert (f"no room to save {path}. A save needs room for the new file beside the old one" in said) == (
         error is OSError
     )
 

@@ -31,7 +31,7 @@ def test_members_of_lists_tuples_and_dicts_are_parts_by_their_place() -> None:
     [
         (
             {"env": 3},
-            r"run\(env=3\): expected an object with state_dict\(\) and load_state_dict\(\), got int; keep numbers",
+            r"run\(env=3\): expected an object with state_dict\(\) and load_state_dict\(\), got int. Keep numbers",
         ),
         ({"nets": [layer(), "b"]}, r"run\(nets.1=...\): expected an object .*, got str"),
         ({"nets": {1: layer()}}, r"run\(nets=...\): expected a dict of parts by name, got the key 1"),
@@ -49,14 +49,14 @@ def test_without_a_loader_steps_are_numbers_and_epochs_are_not_available() -> No
     none = NoLoader()
     assert list(itertools.islice(none.batches(7), 3)) == [7, 8, 9]
     for what in (lambda: none.epoch(0), lambda: none.ends_epoch(0), lambda: none.steps_in(2)):
-        with pytest.raises(TypeError, match="not available without a loader: give ctx.run.. a loader=, or count"):
+        with pytest.raises(TypeError, match="not available without a loader. Give ctx.run.. a loader=, or count"):
             what()
 
 
 @pytest.mark.parametrize("progress", [{"dataset_length": 5}, {"loaders": []}])
 def test_a_run_that_started_with_a_loader_needs_it(progress: dict[str, Any]) -> None:
     """The order of its samples would be lost silently."""
-    with pytest.raises(CheckpointError, match="the run started with a loader, and ctx.run.. now got none"):
+    with pytest.raises(CheckpointError, match="the run started with a loader, but ctx.run.. received no loader"):
         NoLoader().restore(progress)
 
 
@@ -81,7 +81,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     adam, sgd = torch.optim.Adam(parameters, lr=0.5), torch.optim.SGD(parameters, lr=0.1)
     torch.optim.lr_scheduler.OneCycleLR(adam, 1.0, total_steps=9)
     with pytest.raises(
-        ValueError, match="has the state of an optimizer with amsgrad, betas, .*, and SGD has dampening, m"
+        ValueError, match="has the state of an optimizer with amsgrad, betas, .*, but SGD has dampening, m"
     ):
         load_state(sgd, adam.state_dict())
     state = adam.state_dict()

@@ -73,8 +73,8 @@ def test_too_large_states_are_refused_with_their_size_and_the_remedy(monkeypatch
     own = PerRank({"buffer": torch.nn.Linear(1000, 1000)}, group())
     with pytest.raises(
         CheckpointError,
-        match=r"the per-rank state of all 1 ranks \(buffer\) takes 4 MB, and a checkpoint holds at most 1 MB of it: "
-        r"leave out of state_dict\(\) .* such as a replay buffer's newest entries",
+        match=r"the per-rank state of all 1 ranks \(buffer\) takes 4 MB, but a checkpoint holds at most 1 MB of it. "
+        r"Leave out of state_dict\(\) .* such as a replay buffer's newest entries",
     ):
         own.gather()
 
@@ -124,13 +124,17 @@ def test_a_part_that_can_be_split_continues_on_another_number_of_ranks(ranks: in
 @pytest.mark.parametrize(
     ("progress", "given", "message"),
     [
-        ({}, {"env": Numbers()}, r"has per-rank state of nothing, and ctx.run\(per_rank=...\) got env"),
-        ({"per_rank": [{"env": {}}]}, None, "has per-rank state of env, and .* got nothing: pass what the run started"),
+        ({}, {"env": Numbers()}, r"has per-rank state of nothing, but ctx.run\(per_rank=...\) received env"),
+        (
+            {"per_rank": [{"env": {}}]},
+            None,
+            "has per-rank state of env, but .* received nothing. Pass the parts",
+        ),
         ({"per_rank": [{"env": {}}]}, {"env": Numbers()}, "the checkpoint does not fit per_rank env: KeyError"),
         (
             {"per_rank": [{"gen": {}}, {"gen": {}}]},
             {"gen": torch.Generator()},
-            r"the state of gen for 2 ranks, and there are now 1: use 2 ranks, or give gen a method load_state_dicts",
+            r"the state of gen for 2 ranks, but there are now 1. Use 2 ranks, or give gen a method load_state_dicts",
         ),
     ],
 )

@@ -72,10 +72,10 @@ def test_a_rank_records_one_profile_at_a_time(run: RunDirectory) -> None:
     """A request that is refused changes nothing, and the rank records again when the first is done."""
     profiling, told = rank_of(run, ProfiledSteps(steps=9, at=4))
     assert profiling.request("7", 2) is None
-    assert profiling.request("8", 2) == "it records a profile already"
+    assert profiling.request("8", 2) == "it is already recording a profile"
     make_steps(profiling, 3, 2)
-    assert profiling.request("8", 2) == "it records a profile already"
-    assert [words for _, words in told][1:] == [{"reason": "another profile is recorded at step 4"}]
+    assert profiling.request("8", 2) == "it is already recording a profile"
+    assert [words for _, words in told][1:] == [{"reason": "a different profile is being recorded at step 4"}]
     make_steps(profiling, 5, 1)
     assert profiling.request("9", 1) is None
     make_steps(profiling, 6, 2)
@@ -112,7 +112,7 @@ def test_a_stop_drops_what_is_being_stored(run: RunDirectory, monkeypatch: pytes
     profiling.drop("preemption")
     wait_until(lambda: len(told) == 2, "the thread to report")
     file = "profiles/attempt-1/rank-0-step-3.pt.trace.json.gz"
-    words = f"{file} was not stored: the run stopped (preemption)"
+    words = f"could not store {file}: the run stopped (preemption)"
     assert told[1] == ("not_profiled", {"reason": words, "request": "7"})
 
 
@@ -124,7 +124,7 @@ def test_a_failed_script_does_not_wait_for_its_profile_and_says_what_became_of_i
     monkeypatch.setattr("clusterddp.training.profiling.module_command", lambda _: endless)
     for ended, words in (
         (False, "the script failed after 1 of 9 steps of the profile"),
-        (True, "profiles/attempt-1/rank-0-step-3.pt.trace.json.gz was not stored: the script failed"),
+        (True, "could not store profiles/attempt-1/rank-0-step-3.pt.trace.json.gz: the script failed"),
     ):
         profiling, told = rank_of(run)
         profiling.request("7", 9)
@@ -153,7 +153,7 @@ def test_a_profiler_of_the_script_is_left_alone(run: RunDirectory) -> None:
     with profile(activities=[CPU]) as own:
         profiling.request("7", 2)
         make_steps(profiling, 3, 3)
-    assert [event for event, _ in told] == ["not_profiled"] and "has a profiler of torch running" in told[0][1][
+    assert [event for event, _ in told] == ["not_profiled"] and "is running torch's profiler itself" in told[0][1][
         "reason"
     ]
     assert any(event.key == "aten::sum" for event in own.key_averages())
@@ -167,4 +167,4 @@ def test_a_profile_that_cannot_be_stored_says_why(run: RunDirectory) -> None:
     profiling.request("7", 1)
     make_steps(profiling, 3, 2)
     profiling.close(wait=True)
-    assert told[1][0] == "not_profiled" and "was not stored: File exists: " in told[1][1]["reason"]
+    assert told[1][0] == "not_profiled" and "could not store " in told[1][1]["reason"]

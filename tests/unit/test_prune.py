@@ -204,7 +204,7 @@ def test_what_belongs_to_another_user_stays(run: RunDirectory, capsys: Captured)
     os.chown(foreign, 12345, -1)
     os.chown(run.attempt_logs(1) / "rank-0.out", 12345, -1)
     assert command(["prune", str(run), "--logs", "--yes"]) == 1
-    assert f"cannot delete rank-0.out of {run}: belongs to another user" in capsys.readouterr().err
+    assert f"cannot delete rank-0.out of {run}: belongs to a different user" in capsys.readouterr().err
     assert (steps(run), logs(run)) == ([2, 4, 6], ["attempt-0", "attempt-1", "attempt-2"])
     os.chown(run.path, 12345, -1)
     assert command(["prune", str(run), "--yes"]) == 1
@@ -270,7 +270,7 @@ def test_what_cannot_be_deleted_does_not_stop_the_attempt(
 
     monkeypatch.setattr("clusterddp.rundir.ownership.delete_folder", fail)
     delete_old_logs(run, 1)
-    assert capsys.readouterr().err == f"clusterddp: cannot delete old logs in {run.logs}: Permission denied\n"
+    assert capsys.readouterr().err == f"clusterddp: could not delete old logs in {run.logs}: Permission denied\n"
 
 
 def test_a_link_in_place_of_an_attempt_stays(many: Callable[[int], RunDirectory], tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ ENDED = "41|{}|n1|2026-11-22T08:00:00|1:00:00|gpu|NonZeroExitCode"
         (ENDED.format("FAILED"), NOT_FOUND, "failed", f"(FAILED) before it started the supervisor: {NOT_FOUND}"),
         (ENDED.format("COMPLETED"), NOT_FOUND, "failed", f"(COMPLETED) before it started the supervisor: {NOT_FOUND}"),
         ("", NOT_FOUND, "failed", f"job 41 ended before it started the supervisor: {NOT_FOUND}"),
-        (ENDED.format("FAILED"), "", "failed", "and wrote no log: check that its nodes can access"),
+        (ENDED.format("FAILED"), "", "failed", "and wrote no log. Check that its nodes can access"),
         (ENDED.format("NODE_FAIL"), NOT_FOUND, "stopped", "job 41 ended: NODE_FAIL"),
         (ENDED.format("CANCELLED"), NOT_FOUND, "stopped", "job 41 ended: CANCELLED"),
         (ENDED.format("RUNNING"), NOT_FOUND, "running", ""),

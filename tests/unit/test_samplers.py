@@ -120,7 +120,7 @@ def test_a_pure_sampler_gives_the_same_samples_from_any_epoch_on(sampler: Any) -
     [Counting(), Drawn(np.random.default_rng().random), Drawn(random.Random(0).random), (i for i in range(12))],
 )
 def test_a_sampler_with_hidden_state_is_refused_with_the_remedy(sampler: Any) -> None:
-    with pytest.raises(ValueError, match=r"when an epoch is drawn again.*set_epoch\(\), or choose one of|in epoch 1"):
+    with pytest.raises(ValueError, match=r"epoch 0 differed when redrawn.*set_epoch\(\), or choose one of|in epoch 1"):
         loader(sampler=sampler)
 
 
@@ -134,15 +134,15 @@ class OfRank(Told):
     ("order", "message"),
     [
         ({"sampler": DistributedSampler(DATA, 2, 0)}, "DistributedSampler gives each rank its part of the samples"),
-        ({"batch_sampler": BatchSampler(DistributedSampler(DATA, 2, 0), 4, False)}, "leave it out, with shuffle=False"),
+        ({"batch_sampler": BatchSampler(DistributedSampler(DATA, 2, 0), 4, False)}, "Leave it out, with shuffle=False"),
         ({"sampler": OfRank()}, "OfRank gives each rank its part of the samples"),
-        ({"sampler": Some()}, r"Some gives \d+ samples in epoch 0 and \d+ in epoch 1: expected the same number"),
-        ({"sampler": []}, "list gives no samples"),
-        ({"sampler": itertools.count()}, "count gave 1001200 samples and no end"),
-        ({"sampler": 3}, "sampler is 3: expected a torch Sampler, or an iterable of indices"),
-        ({"batch_sampler": [[1, 2, 3]]}, "list gave a batch of 3 samples, and batch_size is 4"),
-        ({"batch_sampler": BatchSampler(SequentialSampler(DATA), 3, False)}, "is 4, and that of batch_sampler is 3"),
-        ({"sampler": [1], "shuffle": True}, "shuffle and sampler each say how the samples are ordered"),
+        ({"sampler": Some()}, r"Some yields \d+ samples in epoch 0 but \d+ in epoch 1. Expected the same number"),
+        ({"sampler": []}, "list yields no samples"),
+        ({"sampler": itertools.count()}, "count yielded 1001200 samples"),
+        ({"sampler": 3}, "sampler is 3, expected a torch Sampler, or an iterable of indices"),
+        ({"batch_sampler": [[1, 2, 3]]}, "list yielded a batch of 3 samples, but batch_size is 4"),
+        ({"batch_sampler": BatchSampler(SequentialSampler(DATA), 3, False)}, "is 4, but that of batch_sampler is 3"),
+        ({"sampler": [1], "shuffle": True}, "shuffle and sampler each set the order of the samples"),
     ],
 )
 def test_other_samplers_are_refused_with_the_reason(order: Any, message: str) -> None:
@@ -178,7 +178,7 @@ def test_a_sampler_that_changes_its_length_later_is_refused_then() -> None:
 
     source = loader(sampler=Growing())
     indices(source, 0, 36)
-    with pytest.raises(ValueError, match="Growing gives 13 samples in epoch 3, and 12 in epoch 0"):
+    with pytest.raises(ValueError, match="Growing yields 13 samples in epoch 3, but 12 in epoch 0"):
         indices(source, 36, 37)
 
 

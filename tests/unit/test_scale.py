@@ -221,7 +221,7 @@ except Exception as error:
 """
     first, second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.splitlines()
     assert first == "[1024, 2256, 4096]"
-    assert second.startswith("LauncherEnvironmentError 2,000 ranks need 4,256 open files in rank 0, which serves their")
+    assert second.startswith("LauncherEnvironmentError rank 0 needs 4,256 open files for the store of 2,000 ranks")
 
 
 def test_ranks_pass_on_logged_values_less_often_if_there_are_very_many() -> None:

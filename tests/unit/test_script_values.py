@@ -60,11 +60,11 @@ class Colour(enum.IntEnum):
     [
         (
             {"a": [0, torch.ones(())]},
-            r"script_state\['a'\]\[1\] is a torch.Tensor; expected numbers, .*: keep its .item\(\)",
+            r"script_state\['a'\]\[1\] is a torch.Tensor, expected numbers, .*\. Keep its .item\(\)",
         ),
-        ({"a": {"b": {1, 2}}}, r"script_state\['a'\]\['b'\] is a set; expected"),
-        ({"a": Colour.RED}, r"script_state\['a'\] is a .*Colour; expected"),
-        ({"a": {1: 2}}, r"script_state\['a'\] has the key 1; expected text"),
+        ({"a": {"b": {1, 2}}}, r"script_state\['a'\]\['b'\] is a set, expected"),
+        ({"a": Colour.RED}, r"script_state\['a'\] is a .*Colour, expected"),
+        ({"a": {1: 2}}, r"script_state\['a'\] has the key 1, expected text"),
         (Progress(history=[object()]), r"script_state.history\[0\] is an object"),  # type: ignore[list-item]
         (3, r"run\(script_state=3\): expected a dict or an instance of a dataclass, got an int"),
         ([1], "expected a dict or an instance of a dataclass, got a list"),
@@ -88,11 +88,11 @@ def test_a_value_that_has_become_wrong_is_named_when_it_is_saved() -> None:
 
 def test_values_without_a_place_are_an_error() -> None:
     with pytest.raises(
-        CheckpointError, match=r"the script's values best, patience, and ctx.run\(\) got no script_state="
+        CheckpointError, match=r"the script's values best, patience, but ctx.run\(\) received no script_state="
     ):
         Values(None).load_state_dict({"best": 0.0, "patience": 1})
     with pytest.raises(
-        CheckpointError, match="the checkpoint's script_state has 'worst', and Progress has no such field"
+        CheckpointError, match="the checkpoint's script_state has 'worst', but Progress has no such field"
     ):
         Values(Progress()).load_state_dict({"worst": 0.0})
     Values(None).load_state_dict({})

@@ -302,7 +302,7 @@ def test_what_another_user_has_written_is_not_run(tmp_path: Path) -> None:
     path.chmod(0o644)
     check_own(path)
     os.chown(path, 65534, -1)
-    with pytest.raises(RunDirectoryError, match=r"belongs to user 65534 \(mode 0644\).*expected user 0 or root"):
+    with pytest.raises(RunDirectoryError, match=r"belongs to user 65534 \(mode 0644\).*Expected user 0 or root"):
         check_own(path)
 
 

@@ -77,7 +77,9 @@ def test_a_mode_that_cannot_be_changed_is_one_sentence_and_the_next_call_does_th
     """The run's own folder is opened last."""
     with monkeypatch.context() as patched:
         patched.setattr(Path, "chmod", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
-        with pytest.raises(RunDirectoryError, match=f"cannot change the permissions of {run}: Read-only file system"):
+        with pytest.raises(
+            RunDirectoryError, match=f"could not change the permissions of {run}: Read-only file system"
+        ):
             record(run, "group")
     record(run, "group")
     assert (mode(run.path), mode(run.logs)) == (0o2750, 0o2750)
@@ -162,7 +164,7 @@ def test_another_member_of_the_group_can_fork_and_export_a_shared_run(open_folde
     assert torch.load(open_folder / "model.pt", weights_only=True)["weight"].tolist() == [1, 1]
     run.path.chmod(0o700)
     for command in ([*exporting, open_folder / "no.pt"], [sys.executable, "-c", fork, run, f"{mine}-no"]):
-        words = f"{run}: permission denied: its owner can share the run with `--change --set share=group`"
+        words = f"{run}: permission denied. Its owner can share the run with `--change --set share=group`"
         assert words in run_as_other(*command).stderr
 
 

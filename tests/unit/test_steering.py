@@ -311,7 +311,7 @@ def test_a_profile_is_ordered_of_some_ranks_and_its_files_are_named(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
     assert lines[0].startswith("rank 0, steps 7 to 26: ")
     assert lines[1:] == [
-        "rank 1: no profile: it has no run: the script has not called ctx.run() yet",
+        "rank 1: no profile: the script has not called ctx.run() yet",
         "rank 2: no profile: why not",
     ]
 

@@ -128,7 +128,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_counts(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         save(directory, number, 2, CONTENT, keep=Keep(1))
-    assert "cannot delete step-000000000001.attempt-0.safetensors: Input/output error" in capfd.readouterr().err
+    assert "could not delete step-000000000001.attempt-0.safetensors: Input/output error" in capfd.readouterr().err
     save(directory, number, 3, CONTENT, keep=Keep(1))
     assert steps(directory) == [3]
 
@@ -136,12 +136,12 @@ def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_counts(
 def test_an_unreadable_folder_hides_no_failure(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(directory, attempt(directory), Keep())
     directory.checkpoints.rename(directory.path / "away")
-    words = r"checkpoint needs 1\.0 MiB \(No space left on device\); cannot list the others \(No such file"
+    words = r"checkpoint needs 1\.0 MiB \(No space left on device\)\. Could not list the others \(No such file"
     assert re.match(words, checkpoints.why_not(OSError(28, "No space left on device"), 1 << 20))
 
 
 def test_a_used_up_quota_says_nothing_about_the_free_space_of_the_disk(directory: RunDirectory) -> None:
-    words = "checkpoint needs 1.0 MiB (Disk quota exceeded); no older one to keep"
+    words = "checkpoint needs 1.0 MiB (Disk quota exceeded). There is no older one"
     error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
     assert Checkpoints(directory, attempt(directory), Keep()).why_not(error, 1 << 20) == words
 
@@ -150,7 +150,7 @@ def test_a_superseded_attempt_neither_commits_nor_deletes(directory: RunDirector
     old = attempt(directory)
     save(directory, old, 1, CONTENT, keep=Keep(1))
     attempt(directory, (0, 1))
-    with pytest.raises(Superseded, match="attempt 0 superseded by attempt 1; not writing"):
+    with pytest.raises(Superseded, match="attempt 0 was superseded by attempt 1 and does not write"):
         save(directory, old, 2, CONTENT, keep=Keep(1))
     with pytest.raises(Superseded):
         Checkpoints(directory, old, Keep()).record_resume(None)
@@ -187,7 +187,7 @@ def test_a_file_under_another_steps_name_is_not_that_step(directory: RunDirector
     checkpoint = save(directory, attempt(directory), 1, CONTENT)
     checkpoint.path.rename(checkpoint.path.with_name("step-000000000009.attempt-0.safetensors"))
     (found,) = Checkpoints(directory, 0, Keep()).candidates()
-    with pytest.raises(CheckpointError, match="was renamed: it has the state after step 1"):
+    with pytest.raises(CheckpointError, match="was renamed. It has the state after step 1"):
         found.read()
 
 

@@ -126,7 +126,7 @@ def test_a_tar_that_lost_a_part_between_two_files_is_refused(tmp_path: Path) -> 
         end = archive.offset
     middle = starts[4]
     cut = r"it ends at byte {} without the zeros that end an archive"
-    hole = r"zeros follow at byte {}, where a header or the end should be, and more data at byte {}"
+    hole = r"zeros follow at byte {}, where a header or the end should be, but more data at byte {}"
     for damaged, message in (
         (b"", cut.format(0)),
         (whole[:middle], cut.format(middle)),
@@ -245,7 +245,7 @@ def test_an_index_that_was_built_again_is_not_read_by_a_process_that_starts_late
     write_tar(tmp_path / "a.tar", samples(0, 3))
     assert len(streams.TarShards(pattern)) == 6
     assert data[0]["__key__"] == "003"
-    with pytest.raises(ValueError, match="was built again, as shards changed while a run reads them"):
+    with pytest.raises(ValueError, match="was rebuilt, because shards changed while a run reads them"):
         pickle.loads(sent)[0]
 
 

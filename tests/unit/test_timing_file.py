@@ -117,7 +117,7 @@ def test_a_full_disk_is_reported_once_and_a_superseded_attempt_writes_nothing(
         full.setattr("clusterddp.rundir.timing.append_line", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
         file.append(lines)
         file.append(lines)
-    assert capfd.readouterr().err.count("cannot write timing.jsonl (No space)") == 1
+    assert capfd.readouterr().err.count("could not write timing.jsonl (No space)") == 1
     file.append(lines)
     assert len(read_timings(run).intervals) == len(lines) - 1
     file.close()

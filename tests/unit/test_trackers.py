@@ -279,7 +279,7 @@ def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(
     assert (event["event"], event["tracker"]) == ("tracker", "W&B")
     assert event["problem"].startswith("gets no more values in this attempt: No API key configured")
     ((name, words),) = overview(run)
-    assert name == "wandb" and "; it lacks steps from 1 on: No API key configured" in words
+    assert name == "wandb" and "It lacks steps from 1 on: No API key configured" in words
 
 
 def test_a_tracker_that_hangs_is_killed_in_time(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_a_tracker_of_a_complete_run_that_needs_longer_is_in_the_history(
     rank0 = Tracking(run, Job("digits", tensorboard=True), attempt(run, 0), lambda event, **rest: events.append(rest))
     rank0.begin(0)
     rank0.close(0.0, complete=True)
-    then = f"did not take all values in time: `python -m clusterddp.trackers {run}` sends the rest"
+    then = f"did not take all values in time. To send the rest, run `python -m clusterddp.trackers {run}`"
     assert events == [{"tracker": "TensorBoard", "problem": then}]
 
 
@@ -313,7 +313,7 @@ def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
     attempt(run, 0, 0, 1, 2)
     run.job_file.write_text(Job("digits", module="net", device="cpu", tensorboard=True).to_yaml())
     monkeypatch.setattr(sys, "argv", ["", str(run)])
-    with pytest.raises(RunDirectoryError, match="is not a run that is over"):
+    with pytest.raises(RunDirectoryError, match="is not over"):
         send_rest()
     append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": 3})
     write_json(run.outcome_file, {"state": "completed", "step": 3, "attempts": 1, "reason": ""})

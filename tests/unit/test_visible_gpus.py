@@ -58,11 +58,11 @@ def test_a_list_that_is_too_short_for_a_local_run_is_refused_before_it_starts(mo
             2,
             "local",
             "2,3",
-            "node n1 has none of the GPUs that CUDA_VISIBLE_DEVICES=2,3 lists; with --local, the job needs 4 GPUs",
+            "node n1 has none of the GPUs that CUDA_VISIBLE_DEVICES=2,3 lists. With --local, the job needs 4 GPUs",
         ),
         (0, "slurm", "GPU-5", "node n1 has none of the GPUs that CUDA_VISIBLE_DEVICES=GPU-5 lists$"),
-        (0, "slurm", "", "no GPU is visible on node n1, because CUDA_VISIBLE_DEVICES is empty; request GPUs"),
-        (0, "slurm", None, "no GPU is visible on node n1; request GPUs"),
+        (0, "slurm", "", "no GPU is visible on node n1, because CUDA_VISIBLE_DEVICES is empty. Request GPUs"),
+        (0, "slurm", None, "no GPU is visible on node n1. Request GPUs"),
     ],
 )
 def test_no_visible_gpu_is_explained_by_what_hides_them(rank: int, launcher: Any, named: Any, words: str) -> None:
@@ -88,7 +88,7 @@ def test_each_rank_uses_its_own_mig_device(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("ranks", "per_rank", "words"),
     [
-        (4, 1, "needs 4 GPUs on node n1, there are 3 \\(MIG\\)"),
+        (4, 1, "needs 4 GPUs on node n1, but it has 3 \\(MIG\\)"),
         (1, 2, "gpus_per_rank is 2, but node n1 has MIG devices"),
     ],
 )

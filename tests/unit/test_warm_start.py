@@ -101,8 +101,8 @@ def test_names_on_one_side_only_are_an_error_unless_they_are_expected(
     model = net()
     with pytest.raises(
         CheckpointError,
-        match=r"net.pt does not fit model; 1 tensor missing in the file: 0.bias; 1 tensor not in the model: "
-        r"head.weight; if that is intended, pass ctx.run\(init_strict=False\)",
+        match=r"net.pt does not fit model. 1 tensor missing in the file: 0.bias. 1 tensor not in the model: "
+        r"head.weight. If that is intended, pass ctx.run\(init_strict=False\)",
     ):
         loaded(tmp_path / "net.pt", model=model)
     own = model.state_dict()["0.bias"].clone()
@@ -138,10 +138,10 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(
     for name, message in {
         "code.pt": r"is damaged, or has more than tensors, numbers and text.* alone \(it contains \S*print\)$",
         "short.pt": "is damaged, or has more than",
-        "empty.pt": "has no state for model, but epoch: expected a state_dict, or a dict with one under 'model'",
-        "short.safetensors": "is truncated, or no safetensors file",
-        "run.safetensors": "is a checkpoint of a run: write its model to a file with `clusterddp export`",
-        "none.pt": "cannot read .*none.pt: No such file or directory",
+        "empty.pt": "has no state for model, only epoch. Expected a state_dict, or a dict with one under 'model'",
+        "short.safetensors": "is truncated, or not a safetensors file",
+        "run.safetensors": "is a checkpoint of a run. Write its model to a file with `clusterddp export`",
+        "none.pt": "could not read .*none.pt: No such file or directory",
         "net.npz": "expected a file that ends in .pt, .pth, .bin or .safetensors",
     }.items():
         with pytest.raises(CheckpointError, match=message):
@@ -151,9 +151,9 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(
 
 def test_the_part_must_be_clear() -> None:
     """The message names those that it could be."""
-    with pytest.raises(TypeError, match="there is no part 'model'; say which of a, b it is for, as in init_from={'a'"):
+    with pytest.raises(TypeError, match="there is no part 'model'. Name the part, one of a, b, as in init_from={'a'"):
         loaded("net.pt", a=net(), b=net())
-    with pytest.raises(TypeError, match="no part c; the parts are a"):
+    with pytest.raises(TypeError, match="there is no part c, only a"):
         loaded({"c": "net.pt"}, a=net())
     with pytest.raises(TypeError, match="expected a file, or a dict with a file for each part, got 3"):
         loaded({"a": 3}, a=net())  # type: ignore[dict-item]
