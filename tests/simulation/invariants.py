@@ -261,6 +261,8 @@ class Invariants:
         elif what == "cancel":
             self._cancelled_at = now
         elif what == "requeue":
+            if who.startswith("guard") and job.batch_host in job.nodes:
+                self._violated("guard", f"{who} requeues job {job.id}, which has its batch host")
             if who.startswith("admin"):
                 self._cancelled_at = None
             elif self._cancelled_at is not None and self._could_not_know(who):
@@ -413,6 +415,28 @@ class Invariants:
 
     # --- at the end
 
+    def _check_spares(self, events: list[dict[str, Any]]) -> None:
+        """A node that was lost gets no ranks again in the same job, which is not left while it has a spare node."""
+        gone: dict[tuple[Any, Any], set[str]] = {}
+        of: dict[int, dict[str, Any]] = {}
+        for event in events:
+            started = (
+                of.setdefault(event["attempt"], event) if event["event"] == "started" else of.get(event["attempt"])
+            )
+            if started is None or not self._history.plan.spare_nodes:
+                continue
+            lost = gone.setdefault((started["job"], started["restarts"]), set())
+            nodes = set(started["nodes"].split(","))
+            if event["event"] == "started" and nodes & lost:
+                self._violated("spares", f"attempt {event['attempt']} starts on {min(nodes & lost)}, which was lost")
+            if event["event"] == "node_lost":
+                lost.add(event["node"])
+            unharmed = set(started.get("spares", ())) - self._history.slurm.harmed
+            if event["event"] == "resubmitted" and lost & nodes and len(unharmed) >= len(lost & nodes):
+                self._violated(
+                    "spares", f"attempt {event['attempt']} leaves its job, which has the spare {min(unharmed)}"
+                )
+
     def at_end(self) -> None:
         """What must be true once nothing happens any more."""
         history, outcome, events = self._history, self.outcome(), self.events()
@@ -434,6 +458,7 @@ class Invariants:
                 self._violated("I7", f"{stuck[0].process.name} is left")
         if "disk errors" not in faults:
             self._check_causes(events)
+            self._check_spares(events)
         self._check_events(events, faults)
         for name, (first, last, count) in history.slurm.asked.items():
             if name.startswith("job ") and count > ASKED + (last - first) / ASKED_EVERY_S:

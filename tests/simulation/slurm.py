@@ -94,6 +94,8 @@ class Slurm:
         self.taken: dict[str, float] = {}
         self.down: set[str] = set()
         self.cut: set[str] = set()
+        #: The nodes that were ever lost, or down.
+        self.harmed: set[str] = set()
         self.away_until = 0.0
         #: Until when answers are lost, and how many of a hundred before and after they took effect.
         self.lossy: tuple[float, int, int] = (0.0, 0, 0)
@@ -539,6 +541,7 @@ class Slurm:
             return
         self._tell(f"({node} {how})")
         self.cut.add(node)
+        self.harmed.add(node)
         lost(node, True)
         for process, _, _ in self.started:
             if process.node == node and how == "loses its power":
