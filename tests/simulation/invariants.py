@@ -420,9 +420,9 @@ class Invariants:
         gone: dict[tuple[Any, Any], set[str]] = {}
         of: dict[int, dict[str, Any]] = {}
         for event in events:
-            started = (
-                of.setdefault(event["attempt"], event) if event["event"] == "started" else of.get(event["attempt"])
-            )
+            if event["event"] == "started":
+                of.setdefault(event["attempt"], event)
+            started = of.get(event["attempt"])
             if started is None or not self._history.plan.spare_nodes:
                 continue
             lost = gone.setdefault((started["job"], started["restarts"]), set())
