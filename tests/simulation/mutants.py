@@ -357,6 +357,10 @@ FOUND_AFTER: Mapping[str, int] = {
     "a silent node is waited for": 1199,
     "hangs are not seen": 902,
     "a rank that trains on alone commits": 1417,
+    "the guard does nothing": 1823,
+    "the guard requeues at once": 443,
+    "ranks stay on a lost node": 268,
+    "spare nodes are not used": 268,
 }
 #: The kinds of faults without which some of them cannot be seen: other histories are drawn and counted, but not played.
 NEEDS: Mapping[str, set[str]] = {
@@ -372,6 +376,10 @@ NEEDS: Mapping[str, set[str]] = {
     "peers are never dismissed": {"kill a rank"},
     "a silent node is waited for": {"lose a node"},
     "hangs are not seen": {"hang"},
+    "the guard does nothing": {"lose a node"},
+    "the guard requeues at once": {"lose a node"},
+    "ranks stay on a lost node": {"lose a node"},
+    "spare nodes are not used": {"lose a node"},
 }
 
 
