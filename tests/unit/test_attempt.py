@@ -502,6 +502,22 @@ def test_an_outcome_that_is_written_while_a_start_stands_still_is_kept(
     assert (run.outcome() or {})["state"] == "completed"
 
 
+def test_an_outcome_that_is_written_while_a_start_looks_at_the_last_one_is_kept(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node froze between two looks, and it removed the outcome of the job that had completed the run, which then
+    seemed to be stopped."""
+    real = lease.held_before
+
+    def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
+        write_json(run.outcome_file, {"state": "completed", "step": 9, "attempts": 1, "reason": "all ranks finished"})
+        return real(run, attempt, me)
+
+    monkeypatch.setattr(lease, "held_before", held_before)
+    supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), FakeController(Cause.PREEMPTED))
+    assert (run.outcome() or {})["state"] == "completed"
+
+
 def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_checkpoint(run: RunDirectory) -> None:
     """Each start is an attempt of its own in the same job; then the run has failed, and says why."""
     killed = FakeRanks(run, {"end": "died", "error": "killed"})
