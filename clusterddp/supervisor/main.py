@@ -177,9 +177,8 @@ def supervise_one(
     # If this job ended because the controller is busy, the run would stop. So it asks until the controller answers.
     if other := slurm.patiently(partial(lease.held_by_other, run, me), math.inf, FIRST_PAUSE_S):
         raise RunDirectoryError(f"{run} is {other}. Two jobs must not train one run")
-    if (
-        code := finished(run, controller, run.outcome())
-    ) is not None:  # by another job, which ended while the controller was asked
+    # Another job may have completed it, which ended while the controller was asked.
+    if (code := finished(run, controller, run.outcome())) is not None:
         return code
     of_run(run).check_present()
     reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
