@@ -695,6 +695,24 @@ def test_a_node_that_does_not_answer_is_lost_and_the_run_continues_without_it(ru
     assert lease.holders(run) == []
 
 
+def test_a_run_whose_ranks_finish_while_a_node_does_not_respond_has_completed(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their records say so. The exit code is that of srun, which was ended for the node: the run had failed, "all ranks
+    finished, but the launcher exited with code 137"."""
+    real = Cut.wait
+
+    def finish(ranks: Cut) -> int:
+        code = real(ranks)
+        for rank in range(2):
+            write_json(run.rank_record(0, rank), {"host": f"n{rank + 1}", "used_clusterddp": True, "end": "done"})
+        return code
+
+    monkeypatch.setattr(Cut, "wait", finish)
+    assert cut(run, FakeController(Cause.NONE)) == 0
+    assert (run.outcome() or {})["state"] == "completed"
+
+
 def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_excluded(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
