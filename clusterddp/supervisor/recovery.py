@@ -58,7 +58,9 @@ class Recovery:
         """Restarts, requeues, resubmits or ends the run; returns this process's exit code, or RESTART."""
         reached = highest([self._history.saved()["step"], *(end.step for end in self._ends)])
         self._progress = progress(self._history.events, self._number, reached, time.time())
-        return self._act(self._judge(self._why, self._state.exit_code or 0))
+        # A launcher that was ended for a lost node has no exit code of its own.
+        exit_code = 0 if self._state.lost_nodes else self._state.exit_code or 0
+        return self._act(self._judge(self._why, exit_code))
 
     def _judge(self, ask: Callable[[], Cause], exit_code: int = 0) -> Verdict:
         verdict = judge(self._ends, exit_code, bool(self._state.told), ask, self._progress)

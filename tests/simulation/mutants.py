@@ -9,7 +9,6 @@ from unittest import mock
 
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures.hangs import Watch
-from clusterddp.failures.placement import Placement
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import resubmission
 from clusterddp.slurm import commands
@@ -272,11 +271,6 @@ def _unjoined_ranks_are_waited_for() -> Patches:
     return [(decide, "_lose_unjoined", lambda state, _: state)]
 
 
-def _a_lost_node_is_used_again() -> Patches:
-    """A job with spare nodes restarts its ranks on the node that it has lost."""
-    return [(main, "place", lambda job, nodes, *_: Placement(tuple(nodes), tuple(nodes)[: job.nodes]))]
-
-
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -318,7 +312,6 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_frozen_start_begins_an_attempt,
         _a_started_successor_survives_scancel,
         _unjoined_ranks_are_waited_for,
-        _a_lost_node_is_used_again,
     )
 }
 
@@ -376,7 +369,6 @@ NEEDS: Mapping[str, set[str]] = {
     "a frozen start begins an attempt": {"lose a node"},
     "a started successor survives scancel": {"lose a node", "scancel"},
     "unjoined ranks are waited for": {"lose a node"},
-    "a lost node is used again": {"lose a node"},
 }
 
 
