@@ -97,7 +97,12 @@ _ANNOUNCED = (Cause.PREEMPTED.value, Cause.TIME_LIMIT.value)
 def advice(job: Job, booking: Booking, events: Iterable[Event]) -> list[str]:
     """What to change, most general first; empty if nothing is known to help."""
     events = list(events)
-    return [*_interval(job, booking, events), *_hold(job, booking, events), *_notice(job, events)]
+    return [
+        *_interval(job, booking, events),
+        *_hold(job, booking, events),
+        *_spare(job, booking, events),
+        *_notice(job, events),
+    ]
 
 
 def _interval(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
@@ -153,6 +158,18 @@ def _hold(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
         yield (
             f"Slurm held the run {counted(len(holds), 'time')} after a requeue, for {duration(statistics.mean(holds))} "
             f"on average, {percent} of its time: `clusterddp resubmit` lifts the hold{other}"
+        )
+
+
+def _spare(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
+    """The queue after each node that was lost, of a job without spare nodes."""
+    lost = {event["attempt"] for event in events if event["event"] == "node_lost"}
+    ends = {event["time"] for event in events if event["event"] == "resubmitted" and event["attempt"] in lost}
+    waits = [one.seconds for one in booking.intervals if one.category == "queued" and one.begin in ends]
+    if waits and not job.spare_nodes and sum(waits) >= WORTH * booking.total_s:
+        yield (
+            f"spare_nodes: 1 would have saved about {duration(sum(waits))} in the queue, where the run waited after it lost "
+            f"{counted(len(waits), 'node')}"
         )
 
 
