@@ -21,7 +21,7 @@ from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState, run_states
 from clusterddp.supervisor.limits import attempts_made
 
-#: Seconds for which a controller that does not answer is asked again.
+#: Seconds for which to retry a controller that does not answer.
 PATIENCE_S = 20.0
 Event = Mapping[str, Any]
 
@@ -71,7 +71,7 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
 
 
 def _cost(booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Any] | None:
-    """What version 1 of the schema has besides ``time``."""
+    """The keys that version 1 of the schema has besides ``time``."""
     if made is None or not attempts_made(events):
         return None
     first = next((one.begin for one in booking.intervals if one.attempt is not None), booking.intervals[-1].end)
@@ -95,7 +95,7 @@ def state_sentence(summary: Summary, state: RunState) -> str:
     if summary.outcome is not None:
         return how_it_ended(summary.outcome)
     if state.word == "failed":
-        return f"failed: {state.reason}; fix it, then continue with: clusterddp submit --run-dir {summary.run.quoted}"
+        return f"failed: {state.reason}. Fix it, then continue with: clusterddp submit --run-dir {summary.run.quoted}"
     if state.word in OVER:
         return state.reason
     if state.word == "unknown":
@@ -103,7 +103,7 @@ def state_sentence(summary: Summary, state: RunState) -> str:
     if state.word == "stopped":
         how = "--local --run-dir" if summary.run.loop_file.exists() else "--run-dir"
         ended = f" ({state.reason})" if state.reason else ""
-        return f"stopped{ended}; continue with: clusterddp submit {how} {summary.run.quoted}"
+        return f"stopped{ended}. Continue with: clusterddp submit {how} {summary.run.quoted}"
     if state.job is None:
         return state.reason
     return f"job {state.job_id} ({state.job.state}{f' on {state.nodes}' if state.nodes else ''})"

@@ -313,6 +313,7 @@ def _on_notice(state: State, notice: Notice, now: float) -> Step:
         state = replace(state, allocated=True)
     preempted = state.preempted or notice.stop is Stop.PREEMPTION
     state = replace(state, notice=notice, preempted=preempted, controller_away=False)
+    state = _lose_unjoined(state, now)
     state, lost = _lose_nodes(state) if state.confirming else (state, [])
     # A stop that was already due is not sent any sooner.
     due = _due(state, now)
@@ -335,6 +336,19 @@ def _on_controller_failed(state: State, event: ControllerFailed, _now: float) ->
         node = state.node_of(min(state.silent))
         actions.append(Say(f"neither {node} nor Slurm's controller responds. Waiting: check this node's network"))
     return replace(state, cut_off=True), [*actions, StartTimer(Timer.ASK, ASK_AGAIN_S)]
+
+
+def _lose_unjoined(state: State, now: float) -> State:
+    """Ranks that have not joined have no connection that could break: Slurm has taken their node out of the job."""
+    left, nodes = state.notice.nodes, state.nodes
+    if left is None or all(node in left for node in nodes):
+        return state
+    known = state.hosts.keys() | state.ends.keys() | state.silent
+    unjoined = [rank for rank in range(state.job.world_size) if rank not in known]
+    gone = [rank for rank in unjoined if state.node_of(rank) in nodes and state.node_of(rank) not in left]
+    for rank in gone:
+        state = _lose(state, rank, now)
+    return replace(state, silent=state.silent | set(gone), confirming=state.confirming or bool(gone))
 
 
 def _lose_nodes(state: State) -> Step:

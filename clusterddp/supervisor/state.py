@@ -44,12 +44,14 @@ SIGNAL = "signal"
 class Notice:
     """When a job ends: ``end_time`` in unix seconds (None: no time limit), and why it must stop now, if it must.
 
-    ``allocated``: when it was submitted, could start and started, the values of that event; None if unknown.
+    ``allocated``: when it was submitted, could start and started, the values of that event; None if unknown. ``nodes``:
+    those of a job that outlives its nodes; None if unknown.
     """
 
     end_time: float | None
     stop: Stop | None = None
     allocated: Mapping[str, float] | None = None
+    nodes: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)

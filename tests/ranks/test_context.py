@@ -173,7 +173,7 @@ REFUSED = {
     "ctx.wrap(torch.nn.ModuleDict({'a': model}))": "TypeError: wrap() received a ModuleDict that is, or contains,",
     "ctx.wrap(net)": "TypeError: this Linear is already wrapped. Use what the first wrap() returned",
     "ctx.loader(samples, 1, num_worker=2)": "TypeError: 'num_worker' is not an option of the loader or of torch's "
-    "DataLoader; did you mean num_workers?",
+    "DataLoader. Did you mean num_workers?",
     "ctx.eval_loader(samples, batch_size=1, foo=1)": "TypeError: 'foo' is not an option of the loader or of",
     "ctx.loader(samples, batch_size=1, num_workers=-1)": "ValueError: num_workers option should be non-negative",
     "ctx.loader(samples, batch_size=1, prefetch_factor=2)": "ValueError: prefetch_factor option could only",

@@ -261,8 +261,6 @@ class Invariants:
         elif what == "cancel":
             self._cancelled_at = now
         elif what == "requeue":
-            if who.startswith("guard") and job.batch_host in job.nodes:
-                self._violated("guard", f"{who} requeues job {job.id}, which has its batch host")
             if who.startswith("admin"):
                 self._cancelled_at = None
             elif self._cancelled_at is not None and self._could_not_know(who):
@@ -322,7 +320,7 @@ class Invariants:
         if any(0.0 <= job.made - made < SLOW_S + 3 * slurm.latency_s for made in users):
             return False
         by = [process for process in self._world.processes if process.name == job.by]
-        if any(process.stopped_until > slurm.shown_at.get(job.by, 0.0) for process in by):  # between look and request
+        if any(process.stopped_until > job.asked for process in by):  # between look and request
             return False
         if any(not process.alive and process.code is None for process in by):  # killed before it could record the job
             return False
@@ -371,8 +369,6 @@ class Invariants:
             or slurm.latency_s > 0.5
         )
         busy = any(process.alive for process in job.processes if process is not job.batch)
-        # Lost together with the batch host, or that before it started: such a job waits for its time limit.
-        troubled = troubled or (job.batch_host not in job.nodes and not any(guard.alive for guard in job.guards))
         if job.state != "RUNNING" or troubled or self._history.disk.broken[0] > now:
             self._idle_since.pop(job.id, None)
             self._incomplete_since.pop(job.id, None)
@@ -394,12 +390,17 @@ class Invariants:
             return False
         if batch.node in slurm.cut or self._history.disk.broken[0] > now:
             return False
-        newest = self._history.cluster.ranks[-self._history.job.world_size :]
+        newest = self._newest()
         return any(rank.step._batch is job and rank.server and rank.process.node in slurm.cut for rank in newest)
+
+    def _newest(self) -> list[Rank]:
+        """The ranks of the newest attempt."""
+        ranks = self._history.cluster.ranks
+        return ranks[-ranks[-1].step.job.world_size :] if ranks else []
 
     def _lacks_ranks(self, job: Batch) -> bool:
         """Whether a rank of the job's newest attempt has failed."""
-        newest = self._history.cluster.ranks[-self._history.job.world_size :]
+        newest = self._newest()
         return any(rank.step._batch is job and not rank.process.alive and rank.process.code != 0 for rank in newest)
 
     @property
@@ -414,28 +415,6 @@ class Invariants:
         return self.outcome() is not None or self._world.now - self._dead_since > 400.0
 
     # --- at the end
-
-    def _check_spares(self, events: list[dict[str, Any]]) -> None:
-        """A node that was lost gets no ranks again in the same job, which is not left while it has a spare node."""
-        gone: dict[tuple[Any, Any], set[str]] = {}
-        of: dict[int, dict[str, Any]] = {}
-        for event in events:
-            if event["event"] == "started":
-                of.setdefault(event["attempt"], event)
-            started = of.get(event["attempt"])
-            if started is None or not self._history.plan.spare_nodes:
-                continue
-            lost = gone.setdefault((started["job"], started["restarts"]), set())
-            nodes = set(started["nodes"].split(","))
-            if event["event"] == "started" and nodes & lost:
-                self._violated("spares", f"attempt {event['attempt']} starts on {min(nodes & lost)}, which was lost")
-            if event["event"] == "node_lost":
-                lost.add(event["node"])
-            unharmed = set(started.get("spares", ())) - self._history.slurm.harmed
-            if event["event"] == "resubmitted" and lost & nodes and len(unharmed) >= len(lost & nodes):
-                self._violated(
-                    "spares", f"attempt {event['attempt']} leaves its job, which has the spare {min(unharmed)}"
-                )
 
     def at_end(self) -> None:
         """What must be true once nothing happens any more."""
@@ -458,7 +437,6 @@ class Invariants:
                 self._violated("I7", f"{stuck[0].process.name} is left")
         if "disk errors" not in faults:
             self._check_causes(events)
-            self._check_spares(events)
         self._check_events(events, faults)
         for name, (first, last, count) in history.slurm.asked.items():
             if name.startswith("job ") and count > ASKED + (last - first) / ASKED_EVERY_S:

@@ -14,7 +14,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import resubmission
 from clusterddp.slurm import commands
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor import decide, guard, lease, main, monitor, recovery, requests, verdict
+from clusterddp.supervisor import decide, lease, main, monitor, recovery, requests, verdict
 from clusterddp.supervisor.controller import SlurmController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
@@ -248,33 +248,33 @@ def _a_rank_that_trains_on_alone_commits() -> Patches:
     return [(decide, "_on_committing", on_committing)]
 
 
-def _the_guard_does_nothing() -> Patches:
-    """A job that has lost its batch host is not requeued."""
-    return [(guard, "lost_batch_host", lambda *_: False)]
+def _an_array_stands_for_its_task() -> Patches:
+    """A task of an array requeues or cancels all tasks of it."""
+    return [(commands, "own_job_id", lambda environ: environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID"))]
 
 
-def _the_guard_requeues_at_once() -> Patches:
-    """A job is requeued whenever the guard has lost its connection to the batch host."""
-    return [(guard, "lost_batch_host", lambda job, restarts: job is not None and job.restarts == restarts)]
+def _a_frozen_start_begins_an_attempt() -> Patches:
+    """A supervisor whose job Slurm has restarted begins an attempt (seed 1003605)."""
+    return [(lease, "restarted", lambda *_: False)]
 
 
-def _ranks_stay_on_a_lost_node() -> Patches:
-    """The next attempt starts where the one before did, on a node that is lost."""
+def _a_started_successor_survives_scancel() -> Patches:
+    """A scancel is ignored once the job that was submitted has begun an attempt (seed 2201975)."""
 
-    def place(job: Any, allocated: Any, *_: Any) -> Placement:
-        return Placement(tuple(allocated), tuple(allocated[: job.nodes]))
+    def is_cancelled(recovery: Any) -> bool:
+        return recovery._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE)
 
-    return [(main, "place", place)]
+    return [(Recovery, "_is_cancelled", is_cancelled)]
 
 
-def _spare_nodes_are_not_used() -> Patches:
-    """A job with spare nodes is left when it loses a node."""
-    real = recovery.choose
+def _unjoined_ranks_are_waited_for() -> Patches:
+    """A job that outlives its nodes waits for a rank that was lost before it joined (seed 2124)."""
+    return [(decide, "_lose_unjoined", lambda state, _: state)]
 
-    def choose(job: Any, placement: Placement, *more: Any) -> Any:
-        return real(job, Placement(placement.nodes, placement.nodes), *more)
 
-    return [(recovery, "choose", choose)]
+def _a_lost_node_is_used_again() -> Patches:
+    """A job with spare nodes restarts its ranks on the node that it has lost."""
+    return [(main, "place", lambda job, nodes, *_: Placement(tuple(nodes), tuple(nodes)[: job.nodes]))]
 
 
 #: By name.
@@ -314,10 +314,11 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_silent_node_is_waited_for,
         _hangs_are_not_seen,
         _a_rank_that_trains_on_alone_commits,
-        _the_guard_does_nothing,
-        _the_guard_requeues_at_once,
-        _ranks_stay_on_a_lost_node,
-        _spare_nodes_are_not_used,
+        _an_array_stands_for_its_task,
+        _a_frozen_start_begins_an_attempt,
+        _a_started_successor_survives_scancel,
+        _unjoined_ranks_are_waited_for,
+        _a_lost_node_is_used_again,
     )
 }
 
@@ -357,10 +358,6 @@ FOUND_AFTER: Mapping[str, int] = {
     "a silent node is waited for": 1199,
     "hangs are not seen": 902,
     "a rank that trains on alone commits": 1417,
-    "the guard does nothing": 1823,
-    "the guard requeues at once": 443,
-    "ranks stay on a lost node": 268,
-    "spare nodes are not used": 268,
 }
 #: The kinds of faults without which some of them cannot be seen: other histories are drawn and counted, but not played.
 NEEDS: Mapping[str, set[str]] = {
@@ -376,10 +373,10 @@ NEEDS: Mapping[str, set[str]] = {
     "peers are never dismissed": {"kill a rank"},
     "a silent node is waited for": {"lose a node"},
     "hangs are not seen": {"hang"},
-    "the guard does nothing": {"lose a node"},
-    "the guard requeues at once": {"lose a node"},
-    "ranks stay on a lost node": {"lose a node"},
-    "spare nodes are not used": {"lose a node"},
+    "a frozen start begins an attempt": {"lose a node"},
+    "a started successor survives scancel": {"lose a node", "scancel"},
+    "unjoined ranks are waited for": {"lose a node"},
+    "a lost node is used again": {"lose a node"},
 }
 
 

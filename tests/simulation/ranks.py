@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,11 +21,9 @@ from typing import Any
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.errors import Superseded
 from clusterddp.failures.exit_status import ExitStatus
-from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.rundir.claims import Address
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor import guard
 from clusterddp.supervisor.control_server import Handlers
 from clusterddp.worker.control_channel import SILENCE_S
 from clusterddp.worker.rank import FENCE_S, JOIN_TIMEOUT_S
@@ -591,12 +589,9 @@ class Launcher:
 
     name, supervisor_host, abandon_s = "slurm", "", 5.0
 
-    def __init__(
-        self, cluster: Cluster, run: RunDirectory, job: Job, batch: Batch, placement: Placement | None = None
-    ) -> None:
+    def __init__(self, cluster: Cluster, run: RunDirectory, job: Job, batch: Batch, nodes: Sequence[str]) -> None:
         self.cluster, self.world, self.run, self._job, self._batch = cluster, cluster.world, run, job, batch
-        self._placement = placement or Placement(tuple(batch.nodes), tuple(batch.nodes))
-        self._restarts = batch.restarts
+        self._nodes = nodes
         self.failed: Callable[[int], object] = lambda _: None
         self.group = Group(self.world, job.world_size)
         self.ranks: list[Rank] = []
@@ -614,38 +609,32 @@ class Launcher:
         self.server = self.world.process.server  # type: ignore[attr-defined]
         for number in range(self._job.world_size):
             gone = self._batch.batch is not self.world.process or self._batch.state not in ("RUNNING", "SUSPENDED")
-            node = "" if gone else self._placement.nodes[number // self._job.ranks_per_node]
-            lost = node not in self._batch.nodes
+            node = "" if gone else self._nodes[number // self._job.ranks_per_node]
             rank = Rank(self, number, node)
             self.ranks.append(rank)
             self.cluster.ranks.append(rank)
             self._left.add(number)
-            if gone or lost or rank.process.node in self.cluster.slurm.cut:
+            if gone or rank.process.node in self.cluster.slurm.cut | self._batch.lost:
                 rank.process.alive = False
                 self.world.after(5.0, self._cannot_start, rank)
                 continue
-            self.cluster.slurm.add_process(self._batch, rank.process, self)
+            self.cluster.slurm.add_process(self._batch, rank.process)
             rank.begin()
-        self._batch.signal = self._signal
-        if self._job.outlives_nodes and self._batch.batch is self.world.process:
-            self._start_guard(self._batch.batch)
+        self._batch.signal, self._batch.node_down = self._signal, self._node_down
 
-    def _start_guard(self, batch: Process) -> None:
-        """As ``SlurmLauncher`` does. The connection is broken while the batch host is, or once the attempt is over."""
-        others = [node for node in (*self._placement.spares, *self._placement.nodes) if node != batch.node]
-        alive = [node for node in others if node in self._batch.nodes and node not in self.cluster.slurm.cut]
-        if not others or others[-1] not in alive:
-            return
-        process = Process(self.world, f"guard {self._batch.id}.{self._restarts}", others[-1], batch.environ)
+    @property
+    def job(self) -> Job:
+        """As the attempt runs it."""
+        return self._job
 
-        def main() -> int:
-            while self.server.open and self.cluster.reaches(process.node, batch.node):
-                self.world.sleep(5.0)
-            guard.watch(self.run, self.attempt, self._batch.id, self._restarts)
-            return 0
-
-        self.cluster.slurm.add_guard(self._batch, process)
-        process.start(main)
+    def _node_down(self, node: str) -> None:
+        """srun no longer waits for ranks of a node that Slurm has given up."""
+        for rank in self.ranks:
+            if rank.process.node == node and rank.number in self._left:
+                self._left.discard(rank.number)
+                self._code = self._code or 1
+        if not self._left:
+            self._wake()
 
     def _cannot_start(self, rank: Rank) -> None:
         self._left.discard(rank.number)

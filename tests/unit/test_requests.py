@@ -318,10 +318,10 @@ def test_a_skip_is_ordered_from_rank_0_and_answered_by_the_checkpoint_that_has_i
     state = after(skipped(), state=state)
     assert answers(done(state, checkpoint(7)), 6) == []
     assert answers(done(state, checkpoint(8)), 6) == [{"checkpoint": 8, "skipped": SKIPPED}]
-    text = "attempt 3: 500 batches skipped: step 8 takes global batch 508"
+    text = "attempt 3: 500 batches skipped. Step 8 takes global batch 508"
     assert sentence({"event": "skipped", "attempt": 3, **SKIPPED}) == text
     more = {"event": "skipped", "attempt": 3, **SKIPPED, "epoch_steps": 32}
-    assert sentence(more) == f"{text}; that is more than an epoch, which has 32 steps"
+    assert sentence(more) == f"{text}. That is more than an epoch, which has 32 steps"
     failed = RankEvent(0, "checkpoint_failed", {"step": 8, "reason": "No space left"})
     [refusal] = answers(done(state, failed), 6)
     assert refusal["refused"].startswith("500 batches were skipped, but checkpoint 8 was not saved: No space left")
