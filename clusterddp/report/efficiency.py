@@ -168,8 +168,8 @@ def _spare(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]
     waits = [one.seconds for one in booking.intervals if one.category == "queued" and one.begin in ends]
     if waits and not job.spare_nodes and sum(waits) >= WORTH * booking.total_s:
         yield (
-            f"spare_nodes: 1 would have saved about {duration(sum(waits))} in the queue, where the run waited after it lost "
-            f"{counted(len(waits), 'node')}"
+            f"spare_nodes: 1 would have saved about {duration(sum(waits))} in the queue, where the run waited after it "
+            f"lost {counted(len(waits), 'node')}"
         )
 
 
