@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from clusterddp.report import gpus
 from clusterddp.report.booking import CATEGORIES, Booking, continues, idle_node_s
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.records import is_count, is_time
+from clusterddp.rundir.timing import TimedInterval
 from clusterddp.slurm.cause import Cause
 
 if TYPE_CHECKING:  # ``list`` has the ratios, and loads no YAML
@@ -94,15 +96,11 @@ WORTH, ENOUGH = 0.01, 3
 _ANNOUNCED = (Cause.PREEMPTED.value, Cause.TIME_LIMIT.value)
 
 
-def advice(job: Job, booking: Booking, events: Iterable[Event]) -> list[str]:
-    """Advice, most general first. Empty if no change would help."""
+def advice(job: Job, booking: Booking, events: Iterable[Event], intervals: Iterable[TimedInterval] = ()) -> list[str]:
+    """Advice, most general first. Empty if no change would help. ``intervals``: the run's step times."""
     events = list(events)
-    return [
-        *_interval(job, booking, events),
-        *_hold(job, booking, events),
-        *_spare(job, booking, events),
-        *_notice(job, events),
-    ]
+    of_time = [*_interval(job, booking, events), *_hold(job, booking, events), *_spare(job, booking, events)]
+    return [*gpus.advice(intervals), *of_time, *_notice(job, events)]
 
 
 def _interval(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
