@@ -98,7 +98,8 @@ def main() -> None:
         if protocol.SAVED in os.environ:
             own_saves.saved_file = own_saves.SavedFile(os.environ[protocol.SAVED])
     values, code = run_script(command)
-    values = {**_step_reached(), **values}
+    if rank_exit.loop is not None:  # the script's loop ended early, at this step
+        values = {"step": rank_exit.loop.step(), **values}
     if values["end"] == "done" and own_saves.saved_file is not None and own_saves.saved_file.was_opened():
         values["read_saved"] = True
     if os.getpid() != process:
@@ -291,11 +292,6 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
     except BaseException as error:
         return _raised(error), 1
     return _done()
-
-
-def _step_reached() -> dict[str, int]:
-    """The step at which the script's loop ended early; empty outside the loop."""
-    return {} if rank_exit.loop is None else {"step": rank_exit.loop.step()}
 
 
 def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
