@@ -1,1 +1,1 @@
-"""What went wrong: how ranks ended, hangs, stacks, nodes to leave out; nothing here starts or ends anything."""
+"""What went wrong: how ranks ended, hangs, stacks, nodes to leave out; no process starts or ends here."""

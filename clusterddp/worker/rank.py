@@ -164,7 +164,7 @@ def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     """Joins the supervisor and sets torchrun's environment; returns the socket that reserves rank 0's port.
 
-    Changes nothing if a stop signal arrives before all ranks have joined.
+    Has no effect if a stop signal arrives before all ranks have joined.
     """
     host, _, supervisor_port = os.environ[protocol.SUPERVISOR].rpartition(":")
     # srun sets this to the address of the node that it runs on, which is the supervisor's.
