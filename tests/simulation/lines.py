@@ -40,15 +40,22 @@ class Lines:
     def __init__(self, patterns: Iterable[str]) -> None:
         self.files = {str(path) for pattern in patterns for path in ROOT.glob(pattern)}
         self.executed: dict[str, set[int]] = {file: set() for file in self.files}
+        #: Of each function, the lines that were not executed so far.
+        self._left: dict[CodeType, set[int]] = {}
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        file = frame.f_code.co_filename
-        if file not in self.files:
+        code = frame.f_code
+        if code.co_filename not in self.files:
             return None
-        seen = self.executed[file]
+        seen = self.executed[code.co_filename]
+        if (left := self._left.get(code)) is None:
+            left = self._left[code] = {line for _, _, line in code.co_lines() if line is not None}
+        if not left:
+            return None
 
         def line(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
             seen.add(frame.f_lineno)
+            left.discard(frame.f_lineno)
             return line
 
         return line(frame, event, None)

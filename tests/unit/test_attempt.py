@@ -443,11 +443,11 @@ def test_a_supervisor_that_stood_still_while_its_job_was_restarted_begins_no_att
         def holder(self) -> dict[str, Any]:
             return {**super().holder(), "restarts": self.restarts}
 
-    assert supervise(run, JOB, lambda: FakeRanks(run, STOPPED), Restarted(1)) == 4
-    assert supervise(run, JOB, lambda: FakeRanks(run, STOPPED), Restarted(0)) == 1
+    assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), Restarted(1)) == 4
+    assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), Restarted(0)) == 1
     assert run.attempts() == [0]
     assert "Slurm has restarted job 41 since it started this process, which exits" in capsys.readouterr().err
-    assert supervise(run, JOB, lambda: FakeRanks(run, STOPPED), Restarted(2)) == 4
+    assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), Restarted(2)) == 4
     assert run.attempts() == [0, 1]
     assert SlurmController({"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "3"}, run, JOB).holder()["restarts"] == 3
 
