@@ -98,7 +98,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_the_part_and_the_
     for change, words in {
         "wide": "the checkpoint does not fit model: Error(s) in loading state_dict",
         "groups": "the checkpoint does not fit optimizer: loaded state dict has a different number",
-        "ema": "the checkpoint has no ema; it has model, optimizer",
+        "ema": "the checkpoint has no ema, only model, optimizer",
     }.items():
         said = ddp.start(script, change, run, ranks=1, folder=tmp_path / "out").expect(1).output(0)
         assert f"CheckpointError: {words}" in said
@@ -173,7 +173,7 @@ REFUSED = {
     "ctx.wrap(torch.nn.ModuleDict({'a': model}))": "TypeError: wrap() received a ModuleDict that is, or contains,",
     "ctx.wrap(net)": "TypeError: this Linear is already wrapped. Use what the first wrap() returned",
     "ctx.loader(samples, 1, num_worker=2)": "TypeError: 'num_worker' is not an option of the loader or of torch's "
-    "DataLoader; did you mean num_workers?",
+    "DataLoader. Did you mean num_workers?",
     "ctx.eval_loader(samples, batch_size=1, foo=1)": "TypeError: 'foo' is not an option of the loader or of",
     "ctx.loader(samples, batch_size=1, num_workers=-1)": "ValueError: num_workers option should be non-negative",
     "ctx.loader(samples, batch_size=1, prefetch_factor=2)": "ValueError: prefetch_factor option could only",
