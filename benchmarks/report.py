@@ -94,9 +94,9 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else float("nan")
 
 
-def worst(values: Sequence[float]) -> float:
-    """The largest; NaN of none."""
-    return max(values, default=float("nan"))
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """The median and the largest."""
+    return f"{median(values):.{digits}f} / {max(values):.{digits}f}" if values else "-"
 
 
 def bootstrap_interval(values: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:

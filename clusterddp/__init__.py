@@ -1,7 +1,7 @@
 """Train PyTorch DistributedDataParallel models on Slurm, through preemptions, time limits, crashes and dead nodes.
 
 A training script calls ``clusterddp.init()`` and uses the context that it returns. ``clusterddp.launch()`` starts runs
-from Python. Importing this package does not import torch: login nodes and the command line do without.
+from Python. Importing this package does not import torch, which login nodes and the command line do not need.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _MODULES = ("environment", "errors", "orders", "streams")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name's module on first use: only some of them need torch."""
+    """Import a public name's module on first use, because only some of them need torch."""
     from importlib import import_module
 
     if name in _MODULES:

@@ -34,7 +34,7 @@ from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import local_loop_alive
 from clusterddp.supervisor.limits import attempts_made
 
-#: Keys that say what runs, and so cannot be given with a function.
+#: Keys for the program, which cannot be given with a function.
 _PROGRAM_KEYS = {"script", "module", "args", "resume"}
 
 
@@ -49,7 +49,7 @@ def launch(
     """Start a run, or continue the one in ``run_dir``, and return without waiting for it.
 
     A function runs once on every rank, where ``clusterddp.init()`` works as in a script. The function, its arguments
-    and its return values are pickled. After a preemption it is called again; if it is a submitit callable, the object
+    and its return values are pickled. After a preemption it is called again. If it is a submitit callable, the object
     that its ``checkpoint()`` returned is called instead.
 
     Args:
@@ -59,17 +59,17 @@ def launch(
         local: Start the ranks as processes on this machine instead of in a Slurm job. They outlive this process.
         run_dir: The run directory. Default: a new one, ``$CLUSTERDDP_RUNS/NAME-N`` or ``./runs/NAME-N``.
         **job_definition: Keys of a job definition, over those of ``target``: ``nodes=2`` (or a range, ``"2-4"``),
-            ``gpus_per_node=8`` (one rank each; also ``"TYPE:G"``; with ``device="cpu"``, ranks per node),
+            ``gpus_per_node=8`` (one rank each, or ``"TYPE:G"``, or ranks per node with ``device="cpu"``),
             ``device="cuda"`` (NCCL) or ``"cpu"`` (gloo), ``time="8:00:00"``, ``checkpoint={"every": "500 steps"}``.
             Default: one node with one GPU.
 
     Returns:
-        A handle for the run. For a run that completed earlier, nothing is started.
+        A handle for the run. A run that completed earlier is not started again.
 
     Raises:
         UsageError: An argument or the job definition is invalid, or the function cannot be pickled.
         RunDirectoryError: ``run_dir`` is in use, was cancelled, or was recorded with other arguments.
-        SlurmError: Slurm is unavailable, or refused the job. Nothing has been started.
+        SlurmError: Slurm is unavailable, or refused the job.
 
     Example:
         handle = clusterddp.launch(train, 0.1, fn_kwargs={"seed": 3}, nodes=2, gpus_per_node=8, time="8:00:00")
@@ -78,7 +78,9 @@ def launch(
     values = {key: value for key, value in job_definition.items() if value is not None}
     folder = None if run_dir is None else os.fspath(run_dir)
     if fn_kwargs and not callable(target):
-        raise UsageError(f"fn_kwargs: only for a function, got {target}; pass a script its arguments after it, as text")
+        raise UsageError(
+            f"fn_kwargs: only for a function, got {target}. Pass a script's arguments as text, after its name"
+        )
     with without_job_variables():
         if callable(target):
             job, content = _of_function(target, args, values, fn_kwargs)
@@ -105,10 +107,10 @@ def sweep(
     retry: Collection[str] = (),
     **job_definition: Any,
 ) -> list[Handle]:
-    """Start a run for each combination of values, and return their handles. The same call again starts what is missing.
+    """Start a run for each combination of values, and return their handles. Call it again to start missing runs.
 
-    The runs are submitted as Slurm job arrays. Each is a separate run, with a run directory that is named by its
-    values, and survives preemptions alone. Nothing is started twice.
+    The runs are submitted as Slurm job arrays. Each is a separate run, with a run directory named by its values, and
+    survives preemptions on its own. A run is never started twice.
 
     Args:
         target: A script, a job definition (``.yaml`` or ``.yml``), or a function, as for ``launch()``.
@@ -116,9 +118,9 @@ def sweep(
             list of mappings, one per run. Keys are a function's keyword arguments (values: numbers, text, lists of
             them), or keys of the job definition and arguments of the script (``lr`` or ``args.lr`` for ``--lr``).
         *args: Arguments that all runs have: those of the function, or command-line arguments of the script.
-        local: Run them one after another on this machine, without Slurm, and return when all are over. Default: False.
+        local: Run them one at a time on this machine, without Slurm, and return when all are over. Default: False.
         run_dir: The sweep's folder. Default: ``NAME-by-KEYS`` in ``$CLUSTERDDP_RUNS`` or ``./runs``.
-        max_running: How many runs may run at a time. Default: no limit.
+        max_running: Maximum number of runs at a time. Default: no limit.
         retry: ``["failed"]``, ``["cancelled"]`` or both: start runs in these states, too. Default: none.
         **job_definition: Keys of a job definition, for all runs, as for ``launch()``.
 
@@ -127,7 +129,7 @@ def sweep(
 
     Raises:
         UsageError: An argument or the job definition is invalid, or the function cannot be pickled.
-        RunDirectoryError: ``run_dir`` holds something else, or the sweep was recorded with another definition.
+        RunDirectoryError: ``run_dir`` holds something else, or the sweep was recorded with a different definition.
         SlurmError: Slurm is unavailable, or did not accept all runs. Call again to start the others.
 
     Example:
@@ -157,7 +159,7 @@ class Status:
     """As in ``clusterddp list``: ``"completed"``, ``"failed"`` or ``"cancelled"`` for a run that is over; ``"pending"``
     in the queue, ``"held"`` while Slurm or a user keeps its job from starting, ``"running"`` while a job or process
     trains it; ``"stopped"`` if it can be continued; ``"unknown"`` if the controller does not answer, or if only its
-    owner, or another machine or cluster, can see what trains it."""
+    owner, or another machine or cluster, can see it."""
     step: int
     """Number of steps done, according to the metrics."""
     attempts: int
@@ -177,7 +179,7 @@ class Handle:
 
     Attributes:
         path: The run directory, as an absolute path.
-        job_id: The Slurm job that the call of ``launch()`` has submitted; None for a handle from elsewhere.
+        job_id: The Slurm job that the call of ``launch()`` has submitted. None for a handle from elsewhere.
 
     Raises:
         RunDirectoryError: There is no run in ``run_dir``.
@@ -207,15 +209,15 @@ class Handle:
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the run is over or stopped, through requeues and restarts, and return its state.
 
-        Prints the events of the run to stderr meanwhile. Like ``clusterddp resubmit`` it lifts Slurm's hold after a
+        Prints the events of the run to stderr meanwhile. Like ``clusterddp resubmit``, it lifts Slurm's hold after a
         requeue and resubmits a run that lost its job.
 
         Args:
             timeout: Seconds to wait. Default: no limit.
 
         Returns:
-            ``"completed"``, ``"failed"``, ``"cancelled"``, or ``"stopped"`` if nothing trains the run any more and it
-            can be continued.
+            ``"completed"``, ``"failed"``, ``"cancelled"``, or ``"stopped"`` if the run has stopped and can be
+            continued.
 
         Raises:
             TimeoutError: ``timeout`` has expired. The run continues.
@@ -248,7 +250,7 @@ class Handle:
         return "".join(file.read_text(errors="replace") for file in (path, path.with_suffix(".err")) if file.exists())
 
     def cancel(self) -> None:
-        """End the run for good, and return once nothing trains it. Does nothing if the run is over.
+        """End the run permanently, and return once its job or processes have ended. A run that is over stays as it is.
 
         Raises:
             RunDirectoryError: The run belongs to another cluster, or its ranks have not ended within 60 seconds.
@@ -260,13 +262,13 @@ class Handle:
     def result(self, *, all_ranks: bool = False) -> Any:
         """Wait for the run as ``wait()`` does, and return what its function, or a Hydra app's task function, returned.
 
-        For any other script, that is None.
+        For any other script, the value is None.
 
         Args:
             all_ranks: Return a list with the value of each rank instead of rank 0's value. Default: False.
 
         Raises:
-            RunFailed: The run failed, was cancelled or stopped; the message has the traceback of the first failure.
+            RunFailed: The run failed, was cancelled or stopped. The message has the traceback of the first failure.
         """
         if self.wait() != "completed":
             raise RunFailed(self._why_not_done())
@@ -276,7 +278,9 @@ class Handle:
         attempt, ranks = _last_attempt(self._run)
         files = [self._run.result_file(attempt, rank) for rank in range(ranks if all_ranks else 1)]
         if is_function and (missing := [str(path) for path in files if not path.exists()]):
-            raise RunFailed(f"{self._run} completed, but its function exited without returning: no {missing[0]}")
+            raise RunFailed(
+                f"{self._run} completed, but its function exited without returning, so {missing[0]} is missing"
+            )
         values = [function.load_private(path) if path.exists() else None for path in files]
         return values if all_ranks else values[0]
 
@@ -304,7 +308,9 @@ def _submit_all(wanted: Sweep, plan: Plan) -> None:
     """Raises SlurmError if Slurm took only some of the members."""
     done = sweep_submission.submit(wanted, plan)
     if done.refused:
-        raise SlurmError(f"{len(done.members)} of {len(plan.submit)} runs submitted: {done.refused}") from done.refused
+        raise SlurmError(
+            f"{len(done.members)} of {len(plan.submit)} runs submitted, then: {done.refused}"
+        ) from done.refused
 
 
 def _sweep_of(
@@ -314,7 +320,7 @@ def _sweep_of(
     chosen = of_python(grid)
     members = named(nodes_of(chosen))
     if len(members) < len(chosen):
-        raise UsageError("the grid has the same values twice: expected each combination once")
+        raise UsageError("the grid has the same values twice. Give each combination once")
     contents: dict[str, Content] = {}
     if callable(target):
         made = [_of_function(target, args, dict(values), keywords) for keywords in chosen]
@@ -355,7 +361,7 @@ def _of_function(
     try:
         content = pickled(DelayedSubmission(function, *args, **(keywords or {})))
     except Exception as error:
-        raise UsageError(f"{function!r} and its arguments cannot be pickled: {error}") from error
+        raise UsageError(f"could not pickle {function!r} and its arguments: {error}") from error
     return job, Content(function=content, source=source_of(function))
 
 
@@ -364,7 +370,7 @@ def _start_local(job: Job, run_dir: str | None, content: Content) -> Handle:
     run = record_local(job, run_dir, content, loop=False)
     command = [*module_command("clusterddp.submit"), "--local", "--run-dir", str(run)]
     with open(run.loop_log, "ab", opener=create_file) as log:
-        # In its own session, so that Ctrl-C does not reach it.
+        # In its own session, to keep Ctrl-C from it.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     handle = Handle(run.path)
     handle._process = process
@@ -372,7 +378,7 @@ def _start_local(job: Job, run_dir: str | None, content: Content) -> Handle:
 
 
 def _last_attempt(run: RunDirectory) -> tuple[int, int]:
-    """The attempt that completed the run, and its number of ranks; else the newest attempt, and the job's ranks."""
+    """The attempt that completed the run, and its number of ranks, else the newest attempt, and the job's ranks."""
     events = run.events()
     completed = [event["attempt"] for event in events if event["event"] == "completed"]
     attempt = completed[-1] if completed else run.newest_attempt() or 0

@@ -1,7 +1,7 @@
-"""How a command exits: with its exit code, or, for any error, with one message and an exit code.
+"""How a command exits: with its exit code or, after an error, with one message and an exit code.
 
-The traceback of an unexpected error, such as a full or read-only disk, is written to a file that the message names;
-with CLUSTERDDP_DEBUG=1 it is printed instead.
+The traceback of an unexpected error, such as a full or read-only disk, is written to a file that the message names.
+With CLUSTERDDP_DEBUG=1 it is printed instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from clusterddp.reporter import say, what_failed
 def exit_with(command: Callable[[], int], records: Path | None = None) -> NoReturn:
     """Runs ``command`` and exits with its return value, or with the exit code of its error.
 
-    ``records``: the folder for the traceback of an unexpected error; if None or not writable, the system's temporary
+    ``records``: the folder for the traceback of an unexpected error. If None or not writable, the system's temporary
     folder.
     """
     _replace_closed_streams()
@@ -48,7 +48,7 @@ def exit_with(command: Callable[[], int], records: Path | None = None) -> NoRetu
 
 
 def _replace_closed_streams() -> None:
-    """Discards what is written to a stream that the parent process has closed, as in ``clusterddp list >&-``."""
+    """Discards output to a stream that the parent process has closed, as in ``clusterddp list >&-``."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
@@ -63,9 +63,9 @@ def _print_any_text() -> None:
 
 def _message(error: Exception, records: Path | None) -> str:
     if isinstance(error, FileNotFoundError) and _working_directory_deleted():
-        return "the working directory was deleted: change to one that exists"
+        return "the working directory was deleted. Change to one that exists"
     if isinstance(error, PermissionError) and error.filename and not _debugging():
-        return what_failed(error)  # the user's to fix, with all that they need
+        return what_failed(error)  # an error that the user can fix
     kept = _keep_traceback(error, records)
     if not isinstance(error, OSError):
         text = " ".join(str(error).split())
@@ -82,7 +82,7 @@ def _working_directory_deleted() -> bool:
 
 
 def _keep_traceback(error: Exception, records: Path | None) -> str:
-    """Writes the traceback to a file; returns the end of the message, which says where it is."""
+    """Writes the traceback to a file. Returns the end of the message, with its path."""
     import tempfile
 
     text = _traceback(error)
@@ -94,7 +94,7 @@ def _keep_traceback(error: Exception, records: Path | None) -> str:
             with open(descriptor, "w", errors="backslashreplace") as file:
                 file.write(text)
             return f" (traceback: {path})"
-    return f" ({DEBUG}=1 shows the traceback)"
+    return f" (to see the traceback, set {DEBUG}=1)"
 
 
 def _traceback(error: Exception) -> str:
@@ -108,7 +108,7 @@ def _debugging() -> bool:
 
 
 def _discard_output() -> None:
-    """Discards buffered output that cannot be written; Python would report an error at exit."""
+    """Discards buffered output that cannot be written, for which Python would report an error at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -48,16 +48,16 @@ class RankEnvironment:
     node_rank: int
     """The number of this node, from 0 (torchrun's GROUP_RANK)."""
     hosts: tuple[str, ...]
-    """The host of every node, by node_rank; empty if the launcher does not set them."""
+    """The host of every node, by node_rank, or empty if the launcher does not set them."""
     master_addr: str | None
-    """The host of rank 0's store; None if the launcher does not set it."""
+    """The host of rank 0's store, or None if the launcher does not set it."""
     master_port: int | None
-    """The port of rank 0's store; None if the launcher does not set it."""
+    """The port of rank 0's store, or None if the launcher does not set it."""
     launcher: Launcher
     """Which launcher's variables were read."""
 
     def exports(self) -> dict[str, str]:
-        """torchrun's environment variables for this rank, without those that are not known.
+        """torchrun's environment variables for this rank, as far as they are known.
 
         Example: ``os.environ.update(ranks.exports())``
         """
@@ -97,12 +97,12 @@ def read(environ: Mapping[str, str]) -> RankEnvironment:
         return _from_slurm(environ)
     if "RANK" in environ:
         return _from_torchrun(environ, "torchrun")
-    # Before the checks below: job scripts often export WORLD_SIZE, and then this message is more helpful.
+    # Before the checks below, because this message is more helpful if a job script exports WORLD_SIZE, as many do.
     if "SLURM_JOB_ID" in environ:
         shell = "the batch shell" if in_batch_step(environ) else "a shell"
         raise LauncherEnvironmentError(
-            f"this is {shell} of job {environ['SLURM_JOB_ID']}, not a rank: start with srun (srun -N1 -n1 for a single "
-            "process) or `clusterddp submit`"
+            f"this is {shell} of job {environ['SLURM_JOB_ID']}, not a rank. Start it with srun (srun -N1 -n1 for a "
+            "single process) or `clusterddp submit`"
         )
     if "WORLD_SIZE" in environ or "LOCAL_RANK" in environ:
         return _from_torchrun(environ, "torchrun")
@@ -116,7 +116,7 @@ def _from_torchrun(environ: Environ, launcher: Launcher) -> RankEnvironment:
     if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in environ]:
         known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or "none of the others"
         raise LauncherEnvironmentError(
-            f"launcher {launcher}: {' and '.join(missing)} not set, but {known}; set RANK and WORLD_SIZE "
+            f"launcher {launcher}: {' and '.join(missing)} not set, but {known}. Set RANK and WORLD_SIZE "
             "(and LOCAL_RANK, LOCAL_WORLD_SIZE) as torchrun does, or unset all of them for a single process"
         )
     rank, world_size = _number(environ, "RANK", launcher), _number(environ, "WORLD_SIZE", launcher)
@@ -145,10 +145,12 @@ def _local_place(environ: Environ, rank: int, world_size: int, launcher: Launche
         _refuse_guess(environ, launcher, "LOCAL_RANK")
     _check_below(environ, local_rank, "LOCAL_RANK", local_world_size, "LOCAL_WORLD_SIZE", launcher)
     if local_world_size > world_size:
-        _contradiction(environ, launcher, "more ranks on this node than in all", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+        _contradiction(
+            environ, launcher, "there are more ranks on this node than in total", "LOCAL_WORLD_SIZE", "WORLD_SIZE"
+        )
     if local_world_size == world_size and local_rank != rank:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-        _contradiction(environ, launcher, "on a single node rank and local rank are the same", *names)
+        _contradiction(environ, launcher, "on a single node, rank and local rank must be equal", *names)
     return local_rank, local_world_size
 
 
@@ -170,7 +172,7 @@ def _refuse_guess(environ: Environ, launcher: Launcher, *names: str) -> NoReturn
     missing = " and ".join(name for name in names if name not in environ)
     known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     raise LauncherEnvironmentError(
-        f"launcher {launcher}: {missing} not set, and cannot be inferred from {known}; set {missing} as torchrun does"
+        f"launcher {launcher}: {missing} not set, and cannot be inferred from {known}. Set {missing} as torchrun does"
     )
 
 
@@ -186,19 +188,19 @@ _OPENMPI_NAMES = {
 
 
 def _from_openmpi(environ: Environ) -> RankEnvironment:
-    """mpirun sets everything but the address of rank 0's store: on one node, this host and a port from the job's id."""
+    """mpirun does not set the address of rank 0's store. On one node, it is this host and a port from the job's id."""
     named = {name: environ[theirs] for name, theirs in _OPENMPI_NAMES.items() if theirs in environ}
     kept = {name: environ[name] for name in ("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT") if name in environ}
     found = _from_torchrun({**kept, **named}, "openmpi")
     if found.master_addr is None and found.world_size > found.local_world_size:
         raise LauncherEnvironmentError(
-            f"launcher openmpi: {found.world_size} ranks, {found.local_world_size} of them here, and MASTER_ADDR is "
-            "not set: mpirun -x MASTER_ADDR=HOST, with the name or address of rank 0's node"
+            f"launcher openmpi: {found.world_size} ranks, {found.local_world_size} of them here, but MASTER_ADDR is "
+            "not set. Use mpirun -x MASTER_ADDR=HOST, with the name or address of rank 0's node"
         )
     job = environ.get("PMIX_NAMESPACE")
     if found.master_port is None and found.world_size > 1 and job is None:
         raise LauncherEnvironmentError(
-            "launcher openmpi: neither PMIX_NAMESPACE nor MASTER_PORT is set: mpirun -x MASTER_PORT=NUMBER"
+            "launcher openmpi: neither PMIX_NAMESPACE nor MASTER_PORT is set. Use mpirun -x MASTER_PORT=NUMBER"
         )
     port = default_port(zlib.crc32((job or "").encode()), 0, 0) if found.master_port is None else found.master_port
     return dataclasses.replace(found, master_port=port)
@@ -240,12 +242,12 @@ def _from_slurm(environ: Environ) -> RankEnvironment:
     if len(counts) != nodes or sum(counts) != world_size:
         _contradiction(environ, "slurm", "the tasks do not add up", tasks_name, size_name, nodes_name)
     if local_rank >= counts[node_rank]:
-        _contradiction(environ, "slurm", "no such task on this node", local_name, node_name, tasks_name)
+        _contradiction(environ, "slurm", "this node has no such task", local_name, node_name, tasks_name)
     torchruns = (environ.get("RANK"), environ.get("WORLD_SIZE"))
-    if None not in torchruns and torchruns != (str(rank), str(world_size)):  # two ranks as one, or one alone
+    if None not in torchruns and torchruns != (str(rank), str(world_size)):  # would merge two ranks, or isolate one
         raise LauncherEnvironmentError(
             f"launcher slurm: {_shown(environ, 'RANK', 'WORLD_SIZE')} contradict "
-            f"{_shown(environ, rank_name, size_name)}; unset RANK and WORLD_SIZE if srun starts the ranks, or set "
+            f"{_shown(environ, rank_name, size_name)}. Unset RANK and WORLD_SIZE if srun starts the ranks, or set "
             f"{LAUNCHER}=torchrun if another launcher starts them inside the tasks"
         )
 
@@ -262,7 +264,7 @@ def _first_set(environ: Environ, *names: str) -> str:
             return name
     raise LauncherEnvironmentError(
         f"launcher slurm: none of {', '.join(names)} is set, though this is step {environ.get('SLURM_STEP_ID')} of job "
-        f"{environ.get('SLURM_JOB_ID')}; start the ranks with srun and do not change its variables"
+        f"{environ.get('SLURM_JOB_ID')}. Start the ranks with srun and do not change its variables"
     )
 
 
@@ -277,7 +279,7 @@ def default_port(job_id: int, step_id: int, restart: int) -> int:
     """A port for rank 0's store, 10000 to 29999, that all ranks of a step compute without communication.
 
     That is below Linux's ephemeral ports (32768 to 60999), which any process may hold by chance. Two steps of a job,
-    two restarts and two neighbouring jobs get different ones: below 198 steps and 101 restarts none of a job's repeats.
+    two restarts and two neighbouring jobs get different ports. Below 198 steps and 101 restarts, a job repeats none.
     """
     return 10000 + (job_id * 7919 + step_id * 101 + restart) % 20000
 
@@ -286,10 +288,10 @@ def default_port(job_id: int, step_id: int, restart: int) -> int:
 
 
 def _master(environ: Environ) -> tuple[str | None, int | None]:
-    """MASTER_ADDR and MASTER_PORT; an empty value counts as unset."""
+    """MASTER_ADDR and MASTER_PORT. An empty value counts as unset."""
     port = environ.get("MASTER_PORT")
     if port and not (re.fullmatch(r"[0-9]{1,5}", port) and int(port) < 65536):
-        raise LauncherEnvironmentError(f"MASTER_PORT={port} is not a port: expected a number from 0 to 65535")
+        raise LauncherEnvironmentError(f"MASTER_PORT={port} is not a port. Expected a number from 0 to 65535")
     return environ.get("MASTER_ADDR") or None, int(port) if port else None
 
 

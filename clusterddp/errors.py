@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-#: Exit codes. Those of sysexits.h are EX_SOFTWARE (70) and EX_TEMPFAIL (75: stopped at a checkpoint, start it again);
-#: those above 128 are what a shell reports for SIGINT and SIGPIPE.
+#: Exit codes. Those of sysexits.h are EX_SOFTWARE (70) and EX_TEMPFAIL (75: stopped at a checkpoint, start it again).
+#: Those above 128 are what a shell reports for SIGINT and SIGPIPE.
 FAILED, WRONG_USAGE, INTERNAL_ERROR, STOPPED, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 75, 130, 141
-#: Of `submit --check-resume` alone: a resume makes a difference; the run differs even without one.
+#: Only of `submit --check-resume`: the resumed run differs, and the run differs even without a resume.
 RESUME_DIFFERS, NOT_REPEATABLE = 3, 4
 #: Of commands that wait for a run: it completed, but its script may have exited without training.
 UNCONFIRMED = 14
-#: Of `clusterddp wait` alone: that of the worst end of its runs, in this order; when its time is up, as of timeout(1).
+#: Only of `clusterddp wait`: the worst end of its runs, in this order. TIMED_OUT is that of timeout(1).
 WAITED = {"failed": 10, "cancelled": 11, "stopped": 12, "unknown": 13, "unconfirmed": UNCONFIRMED}
 TIMED_OUT = 124
 #: What an exit code means, whichever command returns it.
@@ -71,7 +71,7 @@ class LauncherEnvironmentError(ClusterddpError):
 
 
 class PreflightError(ClusterddpError):
-    """A check before training (``preflight: true``) failed. The run is retried, and a node that fails is left out."""
+    """A check before training (``preflight: true``) failed. The run is retried, without a node that fails twice."""
 
 
 class DeviceError(ClusterddpError):
@@ -91,7 +91,7 @@ class SlurmUnavailable(SlurmError):
 
 
 class SlurmMissing(SlurmUnavailable):
-    """A Slurm command is not on PATH; a retry does not help."""
+    """A Slurm command is not on PATH. A retry does not help."""
 
 
 class CheckpointError(ClusterddpError):
@@ -99,25 +99,25 @@ class CheckpointError(ClusterddpError):
 
 
 class ResumeDiffers(ClusterddpError):
-    """``submit --check-resume`` found that a resume makes a difference; the message names the first one."""
+    """``submit --check-resume`` found that the resumed run differs. The message names the first difference."""
 
     exit_code = RESUME_DIFFERS
 
 
 class NotRepeatable(ResumeDiffers):
-    """The same, but the run differs without a resume, too, when it runs again."""
+    """Two runs differ even without a resume."""
 
     exit_code = NOT_REPEATABLE
 
 
 class CheckUnfinished(ClusterddpError):
-    """``submit --check-resume`` was stopped before it knew the result; the message says by what. Start it again."""
+    """``submit --check-resume`` was stopped before it had a result. The message names the cause. Start it again."""
 
     exit_code = STOPPED
 
 
 class RunFailed(ClusterddpError):
-    """The run failed, was cancelled or stopped; the message has the first failure. Raised by ``Handle.result()``."""
+    """The run failed, was cancelled or stopped. The message has the first failure. Raised by ``Handle.result()``."""
 
 
 class Superseded(ClusterddpError):
@@ -125,13 +125,13 @@ class Superseded(ClusterddpError):
 
 
 class Stopped(SystemExit):
-    """Training was stopped at a step boundary, by a preemption for example; the run can be continued.
+    """Training was stopped at a step boundary, by a preemption for example. The run can be continued.
 
-    Raised on all ranks at the same step, after the checkpoint is committed. It is a SystemExit: it passes through
-    ``except Exception``, and the exit code of a script that no supervisor started is 75 (EX_TEMPFAIL, sysexits.h).
+    Raised on all ranks at the same step, after the checkpoint is committed. As a SystemExit, it passes through
+    ``except Exception``. A script that no supervisor started exits with code 75 (EX_TEMPFAIL, sysexits.h).
 
     Attributes:
-        step: the step of the newest checkpoint, from which the run continues; None without one, or if the script saves
+        step: the step of the newest checkpoint, from which the run continues. None without one, or if the script saves
             by itself.
         reason: why the run was stopped.
 
@@ -144,9 +144,9 @@ class Stopped(SystemExit):
             raise
     """
 
-    #: The newest one of this process: the rank stays stopped even if the script catches it and continues.
+    #: The newest one of this process. The rank stays stopped even if the script catches it and continues.
     latest: ClassVar[Stopped | None] = None
-    #: Called with each new one: the rank bounds the time until the process ends.
+    #: Called with each new one. The rank then limits the time until the process ends.
     on_raised: ClassVar[Callable[[Stopped], None] | None] = None
 
     def __init__(self, step: int | None, reason: str) -> None:
@@ -159,11 +159,11 @@ class Stopped(SystemExit):
 
 
 class StoppedAlone(Stopped):
-    """This rank alone stops; its exit code makes the launcher end the others."""
+    """This rank alone stops. Its exit code makes the launcher end the others."""
 
 
 class Declined(SystemExit):
-    """A submitit callable's ``checkpoint()`` returned None: the run fails instead of being requeued."""
+    """A submitit callable's ``checkpoint()`` returned None, so the run fails instead of being requeued."""
 
 
 def exit_code(error: type[BaseException]) -> int:

@@ -1,8 +1,8 @@
 """The events of a run's history: each is a class with its fields, its meaning and its sentence.
 
 A line of ``events.jsonl`` has an event's fields, and besides them ``time`` (unix seconds), ``attempt`` and ``event``,
-the class's name in snake case. Ranks report some of them over the control channel; the supervisor writes all, and adds
-``rank`` to those. A field with a default may be missing. An event without a sentence is only recorded.
+the class's name in snake case. Ranks report some of them over the control channel. The supervisor writes all events,
+and adds ``rank`` to a rank's. A field with a default may be missing. An event without a sentence is only recorded.
 
 docs/reference/events.md is generated from this module, and a test compares it with what the code writes and reads.
 """
@@ -40,29 +40,31 @@ PHASES: Mapping[str, str] = {
     "after_loop": "what the script does after its loop, other than evaluations",
     "ending": "the script has ended",
 }
-#: What the hook of a job definition is told.
+#: The events that call the hook of a job definition.
 HOOK_EVENTS: Mapping[str, str] = {
     "preempted": "the job is being preempted, and the run continues: it is requeued or resubmitted",
     "resumed": "an attempt continues from a checkpoint",
-    "stopped": "nothing trains the run until someone continues it",
+    "stopped": "the run is stopped until you continue it",
     "completed": "all ranks finished",
     "failed": "the run failed",
     "cancelled": "the run was cancelled while an attempt ran",
 }
 #: The sentence of an event that both the rank and the supervisor print.
 HANDLER_REPLACED = (
-    "the script replaced the {signal} handler of clusterddp.init() with {handler}: if it exits or raises when {signal} "
-    "arrives, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops the run on its own"
+    "the script replaced the {signal} handler of clusterddp.init() with {handler}. If that handler exits or raises, "
+    "the steps since the last checkpoint are repeated. Remove it, because clusterddp saves and stops the run"
 )
 #: The same, of a process that a rank has started and the supervisor.
 NO_RANK = (
-    "clusterddp.stop_requested() is always False in a process that a rank has started: have clusterddp start a rank "
-    "per GPU (--gpus), instead of starting processes in the script (torch.multiprocessing.spawn)"
+    "clusterddp.stop_requested() is always False in a process that a rank has started. Let clusterddp start one rank "
+    "per GPU (--gpus) instead of starting processes in the script (torch.multiprocessing.spawn)"
 )
+#: What to do about ranks that train apart.
+CHECK_SCRIPT = "Check the script's options for distributed training"
 #: What to do about a completion that is not confirmed.
 CONFIRM = (
-    "If the training is complete, name its mark: `clusterddp submit --run-dir RUN --change --set done=FILE`. If not, "
-    "correct what is wrong, and continue with `clusterddp submit --run-dir RUN`"
+    "If the training is complete, name the file that marks it: `clusterddp submit --run-dir RUN --change --set "
+    "done=FILE`. If not, fix the cause and continue with `clusterddp submit --run-dir RUN`"
 )
 
 
@@ -77,8 +79,14 @@ def sentence(event: Mapping[str, Any]) -> str | None:
 
 
 def at_step(step: int | None) -> str:
-    """`` at step 7``; empty if no step was recorded, as by a script that does not use clusterddp."""
+    """`` at step 7``, or nothing if no step was recorded, as with a script that does not use clusterddp."""
     return "" if step is None else f" at step {step}"
+
+
+def gpu_fault(event: GpuFault) -> str:
+    """``Xid 79 on n3 GPU 5: the GPU has fallen off the bus``."""
+    place = f"{event.host}{'' if event.gpu is None else f' GPU {event.gpu}'}"
+    return f"{'a fault' if event.xid is None else f'Xid {event.xid}'} on {place}: {event.what}"
 
 
 class Event:
@@ -152,7 +160,7 @@ class Started(Event):
         idle = (("spare", self.spares), ("not used", self.aside))
         again = "".join(f", {what}: {' '.join(nodes)}" for what, nodes in idle if nodes)
         again += f", restart {self.restarts}" if self.restarts else ""
-        changed = f"; the code changed since the last attempt: {', '.join(self.changed)}" if self.changed else ""
+        changed = f". The code has changed since the last attempt: {', '.join(self.changed)}" if self.changed else ""
         return f"started ({who} on {self.nodes}{again}){changed}"
 
 
@@ -178,16 +186,19 @@ class OwnResume(Event):
     from_start: bool = False
 
     def sentence(self) -> str | None:
-        passed = f"; not used: {'; '.join(self.passed_over)}" if self.passed_over else ""
+        passed = f". Not used: {', '.join(self.passed_over)}" if self.passed_over else ""
         if self.file is not None:
             words = shlex.join(self.arguments)
             resumed = "resumed from" if words else "the newest checkpoint of the script is"
             age = duration(self.before_s)
             return f"{resumed} {self.file}, written {age} before the stop{f', with {words}' if words else ''}{passed}"
         if self.attempt == 0:
-            return passed.removeprefix("; ")
-        start = ": starts from the beginning" if self.from_start else ""
-        return f"no complete checkpoint matches {' or '.join(self.patterns)}{start}{passed}"
+            return passed.removeprefix(". ")
+        start = (
+            ". The script starts from the beginning. If it has saved a checkpoint, correct `resume.checkpoint` and "
+            "submit with --change"
+        )
+        return f"no complete checkpoint matches {' or '.join(self.patterns)}{start if self.from_start else ''}{passed}"
 
 
 class Rejoined(Event):
@@ -208,7 +219,8 @@ class Preflight(Event):
     warnings: Sequence[str]
 
     def sentence(self) -> str:
-        return "; ".join([f"all nodes passed the preflight in {self.seconds:.1f} s", *self.warnings])
+        warnings = f", with warnings: {', '.join(self.warnings)}" if self.warnings else ""
+        return f"all nodes passed the preflight in {self.seconds:.1f} s{warnings}"
 
 
 class Phase(Event):
@@ -226,8 +238,8 @@ class Initialized(Event):
     unexpected: Sequence[str]
 
     def sentence(self) -> str:
-        sides = (("missing in it", self.missing), ("not in the model", self.unexpected))
-        lists = "".join(f"; {what}: {', '.join(keys[:5])}{', ...' * (len(keys) > 5)}" for what, keys in sides if keys)
+        sides = (("Missing in the file", self.missing), ("Not in the model", self.unexpected))
+        lists = "".join(f". {what}: {', '.join(keys[:5])}{', ...' * (len(keys) > 5)}" for what, keys in sides if keys)
         return f"{self.part} starts from {self.file}{lists}"
 
 
@@ -251,23 +263,23 @@ class Resumed(Event):
     redone: int | None = None
 
     def sentence(self) -> str:
-        inexact = f" (not bit-exact: {'; '.join(self.inexact)})" if self.inexact else ""
+        inexact = f". The resume is not bit-exact: {', '.join(self.inexact)}" if self.inexact else ""
         return f"resumed from step {self.step}{_repeated(self.redone)}{inexact}"
 
 
 def _repeated(redone: int | None) -> str:
-    return "" if redone is None else f", {counted(redone, 'step')} repeated"
+    return "" if redone is None else f", repeating {counted(redone, 'step')}"
 
 
 class OrderChanged(Event):
-    """the resumed run's order has other weights in steps to come"""
+    """the resumed run's order has different weights in the steps to come"""
 
     step: int
     was: str
     now: str
 
     def sentence(self) -> str:
-        return f"the weights of the mixture from now on: {self.now}; they were: {self.was}"
+        return f"the weights of the mixture are now {self.now}. Before, they were {self.was}"
 
 
 class NotRead(Event):
@@ -277,8 +289,8 @@ class NotRead(Event):
 
     def sentence(self) -> str:
         return (
-            f"the script made its first step without opening {self.file}, which it saved at its last stop: it may have "
-            "started from an older checkpoint, or from the beginning"
+            f"the script made its first step without opening {self.file}, which it saved at its last stop. It may have "
+            "started from an older checkpoint or from the beginning. Make the script resume from that file"
         )
 
 
@@ -293,8 +305,8 @@ class Progress(Event):
 
 
 class StepsSeen(Event):
-    """rank 0 has made its first step in a script without clusterddp; its number is unknown; `out` and `err`: the size
-    of the files with its output, in bytes"""
+    """rank 0 has made its first step, of unknown number, in a script without clusterddp; `out` and `err`: the sizes of
+    its output files in bytes"""
 
     out: int | None = None
     err: int | None = None
@@ -309,10 +321,10 @@ class Apart(Event):
     def sentence(self) -> str:
         if self.group > 1:
             return (
-                f"the script's process group has {counted(self.group, 'rank')}, but the run has {self.ranks}: each "
-                "group trains a separate model"
+                f"the script's process group has {counted(self.group, 'rank')}, but the run has {self.ranks}. Each "
+                f"group trains a separate model. {CHECK_SCRIPT}"
             )
-        return f"rank 0 trains alone, though the run has {self.ranks} ranks: it is in no process group with them"
+        return f"rank 0 trains alone, in no process group, but the run has {self.ranks} ranks. {CHECK_SCRIPT}"
 
 
 class NoRank(Event):
@@ -331,20 +343,21 @@ class MicrobatchingSkipped(Event):
 
     def sentence(self) -> str:
         return (
-            f"each rank takes {self.samples} samples at once, more than its batch_size of {self.most}: "
-            "the script does not call run.micro()"
+            f"each rank takes {self.samples} samples at once, more than its batch_size of {self.most}, because the "
+            "script does not call run.micro(). If memory is short, loop over run.micro(batch)"
         )
 
 
 class WaitsForData(Event):
-    """rank 0 waits for batches in `percent` % of its time; said once"""
+    """rank 0 waits for batches in `percent` % of its time; recorded once"""
 
     step: int
     percent: int
     advice: str
 
     def sentence(self) -> str:
-        return f"rank 0 waited for data in {self.percent}% of the last steps' time: {self.advice}"
+        advice = f"{self.advice[:1].upper()}{self.advice[1:]}"
+        return f"rank 0 waited for data in {self.percent}% of the last steps' time. {advice}"
 
 
 class Skipped(Event):
@@ -359,11 +372,11 @@ class Skipped(Event):
 
     def sentence(self) -> str:
         skipped = (
-            f"{counted(self.batches, 'batch', 'batches')} skipped: step {self.step} takes global batch {self.batch}"
+            f"{counted(self.batches, 'batch', 'batches')} skipped. Step {self.step} takes global batch {self.batch}"
         )
         if self.epoch_steps is None:
             return skipped
-        return f"{skipped}; that is more than an epoch, which has {counted(self.epoch_steps, 'step')}"
+        return f"{skipped}. That is more than an epoch, which has {counted(self.epoch_steps, 'step')}"
 
 
 class DeviceMemory(Event):
@@ -383,7 +396,7 @@ class NotFinite(Event):
         (metric, value), *others = self.metrics.items()
         more = max(len(others), self.count - 1)
         also = f", and {counted(more, 'other metric')} became NaN or infinite" if more else ""
-        return f"{metric} became {value} at step {self.step}{also}; training continues"
+        return f"{metric} became {value} at step {self.step}{also}. Training continues"
 
 
 class _Explained(Event):
@@ -395,11 +408,11 @@ class _Explained(Event):
 
 
 class UnevenCalls(_Explained):
-    """some ranks call `run.every()` more often than others; said once"""
+    """some ranks call `run.every()` more often than others; recorded once"""
 
 
 class ShapesChanged(_Explained):
-    """torch.compile has seen changing shapes; said once"""
+    """torch.compile has seen changing shapes; recorded once"""
 
 
 class Diverged(_Explained):
@@ -447,9 +460,8 @@ class Profiled(Event):
     request: int | None = None
 
     def sentence(self) -> str:
-        return (
-            f"rank {self.rank} recorded a profile of {counted(self.steps, 'step')} from step {self.step}: {self.file}"
-        )
+        what = f"a profile of {counted(self.steps, 'step')} from step {self.step}"
+        return f"rank {self.rank} recorded {what} in {self.file}"
 
 
 class NotProfiled(Event):
@@ -459,7 +471,7 @@ class NotProfiled(Event):
     request: int | None = None
 
     def sentence(self) -> str:
-        return f"rank {self.rank}: no profile: {self.reason}"
+        return f"rank {self.rank} recorded no profile: {self.reason}"
 
 
 # --- checkpoints
@@ -475,8 +487,8 @@ class Interval(Event):
 
     def sentence(self) -> str:
         return (
-            f"saving every {self.seconds:.0f} s: a save blocks training for {1000 * self.stall_s:.0f} ms, and this run "
-            f"is interrupted every {self.between_s / 3600:.1f} hours on average"
+            f"saving every {self.seconds:.0f} s, because a save blocks training for {1000 * self.stall_s:.0f} ms and "
+            f"this run is interrupted every {self.between_s / 3600:.1f} hours on average"
         )
 
 
@@ -498,8 +510,8 @@ class RoomMade(Event):
 
     def sentence(self) -> str:
         return (
-            f"the disk is full: deleted checkpoint{'s' * (len(self.deleted) > 1)} {', '.join(map(str, self.deleted))} "
-            f"to make room for {self.step}"
+            f"the disk is full. Deleted checkpoint{'s' * (len(self.deleted) > 1)} {', '.join(map(str, self.deleted))} "
+            f"to make room for {self.step}. Free space, or keep fewer checkpoints (checkpoint.keep)"
         )
 
 
@@ -510,7 +522,9 @@ class CheckpointFailed(Event):
     reason: str
 
     def sentence(self) -> str:
-        return f"checkpoint {self.step} was not saved: {self.reason}; training continues"
+        return (
+            f"could not save checkpoint {self.step}: {self.reason}. Training continues, and the next save tries again"
+        )
 
 
 class CheckpointDamaged(Event):
@@ -520,11 +534,11 @@ class CheckpointDamaged(Event):
     reason: str
 
     def sentence(self) -> str:
-        return f"{self.reason}; skipped"
+        return f"{self.reason}. Trying the previous checkpoint"
 
 
 class PerRankGrows(Event):
-    """the per-rank state takes more than half of what a checkpoint holds; said once"""
+    """the per-rank state takes more than half of what a checkpoint holds; recorded once"""
 
     step: int
     names: Sequence[str]
@@ -534,8 +548,8 @@ class PerRankGrows(Event):
     def sentence(self) -> str:
         return (
             f"the per-rank state of all ranks ({', '.join(self.names)}) takes {self.bytes / 1e6:,.0f} MB, more than "
-            f"half of the {self.limit / 1e6:,.0f} MB that a checkpoint holds; beyond that the run fails: save less of "
-            "it"
+            f"half of the {self.limit / 1e6:,.0f} MB that a checkpoint holds. Beyond the limit the run fails. Leave "
+            "out of state_dict() what can be computed again"
         )
 
 
@@ -546,13 +560,13 @@ class NoBest(Event):
     logged: Sequence[str]
 
     def sentence(self) -> str:
-        logged = ", ".join(self.logged) or "nothing"
-        return f"no best checkpoint: the script has never logged {self.metric!r}, only {logged}"
+        logged = f", only {', '.join(self.logged)}" if self.logged else " or any other metric"
+        return f"there is no best checkpoint, because the script never logged {self.metric!r}{logged}"
 
 
 class Saved(Event):
     """the script has saved its state in `file` and called `requeue(saved=file)`; with `clusterddp.continue_epoch()`
-    also how many `items` of its epoch it had trained on, and when the file was `written`"""
+    also the `items` of its epoch that it had trained on, and when the file was `written`"""
 
     file: str
     items: int | None = None
@@ -569,7 +583,10 @@ class NoSave(Event):
     file: str
 
     def sentence(self) -> str:
-        return f"requeue(saved={self.file!r}): there is no such file or folder; the next attempt continues without it"
+        return (
+            f"requeue(saved={self.file!r}): there is no such file or folder. The next attempt continues without it. "
+            "Pass the path that the script saved to"
+        )
 
 
 class OwnCheckpoint(Event):
@@ -587,8 +604,8 @@ class NoMatch(Event):
 
     def sentence(self) -> str:
         return (
-            f"the script has saved {self.file}, but no file matches {' or '.join(self.patterns)} so far: check "
-            "`resume.checkpoint`"
+            f"the script has saved {self.file}, but no file matches {' or '.join(self.patterns)} so far. If the script "
+            "can resume from that file, correct `resume.checkpoint` and submit with --change"
         )
 
 
@@ -623,12 +640,12 @@ class Notice(Event):
     why: str
 
     def sentence(self) -> str:
-        return f"{self.why}: telling the ranks to stop"
+        return f"{self.why}. Asking the ranks to stop"
 
 
 class Requested(Event):
-    """the user asked for `request`; the next jobs exclude `nodes` for a day; a profile is of `steps` on `ranks`;
-    `batches` are to be skipped"""
+    """the user asked for `request`; the next jobs exclude `nodes` for a day; a profile records `steps` on `ranks`;
+    `batches` are skipped"""
 
     request: str
     nodes: Sequence[str] = ()
@@ -639,18 +656,18 @@ class Requested(Event):
     def sentence(self) -> str:
         if self.request == "profile":
             who = "rank" if self.ranks.isdecimal() else "ranks"
-            return f"requested by `clusterddp tell profile={self.steps}`: a profile of {who} {self.ranks}"
+            return f"`clusterddp tell profile={self.steps}` requested a profile of {who} {self.ranks}"
         if self.request == "skip":
-            return f"requested by `clusterddp tell skip={self.batches}`: all ranks skip batches, and save"
+            return f"`clusterddp tell skip={self.batches}` requested that all ranks skip batches and save"
         follows = {
             "save": "a checkpoint at the next step boundary",
-            "stop": "all ranks save and stop, and the run is held",
-            "requeue": "all ranks save and stop, and the run is requeued",
-            "drain": "all ranks save, stop and continue",
+            "stop": "that all ranks save and stop",
+            "requeue": "that all ranks save and stop and the job is requeued",
+            "drain": "that all ranks save, stop and continue",
         }.get(self.request, self.request)
         command = "requeue" if self.request == "requeue" else f"tell {self.request}"
         without = f", without {', '.join(self.nodes)}" if self.nodes else ""
-        return f"requested by `clusterddp {command}`: {follows}{without}"
+        return f"`clusterddp {command}` requested {follows}{without}"
 
 
 class Overdue(Event):
@@ -662,8 +679,8 @@ class Overdue(Event):
     def sentence(self) -> str:
         behind = f" ({self.behind})" if self.behind else ""
         return (
-            f"the step did not end within {self.seconds:.0f} s of the notice{behind}: exiting with the newest "
-            "checkpoint; rank 0's log has its stacks"
+            f"the step did not end within {self.seconds:.0f} s of the notice{behind}. Rank 0 exits with the newest "
+            "checkpoint, and its log has its stacks. Make steps shorter, or call ctx.stop_point() in them"
         )
 
 
@@ -674,7 +691,7 @@ class Stopping(Event):
     reason: str
 
     def sentence(self) -> str:
-        return f"stop requested ({self.reason}): all ranks stop after step {self.step}"
+        return f"stop requested ({self.reason}). All ranks stop after step {self.step}"
 
 
 class Finishing(Event):
@@ -692,10 +709,10 @@ class LeftLoop(Event):
 
     def sentence(self) -> str:
         ways = {"break": "break or return", "exception": "an exception or close()"}
-        advice = "" if self.by == "exception" else "; to end a run early, call run.finish(), which saves"
+        advice = "" if self.by == "exception" else ". To end a run early, call run.finish(), which saves"
         return (
             f"the script left its loop by {ways.get(self.by, 'break or an exception')} after step {self.step} of "
-            f"{self.steps}: steps since the newest checkpoint are not saved{advice}"
+            f"{self.steps}. Steps since the newest checkpoint are not saved{advice}"
         )
 
 
@@ -708,14 +725,14 @@ class ControllerAway(Event):
     error: str
 
     def sentence(self) -> str:
-        return f"Slurm controller unreachable, training continues: {self.error}"
+        return f"Slurm's controller is unreachable, but training continues: {self.error}"
 
 
 class ControllerBack(Event):
-    """Slurm's controller answers again"""
+    """Slurm's controller is reachable again"""
 
     def sentence(self) -> str:
-        return "Slurm controller reachable again"
+        return "Slurm's controller is reachable again"
 
 
 class ControllerMissing(Event):
@@ -724,9 +741,7 @@ class ControllerMissing(Event):
     error: str
 
     def sentence(self) -> str:
-        return (
-            f"{self.error}: the ranks stop only when they are signalled, and the cause of a stop cannot be determined"
-        )
+        return f"{self.error}. The ranks stop only when they receive a signal, and the cause of a stop stays unknown"
 
 
 class Slow(Event):
@@ -739,13 +754,41 @@ class Slow(Event):
 
     def sentence(self) -> str:
         return (
-            f"rank {self.rank} ({self.host}) is slow: {self.own_s:.3g} s of compute per step, {self.ratio:.1f} times "
-            "the others' median; they wait for it"
+            f"rank {self.rank} ({self.host}) is slow. It computes for {self.own_s:.3g} s per step, "
+            f"{self.ratio:.1f} times the others' median, and they wait for it. Check its node, its CPU and its data"
         )
 
 
+class SlowNode(Event):
+    """the rank has been a straggler for `seconds`; `facts`: what may slow its node or its GPUs down"""
+
+    host: str
+    ratio: float
+    seconds: float
+    facts: Sequence[str]
+
+    def sentence(self) -> str:
+        since = duration(self.seconds)
+        facts = f". {'. '.join(self.facts)}" if self.facts else ""
+        return f"rank {self.rank} ({self.host}) has been slow for {since}, {self.ratio:.1f} times the others{facts}"
+
+
+class GpuFault(Event):
+    """the driver has reported an error of a GPU of the rank, with its number in NVIDIA's list (`xid`); `hardware`: it
+    counts against the node"""
+
+    host: str
+    what: str
+    hardware: bool
+    gpu: int | None = None
+    xid: int | None = None
+
+    def sentence(self) -> str:
+        return gpu_fault(self)
+
+
 class StragglerRecovered(Event):
-    """a rank that was slow is not slow any more"""
+    """a straggler is no longer slow"""
 
     rank: int
     host: str
@@ -764,11 +807,11 @@ class Hung(Event):
     suspect: str | None = None
 
     def sentence(self) -> str:
-        return f"{self.what}; terminating all ranks"
+        return f"{self.what}. Terminating all ranks"
 
 
 class NodeLost(Event):
-    """a node does not answer, or these ranks outlived a KILL"""
+    """a node no longer responds, or these ranks did not exit after SIGKILL"""
 
     node: str
     suspect: str
@@ -776,13 +819,14 @@ class NodeLost(Event):
 
     def sentence(self) -> str:
         if not self.unkillable:
-            return f"node {self.node} lost: it no longer responds"
+            return f"node {self.node} no longer responds"
         who = f"{'rank' if len(self.unkillable) == 1 else 'ranks'} {', '.join(map(str, self.unkillable))}"
-        return f"node {self.node} lost: {who} did not exit after SIGKILL"
+        return f"node {self.node} is treated as lost, because {who} did not exit after SIGKILL. Tell the administrator"
 
 
 class RankFailed(Event):
-    """the first failure of the attempt; `raised`: its exception, line and step; `lacks_gpus`: the node has too few"""
+    """the first failure of the attempt; `raised`: its exception, line and step; `lacks_gpus`: the node has too few;
+    `fault`: of its GPU, which is the cause"""
 
     rank: int
     host: str
@@ -792,9 +836,11 @@ class RankFailed(Event):
     since: float | None = None
     raised: str | None = None
     lacks_gpus: bool | None = None
+    fault: str | None = None
 
     def sentence(self) -> str:
-        return f"rank {self.rank} ({self.host}) failed first{at_step(self.step)}: {self.error}"
+        fault = f". {self.fault}" if self.fault else ""
+        return f"rank {self.rank} ({self.host}) failed first{at_step(self.step)}: {self.error}{fault}"
 
 
 class Excluded(Event):
@@ -805,7 +851,8 @@ class Excluded(Event):
 
     def sentence(self) -> str:
         times = f"{' and '.join(map(str, self.failures))} {'time' if self.failures == [1] else 'times'}"
-        return f"{' and '.join(self.nodes)} failed this run {times}: excluded from its jobs for 24 hours"
+        be = "is" if len(self.nodes) == 1 else "are"
+        return f"{' and '.join(self.nodes)} failed this run {times} and {be} excluded from its jobs for 24 hours"
 
 
 class NotExcluded(Event):
@@ -814,7 +861,7 @@ class NotExcluded(Event):
     reason: str
 
     def sentence(self) -> str:
-        return f"no further node is excluded: {self.reason}"
+        return f"no further node is excluded, because {self.reason}"
 
 
 class Moved(Event):
@@ -837,7 +884,7 @@ class RequeueRefused(Event):
     error: str
 
     def sentence(self) -> str:
-        return f"requeue refused ({self.error}), resubmitting"
+        return f"Slurm refused the requeue ({self.error}). Resubmitting the run"
 
 
 class _Ended(Event):
@@ -853,30 +900,34 @@ class _Ended(Event):
     def ended(self, then: str) -> str:
         """Why it ended, what was saved, what was not, and what happens next."""
         reason, step, checkpoint = self.reason.rstrip("."), self.step, self.checkpoint
-        clause = not re.search("[.,:;]", reason)  # such as ``preempted``; a failure's is a sentence, or several
-        facts = [f"at step {step}"] if step else []
-        if clause and facts:
-            reason = f"{reason} {facts.pop()}"
+        sentences = [reason]
+        what, comma, more = reason.partition(", ")
+        if step and re.search(r"[.:;]\s", what):  # an exception's text, for example
+            sentences.append(f"The attempt ended at step {step}")
+        elif step:
+            sentences = [f"{what}{at_step(step)}{comma}{more}"]
         if self.file is not None and checkpoint is None:
-            facts.append(f"newest checkpoint {self.file}")
+            sentences.append(f"The newest checkpoint is {self.file}")
         elif step is None:
-            facts.append("no steps recorded" if self.made is None else f"at least {counted(self.made, 'step')} made")
+            made = "No step was recorded" if self.made is None else f"It made at least {counted(self.made, 'step')}"
+            sentences.append(made)
         elif step == 0:
-            facts.append("nothing new to save")
+            sentences.append("No step was completed")
         elif checkpoint is None:
-            facts.append("no checkpoint committed")
+            sentences.append("No checkpoint was saved")
+        elif step > checkpoint:
+            repeated = counted(step - checkpoint, "step")
+            sentences.append(f"The newest checkpoint is {checkpoint}, so {repeated} will be repeated")
         else:
-            repeated = f" ({counted(step - checkpoint, 'step')} will be repeated)" if step > checkpoint else ""
-            facts.append(f"checkpoint {checkpoint} committed{repeated}")
-        rest = ", ".join([*facts, then])
-        return f"{reason}, {rest}" if clause else f"{reason}. {rest[0].upper()}{rest[1:]}"
+            sentences.append(f"Checkpoint {checkpoint} is saved")
+        return ". ".join([*sentences, then])
 
 
 class Restarted(_Ended):
     """the ranks are restarted in place"""
 
     def sentence(self) -> str:
-        return self.ended(RESTARTING)
+        return self.ended(f"{RESTARTING[0].upper()}{RESTARTING[1:]}")
 
 
 class Requeued(_Ended):
@@ -885,7 +936,7 @@ class Requeued(_Ended):
     window_s: float | None
 
     def sentence(self) -> str:
-        return self.ended("requeued")
+        return self.ended("The job is requeued")
 
 
 class Resubmitted(_Ended):
@@ -894,18 +945,18 @@ class Resubmitted(_Ended):
     job: str
 
     def sentence(self) -> str:
-        return self.ended(f"resubmitted as job {self.job}")
+        return self.ended(f"The run continues as job {self.job}")
 
 
 class Stopped(_Ended):
-    """the run can be continued; `file`: the script's own checkpoint; `made`: so many steps of the attempt, at least;
+    """the run can be continued; `file`: the script's own checkpoint; `made`: the least number of steps of the attempt;
     `refused`: why Slurm refused the run's next job, which `clusterddp resubmit` submits again"""
 
     then: str = "stopped"
     refused: str | None = None
 
     def sentence(self) -> str:
-        return self.ended(self.then)
+        return self.ended(f"The run is {self.then}")
 
 
 class Completed(Event):
@@ -921,7 +972,7 @@ class Completed(Event):
         completed = f"completed{at_step(self.step)} after {counted(self.attempts, 'attempt')}"
         if self.confirmed is False:
             return f"{completed}, {self.reason}. {CONFIRM}"
-        return f"{completed}; {self.reason}" if self.reason.startswith("done: ") else completed
+        return f"{completed} ({self.reason})" if self.reason.startswith("done: ") else completed
 
 
 class Failed(Event):
@@ -945,7 +996,7 @@ class Cancelled(Event):
     reason: str
 
     def sentence(self) -> str:
-        return f"cancelled{at_step(self.step)}; it will not run again"
+        return f"cancelled{at_step(self.step)}. The run will not start again"
 
 
 # --- the last of these, as outcome.json
@@ -957,7 +1008,7 @@ def is_unconfirmed(outcome: Mapping[str, Any]) -> bool:
 
 
 def over_already(run: object, outcome: Mapping[str, Any]) -> str:
-    """The message of a command that has nothing to do because the run is over."""
+    """The message of a command that stops because the run is over."""
     return f"{run}: already {outcome['state']}{at_step(outcome['step'])}"
 
 

@@ -1,4 +1,4 @@
-"""The module that jobs of ``clusterddp.launch()`` name; the code is in ``clusterddp/worker/function.py``."""
+"""The module that jobs of ``clusterddp.launch()`` name. The code is in ``clusterddp/worker/function.py``."""
 
 from clusterddp.worker.function import main
 

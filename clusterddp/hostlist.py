@@ -1,4 +1,4 @@
-"""Short notations: Slurm's host lists (``rack[1-2]node[01-02]``) and task counts (``2(x3),1``); ranks (``0,3-5``)."""
+"""Notations: Slurm's host lists (``rack[1-2]node[01-02]``) and task counts (``2(x3),1``), and ranks (``0,3-5``)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import product
 
 from clusterddp.errors import LauncherEnvironmentError
 
-#: A part of a list up to the comma, or the end, behind it: commas inside brackets separate nothing. A bracket that is
-#: not closed is an ordinary character here, and refused later.
+#: A part of a list up to the next comma outside of brackets, or the end. A bracket that is not closed is an ordinary
+#: character here, and refused later.
 _PART = re.compile(r"(?:[^,\[]+|\[[^\[\]]*\]|\[)*")
 #: A part with one bracket that lists numbers: a list may consist of thousands of these.
 _LISTED = re.compile(r"([\w.:-]*)\[(\d{1,18}(?:,\d{1,18})*)\]([\w.:-]*)(?=,|\Z)", re.ASCII)
-#: Nothing but names: the list of thousands of nodes with odd names.
+#: A list of names only, such as thousands of nodes with odd names.
 _NAMES = re.compile(r"[\w.:-]+(?:,[\w.:-]+)*", re.ASCII)
 _HOST = re.compile(r"(?:[\w.:-]|\[[^\[\]]*\])+", re.ASCII)
 _ONE_BRACKET = re.compile(r"([\w.:-]*)(\[[^\[\]]*\])([\w.:-]*)", re.ASCII)
@@ -26,7 +26,7 @@ _LONGEST_RANGE = _MOST_HOSTS = 65536
 
 
 def expand(hostlist: str) -> list[str]:
-    """The host names in ``hostlist``, in the order of ``scontrol show hostnames``; an empty list for an empty string.
+    """The host names in ``hostlist``, in the order of ``scontrol show hostnames``. An empty list for an empty string.
 
     Raises LauncherEnvironmentError for malformed lists, also where scontrol does not: it accepts ``n[1`` as a host and
     drops the empty part of ``a,,b``. Unlike scontrol 22.05 it allows text after the last bracket (``cn[1-2]-ib0``).
@@ -110,17 +110,17 @@ def tasks_per_node(text: str) -> list[int]:
 
 def _malformed(hostlist: str, reason: str) -> LauncherEnvironmentError:
     return LauncherEnvironmentError(
-        f"malformed host list {hostlist!r}: {reason}; expected, for example, 'a1,rack[1-2]node[01-02]'"
+        f"malformed host list {hostlist!r}: {reason}. Expected, for example, 'a1,rack[1-2]node[01-02]'"
     )
 
 
 def ranks_in(text: str) -> list[int]:
-    """The ranks in ``0,3-5``. ValueError if it is not of this form."""
+    """The ranks in ``0,3-5``. Raises ValueError for another form."""
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip(), re.ASCII)
         if match is None or int(match[1]) > int(match[2] or match[1]):
-            raise ValueError(f"{part.strip()!r} is neither a rank nor a range; expected, for example, 0,3-5")
+            raise ValueError(f"{part.strip()!r} is neither a rank nor a range. Expected, for example, 0,3-5")
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return sorted(found)
 

@@ -41,18 +41,18 @@ def module_command(module: str, python: str | None = None) -> list[str]:
 
 
 def process_start(pid: int) -> str | None:
-    """A process's start time in clock ticks since boot (proc(5), field 22); None if it does not exist or is a zombie.
+    """A process's start time in clock ticks since boot (proc(5), field 22). None if it does not exist or is a zombie.
 
-    The pid and the start time together identify a process: pids are reused.
+    The pid and the start time together identify a process, because pids are reused.
     """
     status = _status(pid)
     return None if status is None or status[0] == "Z" else status[19]
 
 
 def started_at(pid: int) -> float | None:
-    """When a process started, in unix seconds, exact to a clock tick. What it was before an ``exec`` counts.
+    """When a process started, in unix seconds, exact to a clock tick. An ``exec`` does not change it.
 
-    None as for ``process_start``.
+    It is None as for ``process_start``.
     """
     ticks = process_start(pid)
     if ticks is None:
@@ -63,7 +63,7 @@ def started_at(pid: int) -> float | None:
 def descendants(pid: int) -> dict[int, str]:
     """The descendants of ``pid``, children first: pids and command lines.
 
-    Without zombies, and those that exit on their own after a rank.
+    Zombies, and processes that exit on their own after a rank, are left out.
     """
     processes = _processes()
     found: dict[int, str] = {}
@@ -74,7 +74,7 @@ def descendants(pid: int) -> dict[int, str]:
     return {child: command for child, command in found.items() if not any(name in command for name in _EXIT_ALONE)}
 
 
-#: Children of this process that nobody else may end.
+#: Children of this process that only this process may end.
 _ending_alone: set[int] = set()
 
 
@@ -89,7 +89,7 @@ def ending_alone(pid: int) -> Iterator[None]:
 
 
 def _processes() -> dict[int, list[int]]:
-    """The pids of all processes of this machine except zombies, by parent; empty if no file can be opened."""
+    """The pids of all processes of this machine except zombies, by parent, or empty if no file can be opened."""
     found: dict[int, list[int]] = {}
     try:
         entries = list(Path("/proc").glob("[0-9]*"))
@@ -101,8 +101,17 @@ def _processes() -> dict[int, list[int]]:
     return found
 
 
+def cpu_ticks() -> dict[int, int]:
+    """The CPU time of every process of this machine so far, in clock ticks."""
+    try:
+        pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    except OSError:
+        return {}
+    return {pid: int(status[11]) + int(status[12]) for pid in pids if (status := _status(pid))}
+
+
 def _status(pid: int) -> list[str] | None:
-    """The fields of proc(5)'s stat, from the state on; None if there is no such process."""
+    """The fields of proc(5)'s stat, from the state on, or None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a process may give itself any bytes as its name
         return text.rpartition(")")[2].split()
@@ -143,7 +152,7 @@ os.register_at_fork(after_in_child=_drop_exit_handlers)
 
 @contextmanager
 def signals_blocked(*signals: int) -> Iterator[None]:
-    """Blocks signals in this thread; processes that are started inside inherit the mask."""
+    """Blocks signals in this thread. Processes that are started inside inherit the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -170,7 +179,7 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent() -> None:
-    """Has the kernel KILL this process when its parent ends, so that a local run leaves no processes behind."""
+    """Makes the kernel KILL this process when its parent ends. A local run then leaves no processes behind."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -184,14 +193,14 @@ _usual = gc.get_threshold()
 
 
 def collect_rarely() -> None:
-    """Has garbage collected less often, until ``collect_as_usual()``: imported modules leave nothing to collect."""
+    """Collects garbage less often, until ``collect_as_usual()``, because imported modules leave no garbage."""
     gc.set_threshold(_IMPORTING, *_usual[1:])
 
 
 def collect_as_usual() -> None:
-    """Ends ``collect_rarely()``, unless the script has chosen its own threshold; collections skip what exists now.
+    """Ends ``collect_rarely()``, unless the script has chosen its own threshold. Collections skip existing objects.
 
-    That is mostly imported modules: with torch, some 200,000 objects. Collections that traverse them while the first
+    These are mostly imported modules: with torch, some 200,000 objects. Collections that traverse them while the first
     optimizer or DDP imports torch._dynamo take a seventh of a rank's start-up CPU time (torch 2.13).
     """
     gc.freeze()
@@ -210,7 +219,7 @@ class RunningClock:
         self.now = 0.0
 
     def look(self, counts: bool = True) -> float:
-        """Adds the time since the last call to ``now``, if it ``counts``; returns the seconds that were not added."""
+        """Adds the time since the last call to ``now``, if it ``counts``. Returns the seconds that were not added."""
         looked = time.monotonic()
         passed, self._looked = looked - self._looked, looked
         counted = min(passed, self._most_s) if counts else 0.0
@@ -225,7 +234,7 @@ def current_frames() -> dict[int, FrameType]:
     """``sys._current_frames()`` without a garbage collection in it.
 
     In Python before 3.11.5 that call holds a lock of the interpreter that the end of a ``threading.local`` needs, too.
-    A collection at that moment stops the process for good (python/cpython#106883).
+    A collection at that moment deadlocks the process (python/cpython#106883).
     """
     if sys.version_info >= (3, 11, 5):
         return sys._current_frames()

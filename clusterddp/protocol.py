@@ -1,7 +1,7 @@
-"""What the processes of a run say to each other besides events: messages of the control channel, environment variables.
+"""The protocol between the processes of a run, besides events: control messages and environment variables.
 
-Events are in events.py, exit codes in errors.py. docs/reference/events.md is generated from this module, too, and a
-test compares it with what the code writes and reads.
+Events are in events.py, and exit codes in errors.py. docs/reference/events.md is also generated from this module, and
+a test compares it with the messages that the code writes and reads.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import NamedTuple
 
 
 class Message(NamedTuple):
-    """A message's fields (``step? reason``: "step" may be missing), and what it says."""
+    """A message's fields (``step? reason``: "step" may be missing), and its meaning."""
 
     fields: str
     meaning: str
 
 
-#: How the name of a folder begins in which a rank writes a script's own save, beside the file that it replaces.
+#: The prefix of a folder in which a rank writes a script's own save, beside the file that it replaces.
 SAVING = ".clusterddp-save-"
 
-#: What a device does, in a heartbeat: the rank's own work, a wait for other ranks, or nothing, as the host gave it
-#: nothing else to do.
+#: A device's state in a heartbeat: working, waiting for other ranks, or idle because the host gave it no work.
 OWN, WAIT, IDLE = "own", "wait", "idle"
 
-#: A rank's first message, and the supervisor's answer once rank 0 has joined: where rank 0's store is, whether it is
-#: open, and how many of this rank's events it has.
+#: A rank's first message, and the supervisor's answer once rank 0 has joined: the address of rank 0's store, whether it
+#: is open, and the number of this rank's events that have arrived.
 HELLO, ANSWER, REFUSAL = "token rank port host pid process", "host port open known term_notice_s?", "refused"
-#: Then the rank sends events, and the supervisor may send an order with its reason.
+#: Then the rank sends events, and the supervisor may send a command with its reason.
 ORDERS: Mapping[str, str] = {
     "connect": "rank 0's store accepts connections",
     "stop": "stop at a step boundary",
+    "explain": "report what may make this rank slow; the text is its ratio to the others, and for how many seconds",
     "flight_record": "write torch's flight record of the last collectives",
     "stacks": "answer with the stacks of all threads; the text is the request's number",
     "save": "rank 0: save at the next step boundary; the text is the request's number",
-    "profile": "record a profile from the next step on; the text is the request's number and how many steps",
-    "skip": "rank 0: have all ranks skip batches; the text is the request's number and how many batches",
-    "commit": "rank 0: commit the checkpoint; the text is the number of its question, and why not if a rank is lost",
+    "profile": "record a profile from the next step on; the text is the request's number and the number of steps",
+    "skip": "rank 0: make all ranks skip batches; the text is the request's number and the number of batches",
+    "commit": "rank 0: commit the checkpoint; the text is its question's number, and why not if a rank is lost",
     "leave": "exit now",
 }
 #: Events that are not written into the history.
@@ -50,23 +50,30 @@ CHANNEL_EVENTS: Mapping[str, Message] = {
         "still_s? device? collectives? stood_s?",
         "the rank's heartbeat; `timing`: the steps timed `timing_age_s` ago, and the seconds of each phase in them; "
         "`made`: `step` is not that of the run, but counted from the attempt's beginning; "
-        "after a timeout, `device`: its step, what it does there and for how many seconds, and `collectives`: of each "
-        "process group, the number of the last complete one, of the last one, and which one is not complete; "
-        "`stood_s`: for how long the rank was stopped since its last heartbeat",
+        "after a timeout, `device`: its step, its state there and for how many seconds, and `collectives`: for each "
+        "process group, the number of the last complete one, of the last one, and of the incomplete one; "
+        "`stood_s`: seconds for which the rank was stopped since its last heartbeat",
+    ),
+    "gpu": Message(
+        "figures",
+        "what the rank's GPUs did since the last such message: GPU_FIGURES of `rundir/timing.py`; null where unknown",
     ),
     "wrote": Message("file", "the script's first save in this folder of a file with such a suffix"),
     "stacks": Message("request place threads", "a rank's stacks, for a request"),
     "committing": Message(
-        "question", "rank 0 has a snapshot, and asks whether every rank is still there, so that all have made its step"
+        "question",
+        "rank 0 has a snapshot, and asks whether every rank is alive, which shows that all have made its step",
     ),
-    "saving": Message("request step? committed?", "rank 0 will save; without `step` it has no run to save"),
-    "will_profile": Message("request refused?", "the rank will record a profile, or `refused` says why not"),
-    "will_skip": Message("request refused?", "rank 0 has asked all ranks to skip batches, or `refused` says why not"),
+    "saving": Message("request step? committed?", "rank 0 will save; without `step`, it has no run to save"),
+    "will_profile": Message("request refused?", "the rank will record a profile, or `refused` has the reason why not"),
+    "will_skip": Message(
+        "request refused?", "rank 0 has asked all ranks to skip batches, or `refused` has the reason why not"
+    ),
     "left": Message(
         "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? alone? read_saved? "
         "used_clusterddp?",
-        "how the rank ended; its last message; `read_saved`: it made no step, but opened the file that the script had "
-        "named in `requeue(saved=...)` at its last stop",
+        "how the rank ended, as its last message; `read_saved`: it made no step, but opened the file that the script "
+        "had named in `requeue(saved=...)` at its last stop",
     ),
 }
 
@@ -76,16 +83,18 @@ REQUEST = "token request values"
 REQUESTS: Mapping[str, Message] = {
     "stacks": Message("ranks", "the stacks of these ranks' threads, such as 0,3-5; null: of all ranks"),
     "save": Message("", "save at the next step boundary"),
-    "profile": Message("steps ranks", "record a profile of so many steps on these ranks, such as 0,3-5"),
-    "skip": Message("batches", "skip so many global batches from a step boundary on, and save"),
+    "profile": Message("steps ranks", "record a profile of this many steps on these ranks, such as 0,3-5"),
+    "skip": Message("batches", "skip this many global batches from a step boundary on, and save"),
     "stop": Message("", "save, stop, and hold the run until it is submitted again"),
-    "requeue": Message("nodes?", "save, stop, and continue in the queue; in a job without `nodes`, if they are given"),
+    "requeue": Message("nodes?", "save, stop, and requeue, or continue in a new job without `nodes` if given"),
     "drain": Message("node", "save, stop, and continue in the same job without this node"),
-    "child": Message("", "of a process that a rank has started: it has called `stop_requested()`; there is no answer"),
+    "child": Message(
+        "", "from a process that a rank has started: it has called `stop_requested()`; there is no answer"
+    ),
 }
 ANSWERS: Mapping[str, Message] = {
-    "news": Message("news", "a sentence for the user who waits"),
-    "refused": Message("refused", "why nothing was done"),
+    "news": Message("news", "a sentence for the waiting user"),
+    "refused": Message("refused", "why the request was refused"),
     "stacks": Message(
         "stacks unanswered starting exited hosts", "ranks with equal stacks together, and ranks without an answer"
     ),
@@ -97,14 +106,14 @@ ANSWERS: Mapping[str, Message] = {
     "checkpoint": Message(
         "checkpoint skipped?", "the step of the checkpoint that is committed; `skipped`: of the event that it contains"
     ),
-    "ended": Message("ended request?", "all ranks have exited; the history will tell how the attempt ended"),
+    "ended": Message("ended request?", "all ranks have exited; the history will have the end of the attempt"),
 }
 
 # --- environment variables
 
 
 class Variable(str):
-    """The name of an environment variable. ``meaning``: who sets it, who reads it, what it holds."""
+    """The name of an environment variable. ``meaning``: who sets it, who reads it, and its content."""
 
     meaning: str
 
@@ -131,7 +140,7 @@ CHECK_RESUME = Variable(
     "submit --check-resume to ranks: STEPS:FOLDER, when to stop and where to record steps",
 )
 WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
-PROTECT_SAVES = Variable("CLUSTERDDP_PROTECT_SAVES", "supervisor to ranks: off if the script's saves are left alone")
+PROTECT_SAVES = Variable("CLUSTERDDP_PROTECT_SAVES", "supervisor to ranks: off if the script's saves are not protected")
 SEE_STEPS = Variable("CLUSTERDDP_SEE_STEPS", "supervisor to ranks: off if torch's optimizer steps are not counted")
 DEVICE_MEMORY = Variable(
     "CLUSTERDDP_DEVICE_MEMORY", "supervisor to ranks: bytes that an earlier attempt used on each GPU, if known"
@@ -162,7 +171,7 @@ FIRST_JOB = Variable(
     "supervisor to ranks and scripts: the run's first Slurm job; the run's name if it began locally",
 )
 SUBMITIT = Variable(
-    "CLUSTERDDP_SUBMITIT", "user to submitit: 1 has AutoExecutor submit with clusterddp, local start the ranks here"
+    "CLUSTERDDP_SUBMITIT", "user to submitit: 1 submits with clusterddp, local starts the ranks on this machine"
 )
 WANDB_NAME = Variable(
     "CLUSTERDDP_WANDB_NAME", "supervisor to ranks: the id of the W&B run that the script itself starts"
@@ -179,7 +188,7 @@ STOP_SIGNAL = Variable(
 )
 DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows tracebacks")
 
-#: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
+#: Set for each rank. A job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
     *(CODE, CHECKOUT, PREFLIGHT, PROFILE, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),

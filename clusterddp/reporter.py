@@ -1,6 +1,6 @@
-"""What clusterddp prints: messages on standard error, and a command's result on standard output.
+"""Output of clusterddp: messages on standard error, and a command's result on standard output.
 
-Text of a run may be another user's, and may contain anything: all of it goes through ``printable`` first.
+Text of a run may be another user's and may contain anything, so all of it goes through ``printable``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 import unicodedata
 
-#: Colours, and what a terminal would obey or show in another order: control characters but tab and line end, line and
-#: paragraph separators, changes of direction, and what is no character.
+#: Colours, and characters that a terminal would obey or show in a different order: control characters except tab and
+#: line end, line and paragraph separators, changes of direction, and noncharacters.
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """A text that a terminal shows and does not obey: without colours, and with ``?`` for other control characters."""
+    """A text that is safe for a terminal, without colours and with ``?`` for other control characters."""
     if text.isprintable():  # Unicode's categories: none of them
         return text
     return _OBEYED.sub("?", _COLOURS.sub("", text))
@@ -35,20 +35,20 @@ def put(text: str) -> None:
 
 
 def show(text: str, raw: bool = False) -> None:
-    """Prints ``text`` on standard error, as ``printable`` text unless ``raw``; drops it if standard error does not
+    """Prints ``text`` on standard error, as ``printable`` text unless ``raw``. Drops it if standard error does not
     accept it.
 
-    A script may have closed or replaced its streams. Descriptor 2 is no fallback: once closed, it may be reused for any
-    file of the script.
+    A script may have closed or replaced its streams. Descriptor 2 is not a fallback, because once closed it may be
+    reused for any file of the script.
     """
     if sys.stderr is None:  # print() would use standard output
         return
-    with suppress(OSError, ValueError, AttributeError):  # a full disk, a closed stream, an object that is no stream
+    with suppress(OSError, ValueError, AttributeError):  # a full disk, a closed stream, an object that is not a stream
         print(text if raw else printable(text), file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:
-    """``show``, with the prefix that tells clusterddp's messages from a script's or a job's other output."""
+    """``show``, with the prefix that distinguishes clusterddp's messages from other output."""
     show(f"clusterddp: {message}")
 
 
@@ -64,12 +64,12 @@ def counted(number: int, one: str, many: str | None = None) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """What an error says, on one line of at most 500 characters; its class if it says nothing."""
+    """An error's message on one line of at most 500 characters, or its class if the message is empty."""
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def what_failed(error: BaseException) -> str:
-    """What an error says; of an OSError, the file and the reason."""
+    """An error's message. For an OSError, the file and the reason."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     if error.filename is None:
@@ -90,7 +90,7 @@ def duration(seconds: float) -> str:
 
 
 def speed(seconds_per_step: float | None) -> str:
-    """``12.5/s`` or ``3.1 s/step``; empty if unknown."""
+    """``12.5/s`` or ``3.1 s/step``, or empty if unknown."""
     if not seconds_per_step:
         return ""
     if seconds_per_step >= 1:
@@ -100,7 +100,7 @@ def speed(seconds_per_step: float | None) -> str:
 
 
 def ignore_print_errors() -> None:
-    """Makes prints to stdout and stderr never fail; output that cannot be written is lost."""
+    """Makes prints to stdout and stderr never fail. Output that cannot be written is lost."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), errors="backslashreplace", line_buffering=True)
         for number in (1, 2)
@@ -142,7 +142,7 @@ def columns_of(text: str) -> int:
 
 
 def clipped(text: str, width: int, keep_end: bool = False) -> str:
-    """A text in so many columns. The end of a path tells runs apart."""
+    """A text clipped to ``width`` columns, at its beginning with ``keep_end``."""
     if columns_of(text) <= width:
         return text
     room, kept = max(width - 3, 0), 0
@@ -155,14 +155,14 @@ def clipped(text: str, width: int, keep_end: bool = False) -> str:
 
 
 def can_ask() -> bool:
-    """Whether someone sees the question and can answer it."""
+    """Whether a user can see a question and answer it."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
 
 
 def agreed(question: str) -> bool:
-    """Asks on the terminal; only y and yes agree."""
+    """Asks on the terminal. Only y and yes agree."""
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline()
-    if not answer.endswith("\n"):  # Ctrl-D: what follows begins a line
+    if not answer.endswith("\n"):  # after Ctrl-D, end the line
         print(file=sys.stderr)
     return answer.strip().lower() in ("y", "yes")

@@ -1,7 +1,7 @@
-"""Datasets over large files, the shards, for ``ctx.loader``: each sample is found by its place, at once.
+"""Datasets over large files, the shards, for ``ctx.loader``, with direct access to each sample.
 
-They have a length and an index, so that a run resumes in them exactly, on any number of ranks and workers, in any
-order: ``orders.by_shard()`` reads nearly in sequence. Where the samples are is found once and kept in an index file.
+They have a length and an index, so a run resumes exactly, on any number of ranks and workers, in any order.
+``orders.by_shard()`` reads nearly in sequence. The positions of the samples are found once and kept in an index file.
 Shards are local files or files of a shared disk.
 """
 
@@ -35,10 +35,10 @@ class TarShards(Indexed):
         files: a path, a pattern such as ``data/train-*.tar``, or a list of them. The samples are in the order of the
             sorted paths.
         decode: makes a sample of that dict, in the worker that reads it.
-        index: the folder of the index file; beside the first shard if None.
+        index: the folder of the index file. None: beside the first shard.
 
-    Raises FileNotFoundError for a pattern without a file; ValueError for an archive that is compressed, damaged or cut,
-    has more data behind its end, as archives joined by ``cat`` have, or has a sample's files apart; OSError where the
+    Raises FileNotFoundError for a pattern without a file, ValueError for an archive that is compressed, damaged or cut,
+    has more data behind its end, as archives joined by ``cat`` have, or has a sample's files apart, and OSError if the
     index cannot be written.
 
     Example::
@@ -79,9 +79,9 @@ class JsonLines(Indexed):
         files: a path, a pattern such as ``data/*.jsonl``, or a list of them. The samples are in the order of the sorted
             paths.
         decode: makes a sample of a line's bytes, in the worker that reads it.
-        index: the folder of the index file; beside the first shard if None.
+        index: the folder of the index file. None: beside the first shard.
 
-    Raises FileNotFoundError for a pattern without a file; ValueError for a compressed file; OSError where the index
+    Raises FileNotFoundError for a pattern without a file, ValueError for a compressed file, and OSError if the index
     cannot be written.
 
     Example: ``dataset = streams.JsonLines("data/*.jsonl")``
@@ -105,8 +105,8 @@ class Tokens(Sharded):
     """Blocks of files of token numbers, such as ``numpy.array(tokens, dtype).tofile(path)`` writes.
 
     Sample i of a file is tokens i * ``length`` to (i + 1) * ``length`` - 1 and, as its target, the tokens that follow
-    each of them: two int64 tensors. What is left at the end of a file is too short for a block. Needs no index file:
-    the files' sizes say where the blocks are.
+    each of them: two int64 tensors. A remainder at the end of a file that is too short for a block is ignored. Needs
+    no index file, because the files' sizes determine the blocks.
 
     Args:
         files: a path, a pattern such as ``data/*.bin``, or a list of them. The samples are in the order of the sorted
@@ -114,8 +114,8 @@ class Tokens(Sharded):
         length: tokens per block.
         dtype: of a token in the files.
 
-    Raises FileNotFoundError for a pattern without a file; ValueError for a file that has no whole number of tokens, and
-    for another type than integers.
+    Raises FileNotFoundError for a pattern without a file, ValueError for a file without a whole number of tokens, and
+    for a type other than integers.
 
     Example: ``dataset = streams.Tokens("data/*.bin", length=1024)``
     """
@@ -129,7 +129,9 @@ class Tokens(Sharded):
         shards = found(patterns_of(files))
         for shard in shards:
             if shard.size % self._dtype.itemsize:
-                raise ValueError(f"{shard.path} has {shard.size} bytes, which are no whole number of {self._dtype}")
+                raise ValueError(
+                    f"{shard.path} has {shard.size} bytes, which is not a multiple of the size of {self._dtype}"
+                )
         super().__init__(shards, [max(0, shard.size // self._dtype.itemsize - 1) // length for shard in shards])
 
     def _sample(self, path: str, number: int, within: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002

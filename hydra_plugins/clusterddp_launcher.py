@@ -2,7 +2,7 @@
 
 Each member is a run of the app itself with its overrides, ``python app.py lr=1 hydra.run.dir=...``, in a run directory
 ``SWEEP_DIR/runs/NUM``. Its ranks report what the task function returned (``clusterddp/integrations/hydra.py``). Hydra
-imports this module for every app, so that it imports what submits only when a multirun begins.
+imports this module for every app, so the modules for submissions are imported only when a multirun begins.
 """
 
 # Without `from __future__ import annotations`: Hydra executes a plugin before the module is in sys.modules, where
@@ -41,14 +41,14 @@ _PROGRAM = ("script", "module", "args", "hydra")
 
 @dataclass
 class _Options:
-    """What is not in a job definition."""
+    """Options that are not in a job definition."""
 
     _target_: str = "hydra_plugins.clusterddp_launcher.ClusterddpLauncher"
-    #: Whether the multirun waits until all members are over; else it returns once Slurm has them.
+    #: Whether the multirun waits until all members are over. Otherwise it returns once Slurm has them.
     wait: bool = True
-    #: Run the members one after another on this machine.
+    #: Run the members one at a time on this machine.
     local: bool = False
-    #: How many members may run at a time.
+    #: Maximum number of members that run at a time.
     max_running: Optional[int] = None  # noqa: UP045
     #: ``[failed]``, ``[cancelled]``: with the ``hydra.sweep.dir`` of an earlier multirun, also continue these members.
     retry: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class MemberFailed(RunFailed, CompactHydraException):
 
 
 class Submitted(JobReturn):
-    """A member of a multirun that does not wait: its status is unknown, and its return value is its handle."""
+    """A member of a multirun that does not wait. Its status is unknown, and its return value is its handle."""
 
     @property
     def return_value(self) -> Any:
@@ -140,15 +140,15 @@ class ClusterddpLauncher(Launcher):
                 self._submit(sweep)
         return [self._returned(sweep.folder.member(member.name), member) for member in batch]
 
-    # --- what is asked for
+    # --- the request
 
     def _check(self) -> None:
         if isinstance(time := self._keys.get("time"), int):  # OmegaConf reads 8:00:00 as 28800, as YAML 1.1 does
-            raise UsageError(f"hydra.launcher.time: got the number {time}; expected text: write '8:00:00' in quotes")
+            raise UsageError(f"hydra.launcher.time: got the number {time}. Write '8:00:00' in quotes")
         if unknown := set(self._own["retry"]) - {"failed", "cancelled"}:
             raise UsageError(f"hydra.launcher.retry: expected [failed], [cancelled] or both, got {', '.join(unknown)}")
         if (most := self._own["max_running"]) is not None and (most < 1 or self._own["local"]):
-            expected = "expected at least 1, and no local=true, which runs one member at a time"
+            expected = "expected at least 1, without local=true, which runs one member at a time"
             raise UsageError(f"hydra.launcher.max_running={most}: {expected}")
         if self._own["wait"]:
             return
@@ -234,11 +234,11 @@ class ClusterddpLauncher(Launcher):
                 tell(sweep, replace(plan, left=[]))
                 done = sweep_submission.submit(sweep, plan)
             if done.job_ids:
-                show(f"submitted {len(done.members)} members as job {', '.join(done.job_ids)}")
-            show(f"see them with: clusterddp list {as_typed(sweep.folder.path)}")
+                show(f"Submitted {len(done.members)} members as job {', '.join(done.job_ids)}")
+            show(f"See them with: clusterddp list {as_typed(sweep.folder.path)}")
             if not self._own["wait"]:
                 if done.refused:
-                    raise SlurmError(f"{len(done.members)} of {len(plan.submit)} submitted: {done.refused}")
+                    raise SlurmError(f"{len(done.members)} of {len(plan.submit)} submitted, then: {done.refused}")
                 return
             awaited = {*done.members, *plan.in_state("held", "unknown")}
             if (
@@ -297,8 +297,8 @@ def varied(overrides: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
 
 
 def _is_visible(override: str) -> bool:
-    """Whether a member's own command line has it: no variables, which may be secrets, and no tables of the launcher,
-    which the member's job definition has."""
+    """Whether a member's own command line has it. It has no variables, which may be secrets, and no tables of the
+    launcher, which the member's job definition has."""
     return not re.match(r"\+*hydra\.launcher\.(env\b|[^=]*=\{)", override)
 
 
@@ -309,11 +309,11 @@ def _program() -> dict[str, Any]:
         return {"module": spec.name.removesuffix(".__main__")}
     if file := getattr(main, "__file__", None):
         return {"script": str(Path(file).absolute())}
-    raise UsageError("hydra/launcher=clusterddp starts the app again for each member: expected python APP.py -m ...")
+    raise UsageError("hydra/launcher=clusterddp starts the app again for each member. Start it as python APP.py -m ...")
 
 
 def _config_options(arguments: Sequence[str]) -> list[str]:
-    """The options of the app's command line that choose its configuration; all else is in the overrides."""
+    """The options of the app's command line that choose its configuration. The overrides have the rest."""
     parser = argparse.ArgumentParser(add_help=False)
     for short, long in (("-cp", "--config-path"), ("-cn", "--config-name"), ("-cd", "--config-dir")):
         parser.add_argument(short, long)
@@ -322,18 +322,18 @@ def _config_options(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_distinct(members: Sequence[_Member]) -> None:
-    """No two members write to the same folder, or where the run directories are."""
+    """Refuses members with the same output folder, or with one among the run directories."""
     known: dict[Path, str] = {}
     for member in members:
         if (other := known.setdefault(member.output, member.name)) != member.name:
             raise UsageError(
-                f"members {other} and {member.name} would have the same output folder, {member.output}: expected a "
+                f"members {other} and {member.name} would have the same output folder, {member.output}. Set a "
                 "hydra.sweep.subdir that differs, such as ${hydra.job.num}"
             )
 
 
 def _check_same(sweep: "Sweep") -> None:
-    """A member that exists has the same overrides: it is found by its number."""
+    """Refuses an existing member with other overrides. Members are found by their numbers."""
     from clusterddp.jobdef.load import list_differences, load_resolved
     from clusterddp.jobdef.secrets import without_secrets
 
@@ -344,6 +344,6 @@ def _check_same(sweep: "Sweep") -> None:
         run = sweep.folder.member(name)
         if run.exists() and (differences := list_differences(shown(load_resolved(run.job_file)), shown(job))):
             raise UsageError(
-                f"{run} is a member with other overrides: {'; '.join(differences)}. Choose another hydra.sweep.dir, or "
-                "repeat the earlier multirun to continue it"
+                f"{run} is a member with other overrides: {', '.join(differences)}. Choose a different "
+                "hydra.sweep.dir, or repeat the earlier multirun to continue it"
             )

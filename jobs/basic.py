@@ -1,7 +1,7 @@
-"""The smallest DDP training; every step checks what DDP guarantees.
+"""The smallest DDP training. Every step checks what DDP guarantees.
 
-One process per rank, each with its part of the batch. After backward, all ranks have the same gradients: those that one
-process would compute from the whole batch.
+One process per rank, each with its part of the batch. After backward, all ranks have the same gradients, which are
+those that one process would compute from the whole batch.
 """
 
 import argparse
@@ -31,20 +31,20 @@ def check_gradients(ctx, model, inputs, targets):
         of_ranks = ctx.gather(parameter.grad[None])
         for rank, gradient in enumerate(of_ranks):
             if not torch.equal(gradient, of_ranks[0]):
-                raise SystemExit(f"the gradients of {name} on ranks 0 and {rank} differ: is DDP's forward bypassed?")
+                raise SystemExit(f"the gradients of {name} on ranks 0 and {rank} differ. Is DDP's forward bypassed?")
         if not torch.allclose(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6):
             worst = (parameter.grad - expected.grad).abs().max()
-            raise SystemExit(f"the gradient of {name} is not the joined batch's: the largest difference is {worst:.3g}")
+            raise SystemExit(f"the gradient of {name} is not that of the joined batch (largest difference {worst:.3g})")
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=20, help="per rank")
-    parser.add_argument("--local-rank", "--local_rank", type=int, help="set by torch.distributed.launch; ignored")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="set by torch.distributed.launch, ignored")
     args = parser.parse_args()
 
-    ctx = clusterddp.init()  # seeds all ranks equally, so that they create the same data and the same model
+    ctx = clusterddp.init()  # seeds all ranks equally, to create the same data and the same model
     dataset = TensorDataset(torch.randn(1000, 10), torch.randn(1000, 5))
     model = ctx.wrap(ToyModel())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,6 +1,6 @@
 """Checkpoints with plain DDP, without clusterddp: rank 0 saves, all ranks wait, every rank loads.
 
-After a restart it resumes from its last checkpoint; the steps since then are repeated. checkpoint_folder.py is the same
+After a restart it resumes from its last checkpoint. The steps since then are repeated. checkpoint_folder.py is the same
 with clusterddp.CheckpointFolder.
 """
 
@@ -25,7 +25,7 @@ def save(path, step, model, optimizer):
 
 
 def load(path, model, optimizer, device):
-    """Every rank reads to its own device: without map_location all would load to the one that rank 0 saved from."""
+    """Every rank reads to its own device. Without map_location, all would load to the device of rank 0."""
     state = torch.load(path, map_location=device, weights_only=True)
     model.module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -37,7 +37,7 @@ def main():
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--folder", default=os.environ.get("CLUSTERDDP_RUN_DIR", "."), help="the run directory")
-    parser.add_argument("--local-rank", "--local_rank", type=int, help="of torch.distributed.launch; not needed")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="set by torch.distributed.launch, ignored")
     args = parser.parse_args()
 
     cuda = os.environ.get("CLUSTERDDP_DEVICE", "cuda" if torch.cuda.is_available() else "cpu") == "cuda"
@@ -63,7 +63,7 @@ def main():
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             save(path, step + 1, model, optimizer)
     print(f"rank {rank} is done: weights sum to {sum(p.sum() for p in model.parameters()):.6f}", flush=True)
-    del model  # DDP keeps a reference, too; if gloo's threads outlive the next line, a rank may hang or abort
+    del model  # DDP keeps a reference, too. If gloo's threads outlive the next line, a rank may hang or abort
     dist.destroy_process_group()
 
 

@@ -17,7 +17,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--folder", help="where to save; default: own/ in the run directory")
+    parser.add_argument("--folder", help="where to save (default: own/ in the run directory)")
     args = parser.parse_args()
 
     ctx = clusterddp.init()

@@ -60,10 +60,12 @@ def main():
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch-size", type=int, default=16, help="per rank")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--folds", type=int, default=5, help="number of parts of the data; one is the test set")
+    parser.add_argument(
+        "--folds", type=int, default=5, help="number of parts of the data, one of which is the test set"
+    )
     parser.add_argument("--fold", type=int, default=4, help="the part that is the test set, from 0")
     parser.add_argument("--eval-every", type=int, help="steps between evaluations (default: only one, at the end)")
-    parser.add_argument("--local-rank", "--local_rank", type=int, help="set by torch.distributed.launch; ignored")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="set by torch.distributed.launch, ignored")
     args = parser.parse_args()
     if not 0 <= args.fold < args.folds:
         parser.error(f"--fold {args.fold}: expected 0 to {args.folds - 1}, as there are --folds {args.folds}")

@@ -11,7 +11,7 @@ import clusterddp
 
 @torch.no_grad()
 def evaluate(ctx, model, loader):
-    """The mean loss over all ranks: every rank gets the same number, and so makes the same decision."""
+    """The mean loss over all ranks. Every rank gets the same number and makes the same decision."""
     total, count = 0.0, 0
     for inputs, targets in loader:
         total += F.mse_loss(model(inputs.to(ctx.device)), targets.to(ctx.device), reduction="sum").item()

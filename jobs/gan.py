@@ -65,7 +65,7 @@ def main():
 
     with torch.no_grad():
         radius = generator.module(torch.randn(1000, 16, device=ctx.device)).norm(dim=1).mean()
-    ctx.print(f"the generated points are at {radius:.2f} from the center on average; the real ones at 1.00")
+    ctx.print(f"the generated points are at {radius:.2f} from the center on average, and the real ones at 1.00")
 
 
 if __name__ == "__main__":

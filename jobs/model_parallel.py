@@ -1,4 +1,4 @@
-"""A model on two devices per rank, in DDP: local rank r has GPUs 2r and 2r + 1 of its node; without GPUs, the CPU.
+"""A model on two devices per rank, in DDP: local rank r has GPUs 2r and 2r + 1 of its node. Without GPUs, the CPU.
 
 DDP gets no device_ids: the model moves its activations, and its parameters stay on their devices. Plain torch.
 """
@@ -26,7 +26,7 @@ def two_devices(cuda, local_rank, local_world_size, gpus):
 
 
 class TwoDeviceModel(nn.Module):
-    """The toy model, (samples, 10) to (samples, 5), with a layer on each device; its output is on the second."""
+    """The toy model, (samples, 10) to (samples, 5), with a layer on each device. Its output is on the second."""
 
     def __init__(self, first, second):
         super().__init__()
@@ -65,7 +65,7 @@ def main():
     dist.all_reduce(loss.detach_(), dist.ReduceOp.SUM)
     if rank == 0:
         print(f"{first} and {second}: loss {loss.item() / dist.get_world_size():.6f} after {args.steps} steps")
-    del model  # DDP keeps a reference, too; if gloo's threads outlive the next line, a rank may hang or abort
+    del model  # DDP keeps a reference, too. If gloo's threads outlive the next line, a rank may hang or abort
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ def propose(trial):
 
 
 def start(folder, number, params, local):
-    """Starts the run of a trial; continues one that has stopped."""
+    """Starts the run of a trial, or continues one that has stopped."""
     run_dir = folder / f"trial-{number}"
     if (run_dir / "job.yaml").exists() and (handle := clusterddp.Handle(run_dir)).status().state != "stopped":
         return handle
@@ -31,14 +31,14 @@ def start(folder, number, params, local):
 
 
 def evaluations(handle):
-    """The metric by step, as far as the run has come."""
+    """The metric by step, up to the run's newest step."""
     path = handle.path / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {line["step"]: line[METRIC] for line in lines if METRIC in line}
 
 
 def search(study, folder, trials, at_once, local=False, look_s=5.0):
-    """Runs trials until the study has so many, at most ``at_once`` at a time."""
+    """Runs trials until the study has ``trials``, at most ``at_once`` at a time."""
     from optuna.trial import TrialState
 
     asked = {}  # the trials that this process has asked for, which Optuna may prune, and the steps reported of each
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--at-once", type=int, default=4, help="how many runs at a time")
+    parser.add_argument("--at-once", type=int, default=4, help="maximum number of runs at a time")
     parser.add_argument("--local", action="store_true", help="on this machine, without Slurm")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -93,4 +93,4 @@ if __name__ == "__main__":
     )
     search(study, options.folder, options.trials, options.at_once, options.local)
     print(f"best: trial {study.best_trial.number}, {METRIC} {study.best_value:.4f}, {study.best_params}")
-    print(f"export it: clusterddp export {options.folder}/trial-{study.best_trial.number} model.safetensors")
+    print(f"Export it with: clusterddp export {options.folder}/trial-{study.best_trial.number} model.safetensors")

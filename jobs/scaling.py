@@ -1,7 +1,7 @@
-"""What DDP costs: a step on 1, 2, 4, ... ranks, with DDP and without, at the same batch per rank.
+"""The cost of DDP: a step on 1, 2, 4, ... ranks, with and without DDP, at the same batch per rank.
 
-alone     a step of the same model without DDP, on that many ranks at the same time: nothing is exchanged
-DDP       a step with DDP; on one rank, the difference to ``alone`` is DDP's overhead
+alone     a step of the same model without DDP, on that many ranks at the same time, without communication
+DDP       a step with DDP. on one rank, the difference from ``alone`` is DDP's overhead
 exposed   how long a rank waits in backward after its last gradient: communication that is not overlapped
 samples/s and efficiency    compared with that many times one rank alone
 
@@ -86,7 +86,7 @@ def measure(ctx, model, args):
 
 
 def measure_on(ctx, ranks, args):
-    """The timing on the first ``ranks`` ranks; the others wait."""
+    """The timing on the first ``ranks`` ranks. The others wait."""
     group = dist.new_group(range(ranks))
     alone = ddp = exposed = weights = float("nan")
     if ctx.rank < ranks:
@@ -102,7 +102,7 @@ def measure_on(ctx, ranks, args):
         weights = sum(parameter.double().abs().sum().item() for parameter in model.parameters())
     of_ranks = ctx.gather(torch.tensor([[alone, ddp, exposed, weights]], dtype=torch.float64))[:ranks]
     if not (of_ranks[:, 3] == of_ranks[0, 3]).all():
-        raise SystemExit(f"after the same steps the weights of {ranks} ranks differ: the times cannot be compared")
+        raise SystemExit(f"after the same steps, the weights of {ranks} ranks differ, so the times cannot be compared")
     return Timing(ranks, *of_ranks[:, :3].max(0).values.tolist())
 
 
@@ -118,7 +118,7 @@ def table(timings, batch_size):
 
 
 def plot(timings, batch_size, path):
-    """Throughput over ranks, with the ideal line. Needs matplotlib: pip install clusterddp[plots]"""
+    """Throughput over ranks, with the ideal line. Needs matplotlib (pip install matplotlib)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -146,17 +146,17 @@ def main():
     parser.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
     parser.add_argument("--static-graph", action="store_true", help="DDP's static_graph")
     parser.add_argument("--bf16", action="store_true", help="reduce the gradients as bfloat16")
-    parser.add_argument("--plot", metavar="FILE", help="draw throughput over ranks, too (needs clusterddp[plots])")
+    parser.add_argument("--plot", metavar="FILE", help="also draw throughput over ranks (needs matplotlib)")
     args = parser.parse_args()
 
     ctx = clusterddp.init()
     if args.bf16 and ctx.device.type != "cuda":
-        raise SystemExit(f"--bf16 needs GPUs and NCCL, found {ctx.device}: elsewhere DDP refuses that hook")
+        raise SystemExit(f"--bf16 needs GPUs and NCCL, found {ctx.device}. DDP refuses that hook elsewhere")
     timings = []
     ranks = 1
     while ranks <= ctx.world_size:
         if ctx.stop_requested():
-            ctx.requeue()  # start over: one table must not mix times of two machines
+            ctx.requeue()  # restart from the beginning: one table must not mix times of two machines
         timings.append(measure_on(ctx, ranks, args))
         ranks *= 2
     ctx.print("\n".join(table(timings, args.batch_size)))

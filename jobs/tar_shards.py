@@ -50,7 +50,7 @@ def main():
 
     ctx = clusterddp.init()
     folder = (ctx.run_dir or Path()) / "shards"
-    with ctx.main_first():  # rank 0 writes the archives, and the index beside them; then the others read it
+    with ctx.main_first():  # rank 0 writes the archives, and the index beside them. Then the others read it
         if ctx.is_main and not (folder / "complete").exists():
             pack(folder, shards=8)
             (folder / "complete").touch()

@@ -26,7 +26,7 @@ class Digits(Dataset):
         return len(self.images)
 
     def __getitem__(self, index):
-        shift = torch.randint(-1, 2, (2,)).tolist()  # each draw of the same image has another shift
+        shift = torch.randint(-1, 2, (2,)).tolist()  # each draw of the same image has a new shift
         return self.images[index].roll(shift, (1, 2)), self.labels[index]
 
 

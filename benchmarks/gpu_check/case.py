@@ -107,27 +107,12 @@ class Lab:
         """A run under ``submit --local``, as a user's: with supervisor, watchdog and writer."""
         run = RunDirectory(path or self.folder / f"run-{len(self.runs)}")
         self.runs.append(run)
-        command = [
-            sys.executable,
-            "-m",
-            "clusterddp",
-            "submit",
-            program,
-            "--local",
-            "--run-dir",
-            run,
-            "--device",
-            "cuda",
-        ]
-        command += ["--nodes", nodes, "--gpus", ranks or self.ranks, *options, "--", *script]
+        shape = ["--device", "cuda", "--nodes", nodes, "--gpus", ranks or self.ranks, *options]
+        submit = [sys.executable, "-m", "clusterddp", "submit", program, "--local", "--run-dir", run]
         with self._log(run).open("wb") as log:
-            return run, subprocess.Popen(
-                list(map(str, command)),
-                cwd=REPOSITORY,
-                env={**os.environ, **(environment or {})},
-                stdout=log,
-                stderr=log,
-            )
+            how: dict[str, Any] = {"cwd": REPOSITORY, "env": {**os.environ, **(environment or {})}}
+            command = list(map(str, [*submit, *shape, "--", *script]))
+            return run, subprocess.Popen(command, stdout=log, stderr=log, **how)
 
     def said(self, run: RunDirectory) -> str:
         """The end of what the command said."""

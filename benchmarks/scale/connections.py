@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -121,13 +121,13 @@ def driver(ranks: int, module: str = "benchmarks.scale.supervised") -> Iterator[
             made.close()
 
 
-def phase(made: Driver, act: Callable[[], Any], done: Callable[[], bool], what: str) -> dict[str, Any]:
-    """What an action costs until ``done``: the supervisor's CPU seconds, its memory, and what the ranks counted."""
+def cost(made: Driver, act: Callable[[Driver], Mapping[str, Any]]) -> dict[str, Any]:
+    """What ``act`` returns, what it costs the supervisor, and the messages that the ranks counted."""
     before, counted, began = made.usage(), made.counts(), time.time()
-    act()
-    made.until(done, what)
+    values = act(made)
     wall_s, after, now = time.time() - began, made.usage(), made.counts()
     return {
+        **values,
         "cpu_s": round(after["cpu_s"] - before["cpu_s"], 3),
         "wall_s": round(wall_s, 2),
         "rss_mb": round(after["rss_mb"], 1),
@@ -136,10 +136,17 @@ def phase(made: Driver, act: Callable[[], Any], done: Callable[[], bool], what: 
     }
 
 
+def join(made: Driver) -> dict[str, Any]:
+    """All ranks join; how many had to again."""
+    made.join()
+    made.until(all_joined(made), "the first join")
+    return {"dropped": made.counts()["displaced"]}
+
+
 def join_pairs(ranks: int, number: int) -> dict[str, list[float]]:
     """CPU seconds until so many ranks have joined: of the supervisor, and of the least server that answers."""
 
-    def join(module: str) -> float:
+    def took(module: str) -> float:
         with driver(ranks, module=module) as made:
             made.wanted()
             before = float(made.usage()["cpu_s"])
@@ -148,7 +155,7 @@ def join_pairs(ranks: int, number: int) -> dict[str, list[float]]:
             return float(made.usage()["cpu_s"]) - before
 
     modules = {"ours": "benchmarks.scale.supervised", "least": "benchmarks.scale.bare"}
-    return in_turns({side: partial(join, module) for side, module in modules.items()}, number, warm_up=0)
+    return in_turns({side: partial(took, module) for side, module in modules.items()}, number, warm_up=0)
 
 
 def all_joined(made: Driver) -> Callable[[], bool]:
@@ -227,13 +234,12 @@ def measure(ranks: int) -> dict[str, Any]:
         made.wanted()
         started = made.usage()
         found["empty_mb"] = round(started["rss_mb"], 1)
-        found["hello"] = phase(made, made.join, all_joined(made), "the first join")
-        found["hello"]["dropped"] = made.counts()["displaced"]
+        found["hello"] = cost(made, join)
         period = beat_s(ranks)
         found["heartbeats"] = {"period_s": period, **beats(made, period)}
         found["stacks"] = cost(made, stacks)
         found["failure"] = cost(made, failure)
-        found["storm"] = storm(made)
+        found["storm"] = cost(made, storm)
         found["stop"] = cost(made, stop)
     return found
 
@@ -242,18 +248,6 @@ def beat_s(ranks: int) -> float:
     job = Job(name="x", module="x", nodes=ranks // 8, gpus_per_node=8)
     assert job.watchdog is not None
     return job.watchdog.period_s(ranks)
-
-
-def cost(made: Driver, act: Callable[[Driver], dict[str, Any]]) -> dict[str, Any]:
-    """What ``act`` returns, and the CPU seconds and messages that it cost."""
-    before, counted = made.usage(), made.counts()
-    values = act(made)
-    after, now = made.usage(), made.counts()
-    values |= {"cpu_s": round(after["cpu_s"] - before["cpu_s"], 3), "rss_mb": round(after["rss_mb"], 1)}
-    return {
-        **values,
-        "counts": {name: number - counted[name] for name, number in now.items() if number != counted[name]},
-    }
 
 
 def beats(made: Driver, period: float) -> dict[str, Any]:
@@ -280,16 +274,12 @@ def beats(made: Driver, period: float) -> dict[str, Any]:
 
 def storm(made: Driver) -> dict[str, Any]:
     """The same join after a restart in place, while strangers connect as well."""
-
-    def act() -> None:
-        made.join()
-        for stubs in made.stubs:
-            stubs.tell("flood", port=made.port, count=FLOOD // len(made.stubs))
-        for stubs in made.stubs:
-            stubs.read()
-
     before = made.counts()
-    found = phase(made, act, lambda: made.counts()["joined"] - before["joined"] >= made.ranks, "the storm")
+    made.join()
+    for stubs in made.stubs:
+        stubs.tell("flood", port=made.port, count=FLOOD // len(made.stubs))
+    for stubs in made.stubs:
+        stubs.read()
+    made.until(lambda: made.counts()["joined"] - before["joined"] >= made.ranks, "the storm")
     made.until(lambda: made.usage()["joined"] == made.ranks, "the storm's ranks in the state")
-    now = made.counts()
-    return {**found, "dropped": now["displaced"] - before["displaced"], "strangers": FLOOD}
+    return {"dropped": made.counts()["displaced"] - before["displaced"], "strangers": FLOOD}

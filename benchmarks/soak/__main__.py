@@ -382,23 +382,11 @@ class Soak:
 
 def summary(results: Sequence[Result]) -> list[Any]:
     """One line of the table."""
-    handovers = [seconds for result in results for seconds in result.handovers]
-    takings = [seconds for result in results for seconds in result.takings]
-    resumes = [seconds for result in results for seconds in result.resumes]
-    return [
-        sum(result.preemptions for result in results),
-        sum(result.before_first_step for result in results),
-        len(results),
-        sum(result.lost for result in results),
-        sum(result.doubled for result in results),
-        sum(result.steps_redone for result in results),
-        sum(result.samples_wrong for result in results),
-        sum(result.weights_differ for result in results),
-        sum(bool(result.problems) for result in results),
-        f"{report.median(handovers):.2f} / {report.worst(handovers):.2f}",
-        f"{report.median(takings):.2f} / {report.worst(takings):.2f}",
-        f"{report.median(resumes):.2f} / {report.worst(resumes):.2f}",
-    ]
+    sums = ("preemptions", "before_first_step", "lost", "doubled", "steps_redone", "samples_wrong", "weights_differ")
+    attempts, before, *rest = (sum(getattr(result, name) for result in results) for name in sums)
+    times = ("handovers", "takings", "resumes")
+    spreads = [report.spread([one for result in results for one in getattr(result, name)]) for name in times]
+    return [attempts, before, len(results), *rest, sum(bool(result.problems) for result in results), *spreads]
 
 
 def write(out: Path, soak: Soak) -> bool:

@@ -224,32 +224,15 @@ def unannounced_redone(
 
 def table(results: Sequence[Any]) -> str:
     """A line per kind of fault, over all runs."""
-    rows = []
     figures = [(figure, result) for result in results for figure in result.faults]
-    for kind in [*WORDS, None]:
-        own = [(figure, result) for figure, result in figures if kind is None or figure["kind"] == kind]
-        seconds = [figure["seconds"] for figure, _ in own if figure["seconds"] is not None]
+    lines = []
+    for kind, words in {**WORDS, "all": "all"}.items():
+        own = [(figure, result) for figure, result in figures if kind in ("all", figure["kind"])]
         redone = [figure["redone"] for figure, _ in own]
-        said = [figure["said"] for figure, _ in own if figure["said"] is not None]
         lost = len({result.case for _, result in own if result.lost})
-        rows.append(
-            [
-                WORDS[kind] if kind else "all",
-                len(own),
-                lost,
-                sum(redone),
-                max(redone, default=0),
-                f"{report.median(said):.1f} / {report.worst(said):.1f}" if said and kind else "-",
-                f"{report.median(seconds):.1f} / {report.worst(seconds):.1f}" if seconds and kind else "-",
-            ]
-        )
-    head = [
-        "fault",
-        "injected",
-        "runs lost",
-        "steps repeated",
-        "most at once",
-        "seconds until reported: median / worst",
-        "to the next new step: median / worst",
-    ]
-    return report.table(head, rows)
+        times = ([figure[what] for figure, _ in own if figure[what] is not None] for what in ("said", "seconds"))
+        spreads = [report.spread(values, 1) for values in times]
+        lines.append([words, len(own), lost, sum(redone), max(redone, default=0), *spreads])
+    head = ["fault", "injected", "runs lost", "steps repeated", "most at once"]
+    times_of = ["seconds until reported: median / worst", "to the next new step: median / worst"]
+    return report.table([*head, *times_of], lines)

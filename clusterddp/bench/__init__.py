@@ -1,1 +1,1 @@
-"""Benchmarks of a cluster as job definitions, for ``clusterddp bench``; nothing imports them."""
+"""Benchmarks of a cluster as job definitions, for ``clusterddp bench``. No module imports them."""

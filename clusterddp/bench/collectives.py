@@ -7,8 +7,8 @@ S / t, and the bus bandwidth that times a factor for n ranks, so that it compare
     all_gather, reduce_scatter, all_to_all, gather, scatter  (n - 1) / n
     broadcast, reduce, send and receive                            1
 
-S is the size of a rank's buffer in bytes; of the larger one where it sends and receives different amounts. t is the
-time from a barrier until the slowest rank is done, divided by the repetitions.
+S is the size of a rank's buffer in bytes, the larger one if it sends and receives different amounts. t is the time
+from a barrier until the slowest rank is done, divided by the repetitions.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import clusterddp
 
 
 class Prepared(NamedTuple):
-    """One rank's part in a collective. ``output`` equals ``expected`` after the first call; None: no output."""
+    """One rank's part in a collective. ``output`` equals ``expected`` after the first call. None: no output."""
 
     call: Callable[[], object]
     output: torch.Tensor | None = None
@@ -44,7 +44,7 @@ def send_recv(rank, n, of):
 
 
 def isend_irecv(rank, n, of):
-    """A ring: every rank sends to the next one. In one batch, as NCCL could deadlock with two separate calls."""
+    """A ring: every rank sends to the next one, in one batch, because NCCL could deadlock with two separate calls."""
     mine, output = of(rank), torch.zeros_like(of(rank))
     before, after = (rank - 1) % n, (rank + 1) % n
 
@@ -104,7 +104,7 @@ def barrier(*_):
 
 
 def subgroup(rank, n, of):
-    """all_reduce among the even and among the odd ranks, at the same time; every rank creates both groups."""
+    """all_reduce among the even and among the odd ranks, at the same time. Every rank creates both groups."""
     groups = [dist.new_group(range(parity, n, 2)) for parity in (0, 1)]
     buffer, group = of(rank), groups[rank % 2]
     expected = torch.stack([of(other) for other in range(rank % 2, n, 2)]).sum(0)
@@ -127,7 +127,7 @@ COLLECTIVES = (
 
 
 def bus_factor(collective, n):
-    """The ratio of bus bandwidth to algorithm bandwidth; the larger one of the two subgroups counts."""
+    """The ratio of bus bandwidth to algorithm bandwidth. The larger one of the two subgroups counts."""
     if collective in (all_gather, reduce_scatter, all_to_all, gather, scatter):
         return (n - 1) / n
     if collective is subgroup:
@@ -144,7 +144,7 @@ def buffers(length, device):
 
 
 def check(ctx, name, prepared):
-    """Calls it once; exits on all ranks if any rank's output is wrong. False if the backend lacks the collective."""
+    """Calls it once. Exits on all ranks if any output is wrong. Returns False if the backend lacks the collective."""
     try:
         prepared.call()
     except RuntimeError as error:
@@ -210,8 +210,8 @@ def main():
 
     ctx = clusterddp.init()
     if ctx.world_size < 2:
-        raise SystemExit("needs 2 ranks or more, found 1: use --gpus 2 or --nodes 2")
-    ctx.print(f"{ctx.world_size} ranks, {dist.get_backend()}, torch {torch.__version__}; bandwidths as in nccl-tests")
+        raise SystemExit("needs at least 2 ranks, but there is 1. Use --gpus 2 or --nodes 2")
+    ctx.print(f"{ctx.world_size} ranks, {dist.get_backend()}, torch {torch.__version__}, bandwidths as in nccl-tests")
     ctx.print(f"{'collective':15} {'bytes':>12} {'us':>12} {'algbw GB/s':>12} {'busbw GB/s':>12}")
     for collective in COLLECTIVES:
         for size in args.sizes if collective is not barrier else [0]:

@@ -1,1 +1,1 @@
-"""Checkpoints: file format, snapshot, writer process, restore and export; not when a checkpoint is due."""
+"""Checkpoints: file format, snapshot, writer process, restore and export. ``training/`` decides when to save."""

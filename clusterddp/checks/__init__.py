@@ -1,1 +1,1 @@
-"""Checks of login nodes, of nodes in a job, and of devices before training; what prints them belongs in ``cli/``."""
+"""Checks of login nodes, of nodes in a job, and of devices before training. Printing them belongs in ``cli/``."""

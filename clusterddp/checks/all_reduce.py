@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-#: Elements of the tensors, 4 bytes each: 64 MiB over NCCL, 4 MiB over gloo, 1 MiB where only the sum is of interest.
+#: Elements of the tensors, 4 bytes each: 64 MiB over NCCL, 4 MiB over gloo, 1 MiB if only the sum matters.
 GPU_ELEMENTS, CPU_ELEMENTS, FEW_ELEMENTS = 2**24, 2**20, 2**18
 REPETITIONS = 5
 
@@ -21,9 +21,9 @@ class NoAnswer(ClusterddpError):
 
 
 def sum_is_right(device: torch.device, elements: int, timeout_s: float) -> bool:
-    """Sums a tensor that differs between ranks and compares every element. Collective; raises NoAnswer.
+    """Sums a tensor that differs between ranks and compares every element. Collective. Raises NoAnswer.
 
-    The elements are small whole numbers, so that the sum is exact in any order.
+    The elements are small whole numbers, whose sum is exact in any order.
     """
     import torch
     import torch.distributed as dist
@@ -36,12 +36,12 @@ def sum_is_right(device: torch.device, elements: int, timeout_s: float) -> bool:
 
 
 def weight(rank: int) -> int:
-    """What a rank multiplies the tensor by: the sum of a thousand ranks is still exact in float32."""
+    """The factor of a rank's tensor. The sum of a thousand ranks is still exact in float32."""
     return rank % 64 + 1
 
 
 def finish(work: dist.Work | None, timeout_s: float) -> None:
-    """Waits for an asynchronous collective; raises NoAnswer after ``timeout_s`` seconds, and the collective's error."""
+    """Waits for an asynchronous collective. Raises NoAnswer after ``timeout_s`` seconds, and the collective's error."""
     deadline = time.monotonic() + timeout_s
     while work is not None and not work.is_completed():
         if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
 """The batch step of ``doctor --nodes``: starts a probe per rank, collects their checks, and writes them to a file.
 
-Probes that do not answer in time are left out of the checks that need several nodes, so that the others get a result.
+Probes that do not answer in time are left out of the checks that need several nodes, and the others get a result.
 ``checks/probe.py`` has the other side, and the messages.
 """
 
@@ -36,14 +36,14 @@ from clusterddp.supervisor.launcher import SlurmLauncher
 from clusterddp.supervisor.main import prepare_process
 from clusterddp.worker.control_channel import LONGEST_LINE, keep_alive, send_line
 
-#: Seconds until a connection must have sent the token.
+#: Seconds within which a connection must send the token.
 HELLO_S = 10.0
 Message = Mapping[str, Any]
 
 
 @dataclass
 class Probe:
-    """A probe, as far as it is known. ``state``: starting, ready, unable, done or gone."""
+    """The known state of a probe. ``state``: starting, ready, unable, done or gone."""
 
     rank: int
     host: str
@@ -119,7 +119,7 @@ class Conductor:
         self.probes: dict[int, Probe] = {}
 
     def conduct(self, clock_port: int, start_s: float = START_S, together_s: float = TOGETHER_S) -> None:
-        """Until all are done, have gone, or are too late."""
+        """Runs until all are done, have exited, or are too late."""
         ranks = set(range(len(self._nodes) * self._per_node))
         self._hear(lambda: ranks - {probe.rank for probe in self.probes.values() if probe.state != "starting"}, start_s)
         self._save()
@@ -133,7 +133,7 @@ class Conductor:
         self._hear(lambda: {probe.rank for probe in able if probe.state == "ready"}, together_s)
 
     def _hear(self, awaited: Callable[[], set[int]], seconds: float) -> None:
-        """Reads messages until no rank is awaited, but for those that have ended: what they sent is here by then."""
+        """Reads messages until no rank is awaited. All messages of ranks that have ended are here by then."""
         deadline, ended = time.monotonic() + seconds, set[int]()
         while awaited() - ended and time.monotonic() < deadline:
             known = set(self._ended())
@@ -156,7 +156,7 @@ def results(
     ended: Collection[int] = (),
     why: Callable[[int], str] = lambda _: "",
 ) -> dict[str, Any]:
-    """What the login node reads. ``ended``, ``why``: the ranks that exited badly, and what is known of an end."""
+    """The results for the login node. ``ended``, ``why``: the ranks that exited badly, and why."""
     ranks: dict[str, Any] = {}
     for rank in range(len(nodes) * per_node):
         probe = probes.get(rank)
@@ -216,13 +216,13 @@ def _environment(job: Job, server: ProbeServer) -> dict[str, str]:
 
 
 def _why(log: Path, status: ExitStatus | None) -> str:
-    """How the probe ended, as far as srun knows, and the last line of its error output."""
+    """How the probe ended according to srun, and the last line of its error output."""
     ended = "" if status is None else status.words() if status.exit_code is None else f"exit code {status.exit_code}"
     try:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
         lines = []
-    return "; ".join(filter(None, [ended, lines[-1][:300] if lines else ""]))
+    return ", ".join(filter(None, [ended, lines[-1][:300] if lines else ""]))
 
 
 if __name__ == "__main__":

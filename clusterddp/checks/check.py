@@ -39,22 +39,22 @@ def ok(name: str, found: str, **values: Any) -> Check:
 
 
 def warning(name: str, found: str, advice: str, **values: Any) -> Check:
-    """A check that found what may become a problem."""
+    """A check that found a possible problem."""
     return Check(name, WARNING, found, advice, values)
 
 
 def failed(name: str, found: str, advice: str, **values: Any) -> Check:
-    """A check that found what prevents a run."""
+    """A check that found a problem that prevents a run."""
     return Check(name, FAILED, found, advice, values)
 
 
 def worst(checks: Iterable[Check]) -> str:
-    """The worst state among them; ok if there are none."""
+    """The worst state among them, or ok without checks."""
     return max((check.state for check in checks), key=STATES.index, default=OK)
 
 
 def guarded(name: str, advice: str, check: Callable[[], Check]) -> Check:
-    """The result of ``check``; if it raises an exception, a failed one with the exception's message."""
+    """The result of ``check``. If it raises an exception, a failed one with the exception's message."""
     try:
         return check()
     except Exception as error:

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 
-#: The difference in seconds above which a check warns: twice of it, and Slurm may refuse a requeued job.
+#: The difference in seconds above which a check warns. At twice of it, Slurm may refuse a requeued job.
 MOST_S = 1.0
 EXCHANGES = 5
 _TIMEOUT_S = 10.0
@@ -25,12 +25,12 @@ class _Handler(socketserver.BaseRequestHandler):
         try:
             while self.request.recv(1):
                 self.request.sendall(_TIME.pack(time.time()))
-        except OSError:  # the other side has gone, or says nothing
+        except OSError:  # the other side disconnected or does not answer
             pass
 
 
 class TimeServer(socketserver.ThreadingTCPServer):
-    """Tells its host's time to everyone who connects, from a separate thread, until ``close``."""
+    """Sends its host's time to every client, from a separate thread, until ``close``."""
 
     daemon_threads = True
     block_on_close = False
@@ -48,9 +48,9 @@ class TimeServer(socketserver.ThreadingTCPServer):
 
 
 def difference(host: str, port: int) -> tuple[float, float]:
-    """By how many seconds this host's clock is ahead of a TimeServer's, and the round trip in seconds.
+    """Seconds by which this host's clock is ahead of a TimeServer's, and the round trip in seconds.
 
-    The exchange with the shortest round trip counts; the difference is exact to half of that. Raises OSError.
+    The exchange with the shortest round trip counts. The difference is exact to half of that. Raises OSError.
     """
     measured = []
     with socket.create_connection((host, port), _TIMEOUT_S) as connection:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from clusterddp.checks.check import Check, failed, ok, warning
+from clusterddp.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
 
-#: Rows and columns of the matrices, a multiple of PERIOD: 64 MiB in float32 on a GPU; on a CPU, and on a GPU with fewer
+#: Rows and columns of the matrices, a multiple of PERIOD: 64 MiB in float32 on a GPU. On a CPU, and on a GPU with fewer
 #: multiprocessors than FEW, as a part of one may have, they are smaller.
 GPU_SIZE, CPU_SIZE, PERIOD, FEW = 4096, 512, 8, 8
 GIB = 2**30
@@ -20,7 +22,7 @@ REPLACE = "leave the node out with --exclude, and report it to the administrator
 
 
 def identify(device: torch.device) -> Check:
-    """The device; on a GPU its memory must be free, as nobody else should use it."""
+    """Checks the device. A GPU's memory must be free, because no other process should use it."""
     import torch
 
     from clusterddp.distributed.devices import gpu_identity
@@ -39,15 +41,32 @@ def judge_gpu(name: str, uuid: str, free: int, total: int, visible: str | None) 
     values = {"uuid": uuid, "free": free, "total": total, "visible": visible}
     if free < FREE * total:
         return warning(
-            "device", found, "another process uses this GPU: find it with nvidia-smi or rocm-smi on the node", **values
+            "device", found, "another process uses this GPU. Find it with nvidia-smi or rocm-smi on the node", **values
         )
     return ok("device", found, **values)
+
+
+def health(device: torch.device) -> Check:
+    """What NVIDIA's management library says of the GPU: errors of its memory, and a clock that is reduced."""
+    from clusterddp.distributed.devices import gpu_identity
+    from clusterddp.worker import gpus
+
+    if gpus.library() is None:
+        return ok("health", "GPU health unknown without nvidia-ml-py and NVIDIA's driver")
+    gpu = None
+    with suppress(DeviceError):  # torch cannot identify it
+        gpu = gpus.identified(gpu_identity(device))
+    if gpu is None:
+        return ok("health", "GPU health unknown: NVML does not list this GPU")
+    if problems := gpu.problems():
+        return warning("health", f"GPU {gpu.number}: {', '.join(problems)}", "report it to the administrator")
+    return ok("health", f"GPU {gpu.number} healthy")
 
 
 def multiply(device: torch.device) -> Check:
     """Allocates matrices on the device, multiplies them and compares every element of the product.
 
-    The matrices have ones and zeros in a pattern, so that the product is known, and exact in float16, too.
+    The matrices have ones and zeros in a pattern, whose product is known and exact, even in float16.
     """
     import torch
 
@@ -71,7 +90,7 @@ def multiply(device: torch.device) -> Check:
 
 
 def product_tile(size: int) -> list[list[int]]:
-    """The first rows and columns of the product of ``multiply``'s matrices; it repeats with the same period."""
+    """The first rows and columns of the product of ``multiply``'s matrices. It repeats with the same period."""
     period = range(PERIOD)
     left = [[(row + column) % 8 < 4 for column in period] for row in period]
     right = [[(3 * row + column) % 8 < 4 for column in period] for row in period]

@@ -1,6 +1,6 @@
 """A folder that all nodes must share: its file system, the time of a durable write, whether others' files appear.
 
-Files appear by name: on NFS a listing may be a minute old, but a name that was not looked up before is asked for.
+Files are looked up by name. On NFS a listing may be a minute old, but a new name is always requested.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from clusterddp.rundir.files import write_atomically
 
-#: File systems that several hosts mount, and those that only one host has. Of others nobody knows.
+#: File systems that several hosts mount, and those that only one host has. Others are unknown.
 SHARED = {
     *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "cifs", "smb3", "panfs", "pvfs2", "orangefs"),
     *("afs", "wekafs", "glusterfs", "fuse.glusterfs", "fuse.juicefs", "fuse.sshfs", "fuse.quobyte", "quobyte", "dvs"),
@@ -37,7 +37,7 @@ LOCAL = {
     *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs", "vfat", "exfat", "ntfs"),
     *("tmpfs", "ramfs", "overlay", "squashfs", "iso9660", "devtmpfs", "fuse.squashfuse", "fuse.fuse-overlayfs"),
 }
-#: How many durable writes are timed, and the seconds of one above which a check warns.
+#: The number of durable writes to time, and the seconds of one above which a check warns.
 WRITES, SLOW_S = 5, 1.0
 
 
@@ -51,7 +51,7 @@ class Mount:
 
     @property
     def shared(self) -> bool | None:
-        """Whether other hosts can mount the same; None if the type is unknown."""
+        """Whether other hosts can mount the same, or None if the type is unknown."""
         return self.kind in SHARED if self.kind in SHARED | LOCAL else None
 
 
@@ -89,7 +89,7 @@ def write_s(path: Path, content: str) -> float:
 
 
 def unseen(files: Mapping[Path, str], timeout_s: float) -> list[Path]:
-    """Waits until all files are here with their contents; returns those that are not after ``timeout_s`` seconds."""
+    """Waits until all files are here with their contents. Returns those that are not after ``timeout_s`` seconds."""
     deadline = time.monotonic() + timeout_s
     while left := [path for path, content in files.items() if not _holds(path, content)]:
         if time.monotonic() > deadline:
@@ -119,7 +119,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def only_here(places: Mapping[str, Path]) -> list[str]:
-    """Warnings about paths that probably only this host has; ``places``: by what they are."""
+    """Warnings about paths that probably only this host has. ``places``: the paths, each with its meaning."""
     table = MOUNTS.read_text(errors="replace") if MOUNTS.exists() else ""
     found: dict[str, list[str]] = {}
     for what, path in places.items():
@@ -127,8 +127,8 @@ def only_here(places: Mapping[str, Path]) -> list[str]:
         if (own := own_place(path)) and (mount is None or not mount.shared):
             found.setdefault(own, []).append(f"{what} ({path})")
     return [
-        f"{', '.join(names)}: usually each node has its own {own}, and then the job fails at once; "
-        "use a folder that all nodes share"
+        f"{', '.join(names)}: usually each node has its own {own}, in which case the job fails at once. "
+        "Use a folder that all nodes share"
         for own, names in found.items()
     ]
 

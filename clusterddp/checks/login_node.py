@@ -1,5 +1,5 @@
-"""What ``doctor`` says on a login node: of the folder for runs, Python, torch and its CUDA, Slurm's commands, and of
-what Slurm answers: the controller, its clock, the user's accounts, partitions and their preemption.
+"""The checks of ``doctor`` on a login node: the folder for runs, Python, torch and its CUDA, Slurm's commands, its
+controller and clock, the user's accounts, and partitions with their preemption.
 
 torch is not imported: its version and CUDA release are read from its files.
 """
@@ -32,7 +32,7 @@ from clusterddp.slurm import configuration
 from clusterddp.slurm.configuration import Association, Configuration, Partition
 from clusterddp.slurm.preemption_policy import Preemption, policy
 
-#: What a run needs, and what only some commands need.
+#: Commands that a run needs, and commands that only some features need.
 NEEDED, USEFUL = ("sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel"), ("sacct", "sacctmgr", "salloc")
 #: Free space below which a check warns.
 LITTLE = 10 * GIB
@@ -69,23 +69,23 @@ def of_the_runs_folder(runs: Path, table: str) -> Iterator[Check]:
 def judge_mount(shown: str, mount: Mount | None) -> Check:
     """From the file system that holds the folder."""
     if mount is None:
-        return warning("runs folder", f"{shown}: not in the table of mounts", _RUNS)
+        return warning("runs folder", f"{shown} is not in the table of mounts", _RUNS)
     found = f"{shown}: {mount.kind} ({mount.source})"
     values = {"path": shown, "file_system": mount.kind, "source": mount.source, "shared": mount.shared}
     if mount.shared:
         return ok("runs folder", found, **values)
     unsure = "a local file system" if mount.shared is False else "unknown whether other hosts have it"
-    advice = f"{_RUNS}; `clusterddp doctor --nodes 2` tests whether they do"
+    advice = f"{_RUNS}. `clusterddp doctor --nodes 2` tests whether they do"
     return warning("runs folder", f"{found}, {unsure}", advice, **values)
 
 
 def judge_space(free: int, status: os.statvfs_result) -> Check:
-    """From what is free; a quota may be smaller, and only a write shows that."""
+    """From the free space. A quota may be smaller, which only a write shows."""
     found = f"{free / GIB:,.1f} GiB free"
     if status.f_files and status.f_favail == 0:
-        return failed("free space", f"{found}, but no file can be created: no inodes are left", _RUNS, free=free)
+        return failed("free space", f"{found}, but no inodes are left, so files cannot be created", _RUNS, free=free)
     if free < LITTLE:
-        return warning("free space", found, "prune old runs, or choose another folder: CLUSTERDDP_RUNS", free=free)
+        return warning("free space", found, "prune old runs, or set CLUSTERDDP_RUNS to a different folder", free=free)
     return ok("free space", found, free=free)
 
 
@@ -95,7 +95,7 @@ def timed_write(there: Path) -> Check:
         seconds = folder.write_s(Path(name) / "file", "doctor")
     found = f"write, fsync and rename take {1000 * seconds:.1f} ms"
     if seconds > folder.SLOW_S:
-        advice = "saves will be slow: is the file system overloaded, or is there a faster one?"
+        advice = "saves will be slow. Check whether the file system is overloaded, or use a faster one"
         return warning("writes", found, advice, write_s=seconds)
     return ok("writes", found, write_s=seconds)
 
@@ -105,12 +105,12 @@ def timed_write(there: Path) -> Check:
 
 def judge_places(places: Mapping[str, Path], table: str) -> Check:
     """Whether the nodes have this Python and this package at the same paths."""
-    found = "; ".join(f"{name} {path}" for name, path in places.items())
+    found = ", ".join(f"{name} {path}" for name, path in places.items())
     values = {name: str(path) for name, path in places.items()}
     ways = {str(way): path for path in places.values() for way in (path, Path(os.path.realpath(path)))}
     for way, path in ways.items():
         if own := own_place(Path(way)):
-            advice = f"install it in a folder that all nodes share: each node has its own {own}"
+            advice = f"install it in a folder that all nodes share. Each node has its own {own}"
             return warning("python", f"{path} leads to {way}" if way != str(path) else found, advice, **values)
     for way, path in ways.items():
         mount = folder.mount_of(folder.existing(Path(way).parent), table)
@@ -137,7 +137,7 @@ def judge_build(text: str, nccl: str, wanted: str) -> Check:
     cuda, hip = known.get("cuda"), known.get("hip")
     values = {"version": release, "cuda": cuda, "rocm": hip, "nccl": nccl or None, "tested": wanted}
     if not cuda and not hip:
-        advice = "for GPUs, install a build with CUDA (pytorch.org/get-started); --device cpu needs none"
+        advice = "for GPUs, install a build with CUDA (pytorch.org/get-started). --device cpu does not need one"
         return warning("torch", f"{release}, built without CUDA", advice, **values)
     built = f"CUDA {cuda}" if cuda else f"ROCm {hip}"
     found = f"{release}, {built}{f', NCCL {nccl}' if nccl else ''}"
@@ -147,7 +147,7 @@ def judge_build(text: str, nccl: str, wanted: str) -> Check:
 
 
 def nccl_version() -> str:
-    """Of the NCCL that pip installed with torch; '' if torch brings its own."""
+    """The version of the NCCL that pip installed with torch, or '' if torch includes its own."""
     for release in (13, 12, 11):
         with suppress(PackageNotFoundError):
             return version(f"nvidia-nccl-cu{release}")
@@ -155,7 +155,7 @@ def nccl_version() -> str:
 
 
 def wanted_torch() -> str:
-    """The range of torch releases in this package's metadata, such as ``<2.16,>=2.4.1``; '' if not installed."""
+    """The range of torch releases in this package's metadata, such as ``<2.16,>=2.4.1``, or '' if not installed."""
     try:
         lines = requires("clusterddp") or []
     except PackageNotFoundError:
@@ -179,11 +179,11 @@ def _numbers(release: str) -> list[int]:
 
 
 def judge_driver(file: Path) -> Check:
-    """NVIDIA's driver on this host, which needs none."""
+    """NVIDIA's driver on this host, which does not need one."""
     try:
         text = file.read_text(errors="replace")
     except OSError:
-        return ok("driver", "no NVIDIA driver on this host, which needs none; `doctor --nodes` checks the nodes'")
+        return ok("driver", "no NVIDIA driver on this host, which does not need one. `doctor --nodes` checks the nodes")
     match = re.search(r"\b(\d{3,4}\.\d+(\.\d+)?)\b", text)
     return ok("driver", f"NVIDIA {match[1] if match else 'of an unknown release'} on this host")
 
@@ -194,17 +194,17 @@ def judge_commands(found: Mapping[str, str | None]) -> Check:
     if needed := [name for name in missing if name in NEEDED]:
         return failed("commands", f"not on PATH: {', '.join(needed)}", "load the site's Slurm module")
     if missing:
-        return ok("commands", f"all required commands are on PATH; missing optional ones: {', '.join(missing)}")
+        return ok("commands", f"all required commands are on PATH. Missing optional ones: {', '.join(missing)}")
     return ok("commands", f"{', '.join(found)} are on PATH")
 
 
-#: scontrol tells the controller's time in whole seconds.
+#: scontrol prints the controller's time in whole seconds.
 RESOLUTION_S = 1.0
-_UNKNOWN = "unknown, as Slurm did not answer"
+_UNKNOWN = "unknown, because Slurm did not answer"
 
 
 def slurm_checks(partition: str | None, qos: str | None) -> tuple[list[Check], str]:
-    """A check for each thing that Slurm says, and what a preemption in the partition (None: the default one) does."""
+    """The checks of Slurm, and what a preemption in the partition (None: the default one) does."""
     started = time.time()
     try:
         config = configuration.read_configuration()
@@ -212,7 +212,7 @@ def slurm_checks(partition: str | None, qos: str | None) -> tuple[list[Check], s
         missing = isinstance(error, SlurmMissing)
         remedy = "load the site's Slurm module" if missing else "ask the administrator whether slurmctld runs"
         found = "scontrol is not on PATH" if missing else str(error)
-        return [failed("slurm", found, f"{remedy}; without Slurm, `submit --local` runs on this machine")], _UNKNOWN
+        return [failed("slurm", found, f"{remedy}. To run on this machine, use `submit --local`")], _UNKNOWN
     checks = [judge_release(config), judge_clock(config.time, started, time.time())]
     associations: list[Association] | None = None
     try:
@@ -238,23 +238,25 @@ def judge_release(config: Configuration) -> Check:
     values = {"release": config.release, "cluster": cluster}
     found = f"{config.release or 'unknown release'}{where}, cluster {cluster or 'without a name'}"
     if not config.tested:
-        return warning("slurm", found, f"tested are {oldest} to {newest}: try `clusterddp drill` first", **values)
+        return warning(
+            "slurm", found, f"clusterddp is tested with {oldest} to {newest}. Try `clusterddp drill` first", **values
+        )
     return ok("slurm", f"{found} (tested: {oldest} to {newest})", **values)
 
 
 def judge_clock(theirs: float | None, before: float, after: float) -> Check:
     """The controller's clock, which was read between two moments of this host's."""
     if theirs is None:
-        return warning("clock", "scontrol does not tell the controller's time", "compare the clocks by hand")
+        return warning("clock", "scontrol does not print the controller's time", "compare the clocks by hand")
     ahead = max(0.0, theirs - after) + min(0.0, theirs + RESOLUTION_S - before)
     if abs(ahead) > clock.MOST_S:
         found = f"the controller's clock differs from this host's by {ahead:+.0f} s"
-        return warning("clock", found, "report it to the administrator: chrony or NTP must run on both", ahead_s=ahead)
+        return warning("clock", found, "report it to the administrator. chrony or NTP must run on both", ahead_s=ahead)
     return ok("clock", "this host and the controller agree to the second", ahead_s=ahead)
 
 
 def read_accounts(config: Configuration) -> tuple[list[Association], str]:
-    """The user's associations and default account; none without accounting."""
+    """The user's associations and default account, or none without accounting."""
     if not config.accounting:
         return [], ""
     try:
@@ -267,19 +269,19 @@ def read_accounts(config: Configuration) -> tuple[list[Association], str]:
 def judge_accounts(config: Configuration, associations: Sequence[Association], default: str) -> Check:
     """Which accounts and QOS the user may submit with."""
     if not config.accounting:
-        return ok("accounts", "no accounting on this cluster: jobs need no account, and sacct knows no past jobs")
+        return ok("accounts", "no accounting on this cluster, so jobs need no account and sacct has no past jobs")
     if not associations:
         found = "this user has no account"
         if config.enforced:
-            return failed("accounts", found, "ask the administrator for one: Slurm refuses jobs without it")
+            return failed("accounts", found, "ask the administrator for one. Slurm refuses jobs without it")
         return ok("accounts", f"{found}, and the cluster requires none")
     accounts = list(dict.fromkeys(one.account for one in associations))
     qos = list(dict.fromkeys(name for one in associations for name in one.qos))
-    found = f"{_listed(accounts)}; QOS {_listed(qos) or 'none'}"
+    found = f"{_listed(accounts)} (QOS {_listed(qos) or 'none'})"
     values = {"accounts": accounts, "qos": qos, "default": default}
     if default:
-        return ok("accounts", f"{found}; default account {default}", **values)
-    return warning("accounts", f"{found}; no default account", "name one with -A, or in your defaults", **values)
+        return ok("accounts", f"{found}, default account {default}", **values)
+    return warning("accounts", f"{found}, no default account", "name one with -A, or in your defaults", **values)
 
 
 def judge_partition(
@@ -290,16 +292,16 @@ def judge_partition(
     name = f"partition {one.name}{' (default)' if one.default else ''}"
     size = counted(one.nodes, "node") + (f", {counted(one.gpus, 'GPU')}" if one.gpus else "")
     limit = f"limit {one.most_time}" + ("" if one.default_time == "NONE" else f", default {one.default_time}")
-    found = f"{size}; {limit}; {_preempts(known)}"
+    found = f"{size}, {limit}, {_preempts(known)}"
     values = {
         "partition": one.name, "default": one.default, "state": one.state, "nodes": one.nodes, "gpus": one.gpus,
         "max_time": one.most_time, "default_time": one.default_time, "preempt_mode": known.mode,
         "grace_s": known.grace_s, "kill_wait_s": known.kill_wait_s, "hold_s": known.hold_s,
     }  # fmt: skip
     if one.state != "UP":
-        return warning(name, f"{one.state}; {found}", "choose another partition with -p", **values)
+        return warning(name, f"{one.state}, {found}", "choose a different partition with -p", **values)
     if associations and not one.open_to([association.account for association in associations]):
-        return warning(name, f"not open to your accounts; {found}", "choose another partition with -p", **values)
+        return warning(name, f"not open to your accounts, {found}", "choose a different partition with -p", **values)
     return ok(name, found, **values)
 
 
@@ -318,9 +320,9 @@ def sentence(
     chosen = next((one for one in partitions if (one.name == partition if partition else one.default)), None)
     if partition and chosen is None:
         names = _listed([one.name for one in partitions]) or "none"
-        raise SlurmError(f"no partition {partition!r} on this cluster; available: {names}")
+        raise SlurmError(f"no partition {partition!r} on this cluster. Available: {names}")
     if chosen is None and of_qos is None:
-        return "this cluster has no default partition: choose one with -p"
+        return "this cluster has no default partition. Choose one with -p"
     known = of_qos or policy(config.text, chosen.line, chosen.name, None)  # type: ignore[union-attr]
     return known.sentence(Job(name="doctor", device="cpu"))
 

@@ -1,4 +1,4 @@
-"""``doctor --nodes``: submits a job that checks nodes as a run's job would use them, and reads what it found."""
+"""``doctor --nodes``: submits a job that checks nodes as a run's job would use them, and reads its results."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ END_S = 10.0
 LIMIT_MIN = 5
 #: The keys of a job definition that are options of ``doctor``, too.
 KEYS = ("nodes", "gpus_per_node", "device", "partition", "account", "qos")
-_LOOK = "see `scontrol show node {}`; leave the node out with --exclude, and report it to the administrator"
+_LOOK = "see `scontrol show node {}`. Leave the node out with --exclude, and report it to the administrator"
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node and its checks, each with the rank that made it."""
+    """A node and its checks, each with its rank."""
 
     name: str
     checks: tuple[tuple[int, Check], ...]
 
     @property
     def row(self) -> Check:
-        """All checks of the node in one: what is wrong, else what was found."""
+        """All checks of the node in one: its problems, or else its results."""
         state = worst(check for _, check in self.checks)
         bad = [(rank, check) for rank, check in self.checks if check.state != OK]
         if state == OK:
             first = {check.name: check.found for _, check in reversed(self.checks)}
             ranks = {rank for rank, _ in self.checks}
             many = f"{len(ranks)} ranks: " if len(ranks) > 1 else ""
-            return Check(self.name, state, many + "; ".join(first[name] for name in reversed(first)))
+            return Check(self.name, state, many + ", ".join(first[name] for name in reversed(first)))
         found = dict.fromkeys(f"{check.name}: {check.found}" for _, check in bad)
         advice = dict.fromkeys(check.advice for _, check in bad if check.advice)
-        return Check(self.name, state, "; ".join(found), "; ".join(advice))
+        return Check(self.name, state, ", ".join(found), ". ".join(advice))
 
     def as_json(self) -> dict[str, Any]:
         """The row and all checks."""
@@ -77,7 +77,7 @@ def check_nodes(arguments: argparse.Namespace) -> list[Node]:
         script = folder.batch_script
         write_atomically(script, batch_script(job, folder, Path.cwd(), module="clusterddp.checks.batch_step"))
         job_id = slurm.submit(script, "--no-requeue")
-        show(f"doctor: job {job_id} submitted: {job.shape}")
+        show(f"doctor: submitted job {job_id} with {job.shape}")
         try:
             return nodes_of(_await_results(job_id, folder))
         finally:
@@ -100,7 +100,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
 
 @contextmanager
 def _job_folder() -> Iterator[RunDirectory]:
-    """A folder beside the runs, which are what the nodes must see; it is deleted afterwards."""
+    """A folder beside the runs, which the nodes must see. It is deleted afterwards."""
     runs = runs_folder(os.environ).absolute()
     new = not runs.exists()
     runs.mkdir(parents=True, exist_ok=True)
@@ -111,12 +111,12 @@ def _job_folder() -> Iterator[RunDirectory]:
             yield folder
     finally:
         if new:
-            with suppress(OSError):  # something else is in it by now
+            with suppress(OSError):  # another program has put something into it
                 runs.rmdir()
 
 
 def _await_results(job_id: str, folder: RunDirectory) -> dict[str, Any]:
-    """The job's results, once it is over. Says why it waits, whenever that changes."""
+    """The job's results, once it is over. Prints why it waits, whenever that changes."""
     file, said, ended_at = folder.path / RESULTS_FILE, "", None
     deadline = time.monotonic() + QUEUE_S
     while True:
@@ -137,7 +137,7 @@ def _await_results(job_id: str, folder: RunDirectory) -> dict[str, Any]:
         if state == "PENDING" and time.monotonic() > deadline:
             raise SlurmError(
                 f"job {job_id} did not start within {QUEUE_S / 60:.0f} minutes ({said or 'no reason given'}) and was "
-                "cancelled: try fewer nodes, or another partition with -p"
+                "cancelled. Try fewer nodes, or a different partition with -p"
             )
         time.sleep(ASK_S)
 
@@ -147,7 +147,7 @@ def _no_results(job_id: str, state: str, nodes: str, folder: RunDirectory) -> st
         log = (folder.logs / f"job-{job_id}.log").read_text(errors="replace").splitlines()
     except OSError:
         log = []
-    said = f"; its log ends with: {'; '.join(log[-3:])}" if log else ""
+    said = f". Its log ends with: {' '.join(log[-3:])}" if log else ""
     return (
         f"job {job_id} ended ({state}) on {nodes or 'no node'} without results in {folder.path.parent}{said}. The "
         "nodes must see that folder, the Python environment and the folder that you submit in, at the same paths"
@@ -155,19 +155,19 @@ def _no_results(job_id: str, state: str, nodes: str, folder: RunDirectory) -> st
 
 
 def find_job(job_id: str) -> QueuedJob | None:
-    """The job as squeue reports it; None if Slurm does not know it (any more). Raises SlurmError."""
+    """The job as squeue reports it, or None if Slurm does not know it (any more). Raises SlurmError."""
     return queued_jobs([job_id]).get(job_id)
 
 
 def progress_of(job: QueuedJob) -> str:
-    """Why the job is pending, or on which nodes it runs; '' if Slurm does not report it yet."""
+    """Why the job is pending, or on which nodes it runs, or '' if Slurm does not report that yet."""
     if job.state == "PENDING":
         return f"waits: {why_waiting(job, begun=False).words}" if job.reason != "None" else ""
     return f"runs on {job.nodes}" if job.live and job.nodes else ""
 
 
 def end_job(job_id: str) -> None:
-    """Cancels the job unless it has ended, and waits up to END_S seconds until it has, and no longer writes files."""
+    """Cancels the job unless it has ended, and waits up to END_S seconds until it writes no more files."""
     deadline = time.monotonic() + END_S
     with suppress(SlurmError):
         slurm.cancel(job_id)
@@ -209,13 +209,13 @@ def checks_of(rank: int, node: str, known: Mapping[str, Any]) -> list[Check]:
 
 
 def shared_gpus(checks: Sequence[tuple[int, Check]]) -> list[tuple[int, Check]]:
-    """A failed check for each rank of a node whose GPU is that of an earlier rank: NCCL needs one per rank."""
+    """A failed check for each rank of a node whose GPU is that of an earlier rank, because NCCL needs one per rank."""
     holders: dict[str, int] = {}
     found = []
     for rank, check in checks:
         uuid = check.values.get("uuid")
         if uuid is not None and (first := holders.setdefault(uuid, rank)) != rank:
-            advice = "request one GPU per rank with --gpus; a --gpu-bind must not give two ranks the same one"
+            advice = "request one GPU per rank with --gpus. A --gpu-bind must not give two ranks the same one"
             found.append((rank, failed("device", f"ranks {first} and {rank} share the GPU {uuid[:8]}", advice)))
     return found
 
@@ -223,4 +223,4 @@ def shared_gpus(checks: Sequence[tuple[int, Check]]) -> list[tuple[int, Check]]:
 def summary(nodes: Sequence[Node]) -> str:
     """How many nodes passed."""
     good = sum(node.row.state != FAILED for node in nodes)
-    return f"{good} of {len(nodes)} nodes can run"
+    return f"{good} of {len(nodes)} nodes passed"

@@ -1,10 +1,10 @@
 """A rank of ``doctor --nodes``: ``python -m clusterddp.checks.probe FOLDER``, started by srun.
 
-It checks its device and its node alone, then, with all others that can, what needs several nodes. It reports each check
+It checks its device and its node alone, and then, with the others, what needs several nodes. It reports each check
 at once to the batch step (``checks/batch_step.py``), over one TCP connection with a JSON object per line:
 
 - it sends the job's token with its rank, host and a reserved port; then checks; then whether it can take part;
-- it gets its place among those that can (``Place``); it sends more checks, and that it is done;
+- it gets its place among those that can (``Place``). It sends more checks, and that it is done;
 - it exits when the connection is closed.
 """
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 #: The job definition and the results, in the job's folder.
 JOB_FILE, RESULTS_FILE = "doctor.yaml", "results.json"
-#: Seconds until all probes have checked their own nodes (Python and torch on a slow disk), and what takes several.
+#: Timeouts in seconds for the checks of single nodes (with Python and torch on a slow disk) and of several.
 START_S, TOGETHER_S = 120.0, 90.0
 CONNECT_S, VISIBLE_S, GROUP_S = 60.0, 40.0, 60.0
 NETWORK = (
     "check the network between the nodes, and which interface the ranks use (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 )
 _NO_GPU = (
-    "CUDA_VISIBLE_DEVICES is {}; if that is right, is torch built with CUDA, or ROCm, and does nvidia-smi or rocm-smi "
-    "work on the node?"
+    "CUDA_VISIBLE_DEVICES is {}. If that is right, check that torch is built with CUDA or ROCm, and that nvidia-smi or "
+    "rocm-smi works on the node"
 )
-FOLDER = "choose a folder that this node mounts and can write: CLUSTERDDP_RUNS, or --run-dir of submit"
+FOLDER = "set CLUSTERDDP_RUNS, or --run-dir of submit, to a folder that this node can write"
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ def main() -> None:
         report(together(ranks, Place(**json.loads(line)), where, host))
         send_line(connection, {"done": True})
         lines.readline()  # rank 0's store lives until all are done
-    os._exit(0)  # a process group that others have left may hang or abort
+    os._exit(0)  # a process group may hang or abort after others have exited
 
 
 def of_the_node(ranks: RankEnvironment, where: Path, address: str) -> Iterator[Check]:
-    """What one rank per node checks, without torch."""
+    """The checks of one rank per node, without torch."""
     if ranks.local_rank != 0:
         return
     yield guarded("network", NETWORK, lambda: network(address, len(ranks.hosts)))
@@ -105,7 +105,7 @@ def write(where: Path, node: str) -> Check:
     seconds = folder.write_s(_mark(where, node), node)
     found = f"durable write {1000 * seconds:.1f} ms"
     if seconds > folder.SLOW_S:
-        return warning("folder", found, "saves will be slow; is another file system faster?", write_s=seconds)
+        return warning("folder", found, "saves will be slow. Use a faster file system", write_s=seconds)
     return ok("folder", found, write_s=seconds)
 
 
@@ -127,7 +127,7 @@ def network(address: str, nodes: int) -> Check:
 
 
 def _link_speed(file: Path) -> str:
-    """In Gb/s; '' if the kernel does not know it (-1), as of virtual interfaces."""
+    """The speed in Gb/s, or '' if the kernel has none (-1), as for virtual interfaces."""
     try:
         speed = int(file.read_text())
     except (OSError, ValueError):
@@ -163,7 +163,7 @@ def _device(ranks: RankEnvironment) -> torch.device:
 
 
 def of_the_device(ranks: RankEnvironment) -> Iterator[Check]:
-    """What every rank checks: its device."""
+    """The checks of every rank's device."""
     try:
         device = _device(ranks)
     except Exception as error:
@@ -171,6 +171,8 @@ def of_the_device(ranks: RankEnvironment) -> Iterator[Check]:
         yield failed("device", str(error), _NO_GPU.format(visible))
         return
     yield guarded("device", compute.REPLACE, lambda: compute.identify(device))
+    if device.type == "cuda":
+        yield guarded("health", compute.REPLACE, lambda: compute.health(device))
     yield guarded("compute", compute.REPLACE, lambda: compute.multiply(device))
 
 
@@ -178,7 +180,7 @@ def of_the_device(ranks: RankEnvironment) -> Iterator[Check]:
 
 
 def together(ranks: RankEnvironment, place: Place, where: Path, first_host: str) -> Iterator[Check]:
-    """What takes several nodes."""
+    """The checks that need several nodes."""
     if ranks.local_rank == 0:
         yield guarded("visible", FOLDER, lambda: visible(where, place.nodes))
         yield guarded("clock", NETWORK, lambda: judge_clock(*clock.difference(first_host, place.clock_port)))
@@ -192,8 +194,8 @@ def visible(where: Path, nodes: Sequence[str]) -> Check:
     seconds = time.monotonic() - started
     if missing:
         names = ", ".join(node for node in nodes if _mark(where, node) in missing)
-        found = f"files that {names} wrote into {where.parent} do not appear within {VISIBLE_S:g} s"
-        return failed("visible", found, "the folder is not shared by all nodes: set CLUSTERDDP_RUNS to one that is")
+        found = f"files that {names} wrote into {where.parent} did not appear within {VISIBLE_S:g} s"
+        return failed("visible", found, "set CLUSTERDDP_RUNS to a folder that all nodes share")
     return ok("visible", f"sees the files of {counted(len(nodes), 'node')}", seconds=round(seconds, 4))
 
 
@@ -203,7 +205,7 @@ def judge_clock(ahead_s: float, trip_s: float) -> Check:
     values = {"ahead_s": round(ahead_s, 6), "round_trip_s": round(trip_s, 6)}
     if abs(ahead_s) > clock.MOST_S + trip_s / 2:
         found = f"clock {ahead_s:+.1f} s from the first node's"
-        return warning("clock", found, "report it to the administrator: chrony or NTP must run on all nodes", **values)
+        return warning("clock", found, "report it to the administrator. chrony or NTP must run on all nodes", **values)
     return ok("clock", found, **values)
 
 

@@ -1,1 +1,1 @@
-"""The command line: a module for each command and what they share; nothing that a job's nodes need."""
+"""The command line: a module for each command, and what they share. Nodes of a job do not need this package."""

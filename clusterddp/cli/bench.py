@@ -18,11 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
-    """Carries out ``bench``; returns the exit code."""
+    """Runs ``bench`` and returns the exit code."""
     names = sorted(path.stem for path in BENCHMARKS.glob("*.yaml"))
     if arguments.target not in names:
         given = f"no benchmark {arguments.target!r}" if arguments.target else "no benchmark given"
-        raise UsageError(f"bench: {given}; available: {', '.join(names)}")
+        raise UsageError(f"bench: {given}. Available: {', '.join(names)}")
     arguments.target = str(BENCHMARKS / f"{arguments.target}.yaml")
     arguments.follow = not (arguments.local or arguments.here or arguments.dry_run or arguments.sweep)
     return submit.run(arguments, script_arguments)

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Cancels the runs, and prints the final state of each; returns 0 if all are over."""
+    """Cancels the runs, and prints the final state of each. Returns 0 if all are over."""
     runs = find_runs(arguments.run)
     live, unreadable = [], False
     for run in runs:
@@ -39,22 +39,22 @@ def run(arguments: argparse.Namespace, _: object) -> int:
             put(over_already(run, outcome))
     named = len(runs) == 1 and names_exactly(arguments.run[0], runs[0])
     if live and not named and not arguments.yes and not _confirmed(live):
-        show("nothing was cancelled")
+        show("no run was cancelled")
         return FAILED
     return 0 if _cancel(live) and not unreadable else FAILED
 
 
 def _confirmed(runs: Sequence[RunDirectory]) -> bool:
-    """Lists the runs and asks; without a terminal it needs ``--yes``."""
+    """Lists the runs and asks. Without a terminal, ``--yes`` is required."""
     if not can_ask():
-        raise UsageError(f"cancel: {counted(len(runs), 'run')} to cancel and no terminal to ask on: add --yes")
+        raise UsageError(f"cancel: {counted(len(runs), 'run')} to cancel and no terminal to ask on. Add --yes")
     for run in runs:
         show(str(run))
-    return agreed(f"cancel {counted(len(runs), 'run')} for good?")
+    return agreed(f"cancel {counted(len(runs), 'run')} permanently?")
 
 
 def _cancel(runs: Sequence[RunDirectory]) -> bool:
-    """Ends all runs before it waits for any; prints how each ended, and returns whether all did."""
+    """Ends all runs before it waits for any. Prints how each ended, and returns whether all did."""
     failed: list[RunDirectory] = []
     for work in (begin, _report):
         for run in runs:
@@ -65,11 +65,11 @@ def _cancel(runs: Sequence[RunDirectory]) -> bool:
                 failed.append(run)
                 begun = isinstance(error, SlurmError) and run.cancelled
                 say(
-                    f"{run} will not run again, but has not ended; cancel it once more: {error}"
+                    f"{run} will not start again, but has not ended: {error}. Cancel it once more"
                     if begun
                     else str(error)
                 )
-            except OSError as error:  # another user's run, a full disk: the other runs are cancelled all the same
+            except OSError as error:  # such as another user's run or a full disk: the other runs are still cancelled
                 if len(runs) == 1:
                     raise
                 failed.append(run)
@@ -79,6 +79,6 @@ def _cancel(runs: Sequence[RunDirectory]) -> bool:
 
 def _report(run: RunDirectory) -> None:
     final = await_outcome(run)
-    put(f"{run}: {final['state']}{at_step(final['step'])}; it will not run again")
+    put(f"{run}: {final['state']}{at_step(final['step'])}. The run will not start again")
     if of_run(run).candidates():
-        show(f"to continue from its newest checkpoint in a new run: clusterddp submit --fork {run.quoted}")
+        show(f"To continue from its newest checkpoint in a new run, use: clusterddp submit --fork {run.quoted}")

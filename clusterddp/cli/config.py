@@ -24,13 +24,13 @@ from clusterddp.runs.submission import describe, with_hydra
 from clusterddp.runs.sweep_members import jobs_of, named
 from clusterddp.slurm.commands import submission_cluster
 
-#: The version of the JSON; it grows when a field is renamed or removed.
+#: The version of the JSON. It grows when a field is renamed or removed.
 SCHEMA = 1
 DEFAULT = "default"
 
 
 def show_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
-    """Prints the resolved job; returns the exit code."""
+    """Prints the resolved job and returns the exit code."""
     target = arguments.target or _default_target()
     places: Origins = {}
     job = describe(target, option_values(arguments, script_arguments), set_values(arguments), places)
@@ -54,9 +54,9 @@ def show_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | No
 
 def _default_target() -> str:
     if Path("clusterddp.yaml").exists():
-        show("no script given: showing ./clusterddp.yaml")
+        show("No script given. Showing ./clusterddp.yaml")
         return "clusterddp.yaml"
-    show("no script given and no ./clusterddp.yaml: showing the bundled digits example")
+    show("No script given and no ./clusterddp.yaml. Showing the bundled digits example")
     return str(PACKAGED_JOB)
 
 
@@ -83,7 +83,7 @@ def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _lines(values: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The values as lines of YAML, each with its origin; without those that are not set anywhere."""
+    """The values that are set, as lines of YAML, each with its origin."""
     indent = "  " * prefix.count(".")
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     resolved = actions.add_parser("show", help=text, description=f"{text[0].upper()}{text[1:]}.")
     resolved.add_argument(
         "target", nargs="?", metavar="SCRIPT.py | JOB.yaml",
-        help="as for submit; default: ./clusterddp.yaml, else the bundled digits example",
+        help="as for submit (default: ./clusterddp.yaml, else the bundled digits example)",
     )  # fmt: skip
     resolved.add_argument("--origin", action="store_true", help="add where each value comes from, as a comment")
     resolved.add_argument("--json", action="store_true", help="print values and origins as JSON")
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     checked = actions.add_parser("validate", help=text, description=f"{text[0].upper()}{text[1:]}.")
     checked.add_argument("files", nargs="+", metavar="FILE", help="a job definition, a sweep or a configuration file")
-    text = "list the presets for training repositories; with a NAME, print one"
+    text = "list the presets for training repositories, or print the one that NAME names"
     listed = actions.add_parser("presets", help=text, description=f"{text[0].upper()}{text[1:]}.")
     listed.add_argument("name", nargs="?", metavar="NAME", help="print this preset, a piece of a job definition")
     text = "print the JSON Schema of job definitions, for editors"
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
-    """Carries out one action of ``config``; returns the exit code."""
+    """Runs one action of ``config`` and returns the exit code."""
     if arguments.action == "show":
         return show_job(arguments, script_arguments)
     if arguments.action == "validate":
@@ -133,20 +133,20 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
 
 
 def show_presets(name: str | None) -> int:
-    """Prints a line for each preset, or the file of one; returns the exit code."""
+    """Prints a line for each preset, or the file of one, and returns the exit code."""
     names = configuration_files.preset_names()
     if name is None:
         width = max(map(len, names))
         put("\n".join(f"{one:<{width}}  {configuration_files.preset_purpose(one)}" for one in names))
         return 0
     if name not in names:
-        raise UsageError(f"no preset {name!r}{did_you_mean(name, names)}; presets: {', '.join(names)}")
+        raise UsageError(f"no preset {name!r}{did_you_mean(name, names) or '.'} Presets: {', '.join(names)}")
     put(configuration_files.preset_text(name).rstrip("\n"))
     return 0
 
 
 def validate(files: Sequence[str]) -> int:
-    """Prints a line for each valid file and for each mistake; returns the exit code."""
+    """Prints a line for each valid file and for each mistake, and returns the exit code."""
     code = 0
     for name in files:
         try:
@@ -158,7 +158,7 @@ def validate(files: Sequence[str]) -> int:
 
 
 def _check(path: Path) -> str:
-    """What kind of file it is. Raises what is wrong with it, regardless of the configuration files that apply here."""
+    """What kind of file it is. Raises its mistakes. The configuration files that apply here do not matter."""
     keys = file_fields(path, []).keys()
     if keys & {*configuration_files.SECTIONS}:
         configuration_files.check_configuration_file(path)

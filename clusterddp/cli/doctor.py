@@ -27,20 +27,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-N", "--nodes", type=int, metavar="N", help="check N nodes with a job of about a minute")
     parser.add_argument(
         "--gpus", "--gpus-per-node", dest="gpus_per_node", metavar="G",
-        help="with --nodes: GPUs per node, also TYPE:G; default: all; with --device cpu, ranks per node (default: 1)",
+        help="with --nodes: GPUs per node, or TYPE:G (default: all) or, with --device cpu, ranks per node (default: 1)",
     )  # fmt: skip
-    parser.add_argument("--device", metavar="cuda|cpu", help="with --nodes: cuda (NCCL) or cpu (gloo); default: cuda")
-    parser.add_argument("-p", "--partition", metavar="NAME", help="partition, as in sbatch; default: the default one")
+    parser.add_argument("--device", metavar="cuda|cpu", help="with --nodes: cuda (NCCL, the default) or cpu (gloo)")
+    parser.add_argument(
+        "-p", "--partition", metavar="NAME", help="partition, as in sbatch (default: the cluster's default)"
+    )
     parser.add_argument("-A", "--account", metavar="NAME", help="with --nodes: account to charge, as in sbatch")
     parser.add_argument("-q", "--qos", metavar="NAME", help="quality of service, as in sbatch")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Prints a row per check, or per node; 0 if none failed."""
+    """Prints a row per check, or per node. Returns 0 if none failed."""
     if arguments.nodes is None:
         if given := [option for key, option in OF_THE_JOB.items() if getattr(arguments, key) is not None]:
-            raise UsageError(f"{' and '.join(given)} without --nodes: expected --nodes N, the number of nodes to check")
+            raise UsageError(f"{' and '.join(given)} without --nodes. Add --nodes N, the number of nodes to check")
         checks, preempted = slurm_checks(arguments.partition, arguments.qos)
         checks += login_checks(os.environ)
         results: dict[str, Any] = {"checks": [check.as_json() for check in checks], "preemption": preempted}
@@ -59,12 +61,12 @@ def run(arguments: argparse.Namespace, _: object) -> int:
 
 
 def _columns() -> int | None:
-    """The terminal's width; None in a pipe, whose lines are not wrapped."""
+    """The terminal's width, or None in a pipe, whose lines are not wrapped."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def rows(checks: Sequence[Check], columns: int | None) -> list[str]:
-    """A row per check: its state, its name and what was found; what to do follows on the next line."""
+    """A row per check with its state, its name and what it found. The next line says what to do."""
     width = max((len(check.name) for check in checks), default=0)
     lines = []
     for check in checks:
@@ -81,7 +83,7 @@ def rows(checks: Sequence[Check], columns: int | None) -> list[str]:
 
 
 def _wrapped(text: str, columns: int, first: str = "", others: str = "") -> list[str]:
-    """Paths and commands stay whole."""
+    """Wraps a text without breaking paths and commands."""
     return textwrap.wrap(
         text,
         columns,

@@ -1,8 +1,8 @@
-"""``clusterddp drill``: a tiny job tests, before the first real preemption, what a partition does to a run.
+"""``clusterddp drill``: a small job tests what a preemption would do to a run.
 
-Users cannot preempt their own jobs. What the job tests is whether the nodes have Slurm's commands, whether the signal
-of a preemption reaches every rank, and whether a requeue from inside the job restarts it. The notice
-is in the controller's configuration. This module is also the job's batch step and, with ``--rank``, each of its ranks.
+Users cannot preempt their own jobs. The job tests whether the nodes have Slurm's commands, whether the signal of a
+preemption reaches every rank, and whether a requeue from inside the job restarts it. The length of the notice comes
+from the controller's configuration. This module is also the job's batch step and, with ``--rank``, each of its ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
 from clusterddp.slurm.preemption_policy import Preemption
 
-#: What the job has written at its first or second start.
+#: What the job wrote at its first or second start.
 Found = Mapping[str, Any]
 QUEUE_S, RANK_S = 3600.0, 60.0
 #: What a run needs on its nodes.
@@ -44,16 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``drill``."""
     parser.add_argument("-p", "--partition", help="as in sbatch")
     parser.add_argument("-q", "--qos", help="as in sbatch")
-    parser.add_argument("-N", "--nodes", type=int, default=1, help="default: 1")
+    parser.add_argument("-N", "--nodes", type=int, default=1, help="number of nodes (default: 1)")
     parser.add_argument("--run", metavar="RUN", help="compare the notice with the time that this run's last save took")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Submits the job, waits for it and prints its results; 0 if a run would survive a preemption here."""
+    """Submits the job, waits for it and prints its results. Returns 0 if a run would survive a preemption here."""
     run = open_run(arguments.run) if arguments.run else None
     save_s = last_save_s(run) if run else None
     if run and save_s is None:
-        raise UsageError(f"{run} has no checkpoint: choose a run that has saved one, or omit --run")
+        raise UsageError(f"{run} has no checkpoint. Choose a run that has saved one, or omit --run")
     slurm.require("sbatch", "scontrol", "sinfo")
     preemption = preemption_policy.preemption(arguments.partition, arguments.qos)
     with tempfile.TemporaryDirectory(prefix="clusterddp-drill-", dir=Path.cwd(), ignore_cleanup_errors=True) as path:
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
 
 
 def drill_script(partition: str | None, qos: str | None, nodes: int, folder: Path, python: str) -> str:
-    """The tiny job's batch script."""
+    """The batch script of the job."""
     options = {
         "job-name": "clusterddp-drill", "partition": partition, "qos": qos, "nodes": str(nodes), "ntasks-per-node": "1",
         "time": "10", "output": f"{folder}/log", "open-mode": "append",
@@ -86,7 +86,7 @@ def drill_script(partition: str | None, qos: str | None, nodes: int, folder: Pat
 
 
 def _await_end(job_id: str, folder: Path) -> float | None:
-    """Waits until the second start has reported or the job is over; returns when the hold was lifted, if it was."""
+    """Waits until the second start has reported or the job is over. Returns when the hold was lifted, or None."""
     lifted_at, hold = None, Hold()
     deadline = time.monotonic() + QUEUE_S
     while time.monotonic() < deadline and not (folder / "second.json").exists():
@@ -106,17 +106,17 @@ def last_save_s(run: RunDirectory) -> float | None:
 
 
 def verdict(preemption: Preemption, first: Found, second: Found, save_s: float | None) -> str | None:
-    """Why a run would not survive a preemption here; None if it would."""
+    """Why a run would not survive a preemption here, or None if it would."""
     if not first:
         return "the job did not start"
     if first["signalled"] < first["ranks"]:
-        return "the signal does not reach every rank: start python directly, not in a wrapper script"
+        return "the signal does not reach every rank. Start python directly, not in a wrapper script"
     if "scontrol" in first["missing"]:
-        return "scontrol is missing on the nodes: keep `clusterddp resubmit` running on a login node"
+        return "scontrol is missing on the nodes. Keep `clusterddp resubmit` running on a login node"
     if not second and not preemption.must_resubmit:
         return f"the requeue does not restart the job: {first.get('requeue_error') or 'it did not start again'}"
     if save_s is not None and preemption.notice_s < 2 * save_s + 2:
-        return "a save may not finish within the notice: save more often, so that fewer steps are repeated"
+        return "a save may not finish within the notice. Save more often to repeat fewer steps"
     return None
 
 
@@ -130,11 +130,11 @@ def report(
         reached = f"{first['signalled']} of {first['ranks']} ranks in {first['seconds']:.2f} s"
         lines += [f"commands  {missing}", f"signals   TERM reached {reached}"]
     if second:
-        since = f"; it ran {second['time'] - lifted_at:.1f} s after the hold was lifted" if lifted_at else ""
+        since = f". The job started {second['time'] - lifted_at:.1f} s after the hold was lifted" if lifted_at else ""
         lines.append(f"requeue   works{since}")
     problem = verdict(preemption, first, second, save_s) or "safe"
     if save_s:
-        problem = f"{preemption.partition} gives {preemption.notice_s} s; your last save took {save_s:.1f} s: {problem}"
+        problem = f"{preemption.partition} gives {preemption.notice_s} s. Your last save took {save_s:.1f} s: {problem}"
     return [*lines, f"verdict   {problem}"]
 
 

@@ -22,13 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=_step,
         metavar="STEP",
-        help="the checkpoint's number of steps, or best, by ctx.run(best=...) or checkpoint.keep; default: the newest",
+        help="the checkpoint's number of steps, or best for ctx.run(best=...) or checkpoint.keep (default: the newest)",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a new .pt, .pth or .safetensors file")
-    parser.add_argument("--best", action="store_true", help="the same as best for STEP")
+    parser.add_argument("--best", action="store_true", help="alias for STEP=best")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--part", metavar="NAME", help="its name in ctx.run(); default: model, or the only module")
-    what.add_argument("--all", action="store_true", help="all parts: optimizer, scheduler and progress too")
+    what.add_argument("--part", metavar="NAME", help="its name in ctx.run() (default: model, or the only module)")
+    what.add_argument("--all", action="store_true", help="all parts, including optimizer, scheduler and progress")
 
 
 def _step(text: str) -> int | Literal["best"]:
@@ -40,9 +40,9 @@ def _step(text: str) -> int | Literal["best"]:
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Carries out ``export``; returns the exit code."""
+    """Runs ``export`` and returns the exit code."""
     if arguments.best and arguments.step not in (None, "best"):
-        raise UsageError(f"--best and step {arguments.step}: expected one of them")
+        raise UsageError(f"--best and step {arguments.step} were given. Expected only one of them")
     step: int | Literal["best"] | None = "best" if arguments.best else arguments.step
     run = open_run(arguments.run)
     Path.cwd()  # raises if it was deleted, where torch's libraries would abort the process

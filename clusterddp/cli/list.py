@@ -45,14 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         nargs="*",
         metavar="RUN",
-        help="run directories, folders of runs or patterns; default: $CLUSTERDDP_RUNS or ./runs",
+        help="run directories, folders of runs or patterns (default: $CLUSTERDDP_RUNS or ./runs)",
     )
     parser.add_argument("--show", metavar="NAMES", default="", help="metrics to show, such as loss,accuracy")
     parser.add_argument("--state", metavar="STATES", default="", help=f"only runs in these states: {', '.join(WORDS)}")
     parser.add_argument(
-        "--sort", metavar="NAME", help="sort by a column or metric, lowest first; default: newest runs first"
+        "--sort", metavar="NAME", help="sort by a column or metric, lowest first (default: newest runs first)"
     )
-    parser.add_argument("--reverse", action="store_true", help="the other way round")
+    parser.add_argument("--reverse", action="store_true", help="reverse the order")
     parser.add_argument(
         "--best", metavar="METRIC", help="name the run with the best value, such as accuracy, loss or 'score min'"
     )
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Carries out ``list``."""
+    """Runs ``list`` and returns the exit code."""
     if arguments.watch:
         queue = PacedQueue()
         return live.watch(lambda size: _view(arguments, size, queue))
@@ -86,10 +86,10 @@ def run(arguments: argparse.Namespace, _: object) -> int:
 
 
 def _tell_unknown(found: _Found, names: list[str]) -> None:
-    """Names the metrics of ``--show`` that no run has a value of: they have no column."""
+    """Names the metrics of ``--show`` that no run has logged, and that have no column."""
     known = sorted({name for row in found.rows for name in values(row.summary)})
     if missing := [name for name in names if name not in [*known, *columns([], found.keys)]]:
-        show(f"--show {','.join(missing)}: no run has logged it; logged: {', '.join(known) or 'nothing yet'}")
+        show(f"--show {','.join(missing)}: no run has logged this. Logged: {', '.join(known) or 'nothing yet'}")
 
 
 def _view(arguments: argparse.Namespace, size: Size | None, queue: PacedQueue) -> live.View:
@@ -102,13 +102,13 @@ def _view(arguments: argparse.Namespace, size: Size | None, queue: PacedQueue) -
     lines = table(rows, shown, size.columns if size else None, live.colour(), LEFT_OUT_WATCHED)
     more_rows = len(found.rows) - len(rows)
     lines += [f"and {counted(more_rows, 'more run')}"] * bool(more_rows) + [""]
-    end = f"{time.strftime('%H:%M:%S')}, {heading(found.rows)}; every {live.EVERY_S:.0f} s until Ctrl-C"
+    end = f"{time.strftime('%H:%M:%S')}, {heading(found.rows)}, every {live.EVERY_S:.0f} s until Ctrl-C"
     return live.View(composed(lines, more.events, end, size))
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The rows in their order, the columns, and the metrics among these; of a sweep, at which steps they are."""
+    """The rows in their order, the columns, and the metrics among these. For a sweep, also the steps of the metrics."""
 
     rows: list[Row]
     shown: dict[str, Column]
@@ -134,21 +134,21 @@ def _chosen(arguments: argparse.Namespace, queue: PacedQueue | None = None) -> _
     rows = [Row(*pair) for pair in (sweep.members if sweep else pairs)]
     if summaries and by in metrics and not any(by in row.summary.metrics for row in rows):
         known = sorted({name for row in rows for name in values(row.summary)})
-        raise UsageError(f"--sort {by}: no such column or metric; available: {', '.join([*columns([]), *known])}")
+        raise UsageError(f"--sort {by}: no such column or metric. Available: {', '.join([*columns([]), *known])}")
     rows = [row for row in rows if not states or row.state.word in states]
     rows = ordered(rows, shown[by] if by else None, arguments.reverse)
     return _Found(rows, shown, metrics, keys, sweep.sentence if sweep and metrics else None)
 
 
 def _is_metric(name: str, summaries: Sequence[Summary]) -> bool:
-    """Whether a name in ``--show`` or ``--sort`` is a metric's: those of other columns only if it was logged."""
+    """Whether a name in ``--show`` or ``--sort`` is a metric's. The name of another column is one if it was logged."""
     if name not in columns([]):
         return True
     return name not in ("run", "state") and any(name in values(summary) for summary in summaries)
 
 
 def _compared(pairs: list[Found], metrics: list[str]) -> Comparison | None:
-    """The members of one sweep at equal steps. The import loads the YAML reader: other lists need not wait for it."""
+    """The members of one sweep at equal steps. Imported here, because it loads the YAML reader."""
     if not any(summary.sweep for summary, _ in pairs):
         return None
     from clusterddp.runs.sweep_comparison import compare
@@ -157,7 +157,7 @@ def _compared(pairs: list[Found], metrics: list[str]) -> Comparison | None:
 
 
 def _metric_of(best: str | None) -> str:
-    """The metric of ``--best``; empty without it."""
+    """The metric of ``--best``, or an empty text."""
     if not best:
         return ""
     from clusterddp.runs.sweep_comparison import metric_of
@@ -181,8 +181,8 @@ def _states(text: str) -> list[str]:
     for name in names:
         if name not in WORDS:
             similar = get_close_matches(name, WORDS, 1)
-            hint = f"; did you mean {similar[0]}?" if similar else ""
-            raise UsageError(f"--state {name}: no such state; available: {', '.join(WORDS)}{hint}")
+            hint = f". Did you mean {similar[0]}?" if similar else ""
+            raise UsageError(f"--state {name}: no such state. Available: {', '.join(WORDS)}{hint}")
     return names
 
 
@@ -199,17 +199,17 @@ def _lines(found: _Found, metric: str | None) -> list[str]:
 
 
 def _how_to_export(winner: Best) -> str:
-    """The command, and which checkpoint it takes if the run keeps its best one by the same metric."""
+    """The export command. If the run keeps its best checkpoint by the same metric, also that checkpoint."""
     command = f"clusterddp export {shlex.quote(as_typed(winner.run.path))}"
     kept = best_saved(winner.run.events())
     if kept is None or kept["metric"] != winner.metric:
-        return f"export it with: {command} model.safetensors"
+        return f"Export it with: {command} model.safetensors"
     value = f"{kept['value']:.6g}" if isinstance(kept["value"], float) else kept["value"]
-    return f"its best: {value}, checkpoint {kept['step']}; export that with: {command} best model.safetensors"
+    return f"Its best value is {value} at checkpoint {kept['step']}. Export it with: {command} best model.safetensors"
 
 
 def _print_csv(rows: Sequence[Row], metrics: Sequence[str]) -> None:
-    """A line per run, with the keys of its report; its metrics are those that are shown, else all of them."""
+    """A line per run, with the keys of its report and the metrics that are shown, or else all of them."""
     names = metrics or sorted({name for row in rows for name in values(row.summary)})
     lines = []
     for row in rows:
@@ -237,7 +237,7 @@ class Watched:
 
 
 def watched(rows: Sequence[Row], metrics: Sequence[str], encoding: str) -> Watched:
-    """What is shown of these runs; ``metrics``: those of --show, the first of which is drawn."""
+    """What is shown of these runs. ``metrics``: those of --show. The first one is drawn."""
     now = time.time()
     trends, times, events = dict[Path, str](), dict[Path, str](), list[tuple[float, str]]()
     for row in rows:
@@ -252,7 +252,7 @@ def watched(rows: Sequence[Row], metrics: Sequence[str], encoding: str) -> Watch
 
 
 def _history(run: RunDirectory) -> tuple[dict[str, Any], ...]:
-    """A run's events; read again only when there are more of them."""
+    """A run's events, read again only if there are new ones."""
     try:
         return _history_of(run.path, run.events_file.stat().st_size)
     except OSError:  # none yet, or another user's

@@ -37,7 +37,7 @@ class Size:
 def composed(above: Sequence[str], events: Sequence[str], end: str, size: Size | None) -> str:
     """Lines, the newest events and a last line, for a terminal of this size or for a pipe (None).
 
-    Where not even LEAST_EVENTS have room, the lowest of the lines above them are left out.
+    If there is no room for LEAST_EVENTS, the last of the lines above them are left out.
     """
     if size is None:
         return "\n".join([*above, *events[-EVENTS:], end])
@@ -74,7 +74,7 @@ EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class View:
-    """What is shown; ``over``: it will not change any more."""
+    """What is shown. ``over``: whether it will not change any more."""
 
     text: str
     over: bool = False
@@ -85,7 +85,7 @@ Look = Callable[[Size | None], View]
 
 
 def watch(look: Look) -> int:
-    """Shows the view every EVERY_S seconds, on a terminal in place; returns the exit code."""
+    """Shows the view every EVERY_S seconds, on a terminal in place, and returns the exit code."""
     drawing: AbstractContextManager[Callable[[str], None]] = _screen() if in_place() else nullcontext(_print_block)
     view, code = View(""), 0
     with _resizes_held_back():
@@ -96,13 +96,13 @@ def watch(look: Look) -> int:
                     wait()
             except KeyboardInterrupt:
                 code = INTERRUPTED
-        if view.text and (in_place() or view.over):  # the screen is gone: what it showed last stays
+        if view.text and (in_place() or view.over):  # leave the last view on the terminal
             print(view.text)
     return code
 
 
 def wait() -> None:
-    """Waits until the next look is due; on a terminal also until its size changes."""
+    """Waits until the next look is due or, on a terminal, until its size changes."""
     signal.sigtimedwait([signal.SIGWINCH], EVERY_S)
 
 
@@ -118,7 +118,7 @@ def _resizes_held_back() -> Iterator[None]:
 
 @contextmanager
 def _screen() -> Iterator[Callable[[str], None]]:
-    """The terminal's second screen, which is overwritten without being cleared, so that nothing flickers."""
+    """The terminal's alternate screen, overwritten without being cleared, to avoid flicker."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -137,35 +137,35 @@ def in_place() -> bool:
 
 
 def size() -> Size | None:
-    """The size of the terminal; None if stdout is none."""
+    """The size of the terminal, or None if stdout is not a terminal."""
     return Size(*shutil.get_terminal_size()) if sys.stdout.isatty() else None
 
 
 def terminal_width() -> int | None:
-    """The columns of the terminal; None if stdout is none."""
+    """The columns of the terminal, or None if stdout is not a terminal."""
     return found.columns if (found := size()) else None
 
 
 def colour() -> bool:
-    """Whether stdout takes colours: it is a terminal, and https://no-color.org is not asked for."""
+    """Whether to print colours: stdout is a terminal, and NO_COLOR (https://no-color.org) is not set."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def encoding() -> str:
-    """In what stdout encodes text."""
+    """The encoding of stdout."""
     return sys.stdout.encoding or "ascii"
 
 
-#: From low to high; the second for terminals without UTF-8.
+#: From low to high. The second one is for terminals without UTF-8.
 _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 #: Where the values are NaN or infinite.
 _NOT_FINITE = "x"
-#: Larger values are cut, so that differences between values stay finite.
+#: Larger values are clipped, to keep differences between values finite.
 _LARGEST = 1e300
 
 
 def labelled(points: Sequence[tuple[int, float]], width: int, encoding: str = "utf-8") -> str:
-    """The first value, the curve and the newest value, in ``width`` columns at most; empty without points."""
+    """The first value, the curve and the newest value, in at most ``width`` columns. Empty without points."""
     if not points:
         return ""
     first, last = f"{points[0][1]:.4g}", f"{points[-1][1]:.4g}"
@@ -176,7 +176,7 @@ def labelled(points: Sequence[tuple[int, float]], width: int, encoding: str = "u
 
 
 def sparkline(points: Sequence[tuple[int, float]], width: int, encoding: str = "utf-8") -> str:
-    """A character per equal part of the steps, whose height is the part's mean; at most one per point.
+    """A character per equal part of the steps, whose height is the part's mean. At most one per point.
 
     A part without points repeats the one before. The scale is logarithmic where the report's is.
     """

@@ -1,6 +1,6 @@
 """``clusterddp logs``: prints or follows the output of ranks, or shows the first failure of a failed run.
 
-Files are opened one at a time and read in blocks, so that neither thousands of ranks nor large logs cost memory.
+Files are opened one at a time and read in blocks, to save memory with thousands of ranks or large logs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from clusterddp.runs.rank_output import (
 
 #: The most bytes read at once. A longer line is searched, and labelled, in pieces.
 BLOCK = 1 << 20
-#: Seconds between two looks at files that are followed: at least the first, and the second for each file.
+#: Seconds between two looks at followed files: at least the first, plus the second for each file.
 LOOK_S, LOOK_PER_FILE_S = 0.2, 0.0005
 #: ANSI colours of the ranks' labels.
 _COLOURS = (36, 33, 32, 35, 34, 31)
@@ -45,7 +45,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def print_one(log: Log, pattern: re.Pattern[str] | None) -> bool:
-    """Prints a rank's stdout to stdout and its stderr to stderr; returns whether there was anything to print."""
+    """Prints a rank's stdout to stdout and its stderr to stderr. Returns whether it printed anything."""
     printed = False
     for kind, stream in (("out", sys.stdout), ("err", sys.stderr)):
         write = _writer(stream, log.folder)
@@ -57,7 +57,7 @@ def print_one(log: Log, pattern: re.Pattern[str] | None) -> bool:
 
 
 def print_grouped(logs: Iterable[Log], pattern: re.Pattern[str] | None) -> bool:
-    """Prints logs to stdout, each file below a line that names it, unless it has nothing; returns whether any had."""
+    """Prints logs to stdout, each nonempty file below a line with its name. Returns whether it printed anything."""
     printed = False
     for log in logs:
         write = _writer(sys.stdout, log.folder)
@@ -76,7 +76,7 @@ def print_grouped(logs: Iterable[Log], pattern: re.Pattern[str] | None) -> bool:
 
 
 def _writer(stream: TextIO, folder: Path) -> Callable[[bytes], object]:
-    """Writes bytes as they are, with a rank's colours; on a terminal, those of another user as ``printable`` text."""
+    """Writes bytes unchanged, with a rank's colours. On a terminal, another user's bytes become ``printable`` text."""
     if not stream.isatty() or folder.stat().st_uid == os.geteuid():
         return stream.buffer.write
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a block may end within a letter
@@ -84,7 +84,7 @@ def _writer(stream: TextIO, folder: Path) -> Callable[[bytes], object]:
 
 
 def _pieces(path: Path, pattern: re.Pattern[str] | None) -> Iterator[bytes]:
-    """A file in blocks, or its lines that match; nothing if it does not exist."""
+    """A file in blocks, or its lines that match. Empty if it does not exist."""
     try:
         file = open_binary(path)
     except FileNotFoundError:
@@ -107,9 +107,9 @@ def _matches(pattern: re.Pattern[str] | None, line: bytes) -> bool:
 
 
 class Follower:
-    """Follows logs of a run's ranks: one rank's as ``print_one`` prints it; those of several with a label on each line.
+    """Follows logs of a run's ranks. Those of several ranks get a label on each line.
 
-    ``alone``: only one rank is wanted.
+    ``alone``: print one rank as ``print_one`` does.
     """
 
     def __init__(self, run: RunDirectory, wanted: Wanted, pattern: re.Pattern[str] | None, alone: bool) -> None:
@@ -119,9 +119,9 @@ class Follower:
         self._offsets: dict[Path, int] = {}
 
     def follow(self, number: int | None, later: bool) -> None:
-        """Follows an attempt until it is superseded or the run is over; with ``later`` also those after it.
+        """Follows an attempt until it is superseded or the run is over. With ``later``, follows the next ones, too.
 
-        ``number``: its number; None: the first, for which it waits.
+        ``number``: its number. None: wait for the first.
         """
         while number is None and self._run.outcome() is None:
             self._pause(LOOK_S)
@@ -133,7 +133,7 @@ class Follower:
                 show(f"==> attempt {number} <==")
 
     def _follow_one(self, number: int) -> int | None:
-        """Follows one attempt; returns the number of the next, None if the run is over."""
+        """Follows one attempt. Returns the number of the next, or None if the run is over."""
         self._offsets.clear()
         while True:
             # Before reading: what is read after an attempt's end is complete.
@@ -149,13 +149,13 @@ class Follower:
                 self._pause(max(LOOK_S, LOOK_PER_FILE_S * len(more)))
 
     def _pause(self, seconds: float) -> None:
-        """Waits for more. Raises RunDirectoryError if there can be none any more."""
+        """Waits for more. Raises RunDirectoryError if there cannot be more."""
         if not os.path.lexists(self._run.path):
             raise RunDirectoryError(f"{self._run} was deleted")
         time.sleep(seconds)
 
     def _print_new(self, log: Log, kind: str, ended: bool) -> bool:
-        """Prints a file's new complete lines, and its incomplete last one if the attempt has ended; at most a block.
+        """Prints at most a block of a file's new complete lines, and the incomplete last one if the attempt has ended.
 
         Returns whether there may be more.
         """
@@ -217,7 +217,7 @@ class Ranks:
 
     @property
     def highest(self) -> int | None:
-        """The highest rank that the value names; None for all or failed."""
+        """The highest rank that the value names, or None for all or failed."""
         return max(part[-1] for part in self._ranges) if self._ranges else None
 
     def __contains__(self, rank: int) -> bool:
@@ -246,34 +246,34 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``logs``."""
-    parser.add_argument("run", metavar="RUN", nargs="?", default=NEWEST, help=f"{ONE_RUN}; default: {NEWEST}")
+    parser.add_argument("run", metavar="RUN", nargs="?", default=NEWEST, help=f"{ONE_RUN} (default: {NEWEST})")
     parser.add_argument("-f", "--follow", action="store_true", help="follow the output, across restarts, to the end")
     parser.add_argument(
         "--rank",
         type=Ranks,
         metavar="R",
-        help="ranks such as 3 or 0,4-7; all; or failed: those that failed by themselves; default: 0, or for a failed "
-        "run without other options its first failure",
+        help="ranks such as 3 or 0,4-7, all, or failed for those that failed by themselves (default: 0, or for a "
+        "failed run without other options its first failure)",
     )
     parser.add_argument(
         "--attempt",
         type=_attempt,
         metavar="N",
-        help="an attempt, or all; default: the newest, with --rank failed the newest with a failure",
+        help="an attempt, or all (default: the newest, or with --rank failed the newest with a failure)",
     )
     parser.add_argument(
-        "--grep", type=_pattern, metavar="REGEX", help="only lines with a match; exit code 1 if there is none"
+        "--grep", type=_pattern, metavar="REGEX", help="print only lines that match. The exit code is 1 without a match"
     )
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Carries out ``logs``; returns the exit code."""
+    """Runs ``logs`` and returns the exit code."""
     run = open_run(arguments.run)
     by_default = arguments.rank is None and arguments.attempt is None and arguments.grep is None
     ranks = arguments.rank or Ranks("0")
     if isinstance(arguments.attempt, int) and arguments.attempt not in (made := run.attempts()):
         available = ", ".join(map(str, made)) or "none yet"
-        raise RunDirectoryError(f"{run} has no attempt {arguments.attempt}; available: {available}")
+        raise RunDirectoryError(f"{run} has no attempt {arguments.attempt}. Available: {available}")
     if arguments.follow and run.outcome() is None:
         _follow(run, ranks, arguments.attempt, arguments.grep)
         if by_default:
@@ -290,14 +290,14 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     if not printed:
         earlier = logs[-1].attempt > 0 and arguments.attempt is None
         so_far = "" if run.outcome() else " so far"
-        hint = "; --attempt all prints earlier attempts', too" if earlier else ""
+        hint = ". To print earlier attempts, use --attempt all" if earlier else ""
         which = "any rank" if ranks.text == _ALL else f"rank {ranks.text}"
         show(f"no output of {which} in attempt {logs[-1].attempt}{so_far}{hint}")
     return 0
 
 
 def _chosen(run: RunDirectory, ranks: Ranks, attempt: int | str | None) -> list[Log]:
-    """The logs to print, by rank and then by attempt; RunDirectoryError if there is none."""
+    """The logs to print, by rank and then by attempt. Raises RunDirectoryError if there is none."""
     if ranks.failed:
         logs = _failed_logs(run, attempt)
     elif attempt != _ALL:
@@ -311,12 +311,12 @@ def _chosen(run: RunDirectory, ranks: Ranks, attempt: int | str | None) -> list[
         logs = [log for number in run.attempts() for log in logs_of(run, number, ranks.__contains__)]
     if not logs:
         which = "the attempts" if attempt in (_ALL, None) else f"attempt {attempt}"
-        raise RunDirectoryError(f"{which} of {run} have no log of rank {ranks.text}; --rank all prints those there are")
+        raise RunDirectoryError(f"{which} of {run} have no log of rank {ranks.text}. To print all logs, use --rank all")
     return sorted(logs, key=lambda log: (log.rank, log.attempt))
 
 
 def _failed_logs(run: RunDirectory, attempt: int | str | None) -> list[Log]:
-    """The logs of the ranks that failed by themselves in an attempt; None: in the newest in which one did."""
+    """The logs of the ranks that failed by themselves in an attempt. None: in the newest with such a failure."""
     events = run.events()
     if attempt is None and (newest := newest_failure(events)) is not None:
         attempt = int(newest["attempt"])
@@ -324,13 +324,13 @@ def _failed_logs(run: RunDirectory, attempt: int | str | None) -> list[Log]:
     found = [(int(number), failed_ranks(run, int(number), events)) for number in numbers]
     if not any(ranks for _, ranks in found):
         where = "" if attempt in (_ALL, None) else f" in attempt {attempt}"
-        raise RunDirectoryError(f"no rank of {run} failed{where}; `clusterddp status {run.quoted}` shows its history")
+        raise RunDirectoryError(f"no rank of {run} failed{where}. See its history with: clusterddp status {run.quoted}")
     return [log for number, ranks in found for log in logs_of(run, number, ranks.__contains__)]
 
 
 def _follow(run: RunDirectory, ranks: Ranks, attempt: int | str | None, pattern: re.Pattern[str] | None) -> None:
     if ranks.failed:
-        raise UsageError("--rank failed: the run is not over; with -f, expected ranks such as 3 or 0,4-7, or all")
+        raise UsageError("--rank failed: the run is not over. With -f, name ranks such as 3 or 0,4-7, or all")
     size = load_resolved(run.job_file).world_size
     if (highest := ranks.highest) is not None and highest >= size:
         raise UsageError(f"--rank {ranks.text}: {run} has {counted(size, 'rank')}, numbered from 0")
@@ -342,25 +342,25 @@ def _follow(run: RunDirectory, ranks: Ranks, attempt: int | str | None, pattern:
 
 
 def _show_failure(run: RunDirectory) -> bool:
-    """Shows a failed run's first failure, and how to see the rest; returns whether the run failed and has one."""
+    """Shows a failed run's first failure, and how to see the rest. Returns whether there is one."""
     outcome = run.outcome()
     if outcome is None or outcome["state"] != "failed":
         return False
-    show(f"{run}: failed: {outcome['reason']}")
+    show(f"{run} failed: {outcome['reason']}")
     failure = newest_failure(run.events())
     if failure is None:
         return False
     put(box(run, failure))
     rank, attempt = failure["rank"], failure["attempt"]
-    show(f"the whole output of rank {rank}: clusterddp logs {run.quoted} --rank {rank} --attempt {attempt}")
-    show("of others: --rank failed, --rank 0,4-7 or --rank all; of all attempts: --attempt all")
+    show(f"See the whole output of rank {rank} with: clusterddp logs {run.quoted} --rank {rank} --attempt {attempt}")
+    show("For other ranks, use --rank failed, --rank 0,4-7 or --rank all. For all attempts, use --attempt all")
     return True
 
 
 def _show_job_log(run: RunDirectory) -> bool:
-    """Shows the log of the run's job if no supervisor has taken the run over yet; returns whether it did.
+    """Shows the log of the run's job if no supervisor has taken the run over yet. Returns whether it did.
 
-    The job may have ended before, for a reason that is in its log. After earlier attempts it only names the log.
+    The job may have ended before that, and its log then has the reason. After earlier attempts, only names the log.
     """
     try:
         claim = waiting_claim(run, run.attempts())
@@ -369,7 +369,7 @@ def _show_job_log(run: RunDirectory) -> bool:
     log = job_log(run, str((claim or {}).get("job")))
     if claim is None or not log.is_file() or not log.stat().st_size or taken_over(run, claim):
         return False
-    show(f"job {claim['job']} has not started its supervisor, or ended before that; its log: {log}")
+    show(f"job {claim['job']} has not started its supervisor, or ended before that. See its log: {log}")
     if run.attempts():
         return False
     put(log.read_text(errors="replace").rstrip())

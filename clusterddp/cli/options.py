@@ -25,23 +25,23 @@ from clusterddp.runs.submission import describe
 PACKAGED_JOB = Path(__file__).parents[1] / "digits" / "digits.yaml"
 #: Options of submit that are keys of a job definition: flags, key, placeholder, help.
 JOB_OPTIONS = (
-    (("-N", "--nodes"), "nodes", "N", "number of nodes, or a range such as 2-4; default: 1"),
+    (("-N", "--nodes"), "nodes", "N", "number of nodes, or a range such as 2-4 (default: 1)"),
     (
         ("--spare-nodes",), "spare_nodes", "N",
         "nodes in addition, which take over when one of the others fails; default: 0",
     ),
     (
         ("--gpus", "--gpus-per-node"), "gpus_per_node", "G",
-        "GPUs per node, unlike sbatch's; one rank each; also TYPE:G; with --device cpu, ranks per node; default: 1",
+        "GPUs per node (sbatch: in total), with one rank each, or TYPE:G. On cpu, ranks per node (default: 1)",
     ),
     (
         ("--preset",), "resume", "NAME",
-        "how the script continues from its own checkpoints, by the name of its repository: `clusterddp config presets`",
+        "name of the script's repository, to continue from its own checkpoints: see `clusterddp config presets`",
     ),
-    (("--device",), "device", "cuda|cpu", "cuda (NCCL) or cpu (gloo); default: cuda"),
-    (("-c", "--cpus-per-task"), "cpus_per_task", "N", "CPUs per rank; default: in proportion to the node's GPUs"),
-    (("--mem",), "mem", "SIZE", "memory per node, such as 64G; default: in proportion to the node's GPUs"),
-    (("-t", "--time"), "time", "TIME", "time limit of each job, such as 8:00:00; the run continues in another job"),
+    (("--device",), "device", "cuda|cpu", "cuda (NCCL, the default) or cpu (gloo)"),
+    (("-c", "--cpus-per-task"), "cpus_per_task", "N", "CPUs per rank (default: in proportion to the node's GPUs)"),
+    (("--mem",), "mem", "SIZE", "memory per node, such as 64G (default: in proportion to the node's GPUs)"),
+    (("-t", "--time"), "time", "TIME", "time limit of each job, such as 8:00:00. The run continues in a new job"),
     (("-p", "--partition"), "partition", "NAME", "partition, as in sbatch"),
     (("-A", "--account"), "account", "NAME", "account to charge, as in sbatch"),
     (("-q", "--qos"), "qos", "NAME", "quality of service, as in sbatch"),
@@ -55,7 +55,7 @@ JOB_OPTIONS = (
 def add_arguments(
     parser: argparse.ArgumentParser,
     target: str = "SCRIPT.py | JOB.yaml",
-    target_help: str = "what to run; default: ./clusterddp.yaml, else the bundled digits example",
+    target_help: str = "what to run (default: ./clusterddp.yaml, else the bundled digits example)",
 ) -> None:
     """The options of ``submit``. What follows ``--`` goes to the script."""
     parser.add_argument("target", nargs="?", metavar=target, help=target_help)
@@ -64,14 +64,16 @@ def add_arguments(
     run = parser.add_argument_group("run")
     run.add_argument(
         "--run-dir", metavar="DIR",
-        help="the run directory; an existing one continues its run; default: a new one, $CLUSTERDDP_RUNS/NAME-N or "
-        "./runs/NAME-N",
+        help="the run directory. An existing one continues its run (default: a new one, $CLUSTERDDP_RUNS/NAME-N or "
+        "./runs/NAME-N)",
     )  # fmt: skip
     run.add_argument(
         "--change", action="store_true", help="continue a run with arguments that differ from its recorded ones"
     )
     run.add_argument(
-        "--fork", metavar="RUN[@STEP]", help="start a new run from a checkpoint of another run; @best: from its best"
+        "--fork",
+        metavar="RUN[@STEP]",
+        help="start a new run from a checkpoint of another run, or with @best from its best one",
     )
     run.add_argument(
         "--take-over", action="store_true",
@@ -80,12 +82,14 @@ def add_arguments(
     sweep = parser.add_argument_group("sweep")
     sweep.add_argument(
         "--sweep", action="append", default=[], metavar="KEY=V1,V2|KEY=0..4",
-        help="a run for each value of a key of the job definition or of an argument of the script; repeatable: for "
-        "each combination. --run-dir is then their folder",
+        help="start a run for each value of a key of the job definition or of an argument of the script. Repeat it for "
+        "each combination. --run-dir then names the parent folder",
     )  # fmt: skip
     add_sweep_arguments(sweep)
     submission = parser.add_argument_group("submission")
-    submission.add_argument("--dry-run", action="store_true", help="print the batch script; submit and write nothing")
+    submission.add_argument(
+        "--dry-run", action="store_true", help="print the batch script without submitting or writing anything"
+    )
     submission.add_argument("--wait", action="store_true", help="wait until the run is over, across requeues")
     submission.add_argument("-f", "--follow", action="store_true", help="like --wait, and print rank 0's output")
     submission.add_argument(
@@ -93,22 +97,22 @@ def add_arguments(
     )
     submission.add_argument(
         "--check-resume", type=int, metavar="N",
-        help="with --local: run the first N steps without and with resumes on this machine, in temporary run "
-        "directories, and name the first difference",
+        help="with --local: run the first N steps with and without resumes, in temporary run directories, and name "
+        "the first difference",
     )  # fmt: skip
     submission.add_argument(
         "--debug", nargs="?", type=int, const=0, metavar="RANK",
-        help="connect a rank to this terminal, for breakpoint(), and let the others wait for it; default: 0",
+        help="connect a rank to this terminal for breakpoint(), while the others wait (default: 0)",
     )  # fmt: skip
     local = parser.add_argument_group("without Slurm")
     local.add_argument("--local", action="store_true", help="start the ranks as processes on this machine, and wait")
     local.add_argument(
         "--preempt-after", action=_Preemption, default=[], dest="preemptions", metavar="STEP|SECONDSs",
-        help="simulate a preemption after a step (120) or after seconds (2.5s); repeatable, once per attempt",
+        help="simulate a preemption after a step (120) or after seconds (2.5s). Repeat it for the next attempts",
     )  # fmt: skip
     local.add_argument(
         "--preempt-at", action=_Preemption, default=[], dest="preemptions", metavar="REGEX",
-        help="simulate a preemption once a rank prints a line that matches; repeatable, once per attempt",
+        help="simulate a preemption once a rank prints a line that matches. Repeat it for the next attempts",
     )  # fmt: skip
 
 
@@ -126,31 +130,33 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         job.add_argument(*flags, dest=key, metavar=placeholder, help=text)
     job.add_argument(
         "--set", action="append", default=[], metavar="KEY.PATH=VALUE",
-        help="any key of the job definition, such as seed=1; repeatable",
+        help="set any key of the job definition, such as seed=1 (repeatable)",
     )  # fmt: skip
     job.add_argument(
         "--no-snapshot", action="store_true",
-        help="run the code that is in the checkout when an attempt starts, instead of a snapshot of it",
+        help="run the code that is in the checkout when an attempt starts, instead of a snapshot",
     )  # fmt: skip
     job.add_argument("--no-node-memory", action="store_true", help="also use nodes on which other runs failed")
     job.add_argument(
-        "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option; repeatable"
+        "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option (repeatable)"
     )
 
 
 def add_sweep_arguments(group: argparse._ArgumentGroup) -> None:
     """The options that ``sweep`` and ``submit --sweep`` have in common."""
-    group.add_argument("--max-running", type=int, metavar="N", help="how many members of a sweep may run at a time")
+    group.add_argument(
+        "--max-running", type=int, metavar="N", help="maximum number of members of a sweep that run at a time"
+    )
     group.add_argument(
         "--retry", action="append", default=[], choices=("failed", "cancelled"),
-        help="also submit the members of a sweep that failed, or that were cancelled; repeatable",
+        help="also submit the members of a sweep that failed, or that were cancelled (repeatable)",
     )  # fmt: skip
 
 
 def check_combinations(arguments: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
     if arguments.target and arguments.module:
-        raise UsageError(f"both {arguments.target} and -m {arguments.module} were given: expected only one of them")
+        raise UsageError(f"{arguments.target} and -m {arguments.module} were given. Expected only one of them")
     if not arguments.local and arguments.preemptions:
         raise UsageError("--preempt-after and --preempt-at require --local")
     if arguments.check_resume is not None:
@@ -162,28 +168,30 @@ def check_combinations(arguments: argparse.Namespace) -> None:
     debugs = arguments.debug is not None
     if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow or debugs):
         raise UsageError(
-            "--here cannot be combined with --local, --dry-run, --wait, -f or --debug: it runs in this allocation, and "
+            "--here cannot be combined with --local, --dry-run, --wait, -f or --debug. It runs in this allocation and "
             "waits"
         )
     if debugs and (arguments.wait or arguments.follow or arguments.dry_run):
-        raise UsageError("--debug cannot be combined with --wait, -f or --dry-run: it connects this terminal to a rank")
+        raise UsageError("--debug cannot be combined with --wait, -f or --dry-run. It connects this terminal to a rank")
     if arguments.fork and (arguments.here or arguments.change):
-        raise UsageError("--fork cannot be combined with --here or --change: it starts a new run, with any arguments")
+        raise UsageError("--fork cannot be combined with --here or --change. It starts a new run, with any arguments")
     if arguments.take_over and not arguments.run_dir:
-        raise UsageError("--take-over requires --run-dir, with the run to continue")
+        raise UsageError("--take-over requires --run-dir. Name the run to continue")
     if arguments.fork and arguments.run_dir and RunDirectory(arguments.run_dir).exists():
-        raise UsageError(f"{arguments.run_dir} already holds a run: with --fork, choose another --run-dir, or omit it")
+        raise UsageError(
+            f"{arguments.run_dir} already holds a run. With --fork, choose a different --run-dir or omit it"
+        )
     if arguments.local and (arguments.sbatch or arguments.dry_run):
-        raise UsageError("--sbatch and --dry-run cannot be combined with --local: no batch job is submitted")
+        raise UsageError("--sbatch and --dry-run cannot be combined with --local, which submits no batch job")
 
 
 def _check_check_resume(arguments: argparse.Namespace) -> None:
-    """Refuses, with ``--check-resume``, another place than this machine, and what is about a run that remains."""
+    """Refuses options that do not apply to ``--check-resume``, which runs here and keeps no run."""
     if not arguments.local:
-        raise UsageError("--check-resume requires --local: it starts the ranks on this machine, not in a job")
+        raise UsageError("--check-resume requires --local. It starts the ranks on this machine, not in a job")
     if arguments.check_resume < LEAST_STEPS:
         raise UsageError(
-            f"--check-resume {arguments.check_resume}: expected at least {LEAST_STEPS} steps, for two resumes"
+            f"--check-resume {arguments.check_resume}: expected at least {LEAST_STEPS} steps, because it resumes twice"
         )
     others = {
         "--sweep": arguments.sweep, "--fork": arguments.fork, "--take-over": arguments.take_over,
@@ -192,11 +200,11 @@ def _check_check_resume(arguments: argparse.Namespace) -> None:
         "--dry-run": arguments.dry_run,
     }  # fmt: skip
     if given := [option for option, value in others.items() if value]:
-        raise UsageError(f"{', '.join(given)} cannot be combined with --check-resume, of which no run remains")
+        raise UsageError(f"{', '.join(given)} cannot be combined with --check-resume, which keeps no run")
 
 
 def _check_sweep(arguments: argparse.Namespace) -> None:
-    """Refuses, with ``--sweep``, what is about a single run."""
+    """Refuses options for a single run with ``--sweep``."""
     single = {
         "--here": arguments.here, "--fork": arguments.fork, "--take-over": arguments.take_over,
         "--wait": arguments.wait, "-f": arguments.follow, **{option: True for option, _ in arguments.preemptions},
@@ -207,7 +215,7 @@ def _check_sweep(arguments: argparse.Namespace) -> None:
 
 
 def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> Job:
-    """The job that the command line describes; without a script or module, that of the run in --run-dir or --fork."""
+    """The job that the command line describes, or without a script or module that of --run-dir or --fork."""
     values = allocation_shape(os.environ) if arguments.here else {}
     values |= option_values(arguments, script_arguments)
     target = arguments.target
@@ -248,22 +256,22 @@ def allocation_shape(environ: Mapping[str, str]) -> dict[str, Any]:
     """Nodes and tasks per node of the surrounding allocation, for ``--here``."""
     if "SLURM_JOB_ID" not in environ:
         raise UsageError(
-            "--here: this shell is not in an allocation (SLURM_JOB_ID is not set): expected the shell of, for example, "
-            "`salloc --nodes=2 --ntasks-per-node=8 --gpus-per-node=8`, or an sbatch script such as slurm/train.sbatch; "
-            "without --here, submit requests the nodes from Slurm"
+            "--here: this shell is not in an allocation (SLURM_JOB_ID is not set). Use it in the shell of, for "
+            "example, `salloc --nodes=2 --ntasks-per-node=8 --gpus-per-node=8`, or in a batch script such as "
+            "slurm/train.sbatch. Without --here, submit requests the nodes from Slurm"
         )
     if in_step(environ):
         raise UsageError(
             f"--here: this shell is a task of job {environ['SLURM_JOB_ID']} (srun --pty?) and occupies resources that "
-            "the ranks need: expected the shell of salloc, or an sbatch script"
+            "the ranks need. Use the shell of salloc, or a batch script"
         )
     nodes, counts = environ.get("SLURM_JOB_NUM_NODES", ""), set(tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")))
     tasks = environ.get("SLURM_NTASKS_PER_NODE") or (str(*counts) if len(counts) == 1 else "")
     if not (nodes and tasks):
         given = {name: environ.get(name) for name in ("SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE")}
         raise UsageError(
-            f"--here: expected the same number of tasks on every node, and this allocation has {given}: use "
-            "--nodes and --ntasks-per-node, as in slurm/train.sbatch"
+            f"--here: expected the same number of tasks on every node, but this allocation has {given}. Request it "
+            "with --nodes and --ntasks-per-node, as in slurm/train.sbatch"
         )
     return {"nodes": int(nodes), "gpus_per_node": int(tasks)}
 
@@ -285,18 +293,18 @@ def _split(pair: str, option: str) -> tuple[str, str]:
 def default_target(values: dict[str, Any], run_dir: str | None) -> str:
     """What runs without a script or module: ./clusterddp.yaml, else the bundled digits example, for ten minutes.
 
-    The example does not run in a folder that the user names: a wrong path of a run to continue would start it.
+    The example does not run in a folder that the user names, because a mistyped --run-dir would start it.
     """
     if Path("clusterddp.yaml").exists():
-        show("no script given: running ./clusterddp.yaml")
+        show("No script given. Running ./clusterddp.yaml")
         return "clusterddp.yaml"
     if run_dir:
         try:
             found = open_run(run_dir)
         except RunDirectoryError as error:
-            raise UsageError(f"{error}; to start a new run, name SCRIPT.py or JOB.yaml") from error
-        raise UsageError(f"--run-dir {run_dir}: no run there; did you mean {as_typed(found.path)}?")
+            raise UsageError(f"{error}. To start a new run, name SCRIPT.py or JOB.yaml") from error
+        raise UsageError(f"--run-dir {run_dir}: no run there. Did you mean {as_typed(found.path)}?")
     values.setdefault("time", "10")
     values.setdefault("device", "cuda")
-    show("no script given and no ./clusterddp.yaml: running the bundled digits example (10 minutes at most)")
+    show("No script given and no ./clusterddp.yaml. Running the bundled digits example (10 minutes at most)")
     return str(PACKAGED_JOB)

@@ -1,4 +1,4 @@
-"""``clusterddp prune``: deletes old checkpoints, code, logs and profiles of runs that are over; asks first."""
+"""``clusterddp prune``: deletes old checkpoints, code, logs and profiles of runs that are over, after asking."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_at_least_one,
         default=1,
         metavar="N",
-        help="newest checkpoints to keep, besides the one with the best metric; default: 1",
+        help="number of newest checkpoints to keep, besides the one with the best metric (default: 1)",
     )
     parser.add_argument("--logs", action="store_true", help="also delete logs, except the first and the last attempt's")
     parser.add_argument("--profiles", action="store_true", help="also delete recorded profiles")
@@ -33,7 +33,7 @@ def _at_least_one(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Prints what can be deleted, and deletes it if that is wanted; returns 1 if a run was refused."""
+    """Prints what can be deleted, asks and deletes it. Returns 1 if a run was refused."""
     plans, refused = [], 0
     for run in find_runs(arguments.run):
         try:
@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace, _: object) -> int:
 
 def _print(plan: Plan) -> None:
     if not plan.files and not plan.folders:
-        put(f"{plan.run}: nothing to delete")
+        put(f"{plan.run} has nothing to delete")
         return
-    put(f"{plan.run}: {size_text(plan.size)} to delete; {_kept(plan)}")
+    put(f"{plan.run}: {size_text(plan.size)} to delete ({_kept(plan)})")
     for path, size in plan.files.items():
         put(f"  {size_text(size):>10}  {path.relative_to(plan.run.path)}")
     for path, size in plan.folders.items():
@@ -68,7 +68,7 @@ def _kept(plan: Plan) -> str:
     """``keeps checkpoints 900, 750``, at most five of them."""
     steps = [str(checkpoint.step) for checkpoint in plan.kept]
     if not steps:
-        return "it has no checkpoint"
+        return "no checkpoint"
     shown = ", ".join(steps if len(steps) <= 5 else [*steps[:5], "..."])
     return f"keeps checkpoint {shown}" if len(steps) == 1 else f"keeps checkpoints {shown}"
 
@@ -90,5 +90,5 @@ def _wanted(plans: Sequence[Plan], yes: bool) -> bool:
         return True
     if can_ask():
         return agreed(f"delete {what}?")
-    show(f"nothing was deleted; --yes deletes {what}")
+    show(f"No file was deleted. To delete {what}, add --yes")
     return False

@@ -1,4 +1,4 @@
-"""``clusterddp report``: one HTML file about a run, or about several laid over each other; or the same data as JSON."""
+"""``clusterddp report``: one HTML file about a run, or about several in common charts, or the same data as JSON."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="FILE",
-        help="the file to write, - for stdout; default: NAME-report.html in the current folder",
+        help="the file to write, - for stdout (default: NAME-report.html in the current folder)",
     )
     parser.add_argument("--json", action="store_true", help="print the report's data as JSON (report.schema.json)")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Carries out ``report``."""
+    """Runs ``report`` and returns the exit code."""
     runs = find_runs(arguments.run)
     output = None if arguments.output in (None, "-") else _file(arguments.output)
     data = collected(runs, time.time())
@@ -54,13 +54,13 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         return 0
     output = output or _file(f"{_name(arguments.run, runs)}-report.html")
     content = text.encode(errors="replace")
-    if output.exists() and not output.is_file():  # a pipe or a device, such as /dev/null, which must not be replaced
+    if output.exists() and not output.is_file():  # a pipe or a device, such as /dev/null: do not replace it
         output.write_bytes(content)
     else:
         write_atomically(output, content)
     missing = [entry for entry in data["runs"] if entry["notes"]]
     if missing:
-        say(f"the records of {counted(len(missing), 'run')} are incomplete: see 'Missing' in the report")
+        say(f"the records of {counted(len(missing), 'run')} are incomplete. See 'Missing' in the report")
     put(str(output))
     return 0
 
@@ -81,7 +81,7 @@ def collected(runs: Sequence[RunDirectory], now: float) -> dict[str, Any]:
 
 
 def _values(found: Sequence[Found]) -> tuple[Mapping[Path, dict[str, str]], list[str]]:
-    """The values of a sweep's members, by run directory; none for other runs. And why they cannot be read."""
+    """The values of a sweep's members by run directory, none for other runs, and why they cannot be read."""
     values: dict[Path, dict[str, str]] = {}
     try:
         comparison = compare(found, ())
@@ -94,26 +94,26 @@ def _values(found: Sequence[Found]) -> tuple[Mapping[Path, dict[str, str]], list
 
 
 def _damaged_checkpoint(run: RunDirectory) -> list[str]:
-    """What is wrong with the checkpoint from which the run would continue, as far as its header tells."""
+    """What the header shows to be wrong with the checkpoint from which the run would continue."""
     try:
         for newest in of_run(run).candidates()[:1]:
             newest.check_header()
     except (ClusterddpError, OSError) as error:
-        return [f"the newest checkpoint: {error}"]
+        return [f"the newest checkpoint is damaged: {error}"]
     return []
 
 
 def _file(name: str) -> Path:
-    """Where to write; UsageError if that is no place for a file."""
+    """The file to write. Raises UsageError if it cannot be one."""
     path = Path(name).absolute()
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"is in {path.parent}, which does not exist"
-        raise UsageError(f"-o {name}: expected a file in a folder that exists; this {what}")
+        raise UsageError(f"-o {name}: expected a file in an existing folder, but this {what}")
     return path
 
 
 def _name(words: Sequence[str], runs: Sequence[RunDirectory]) -> str:
-    """What the file is called: the name of the run, of the folder of runs, or ``runs``."""
+    """The file's name: that of the run or of the folder of runs, or ``runs``."""
     if len(runs) == 1:
         return runs[0].path.name
     folder = Path(words[0]).absolute()

@@ -1,4 +1,4 @@
-"""``clusterddp requeue``: stops a run after its current step, saved, and has it continue in the queue."""
+"""``clusterddp requeue``: checkpoints a run after its current step and requeues it."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         attempt, _ = request(run, "requeue", **({"nodes": nodes} if nodes else {}))
         end = await_end(run, attempt)
     except KeyboardInterrupt:
-        show(f"no longer waiting; the run is still requeued, which clusterddp status {run.quoted} will show")
+        show(f"No longer waiting. The requeue continues. Check with: clusterddp status {run.quoted}")
         return INTERRUPTED
     put(sentence(end) or "")
     return 0 if end["event"] in ("requeued", "resubmitted", "completed") else FAILED
 
 
 def tell_waiting(run: RunDirectory, job: slurm.JobInfo, exclude: str | None) -> int:
-    """The run is in the queue already; its nodes are chosen when it starts."""
+    """Handles a run that is already in the queue. Slurm chooses its nodes when it starts."""
     if exclude:
         raise RunDirectoryError(
-            f"{run} waits in the queue (job {job.job_id}, {job.reason}); exclude nodes from it with: "
+            f"{run} waits in the queue (job {job.job_id}, {job.reason}). Exclude nodes with: "
             f"scontrol update JobId={job.job_id} ExcNodeList={exclude}"
         )
-    held = f"; clusterddp resubmit {run.quoted} releases Slurm's hold" if job.reason == "BeginTime" else ""
-    put(f"{run} waits in the queue already (job {job.job_id}, {job.reason}){held}")
+    held = f". To release Slurm's hold, use: clusterddp resubmit {run.quoted}" if job.reason == "BeginTime" else ""
+    put(f"{run} already waits in the queue (job {job.job_id}, {job.reason}){held}")
     return 0
 
 
 def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
-    """Refuses before anything stops what Slurm would refuse afterwards."""
+    """Refuses, before the run stops, nodes that Slurm would refuse afterwards."""
     if run.loop_file.exists():
         raise UsageError(f"--exclude: {run} is a local run, which has no other nodes")
     for node in nodes:

@@ -1,8 +1,8 @@
 """``clusterddp resubmit`` and ``submit --wait``: do from a login node what a run's own job cannot.
 
-After a requeue Slurm holds the job, by default for two minutes; its owner may lift the hold. A run is resubmitted if
+After a requeue, Slurm holds the job, by default for two minutes. Its owner may lift the hold. A run is resubmitted if
 its job ended without continuing it: its first node died and the job could not be requeued, scontrol is missing on the
-nodes, or Slurm refused its next job. For a local run it only waits. ``status`` does none of this.
+nodes, or Slurm refused its next job. For a local run, the command only waits.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Carries out ``resubmit``; returns the exit code."""
+    """Runs ``resubmit`` and returns the exit code."""
     return wait_and_resubmit(find_runs(arguments.run))

@@ -1,4 +1,4 @@
-"""``clusterddp shell``: a shell, or a command, on the node of a rank, inside its job; or the rank's debugger."""
+"""``clusterddp shell``: a shell, a command or the rank's debugger, on the node of a rank, inside its job."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from clusterddp.runs.requests import backwards, check_trains, find_address
 from clusterddp.runs.run_status import state_of
 from clusterddp.slurm import commands as slurm
 
-#: How often a run that has not started is looked at, in seconds.
+#: Seconds between two looks at a run that has not started.
 LOOK_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``shell``."""
     parser.add_argument("run", metavar="RUN", help=ONE_RUN)
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank whose node is meant (default: 0)")
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="R", help="the rank on whose node to open it (default: 0)"
+    )
     parser.add_argument(
         "--attach",
         action="store_true",
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, command: Sequence[str] | None) -> int:
     """Starts a step of the job on the rank's node, and returns its exit code."""
     if arguments.attach and command:
-        raise UsageError("--attach opens the rank's debugger: leave out the command after --")
+        raise UsageError("--attach opens the rank's debugger. Remove the command after --")
     run = open_run(arguments.run)
     check_trains(run, "shell")
     if arguments.attach:
@@ -48,13 +50,13 @@ def run(arguments: argparse.Namespace, command: Sequence[str] | None) -> int:
 
 
 def debug(run: RunDirectory, rank: int) -> int:
-    """Of ``submit --debug``: waits until the job has started, then attaches to the rank."""
+    """Waits until the job has started, then attaches to the rank. For ``submit --debug``."""
     how = f"clusterddp shell {run.quoted} --rank {rank} --attach"
     if not sys.stdin.isatty():
-        show(f"once the job has started, attach to rank {rank} with: {how}")
+        show(f"Once the job has started, attach to rank {rank} with: {how}")
         return 0
     before = run.newest_attempt()
-    show(f"waiting for the job to start; Ctrl-C stops waiting, and {how} attaches later")
+    show(f"Waiting for the job to start. Press Ctrl-C to stop waiting, and attach later with: {how}")
     try:
         while run.newest_attempt() == before:
             if (state := state_of(run))[0] in ("completed", "failed", "cancelled"):
@@ -68,8 +70,8 @@ def debug(run: RunDirectory, rank: int) -> int:
 def _attach(run: RunDirectory, rank: int) -> int:
     if (read_json(run.debug_file) or {}).get("rank") != rank:
         raise RunDirectoryError(
-            f"{run} was not submitted with --debug {rank}: rank {rank} does not wait in breakpoint(); "
-            f"submit it again with: clusterddp submit --run-dir {run.quoted} --debug {rank}"
+            f"{run} was not submitted with --debug {rank}, so rank {rank} does not wait in breakpoint(). "
+            f"Submit it again with: clusterddp submit --run-dir {run.quoted} --debug {rank}"
         )
     attempt, _ = find_address(run)
     python = load_resolved(run.job_file).python
@@ -77,10 +79,10 @@ def _attach(run: RunDirectory, rank: int) -> int:
 
 
 def _step(run: RunDirectory, rank: int, command: list[str]) -> int:
-    """Runs a command beside the ranks, with this terminal if there is one. It takes nothing from them."""
+    """Runs a command beside the ranks, with this terminal if there is one. It uses none of their resources."""
     attempt, address = find_address(run)
     if address.job is None:
-        raise RunDirectoryError(f"{run} trains on {address.host} without a job of Slurm: open a shell there")
+        raise RunDirectoryError(f"{run} trains on {address.host} without a Slurm job. Open a shell there")
     job = load_resolved(run.job_file)
     nodes = next((event["nodes"] for event in backwards(run, attempt) if event["event"] == "started"), "")
     hosts = expand(nodes) if nodes else []

@@ -18,12 +18,12 @@ from clusterddp.runs.requests import request
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``stacks``."""
     parser.add_argument("run", metavar="RUN", help=ONE_RUN)
-    parser.add_argument("--rank", default="all", metavar="R", help="such as 0,3-5 (default: all)")
+    parser.add_argument("--rank", default="all", metavar="R", help="ranks such as 0,3-5 (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Prints the stacks; exit code 1 if no rank has answered."""
+    """Prints the stacks. The exit code is 1 if no rank has answered."""
     ranks = arguments.rank
     if ranks != "all":
         try:
@@ -33,7 +33,9 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     run = open_run(arguments.run)
     _, answer = request(run, "stacks", ranks=None if ranks == "all" else ranks)
     if not answer:
-        raise RunDirectoryError(f"{run}: its supervisor has exited; see its state with: clusterddp status {run.quoted}")
+        raise RunDirectoryError(
+            f"the supervisor of {run} has exited. See its state with: clusterddp status {run.quoted}"
+        )
     if arguments.json:
         print(json.dumps(answer))
     else:
@@ -51,8 +53,8 @@ def text(answer: Mapping[str, Any]) -> str:
         shown = [f"{rank} ({answer['hosts'].get(str(rank), 'unknown')})" for rank in silent[:NAMED]]
         more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
         missing.append(
-            f"{counted(len(silent), 'rank')} did not answer: {', '.join(shown)}{more}; a rank cannot while it is "
-            "stopped, or in C code that holds Python's GIL"
+            f"{counted(len(silent), 'rank')} did not answer: {', '.join(shown)}{more}. A rank cannot answer while it "
+            "is stopped, or in C code that holds Python's GIL"
         )
     if starting := answer["starting"]:
         missing.append(f"still starting: {ranges(starting)}")

@@ -15,15 +15,18 @@ from clusterddp.events import sentence
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.report import gpus
 from clusterddp.report.booking import Booking
 from clusterddp.report.efficiency import Spent, advice
+from clusterddp.report.stragglers import scores
 from clusterddp.reporter import clipped, counted, duration, one_line, put, speed
 from clusterddp.rundir.find import NEWEST, ONE_RUN, as_typed, open_run
 from clusterddp.rundir.progress import curve, main_metric
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved
+from clusterddp.rundir.timing import TimedInterval
 from clusterddp.runs.run_report import booked, left_s, moment, stalled_s, values
-from clusterddp.runs.run_status import Event, code_of, full_report, looked_at, scores_of, state_sentence
+from clusterddp.runs.run_status import Event, code_of, full_report, intervals_of, looked_at, state_sentence
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState
 from clusterddp.supervisor.limits import SAVED_ITSELF, attempts_made
@@ -35,22 +38,22 @@ CURVE_COLUMNS = 60
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``status``."""
-    parser.add_argument("run", metavar="RUN", nargs="?", default=NEWEST, help=f"{ONE_RUN}; default: {NEWEST}")
+    parser.add_argument("run", metavar="RUN", nargs="?", default=NEWEST, help=f"{ONE_RUN} (default: {NEWEST})")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, without the history (run.schema.json)")
     form.add_argument("--watch", action="store_true", help="refresh it every 5 s until the run is over, or Ctrl-C")
-    parser.add_argument("--show", metavar="NAMES", default="", help="metrics that --watch draws; default: the loss")
+    parser.add_argument("--show", metavar="NAMES", default="", help="metrics that --watch draws (default: the loss)")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Carries out ``status``."""
+    """Runs ``status`` and returns the exit code."""
     run = open_run(arguments.run)
     if arguments.watch:
         names = list(dict.fromkeys(name for name in arguments.show.split(",") if name))
         queue = PacedQueue()
         return live.watch(lambda size: _view(run, names, size, queue))
     if arguments.show:
-        raise UsageError("--show: only with --watch; without it, status shows all metrics of the last step")
+        raise UsageError("--show requires --watch. Without it, status shows all metrics of the last step")
     if arguments.json:
         print(json.dumps(full_report(run), indent=1))
     else:
@@ -70,23 +73,25 @@ def described(run: RunDirectory) -> str:
     lines = fact_lines([fact for facts in _facts(summary, state, events, now).values() for fact in facts])
     lines += _history(events)
     for node in exclusion.excluded(events, now):
-        lines.append(f"\nto send to the cluster's administrator:\n\n{exclusion.letter(events, node, now)}")
+        lines.append(f"\nMessage to send to the cluster's administrator:\n\n{exclusion.letter(events, node, now)}")
     return "\n".join(lines)
 
 
 def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], now: float) -> dict[str, list[Fact]]:
-    """Names and words of all that is known of a run, by subject."""
+    """The facts about a run, by subject, each with its name."""
     job = load_resolved(summary.run.job_file)
     code = code_of(summary.run, events)
+    intervals = intervals_of(summary.run)
     facts: dict[str, Sequence[Fact]] = {
         "run": [("run", str(summary.run))],
         "job": [("job", f"{job.name}: {job.shape}")],
         "state": [("state", state_sentence(summary, state)), *_waiting(state, now), *_log(state)],
         "code": [("code", code)] if code else [],
         "attempts": [("attempts", str(attempts_made(events)))],
-        **_time(job, *booked(summary, state, events, now), events),
+        **_time(job, *booked(summary, state, events, now), events, intervals),
         "progress": [*_progress(summary, state, now), *_own_checkpoint(summary, events, now), *_best(events)],
-        "slow": _slow(summary.run) if state.word not in OVER else [],
+        "slow": _slow(intervals) if state.word not in OVER else [],
+        "gpus": _gpus(intervals) if state.word == "running" else [],
         "nodes": [*_nodes(job, summary, state), *_idle(events), *_excluded(events, now)],
         "trackers": overview(summary.run),
     }
@@ -99,7 +104,7 @@ def _history(events: Sequence[Event]) -> list[str]:
 
 
 #: What --watch shows, from the top.
-_WATCHED = ("run", "state", "progress", "slow", "curves", "time", "nodes", "attempts")
+_WATCHED = ("run", "state", "progress", "slow", "gpus", "curves", "time", "nodes", "attempts")
 
 
 def _view(run: RunDirectory, metrics: list[str], size: Size | None, queue: PacedQueue) -> live.View:
@@ -129,7 +134,7 @@ def _curves(summary: Summary, metrics: list[str], events: Sequence[Event], size:
 
 
 def _waiting(state: RunState, now: float) -> Sequence[Fact]:
-    """Why a job waits, what can be done about it, and when Slurm expects it to start."""
+    """Why a job waits, what to do about it, and when Slurm expects it to start."""
     if state.word not in ("pending", "held") or state.job is None:
         return []
     lines = [("waits", state.reason)]
@@ -143,17 +148,19 @@ def _waiting(state: RunState, now: float) -> Sequence[Fact]:
 
 
 def _log(state: RunState) -> Sequence[Fact]:
-    """What a job printed that ended before its supervisor started."""
+    """The output of a job that ended before its supervisor started."""
     return [("" if index else "its log", line) for index, line in enumerate(state.log)]
 
 
-def _time(job: Job, booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Sequence[Fact]]:
-    """ETTR and where the time went, and what could be better."""
+def _time(
+    job: Job, booking: Booking, made: Spent | None, events: Sequence[Event], intervals: Sequence[TimedInterval]
+) -> dict[str, Sequence[Fact]]:
+    """ETTR, where the time went, and advice."""
     if made is None or all(event.get("step") is None and event["event"] != "steps_seen" for event in events):
         return {"time": []}
     words = (made.sentence(), made.breakdown(), made.idle())
     facts = [("time" if line is words[0] else "", line) for line in words if line]
-    return {"time": facts, "advice": [("advice", words) for words in advice(job, booking, events)]}
+    return {"time": facts, "advice": [("advice", words) for words in advice(job, booking, events, intervals)]}
 
 
 def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
@@ -162,11 +169,11 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
         return _made(summary, state)
     of = f" of {summary.steps}" if summary.steps is not None else ""
     logged = _values(values(summary))
-    lines = [("steps", f"{summary.step}{of} done{f'; the last: {logged}' if logged else ''}")]
+    lines = [("steps", f"{summary.step}{of} done{f', last values: {logged}' if logged else ''}")]
     if summary.seconds_per_step and state.word not in OVER:
         left, stalled = left_s(summary, state), stalled_s(summary, state)
         about = "" if left is None else f", about {duration(left)} left"
-        about = about if stalled is None else f" until {duration(stalled)} ago; no step since then"
+        about = about if stalled is None else f" until {duration(stalled)} ago, no step since then"
         lines.append(("speed", f"{speed(summary.seconds_per_step)}{about}"))
     if summary.saved is not None:
         lines.append(
@@ -176,9 +183,9 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
 
 
 def _made(summary: Summary, state: RunState) -> Sequence[Fact]:
-    """Of a script whose steps have no known numbers: how many the newest attempt has made, and their speed."""
+    """The steps of the newest attempt and their speed, for a script whose step numbers are unknown."""
     if summary.made is None:
-        return [("steps", "no steps recorded")]
+        return [("steps", "none recorded")]
     over = state.word in OVER
     lines = [("steps", f"{'at least ' if over else ''}{summary.made} in {'the last' if over else 'this'} attempt")]
     return lines if over else [*lines, ("speed", speed(summary.seconds_per_step))]
@@ -194,19 +201,25 @@ def _own_checkpoint(summary: Summary, events: Sequence[Event], now: float) -> Se
 
 
 def _best(events: Sequence[Event]) -> Sequence[Fact]:
-    """The best checkpoint, under the number by which ``export`` knows it."""
+    """The best checkpoint, with its number for ``export``."""
     best = best_saved(events)
     return [] if best is None else [("best", f"{_values({best['metric']: best['value']})}, checkpoint {best['step']}")]
 
 
-def _slow(run: RunDirectory) -> Sequence[Fact]:
+def _gpus(intervals: Sequence[TimedInterval]) -> Sequence[Fact]:
+    """What the GPUs did in the newest steps."""
+    words = gpus.sentence(gpus.newest(intervals))
+    return [("gpus", words)] if words else []
+
+
+def _slow(intervals: Sequence[TimedInterval]) -> Sequence[Fact]:
     """Ranks or nodes that are slow in the newest steps."""
-    found = scores_of(run)
+    found = scores(intervals)
     return [("slow", words)] if found is not None and (words := found.sentence()) else []
 
 
 def _nodes(job: Job, summary: Summary, state: RunState) -> Sequence[Fact]:
-    """The nodes of the running attempt, or of the last, with their GPUs."""
+    """The nodes of the running or the last attempt, with their GPUs."""
     lines = []
     if nodes := state.nodes or summary.nodes:
         kind = f"{job.gpu_type} GPU" if job.gpu_type else "GPU"

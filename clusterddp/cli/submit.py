@@ -1,6 +1,6 @@
 """``clusterddp submit``, also ``python -m clusterddp.submit``: from a script or a job definition to a run.
 
-Imports no torch and answers at once: login nodes are shared.
+Does not import torch, to answer at once and spare the login node.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from clusterddp.supervisor import lease
 
 
 def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
-    """Carries out ``submit``; ``script_arguments`` is None when there was no ``--``. Returns the exit code."""
+    """Runs ``submit`` and returns the exit code. ``script_arguments`` is None if there was no ``--``."""
     check_combinations(arguments)
-    os.umask(os.umask(0) & 0o077)  # one that denies the user access (277) would stop the run, and Slurm's log
+    os.umask(os.umask(0) & 0o077)  # one that denies the user access (277) would stop the run and Slurm's log
     if not arguments.here:
         scrub_own()
     job = resolve_job(arguments, script_arguments)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
 
 
 def place_of(arguments: argparse.Namespace) -> str | None:
-    """The option that names the place of the ranks; None for a Slurm job: nothing else decides."""
+    """The option that decides where the ranks run, or None for a Slurm job."""
     return "--local" if arguments.local else "--here" if arguments.here else None
 
 
@@ -85,15 +85,15 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     run = record_local(job, arguments.run_dir, Content(fork=arguments.fork))
     with Progress(run, job.steps, job.progress_interval, Shown(bar=arguments.debug is None)) as progress:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
-    with suppress(OSError):  # the disk is full: the entry names a process that no longer runs
+    with suppress(OSError):  # the disk may be full, and the entry then names a process that no longer runs
         lease.loop_ended(run)
     return ended(run, code, f"clusterddp submit --local --run-dir {run.quoted}")
 
 
 def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
-    """Runs the job in the surrounding allocation; the same run directory continues the run.
+    """Runs the job in the surrounding allocation. An existing run directory continues its run.
 
-    In a batch step this process becomes the supervisor. In salloc's shell it shows progress, and waits.
+    In a batch step, this process becomes the supervisor. In salloc's shell, it shows progress and waits.
     """
     from clusterddp.runs.local import AllocatedRun
     from clusterddp.slurm import resources
@@ -106,7 +106,7 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
         with recorded(run, job, created, Content(code=present)):
             script = batch_script(resources.as_allocated(job, os.environ), run, Path.cwd())
             write_atomically(run.batch_script, script)
-    elif not in_batch_step(os.environ):  # there, it may have been requeued: nobody asks for the present code
+    elif not in_batch_step(os.environ):  # a requeued batch step must not take the present code
         check_not_held(run, lease.of_job(os.environ["SLURM_JOB_ID"]))
         write_code(run, present)
     if in_batch_step(os.environ):
@@ -120,7 +120,7 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
 
 
 def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
-    """Submits the job, and waits for the run when asked to; with ``--dry-run`` prints the batch script instead."""
+    """Submits the job, and waits for the run if asked to. With ``--dry-run``, prints the batch script instead."""
     if arguments.dry_run:
         from clusterddp.slurm.batch import batch_script
 
@@ -133,7 +133,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
     run, job_id = submit_to_slurm(job, arguments.run_dir, Content(fork=arguments.fork, debug_rank=rank))
     if not sys.stdout.isatty():
         print(job_id, flush=True)
-    show(f"see its state with: clusterddp status {run.quoted}")
+    show(f"See its state with: clusterddp status {run.quoted}")
     if rank is not None:
         from clusterddp.cli.shell import debug
 
@@ -150,9 +150,9 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
 
 
 def ended(run: RunDirectory, code: int, how: str) -> int:
-    """Says how to continue a run that is not over; returns the exit code, as a shell has it for a signal."""
+    """Prints how to continue a run that is not over. Returns the exit code, as a shell does for a signal."""
     if code < 0:
-        say(f"the supervisor was killed by signal {-code}, and its ranks ended with it; check memory")
+        say(f"the supervisor was killed by signal {-code} (probably out of memory), and its ranks ended with it")
     if (code < 0 or code == INTERRUPTED) and run.outcome() is None:
-        show(f"stopped; continue with: {how}")
+        show(f"Stopped. Continue with: {how}")
     return code if code >= 0 else 128 - code

@@ -23,33 +23,33 @@ from clusterddp.slurm.commands import scrub_own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``sweep``. What follows ``--`` goes to the script, before the values of the sweep."""
+    """The options of ``sweep``. The arguments after ``--`` go to the script, before the values of the sweep."""
     parser.add_argument("target", metavar="SWEEP.yaml", help="what to vary, and the job definition")
     add_job_arguments(parser)
     sweep = parser.add_argument_group("sweep")
     sweep.add_argument(
         "--run-dir", metavar="DIR",
-        help="the sweep's folder, with a run directory per member; default: $CLUSTERDDP_RUNS/NAME or ./runs/NAME, with "
-        "the file's name",
+        help="the sweep's folder, with a run directory per member (default: $CLUSTERDDP_RUNS/NAME or ./runs/NAME, "
+        "named after the file)",
     )  # fmt: skip
     add_sweep_arguments(sweep)
     sweep.add_argument("--change", action="store_true", help="submit members with a changed job definition")
     sweep.add_argument(
-        "--dry-run", action="store_true", help="print the members and the batch scripts; submit and write nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the members and the batch scripts without submitting or writing anything",
     )
-    sweep.add_argument(
-        "--local", action="store_true", help="run the members one after another on this machine, and wait"
-    )
+    sweep.add_argument("--local", action="store_true", help="run the members one at a time on this machine, and wait")
     parser.set_defaults(here=False)
 
 
 def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
-    """Carries out ``sweep``; returns the exit code."""
+    """Runs ``sweep`` and returns the exit code."""
     os.umask(os.umask(0) & 0o077)
     scrub_own()
     path = Path(arguments.target)
     if path.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"{path}: expected SWEEP.yaml; to vary a script's arguments, use `clusterddp submit --sweep`")
+        raise UsageError(f"{path}: expected SWEEP.yaml. To vary a script's arguments, use `clusterddp submit --sweep`")
     definition = read_definition(path)
     section = None if definition.job else "job"
     target, values = str(definition.job or path), option_values(arguments, script_arguments)
@@ -59,18 +59,18 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
 
 
 def run_options(arguments: argparse.Namespace, job: Job) -> int:
-    """Carries out ``submit --sweep``; returns the exit code."""
+    """Runs ``submit --sweep`` and returns the exit code."""
     members = of_options(arguments.sweep)
     folder = arguments.run_dir or runs_folder(os.environ) / default_name(job, keys_of(members))
     return carry_out(arguments, job, members, folder)
 
 
 def carry_out(arguments: argparse.Namespace, job: Job, members: Sequence[Values], folder: str | Path) -> int:
-    """Submits or runs what the folder lacks of the sweep; returns the exit code."""
+    """Submits or runs the missing members of the sweep, and returns the exit code."""
     check_options(arguments.max_running, arguments.local)
     by_name = named(members)
     if repeated := len(members) - len(by_name):
-        show(f"{counted(repeated, 'combination')} given more than once, and run once")
+        show(f"{counted(repeated, 'combination')} given more than once. Each runs once")
     jobs = dict(zip(by_name, jobs_of(job, list(by_name.values())), strict=True))
     check_marks(jobs.values())
     sweep = Sweep(SweepFolder(folder), job, by_name, jobs, arguments.retry, arguments.change, arguments.max_running)
@@ -82,7 +82,7 @@ def carry_out(arguments: argparse.Namespace, job: Job, members: Sequence[Values]
 
 
 def check_options(max_running: int | None, local: bool) -> None:
-    """Refuses a number that allows no member to run, and one that nothing would use."""
+    """Refuses ``--max-running`` below 1 or with ``--local``."""
     if max_running is not None and max_running < 1:
         raise UsageError(f"--max-running {max_running}: expected a number of at least 1")
     if max_running is not None and local:
@@ -90,7 +90,7 @@ def check_options(max_running: int | None, local: bool) -> None:
 
 
 def submit(sweep: Sweep) -> int:
-    """Submits the members as job arrays; prints their ids. The exit code is 75 if Slurm took only some of them."""
+    """Submits the members as job arrays and prints the job ids. The exit code is 75 if Slurm took only some of them."""
     with planned(sweep, sweep_submission.settle) as plan:
         tell(sweep, plan)
         if is_new(plan):
@@ -101,16 +101,16 @@ def submit(sweep: Sweep) -> int:
     if done.members:
         ids = ", ".join(done.job_ids)
         show(f"submitted {counted(len(done.members), 'member')} as job {ids}")
-    show(f"see them with: clusterddp list {shlex.quote(as_typed(sweep.folder.path))}")
+    show(f"See them with: clusterddp list {shlex.quote(as_typed(sweep.folder.path))}")
     if done.refused:
         left = counted(len(plan.submit) - len(done.members), "member")
-        show(f"{left} not submitted: {done.refused}; the same command submits the rest")
+        show(f"{left} not submitted: {done.refused}. Run the same command again to submit the rest")
         return STOPPED
     return 0
 
 
 def run_here(sweep: Sweep) -> int:
-    """Runs the members on this machine, one after another; returns the exit code."""
+    """Runs the members on this machine, one at a time, and returns the exit code."""
     for job in sweep.jobs.values():
         check_ranks(job, "--local")
     with planned(sweep, sweep_submission.settle) as plan:
@@ -139,11 +139,11 @@ def is_new(plan: Plan) -> bool:
 
 
 def tell_keys(sweep: Sweep) -> None:
-    """Prints what each key of the members is taken for."""
+    """Prints the meaning of each key of the members."""
     for key in keys_of(sweep.members.values()):
         if argument := argument_of(key):
-            show(f"{key}: given to the script as {f'{argument}=' if sweep.job.hydra else f'--{argument}'}")
+            show(f"{key} is given to the script as {f'{argument}=' if sweep.job.hydra else f'--{argument}'}")
         else:
             named = f"{key}=" if sweep.job.hydra else f"--{key}"
-            own = "" if "." in key else f"; for the script's own {named}, write args.{key}"
-            show(f"{key}: a key of the job definition{own}")
+            own = "" if "." in key else f". To set the script's own {named}, write args.{key}"
+            show(f"{key} is a key of the job definition{own}")

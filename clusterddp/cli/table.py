@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterddp.report import gpus
 from clusterddp.reporter import clipped, columns_of, counted, duration, one_line, speed
 from clusterddp.rundir.find import runs_folder
 from clusterddp.rundir.summary import Summary
+from clusterddp.rundir.timing import newest_interval
 from clusterddp.runs.run_report import left_s, values
 from clusterddp.slurm.run_states import RunState
 
-#: What is left out first where a terminal is narrow, by default and with --watch.
-LEFT_OUT = ("ends", "nodes", "job", "attempts", "speed")
-LEFT_OUT_WATCHED = ("ends", "job", "attempts", "reason", "nodes", "ettr", "speed", "trend")
+#: The columns to drop first on a narrow terminal, by default and with --watch.
+LEFT_OUT = ("gpus", "ends", "nodes", "job", "attempts", "speed")
+LEFT_OUT_WATCHED = ("gpus", "ends", "job", "attempts", "reason", "nodes", "ettr", "speed", "trend")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """``value``: what rows are sorted by, None for a run that has none. ``text``: the cell."""
+    """``value``: the sort key, None for a run without one. ``text``: the cell."""
 
     value: Callable[[Row], Any]
     text: Callable[[Row], str]
@@ -45,10 +47,10 @@ def columns(
     keys: Mapping[str, Mapping[Path, str]] | None = None,
     watched: Mapping[str, Mapping[Path, str]] | None = None,
 ) -> dict[str, Column]:
-    """The columns, in their order; ``metrics`` are shown behind the time left.
+    """The columns, in their order. ``metrics`` follow the time left.
 
-    ``keys``: those of a sweep, with the values of its members by run directory; shown behind the state. ``watched``:
-    more columns of that kind, behind the metrics.
+    ``keys``: those of a sweep, with the values of its members by run directory. They follow the state. ``watched``:
+    more columns of that kind, which follow the metrics.
     """
     here = [str(Path.cwd()), str(runs_folder(os.environ).absolute())]
     own = {name: _key(values) for name, values in (keys or {}).items()}
@@ -59,6 +61,7 @@ def columns(
         "step": Column(lambda row: row.summary.step, _step, right=True),
         "speed": Column(_speed, lambda row: speed(row.summary.seconds_per_step), right=True),
         "left": Column(_left, lambda row: "" if (left := _left(row)) is None else duration(left), right=True),
+        "gpus": Column(_busy, lambda row: "" if (busy := _busy(row)) is None else f"{busy}%", right=True),
         **{name: _metric(name) for name in metrics},
         **{name: _given(texts) for name, texts in (watched or {}).items()},
         "attempts": Column(lambda row: row.summary.attempts, lambda row: str(row.summary.attempts), right=True),
@@ -70,8 +73,8 @@ def columns(
 
 
 def ordered(rows: Sequence[Row], column: Column | None, reverse: bool) -> list[Row]:
-    """The rows in ascending order of a column; ``reverse``: in descending order. Without one the newest runs are first,
-    and members of a sweep stay together.
+    """The rows in ascending order of a column, or with ``reverse`` in descending order. Without a column, the newest
+    runs come first and members of a sweep stay together.
 
     Runs without a value come last.
     """
@@ -92,7 +95,7 @@ def ordered(rows: Sequence[Row], column: Column | None, reverse: bool) -> list[R
 
 
 def _group(row: Row) -> Path:
-    """Of a member, the folder of its sweep."""
+    """The folder of a member's sweep."""
     path = row.summary.run.path
     return path.parent if row.summary.sweep else path
 
@@ -104,14 +107,14 @@ def table(
     colour: bool = False,
     left_out: Sequence[str] = LEFT_OUT,
 ) -> list[str]:
-    """The lines of the table, with a heading. ``width``: the terminal's; None for a pipe, where nothing is left out.
+    """The lines of the table, with a heading. ``width``: the terminal's, or None for a pipe, which gets all columns.
 
-    ``left_out``: the columns that a narrow terminal leaves out, the first one first.
+    ``left_out``: the columns that a narrow terminal leaves out, in this order.
     """
     cells = {name: [*map(one_line, (name.upper(), *map(column.text, rows)))] for name, column in shown.items()}
     cells = {name: texts for name, texts in cells.items() if name in ("run", "state") or any(texts[1:])}
     widths = {name: max(map(columns_of, texts)) for name, texts in cells.items()}
-    if width is None:  # one long reason must not push all others out of sight
+    if width is None:  # keep one long reason from pushing all others out of sight
         widths = {name: min(columns, _WIDEST) for name, columns in widths.items()}
     else:
         limits = {name: shown[name].most or columns for name, columns in widths.items()}
@@ -132,7 +135,7 @@ def table(
 
 
 def _path(row: Row, here: Sequence[str]) -> str:
-    """A name by which commands find the run: relative to the current folder, or to that of new runs."""
+    """A name that commands accept for the run: relative to the current folder, or to the folder of new runs."""
     path = str(row.summary.run.path)
     return next((path.removeprefix(f"{folder}/") for folder in here if path.startswith(f"{folder}/")), path)
 
@@ -152,6 +155,17 @@ def _left(row: Row) -> float | None:
     return left_s(row.summary, row.state)
 
 
+def _busy(row: Row) -> int | None:
+    """How busy the GPUs of a run are that is being trained."""
+    if row.state.word != "running":
+        return None
+    try:
+        newest = newest_interval(row.summary.run)
+    except OSError:  # another user's
+        return None
+    return None if newest is None else gpus.busy(gpus.newest([newest]))
+
+
 def _metric(name: str) -> Column:
     def value(row: Row) -> Any:
         return values(row.summary).get(name)
@@ -164,9 +178,9 @@ def _metric(name: str) -> Column:
 
 
 def _key(values: Mapping[Path, str]) -> Column:
-    """A key of a sweep; numbers are sorted as such."""
+    """A key of a sweep. Numbers are sorted as numbers."""
 
-    from clusterddp.jobdef.yaml12 import scalar  # loads the YAML reader, which other lists do not need
+    from clusterddp.jobdef.yaml12 import scalar  # imported here, because it loads the YAML reader
 
     def value(row: Row) -> Any:
         text = values.get(row.summary.run.path)
@@ -199,7 +213,7 @@ def _is_known(value: Any) -> bool:
 
 #: The fewest columns of a reason that are worth showing.
 _LEAST_REASON = 16
-#: The columns of a run's path for which no other column is left out: its end tells runs apart.
+#: The columns that a run's path keeps before other columns are dropped. The end of a path identifies the run.
 _LEAST_RUN = 24
 #: The most columns that cells are padded to in a pipe.
 _WIDEST = 40
@@ -207,7 +221,7 @@ _COLOURS = {"completed": 32, "running": 36, "failed": 31, "cancelled": 31, "pend
 
 
 def _fitted(widths: dict[str, int], width: int, left_out: Sequence[str]) -> dict[str, int]:
-    """Widths that fit: the reason and the run's path are clipped, and columns are left out."""
+    """Widths that fit, after clipping the reason and the run's path and dropping columns."""
     path = widths["run"]
     widths = {**widths, "run": min(path, _LEAST_RUN)}
 

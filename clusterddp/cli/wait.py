@@ -1,4 +1,4 @@
-"""``clusterddp wait``: waits until runs are over, and tells by its exit code how they ended. It changes nothing."""
+"""``clusterddp wait``: waits until runs are over, and reports the outcome as the exit code. It does not touch them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``wait``."""
     parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs, or quoted patterns")
-    parser.add_argument("--timeout", type=_seconds, metavar="TIME", help="90s, 30m, 2h, 1d, ...; default: no limit")
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="TIME", help="timeout, such as 90s, 30m, 2h or 1d (default: no limit)"
+    )
     parser.add_argument("--any", action="store_true", help="wait until one of the runs has ended, not all of them")
 
 
@@ -26,5 +28,5 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Carries out ``wait``; returns the exit code."""
+    """Runs ``wait`` and returns the exit code."""
     return wait(find_runs(arguments.run), arguments.timeout, arguments.any)

@@ -1,1 +1,1 @@
-"""The samples of each step: their order, loaders, micro-batches and seeds; no model and no checkpoints."""
+"""The samples of each step: their order, loaders, micro-batches and seeds. Models and checkpoints belong elsewhere."""

@@ -1,1 +1,1 @@
-"""The bundled example job, handwritten digits; nothing imports it."""
+"""The bundled example job, handwritten digits. No module imports it."""

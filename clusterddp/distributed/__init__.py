@@ -1,1 +1,1 @@
-"""torch.distributed for a rank: process group, DDP and small collectives; no steps and no data."""
+"""torch.distributed for a rank: process group, DDP and small collectives. Steps and data belong elsewhere."""

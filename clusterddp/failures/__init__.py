@@ -1,1 +1,1 @@
-"""What went wrong: how ranks ended, hangs, stacks, nodes to leave out; no process starts or ends here."""
+"""Failures: how ranks ended, hangs, stacks, nodes to exclude. This package starts and ends no processes."""

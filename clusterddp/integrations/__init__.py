@@ -1,1 +1,1 @@
-"""Adapters for the training loops of other libraries; the core never imports them."""
+"""Adapters for the training loops of other libraries. The core never imports them."""

@@ -17,7 +17,7 @@ def save_state(accelerator: Any, folder: str | os.PathLike[str], step: int) -> N
 
     Args:
         accelerator: the script's ``Accelerator``.
-        folder: of the checkpoints.
+        folder: the folder of the checkpoints.
         step: N, the number of optimizer steps so far.
 
     Example: ``save_state(accelerator, "out/net", step)``
@@ -32,7 +32,7 @@ def save_state(accelerator: Any, folder: str | os.PathLike[str], step: int) -> N
 
 
 def newest_state(folder: str | os.PathLike[str]) -> tuple[str | None, int]:
-    """The newest checkpoint in ``folder``, for ``accelerator.load_state``, and its step; None and 0 without one.
+    """The newest checkpoint in ``folder``, for ``accelerator.load_state``, and its step, or None and 0.
 
     Example: ``folder, step = newest_state("out/net")``
     """

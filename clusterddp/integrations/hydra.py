@@ -1,4 +1,4 @@
-"""What a rank adds to a Hydra app: files of one writer in the output folder, one time for all, the return value."""
+"""What a rank adds to a Hydra app: separate files in the output folder, a common time, and the return value."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RunCallback(Callback):
     """Added to the configuration of every rank by ``clusterddp.worker``."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Gives ``${now:...}`` the time at which the run began, and keeps rank 0's files its own.
+        """Gives ``${now:...}`` the time at which the run began, and keeps other ranks from writing rank 0's files.
 
-        All ranks and attempts share the output folder: the other ranks log to files of their own, and write no
+        All ranks and attempts share the output folder: the other ranks log to separate files, and write no
         ``.hydra``.
         """
         began = datetime.fromtimestamp(float(os.environ[protocol.HYDRA]))
@@ -48,6 +48,6 @@ class RunCallback(Callback):
         try:
             content = cloudpickle.dumps(job_return.return_value)
         except Exception as error:
-            say(f"the return value of {job_return.task_name} cannot be pickled, and is not stored: {error}")
+            say(f"could not pickle and store the return value of {job_return.task_name}: {error}")
             return
         write_atomically(run.result_file(attempt, int(os.environ["RANK"])), content, mode=0o600)

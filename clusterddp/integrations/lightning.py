@@ -1,7 +1,7 @@
-"""Lightning: a callback that stops all ranks after the same step, has the Trainer save, and requeues.
+"""Lightning: a callback that stops all ranks after the same step, lets the Trainer save, and requeues.
 
 ``Trainer(plugins=[RankEnvironment(ctx)], callbacks=[SaveAndRequeue(ctx, folder)])``. The plugin gives Lightning the
-ranks (Lightning's plugin for Slurm would requeue the job itself); the process group is the context's.
+ranks (Lightning's plugin for Slurm would requeue the job itself). The process group is the context's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHECKPOINT = re.compile(r"step=(\d+)\.ckpt$")
 
 
 class RankEnvironment(ClusterEnvironment):
-    """Lightning's plugin for the ranks that clusterddp has started.
+    """Lightning's plugin for ranks that clusterddp has started.
 
     Args:
         ctx: of ``clusterddp.init()``.
@@ -39,17 +39,17 @@ class RankEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """MASTER_ADDR; the process group exists already."""
+        """MASTER_ADDR. The process group exists already."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """MASTER_PORT; the process group exists already."""
+        """MASTER_PORT. The process group exists already."""
         return int(os.environ.get("MASTER_PORT", 0))
 
     @staticmethod
     def detect() -> bool:
-        """Never chosen by Lightning itself."""
+        """Lightning never chooses it itself."""
         return False
 
     def world_size(self) -> int:
@@ -76,11 +76,11 @@ class RankEnvironment(ClusterEnvironment):
 
 
 class SaveAndRequeue(Callback):
-    """On a stop request all ranks agree on a step; the Trainer saves after it, and ``fit()`` raises Stopped.
+    """On a stop request, all ranks agree on a step. The Trainer saves after it, and ``fit()`` raises Stopped.
 
     Args:
         ctx: of ``clusterddp.init()``.
-        folder: where the checkpoint is saved; also give it to ModelCheckpoint as ``dirpath``.
+        folder: where the checkpoint is saved. Also give it to ModelCheckpoint as ``dirpath``.
 
     Example: ``Trainer(strategy="ddp", callbacks=[SaveAndRequeue(ctx, "out/net")])``
     """
@@ -92,7 +92,7 @@ class SaveAndRequeue(Callback):
 
     @property
     def newest_checkpoint(self) -> str | None:
-        """The checkpoint with the highest step in its name, for ``fit(ckpt_path=...)``; None without one.
+        """The checkpoint with the highest step in its name, for ``fit(ckpt_path=...)``, or None.
 
         Example: ``trainer.fit(model, loader, ckpt_path=stop.newest_checkpoint)``
         """
@@ -102,13 +102,13 @@ class SaveAndRequeue(Callback):
         return str(found[max(found)]) if found else None
 
     def on_sanity_check_start(self, *_: Any) -> None:
-        """Restores the TERM handler: Lightning's own broadcasts from the handler, between any other collectives."""
+        """Restores the TERM handler. Lightning's own would broadcast from the handler, between other collectives."""
         signal.signal(signal.SIGTERM, self._handler)
 
     on_train_start = on_sanity_check_start
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Stops only where the optimizer has stepped, so that no accumulated gradients are lost."""
+        """Stops only after a step of the optimizer, to lose no accumulated gradients."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step

@@ -34,20 +34,20 @@ _SBATCH = (
     *("comment", "gres", "mail_type", "mail_user", "dependency", "exclusive", "wckey"),
     *("cpus_per_gpu", "mem_per_gpu", "mem_per_cpu"),
 )
-#: Those that clusterddp cannot carry out, with the value that means that they are not used, and why.
+#: Those that clusterddp does not support, with the value for unused, and why.
 _REFUSED: Mapping[str, tuple[Any, str]] = {
     "teardown": (None, "use the key `hook` in a configuration file instead"),
-    "stderr_to_stdout": (False, "each rank has a file for either, in the run directory below logs/"),
-    "use_srun": (True, "the ranks are always started by srun"),
+    "stderr_to_stdout": (False, "each rank has a file for each, in the run directory below logs/"),
+    "use_srun": (True, "clusterddp always starts the ranks with srun"),
     "gpus_per_task": (
         None,
-        "give gpus_per_node; a task sees all GPUs of its node, and its own is that of its local rank",
+        "give gpus_per_node. A task sees all GPUs of its node and uses that of its local rank",
     ),
 }
 
 
 def asked() -> str:
-    """What the user wants: ``""``, ``1`` or ``local``. Raises UsageError."""
+    """The user's choice: ``""``, ``1`` or ``local``. Raises UsageError."""
     value = os.environ.get(protocol.SUBMITIT, "")
     if value not in ("", "0", "1", "local"):
         raise UsageError(
@@ -57,11 +57,11 @@ def asked() -> str:
 
 
 class ClusterddpExecutor(SlurmExecutor):
-    """Submits with clusterddp. Under the name ``slurm``, so that it gets the parameters that begin with ``slurm_``."""
+    """Submits with clusterddp. It has the name ``slurm``, to get the parameters that begin with ``slurm_``."""
 
     def __init__(self, folder: str | Path, *args: Any, **kwargs: Any) -> None:
         if not asked():
-            raise UsageError(f"set {protocol.SUBMITIT}=1, and leave out `cluster`, to have AutoExecutor use clusterddp")
+            raise UsageError(f"to make AutoExecutor use clusterddp, set {protocol.SUBMITIT}=1 and leave out `cluster`")
         super().__init__(folder, *args, **kwargs)
         python = kwargs.get("python")
         self._python: dict[str, Any] = {} if python is None else {"python": python}
@@ -101,7 +101,7 @@ class ClusterddpExecutor(SlurmExecutor):
         job_id = handle.job_id or handle.path.name
         job: ClusterddpJob = ClusterddpJob(self.folder, job_id, range(self._num_tasks()))
         job.belongs_to(handle)
-        # Where the launcher says that outputs are: a link to the run directory, whose logs/ has them.
+        # The launcher's folder of outputs gets a link to the run directory, whose logs/ has them.
         job.paths.folder.mkdir(parents=True, exist_ok=True)
         link = job.paths.folder / f"{job_id}_run"
         link.unlink(missing_ok=True)
@@ -112,7 +112,7 @@ class ClusterddpExecutor(SlurmExecutor):
 def job_values(parameters: Mapping[str, Any], submissions: int = 1) -> dict[str, Any]:
     """The keys of a job definition for the parameters of submitit's executor for Slurm.
 
-    UsageError names those that have no counterpart. The job definition's own checks apply to the rest.
+    Raises UsageError for those without a counterpart. The job definition's own checks apply to the rest.
     """
     given = {name: value for name, value in parameters.items() if value is not None}
     refused = [
@@ -126,7 +126,7 @@ def job_values(parameters: Mapping[str, Any], submissions: int = 1) -> dict[str,
     srun, odd = _srun_options(given.pop("srun_args", ()))
     refused += [f"srun_args={word!r}: expected options such as --cpu-bind=none" for word in odd]
     if refused:
-        raise UsageError("clusterddp has no counterpart of these parameters of submitit. " + ". ".join(refused))
+        raise UsageError("clusterddp does not support these parameters of submitit. " + ". ".join(refused))
     values = {"time": given.pop("time", DEFAULT_TIME), **_ranks(given)}
     values |= {name: given.pop(name) for name in _SAME if name in given}
     if name := re.sub(r"[^\w.+=@-]+", "-", str(given.pop("job_name", ""))).strip("-."):
@@ -142,12 +142,12 @@ def job_values(parameters: Mapping[str, Any], submissions: int = 1) -> dict[str,
     values |= {"sbatch": {name.replace("_", "-"): value for name, value in sbatch.items()}} if sbatch else {}
     values |= {"srun": srun} if srun else {}
     if left := sorted(given.keys() - set(_REFUSED) - set(_SBATCH)):
-        raise UsageError(f"clusterddp does not know these parameters of submitit: {', '.join(left)}")
+        raise UsageError(f"clusterddp does not support these parameters of submitit: {', '.join(left)}")
     return values
 
 
 def _ranks(given: dict[str, Any]) -> dict[str, Any]:
-    """Takes the tasks and GPUs of a node from ``given``. UsageError if they cannot be shared out."""
+    """Takes the tasks and GPUs of a node from ``given``. Raises UsageError if they cannot be divided evenly."""
     tasks = max(1, given.pop("ntasks_per_node", 1))
     gpus = str(given.pop("gpus_per_node", None) or given.pop("num_gpus", None) or 0)
     kind, _, number = gpus.rpartition(":")
@@ -162,7 +162,7 @@ def _ranks(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _srun_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Options as a job definition's ``srun`` has them, and words that are none."""
+    """Options as a job definition's ``srun`` has them, and words that are not options."""
     options = [re.fullmatch(r"--([a-z][a-z0-9-]*)(?:=(.*))?", word) for word in words]
     found = {match[1]: True if match[2] is None else match[2] for match in options if match}
     return found, [word for word, match in zip(words, options, strict=True) if not match]
@@ -205,7 +205,7 @@ class _Paths(JobPaths):
 
 
 class _Watcher(InfoWatcher):
-    """Jobs find out their state themselves."""
+    """Does nothing, because jobs query their own state."""
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:  # noqa: ARG002
         return "UNKNOWN"
@@ -227,7 +227,7 @@ class ClusterddpJob(Job[Any]):
     _opened: Handle | None
 
     def belongs_to(self, handle: Handle) -> None:
-        """Says which run this is, also to the jobs of the single tasks."""
+        """Sets the run of this job and of the jobs of its tasks."""
         for job in (self, *self._sub_jobs):
             job.__dict__.update(run_dir=handle.path, _opened=handle)
             job._paths = _Paths(job._paths._folder, job.job_id, job.task_id, handle.path)
@@ -236,14 +236,14 @@ class ClusterddpJob(Job[Any]):
         return {**self.__dict__, "_opened": None}
 
     def _handle(self) -> Handle:
-        """That of the submission, which sees the process of a local run even before it has recorded anything."""
+        """The handle of the submission, which sees the process of a local run before its first record."""
         from clusterddp.api import Handle
 
         return self._opened or Handle(self.run_dir)
 
     @property
     def state(self) -> str:
-        """The run's state in Slurm's words; STOPPED if nothing trains it and it can be continued."""
+        """The run's state in Slurm's words, or STOPPED if it is stopped and can be continued."""
         return _STATES[self._handle().status().state]
 
     def get_info(self, mode: str = "force") -> dict[str, str]:  # noqa: ARG002
@@ -259,7 +259,7 @@ class ClusterddpJob(Job[Any]):
         self._handle().wait()
 
     def cancel(self, check: bool = True) -> None:  # noqa: ARG002
-        """Ends the run for good."""
+        """Ends the run permanently."""
         self._handle().cancel()
 
     def submission(self) -> DelayedSubmission:
@@ -279,7 +279,7 @@ class ClusterddpJob(Job[Any]):
 
 
 class ClusterddpJobEnvironment(JobEnvironment):
-    """What ``submitit.JobEnvironment()`` is on a rank. Its ``job_id`` is the same in all attempts: launchers name
+    """``submitit.JobEnvironment()`` on a rank. Its ``job_id`` is the same in all attempts, because launchers name
     folders by it."""
 
     _env = {

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: a callback that stops all ranks after the same step, has it saved, and requeues."""
+"""Hugging Face's Trainer: a callback that stops all ranks after the same step, lets the Trainer save, and requeues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class SaveAndRequeue(TrainerCallback):
-    """On a stop request all ranks agree on a step; the Trainer saves after it, and ``train()`` raises Stopped.
+    """On a stop request, all ranks agree on a step. The Trainer saves after it, and ``train()`` raises Stopped.
 
     An evaluation is not interrupted.
 
@@ -42,7 +42,7 @@ class SaveAndRequeue(TrainerCallback):
 
 
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """The newest complete checkpoint in ``output_dir``, for ``train(resume_from_checkpoint=...)``; None without one.
+    """The newest complete checkpoint in ``output_dir``, for ``train(resume_from_checkpoint=...)``, or None.
 
     The Trainer writes into the final folder, ``trainer_state.json`` last. A folder without that file is a save that was
     interrupted.

@@ -1,1 +1,1 @@
-"""The job definition: a ``Job``, how it is read, checked and written, and its secrets; nothing about running it."""
+"""The job definition: a ``Job``, how it is read, checked and written, and its secrets. Running it belongs elsewhere."""

@@ -22,28 +22,28 @@ from clusterddp.jobdef.job import Job
 from clusterddp.process import PACKAGE_FOLDER
 from clusterddp.reporter import counted, show
 
-#: The most that a snapshot takes, in bytes, unless the job definition says otherwise.
+#: The maximum size of a snapshot, in bytes, unless the job definition sets another one.
 MOST_BYTES = 100_000_000
-#: What a small file, a link or a folder takes at least: a repository of many small files is large, too.
+#: The least size of a small file, a link or a folder, because a repository of many small files is large, too.
 BLOCK = 4096
-#: How long git may take to list the files of a repository.
+#: Seconds that git may take to list the files of a repository.
 GIT_S = 60.0
-#: Variables that make git look at another repository than the one that it is run in.
+#: Variables that point git to a repository other than that of the current folder.
 _REDIRECTS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_NAMESPACE")
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """A repository as a snapshot takes it. ``root`` is a real path; the names are relative to it."""
+    """A repository as a snapshot takes it. ``root`` is a real path. The names are relative to it."""
 
     root: Path
     copied: tuple[str, ...]
-    """What git would track: tracked files that exist, and untracked ones that it does not ignore."""
+    """Tracked files that exist, and untracked ones that git does not ignore."""
     linked: tuple[str, ...]
-    """All else: what git ignores, run directories, and untracked ``.env`` files, which may hold secrets."""
+    """All other files: ignored ones, run directories, and untracked ``.env`` files, which may hold secrets."""
     commit: str | None
     changes: str | None
-    """A hash of the uncommitted changes; None: there are none."""
+    """A hash of the uncommitted changes. None: there are none."""
     changed: int
     """The number of files that differ from the commit, untracked ones included."""
 
@@ -53,29 +53,33 @@ class _GitFailed(Exception):
 
 
 def checkout_of(job: Job, runs: Iterable[Path], source: Path | None = None) -> Checkout | None:
-    """The repository with the job's program; None if the program is not in one, or git ignores it.
+    """The repository with the job's program, or None if the program is not in one, or git ignores it.
 
     ``runs``: folders of runs, which are not code. ``source``: the file of a launched function, if there is one. Raises
-    UsageError if the snapshot would be too large, or there can be none and ``snapshot: true`` asks for it.
+    UsageError if the snapshot would be too large, or is not possible with ``snapshot: true``.
     """
     program = _program(job, source)
     try:
         found = None if program is None else _read(program, runs)
     except _GitFailed as error:
         if job.snapshot:
-            raise UsageError(f"no snapshot of the code can be taken: {error}") from error
-        show(f"no snapshot of the code: {error}; the run uses the checkout as it is when each attempt starts")
+            raise UsageError(
+                f"could not take a snapshot of the code: {error}. To run without one, use --no-snapshot"
+            ) from error
+        show(f"no snapshot of the code: {error}. Each attempt uses the code in the checkout when it starts")
         return None
     if found is None and job.snapshot:
-        where = "the program was not found" if program is None else f"{program} is not a file that git tracks or would"
-        raise UsageError(f"snapshot: {job.snapshot} needs a program in a git repository, and {where}")
+        where = "its program was not found" if program is None else f"{program} is not in one, or is ignored"
+        raise UsageError(
+            f"snapshot: {job.snapshot} needs a program in a git repository, but {where}. Use --no-snapshot"
+        )
     if found is not None:
         _check_size(found, _bound(job))
     return found
 
 
 def _program(job: Job, source: Path | None) -> Path | None:
-    """The file or folder of the job's code, with a real folder; None for what comes with clusterddp, or is unknown."""
+    """The file or folder of the job's code, with a real folder. None for what comes with clusterddp, or is unknown."""
     path = Path(job.script) if job.script else source or _module_file(str(job.module).partition(".")[0])
     if path is None:
         return None
@@ -84,7 +88,7 @@ def _program(job: Job, source: Path | None) -> Path | None:
 
 
 def _module_file(name: str) -> Path | None:
-    """Where ``python -m`` finds a top-level module or package; None if this interpreter does not find it."""
+    """Where ``python -m`` finds a top-level module or package, or None if this interpreter does not find it."""
     with suppress(ImportError, ValueError, OSError):
         here = importlib.machinery.PathFinder.find_spec(name, [str(Path.cwd())])
         spec = here or importlib.util.find_spec(name)
@@ -108,7 +112,7 @@ def _read(program: Path, runs: Iterable[Path]) -> Checkout | None:
 
 
 def _root(folder: Path) -> Path | None:
-    """The top of the repository that ``folder`` is in; of a submodule, that of the repository around it."""
+    """The top of the repository that ``folder`` is in, or for a submodule of the repository around it."""
     if not any(os.path.lexists(parent / ".git") for parent in (folder, *folder.parents)):
         return None
     root = os.fsdecode(_git(folder, "rev-parse", "--show-toplevel").removesuffix(b"\n"))
@@ -151,7 +155,7 @@ def _list(root: Path, runs: Sequence[str] = ()) -> tuple[set[str], set[str]]:
 
 
 def _only_linked(root: Path, untracked: Iterable[str]) -> Iterator[str]:
-    """Of the untracked names: those that are not copied, and instead of files in run directories their folders."""
+    """The untracked names that are not copied, with run directories in place of their files."""
     known: dict[Path, bool] = {}
     for name in untracked:
         path = Path(name)
@@ -174,12 +178,12 @@ def _below_any(name: str, folders: set[str]) -> bool:
 
 
 def _is_wanted(path: Path) -> bool:
-    """Python writes its caches beside the copies."""
+    """False for Python's caches, which Python writes again beside the copies."""
     return path.name != "__pycache__" and path.suffix != ".pyc" and os.path.lexists(path)
 
 
 def _kind(path: Path) -> int | None:
-    """The mode of a file; None if it does not exist: deleted, or outside of a sparse checkout."""
+    """The mode of a file, or None if it does not exist: deleted, or outside of a sparse checkout."""
     try:
         return path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -216,27 +220,27 @@ def _bound(job: Job) -> int:
 
 
 def _check_size(checkout: Checkout, most: int) -> None:
-    """UsageError, with the largest files or folders, if a snapshot would take more than ``most`` bytes."""
+    """Raises UsageError, with the largest files or folders, if a snapshot would take more than ``most`` bytes."""
     sizes = {name: max(BLOCK, _size(checkout.root / name)) for name in checkout.copied}
     total = sum(sizes.values()) + BLOCK * len(checkout.linked)
     if total <= most:
         return
     raise UsageError(
-        f"the snapshot of the code in {checkout.root} would take {_megabytes(total)}, more than {_megabytes(most)}; "
-        f"the largest: {', '.join(_largest(sizes))}. Add to .gitignore what is not code (the run then uses it "
-        f"in the checkout), allow more with --set snapshot={total // 10**6 + 1}M, or use --no-snapshot: each attempt "
-        "then runs the code that is in the checkout when it starts"
+        f"the snapshot of the code in {checkout.root} would take {_megabytes(total)}, more than {_megabytes(most)}. "
+        f"The largest: {', '.join(_largest(sizes))}. Add to .gitignore what is not code (the run then uses it "
+        f"in the checkout), allow more with --set snapshot={total // 10**6 + 1}M, or use --no-snapshot to run the "
+        "code that is in the checkout when each attempt starts"
     )
 
 
 def _size(path: Path) -> int:
-    with suppress(FileNotFoundError):  # an editor's temporary file; the copy would fail
+    with suppress(FileNotFoundError):  # an editor's temporary file, for example
         return path.lstat().st_size
     return 0
 
 
 def _largest(sizes: dict[str, int]) -> list[str]:
-    """The folders that take most, at most three, each with its size; a file that is most of its folder by name."""
+    """The three largest folders, each with its size. A file that is most of its folder is named instead."""
     folders: dict[Path, list[str]] = {}
     for name in sizes:
         folders.setdefault(Path(name).parent, []).append(name)
@@ -285,7 +289,7 @@ def repository_state(folder: Path) -> dict[str, str | None]:
 
 
 def recorded_code(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The code of each attempt that has started, by the history; empty if unknown, or damaged."""
+    """The code of each attempt that has started, according to the history, or empty if that is unknown or damaged."""
     codes = [event.get("code") for event in events if event["event"] == "started"]
     return [code if isinstance(code, dict) else {} for code in codes]
 

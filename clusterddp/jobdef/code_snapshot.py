@@ -1,9 +1,9 @@
-"""The snapshot of the code that a submission takes, so that editing the checkout changes no queued or requeued run.
+"""The snapshot of the code that a submission takes, to keep edits of the checkout out of queued and requeued runs.
 
-``RUN/code/HASH`` has the layout of the script's repository. HASH is of the copied files: an unchanged submission uses
-the snapshot that is there. A file is copied, as a reflink where the file system can, and never hard-linked: an editor
-that rewrites it in place would change both. What is not code is linked, so that paths relative to a script's own file
-lead to the same data as in the checkout. ``RUN/code/current.json`` names the snapshot of the newest submission.
+``RUN/code/HASH`` has the layout of the script's repository. HASH is of the copied files, so an unchanged
+submission reuses the snapshot. A file is copied, as a reflink where the file system can, and never hard-linked, because
+an editor that rewrites it in place would change both. What is not code is linked: paths relative to a script's file
+then lead to the same data as in the checkout. ``RUN/code/current.json`` names the snapshot of the newest submission.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 
 _FICLONE = 0x40049409  # linux/fs.h
 _CHUNK = 1 << 20
-#: The most names that a message lists.
+#: The maximum number of names in a message.
 _MOST_NAMES = 4
 
 
@@ -41,16 +41,16 @@ class Snapshot:
     checkout: str
     commit: str | None
     changes: str | None
-    """A hash of the uncommitted changes; None: there were none."""
+    """A hash of the uncommitted changes. None: there were none."""
     changed: int
     """The number of files that differed from the commit."""
 
     def folder(self, run: RunDirectory) -> Path:
-        """Where it is."""
+        """The folder of the snapshot."""
         return run.code / self.snapshot
 
     def state(self) -> dict[str, Any]:
-        """What the history records of it."""
+        """Its state for the history."""
         return {"commit": self.commit, "changes": self.changes, "snapshot": self.snapshot}
 
     def words(self) -> str:
@@ -70,35 +70,35 @@ _RECORD: Schema = {
 
 
 def current(run: RunDirectory) -> Snapshot | None:
-    """The snapshot that the run uses; None if it uses the checkout."""
+    """The snapshot that the run uses, or None if it uses the checkout."""
     record = read_json(run.code_file, _RECORD)
     return None if record is None else Snapshot(**{key: record.get(key) for key in _RECORD})  # type: ignore[arg-type]
 
 
 def present(run: RunDirectory) -> Snapshot | None:
-    """The same, for an attempt that is about to start: RunDirectoryError if its folder does not exist any more."""
+    """The same for an attempt that is about to start. Raises RunDirectoryError if its folder was deleted."""
     snapshot = current(run)
     if snapshot is not None and not snapshot.folder(run).is_dir():
         raise RunDirectoryError(
-            f"{snapshot.folder(run)}, the snapshot of the code that this run was submitted with, does not exist: "
-            f"clusterddp submit --run-dir {run.quoted} takes a new one of {snapshot.checkout}"
+            f"{snapshot.folder(run)}, the snapshot of the code that this run was submitted with, does not exist. "
+            f"To take a new one of {snapshot.checkout}, use: clusterddp submit --run-dir {run.quoted}"
         )
     return snapshot
 
 
 @dataclass(frozen=True)
 class Code:
-    """The code that a run is to use: a snapshot of ``checkout``, or (None) the checkout as it is."""
+    """The code that a run is to use: a snapshot of ``checkout``, or with None the checkout itself."""
 
     checkout: Checkout | None
     owner: RunDirectory | None = None
-    """The folder whose snapshot the run shares instead: the members of a sweep have one."""
+    """The folder whose snapshot the run shares instead, as the members of a sweep do."""
 
 
 def use(run: RunDirectory, code: Code) -> str | None:
     """Makes the run use the code.
 
-    Returns what to tell the user; None: nothing changed, and there is no snapshot, or it is another folder's.
+    Returns a message for the user, or None if nothing changed and there is no snapshot, or a shared one.
     """
     if code.owner is not None and (shared := current(code.owner)) is not None:
         _share(run, shared, code.owner)
@@ -108,7 +108,7 @@ def use(run: RunDirectory, code: Code) -> str | None:
         remove(run.code_file) if before else None
         if before is None or code.owner is not None:
             return None
-        return f"code: the checkout as it is when each attempt starts, instead of {before.words()}"
+        return f"code: the checkout when each attempt starts, instead of {before.words()}"
     snapshot = _take(run, code.checkout)
     write_json(run.code_file, asdict(snapshot))
     if before is None or before.snapshot == snapshot.snapshot:
@@ -116,7 +116,7 @@ def use(run: RunDirectory, code: Code) -> str | None:
     different = _different(before.folder(run), snapshot.folder(run))
     more = f" and {len(different) - _MOST_NAMES} more" if len(different) > _MOST_NAMES else ""
     names = f"{', '.join(different[:_MOST_NAMES])}{more}"
-    return f"code: {snapshot.words()}; changed since the last submission ({before.words()}): {names}"
+    return f"code: {snapshot.words()}. Changed since the last submission ({before.words()}): {names}"
 
 
 def _share(run: RunDirectory, snapshot: Snapshot, owner: RunDirectory) -> None:
@@ -128,7 +128,7 @@ def _share(run: RunDirectory, snapshot: Snapshot, owner: RunDirectory) -> None:
 
 
 def unused(run: RunDirectory) -> list[Path]:
-    """The folders of earlier submissions' snapshots, which `prune` deletes; not those into which the script wrote."""
+    """The folders of earlier submissions' snapshots, which `prune` deletes unless the script wrote into them."""
     used = current(run)
     folders = sorted(run.code.iterdir()) if run.code.is_dir() else []
     old = [path for path in folders if _is_folder(path) and (used is None or path.name != used.snapshot)]
@@ -149,16 +149,16 @@ def _take(run: RunDirectory, checkout: Checkout) -> Snapshot:
         if not (run.code / name).is_dir():
             name = _copy(checkout, run.code)
         _link(checkout, run.code / name)
-    except OSError as error:  # a full disk, a file that only its owner can read, or one that is gone by now
+    except OSError as error:  # a full disk, a file that only its owner can read, or a deleted one
         raise RunDirectoryError(
-            f"cannot copy {error.filename or checkout.root} for the snapshot of the code ({error.strerror}); "
-            "--no-snapshot uses the code in the checkout"
+            f"could not copy {error.filename or checkout.root} for the snapshot of the code: {error.strerror}. "
+            "To use the code in the checkout, add --no-snapshot"
         ) from error
     return Snapshot(name, str(checkout.root), checkout.commit, checkout.changes, checkout.changed)
 
 
 def _copy(checkout: Checkout, code: Path) -> str:
-    """Copies the files; returns the digest of the copies, which names their folder: files may change meanwhile."""
+    """Copies the files. Returns the digest of the copies, which names their folder: files may change meanwhile."""
     temporary = code / f"{secrets.token_hex(4)}.tmp"
     create_folder(temporary)
     try:
@@ -169,7 +169,7 @@ def _copy(checkout: Checkout, code: Path) -> str:
         if (code / digest).is_dir():
             shutil.rmtree(temporary)
         else:
-            fsync_file_system(temporary)  # a file at a time would take seconds
+            fsync_file_system(temporary)  # syncing each file would take seconds
             temporary.rename(code / digest)
             fsync_directory(code)
     except BaseException:
@@ -184,7 +184,7 @@ def _make_parents(top: Path, name: str) -> None:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """Copies a file or a symbolic link; the copy is at most as readable as the folder of the run, and the source."""
+    """Copies a file or a symbolic link. The copy is not more readable than the folder of the run or the source."""
     if source.is_symlink():
         target.symlink_to(source.readlink())
         return
@@ -219,7 +219,7 @@ def _digest(root: Path, names: Iterable[str]) -> str:
 
 
 def _contents(root: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """A hash of each file's kind and content, by name; of a symbolic link, of its target."""
+    """A hash of each file's kind and content, or of a symbolic link's target, by name."""
     hashes = {}
     for name in names:
         path = root / name
@@ -252,7 +252,7 @@ def _walk(folder: Path) -> Iterator[str]:
 
 
 def described(snapshot: Snapshot | None, events: Iterable[dict[str, Any]]) -> str | None:
-    """The code that the run uses, in words; without a snapshot, that of its newest attempt. None if unknown."""
+    """The code that the run uses, in words: its snapshot, or else the code of its newest attempt. None if unknown."""
     if snapshot is not None:
         return snapshot.words()
     codes = recorded_code(events)

@@ -34,7 +34,7 @@ _CONFIGURATION_KEYS = {key: reader for key, reader in READERS.items() if key not
 
 @dataclass(frozen=True)
 class ConfigurationFile:
-    """One of the files, and whose it is."""
+    """One of the files, with its owner."""
 
     owner: str
     """``site``, ``user`` or ``project``."""
@@ -45,7 +45,7 @@ class ConfigurationFile:
 
 
 def find_configuration_files(environ: Mapping[str, str], folder: Path) -> list[ConfigurationFile]:
-    """The files that apply to a submission from ``folder``; the last wins."""
+    """The files that apply to a submission from ``folder``. The last wins."""
     files = {"site": _site_file(environ), "user": _user_file(environ), "project": _project_file(folder)}
     return [ConfigurationFile(owner, path) for owner, path in files.items() if path is not None]
 
@@ -74,7 +74,7 @@ def check_configuration_file(path: Path) -> None:
 
 
 def _sections(path: Path, cluster: str | None, mistakes: list[Mistake]) -> list[Fields]:
-    """The values for all clusters, and those for this one; all sections are checked."""
+    """The values for all clusters, and those for this one. All sections are checked."""
     top = file_fields(path, mistakes)
     check_keys(top, SECTIONS, mistakes)
     defaults = fields_of(get(top, "defaults"), mistakes)
@@ -87,7 +87,7 @@ def _sections(path: Path, cluster: str | None, mistakes: list[Mistake]) -> list[
 
 def _check_trusted(file: ConfigurationFile) -> None:
     instead = {
-        "site": f"Set {protocol.SITE_CONFIG} to a copy of your own, or to nothing to do without it",
+        "site": f"Set {protocol.SITE_CONFIG} to a copy of your own, or to an empty value to ignore it",
         "project": "Work in a checkout of your own",
     }[file.owner]
     folder = file.path.parent
@@ -98,7 +98,7 @@ def _check_trusted(file: ConfigurationFile) -> None:
 
 
 def _site_file(environ: Mapping[str, str]) -> Path | None:
-    """The file that the variable names, which must exist, or none if it is empty; without it, the usual one."""
+    """The file that the variable names, which must exist, or None if empty. Without the variable, the usual file."""
     named = environ.get(protocol.SITE_CONFIG)
     if named is None:
         return SITE_FILE if _exists(SITE_FILE) else None
@@ -106,7 +106,7 @@ def _site_file(environ: Mapping[str, str]) -> Path | None:
 
 
 def _user_file(environ: Mapping[str, str]) -> Path | None:
-    """None also without a home directory that this user can read."""
+    """The user's file, or None, also without a readable home directory."""
     home = environ.get("XDG_CONFIG_HOME")
     try:
         path = (Path(home) if home else Path("~/.config").expanduser()) / "clusterddp" / "config.yaml"
@@ -116,9 +116,9 @@ def _user_file(environ: Mapping[str, str]) -> Path | None:
 
 
 def _project_file(folder: Path) -> Path | None:
-    """The nearest one, from the folder up to the top of its git checkout; outside a checkout, only the folder's own.
+    """The nearest one, from the folder up to the top of its git checkout. Outside a checkout, only the folder's own.
 
-    Further up, it might be any user's: in /tmp, for example.
+    Further up, it might belong to any user, for example in /tmp.
     """
     folders = [folder, *folder.parents]
     top = next((index for index, above in enumerate(folders) if _exists(above / ".git")), 0)
@@ -149,12 +149,12 @@ def preset_text(name: str) -> str:
 
 
 def preset_purpose(name: str) -> str:
-    """Which script it is for, in a line."""
+    """One line with the script that it is for."""
     return preset_text(name).partition("\n")[0].lstrip("# ")
 
 
 def with_preset(layers: Sequence[Fields], mistakes: list[Mistake]) -> list[Fields]:
-    """The layers of a job definition with the preset that they name; of several names, the last one counts.
+    """The layers of a job definition with the preset that they name. Of several names, the last one counts.
 
     It comes after the first layer, the configuration files. The job's ``args`` replace those of its ``args`` that set
     the same options.
@@ -174,13 +174,13 @@ def with_preset(layers: Sequence[Fields], mistakes: list[Mistake]) -> list[Field
             )
         elif isinstance(node.value, list):
             rest.append(layer)  # a mistake
-        else:  # a name, or a null, takes the place of what the layers before it say
+        else:  # a name or a null replaces the value of earlier layers
             named = node if node.value is not None else None
             rest = [{key: item for key, item in one.items() if key != "resume"} for one in [*rest, layer]]
     if named is None:
         return rest
     if named.text not in preset_names():
-        hint = did_you_mean(named.text, preset_names()) or f"; presets: {', '.join(preset_names())}"
+        hint = did_you_mean(named.text, preset_names()) or f". Presets: {', '.join(preset_names())}"
         expected = "expected a mapping with checkpoint: PATTERN, or the name of a preset"
         mistakes.append(Mistake(named.place, f"resume: {expected}, got {quoted(named)}{hint}"))
         return rest
@@ -199,7 +199,7 @@ def with_preset(layers: Sequence[Fields], mistakes: list[Mistake]) -> list[Field
 def _added_arguments(preset: Fields, given: Node, named: Node | None, mistakes: list[Mistake]) -> list[Node]:
     """The preset's arguments without the options that the job's own have.
 
-    ``named``: the preset's name if it says where the checkpoints are: then the options with the folder must be its own.
+    ``named``: the preset's name if it sets the place of the checkpoints. Options with the folder must then be its own.
     """
     words = [item.text for item in _items(given)]
     kept: list[Node] = []
@@ -210,7 +210,7 @@ def _added_arguments(preset: Fields, given: Node, named: Node | None, mistakes: 
         elif named is not None and any("run_dir" in placeholders_in(item.text) for item in option):
             written = " ".join(item.text for item in option)
             what = f"args: {name} is also set by the preset {named.text} ({written}), which looks for checkpoints there"
-            mistakes.append(Mistake(given.place, f"{what}: remove it, or set resume.checkpoint, too"))
+            mistakes.append(Mistake(given.place, f"{what}. Remove it, or also set resume.checkpoint"))
     return kept
 
 

@@ -20,21 +20,21 @@ FUNCTION = "clusterddp.function"
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints are kept: those that match any of the fields."""
+    """Which checkpoints are kept. A checkpoint is kept if it matches any of the fields."""
 
     last: int = 3
     """The number of newest checkpoints."""
     every: int | None = None
-    """Checkpoints whose step is a multiple of this; None: no such rule."""
+    """Checkpoints whose step is a multiple of this. None: no such rule."""
     best: str | None = None
-    """The metric whose best checkpoint is kept; None: no such rule. A new best value is saved at once: that of an
-    evaluation under ``run.every()`` as the state that was evaluated, another as the state after its step."""
+    """The metric whose best checkpoint is kept. None: no such rule. A new best value is saved at once. After an
+    evaluation under ``run.every()`` this is the evaluated state, otherwise the state after the step."""
     best_is: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is best. In YAML, ``best: f1 max`` gives both."""
 
     @property
     def best_rule(self) -> str | None:
-        """The rule as in YAML, such as ``f1 max``; None if there is none."""
+        """The rule as in YAML, such as ``f1 max``, or None."""
         return self.best and f"{self.best} {self.best_is}"
 
     def order(self, value: float) -> float:
@@ -49,9 +49,9 @@ class Checkpointing:
     """When checkpoints are saved, in addition to the one at every stop, and which are kept."""
 
     every_steps: int | None = None
-    """Steps between checkpoints; None: no such rule."""
+    """Steps between checkpoints. None: no such rule."""
     every_s: float | None = 300.0
-    """Seconds between checkpoints; None: no such rule."""
+    """Seconds between checkpoints. None: no such rule."""
     auto: bool = False
     """Whether the interval is computed from the cost of a save and the time between interruptions."""
     keep: Keep = field(default_factory=Keep)
@@ -60,14 +60,14 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts of the process group, and the notice before the time limit; in seconds."""
+    """Timeouts of the process group, and the notice before the time limit, in seconds."""
 
     start_s: float = 1800.0
     """The process group's timeout until the first step is complete: imports, data sets, compilation."""
     step_s: float = 1800.0
     """The process group's timeout after the first step."""
     notice_s: float = 120.0
-    """How long before the time limit the run saves and stops."""
+    """Seconds before the time limit at which the run saves and stops."""
 
 
 #: Seconds that the other ranks wait for one in a debugger.
@@ -78,10 +78,10 @@ MOST_BEATS = 1024
 
 @dataclass(frozen=True)
 class Watchdog:
-    """When a run that makes no progress is treated as hung, and what happens then. In YAML, ``off`` disables it."""
+    """When a run without progress counts as hung, and what happens then. In YAML, ``off`` disables it."""
 
     step_s: float = 600.0
-    """Seconds that an idle rank may take to reach the end of a step or another stop point; at least four times the
+    """Seconds that an idle rank may take to reach the end of a step or another stop point. At least four times the
     longest time that it has taken so far."""
     start_s: float = 1800.0
     """The same until the first step is complete: compilation, the first batch."""
@@ -94,13 +94,13 @@ class Watchdog:
         return min(2.0, self.step_s / 4)
 
     def period_s(self, ranks: int) -> float:
-        """The same for so many ranks: the supervisor gets at most MOST_BEATS heartbeats per second."""
+        """The same for this number of ranks. The supervisor gets at most MOST_BEATS heartbeats per second."""
         return max(self.beat_s, ranks / MOST_BEATS)
 
 
-#: The most steps of a profile, whose events a rank keeps in memory, and the most ranks that record one at a time.
+#: The maximum steps of a profile, whose events a rank keeps in memory, and ranks that record one at a time.
 MOST_PROFILED_STEPS, MOST_PROFILED_RANKS = 100, 32
-#: The most batches that are skipped at a time.
+#: The maximum number of batches to skip at a time.
 MOST_SKIPPED = 1_000_000_000
 
 
@@ -121,13 +121,13 @@ class Wandb:
     """The W&B run that has this run's metrics."""
 
     project: str | None = None
-    """Its project; None: ``job_name``."""
+    """Its project. None: ``job_name``."""
     entity: str | None = None
-    """The user or team of the project; None: W&B's default."""
+    """The user or team of the project. None: W&B's default."""
     group: str | None = None
     """The group of runs on W&B's pages that it belongs to."""
     mode: Literal["online", "offline"] | None = None
-    """``offline`` writes files, for ``wandb sync``; None: as in the variable WANDB_MODE, or online."""
+    """``offline`` writes files, for ``wandb sync``. None: as in the variable WANDB_MODE, or online."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ class Mlflow:
     """The MLflow run that has this run's metrics."""
 
     experiment: str | None = None
-    """Its experiment, created if it does not exist; None: ``job_name``."""
+    """Its experiment, created if it does not exist. None: ``job_name``."""
     tracking_uri: str | None = None
-    """The server, such as ``http://mlflow:5000``; None: as in the variable MLFLOW_TRACKING_URI, or MLflow's default."""
+    """The server, such as ``http://mlflow:5000``. None: as in the variable MLFLOW_TRACKING_URI, or MLflow's default."""
 
 
 @dataclass(frozen=True)
@@ -150,31 +150,31 @@ class Resume:
     args: tuple[str, ...] = ()
     """Arguments that are added once there is a checkpoint: ``[--resume, "{checkpoint}"]``."""
     replace: tuple[str, ...] | None = None
-    """Arguments in place of those under the key ``args`` once there is a checkpoint; None: those."""
+    """Arguments in place of those under the key ``args`` once there is a checkpoint. None: those."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a run may use before it ends as failed; None: no limit."""
+    """How much a run may use before it ends as failed. None: no limit."""
 
     attempts: int | None = None
     """The number of attempts, including the first."""
     gpu_hours: float | None = None
-    """Hours of all attempts times ranks; with device cpu, rank hours."""
+    """Hours of all attempts times ranks. With device cpu, rank hours."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What shows that a script has finished its training; exactly one of the fields is given."""
+    """How to recognize that a script has finished its training. Exactly one of the fields is given."""
 
     file: str | None = None
-    """A file that exists then, or a pattern of files. YAML: ``done: out/epoch_90.pt``."""
+    """A file that exists at the end, or a pattern of files. YAML: ``done: out/epoch_90.pt``."""
     log: str | None = None
-    """A regular expression that a line of a rank's output matches then. YAML: ``done: {log: epochs completed}``."""
+    """A regular expression that a line of output matches at the end. YAML: ``done: {log: epochs completed}``."""
 
     @property
     def words(self) -> str:
-        """The mark as messages name it."""
+        """The mark in words."""
         return self.file or f"log: {self.log}"
 
 
@@ -183,8 +183,8 @@ class StopSignal:
     """How clusterddp stops the ranks of a script that does not use it."""
 
     signal: Literal["TERM", "INT", "USR1", "USR2"] | None = None
-    """The signal that each rank gets at every notice, once and instead of TERM; None: whatever Slurm sends, which is
-    TERM at a preemption and nothing before the time limit."""
+    """The signal that each rank gets at every notice, once and instead of TERM. None: Slurm's own signals, which are
+    TERM at a preemption and none before the time limit."""
 
 
 @dataclass(frozen=True)
@@ -196,50 +196,50 @@ class Job:
     """
 
     name: str
-    """The name of the Slurm job and of the run directory; default: that of the script or module."""
+    """The name of the Slurm job and of the run directory. Default: that of the script or module."""
     script: str | None = None
-    """The training script's absolute path; in YAML, a relative path is relative to the YAML file."""
+    """The training script's absolute path. In YAML, a relative path is relative to the YAML file."""
     module: str | None = None
     """The training module, as for ``python -m``. Exactly one of ``script`` and ``module`` is given."""
     hydra: bool | None = None
     """Whether the program is a Hydra app: sweeps write overrides, and all attempts and ranks have one output folder.
-    None: as its source says, where that is clear (a function decorated with ``@hydra.main``)."""
+    None: detect it in the source (a function decorated with ``@hydra.main``)."""
     args: tuple[str, ...] = ()
     """The script's arguments, as text. Each attempt replaces ``{run_dir}``, ``{attempt}``, ``{node_rank}``,
-    ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``; ``{{run_dir}}`` is the text itself."""
+    ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``; ``{{run_dir}}`` is the literal text."""
     resume: Resume | None = None
     """How a script continues from its own checkpoints: ``{checkpoint: "{run_dir}/out/*.pth", args: [--resume,
-    "{checkpoint}"]}``, or the name of a preset, whose other keys are taken, too; ``preset:`` names one among keys of
-    your own. None: the script needs nothing, or uses ``ctx.run()``."""
+    "{checkpoint}"]}``, or the name of a preset, whose other keys apply, too. ``preset:`` combines one with keys of
+    your own. None: the script needs no arguments, or uses ``ctx.run()``."""
     done: Done | None = None
-    """A file pattern, or ``{log: REGEX}``, that shows that the run is done: it has completed once there is such a file,
-    or line of output, and exit code 0 alone does not complete it. ``{run_dir}`` in it is the run directory. None: exit
+    """A file pattern, or ``{log: REGEX}``, that marks the end of the run. The run completes once there is such a file
+    or line of output, and not by exit code 0 alone. ``{run_dir}`` in it is the run directory. None: exit
     code 0 completes the run."""
     stop: StopSignal = field(default_factory=StopSignal)
     """How clusterddp stops the ranks of a script that does not use it: ``{signal: USR1}``."""
     nodes: int = 1
     """The number of nodes, or a range such as ``2-4``, of which this is the maximum."""
     min_nodes: int | None = None
-    """The minimum number of nodes, in YAML the first number of ``nodes: 2-4``; None: exactly ``nodes``."""
+    """The minimum number of nodes, in YAML the first number of ``nodes: 2-4``. None: exactly ``nodes``."""
     spare_nodes: int = 0
-    """Nodes that the job gets in addition. They stay idle until one of the others fails, whose ranks they then take."""
+    """Additional nodes of the job. They stay idle until one of the others fails, and then take over its ranks."""
     gpus_per_node: int = 1
     """GPUs per node, one rank for each: ``8``, or with their type ``a100:8``. With device cpu, ranks per node."""
     gpus_per_rank: int = 1
     """GPUs per rank, for models that span several: ``gpus_per_node // gpus_per_rank`` ranks per node, also with device
     cpu. Every rank sees all GPUs of its node; ``ctx.devices`` are its own."""
     gpu_type: str | None = None
-    """Slurm's name of the GPU type; in YAML part of ``gpus_per_node: a100:4``."""
+    """Slurm's name of the GPU type. In YAML part of ``gpus_per_node: a100:4``."""
     gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"
     """The option of sbatch that requests the GPUs: ``--gpus-per-node=a100:8``, or ``--gres=gpu:a100:8`` where the site
     expects that."""
     device: Literal["cuda", "cpu"] = "cuda"
     """``cpu`` requests no GPUs and uses gloo."""
     time_s: int | None = None
-    """The time limit of one job; None: the partition's default. YAML takes sbatch's formats: minutes, M:S, H:M:S, D-H,
+    """The time limit of one job. None: the partition's default. YAML takes sbatch's formats: minutes, M:S, H:M:S, D-H,
     D-H:M, D-H:M:S."""
     partition: str | None = None
-    """This and the next six: as in sbatch; None: the site's default."""
+    """This and the next six are as in sbatch. None: the site's default."""
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
@@ -249,12 +249,12 @@ class Job:
     nodelist: str | None = None
     """Nodes to use, as a host list."""
     mem: str | None = None
-    """Memory per node with its unit, such as ``64G``; ``0``: all; None: in proportion to the GPUs."""
+    """Memory per node with its unit, such as ``64G``; ``0``: all. None: in proportion to the GPUs."""
     cpus_per_task: int | None = None
-    """CPUs per rank; None: in proportion to the GPUs."""
+    """CPUs per rank. None: in proportion to the GPUs."""
     snapshot: bool | str | None = None
-    """Whether a submission takes a snapshot of the code; a size such as ``500M``: of at most so much. None: a batch job
-    whose program is in a git repository does, of at most 100 MB."""
+    """Whether a submission takes a snapshot of the code. A size such as ``500M`` limits it. None: a batch job
+    whose program is in a git repository takes one of at most 100 MB."""
     hook: tuple[str, ...] = ()
     """A command that the supervisor starts when the run is preempted, resumed, stopped, or over, with the event on its
     standard input. YAML: a list of words, or one line for ``sh``."""
@@ -263,7 +263,7 @@ class Job:
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for the ranks, with placeholders as in ``args``."""
     python: str | None = None
-    """The Python interpreter on the nodes; None: the one that submits."""
+    """The Python interpreter on the nodes. None: the interpreter of the submission."""
     sbatch: dict[str, str | bool] = field(default_factory=dict)
     """Other long options of sbatch, without dashes. True: an option without a value; False: not given."""
     srun: dict[str, str | bool] = field(default_factory=dict)
@@ -283,44 +283,44 @@ class Job:
     seed: int = 0
     """The seed of the sample order and of all random generators."""
     global_batch: int | None = None
-    """Samples per step over all ranks, for any number of ranks; the loader's batch_size is then the maximum that a rank
+    """Samples per step over all ranks, for any number of ranks. The loader's batch_size is then the maximum that a rank
     takes at once. None: batch_size times the ranks of the first attempt."""
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     """When checkpoints are saved and which are kept, such as ``{every: 500 steps, keep: 3}``."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """Timeouts of the process group, and the notice before the time limit."""
     watchdog: Watchdog | None = field(default_factory=Watchdog)
-    """None, in YAML ``off``: a run that hangs does so until its time limit or the process group's timeout."""
+    """None, in YAML ``off``: a hung run continues until its time limit or the process group's timeout."""
     progress_interval: float | None = 10.0
-    """Seconds between the lines in rank 0's log that tell the step, the speed and the newest metrics; None, in YAML
-    ``off``: no such lines."""
+    """Seconds between the progress lines in rank 0's log, with the step, the speed and the newest metrics. None, in
+    YAML ``off``: no such lines."""
     limits: Limits = field(default_factory=Limits)
     """How much the run may use before it ends as failed."""
     policy: Literal["requeue", "resubmit"] | None = None
     """How a preempted run continues: ``requeue`` keeps the job id and its age, but Slurm holds the job for a while;
     ``resubmit`` submits a new job. None: requeue if the cluster allows it, else resubmit."""
     lift_hold: bool = True
-    """Whether ``submit --wait`` and ``resubmit`` release a requeued job from Slurm's hold. Its owner is allowed to; a
-    site may ask its users not to."""
+    """Whether ``submit --wait`` and ``resubmit`` release a requeued job from Slurm's hold. Owners may do so,
+    but some sites ask their users not to."""
     backend: Literal["nccl", "gloo"] | None = None
-    """The process group's backend; None: gloo for cpu, and for cuda NCCL, with gloo for tensors on the CPU."""
+    """The process group's backend. None: gloo for cpu, and for cuda NCCL, with gloo for tensors on the CPU."""
     node_memory: bool = True
     """Whether new jobs avoid nodes on which other runs failed, and whether this run's failures are remembered."""
     keep_logs: int = 50
-    """The number of newest attempts whose logs are kept; those of the first attempt are always kept."""
+    """The number of newest attempts whose logs are kept. Those of the first attempt are always kept."""
     share: Literal["private", "group"] = "private"
     """Who may read the run directory: its owner, or also its group."""
     preflight: bool = False
-    """Whether each node is checked (devices, folder, clock, all-reduce) before its first attempt trains."""
+    """Whether to check each node (devices, folder, clock, all-reduce) before its first attempt."""
     profile: ProfiledSteps | None = None
-    """A profile to record once, as ``{steps: 20, at: 100, ranks: 0}``; None: none."""
+    """A profile to record once, as ``{steps: 20, at: 100, ranks: 0}``. None: no profile."""
     tensorboard: bool = False
-    """Whether the run's metrics are written for TensorBoard, too, into its folder ``tensorboard``."""
+    """Whether to also write the run's metrics for TensorBoard, into its folder ``tensorboard``."""
     wandb: Wandb | None = None
-    """Also sends the metrics to W&B: ``true``, a project, or ``{project: digits, entity: lab, mode: offline}``; None:
+    """Also sends the metrics to W&B: ``true``, a project, or ``{project: digits, entity: lab, mode: offline}``. None:
     no."""
     mlflow: Mlflow | None = None
-    """Also sends the metrics to MLflow: ``true``, an experiment, or ``{experiment: digits, tracking_uri: URL}``; None:
+    """Also sends the metrics to MLflow: ``true``, an experiment, or ``{experiment: digits, tracking_uri: URL}``. None:
     no."""
 
     def arguments(self, resumes: bool) -> tuple[str, ...]:
@@ -331,7 +331,7 @@ class Job:
         return with_overrides(base, self.resume.args) if self.hydra else (*base, *self.resume.args)
 
     def debugged(self) -> Job:
-        """With a rank in a debugger, for which the others wait."""
+        """The job with a rank in a debugger, for which the others wait."""
         timeouts = replace(self.timeouts, start_s=DEBUGGED_S, step_s=DEBUGGED_S)
         return replace(self, watchdog=None, timeouts=timeouts)
 
@@ -342,7 +342,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks; the maximum if the number of nodes is a range."""
+        """The number of ranks. The maximum if the number of nodes is a range."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -472,12 +472,12 @@ def _every_text(checkpoint: Checkpointing) -> str | tuple[str, ...]:
     return tuple(texts) if len(texts) == 2 else (texts or ["never"])[0]
 
 
-#: Words in the names of metrics of which the smallest value is best, if the user does not say.
+#: Words in the names of metrics whose smallest value is best by default.
 _SMALLEST = ("loss", "error", "err", "perplexity", "ppl", "nll", "mse", "mae", "wer", "cer", "fid")
 
 
 def best_metric(text: str) -> tuple[str, bool] | None:
-    """The metric, and whether its smallest value is best; None if the text says no such thing.
+    """The metric, and whether its smallest value is best, or None if the text is not one.
 
     ``max``, ``min`` or a minus sign decide, else the name: of ``loss`` and ``val_error`` the smallest, of others the
     largest.
@@ -499,12 +499,12 @@ def check_packages(job: Job) -> None:
     asked = {"tensorboard": job.tensorboard, "wandb": job.wandb, "mlflow": job.mlflow}
     wanted = [key for key, value in asked.items() if value]
     if missing := [key for key in wanted if not _installed(key)]:
-        named = "; ".join(f"{key}: the package {key!r} is not installed" for key in missing)
+        named = ", ".join(f"{key}: the package {key!r} is not installed" for key in missing)
         unless = " and ".join(f"{key}=false" for key in missing)
-        raise UsageError(f"{named}: run `pip install 'clusterddp[{','.join(missing)}]'`, or set {unless}")
+        raise UsageError(f"{named}. Run `pip install {' '.join(missing)}`, or set {unless}")
 
 
 def _installed(package: str) -> bool:
-    """A folder of the same name is no package: wandb writes to ``./wandb``."""
+    """Whether a package is installed. A folder such as ``./wandb``, which wandb writes, is not one."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None

@@ -1,6 +1,6 @@
 """The JSON Schema of a job definition, for editors: made from the fields of ``Job`` and their docstrings.
 
-It accepts all that the reader accepts. What depends on several keys, or on files, only the reader checks.
+It accepts all that the reader accepts. Only the reader checks what depends on several keys or on files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FIELDS = {"job_name": "name", "time": "time_s"}
 
 
 def job_schema() -> Schema:
-    """The schema, for draft 7, which editors know."""
+    """The schema, in draft 7, which editors support."""
     hints, texts, values = get_type_hints(Job), _docstrings(Job), written(Job(name="", module=""))
     properties: Schema = {"format": {"const": RUN_FORMAT, "description": "Only in the job.yaml of a run."}}
     for key in READERS:

@@ -44,12 +44,12 @@ def load(
     """Reads the job definition in the file ``path``.
 
     Args:
-        path: the YAML file; a relative ``script`` in it is relative to its folder.
+        path: the YAML file. A relative ``script`` in it is relative to its folder.
         overrides: the values of ``--set`` by dotted key, read as YAML scalars. They override everything else.
         values: the options of the command line by YAML key. They override the file.
-        defaults: what ``read_configuration_files`` returned; the file overrides it.
+        defaults: what ``read_configuration_files`` returned. The file overrides it.
         origins: a dict that receives the place of each value that was given in any source.
-        section: the key of the file that holds the definition; None: the whole file is one.
+        section: the key of the file that holds the definition. None: the whole file is one.
 
     Raises one JobDefinitionError for all mistakes, RunDirectoryError for a run's format that this version cannot read.
     Example: ``load("jobs/digits.yaml", {"checkpoint.keep": "5"})``.
@@ -70,7 +70,7 @@ def _definition(path: Path, section: str | None, mistakes: list[Mistake]) -> Fie
     if given is not None and given.value != RUN_FORMAT:
         raise RunDirectoryError(
             f"{path} has run format {given.text}, but clusterddp {clusterddp.__version__} reads format {RUN_FORMAT}: "
-            "a newer version recorded this run; upgrade clusterddp to continue it"
+            "a newer version recorded this run. To continue it, upgrade clusterddp"
         )
     fields = {key: node for key, node in fields.items() if key != "format"}
     return fields if section is None else fields_of(get(fields, section), mistakes)
@@ -85,7 +85,7 @@ def from_values(
 ) -> Job:
     """Makes a job from Python values by YAML key, such as ``{"gpus_per_node": "a100:4", "nodes": "2"}``.
 
-    Text is read as in YAML; a relative ``script`` is relative to the current folder. The other arguments and the errors
+    Text is read as in YAML. A relative ``script`` is relative to the current folder. The other arguments and the errors
     are those of ``load``.
     """
     mistakes: list[Mistake] = []
@@ -99,14 +99,14 @@ def from_values(
 def load_resolved(path: str | os.PathLike[str], section: str | None = None) -> Job:
     """Reads a recorded job.yaml, or a section of a record, and the run's secrets where this user may read them.
 
-    The script need not exist any more: an old run can still be inspected.
+    The script may be missing, to allow looking at an old run.
     """
     file = Path(path)
     mistakes: list[Mistake] = []
     try:
         open_binary(file).close()
     except OSError as error:
-        raise JobDefinitionError(f"cannot read {path}: {error.strerror}") from error
+        raise JobDefinitionError(f"could not read {path}: {error.strerror}") from error
     layers = with_preset([{}, _definition(file, section, mistakes)], mistakes)
     return revealed(_job(layers, file.parent, Place(str(path)), mistakes, recorded=True), file)
 
@@ -172,8 +172,8 @@ def _nested(name: str, node: Node) -> Fields:
 
 
 def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistake], recorded: bool = False) -> Job:
-    """The job of all layers; a relative script is relative to ``folder``, and that of a recorded run may be missing."""
-    for layer in layers:  # each on its own: its mistakes are reported even if a later layer overrides them
+    """The job of all layers. A relative script is relative to ``folder``, and that of a recorded run may be missing."""
+    for layer in layers:  # each layer, to report its mistakes even if a later layer overrides them
         read_fields(layer, READERS, mistakes)
     fields = merged(layers)
     values = read_fields(fields, READERS, mistakes)
@@ -181,7 +181,7 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
     if script and module:
         mistakes.append(Mistake(module.place, "module: expected either script or module, got both"))
     if not script and not module:
-        mistakes.append(Mistake(place, "no program given: add script: FILE.py or module: PACKAGE.MODULE"))
+        mistakes.append(Mistake(place, "no program given. Add script: FILE.py or module: PACKAGE.MODULE"))
     if script and "script" in values:
         given, values["script"] = values["script"], os.path.normpath((folder / values["script"]).absolute())
         # Path.is_file() raises OSError for a name that is too long.
@@ -205,16 +205,16 @@ def _given_node(fields: Fields, name: str) -> Node | None:
 
 
 def _why_no_file(script: str, folder: Path) -> str:
-    """What is wrong with a script that is not a file."""
+    """The mistake in a script that is not a file."""
     path, where = folder / script, "" if Path(script).is_absolute() else f" in {folder.absolute()}"
     try:
         if path.is_dir():
-            return f"script {script!r} is a folder; expected a Python file"
+            return f"script {script!r} is a folder. Name a Python file"
         names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except (OSError, ValueError):
         names = []
     near = difflib.get_close_matches(path.name, names, 1)
-    hint = f"; did you mean {str(Path(script).with_name(near[0]))!r}?" if near else ""
+    hint = f". Did you mean {str(Path(script).with_name(near[0]))!r}?" if near else ""
     return f"script {script!r} not found{where}{hint}"
 
 
@@ -229,12 +229,12 @@ def _check_profile(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
     node = _given_node(fields, "profile")
     if node is not None and job.profile and (last := max(job.profile.ranks)) >= job.world_size > 0:
         given = get(node.value, "ranks") if isinstance(node.value, dict) else None
-        wrong = f"profile.ranks: there is no rank {last} in {job.shape}; expected 0 to {job.world_size - 1}"
+        wrong = f"profile.ranks: there is no rank {last} in {job.shape}. Expected 0 to {job.world_size - 1}"
         mistakes.append(Mistake((given or node).place, wrong))
 
 
 def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
-    """``resume`` names a checkpoint; the placeholders of all keys are known, and have a value where they stand."""
+    """``resume`` names a checkpoint. The placeholders of all keys are known, and have a value there."""
     resume = _given_node(fields, "resume")
     inner = resume.value if resume is not None and isinstance(resume.value, dict) else {}
     patterns = job.resume.checkpoint if job.resume else ()
@@ -243,8 +243,8 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
         mistakes.append(Mistake(resume.place, "resume: expected checkpoint: PATTERN, or the name of a preset"))
     args, replace = _given_node(inner, "args"), _given_node(inner, "replace")
     if args and replace:
-        of_preset = f"; to drop the args of the {args.place.source}, write args: null" if _of_preset(args) else ""
-        wrong = "resume: expected args or replace, got both: replace takes the place of all arguments"
+        of_preset = f". To drop the args of the {args.place.source}, write args: null" if _of_preset(args) else ""
+        wrong = "resume: expected args or replace, got both. replace replaces all arguments"
         mistakes.append(Mistake(replace.place, wrong + of_preset))
     for node in _texts(get(inner, "checkpoint")):
         if why := _wrong_path(node.text):
@@ -264,13 +264,13 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
 def _wrong_path(pattern: str) -> str | None:
     """Why a pattern of the script's files never matches."""
     if pattern.startswith("~"):
-        return "'~' is not expanded; write the whole path"
+        return "'~' is not expanded. Write the whole path"
     if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\}?)", pattern):
-        return f"{variable[0]!r} is not expanded; write the whole path"
+        return f"{variable[0]!r} is not expanded. Write the whole path"
     if why := program.wrong_placeholder(pattern, ["run_dir"], only=True):
         return why
     if "[" in re.sub(r"\[!?\]?[^]]*\]", "", pattern):
-        return f"{pattern!r} has a '[' without its ']'; write [[] for the character itself"
+        return f"{pattern!r} has a '[' without its ']'. Write [[] for the character itself"
     return None
 
 
@@ -295,7 +295,7 @@ def _check_gpus_per_rank(job: Job, fields: Fields, mistakes: list[Mistake]) -> b
         return True
     choices = [str(number) for number in (gpus // each * each, (gpus // each + 1) * each) if number]
     wrong = f"gpus_per_node: {gpus} is not a multiple of gpus_per_rank, which is {each}"
-    mistakes.append(Mistake(node.place, f"{wrong}; choose {' or '.join(choices)}"))
+    mistakes.append(Mistake(node.place, f"{wrong}. Choose {' or '.join(choices)}"))
     return False
 
 
@@ -307,13 +307,13 @@ def _check_global_batch(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     nodes_node, batch_node = get(fields, "nodes"), _given_node(fields, "global_batch")
     if nodes_node is not None and len(ranks) > 1 and batch_node is None:
         wrong = f"the range {nodes_node.text} needs global_batch, the samples per step over all ranks"
-        fitting = f"a multiple of {unit} fits every number of nodes; a smaller range allows other values"
-        mistakes.append(Mistake(nodes_node.place, f"nodes: {wrong}: {fitting}"))
+        fitting = f"A multiple of {unit} fits every number of nodes. A smaller range allows other values"
+        mistakes.append(Mistake(nodes_node.place, f"nodes: {wrong}. {fitting}"))
     elif batch_node is not None and batch is not None and batch % unit:
         uneven = ", ".join(f"{ranks[nodes]} ({nodes} x {per_node})" for nodes in ranks if batch % ranks[nodes])
         nearest = [str(size) for size in (batch // unit * unit, (batch // unit + 1) * unit) if size]
         choices = [*nearest, *(f"nodes: {nodes}" for nodes in ranks if batch % ranks[nodes] == 0)]
-        wrong = f"{batch} samples cannot be divided evenly among {uneven} ranks; choose {' or '.join(choices)}"
+        wrong = f"{batch} samples cannot be divided evenly among {uneven} ranks. Choose {' or '.join(choices)}"
         mistakes.append(Mistake(batch_node.place, f"global_batch: {wrong}"))
 
 

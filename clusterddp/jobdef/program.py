@@ -1,8 +1,8 @@
 """The training program: what its source says, placeholders in its arguments, and the overrides of a Hydra app.
 
-Nothing here runs the program, nor imports it or Hydra: login nodes and supervisors need not have either. Placeholders
-such as ``{run_dir}`` are filled in by each attempt. Only the known names are replaced, so that JSON, ``${...}`` of
-OmegaConf and templates such as ``{epoch}`` stay as they are. ``{{run_dir}}`` is the literal text ``{run_dir}``.
+This module neither runs nor imports the program, and does not import Hydra, which login nodes may lack. Placeholders
+such as ``{run_dir}`` are filled in by each attempt. Only the known names are replaced, which keeps JSON,
+``${...}`` of OmegaConf and templates such as ``{epoch}``. ``{{run_dir}}`` is the literal text ``{run_dir}``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.yaml12 import Node
 
-#: Each name with what stands in its place.
+#: The value of each name.
 PLACEHOLDERS: Mapping[str, str] = {
-    "checkpoint": "the script's own checkpoint that the attempt continues from; empty if there is none",
+    "checkpoint": "the script's own checkpoint that the attempt continues from. It is empty without one",
     "run_dir": "the run directory",
     "attempt": "the attempt's number, from 0",
     "node_rank": "the node's number, from 0",
@@ -34,7 +34,7 @@ PLACEHOLDERS: Mapping[str, str] = {
 }
 #: The names whose values only the ranks know.
 OF_RANK = frozenset(("node_rank", "master_addr", "master_port"))
-#: ``{name}``, or ``{{name}}`` for the text itself; not in ``${name}``.
+#: ``{name}``, or ``{{name}}`` for the literal text, but not ``${name}``.
 _PLACEHOLDER = re.compile(r"(?<![${])(?:\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\})", re.ASCII)
 #: A brace before a name, with the end of a path's part where the other brace should be.
 _OPEN = re.compile(r"(?<![${])\{([A-Za-z_]\w*)(?=/|\Z)", re.ASCII)
@@ -69,7 +69,7 @@ def placeholders_in(text: str) -> set[str]:
 
 
 def wrong_placeholder(text: str, allowed: Collection[str] = PLACEHOLDERS, *, only: bool = False) -> str | None:
-    """What is wrong with the placeholders of a text: a known name that is not ``allowed``, or a misspelt one, or
+    """The mistake in the placeholders of a text: a known name that is not ``allowed``, or a misspelt one, or
     one without its closing brace.
 
     ``only``: braces around any other name are a mistake, too.
@@ -80,11 +80,11 @@ def wrong_placeholder(text: str, allowed: Collection[str] = PLACEHOLDERS, *, onl
             continue
         near = _near_placeholder(name)
         if near or only:
-            expected = f"expected {' or '.join(f'{{{known}}}' for known in allowed)}"
-            hint = f"did you mean {{{near}}}?" if near in allowed and near != name else expected
-            literal = f"; for the text itself, write {{{{{name}}}}}" if near else ""
-            varying = "; write * for the parts that vary" if only else ""
-            return f"unknown placeholder {{{name}}}; {hint}{literal}{varying}"
+            expected = f"Expected {' or '.join(f'{{{known}}}' for known in allowed)}"
+            hint = f"Did you mean {{{near}}}?" if near in allowed and near != name else expected
+            literal = f" For the literal text, write {{{{{name}}}}}" if near else ""
+            varying = ". Write * for the parts that vary" if only else ""
+            return f"unknown placeholder {{{name}}}. {hint}{literal}{varying}"
     unclosed = next((match[0] for match in _OPEN.finditer(text) if match[1] in PLACEHOLDERS), None)
     return f"{unclosed!r} has no '}}'" if unclosed else None
 
@@ -128,7 +128,7 @@ def is_hydra_app(file: Path) -> bool:
 
 
 def module_file(name: str, folder: Path) -> Path | None:
-    """The file that ``python -m name`` runs, if it is below ``folder``; else None."""
+    """The file that ``python -m name`` runs, if it is below ``folder``, else None."""
     base = folder.joinpath(*name.split("."))
     return next((file for file in (base.with_suffix(".py"), base / "__main__.py") if file.is_file()), None)
 
@@ -142,7 +142,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def source_of(function: Callable[..., Any]) -> Path | None:
-    """The file that defines a function, or the class of a callable object; None for one that was typed in."""
+    """The file that defines a function, or the class of a callable object. None for one that was typed in."""
     while isinstance(function, functools.partial):
         function = function.func
     with suppress(TypeError, OSError):
@@ -178,14 +178,14 @@ HYDRA_KEY = re.compile(r"\+{0,2}[A-Za-z_$][\w$-]*([./@:][\w$-]+)*", re.ASCII)
 #: Text that Hydra reads as itself without quotes, unless it is one of the words below.
 _HYDRA_PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)
 _HYDRA_WORDS = ("null", "true", "false", "inf", "nan")
-#: Numbers that YAML and Hydra read alike; any other number is written as Python does.
+#: Numbers that YAML and Hydra read alike. Other numbers are written as in Python.
 _HYDRA_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 #: The callback that clusterddp adds, in ``clusterddp/integrations/hydra.py``.
 HYDRA_CALLBACK = "clusterddp.integrations.hydra.RunCallback"
 
 
 def hydra_value(node: Node) -> str:
-    """A value of a job definition or a sweep as Hydra writes it; what was text stays text."""
+    """A value of a job definition or a sweep as Hydra writes it. What was text stays text."""
     if isinstance(node.value, list):
         return f"[{','.join(map(hydra_value, node.value))}]"
     if isinstance(node.value, dict):
@@ -203,7 +203,7 @@ def hydra_text(content: str) -> str:
     """A string, in quotes unless Hydra reads it as this string without them."""
     if _HYDRA_PLAIN.fullmatch(content) and content.lower() not in _HYDRA_WORDS:
         return content
-    # A backslash is one, except before a quote and at the end, where it has to be doubled.
+    # A backslash is literal, except before a quote and at the end, where it must be doubled.
     inner = re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), content)
     return f"'{inner}'"
 
@@ -216,8 +216,8 @@ def _dict_key(key: str) -> str:
 def with_overrides(arguments: Sequence[str], overrides: Iterable[str]) -> tuple[str, ...]:
     """A script's arguments with more overrides, which win over the same keys.
 
-    They follow the user's own overrides at once: argparse, which Hydra uses, refuses overrides on both sides of an
-    option such as ``--config-name``.
+    They follow the user's own overrides directly, because argparse, which Hydra uses, refuses overrides on both sides
+    of an option such as ``--config-name``.
     """
     last = next((at for at in reversed(range(len(arguments))) if _is_override(arguments[at])), len(arguments) - 1)
     return (*arguments[: last + 1], *overrides, *arguments[last + 1 :])

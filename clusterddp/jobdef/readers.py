@@ -13,7 +13,7 @@ from clusterddp.jobdef.yaml12 import Node
 
 
 class Wrong(Exception):
-    """A value that its key does not accept; the message follows the key's place and name."""
+    """A value that its key does not accept. The message follows the key's place and name."""
 
 
 def quoted(node: Node) -> str:
@@ -24,12 +24,12 @@ def quoted(node: Node) -> str:
 
 
 def text(node: Node) -> str:
-    """Any text on one line, also what YAML reads as a number or a boolean; not empty."""
+    """Nonempty text on one line, including text that YAML reads as a number or a boolean."""
     if isinstance(node.value, (dict, list)):
-        raise Wrong(f"expected text, got {quoted(node)}; quote it if it is meant as text")
+        raise Wrong(f"expected text, got {quoted(node)}. Quote it if it is meant as text")
     if not node.text:
-        raise Wrong("expected text, got nothing")
-    for character in node.text:  # what follows a line break would be an option or a command in the batch script
+        raise Wrong("expected text, got an empty value")
+    for character in node.text:  # text after a line break would be an option or a command in the batch script
         if not character.isprintable():
             raise Wrong(f"expected text without line breaks and control characters, got U+{ord(character):04X}")
     return node.text
@@ -78,7 +78,7 @@ def choice(*choices: str) -> Callable[[Node], str]:
 
     def read(node: Node) -> str:
         if node.text not in choices:
-            hint = "; did you mean 'cuda'?" if node.text == "gpu" else did_you_mean(node.text, choices)
+            hint = ". Did you mean 'cuda'?" if node.text == "gpu" else did_you_mean(node.text, choices)
             raise Wrong(f"expected {' or '.join(choices)}, got {quoted(node)}{hint}")
         return node.text
 
@@ -89,7 +89,7 @@ def backend(node: Node) -> str:
     """The process group's backend."""
     if node.text == "mpi":
         raise Wrong(
-            "expected nccl or gloo, got 'mpi': for MPI, start the script with mpirun and call init(backend='mpi')"
+            "expected nccl or gloo, got 'mpi'. For MPI, start the script with mpirun and call init(backend='mpi')"
         )
     return choice("nccl", "gloo")(node)
 
@@ -144,7 +144,7 @@ def truth(node: Node) -> bool:
 
 def _argument(node: Node) -> str:
     if isinstance(node.value, (dict, list)) or (node.value is None and not node.text):
-        raise Wrong(f"expected a list of text and numbers, got {quoted(node)} in it; quote what is meant as text")
+        raise Wrong(f"expected a list of text and numbers, got {quoted(node)} in it. Quote what is meant as text")
     if "\0" in node.text:
         raise Wrong("expected arguments without U+0000")
     return node.text
@@ -176,7 +176,7 @@ def command(node: Node) -> tuple[str, ...]:
 
 
 def snapshot(node: Node) -> bool | str:
-    """Whether to take a snapshot of the code, or the most that it may take."""
+    """Whether to take a snapshot of the code, or its maximum size."""
     if isinstance(node.value, bool):
         return node.value
     if not re.fullmatch(r"[1-9][0-9]{0,5}[MG]", node.text, re.ASCII):
@@ -185,7 +185,7 @@ def snapshot(node: Node) -> bool | str:
 
 
 def shell_lines(node: Node) -> tuple[str, ...]:
-    """A list of lines, or one block of text; an item with a line break is two lines."""
+    """A list of lines, or one block of text. An item with a line break is two lines."""
     items = [_argument(item) for item in node.value] if isinstance(node.value, list) else [_block(node)]
     lines = [line for item in items for line in item.removesuffix("\n").split("\n")]
     for line in lines:
@@ -194,7 +194,7 @@ def shell_lines(node: Node) -> tuple[str, ...]:
         for variable_name in ASSIGNMENT.findall(line):
             if is_secret(variable_name):
                 raise Wrong(
-                    f"{variable_name} would be stored in the batch script, which Slurm keeps; set it under env:, or "
+                    f"{variable_name} would be stored in the batch script, which Slurm keeps. Set it under env:, or "
                     f"read it from a file: export {variable_name}=$(cat FILE)"
                 )
     return tuple(lines)
@@ -222,7 +222,7 @@ def time(node: Node) -> int:
     hours, minutes, seconds = parts if match[1] or match[4] else (0, *parts[:2])  # minutes, or M:S
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total <= 0:
-        raise Wrong("expected a time limit above 0; without the key, the partition's limit applies")
+        raise Wrong("expected a time limit above 0. Without the key, the partition's limit applies")
     return total
 
 
@@ -237,13 +237,13 @@ def variable(node: Node) -> str:
 
 
 def option(node: Node) -> str | bool:
-    """The value of a Slurm option; true or false for one that takes no value."""
+    """The value of a Slurm option. True or false for one that takes no value."""
     return node.value if isinstance(node.value, bool) else text(node)
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The end of a message: the known name that was probably meant, or nothing."""
+    """The end of a message with the known name that was probably meant, or an empty text."""
     names, spelt = list(known), given.lower().replace("-", "_")
     near = [known_name for known_name in names if known_name == spelt] or difflib.get_close_matches(spelt, names, 1)
     near = near or [known_name for known_name in names if len(spelt) > 2 and known_name.startswith(spelt)]
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f". Did you mean {near[0]!r}?" if near else ""

@@ -34,7 +34,7 @@ from clusterddp.rundir.records import retrying
 
 #: Nodes by YAML key, as written.
 Fields = dict[Key, Node]
-#: Reads a key's node into values of the dataclass; raises Wrong, or appends mistakes whose place is further inside.
+#: Reads a key's node into values of the dataclass. Raises Wrong, or appends mistakes whose place is further inside.
 Reader = Callable[[Node, list[Mistake]], dict[str, Any]]
 
 
@@ -64,11 +64,11 @@ def check_keys(fields: Fields, known: Iterable[str], mistakes: list[Mistake], pr
     for key in fields:
         if key not in names:
             instead = INSTEAD_OF_KEY.get(key.replace("-", "_")) if "nodes" in names else None
-            hint = f"; {instead}" if instead else did_you_mean(key, names) or f"; valid keys: {', '.join(names)}"
+            hint = f": {instead}" if instead else did_you_mean(key, names) or f". Valid keys: {', '.join(names)}"
             mistakes.append(Mistake(key.place, f"unknown key {prefix + key!r}{hint}"))
 
 
-# --- readers; those of single values are in values.py
+# --- readers (those of single values are in readers.py)
 
 
 def _field(name: str, read: Callable[[Node], Any]) -> Reader:
@@ -128,7 +128,7 @@ _MOST_NODES = 65536
 def _gpus_per_node(node: Node, _: list[Mistake]) -> dict[str, Any]:
     match = re.fullmatch(r"(?:([A-Za-z0-9][\w.-]*):)?([1-9][0-9]{0,5})", node.text, re.ASCII)
     if not match:
-        instead = "; without GPUs, write device: cpu and the number of ranks here" if node.text == "0" else ""
+        instead = ". Without GPUs, write device: cpu and the number of ranks here" if node.text == "0" else ""
         raise Wrong(
             f"expected a whole number of at least 1, or TYPE:NUMBER such as a100:4, got {quoted(node)}" + instead
         )
@@ -199,11 +199,11 @@ def _step_pattern(node: Node) -> str:
     except re.error as error:
         problem = str(error)
     expected = "a regular expression with one group, the step, such as 'iter (\\d+)'"
-    raise Wrong(f"expected {expected}; {node.text!r} {problem}")
+    raise Wrong(f"expected {expected}, but {node.text!r} {problem}")
 
 
 def _resume(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
-    """A mapping; the name of a preset is replaced before (``presets.py``)."""
+    """A mapping. The name of a preset was replaced before."""
     if not isinstance(node.value, dict):
         raise Wrong(f"expected a mapping with checkpoint: PATTERN, or the name of a preset, got {quoted(node)}")
     return _section("resume", Resume, _RESUME)(node, mistakes)
@@ -256,9 +256,9 @@ _UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 
 def _check_variable(name: str, _: Node) -> None:
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise Wrong("not a variable name: expected letters, digits and _, and no digit first")
+        raise Wrong("not a variable name. Use letters, digits and _, and no digit first")
     if name in SET_FOR_RANKS:
-        raise Wrong("clusterddp sets this variable for each rank; remove it here")
+        raise Wrong("clusterddp sets this variable for each rank. Remove it")
 
 
 SET_FOR_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", *FOR_RANKS}
@@ -266,7 +266,7 @@ SET_FOR_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_
 
 def _check_option(name: str, node: Node) -> None:
     if name.startswith("-"):
-        raise Wrong(f"expected the option without dashes: {name.lstrip('-')}")
+        raise Wrong(f"write the option without dashes: {name.lstrip('-')}")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
         raise Wrong("expected a long option of Slurm: lower-case letters, digits and dashes")
     key = name.replace("-", "_")
@@ -275,7 +275,7 @@ def _check_option(name: str, node: Node) -> None:
     if name == "export" and (
         secret := next((word for word in ASSIGNMENT.findall(node.text.replace(",", " ")) if is_secret(word)), None)
     ):
-        raise Wrong(f"{secret} would be stored in the batch script, which Slurm keeps; set it under env:")
+        raise Wrong(f"{secret} would be stored in the batch script, which Slurm keeps. Set it under env:")
     if name in ("gres", "tres-per-task", "tres-per-node") and "gpu" in node.text:
         raise Wrong(f"clusterddp requests the GPUs itself: {_GPUS}")
 
@@ -288,7 +288,7 @@ def _check_step_option(name: str, node: Node) -> None:
 _GPUS = "use the key gpus_per_node"
 #: Options that bind GPUs to tasks. Sites with AMD GPUs (LUMI, Frontier) document them for srun.
 ONE_GPU_PER_TASK = ("gpus-per-task", "gpu-bind")
-_STOPS = "clusterddp stops and requeues the run itself; timeouts.notice_s is the notice before the time limit"
+_STOPS = "clusterddp stops and requeues the run itself. `timeouts.notice_s` is the notice before the time limit"
 _LOGS = "the outputs are in the run directory, below logs/"
 _SUBMITS = "clusterddp submit runs sbatch and parses its output"
 #: What to use instead of the options of sbatch and srun that clusterddp sets or relies on and that have no key.
@@ -376,22 +376,24 @@ READERS: dict[str, Reader] = {
 
 
 def file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
-    """The fields of a YAML file. JobDefinitionError if it cannot be read or is no mapping."""
+    """The fields of a YAML file. Raises JobDefinitionError if it cannot be read or is not a mapping."""
     try:
         text = retrying(path, lambda: path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise JobDefinitionError(f"cannot read {path}: {error.strerror}") from error
+        raise JobDefinitionError(f"could not read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise JobDefinitionError(f"{path}: expected UTF-8 text, got another encoding (byte {error.start})") from error
+        raise JobDefinitionError(
+            f"{path}: expected UTF-8 text, got a different encoding (byte {error.start})"
+        ) from error
     root = yaml12.load(text, str(path), mistakes)
     fields = fields_of(root, mistakes)
     if not isinstance(root.value, (dict, type(None))):
-        raise_mistakes(mistakes)  # nothing was read; further errors would only be consequences
+        raise_mistakes(mistakes)  # further errors would only be consequences
     return fields
 
 
 def fields_of(node: Node | None, mistakes: list[Mistake]) -> Fields:
-    """The fields of a mapping; none for a null, such as an empty file."""
+    """The fields of a mapping. None for a null, such as an empty file."""
     if node is None or node.value is None:
         return {}
     if isinstance(node.value, dict):
@@ -406,7 +408,7 @@ def get(fields: Fields, name: str) -> Node | None:
 
 
 def merged(layers: Iterable[Fields]) -> Fields:
-    """All layers in one; later ones win. Mappings such as ``checkpoint`` or ``env`` are merged key by key."""
+    """All layers in one. Later ones win. Mappings such as ``checkpoint`` or ``env`` are merged key by key."""
     result: Fields = {}
     for layer in layers:
         for key, node in layer.items():

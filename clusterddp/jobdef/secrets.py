@@ -1,7 +1,7 @@
 """Secrets in a job definition: which values are secret, where a run stores them, and how text is masked.
 
-A value is secret by its name: ``HF_TOKEN`` in ``env:``, ``--api-key`` among the arguments. It is stored in the run's
-``private/secrets.json``; ``job.yaml``, the batch script and command lines contain ``MASK`` instead.
+The name decides whether a value is secret: ``HF_TOKEN`` in ``env:``, ``--api-key`` in the arguments. It is stored in
+the run's ``private/secrets.json``. ``job.yaml``, the batch script and command lines contain ``MASK`` instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ANYWHERE = {"secret", "password", "passwd", "passphrase"}
 _LAST = {"token", "key", "apikey", "credential", "credentials", "pwd"}
 #: A name that ends in one of these (a file, a path) is not secret.
 _PLACES = {"file", "path", "dir", "id", "name"}
-#: Shorter values are not masked in text: they would match everywhere.
+#: Shorter values are not masked in text, because they would match everywhere.
 _SHORTEST = 6
 
 
@@ -69,7 +69,7 @@ def _with_arguments(job: Job, lists: Mapping[str, tuple[str, ...]]) -> Job:
 
 
 def with_secrets(job: Job, secrets: Mapping[str, str]) -> Job:
-    """The inverse of ``without_secrets``; a value that is not among ``secrets`` stays masked."""
+    """The inverse of ``without_secrets``. A value that is not among ``secrets`` stays masked."""
     known = {place: secrets[place] for place in masks(job) if is_text(secrets.get(place))}
 
     env = {name: known.get(f"env.{name}", value) for name, value in job.env.items()}
@@ -107,8 +107,8 @@ def check_revealed(job: Job, job_file: Path) -> None:
     """Raises RunDirectoryError if a secret is missing."""
     if missing := masks(job):
         raise RunDirectoryError(
-            f"the values of {', '.join(missing)} are masked in {job_file} and missing in {secrets_file(job_file)}: "
-            "submit again with the values and --change"
+            f"the values of {', '.join(missing)} are masked in {job_file} and missing in {secrets_file(job_file)}. "
+            "Submit again with the values and --change"
         )
 
 

@@ -48,13 +48,13 @@ class Node:
 
     value: Scalar | list[Node] | dict[Key, Node]
     text: str
-    """A scalar's source text, without quotes; empty for a list or a mapping."""
+    """A scalar's source text, without quotes. Empty for a list or a mapping."""
     place: Place
 
 
 @dataclass(frozen=True, order=True)
 class Mistake:
-    """An error in a document; sorts by place."""
+    """An error in a document. Sorts by place."""
 
     place: Place
     message: str
@@ -67,7 +67,7 @@ def load(text: str, source: str, mistakes: list[Mistake] | None = None) -> Node:
     """Parses the single document in ``text``; ``source`` names it in messages.
 
     Raises JobDefinitionError for a syntax error. Duplicate keys and unknown tags are appended to ``mistakes`` and left
-    out of the result; without ``mistakes`` they raise, too.
+    out of the result. Without ``mistakes`` they raise, too.
     """
     found: list[Mistake] = []
     try:
@@ -90,7 +90,7 @@ def load(text: str, source: str, mistakes: list[Mistake] | None = None) -> Node:
 
 
 def raise_mistakes(mistakes: list[Mistake]) -> None:
-    """Raises one JobDefinitionError that lists all mistakes by place, one per line; returns if there are none."""
+    """Raises one JobDefinitionError that lists all mistakes by place, one per line. Returns if there are none."""
     if mistakes:
         raise JobDefinitionError("\n".join(str(mistake) for mistake in sorted(set(mistakes))))
 
@@ -104,7 +104,7 @@ def scalar(text: str) -> Scalar:
 
 
 def node_of(value: Any, source: str) -> Node:
-    """The node of a Python value, as if it had been written in YAML without quotes; an empty string stays one."""
+    """The node of a Python value, as if written in YAML without quotes. An empty string stays an empty string."""
     place = Place(source)
     if isinstance(value, Mapping):
         return Node({Key(str(key), place): node_of(item, source) for key, item in value.items()}, "", place)
@@ -143,7 +143,7 @@ class _Reading:
 
     def __init__(self, source: str, mistakes: list[Mistake]) -> None:
         self._source, self._mistakes = source, mistakes
-        #: An anchored node is converted once, however many aliases refer to it; None: conversion in progress.
+        #: An anchored node is converted once, however many aliases refer to it. None: conversion in progress.
         self._read: dict[int, Node | None] = {}
 
     def node(self, raw: yaml.Node) -> Node:
@@ -205,7 +205,7 @@ class _Reading:
         return merged
 
     def _mistaken(self, raw: yaml.Node, message: str) -> Node:
-        """Records a mistake; the value is replaced by a null."""
+        """Records a mistake. The value is replaced by a null."""
         self._mistakes.append(Mistake(self._place(raw), message))
         return Node(None, "", self._place(raw))
 
@@ -224,7 +224,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> JobDefinitionErro
     lines = [_line(part) for part in (error.context_mark, mark) if part]
     hint = next((hint for words, hint in _SYNTAX_HINTS.items() if words in problem), "")
     if not hint and any(map(_UNQUOTED_BRACE.search, lines)):
-        hint = '; quote text that begins with a brace, as in "{run_dir}/out"'
+        hint = '. Quote text that begins with a brace, as in "{run_dir}/out"'
     return JobDefinitionError(f"{place}: {problem}{hint}")
 
 
@@ -233,11 +233,11 @@ def _line(mark: yaml.Mark) -> str:
     return "".join((mark.buffer or "").splitlines()[mark.line : mark.line + 1])
 
 
-#: What usually causes an error of PyYAML's.
+#: The usual causes of PyYAML's errors.
 _SYNTAX_HINTS = {
-    "mapping values are not allowed": "; check the indentation, and quote text that contains ': '",
-    "'\\t' that cannot start any token": "; YAML is indented with spaces, not tabs",
-    "found unknown escape character": "; in single quotes, a backslash stands for itself",
+    "mapping values are not allowed": ". Check the indentation, and quote text that contains ': '",
+    "'\\t' that cannot start any token": ". Indent YAML with spaces, not tabs",
+    "found unknown escape character": ". In single quotes, a backslash stands for itself",
 }
 #: A value that begins with a placeholder, which YAML reads as a mapping.
 _UNQUOTED_BRACE = re.compile(r"(?:[:,\[-]\s+|\[|^)\{[a-z_]+(?:\}[^\s,\]}]|/)")

@@ -1,1 +1,1 @@
-"""Where the time of a run went, and the page about a run, from its records; nothing is printed or asked here."""
+"""Where the time of a run went, and the page about a run, from its records. Pure: it neither prints nor asks."""

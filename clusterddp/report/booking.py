@@ -1,7 +1,7 @@
-"""Where a run's time went: each second since its first submission is booked once. Pure functions of its history,
-and of what its steps spent their time on.
+"""Where a run's time went: each second since its first submission is booked once. Pure functions of its history
+and its step timings.
 
-What rank 0 was doing follows from its events ``phase``; when a job waited, from ``allocated``. An attempt that ended
+Its events ``phase`` show what rank 0 was doing, and ``allocated`` shows when a job waited. An attempt that ended
 before these were recorded counts as launching, and all of its wait as queued.
 """
 
@@ -20,7 +20,7 @@ from clusterddp.slurm.run_states import RunState
 
 Event = Mapping[str, Any]
 
-#: What a second can be booked to, in the order of an attempt, with the words of ``status`` and of the report.
+#: The categories of a second, in the order of an attempt, with the words of ``status`` and of the report.
 CATEGORIES: Mapping[str, str] = {
     "queued": "queued",
     "held": "held",
@@ -41,11 +41,11 @@ CATEGORIES: Mapping[str, str] = {
 }
 #: The other phases of rank 0 (``events.PHASES``) are categories themselves.
 _OF_PHASE = {"after_loop": "unknown", "ending": "launching"}
-#: What the end of a run's records is followed by, by its state (``slurm/run_states.py``) unless it is over.
+#: The category after the end of a run's records, by its state (``slurm/run_states.py``), unless it is over.
 _OF_STATE = {"pending": "queued", "held": "held", "limited": "limited", "running": "", "stopped": "down"}
-#: By heartbeats it is known to within so many seconds when the last step before a hang ended; by the metrics exactly.
+#: The seconds to which heartbeats show when the last step before a hang ended. The metrics show it exactly.
 BEAT_S = 2.0
-#: For how long Slurm holds a requeued job by default (AuthInfo=cred_expire, and a second).
+#: Seconds for which Slurm holds a requeued job by default (AuthInfo=cred_expire, plus 1 s).
 HOLD_S = 121.0
 #: During these, evaluations and saves are possible.
 _IN_LOOP = frozenset(("first_step", "training", "repeating"))
@@ -61,7 +61,7 @@ class Interval(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """Its length."""
         return self.end - self.begin
 
 
@@ -106,10 +106,10 @@ def book(
     Args:
         events: the run's history.
         now: unix seconds.
-        state: a word of ``run_states.WORDS``, or limited: what the run does once its records end.
+        state: a word of ``run_states.WORDS``, or limited: what the run does after its records end.
         newest_step: when the newest line of the metrics was written, if there is one.
         submitted: when the run's job was submitted, for a run without a history.
-        waited: for how long ranks waited for stragglers, where that was measured; elsewhere it is estimated.
+        waited: when ranks waited for stragglers, where that was measured. Elsewhere it is estimated.
     """
     events = list(events)
     attempts = _attempts(events)
@@ -166,14 +166,14 @@ def continues(end: Event | None) -> bool:
 
 
 class _Line:
-    """Intervals from ``begin`` to ``end``, each of which continues the one before, whatever the records say."""
+    """Intervals from ``begin`` to ``end`` without gaps, even if the records have some."""
 
     def __init__(self, begin: float, end: float) -> None:
         self.at, self.end = begin, max(begin, end)
         self.intervals: list[Interval] = []
 
     def until(self, time: float, category: str, attempt: int | None = None) -> None:
-        """Books the time since the last interval; nothing if ``time`` has passed already."""
+        """Books the time since the last interval, or nothing if ``time`` has passed already."""
         time = min(time, self.end)
         if time > self.at:
             self.intervals.append(Interval(self.at, time, category, attempt))
@@ -209,7 +209,7 @@ class _Attempt:
     def trouble(self) -> tuple[float, str] | None:
         """From when its ranks had failed or hung, and the category of the time until all of them had ended.
 
-        The ranks that wait for one on a dead node hang: it failed when its node fell silent.
+        The ranks that wait for one on a dead node hang. That rank failed when its node stopped responding.
         """
         hung, failed = self.first("hung"), self.first("rank_failed")
         if hung is not None:
@@ -228,10 +228,10 @@ class _Attempt:
                 yield from self._stop(event)
             now = _phase(event)
             if before == "importing" and event["event"] == "training" and "log" in event:
-                now = "training"  # its steps are known by its output alone
+                now = "training"  # its steps are known only from its output
             before = now or before
             if now == "importing" and not self.script_loops and self.trouble() is None:
-                now = "unknown"  # it trains in its own way, or not at all
+                now = "unknown"  # it trains without clusterddp, or not at all
             if now is not None:
                 yield event["time"], now
 
@@ -248,7 +248,7 @@ class _Attempt:
 
 
 def _attempts(events: Sequence[Event]) -> list[_Attempt]:
-    """The attempts that did anything, oldest first."""
+    """The attempts with any activity, oldest first."""
     own: dict[int, list[Event]] = {}
     for event in events:
         own.setdefault(event["attempt"], []).append(event)
@@ -258,13 +258,13 @@ def _attempts(events: Sequence[Event]) -> list[_Attempt]:
 
 
 def _submitted(event: Event) -> float | None:
-    """When the job of an event ``submitted`` was submitted; that is recorded when it starts."""
+    """When the job of an event ``submitted`` was submitted. That is recorded when it starts."""
     time = event.get("submitted") if event["event"] in ("submitted", "allocated") else None
     return min(time, event["time"]) if is_time(time) else None
 
 
 def _submissions(events: Sequence[Event]) -> list[float]:
-    """When jobs were submitted. Slurm knows the second, and the submission's own record is from a little later."""
+    """When jobs were submitted. Slurm has the second, and the submission's own record is a little later."""
     known = [(event, time) for event in events if (time := _submitted(event)) is not None]
     own = {event["attempt"]: time for event, time in known if event["event"] == "submitted"}
     by_slurm = [(event["attempt"], time) for event, time in known if event["event"] == "allocated"]
@@ -280,7 +280,7 @@ def _seconds(event: Event, name: str) -> float:
 
 
 def _book_wait(line: _Line, before: _Attempt | None, attempt: _Attempt) -> None:
-    """Until the attempt is launched: why nothing trained."""
+    """Books the time until the attempt is launched."""
     launched = attempt.launch["time"]
     end = None if before is None else before.end
     if end is not None and end["event"] == "restarted":
@@ -296,7 +296,7 @@ def _book_wait(line: _Line, before: _Attempt | None, attempt: _Attempt) -> None:
     eligible, begun = attempt.allocated("eligible"), attempt.allocated("begun")
     if eligible is not None:
         eligible = min(eligible, begun or launched, launched)
-        if attempt.allocated("limit"):  # Slurm does not say how much of the wait was the hold after a requeue
+        if attempt.allocated("limit"):  # Slurm does not report how much of the wait was the hold after a requeue
             line.until(min(eligible, line.at + (HOLD_S if before is not None and waited else 0.0)), "held")
             line.until(eligible, "limited")
         line.until(eligible, "held")
@@ -310,7 +310,7 @@ def _book_wait(line: _Line, before: _Attempt | None, attempt: _Attempt) -> None:
 def _book_attempt(
     line: _Line, attempt: _Attempt, after: _Attempt | None, state: str, newest_step: float | None
 ) -> None:
-    """From its launch to its end: if none was recorded, to its last sign."""
+    """Books an attempt from its launch to its end, or to its last record."""
     seen = after.launch.get("seen") if after is not None else newest_step
     if attempt.end is not None:
         end = attempt.end["time"]
@@ -341,7 +341,7 @@ def _book_attempt(
 
 
 def _phase(event: Event) -> str | None:
-    """What rank 0 does from this event on; None if it says nothing about that."""
+    """What rank 0 does from this event on, or None if the event does not tell."""
     if event["event"] == "finishing":
         return "saving"
     if event["event"] != "phase":
@@ -356,7 +356,7 @@ def _phase(event: Event) -> str | None:
 def _with_details(
     intervals: list[Interval], attempts: Sequence[_Attempt], end: float, waited: Sequence[Wait]
 ) -> list[Interval]:
-    """The same with evaluations, saves, stragglers and work that is lost, which events tell only afterwards."""
+    """The same with evaluations, saves, stragglers and lost work, which later events reveal."""
     evaluations: list[tuple[float, float]] = []
     saves: list[tuple[float, float]] = []
     repeated: list[tuple[float, float]] = []
@@ -370,7 +370,7 @@ def _with_details(
                 begun = event["time"] - max(blocked, _seconds(event, "durable_s"))
                 saves.append((begun, begun + blocked))
             elif event["event"] == "own_resume" and ("file" in event or event.get("from_start")):
-                # The work since that checkpoint. When it is done again is unknown, if the script has no known steps.
+                # The work since that checkpoint. Without known steps, it is unknown when it is repeated.
                 repeated.append((_seconds(event, "written"), attempt.launch["time"]))
         slow += _slow(attempt.events, end if following is None else following.launch["time"])
     slow = list(measured(slow, waited))
@@ -433,7 +433,7 @@ def laid_over(
 
 
 def measured(estimated: Iterable[Wait], waited: Sequence[Wait]) -> Iterator[Wait]:
-    """What was measured, and estimates for the time in which nothing was."""
+    """The measured waits, and estimates for the time without measurements."""
     known = sorted(waited)
     yield from (one for one in known if one.share > 0)
     for begin, end, share in estimated:
@@ -448,7 +448,7 @@ def measured(estimated: Iterable[Wait], waited: Sequence[Wait]) -> Iterator[Wait
 
 
 def shared(intervals: Iterable[Interval], slow: Iterable[Wait]) -> list[Interval]:
-    """Of the time in which a rank was slow, only a share was waited: it is booked at the beginning."""
+    """Books only a share of the time in which a rank was slow as waiting, at the beginning."""
     found: list[Interval] = []
     spans = deque(sorted(slow))
     for one in intervals:

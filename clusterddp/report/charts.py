@@ -1,7 +1,7 @@
 """Charts as inline SVG: lanes of a timeline, bars, curves. Pure functions from numbers to markup.
 
 A drawing stretches to the width of its page: lines are in a picture that is scaled in one direction, while their width
-and all texts stay as they are. So a chart is as readable on a phone as on paper, without any script.
+and all texts keep their size. A chart is therefore readable on a phone and on paper, without any script.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LANE, _PLOT, _ABOVE, _BELOW = 12, 150, 14, 20
 #: Units of a lane's height, and the part of its width below which alternating categories are drawn together.
 _UNITS, _LANE_PARTS = 100, 40
 _MIXED = ("training", "straggler")
-#: The most pieces of a curve.
+#: The maximum number of pieces of a curve.
 _PIECES = 100
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart, with gaps between its pieces. ``colour``: a name of ``theme.SERIES``. ``faint``: what does not
-    count any more."""
+    """A line of a chart, with gaps between its pieces. ``colour``: a name of ``theme.SERIES``. ``faint``: steps that no
+    longer count."""
 
     pieces: Sequence[Sequence[Point]]
     colour: str
@@ -43,15 +43,15 @@ class Curve:
     kind: str = ""
     """Dots instead of a line ("dots"), or a line behind the others ("back")."""
     run: int | None = None
-    """Which of several runs it is of: their entries in the legend show them alone."""
+    """Its run, among several. An entry in the legend shows only that run's curves."""
 
     @property
     def points(self) -> Sequence[Point]:
-        """Those of all pieces."""
+        """The points of all pieces."""
         return [point for piece in self.pieces for point in piece]
 
     def fitted(self, most: float) -> list[list[Point]]:
-        """The pieces, with about ``most`` points together. Very many are joined, or cut if they are faint."""
+        """The pieces, with about ``most`` points together. Very many points are joined, or cut if they are faint."""
         whole, pieces = self.points, [piece for piece in self.pieces if piece]
         if len(pieces) > _PIECES:
             pieces = pieces[-_PIECES:] if self.faint else [whole]
@@ -171,7 +171,7 @@ def is_logarithmic(curves: Sequence[Curve], most: int) -> bool:
 
 
 def _fitted(curves: Sequence[Curve], most: int) -> tuple[list[tuple[Curve, list[list[Point]]]], Axis]:
-    """The pieces that are drawn of each curve, and the scale of their values."""
+    """The pieces of each curve to draw, and the scale of their values."""
     total = sum(len(curve.points) for curve in curves) or 1
     shown = [(curve, curve.fitted(most * len(curve.points) / total)) for curve in curves if curve.points]
     points = [(curve, point) for curve, pieces in shown for piece in pieces for point in piece]
@@ -201,7 +201,7 @@ def _drawn(curve: Curve, pieces: Sequence[Sequence[Point]], x_axis: Axis, y_axis
 
 
 def _path(points: Sequence[tuple[int, int]]) -> str:
-    """A line through the points; a single one is a dot."""
+    """A line through the points, or a dot for a single one."""
     (x, y), rest = points[0], points[1:]
     if not rest:
         return f"M{x} {y}h0"

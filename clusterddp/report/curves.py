@@ -1,4 +1,4 @@
-"""A run's metrics as curves of bounded size: over steps and over hours, with what later attempts discarded apart.
+"""A run's metrics as curves of bounded size, over steps and over hours, with repeated steps kept apart.
 
 A curve is a list of points ``[x, mean, low, high]``: one for each of at most BUCKETS equal parts of its range that has
 values. The file is read once, line by line.
@@ -25,9 +25,9 @@ from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
 Point = list[float]
-#: The most points of a curve, and the most metrics that are read.
+#: The maximum number of points of a curve, and of metrics to read.
 BUCKETS, MOST_METRICS = 1000, 100
-#: Larger values are cut, so that differences between values stay finite.
+#: Larger values are clipped, to keep differences between values finite.
 _LARGEST = 1e300
 #: The types of a value that is drawn, and how many lines are sorted into columns at once.
 _NUMBERS, _TOGETHER = frozenset((int, float, bool)), 250
@@ -55,7 +55,7 @@ class Metrics:
 
 
 def read_metrics(run: RunDirectory, events: Iterable[Mapping[str, Any]] = ()) -> Metrics:
-    """Reads metrics.jsonl; what is wrong with it is in the notes. ``events``: the history, which has what the script
+    """Reads metrics.jsonl. Its errors are in the notes. ``events``: the history, which has the values that the script
     logged outside its steps."""
     found, left_out, wrong, torn = Metrics(), set[str](), 0, False
     try:
@@ -71,23 +71,23 @@ def read_metrics(run: RunDirectory, events: Iterable[Mapping[str, Any]] = ()) ->
     except FileNotFoundError:
         pass
     except OSError as error:
-        found.notes.append(f"metrics.jsonl cannot be read: {error.strerror}")
+        found.notes.append(f"could not read metrics.jsonl: {error.strerror}")
     lines_read, first = found.lines, dict(found.first)
     for result in filter(None, map(records.result_line, events)):
         _add(found, [result], left_out)
     found.lines, found.first = lines_read, first
     if wrong:
-        found.notes.append(f"{counted(wrong, 'line')} of metrics.jsonl cannot be read: written by another program")
+        found.notes.append(f"{counted(wrong, 'line')} of metrics.jsonl skipped, because another program wrote them")
     if torn:
         found.notes.append(incomplete("metrics.jsonl"))
     if left_out:
-        found.notes.append(f"{counted(len(left_out), 'metric')} left out: a report has at most {MOST_METRICS}")
+        found.notes.append(f"{counted(len(left_out), 'metric')} left out, because a report has at most {MOST_METRICS}")
     return found
 
 
 def incomplete(name: str) -> str:
     """A note about a JSON lines file."""
-    return f"the last line of {name} is incomplete: it is still being written, or its writer was killed"
+    return f"the last line of {name} is incomplete. It is still being written, or its writer was killed"
 
 
 def _kind(line: Mapping[str, Any]) -> tuple[object, ...]:
@@ -142,10 +142,10 @@ def _extend(
 
 
 def limits(run: RunDirectory, events: Iterable[Mapping[str, Any]], metrics: Metrics) -> dict[int, float]:
-    """For each attempt the step from which on its lines do not count: a later attempt began there.
+    """For each attempt, the step from which its lines do not count, because a later attempt began there.
 
-    Where an attempt began is in its resume record, which only the owner can read, and in an event; failing both, its
-    first line tells. A damaged record is in the notes of the metrics.
+    Where an attempt began is in its resume record, which only the owner can read, and in an event. Without both, its
+    first line is used. A damaged record is in the notes of the metrics.
     """
     begun: dict[int, int] = dict(metrics.first)
     for event in events:
@@ -241,10 +241,12 @@ class Grid:
     def __init__(self, numbers: Iterable[float], buckets: int = BUCKETS) -> None:
         known = list(numbers)
         self._low = min(known, default=0.0)
-        self._width = (max(known, default=0.0) - self._low) / buckets * (1 + 1e-9)  # so that the largest is in the last
+        self._width = (
+            (max(known, default=0.0) - self._low) / buckets * (1 + 1e-9)
+        )  # to put the largest into the last part
 
     def reduced(self, xs: npt.ArrayLike, ys: npt.ArrayLike) -> list[Point]:
-        """The points of a curve in the order of ``xs``; those whose x is NaN are left out."""
+        """The points of a curve in the order of ``xs``. Those whose x is NaN are left out."""
         x, y = np.asarray(xs, dtype=float), np.asarray(ys, dtype=float)
         x, y = x[~np.isnan(x)], y[~np.isnan(x)]
         if not x.size:
@@ -259,12 +261,12 @@ class Grid:
 
 
 def short(value: float) -> float:
-    """A number with six digits, which is more than a chart shows; a whole one as it is."""
+    """A number with six digits, which is more than a chart shows. Whole numbers are unchanged."""
     return float(f"{value:.6g}") if value % 1 else value
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most ``most`` points of a curve: neighbours become one."""
+    """At most ``most`` points of a curve, after joining neighbours."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / most)

@@ -1,7 +1,7 @@
-"""What a report says of one run, as plain data: read once from its files. ``clusterddp report --json`` prints it, as
-docs/reference/report.schema.json describes it.
+"""The content of a report on one run, as plain data, read once from its files. ``clusterddp report --json`` prints it
+as docs/reference/report.schema.json describes it.
 
-A file that is damaged, missing or not the run's own leaves its part empty, and a note explains why.
+If a file is damaged, missing or not the run's own, its part stays empty and a note explains why.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.report.booking import Booking, book_run
 from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, incomplete, limits, read_metrics
 from clusterddp.report.efficiency import advice, spent
+from clusterddp.report.gpus import rows
 from clusterddp.report.ranks import LEAST_PARTS, PARTS, ranks_over_time
 from clusterddp.report.stragglers import waits
 from clusterddp.report.theme import clipped
@@ -38,19 +39,19 @@ from clusterddp.slurm.run_states import OVER, RunState
 Event = Mapping[str, Any]
 _T = TypeVar("_T")
 
-#: The version of the schema. A new key does not change it; another meaning of a key, or one that is removed, does.
+#: The version of the schema. It changes when a key is removed or changes its meaning, not with a new key.
 SCHEMA = 1
-#: The most events at the beginning and at the end of a history, failures, boxes about failures, and attempts.
+#: The maximum number of events at the beginning and at the end of a history, failures, boxes and attempts.
 _FIRST_EVENTS, _LAST_EVENTS, _FAILURES, _BOXES = 40, 160, 30, 5
-#: The most characters of a sentence, of a box and of the job definition.
+#: The maximum number of characters of a sentence, of a box and of the job definition.
 _SENTENCE, _BOX, _JOB = 600, 6_000, 20_000
-#: What a damaged or foreign record leads to: values of other types than this version writes.
+#: The errors from a damaged or foreign record, with values of unexpected types.
 _UNEXPECTED = (ClusterddpError, OSError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
 class Words:
-    """What layers above say about events: a sentence, and the box about a first failure."""
+    """The words of the layers above for events: a sentence, and the box about a first failure."""
 
     sentence: Sentence
     box: Callable[[RunDirectory, Event], str]
@@ -66,9 +67,9 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
     notes += metrics.notes
     timings = _tried("timing.jsonl", lambda: read_timings(run), notes) or Timings()
     if timings.skipped:
-        notes.append(f"{counted(timings.skipped, 'line')} of timing.jsonl cannot be read: written by another program")
+        notes.append(f"{counted(timings.skipped, 'line')} of timing.jsonl skipped, because another program wrote them")
     if not timings.intervals and run.timing_file.exists():
-        notes.append("timing.jsonl: no step is timed")
+        notes.append("timing.jsonl has no timed step")
     if timings.torn:
         notes.append(incomplete("timing.jsonl"))
     notes += _absent(run, events, metrics, state)
@@ -92,11 +93,12 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         "ended": within[1] if within else None,
         "notes": notes,
         "time": _tried("the history", lambda: _time(booking, events), notes),
-        "advice": _tried("the history", lambda: advice(job, booking, events) if job else [], notes) or [],
+        "advice": _tried("the history", lambda: _advice(job, booking, events, timings), notes) or [],
         "attempts": found,
         "interruptions": stops,
         "metrics": _main_first(curves(metrics, counted_until, began, buckets), best_saved(events)),
         "ranks": ranks_over_time(timings.intervals, within, parts),
+        "gpus": rows(timings.intervals),
         "checkpoints": _checkpoints(events),
         "failures": _failures(run, events, words, notes),
         "history": _history(events, words.sentence),
@@ -111,7 +113,7 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
 
 
 def _tried(what: str, read: Callable[[], _T], notes: list[str]) -> _T | None:
-    """The result of ``read``; None, and a note, if a record is damaged or another program's."""
+    """The result of ``read``, or None and a note if a record is damaged or from another program."""
     try:
         return read()
     except _UNEXPECTED as error:
@@ -126,7 +128,7 @@ def _tried(what: str, read: Callable[[], _T], notes: list[str]) -> _T | None:
 
 
 def _events(run: RunDirectory, notes: list[str]) -> list[Event]:
-    """All events that can be read; what cannot is counted in a note."""
+    """All readable events. A note counts the others."""
     found: list[Event] = []
     wrong, torn = 0, False
     try:
@@ -140,10 +142,10 @@ def _events(run: RunDirectory, notes: list[str]) -> list[Event]:
     except FileNotFoundError:
         pass
     except OSError as error:
-        notes.append(f"events.jsonl cannot be read: {error.strerror}")
+        notes.append(f"could not read events.jsonl: {error.strerror}")
         return found
     if wrong:
-        notes.append(f"{counted(wrong, 'line')} of events.jsonl cannot be read: written by another program")
+        notes.append(f"{counted(wrong, 'line')} of events.jsonl skipped, because another program wrote them")
     if torn:
         notes.append(incomplete("events.jsonl"))
     return found
@@ -153,10 +155,10 @@ def _absent(run: RunDirectory, events: Sequence[Event], metrics: Metrics, state:
     """Files that should be there. A run that waits for its first attempt has neither of them."""
     found = []
     if not events and (metrics.lines or state.word in OVER or run.newest_attempt() is not None):
-        found.append("events.jsonl: the run has no history")
+        found.append("events.jsonl is missing, so the run has no history")
     trained = any(event["event"] == "checkpoint" for event in events)
     if not metrics.lines and (trained or (not events and found)):
-        found.append("metrics.jsonl: no step is recorded")
+        found.append("metrics.jsonl is missing, so no step is recorded")
     return found
 
 
@@ -177,6 +179,10 @@ def _time(booking: Booking, events: Sequence[Event]) -> dict[str, Any] | None:
         "idle_node_s": made.idle_node_s,
         "provisional": made.provisional,
     }
+
+
+def _advice(job: Job | None, booking: Booking, events: Sequence[Event], timings: Timings) -> list[str]:
+    return advice(job, booking, events, timings.intervals) if job else []
 
 
 def _first_time(values: Mapping[str, Mapping[int, Any]], summary: Summary) -> float:
@@ -203,7 +209,7 @@ def _history(events: Sequence[Event], sentence: Sentence) -> list[dict[str, Any]
 
 
 def _failures(run: RunDirectory, events: Sequence[Event], words: Words, notes: list[str]) -> list[dict[str, Any]]:
-    """The newest first failures of attempts, oldest first; of the last few also the box."""
+    """The newest first failures of attempts, oldest first, with a box for the last few."""
     failed = [event for event in events if event["event"] in ("rank_failed", "hung")][-_FAILURES:]
     found = []
     for place, event in enumerate(failed):
@@ -224,13 +230,13 @@ def _failures(run: RunDirectory, events: Sequence[Event], words: Words, notes: l
 
 
 def _unframed(box: str) -> str:
-    """The lines in a box; on a phone, its frame would wrap."""
+    """The lines in a box. On a phone, its frame would wrap."""
     lines = [line.removeprefix("| ").removeprefix("|") for line in box.splitlines() if not line.startswith("+--")]
     return "\n".join(lines)
 
 
 def _end(text: str, most: int) -> str:
-    """The end of a text, where a traceback names the error, with its first line."""
+    """The first line and the end of a text, where a traceback names the error."""
     if len(text) <= most:
         return text
     first, _, rest = text.partition("\n")
@@ -239,7 +245,7 @@ def _end(text: str, most: int) -> str:
 
 
 def _checkpoints(events: Sequence[Event]) -> dict[str, Any]:
-    """What saves cost, over steps; sizes are bytes."""
+    """What saves cost, over steps. Sizes are bytes."""
     saved = [event for event in events if event["event"] == "checkpoint" and is_count(event.get("step"))]
     failed = [event for event in events if event["event"] in ("checkpoint_failed", "checkpoint_damaged")]
     grid = Grid(event["step"] for event in saved)
@@ -286,7 +292,7 @@ def _code(run: RunDirectory, events: Iterable[Event], notes: list[str]) -> dict[
 
 
 def _commands(summary: Summary, state: RunState) -> list[dict[str, str]]:
-    """What to type to continue the run, to look at it, and to make the same run again."""
+    """The commands to continue the run, to look at it, and to make the same run again."""
     run = shlex.quote(str(summary.run))
     local = "--local " if summary.local else ""
     found = []
@@ -308,7 +314,7 @@ def _commands(summary: Summary, state: RunState) -> list[dict[str, str]]:
 
 
 def _verdict(data: Mapping[str, Any], stops: Mapping[str, int], doubtful: bool) -> str:
-    """One or two sentences: how far the run is, what happened to it, and what that cost.
+    """One or two sentences on the run's progress, its interruptions and their cost.
 
     ``doubtful``: whether its completion is not confirmed.
     """
@@ -319,7 +325,7 @@ def _verdict(data: Mapping[str, Any], stops: Mapping[str, int], doubtful: bool) 
     told = (doubtful or state not in ("completed", "cancelled", "running")) and reason.strip() and reason != state
     reason = clipped(" ".join(reason.split()), 200).rstrip(".")
     why = f" {reason[:1].upper()}{reason[1:]}." if told else ""
-    continued = " Nothing trains it until it is submitted again." if state == "stopped" else ""
+    continued = " It does not continue until it is submitted again." if state == "stopped" else ""
     beginning = {
         "completed": f"Completed{f' all {step:,} steps' if step is not None else ''}",
         "failed": f"Failed{reached}{of}",

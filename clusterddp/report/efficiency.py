@@ -1,4 +1,4 @@
-"""What a run made of its time: ETTR, goodput and lost steps, and what would save time. Pure, from booking and history.
+"""How well a run used its time: ETTR, goodput, lost steps and advice. Pure, from booking and history.
 
 ETTR, the effective training time ratio, is defined as by Kokolis et al. (arXiv 2410.21680): productive time divided by
 all time since the first submission. Goodput is the same for the time in which the run had its nodes. Advice is given
@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from clusterddp.report import gpus
 from clusterddp.report.booking import CATEGORIES, Booking, continues, idle_node_s
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.records import is_count, is_time
+from clusterddp.rundir.timing import TimedInterval
 from clusterddp.slurm.cause import Cause
 
 if TYPE_CHECKING:  # ``list`` has the ratios, and loads no YAML
@@ -25,15 +27,15 @@ Event = Mapping[str, Any]
 
 #: Steps that count, and evaluations.
 PRODUCTIVE = ("training", "evaluating")
-#: Meanwhile the run has no nodes.
+#: The run has no nodes in these.
 WITHOUT_NODES = ("queued", "held", "limited", "down")
-#: The least share that ``breakdown`` lists.
+#: The smallest share in ``breakdown``.
 LEAST = 0.01
 
 
 @dataclass(frozen=True)
 class Spent:
-    """``repeated``: steps that were made again; None if attempts did not tell where they began.
+    """``repeated``: steps that were made again, or None if it is unknown where attempts began.
 
     ``goodput`` is None for a run that has had no nodes yet.
     """
@@ -70,7 +72,7 @@ class Spent:
 
 
 def spent(booking: Booking, events: Iterable[Mapping[str, Any]]) -> Spent | None:
-    """The ratios of a booked run; None if no time has passed."""
+    """The ratios of a booked run, or None if no time has passed."""
     total = booking.total_s
     if total <= 0:
         return None
@@ -89,15 +91,16 @@ def spent(booking: Booking, events: Iterable[Mapping[str, Any]]) -> Spent | None
 
 # --- advice
 
-#: The least that a change must save, as a share of the time, and the least interruptions that tell a rate.
+#: The smallest share of the time that a change must save, and the fewest interruptions that give a rate.
 WORTH, ENOUGH = 0.01, 3
 _ANNOUNCED = (Cause.PREEMPTED.value, Cause.TIME_LIMIT.value)
 
 
-def advice(job: Job, booking: Booking, events: Iterable[Event]) -> list[str]:
-    """What to change, most general first; empty if nothing is known to help."""
+def advice(job: Job, booking: Booking, events: Iterable[Event], intervals: Iterable[TimedInterval] = ()) -> list[str]:
+    """Advice, most general first. Empty if no change would help. ``intervals``: the run's step times."""
     events = list(events)
-    return [*_interval(job, booking, events), *_hold(job, booking, events), *_notice(job, events)]
+    of_events = [*_interval(job, booking, events), *_hold(job, booking, events), *_notice(job, events)]
+    return [*gpus.advice(intervals), *of_events]
 
 
 def _interval(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
@@ -120,7 +123,7 @@ def _interval(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[s
     if lost(now_s) - lost(best_s) >= WORTH:
         yield (
             f"checkpoint.every: {best_s:.0f}s would save about {100 * (lost(now_s) - lost(best_s)):.0f}% of the "
-            f"training time: saves are {duration(now_s)} apart, one blocks training for {save_s:.3g} s, and the run "
+            f"training time. Saves are {duration(now_s)} apart, each blocks training for {save_s:.3g} s, and the run "
             f"is interrupted without notice every {duration(1 / rate)}"
         )
 
@@ -130,7 +133,7 @@ def _of_saves(events: Iterable[Event], name: str) -> list[float]:
 
 
 def _gaps(events: Iterable[Event]) -> list[float]:
-    """Seconds from one save to the next in the same attempt; none of lines that are in the file twice."""
+    """Seconds from one save to the next in the same attempt. Duplicate lines are ignored."""
     last: dict[int, float] = {}
     found = []
     for event in events:
@@ -142,22 +145,22 @@ def _gaps(events: Iterable[Event]) -> list[float]:
 
 
 def _hold(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
-    """Slurm holds a job after each requeue; a new job has no hold, but waits in the queue."""
+    """Slurm holds a job after each requeue. A new job has no hold, but waits in the queue."""
     requeued = {event["time"] for event in events if event["event"] != "resubmitted" and continues(event)}
     holds = [one.seconds for one in booking.intervals if one.category == "held" and one.begin in requeued]
-    # Without a grace period Slurm requeues the job by itself, whatever the policy.
+    # Without a grace period, Slurm requeues the job itself under any policy.
     avoidable = job.policy != "resubmit" and any(event["event"] == "requeued" for event in events)
-    other = ", and with `policy: resubmit` the run continues in a new job, which is not held" if avoidable else ""
+    other = ". With `policy: resubmit`, the run continues in a new job, which is not held" if avoidable else ""
     if holds and sum(holds) >= WORTH * booking.total_s:
         percent = f"{100 * sum(holds) / booking.total_s:.0f}%"
         yield (
             f"Slurm held the run {counted(len(holds), 'time')} after a requeue, for {duration(statistics.mean(holds))} "
-            f"on average, {percent} of its time: `clusterddp resubmit` lifts the hold{other}"
+            f"on average, {percent} of its time. `clusterddp resubmit` lifts the hold{other}"
         )
 
 
 def _notice(job: Job, events: Sequence[Event]) -> Iterator[str]:
-    """Announced stops that lost steps: the last save was not committed in time, or not even begun."""
+    """Announced stops that lost steps, because the last save did not finish or begin in time."""
     lost = [
         event["attempt"]
         for event in events
@@ -169,13 +172,13 @@ def _notice(job: Job, events: Sequence[Event]) -> Iterator[str]:
     late = sum(attempt in hung for attempt in lost)
     if late:
         yield (
-            f"{counted(late, 'announced stop')} lost steps, because a step did not end within the notice: the history "
-            "and rank 0's log show where it was; if the step is just long, call `ctx.stop_point()` in it"
+            f"{counted(late, 'announced stop')} lost steps, because a step did not end within the notice. The history "
+            "and rank 0's log show where it was. If steps are just long, call `ctx.stop_point()` in them"
         )
     longest = max(_of_saves(events, "durable_s"), default=0.0)
     if len(lost) > late and longest:
         yield (
             f"{counted(len(lost) - late, 'announced stop')} lost steps, because the last save was not committed in "
-            f"time; the longest save took {longest:.3g} s: preemptions need a longer grace time than that, and time "
+            f"time. The longest save took {longest:.3g} s. Preemptions need a longer grace time than that, and time "
             f"limits a longer notice (timeouts.notice_s, {job.timeouts.notice_s:.0f} s)"
         )

@@ -1,4 +1,4 @@
-"""The section about ranks over time: a heat map by host, the ranks that were slow, and what a step consists of."""
+"""The section about ranks over time: a heat map by host, the ranks that were slow, and the phases of a step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PHASES = {
     "wait_s": ("waiting for other ranks", "stuck"),
     "save_s": ("blocked by a save", "saving"),
 }
-#: Heights of a row in pixels: the least and the most, and about what all rows together may have.
+#: Minimum and maximum height of a row in pixels, and the approximate height of all rows together.
 _LOW, _HIGH, _ALL = 5, 14, 320
-#: Units of a row's height in its drawing; one of them is the gap to the next row.
+#: Units of a row's height in its drawing. One of them is the gap to the next row.
 _ROW = 10
 _INTRO = (
     "How much longer than the median rank each rank took for its own part of a step: waiting for its batch, and its "
@@ -32,7 +32,7 @@ _INTRO = (
 
 
 def ranks_over_time(run: Mapping[str, Any]) -> Section | None:
-    """None for a run whose ranks were not timed."""
+    """The section, or None for a run whose ranks were not timed."""
     found = run["ranks"]
     if found is None:
         return None
@@ -48,7 +48,7 @@ def ranks_over_time(run: Mapping[str, Any]) -> Section | None:
 
 
 def _map(found: Mapping[str, Any], axis: Axis, marks: Sequence[tuple[float, str]], began: float) -> Markup:
-    """The rows of a host below each other, beside its name."""
+    """The rows of a host, beside its name."""
     rows = found["rows"]
     height = max(_LOW, min(_HIGH, _ALL // len(rows)))
     cells: list[Markup] = []
@@ -116,8 +116,8 @@ def _of_slow(one: Mapping[str, Any]) -> Iterable[object]:
     yield tag("b", f"Rank {one['rank']} on {plain(one['host']) or 'an unknown host'}")
     per_step = f"{_seconds(one['work_s'])} per step instead of {_seconds(one['median_s'])}"
     yield f": {per_step}, for {duration(one['slow_s'])}. "
-    yield f"What took longer: {_PHASES[one['phase']][0]}. "
-    yield f"The other ranks waited for it {100 * one['excess']:.0f}% of the time that they trained."
+    yield f"The slow part was {_PHASES[one['phase']][0]}. "
+    yield f"The other ranks spent {100 * one['excess']:.0f}% of their training time waiting for it."
 
 
 def _seconds(value: float) -> str:
@@ -125,7 +125,7 @@ def _seconds(value: float) -> str:
 
 
 def _phases(found: Mapping[str, Any], began: float) -> Markup | None:
-    """What a step of the median rank consists of, over time."""
+    """The phases of a step of the median rank, over time."""
     curves = []
     for phase in PHASES:
         points = [
@@ -148,7 +148,7 @@ def _phases(found: Mapping[str, Any], began: float) -> Markup | None:
 
 
 def _pieces(points: Sequence[list[float]], width: float) -> list[list[list[float]]]:
-    """The points, apart where the run had no steps for long."""
+    """The points, split where the run had no steps for a long time."""
     found: list[list[list[float]]] = []
     for point in points:
         if not found or point[0] - found[-1][-1][0] > 2.5 * width:

@@ -1,5 +1,5 @@
-"""A report as one HTML page: nothing is loaded, the only script is that for zooming (``zoom.js``), and all texts of a
-run are escaped (``markup.py``)."""
+"""A report as one HTML page. It loads no other file, its only script is ``zoom.js``, and all texts of a run are escaped
+(``theme.py``)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from clusterddp.report.ranking import has_rank, label, main_of, newest, ranked
 from clusterddp.report.sections import (
     Section,
     checkpoints,
+    gpus,
     metrics,
     over_parameters,
     plain,
@@ -32,13 +33,13 @@ Run = Mapping[str, Any]
 #: The page's only script.
 SCRIPT = Path(__file__).with_name("zoom.js").read_text()
 _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-#: With which a browser refuses to load anything, or to run anything but the script, whatever the page contains.
+#: Makes a browser refuse to load anything, or to run anything but the script.
 _POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'"
 _HINT = (
-    "Drag across a chart to zoom in; double-click to see all again. With the keyboard: Tab to a chart, then + and -, "
-    "the arrow keys, and Esc."
+    "Drag across a chart to zoom in. Double-click to see all again. With the keyboard, press Tab to reach a chart, "
+    "then + and -, the arrow keys, and Esc."
 )
-#: The most runs in a table, notes, metrics in a table, and failures of several runs.
+#: The maximum number of runs in a table, notes, metrics in a table, and failures of several runs.
 _RUNS, _NOTES, _COLUMNS, _FAILURES = 400, 20, 4, 60
 
 
@@ -92,7 +93,7 @@ def _header(runs: Sequence[Run], title: str) -> Markup:
 
 
 def _winner(runs: Sequence[Run]) -> str:
-    """Which run has the best newest value, as ``list --best`` says it; empty if no run has one."""
+    """Which run has the best newest value, as ``list --best`` says it, or empty if no run has one."""
     name = main_of(runs)
     first = ranked(runs, name)[0]
     value = newest(first, name)
@@ -112,7 +113,7 @@ def _repeated(booked: Mapping[str, Any]) -> str:
 
 
 def _facts(run: Run) -> Markup:
-    """The figures that one looks for first."""
+    """The most important figures."""
     step, steps, booked = run["step"], run["steps"], run["time"]
     of = f" of {steps:,}" if steps is not None and steps != step else ""
     facts = [("Steps", f"{step:,}{of}" if step is not None else "none recorded")]
@@ -154,6 +155,7 @@ def _of_one(run: Run) -> list[Section | None]:
         where_the_time_went(run),
         metrics([run], members=False),
         ranks_over_time(run),
+        gpus(run),
         _failures(run),
         checkpoints(run),
         _commands(run),
@@ -164,7 +166,7 @@ def _of_one(run: Run) -> list[Section | None]:
 
 
 def _notes(runs: Sequence[Run]) -> Section | None:
-    """What could not be read."""
+    """The records that could not be read."""
     several = len(runs) > 1
     notes = [f"{plain(label(run))}: {note}" if several else note for run in runs for note in run["notes"]]
     if not notes:
@@ -172,7 +174,7 @@ def _notes(runs: Sequence[Run]) -> Section | None:
     items = [tag("li", clipped(note, 400)) for note in notes[:_NOTES]]
     more = len(notes) - _NOTES
     rest = tag("p", f"and {counted(more, 'more note')}", class_="quiet") if more > 0 else None
-    intro = tag("p", "Some of the run's records are missing or damaged. This report is made from the others.")
+    intro = tag("p", "Some of the run's records are missing or damaged. This report uses the others.")
     return section("Missing", "missing", tag("div", intro, tag("ul", *items), rest, class_="note"))
 
 
@@ -206,7 +208,7 @@ def _code(run: Run) -> Section | None:
     rows = [(plain(node), counted(count, "attempt")) for node, count in nodes.most_common(20)]
     code = [(name, plain(value)) for name, value in run["code"].items()]
     changed = [one for one in run["attempts"] if one["changed"]]
-    changes = [(f"attempt {one['attempt']}", clipped("; ".join(one["changed"]), 300)) for one in changed]
+    changes = [(f"attempt {one['attempt']}", clipped(", ".join(one["changed"]), 300)) for one in changed]
     parts = [_pairs("Nodes", rows), _pairs("Code and versions, newest attempt", code)]
     parts.append(_pairs("The code changed before", changes[-20:]))
     if run["job"]["shape"]:
@@ -266,7 +268,7 @@ def _members(runs: Sequence[Run]) -> Section:
     main = main_of(runs)
     logged = dict.fromkeys([main, *(one["name"] for run in runs for one in run["metrics"])])
     names = [name for name in logged if name is not None and name not in keys][:_COLUMNS]
-    of_sweep = len({label(run) for run in runs if run["values"]}) == len(runs)  # then the values say which run it is
+    of_sweep = len({label(run) for run in runs if run["values"]}) == len(runs)  # then the values identify the run
     titles = ["Place", *([] if of_sweep else ["Run"]), *(f"{plain(key)}=" for key in keys), *map(plain, names), "State"]
     titles += ["Step", "Time", "ETTR", "Inter\u00adruptions", "Repeated steps"]
     rows = []
@@ -291,7 +293,7 @@ def _members(runs: Sequence[Run]) -> Section:
     left = {"Run", "State"}
     head = tag("tr", *(tag("th", title, class_=None if title in left else "n") for title in titles))
     more = len(runs) - len(rows)
-    rest = tag("p", f"{counted(more, 'further run')} left out; --json has all.", class_="quiet") if more > 0 else None
+    rest = tag("p", f"{counted(more, 'further run')} left out (--json has all).", class_="quiet") if more > 0 else None
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="wide")
     return section(
         "Runs", "runs", tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="Runs"), rest

@@ -7,24 +7,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Run = Mapping[str, Any]
-#: States of runs that are ranked: the others ended before their time. ``list --best`` has the same.
+#: States of runs that are ranked, as in ``list --best``. The others ended early.
 RANKED = ("completed", "running", "held", "pending")
 
 
 def main_of(runs: Sequence[Run]) -> str | None:
-    """The metric by which most runs are judged; None if none was logged."""
+    """The metric by which most runs are judged, or None if none was logged."""
     mains = Counter(run["metrics"][0]["name"] for run in runs if run["metrics"])
     return mains.most_common(1)[0][0] if mains else None
 
 
 def newest(run: Run, name: str | None) -> Mapping[str, Any] | None:
-    """The newest value of a metric, with its step; None without one."""
+    """The newest value of a metric, with its step, or None."""
     found: Mapping[str, Any] | None = next((one["last"] for one in run["metrics"] if one["name"] == name), None)
     return found
 
 
 def ranked(runs: Sequence[Run], name: str | None) -> list[Run]:
-    """The runs, best first; behind them those that failed or have no value, in their order."""
+    """The runs, best first, followed by those that failed or have no value, in their order."""
     own = [one["best"] for run in runs for one in run["metrics"] if one["name"] == name]
     smallest = any(best["smallest"] for best in own if best)
 
@@ -41,12 +41,12 @@ def has_rank(run: Run, name: str | None) -> bool:
 
 
 def label(run: Run) -> str:
-    """What tells a run from the others: its parameters, else its name."""
+    """The label that identifies a run: its parameters, or else its name."""
     return ", ".join(f"{key}={value}" for key, value in run["values"].items()) or str(run["name"])
 
 
 def parameters(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """The keys of a sweep that have several values, with these in their order: numbers as such, before texts."""
+    """The keys of a sweep that have several values, with these in order: numbers, then texts."""
     found: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for run in runs for key in run["values"]):
         values = {run["values"][key] for run in runs if key in run["values"]}

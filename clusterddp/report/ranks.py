@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from clusterddp.report.curves import short
 from clusterddp.rundir.timing import PHASES, TimedInterval, is_slow
 
-#: Parts of a run's time, of a report on one run and at least; the most rows, of ranks or of hosts.
+#: Parts of a run's time, in a report on one run and at least. The maximum number of rows, of ranks or hosts.
 PARTS, LEAST_PARTS, ROWS = 120, 20, 64
-#: Listed are the slow ranks for which the others waited for such a share of the time, and at most so many.
+#: The share of the time that others waited for a rank to be listed, and the maximum number of listed ranks.
 COST, LISTED = 0.05, 8
 
 
 class Worker(NamedTuple):
-    """A rank on a host; after a restart, the rank may be on another one."""
+    """A rank on a host. After a restart, the rank may be on a different host."""
 
     host: str
     rank: int
@@ -46,7 +46,7 @@ _Cells = Mapping[int, Mapping[Worker, Cell]]
 def ranks_over_time(
     intervals: Sequence[TimedInterval], within: tuple[float, float] | None = None, parts: int = PARTS
 ) -> dict[str, Any] | None:
-    """The data of a report; None without an interval. ``within``: the time of the run, if its history tells."""
+    """The data of a report, or None without an interval. ``within``: the time of the run, if its history has it."""
     if not intervals:
         return None
     begin, end = within or (min(one.begin for one in intervals), max(one.end for one in intervals))
@@ -73,7 +73,7 @@ def ranks_over_time(
 def _summed(
     intervals: Iterable[TimedInterval], begin: float, width: float, parts: int
 ) -> dict[int, dict[Worker, list[float]]]:
-    """For each part and rank, two numbers per phase: the seconds in it, and the steps that took them; and all steps."""
+    """For each part and rank, two numbers per phase, its seconds and steps, and the sum of all steps."""
     found: defaultdict[int, dict[Worker, list[float]]] = defaultdict(dict)
     for one in intervals:
         workers = [Worker(one.hosts[rank] if one.hosts else "", rank) for rank in range(len(one.steps))]
@@ -115,7 +115,7 @@ def _compared(sums: Mapping[Worker, Sequence[float]]) -> tuple[dict[Worker, Cell
     medians = [_median(cell.seconds[place] for cell in cells.values()) for place in range(len(PHASES))]
     usual = _median(cell.work for cell in cells.values())
     whole = _median(sum(value for value in cell.seconds if value is not None) for cell in cells.values())
-    # waiting may not be known: a step takes at least as long as the slowest rank's work
+    # waiting may be unknown, but a step takes at least as long as the slowest rank's work
     step = max(whole or 0.0, max((cell.work or 0.0 for cell in cells.values()), default=0.0))
     if usual is not None and step and len(cells) > 1:
         for worker, cell in cells.items():
@@ -126,7 +126,7 @@ def _compared(sums: Mapping[Worker, Sequence[float]]) -> tuple[dict[Worker, Cell
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    """Of two, the lower: the other one is slow, not both a little."""
+    """The median, and of two values the lower one, because the other rank is slow."""
     known = [value for value in values if value is not None]
     return median_low(known) if known else None
 
@@ -139,7 +139,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _rows(cells: _Cells) -> list[tuple[str | None, list[Worker]]]:
-    """The ranks of each row, host by host: one if there is room, otherwise a host's; the hosts that are the least slow
+    """The ranks of each row, host by host: one if there is room, otherwise a host's. The hosts that are the least slow
     share a row without a name."""
     workers = list(dict.fromkeys(worker for part in sorted(cells) for worker in sorted(cells[part], key=_by_rank)))
     hosts: dict[str, list[Worker]] = {}

@@ -25,21 +25,24 @@ from clusterddp.report.ranking import has_rank, label, main_of, newest, paramete
 from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES, Axis, Markup, clipped, number, tag, time_axis, with_code
 from clusterddp.report.timeline import spans
 from clusterddp.reporter import counted, duration
+from clusterddp.rundir.timing import GPU_FIGURES
 
 Run = Mapping[str, Any]
-#: The most lanes, metrics, and runs whose curves are drawn over each other.
+#: The maximum number of lanes, of metrics, and of runs in one chart.
 LANES, METRICS, OVERLAID = 60, 20, 32
-#: The most runs that have a colour each; of more, so many of the best, and the others are grey.
+#: The maximum number of ranks in the table of GPUs.
+RANKS = 64
+#: The maximum number of runs with their own colour. If there are more, the best have one and the others are grey.
 COLOURED = 6
 #: Points of all charts together, which bound the size of a page, and the least and most of one run in one chart.
 _POINTS, _LEAST_POINTS, _MOST_POINTS = 10_000, 20, 600
-#: Parts of all lanes of several runs, and the most of one.
+#: Parts of all lanes of several runs, and the maximum of one.
 _PARTS, _MOST_PARTS = 6000, 1000
-#: The fewest seconds of a category that has a row: less would be "0.0 s".
+#: The fewest seconds of a category with a row. Fewer would be "0.0 s".
 _SHOWN_S = 0.05
 #: Runs shorter than this have all their times in seconds.
 _BRIEF_S = 600.0
-#: The most values of a parameter that are named below a chart.
+#: The maximum number of values of a parameter that are named below a chart.
 _MOST_MARKS = 8
 #: The longest name that is shown, in characters.
 _NAME = 80
@@ -95,9 +98,9 @@ def timeline(run: Run) -> Section | None:
 
 
 def _waits(lanes: Iterable[Iterable[Sequence[Any]]], axis: Axis) -> str:
-    """What the lower part of a bar means, if there is one."""
+    """The meaning of the lower part of a bar, if there is one."""
     waited = any(shares_height(parts, axis) for parts in lanes)
-    return " The lower part of a bar: the share of the time spent waiting for a straggler." if waited else ""
+    return " The lower part of a bar is the share of time spent waiting for a straggler." if waited else ""
 
 
 def _of_attempt(found: Mapping[str, Any]) -> list[str]:
@@ -152,7 +155,7 @@ def _in_short(run: Run) -> str:
 
 
 def legend_of_groups(lanes: Iterable[Mapping[str, Any]]) -> Markup:
-    """What the colours of these lanes mean."""
+    """The meaning of the colours of these lanes."""
     used = {GROUP_OF.get(span[2], "down") for found in lanes for span in found["spans"]}
     return legend((group, words) for group, (words, _) in GROUPS.items() if group in used)
 
@@ -209,7 +212,7 @@ def _ratios(run: Run) -> Markup:
     if booked["idle_node_s"]:
         lines.append(f"Spare nodes: {booked['idle_node_s'] / 3600:.3g} node-hours idle.")
     if booked["provisional"]:
-        lines.append("The run is not over: the figures may still change.")
+        lines.append("The run is not over, so the figures may still change.")
     return tag("p", " ".join(lines), class_="quiet small", style="margin-top:10px")
 
 
@@ -221,7 +224,7 @@ def _time(seconds: float, total: float) -> str:
 
 
 def _exact(seconds: float, total: float) -> str:
-    """The same, so that ratios can be checked."""
+    """The same with enough digits to check the ratios."""
     if total < _BRIEF_S:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:,.1f} min" if total < 10 * 3600 else f"{seconds / 3600:,.1f} h"
@@ -243,7 +246,7 @@ def _row(cells: Iterable[Markup]) -> Markup:
 
 
 def metrics(runs: Sequence[Run], members: bool) -> Section | None:
-    """A pair of charts per metric: over steps, and over hours. ``members``: the runs are laid over each other."""
+    """A pair of charts per metric: over steps, and over hours. ``members``: the runs share their charts."""
     drawn = [run for run in (ranked(runs, main_of(runs)) if members else runs) if run["metrics"]][:OVERLAID]
     names = list(dict.fromkeys(metric["name"] for run in drawn for metric in run["metrics"]))
     if not names:
@@ -253,7 +256,7 @@ def metrics(runs: Sequence[Run], members: bool) -> Section | None:
     intro, names_of_runs = _words_of_curves(drawn, members, len(runs))
     parts = [_pair(name, drawn, members, most) for name in shown]
     more = [plain(name) for name in names[METRICS:]]
-    words = f"Not drawn: {clipped(', '.join(more), 400)}; --json has all."
+    words = f"Not drawn: {clipped(', '.join(more), 400)} (--json has all)."
     left_out = tag("p", words, class_="quiet") if more else None
     return section("Metrics", "metrics", tag("p", intro, class_="quiet"), names_of_runs, *parts, left_out)
 
@@ -265,9 +268,9 @@ def _words_of_curves(drawn: Sequence[Run], members: bool, number_of_runs: int) -
         words = f"Only steps that count. The time is that of training, without waits between attempts.{left_out}"
         return words, _names_of(drawn)
     has_tails = any(metric["discarded"] for metric in drawn[0]["metrics"])
-    tails = " Dashed: steps that were repeated later, and do not count." if has_tails else ""
+    tails = " Dashed: steps that were repeated later and do not count." if has_tails else ""
     edges = " Dotted: where attempts resumed." if _edges(drawn[0]) else ""
-    return f"Solid: steps that count. Shaded: from the least to the largest of neighbouring steps.{tails}{edges}", None
+    return f"Solid: steps that count. Shaded: the range of neighbouring steps.{tails}{edges}", None
 
 
 def _pair(name: str, runs: Sequence[Run], members: bool, most: int) -> Markup:
@@ -318,16 +321,16 @@ def _names_of(runs: Sequence[Run]) -> Markup:
 
 
 def _over_steps(place: int, run: Run, metric: Mapping[str, Any], members: bool, many: int) -> list[Curve]:
-    """A run's curve; if it is drawn alone, also what attempts made in vain."""
+    """A run's curve. If it is drawn alone, also the steps that were repeated later."""
     if members:
         return [_of_member(place, run, [metric["steps"]], many)]
     tails = [tail["points"] for tail in metric["discarded"]]
-    found = [Curve(tails, "repeating", "repeated later: does not count", faint=True)] if tails else []
+    found = [Curve(tails, "repeating", "repeated later, does not count", faint=True)] if tails else []
     return [*found, Curve([metric["steps"]], SERIES[0], plain(metric["name"]))]
 
 
 def _over_time(place: int, run: Run, metric: Mapping[str, Any], members: bool, many: int) -> list[Curve]:
-    """The same over seconds, with gaps between attempts; of one of several runs over those of training."""
+    """The same over seconds, with gaps between attempts. For one of several runs, over seconds of training."""
     pieces: dict[bool, list[list[list[float]]]] = {True: [], False: []}
     for part in metric["hours"]:
         pieces[part["counts"]].append([[3600 * point[0], *point[1:]] for point in part["points"]])
@@ -337,7 +340,7 @@ def _over_time(place: int, run: Run, metric: Mapping[str, Any], members: bool, m
             joined += [[at + point[0] - piece[0][0], *point[1:]] for point in piece]
             at = joined[-1][0]
         return [_of_member(place, run, [joined], many)]
-    found = [Curve(pieces[False], "repeating", "repeated later: does not count", faint=True)] if pieces[False] else []
+    found = [Curve(pieces[False], "repeating", "repeated later, does not count", faint=True)] if pieces[False] else []
     return [*found, Curve(pieces[True], SERIES[0], plain(metric["name"]))]
 
 
@@ -356,7 +359,7 @@ def _newest(own: Sequence[tuple[int, Run, Mapping[str, Any]]], members: bool) ->
         if metric["not_finite"] is not None:
             count, step = metric["not_finite"]["count"], metric["not_finite"]["step"]
             parts.append(f"{prefix}{counted(count, 'value')} NaN or infinite, the first at step {step:,}")
-    return tag("p", "; ".join(parts[:8]), class_="quiet small") if parts else None
+    return tag("p", ", ".join(parts[:8]), class_="quiet small") if parts else None
 
 
 def _edges(run: Run) -> list[tuple[float, str]]:
@@ -375,7 +378,7 @@ def over_parameters(runs: Sequence[Run]) -> Section | None:
     shown = [run for run in ranked(runs, name) if has_rank(run, name)]
     charts = []
     for key, values in list(parameters(shown).items())[:METRICS]:
-        axis = Axis(-0.5, len(values) - 0.5)  # of a parameter only the order is known
+        axis = Axis(-0.5, len(values) - 0.5)  # only the order of a parameter's values is known
         points = []
         for run in shown:
             if key in run["values"] and (value := newest(run, name)) is not None:
@@ -398,7 +401,7 @@ def over_parameters(runs: Sequence[Run]) -> Section | None:
 
 
 def checkpoints(run: Run) -> Section | None:
-    """What saves cost."""
+    """The cost of saves."""
     found = run["checkpoints"]
     if not found["number"] and not found["failed"]:
         return None
@@ -436,3 +439,33 @@ def size(number_of_bytes: float) -> str:
             break
         number_of_bytes /= 1000
     return f"{number_of_bytes:.3g} {unit}" if number_of_bytes < 1000 else f"{number_of_bytes:,.0f} {unit}"
+
+
+# --- GPUs
+
+
+def gpus(run: Run) -> Section | None:
+    """What each rank's GPUs did in the newest attempt."""
+    if not run["gpus"]:
+        return None
+    titles = ("Busy", "Memory", "Power", "Hottest", "Throttled", "Memory errors")
+    units = ("%", "%", " W", " °C", "%", "")
+    head = _row([tag("th", "Rank"), tag("th", "Node"), *(tag("th", title, class_="n") for title in titles)])
+    body = [
+        _row(
+            [
+                tag("td", str(row["rank"])),
+                tag("td", plain(row["host"])),
+                *(
+                    _number("" if row[name] is None else f"{row[name]:,.0f}{unit}")
+                    for name, unit in zip(GPU_FIGURES, units, strict=True)
+                ),
+            ]
+        )
+        for row in run["gpus"][:RANKS]
+    ]
+    more = len(run["gpus"]) - len(body)
+    rest = tag("p", f"and {counted(more, 'more rank')}", class_="quiet") if more > 0 else None
+    intro = "Per rank in the newest attempt, while it made steps. Busy: the share of the time in which a kernel ran."
+    table = tag("table", tag("thead", head), tag("tbody", *body))
+    return section("GPUs", "gpus", tag("p", intro, class_="quiet"), table, rest)

@@ -2,7 +2,7 @@
 
 Two scores, as in NVIDIA's NVRx: ``relative`` is the work of the fastest rank divided by this one's, and ``own`` this
 rank's work when it was fastest divided by its work now. Work is all of a step but the wait for other ranks, in seconds.
-Both are 1 at best. Whether a rank is slow beside the fastest, or beside itself before, ``rundir/timing.py`` defines.
+Both are 1 at best. ``rundir/timing.py`` defines when a rank is slow compared with the fastest, or with itself before.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from clusterddp.report.booking import Wait
 from clusterddp.reporter import counted
 from clusterddp.rundir.timing import PHASES, TimedInterval, is_slow
 
-#: A score is that of so many intervals, the newest ones.
+#: The number of newest intervals in a score.
 LATEST = 3
-#: The most ranks or nodes that a sentence names.
+#: The maximum number of ranks or nodes in a sentence.
 _NAMED = 3
 _WAIT = PHASES.index("wait_s")
 _WORDS = {"data_s": "waiting for its batches", "own_s": "compute", "save_s": "saves"}
@@ -27,9 +27,9 @@ _WORDS = {"data_s": "waiting for its batches", "own_s": "compute", "save_s": "sa
 
 @dataclass(frozen=True)
 class Score:
-    """Of a rank, or the mean of a node's (``rank`` is None), which is slow if all of them are. Unknown scores are None.
+    """The score of a rank, or the mean of a node's ranks (``rank`` is None). Unknown scores are None.
 
-    ``work_s``: seconds per step. ``phase``: in which it takes longer than the fastest, or than before.
+    ``work_s``: seconds per step. ``phase``: the one in which it takes longer than the fastest, or than before.
     """
 
     host: str
@@ -48,7 +48,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Scores:
-    """Those of an attempt's newest intervals."""
+    """The scores of an attempt's newest intervals."""
 
     attempt: int
     ranks: tuple[Score, ...]
@@ -60,7 +60,7 @@ class Scores:
         return {"attempt": self.attempt, "ranks": [asdict(one) for one in self.ranks], "nodes": nodes}
 
     def sentence(self) -> str:
-        """Who is slow, by how much and in what; empty if nobody is."""
+        """Which ranks are slow, by how much and in what, or empty if none is."""
         nodes = [one for one in self.nodes if one.slow]
         alone = {one.host for one in self.ranks if one.slow} - {one.host for one in nodes}
         found = [*nodes, *(one for one in self.ranks if one.slow and one.host in alone)]
@@ -70,7 +70,7 @@ class Scores:
             return f"all ranks: {_how(min(found, key=_worst))}"
         named = [f"{one.name}: {_how(one)}" for one in sorted(found, key=_worst)[:_NAMED]]
         more = [f"{counted(len(found) - _NAMED, 'other')}"] if len(found) > _NAMED else []
-        return "; ".join([*named, *more])
+        return ". ".join([*named, *more])
 
 
 def _worst(score: Score) -> float:
@@ -96,7 +96,7 @@ class _Work(NamedTuple):
 
 
 def scores(intervals: Iterable[TimedInterval]) -> Scores | None:
-    """The scores of the newest attempt; None if no rank's work is known."""
+    """The scores of the newest attempt, or None if no rank's work is known."""
     timed = [span for span in intervals if any(span.steps)]
     attempt = max((span.attempt for span in timed), default=0)
     spans = [span for span in timed if span.attempt == attempt]
@@ -123,7 +123,7 @@ def scores(intervals: Iterable[TimedInterval]) -> Scores | None:
 
 
 def _fastest(works: Collection[_Work]) -> _Work | None:
-    """None if there is only one."""
+    """The fastest work, or None if there is only one."""
     return min(works, key=lambda one: one.seconds) if len(works) > 1 else None
 
 
@@ -152,7 +152,7 @@ def _best(spans: Sequence[TimedInterval], groups: Sequence[Sequence[int]]) -> It
                 fastest[place] = (together, end)
     for (_, end), group in zip(fastest, groups, strict=True):
         work = _work(spans[max(0, end - LATEST) : end], group)
-        assert work is not None  # at the end, all of them are known
+        assert work is not None  # all are known at the end
         yield work
 
 
@@ -161,14 +161,14 @@ def _steps(span: TimedInterval) -> list[int]:
 
 
 def _worked(span: TimedInterval, save: bool = True) -> list[float]:
-    """Seconds in which each rank did not wait for others; infinite where that is not known."""
+    """Seconds in which each rank did not wait for others. Infinite if unknown."""
     data, own, saves = (span.seconds[phase] for phase in ("data_s", "own_s", "save_s"))
     worked = [math.inf if one is None else one + (more or 0.0) for one, more in zip(own, data, strict=True)]
     return [one + (more or 0.0) for one, more in zip(worked, saves, strict=True)] if save else worked
 
 
 def _work(spans: Sequence[TimedInterval], ranks: Sequence[int]) -> _Work | None:
-    """The mean of these ranks' work per step in these intervals; None if it is not known."""
+    """The mean of these ranks' work per step in these intervals, or None if unknown."""
     found = []
     for rank in ranks:
         own = [span for span in spans if rank < len(span.steps) and span.steps[rank]]
@@ -189,7 +189,7 @@ def _mean(works: Sequence[_Work]) -> _Work:
 
 
 def waits(intervals: Iterable[TimedInterval]) -> Iterator[Wait]:
-    """The intervals, with a share of 0 in which no rank was slow: by the same measure as for the event ``slow``."""
+    """The intervals, by the same measure as for the event ``slow``. The share is 0 if no rank was slow."""
     for span in intervals:
         each = zip(_worked(span, save=False), _steps(span), strict=True)  # saves are booked on their own
         known = {rank: one / steps for rank, (one, steps) in enumerate(each) if steps and one < math.inf}

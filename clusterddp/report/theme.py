@@ -1,8 +1,8 @@
-"""What the page's charts are made of: colours, HTML and SVG, scales.
+"""Building blocks of the page's charts: colours, HTML and SVG, scales.
 
 How a report looks: its colours for light and dark screens, and the style sheet. Paper has the light ones.
 
-Builds HTML and SVG: every text and every attribute is escaped, so that nothing in a run's files becomes markup.
+Builds HTML and SVG: every text and every attribute is escaped, to keep text in a run's files from becoming markup.
 
 Scales of charts: where a value lies between 0 and 1, and which round numbers are written beside it.
 """
@@ -76,7 +76,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "held": ("held", ("held", "limited")),
     "down": ("down or unknown", ("down", "unknown")),
 }
-#: How much longer than the median rank a rank worked, as a share of a step: from when on it has which colour, in words.
+#: The colours of ranks by how much longer than the median rank they worked, as a share of a step, with words.
 LEVELS: Mapping[str, tuple[float, str]] = {
     "usual": (0.0, "less than 5% of a step"),
     "slow1": (0.05, "5 to 10%"),
@@ -95,7 +95,7 @@ def _variables(colours: Mapping[str, str]) -> str:
 
 
 def style_sheet() -> str:
-    """The whole style sheet; nothing in it comes from a run."""
+    """The whole style sheet, without any text of a run."""
     parts = [
         f":root{{color-scheme:light dark;{_variables(LIGHT)}}}",
         f"@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}",
@@ -189,7 +189,7 @@ summary{cursor:pointer;font-weight:600}
 
 #: Characters that XML cannot contain, not even escaped.
 _NOT_XML = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-#: Letters that reverse the order of the text around them: a name could pretend to be another one.
+#: Letters that reverse the order of the text around them, with which a name could imitate a different one.
 _REORDERING = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 
@@ -207,12 +207,12 @@ def escaped(value: object) -> Markup:
 
 
 def joined(*parts: object) -> Markup:
-    """The parts, one after the other; None is left out."""
+    """The parts in order, without None."""
     return Markup("".join(escaped(part) for part in parts if part is not None))
 
 
 def tag(name: str, /, *children: object, **attributes: Any) -> Markup:
-    """An element. ``class_`` stands for class, ``_`` for ``-``; an attribute that is None is left out."""
+    """An element. ``class_`` stands for class, ``_`` for ``-``. An attribute that is None is left out."""
     names = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     given = "".join(f' {key}="{escaped(value)}"' for key, value in names.items())
     inside = joined(*children)
@@ -220,7 +220,7 @@ def tag(name: str, /, *children: object, **attributes: Any) -> Markup:
 
 
 def with_code(text: str) -> Markup:
-    """A sentence in which what is between backticks is code."""
+    """A sentence with text between backticks as code."""
     return joined(*(tag("code", part) if place % 2 else part for place, part in enumerate(text.split("`"))))
 
 
@@ -250,7 +250,7 @@ class Axis:
     name: str = ""
 
     def at(self, value: float) -> float:
-        """Where a value lies, from 0 to 1; what is outside of the scale lies at its end."""
+        """Where a value lies, from 0 to 1. Values outside of the scale lie at its ends."""
         if self.logarithmic:
             low, high, value = math.log10(self.low), math.log10(self.high), math.log10(max(value, self.low))
         else:
@@ -299,7 +299,7 @@ def round_step(least: float) -> float:
 
 
 def number(value: float) -> str:
-    """A number as a person writes it: ``20,000``, ``0.25``, ``1e-7``."""
+    """A number in its usual form: ``20,000``, ``0.25``, ``1e-7``."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -310,7 +310,7 @@ def number(value: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit for so long a time, and its seconds."""
+    """The unit for this many seconds, and its own seconds."""
     found = [(name, size) for name, least, size in _UNITS if seconds >= least]
     return found[-1] if found else ("s", 1.0)
 

@@ -16,11 +16,11 @@ from clusterddp.reporter import counted
 from clusterddp.rundir.records import is_count
 
 Event = Mapping[str, Any]
-#: An event's sentence; None for one that is only recorded (``events.py``).
+#: An event's sentence, or None for one that is only recorded (``events.py``).
 Sentence = Callable[[Event], "str | None"]
-#: How finely the lanes of a run show its time: the number of its parts. Each is in one lane, or in two.
+#: The number of parts into which the lanes of a run divide its time. Each is in one lane, or in two.
 _PARTS = 2000
-#: The most characters of why an attempt ended, in short and in a sentence.
+#: The maximum number of characters of why an attempt ended, in short and in a sentence.
 _HOW, _WORDS = 100, 600
 _IN_PROGRESS, _NO_RECORD = "in progress", "ended without a record"
 #: Events of a run that never started, or not yet.
@@ -28,7 +28,7 @@ _BEFORE = frozenset(("submitted", "forked"))
 
 
 def lanes(booking: Booking, events: Sequence[Event], sentence: Sentence, state: str) -> list[dict[str, Any]]:
-    """The attempts, oldest first; a run that has not started has one without a number. ``state``: of the run."""
+    """The attempts, oldest first. A run that has not started has one without a number. ``state``: of the run."""
     own: dict[int, list[Event]] = {}
     for event in events:
         own.setdefault(event["attempt"], []).append(event)
@@ -60,7 +60,7 @@ def lanes(booking: Booking, events: Sequence[Event], sentence: Sentence, state: 
 
 
 def _by_lane(intervals: Iterable[Interval], numbers: Sequence[int | None]) -> dict[int | None, list[Interval]]:
-    """Each lane's intervals: what lies before an attempt belongs to it, what follows the last one to the last."""
+    """Each lane's intervals. The time before an attempt belongs to it, and the time after the last one to the last."""
     found: dict[int | None, list[Interval]] = {number: [] for number in numbers}
     waiting: list[Interval] = []
     for interval in intervals:
@@ -99,8 +99,8 @@ def _not_started() -> dict[str, Any]:
 
 
 def _attempt(events: Sequence[Event], sentence: Sentence, state: str, following: Event | None) -> dict[str, Any]:
-    """What an attempt's events tell. ``how``: a word or two about its end; ``words``: the sentence. ``state``: of the
-    run. ``following``: the next attempt's start; None for the newest attempt."""
+    """An attempt, from its events. ``how``: a word or two about its end; ``words``: the sentence. ``state``: of the
+    run. ``following``: the next attempt's start. None for the newest attempt."""
     started = _newest(events, ("started",)) or {}
     begun = _newest(events, ("training", "resumed")) or {}
     end = _newest(events, ATTEMPT_ENDS)
@@ -132,8 +132,8 @@ def _attempt(events: Sequence[Event], sentence: Sentence, state: str, following:
 def _without_record(started: Event, following: Event) -> tuple[str, str]:
     """How an attempt ended whose supervisor could not record it, in short and in a sentence.
 
-    Slurm restarts a job after a preemption, which a supervisor records, or after the failure of one of its nodes. That
-    of another node than the first, on which the supervisor runs, is recorded, too.
+    Slurm restarts a job after a preemption, which a supervisor records, or after the failure of one of its nodes. The
+    failure of a node other than the first, on which the supervisor runs, is also recorded.
     """
     nodes, job = started.get("nodes"), started.get("job")
     again = job is not None and following.get("job") == job and following.get("restarts") != started.get("restarts")
@@ -141,7 +141,7 @@ def _without_record(started: Event, following: Event) -> tuple[str, str]:
         return _NO_RECORD, _NO_RECORD
     with suppress(ClusterddpError):
         first = clipped(expand(nodes)[0], _HOW // 2)
-        words = f"{_NO_RECORD}, and Slurm restarted the job: its first node, {first}, has probably failed"
+        words = f"{_NO_RECORD}. Slurm restarted the job, probably because its first node, {first}, failed"
         return f"node {first} probably lost", words
     return _NO_RECORD, _NO_RECORD
 
@@ -159,7 +159,7 @@ def interruptions(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def in_words(reasons: Mapping[str, int]) -> str:
-    """``interrupted 3 times (preempted x2, node n2 lost)``; empty without interruptions."""
+    """``interrupted 3 times (preempted x2, node n2 lost)``. Empty without interruptions."""
     number = sum(reasons.values())
     if not number:
         return ""
@@ -176,5 +176,5 @@ def _newest(events: Sequence[Event], names: Iterable[str]) -> Event | None:
 
 
 def _texts(value: Any) -> list[str] | None:
-    """The texts of a list; None if it is empty, or no list."""
+    """The texts of a list, or None if it is empty, or no list."""
     return [clipped(part, _WORDS) for part in value] or None if isinstance(value, list) else None

@@ -1,1 +1,1 @@
-"""The run directory: its paths, its files and records, and their permissions; no decisions and no Slurm."""
+"""The run directory: its paths, its files and records, and their permissions. Decisions and Slurm belong elsewhere."""

@@ -1,1 +1,1 @@
-"""What a user does with runs, as functions: submit, resubmit, cancel, tell; options and tables belong in ``cli/``."""
+"""The commands of a user as functions: submit, resubmit, cancel, tell. Options and tables belong in ``cli/``."""

@@ -1,4 +1,4 @@
-"""``clusterddp cancel``: ends runs for good."""
+"""``clusterddp cancel``: ends runs permanently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 
 def cancel_run(run: RunDirectory) -> dict[str, Any]:
-    """Marks the run as cancelled, so that nothing starts it again, ends its job or processes, and waits.
+    """Marks the run as cancelled, to keep it from starting again, ends its job or processes, and waits.
 
     Returns the outcome.
     """
@@ -32,21 +32,21 @@ def begin(run: RunDirectory) -> None:
     """Marks the run as cancelled, and ends its job or processes."""
     for entry in holders(run):
         if entry["kind"] == "slurm" and not reachable(entry):
-            raise RunDirectoryError(f"{run} is {held_by_other(run)}: cancel it on that cluster")
+            raise RunDirectoryError(f"{run} is {held_by_other(run)}. Cancel it on that cluster")
     run.mark_cancelled()
     for entry in holders(run):
         _end_holder(entry, run)
 
 
 def await_outcome(run: RunDirectory) -> dict[str, Any]:
-    """Waits until nothing trains the run; returns the outcome."""
+    """Waits until no job or process trains the run. Returns the outcome."""
     held = _await_end(run)
     if held:
-        text = f"{run} is cancelled and will not run again, but is still {held}"
-        raise RunDirectoryError(text if "cannot be reached" in held else f"{text}: it is being ended")
+        text = f"{run} is cancelled and will not start again, but is still {held}"
+        raise RunDirectoryError(text if "cannot be reached" in held else f"{text}, which is ending")
     if run.outcome() is None:  # no supervisor wrote it: the run was queued, or was killed
         History(run, max(run.attempts(), default=0), printed=False).conclude("cancelled", "cancelled")
-    return run.outcome() or {"state": "cancelled", "step": None}  # on a full disk the mark must do
+    return run.outcome() or {"state": "cancelled", "step": None}  # on a full disk, the mark must suffice
 
 
 def _end_holder(entry: Mapping[str, Any], run: RunDirectory) -> None:
@@ -61,7 +61,7 @@ def _end_holder(entry: Mapping[str, Any], run: RunDirectory) -> None:
 
 
 def _await_end(run: RunDirectory) -> str | None:
-    """Waits for the holders to end; returns who still holds the run after a minute."""
+    """Waits for the holders to end. Returns who still holds the run after a minute."""
     deadline = time.monotonic() + TIMEOUT_S
     while (held := held_by_other(run)) and time.monotonic() < deadline and any(map(reachable, holders(run))):
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The user's end of a request to a supervisor: one TCP connection, JSON lines, standard library only.
+"""The client of a supervisor: one TCP connection, JSON lines, standard library only.
 
 ``python -m clusterddp.runs.client RUN ATTEMPT KIND VALUES`` sends a request from the supervisor's own node, for
 a login node that cannot reach it, and prints the answers.
@@ -18,7 +18,7 @@ from clusterddp.rundir.claims import Address, read_address
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.control_channel import keep_alive, send_line
 
-#: Seconds for a connection to be accepted; behind a firewall there is no answer.
+#: Seconds for a connection to be accepted. Behind a firewall there is no answer.
 CONNECT_S = 3.0
 
 
@@ -41,7 +41,7 @@ def relay(run_directory: str, attempt: int, kind: str, values: str) -> int:
     """Prints the answers to a request, from the supervisor's own node."""
     address = read_address(RunDirectory(run_directory), attempt)
     if address is None:
-        raise RunDirectoryError(f"attempt {attempt} of {run_directory} has no supervisor that takes requests")
+        raise RunDirectoryError(f"attempt {attempt} of {run_directory} has no supervisor that accepts requests")
     try:
         for answer in ask(address, "127.0.0.1", kind, json.loads(values)):
             print(json.dumps(answer), flush=True)

@@ -33,7 +33,7 @@ def parse(text: str) -> tuple[RunDirectory, int | Literal["best"] | None]:
 
 
 def copy_checkpoint(text: str, into: RunDirectory) -> str:
-    """Copies the checkpoint into a new run, as that of an attempt 0 that never trained; returns a message."""
+    """Copies the checkpoint into a new run, as the checkpoint of an attempt 0 that never trained. Returns a message."""
     run, step = parse(text)
     source = choose(run, step, load_resolved(run.job_file).checkpoint.keep if step == "best" else Keep())
     number = into.create_attempt()

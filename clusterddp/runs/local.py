@@ -1,7 +1,7 @@
 """``submit --local`` and ``submit --here``: the loop that starts the supervisor, on this machine or in an allocation.
 
 For a local run this loop has slurmctld's role: it starts the supervisor once per attempt. The supervisor gets its own
-session, so that Ctrl-C reaches only the loop; to preempt, the loop writes the cause to a file and sends TERM to all
+session, to keep Ctrl-C from it. To preempt, the loop writes the cause to a file and sends TERM to all
 processes of that session.
 """
 
@@ -30,7 +30,7 @@ from clusterddp.runs.progress import Progress
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.controller import give_notice
 
-#: How often what a run has written is looked at, in seconds: for the user, and while a preemption is to come.
+#: Seconds between two looks at a run's files: for the user, and while waiting to preempt.
 LOOK_S, POLL_S = 0.2, 0.05
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
@@ -78,17 +78,17 @@ class Moment:
     def missed(self, steps_done: int) -> str:
         """The message for an attempt that ended earlier."""
         if self.line is not None:
-            return f"{self} did not fire: the attempt ended, and no line of its ranks' output matched"
+            return f"{self} did not fire. The attempt ended, and no line of its ranks' output matched"
         if self.step is None:
-            return f"{self} did not fire: the attempt ended earlier"
+            return f"{self} did not fire. The attempt ended earlier"
         if steps_done:
-            return f"{self} did not fire: the attempt ended after {counted(steps_done, 'step')}"
-        others = "--preempt-at 'REGEX', or seconds: --preempt-after 2.5s"
-        return f"{self} did not fire: the script's step numbers are unknown; these work with any script: {others}"
+            return f"{self} did not fire. The attempt ended after {counted(steps_done, 'step')}"
+        others = "--preempt-at 'REGEX' or seconds, as in --preempt-after 2.5s"
+        return f"{self} did not fire, because the script's step numbers are unknown. Use {others}"
 
 
 class Output:
-    """The lines that ranks print in attempts from now on. A carriage return, as of a progress bar, ends one, too."""
+    """The lines that ranks print in attempts from now on. A carriage return, as in a progress bar, also ends a line."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._earlier = run, set(run.attempts())
@@ -123,7 +123,7 @@ def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
         return None
     if b"clusterddp" in text:
         return None
-    return f"{job.script} does not mention clusterddp: if it records no steps, {moment} never fires; use seconds (2.5s)"
+    return f"{job.script} does not mention clusterddp. If it records no steps, {moment} never fires. Use seconds (2.5s)"
 
 
 @dataclass
@@ -143,7 +143,7 @@ class LocalRun:
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def loop(self, progress: Progress) -> int:
-        """Runs attempts until the run is over or interrupted; returns the exit code."""
+        """Runs attempts until the run is over or interrupted. Returns the exit code."""
         with interrupts_counted(self._interrupted):
             while True:
                 self.run.notice_file.unlink(missing_ok=True)  # of an earlier attempt
@@ -152,13 +152,13 @@ class LocalRun:
                 code = self._attempt(progress)
                 if (outcome := self.run.outcome()) is not None:  # even if the script itself exited with one of these
                     for moment in self.preemptions:
-                        show(f"{moment} did not fire: the run was already over")
+                        show(f"{moment} did not fire. The run was already over")
                     return UNCONFIRMED if is_unconfirmed(outcome) else code
                 if code != STOPPED and not self.interrupts:
                     return code
 
     def _attempt(self, progress: Progress) -> int:
-        """Runs the supervisor of one attempt; returns its exit code."""
+        """Runs the supervisor of one attempt. Returns its exit code."""
         # Like the batch script: TERM is ignored before Python starts.
         shell = ["/bin/sh", "-c", "trap '' TERM; exec \"$@\"", "sh"]
         command = [*shell, *module_command("clusterddp.supervisor"), str(self.run), *self._options()]
@@ -194,7 +194,7 @@ class LocalRun:
         threading.Thread(target=wait, daemon=True).start()
         while not ended.wait(POLL_S if moment else LOOK_S):
             progress.update()
-            # Not before the ranks run: the signal would be lost, or end the shell before it ignores TERM.
+            # Before the ranks run, the signal would be lost or end the shell, which ignores it later.
             begun = progress.starts > starts_before
             if moment and begun and moment.reached(progress.steps_done, time.monotonic() - started, output):
                 self._signal(Cause.PREEMPTED)
@@ -207,13 +207,13 @@ class LocalRun:
     def _interrupted(self) -> None:
         self.interrupts += 1
         if self.interrupts == 1:
-            show("\nsaving and stopping; press Ctrl-C again to stop at once")
+            show("\nSaving and stopping. Press Ctrl-C again to stop at once")
             self._signal(Cause.INTERRUPTED)
         else:
             self._kill()
 
     def _kill(self) -> None:
-        """Kills the supervisor; its ranks die with it."""
+        """Kills the supervisor. Its ranks die with it."""
         if self._process is not None:
             self._process.kill()
 
@@ -225,7 +225,7 @@ class LocalRun:
 
 
 class AllocatedRun(LocalRun):
-    """``submit --here`` in salloc's shell: one attempt in the allocation, as the supervisor never asks for another."""
+    """``submit --here`` in salloc's shell: one attempt in the allocation. The supervisor never requests a new one."""
 
     #: The supervisor ignores it, and srun forwards it to every rank.
     stop_signal: ClassVar[signal.Signals] = signal.SIGUSR2
@@ -235,7 +235,7 @@ class AllocatedRun(LocalRun):
 
     def _interrupted(self) -> None:
         self.interrupts += 1
-        show("\nsaving and stopping; scancel ends the allocation at once")
+        show("\nSaving and stopping. To end the allocation at once, use scancel")
         self._signal(Cause.INTERRUPTED)
 
 

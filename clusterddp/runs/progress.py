@@ -19,7 +19,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-#: Seconds between two looks at what the bar says besides the step.
+#: Seconds between two updates of the bar's text, apart from the step.
 _WORDS_EVERY_S = 1.0
 
 
@@ -45,7 +45,7 @@ class Tail:
 
 
 def _objects(lines: list[str], form: Schema) -> Iterator[dict[str, Any]]:
-    """The objects in lines of JSON. Invalid lines are skipped: they must not end a command that only watches."""
+    """The objects in lines of JSON. Invalid lines are skipped, because a command that only looks must not fail."""
     for line in lines:
         value, _ = parse(line.encode(), form)
         if value is not None:
@@ -57,11 +57,11 @@ class Shown:
     """What a waiting command shows of a run."""
 
     bar: bool = True
-    """Whether to show the progress: on a terminal as a bar, elsewhere as a line every so many seconds."""
+    """Whether to show the progress: on a terminal as a bar, elsewhere as a line at an interval."""
     output: bool = True
     """Whether to show rank 0's output."""
     events: Collection[str] | None = None
-    """Which events are shown; None: all."""
+    """Which events are shown. None: all."""
     label: str = ""
     """The beginning of each event's line."""
 
@@ -70,9 +70,9 @@ _ALL = Shown()
 
 
 class Progress:
-    """Follows a run directory, as a context manager; call ``update()`` a few times per second.
+    """Follows a run directory, as a context manager. Call ``update()`` a few times per second.
 
-    ``every_s``: how often the progress is shown as a line, in seconds; None: never.
+    ``every_s``: the interval of progress lines, in seconds. None: no lines.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Progress:
 
     def _event(self, event: dict[str, Any]) -> None:
         self.starts += event["event"] == "started"
-        self._words_at = time.monotonic()  # nothing follows the sentence about the run's end
+        self._words_at = time.monotonic()  # the sentence about the run's end is the last line
         if event["event"] == "started" and self._shown.output:
             self._output = Tail(self._run.attempt_logs(event["attempt"]) / "rank-0.out")
         self._total = event["steps"] if is_count(event.get("steps")) else self._total
@@ -139,7 +139,7 @@ class Progress:
             self._say(f"{self._shown.label}{said}")
 
     def _say_output(self) -> None:
-        """Shows what the user's own script has printed as it is, with its colours."""
+        """Shows the output of the user's own script unchanged, with its colours."""
         for line in filter(None, self._output.lines() if self._output else ()):
             self._say(line, raw=True)
 

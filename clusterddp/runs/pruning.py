@@ -1,4 +1,4 @@
-"""``clusterddp prune``: deletes old checkpoints, code, logs and profiles of runs that are over; asks first."""
+"""``clusterddp prune``: deletes old checkpoints, code, logs and profiles of runs that are over, after asking."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """How many bytes are freed."""
+        """The number of bytes to free."""
         return sum((*self.files.values(), *self.folders.values()))
 
     @property
@@ -50,7 +50,7 @@ def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool, profiles: boo
     check_over(run)
     for folder in (run.checkpoints, run.logs):
         if folder.is_symlink():
-            say(f"{folder} is a symbolic link: nothing behind it is deleted")
+            say(f"{folder} is a symbolic link. Files behind it are not deleted")
     keep = with_recorded_best(load_resolved(run.job_file).checkpoint.keep, of_run(run).candidates())
     checkpoints = Checkpoints(run, run.newest_attempt() or 0, replace(keep, last=keep_checkpoints, every=None))
     old = checkpoints.old()
@@ -70,11 +70,11 @@ def check_over(run: RunDirectory) -> None:
     """Raises RunDirectoryError unless the run is over, is not being continued, and belongs to this user."""
     owner, outcome = status(run.path).st_uid, run.outcome()
     if owner != os.geteuid():
-        raise RunDirectoryError(f"{run} belongs to user {owner}: only its owner can prune it")
+        raise RunDirectoryError(f"{run} belongs to user {owner}. Only its owner can prune it")
     if outcome is None:
-        raise RunDirectoryError(f"{run} is not over, so nothing of it is deleted: wait for its end, or cancel it")
+        raise RunDirectoryError(f"{run} is not over, so no file was deleted. Wait until it ends, or cancel it")
     if outcome["state"] == "failed" and (held := held_by_other(run)) is not None:
-        raise RunDirectoryError(f"{run} failed and is being continued ({held}), so nothing of it is deleted")
+        raise RunDirectoryError(f"{run} failed and is being continued ({held}), so no file was deleted")
 
 
 def _own(path: Path) -> bool:
@@ -94,7 +94,7 @@ def size_text(count: int) -> str:
 
 
 def delete_all(plans: Sequence[Plan]) -> int:
-    """Deletes; returns of how many runs something could not be deleted."""
+    """Deletes the files. Returns the number of runs with files that could not be deleted."""
     failed, freed = 0, 0
     for plan in plans:
         try:
@@ -104,20 +104,20 @@ def delete_all(plans: Sequence[Plan]) -> int:
             say(str(error))
             failed += 1
         except OSError as error:
-            say(f"cannot delete {error.filename} of {plan.run}: {error.strerror}")
+            say(f"could not delete {error.filename} of {plan.run}: {error.strerror}")
             failed += 1
     show(f"deleted {size_text(freed)}")
     return failed
 
 
 def _delete(plan: Plan) -> None:
-    """Deletes a run's old files, once it is certain that the newest checkpoint, which stays, is readable."""
+    """Deletes a run's old files, after checking that the newest checkpoint, which stays, is readable."""
     check_over(plan.run)
     if plan.files and plan.kept:
         try:
             plan.kept[0].verify()
         except CheckpointError as error:
-            raise RunDirectoryError(f"{plan.run}: {error}; its older checkpoints are kept") from error
+            raise RunDirectoryError(f"{plan.run}: {error}. Its older checkpoints are kept") from error
     for path in plan.files:
         unlink(path)
     for folder in plan.folders:

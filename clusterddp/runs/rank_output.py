@@ -22,7 +22,7 @@ _RECORD = re.compile(r"rank-(\d{1,9})\.json", re.ASCII)
 
 
 def newest_failure(events: Iterable[Event]) -> Event | None:
-    """The event that names the first failure of the newest attempt that had one; None if no rank failed."""
+    """The event that names the first failure of the newest attempt that had one, or None if no rank failed."""
     found = [event for event in events if event["event"] in ("rank_failed", "hung") and "rank" in event]
     return found[-1] if found else None
 
@@ -34,7 +34,7 @@ def box(run: RunDirectory, event: Event) -> str:
         end = RankEnd(rank, host, "hung", when, error=event.get("what", "hung"))
     else:
         end = RankEnd.read(rank, host, when, run.rank_record(attempt, rank))
-        if end.end == "died":  # the supervisor knows more about how it was killed
+        if end.end == "died":  # the supervisor's event has the cause of its death
             end = replace(end, error=event.get("error", end.error))
     secrets = secret_values(revealed(load_resolved(run.job_file), run.job_file), os.environ)
     more = [added_arguments(run, run.events(), attempt)]
@@ -45,7 +45,7 @@ def box(run: RunDirectory, event: Event) -> str:
 def failed_ranks(run: RunDirectory, attempt: int, events: Iterable[Event]) -> set[int]:
     """The ranks that failed by themselves in an attempt: the first, and those whose own records say so.
 
-    Another user of the group, who cannot read the records, sees the first alone.
+    Another user of the group, who cannot read the records, sees only the first.
     """
     failed: set[int] = set()
     for event in events:
@@ -60,7 +60,7 @@ def failed_ranks(run: RunDirectory, attempt: int, events: Iterable[Event]) -> se
 
 
 _NAME = re.compile(r"rank-(\d{1,9})\.(out|err)", re.ASCII)
-#: Whether a rank's logs are wanted.
+#: Whether to include a rank's logs.
 Wanted = Callable[[int], bool]
 
 
@@ -78,7 +78,7 @@ class Log:
 
 
 def logs_of(run: RunDirectory, attempt: int, wanted: Wanted) -> list[Log]:
-    """The logs of an attempt's ranks, in their order; none if the attempt has no folder."""
+    """The logs of an attempt's ranks, in their order, or none if the attempt has no folder."""
     folder = run.attempt_logs(attempt)
     try:
         found = {int(match[1]) for match in map(_NAME.fullmatch, os.listdir(folder)) if match}
@@ -88,7 +88,7 @@ def logs_of(run: RunDirectory, attempt: int, wanted: Wanted) -> list[Log]:
 
 
 def find_log(run: RunDirectory, rank: int, attempt: int | None) -> tuple[int, Path]:
-    """The attempt (None: the newest) and the file of a rank's stdout; its stderr is beside it, as ``.err``."""
+    """The attempt (None: the newest) and the file of a rank's stdout. Its stderr is beside it, as ``.err``."""
     number = started(run, run.newest_attempt() if attempt is None else attempt)
     log = Log(run.attempt_logs(number), number, rank)
     if not log.path("out").exists():
@@ -100,7 +100,7 @@ def find_log(run: RunDirectory, rank: int, attempt: int | None) -> tuple[int, Pa
 def started(run: RunDirectory, attempt: int | None) -> int:
     if attempt is None:
         raise RunDirectoryError(
-            f"{run} has not started yet: no output; `clusterddp status {run.quoted}` shows its state"
+            f"{run} has not started yet and has no output. See its state with: clusterddp status {run.quoted}"
         )
     return attempt
 
@@ -108,6 +108,6 @@ def started(run: RunDirectory, attempt: int | None) -> int:
 def check_not_deleted(run: RunDirectory, attempt: int) -> None:
     if not run.attempt_logs(attempt).exists():
         raise RunDirectoryError(
-            f"the logs of attempt {attempt} of {run} were deleted: a run keeps those of its first and its newest "
-            "attempts, as many as the key keep_logs says"
+            f"the logs of attempt {attempt} of {run} were deleted. A run keeps those of its first attempt, and of as "
+            "many of its newest attempts as the key keep_logs sets"
         )

@@ -41,7 +41,7 @@ class Content:
     hydra_output: Path | None = None
     """The output folder of a member of a Hydra multirun."""
     code: Code | None = None
-    """None: what the run has of its code is left as it is."""
+    """None: keep the code that the run has."""
 
 
 ONLY_JOB = Content()
@@ -50,9 +50,9 @@ ONLY_JOB = Content()
 def present_code(job: Job, run_dir: str | None, source: Path | None = None, *, batch: bool = False) -> Code | None:
     """The code for a run that is submitted now: a snapshot of the job's repository, or the repository as it is.
 
-    The repository is listed at once, before anything is written, and its size checked. A ``batch`` job waits, and is
-    requeued: it gets a snapshot unless told otherwise. ``source``: the file of a launched function. None for a function
-    that continues without being launched again: it is pickled in the run, and keeps its code.
+    Lists the repository and checks its size before anything is written. A ``batch`` job waits and may be requeued, so
+    it gets a snapshot by default. ``source``: the file of a launched function. Returns None for a function that
+    continues without being launched again: it is pickled in the run and keeps its code.
     """
     if job.module == FUNCTION and source is None:
         return None
@@ -72,32 +72,32 @@ def choose_run_directory(run_dir: str | None, job: Job) -> RunDirectory:
 def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:
     """The run directory, and whether this process has just created it.
 
-    RunDirectoryError, and nothing is changed, if another user has put something there.
+    Raises RunDirectoryError, without a change, if another user has put something there.
     """
     while True:
         run = choose_run_directory(run_dir, job)
         try:
-            make_folder(run.path, exist_ok=False, mode=0o700)  # nobody else may put anything there first
+            make_folder(run.path, exist_ok=False, mode=0o700)  # before another user can put something there
             return run, True
         except FileExistsError:
             check_place(run.path)
             if run_dir:
                 return run, False
         except OSError as error:
-            raise UsageError(f"cannot create {run} ({error.strerror}): choose another --run-dir") from error
+            raise UsageError(f"could not create {run}: {error.strerror}. Choose a different --run-dir") from error
 
 
 def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> None:
-    """Refuses a run that another job or process than ``me`` trains: a run has one job at a time."""
+    """Refuses a run that a job or process other than ``me`` trains. A run has one job at a time."""
     if held := held_by_other(run, me):
         if "cannot be reached from here" in held:
-            remedy = "if it has ended, continue the run with --take-over; if it is still training, it will then exit"
+            remedy = "If that has ended, continue the run with --take-over. If it is still training, it will then exit"
         else:
             remedy = (
-                f"follow it with `clusterddp resubmit {run.quoted}`, or save and stop it with "
+                f"Follow it with `clusterddp resubmit {run.quoted}`, or save and stop it with "
                 f"`clusterddp tell {run.quoted} stop` and submit it again"
             )
-        raise RunDirectoryError(f"{run} is {held}: {remedy}")
+        raise RunDirectoryError(f"{run} is {held}. {remedy}")
 
 
 def check_not_submitted(run: RunDirectory) -> None:
@@ -107,13 +107,13 @@ def check_not_submitted(run: RunDirectory) -> None:
 
 
 def _busy(run: RunDirectory, other: str) -> RunDirectoryError:
-    return RunDirectoryError(f"{other}; see the run with `clusterddp status {run.quoted}`")
+    return RunDirectoryError(f"{other}. See the run with: clusterddp status {run.quoted}")
 
 
 @contextmanager
 def alone(run: RunDirectory, created: bool) -> Iterator[None]:
-    """While this process submits the run or starts its loop, no other does. RunDirectoryError if another one is doing
-    so, or a job or process trains the run. ``created``: as for ``recorded``."""
+    """Keeps other processes from submitting the run or starting its loop. Raises RunDirectoryError if one is doing so,
+    or if a job or process trains the run. ``created``: as for ``recorded``."""
     check_own(run.path, closed=True)
     with ExitStack() as claims:
         try:
@@ -126,7 +126,7 @@ def alone(run: RunDirectory, created: bool) -> Iterator[None]:
             raise _busy(run, other)
         check_not_held(run)
         if run.outcome() is None and loop_here(run):
-            raise RunDirectoryError(f"{run} is held by a local run on this machine; stop it with Ctrl-C first")
+            raise RunDirectoryError(f"{run} is held by a local run on this machine. Stop it with Ctrl-C first")
         yield
 
 
@@ -134,9 +134,9 @@ def alone(run: RunDirectory, created: bool) -> Iterator[None]:
 def recorded(run: RunDirectory, job: Job, created: bool, content: Content = ONLY_JOB) -> Iterator[None]:
     """Records the job in the run directory, and restores the directory if Slurm refuses the job in the body.
 
-    ``created``: whether this process created the directory, and may remove it. The outcome of a run that
-    continues (failed, or completed and extended) is removed. After any other error in the body nothing is undone: the
-    job may exist.
+    ``created``: whether this process created the directory, and may remove it. The outcome of a run that continues
+    (failed, or completed and extended) is removed. After any other error in the body, the records stay, because the job
+    may exist.
     """
     files = (secrets_file(run.job_file), run.job_file, run.batch_script, run.outcome_file, run.code_file)
     before = {path: path.read_bytes() for path in files if path.exists()}
@@ -175,13 +175,13 @@ def _write(run: RunDirectory, content: Content) -> None:
 
 
 def write_code(run: RunDirectory, code: Code | None) -> None:
-    """Makes the run use the code, if there is any to write, and tells the user what has changed."""
+    """Makes the run use the code, if there is any to write, and prints what has changed."""
     if code is not None and (text := code_snapshot.use(run, code)):
         show(text)
 
 
 def _undo(run: RunDirectory, created: bool, before: Mapping[Path, bytes], files: Iterable[Path]) -> None:
-    """Restores the files of a run directory, or removes a directory that was created: no run has started in it."""
+    """Restores the files of a run directory, or removes a new directory, in which no run has started."""
     if created:
         shutil.rmtree(run.path)
         return

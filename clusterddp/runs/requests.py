@@ -1,6 +1,6 @@
-"""Sends a request to the supervisor that trains a run, and takes its answer, or says why there is none.
+"""Sends a request to the supervisor that trains a run, and returns its answer or raises why there is none.
 
-The connection goes to the supervisor's node; where the login node cannot reach it, a job step sends the request from
+The connection goes to the supervisor's node. If the login node cannot reach it, a job step sends the request from
 that node.
 """
 
@@ -37,8 +37,8 @@ START_S, END_S = 10.0, 60.0
 def request(run: RunDirectory, kind: str, **values: Any) -> tuple[int, dict[str, Any]]:
     """The number of the attempt that trains the run, and its supervisor's last answer to a request.
 
-    Shows what the supervisor says meanwhile. The answer is empty if the supervisor exited without one. Raises
-    RunDirectoryError if nothing trains the run, or the supervisor refuses.
+    Shows the supervisor's messages meanwhile. The answer is empty if the supervisor exited without one. Raises
+    RunDirectoryError if no process or job trains the run, or if the supervisor refuses.
     """
     check_trains(run, kind)
     attempt, address = find_address(run)
@@ -58,16 +58,16 @@ def check_trains(run: RunDirectory, kind: str) -> None:
     """
     if outcome := run.outcome():
         options = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
-        how = f"; continue with: clusterddp submit {options} {run.quoted}" if outcome["state"] == "failed" else ""
+        how = f". Continue with: clusterddp submit {options} {run.quoted}" if outcome["state"] == "failed" else ""
         raise RunDirectoryError(f"{over_already(run, outcome)}, so it is not running{how}")
     if job := waiting_job(run):
         may_start = kind == "stop" and job.reason != "JobHeldUser"
-        hold = f"; `scontrol hold {job.job_id}` keeps it from starting" if may_start else ""
-        raise RunDirectoryError(f"{run} waits in the queue (job {job.job_id}, {job.reason}): it has no ranks{hold}")
+        hold = f". To keep it from starting, use: scontrol hold {job.job_id}" if may_start else ""
+        raise RunDirectoryError(f"{run} waits in the queue (job {job.job_id}, {job.reason}) and has no ranks yet{hold}")
     for entry in lease.holders(run):
         if not lease.reachable(entry):
             where = f"on {entry['host']}" if entry["kind"] == "local" else f"on cluster {entry.get('cluster')}"
-            raise RunDirectoryError(f"{run} is {lease.held_by_other(run)}: give this command {where}")
+            raise RunDirectoryError(f"{run} is {lease.held_by_other(run)}. Run this command {where}")
     deadline = time.monotonic() + START_S
     try:
         while (held := lease.held_by_other(run)) is None and lease.local_loop_alive(run):  # between two attempts
@@ -75,14 +75,14 @@ def check_trains(run: RunDirectory, kind: str) -> None:
                 break
             time.sleep(LOOK_S)
     except SlurmError as error:
-        show(f"{error}; asking the supervisor nevertheless")
+        show(f"{error}. Asking the supervisor anyway")
         return
     if held is None:
         raise RunDirectoryError(f"{run} is not running: {state_of(run)[1]}")
 
 
 def waiting_job(run: RunDirectory) -> JobInfo | None:
-    """The run's pending job; None if there is none, or its state is unknown.
+    """The run's pending job, or None if there is none, or its state is unknown.
 
     If the job is being requeued, waits until Slurm has finished its batch step and epilog.
     """
@@ -94,7 +94,7 @@ def waiting_job(run: RunDirectory) -> JobInfo | None:
         if not is_requeued(run) or time.monotonic() > deadline:
             return None
         if not said:
-            show(f"{run.path.name}: job {job.job_id} is being requeued ({job.state}); waiting until it is in the queue")
+            show(f"{run.path.name}: job {job.job_id} is being requeued ({job.state}). Waiting until it is in the queue")
             said = True
         time.sleep(ASK_S)
 
@@ -120,14 +120,14 @@ def is_requeued(run: RunDirectory) -> bool:
 
 
 def find_address(run: RunDirectory) -> tuple[int, Address]:
-    """The newest attempt, and where its supervisor takes requests. Waits for an attempt that is just starting."""
+    """The newest attempt and the address of its supervisor. Waits for an attempt that is just starting."""
     deadline = time.monotonic() + START_S
     while True:
         newest = run.newest_attempt()
         if newest is not None and (address := read_address(run, newest)):
             return newest, address
         if time.monotonic() > deadline:
-            raise RunDirectoryError(f"{run}: its job has started, but not its supervisor; try again in a minute")
+            raise RunDirectoryError(f"{run}: the job has started, but its supervisor has not. Try again in a minute")
         time.sleep(LOOK_S)
 
 
@@ -143,7 +143,7 @@ def backwards(run: RunDirectory, attempt: int) -> Iterator[dict[str, Any]]:
 def _answers(
     run: RunDirectory, attempt: int, address: Address, kind: str, values: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The supervisor's answers; from within the job if it cannot be reached directly."""
+    """The supervisor's answers, through a job step if it cannot be reached directly."""
     said = False
     try:
         for answer in ask(address, _reachable_name(address), kind, values):
@@ -154,7 +154,7 @@ def _answers(
             return
         if address.job is None:
             where = f"{address.host}, port {address.port}"
-            raise RunDirectoryError(f"{run}: its supervisor does not answer ({where}: {error})") from error
+            raise RunDirectoryError(f"{run}: the supervisor does not answer at {where}: {error}. Try again") from error
         yield from _through_a_step(run, attempt, address, [kind, json.dumps(values)], error)
 
 
@@ -181,7 +181,7 @@ def _through_a_step(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C ends the step, which does not ask twice
+        start_new_session=True,  # Ctrl-C ends the step
     ) as step:
         assert step.stdout is not None and step.stderr is not None
         try:
@@ -195,13 +195,13 @@ def _through_a_step(
     if not said:
         why = problem[-1] if problem else f"srun ended with exit code {step.returncode}"
         raise RunDirectoryError(
-            f"{run}: its supervisor cannot be reached on {address.host}, port {address.port} ({direct}), nor from a "
-            f"step of job {address.job}: {why}"
+            f"{run}: the supervisor is unreachable on {address.host}, port {address.port} ({direct}), and from a "
+            f"step of job {address.job} ({why}). Try again, or see clusterddp status {run.quoted}"
         )
 
 
 def step_command(address: Address, python: str | None) -> list[str]:
-    """srun's command line for a step beside the ranks, on the supervisor's node, that takes nothing from them.
+    """srun's command line for a step on the supervisor's node that takes no resources from the ranks.
 
     ``python``: the interpreter of the job definition, if it names one.
     """
@@ -222,6 +222,6 @@ def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
                 return event
         time.sleep(LOOK_S)
     raise RunDirectoryError(
-        f"{run}: all ranks have exited, and attempt {attempt} has not ended yet: the supervisor waits for Slurm, or "
-        f"was killed; see its state with: clusterddp status {run.quoted}"
+        f"{run}: all ranks have exited, but attempt {attempt} has not ended. Its supervisor waits for Slurm, or was "
+        f"killed. See its state with: clusterddp status {run.quoted}"
     )

@@ -1,8 +1,8 @@
 """``clusterddp resubmit`` and ``submit --wait``: do from a login node what a run's own job cannot.
 
-After a requeue Slurm holds the job, by default for two minutes; its owner may lift the hold. A run is resubmitted if
+After a requeue, Slurm holds the job, by default for two minutes. Its owner may lift the hold. A run is resubmitted if
 its job ended without continuing it: its first node died and the job could not be requeued, scontrol is missing on the
-nodes, or Slurm refused its next job. For a local run it only waits. ``status`` does none of this.
+nodes, or Slurm refused its next job. For a local run, the command only waits.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from clusterddp.supervisor.lease import holders, reachable, submitted, submittin
 from clusterddp.supervisor.limits import held
 
 LOOK_S = 0.2
-#: For how long a shared disk may hide a new file (NFS: acdirmax is 60 s), with some reserve.
+#: Seconds for which a shared disk may hide a new file (NFS: acdirmax is 60 s), with some reserve.
 HIDDEN_S = 90.0
-#: States of jobs that ended by no fault or request of the user.
+#: States of jobs that ended neither by the user's request nor by a failure of the script.
 _INVOLUNTARY_ENDS = frozenset(("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "TIMEOUT"))
 #: Seconds in its hold after which a requeued job may start. slurmd refuses a credential that is not newer than the
 #: second in which it revoked the previous one: a job released within that second was FAILED for good, "Job credential
@@ -51,10 +51,10 @@ class Hold:
         self._since = 0.0
 
     def lift_when_safe(self, job: JobInfo) -> bool:
-        """Lifts the hold if the job has been in it for long enough; returns whether it did."""
+        """Lifts the hold if the job has been in it for long enough. Returns whether it did."""
         if job.state != "PENDING" or job.reason != "BeginTime" or not job.restarts:
             return False
-        if (job.job_id, job.restarts) != self._of:  # each requeue starts another hold, also of another job of the run
+        if (job.job_id, job.restarts) != self._of:  # each requeue starts a new hold, and the run may have a new job
             self._of, self._since = (job.job_id, job.restarts), time.monotonic()
         if time.monotonic() - self._since < SETTLE_S:
             return False
@@ -63,22 +63,22 @@ class Hold:
 
 
 class Resubmitter:
-    """Waits for one run and helps it on."""
+    """Waits for one run, lifts its holds and resubmits it."""
 
     def __init__(self, run: RunDirectory, job: Job) -> None:
         self._run, self._job = run, job
         self._hold = Hold()
         self._pace, self._activity = Pace(), Activity(run)
         self._words = ""
-        #: Since when the run seems to be over, and has no outcome.
+        #: The time since which the run seems to be over, without an outcome.
         self._hidden_since: float | None = None
-        #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if that is doubtful.
+        #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if it is not confirmed.
         self.result: int | None = None
 
     def look(self) -> bool:
-        """Checks the outcome and, less often, the job; returns whether the run is over.
+        """Checks the outcome and, less often, the job. Returns whether the run is over.
 
-        A disk that does not answer is asked again, as the run may need this process all the more afterwards.
+        Retries after a disk error, because the run may need this process afterwards.
         """
         try:
             return self._look()
@@ -100,25 +100,23 @@ class Resubmitter:
         return self.result is not None
 
     def give_up(self, why: str) -> None:
-        """Waits no longer, for this reason."""
+        """Stops waiting, for this reason."""
         self.result = FAILED
         self._say(f"no longer waiting for this run: {why}")
 
     def leave(self) -> None:
-        """Says, if the run is not over, that it continues without this process."""
+        """Tells the user that a run that is not over continues without this process."""
         if self.result is None:
-            self._say(
-                f"no longer waiting. The run continues. Wait for it again with: clusterddp resubmit {self._run.quoted}"
-            )
+            self._say(f"no longer waiting. The run continues. Wait again with: clusterddp resubmit {self._run.quoted}")
 
     def _help(self) -> float:
-        """Does what the run needs; returns the longest pause until the controller is asked again."""
-        if held(self._run.events()):  # the user has stopped the run: its job does nothing more for it
+        """Does what the run needs. Returns the longest pause until the next query of the controller."""
+        if held(self._run.events()):  # the user has stopped the run, and its job does not continue it
             return self._look_on()
         if not (claims := self._claims()):
             return self._help_released()
         jobs = []
-        for entry in claims:  # each of them: an unknown job may have started before a resubmission
+        for entry in claims:  # all of them, as an unknown job may have started before a resubmission
             jobs.append(job := slurm.show_job(entry["job"]))
             if job is not None and job.live:
                 return self._help_live(job)
@@ -126,7 +124,7 @@ class Resubmitter:
         if self._run.outcome() is not None:  # it ended between the two queries
             return SOON_S
         if self._waits_for_outcome(job):
-            return self._say(f"job {newest} ended: waiting until its outcome can be seen from here")
+            return self._say(f"job {newest} ended. Waiting until its outcome is visible here")
         ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without an outcome"
         if self._should_continue(job):
             return self._resubmit(ended, claims)
@@ -134,10 +132,10 @@ class Resubmitter:
         if early := early_end(self._run, claims[0], job.state if job else None):
             show("\n".join(early.lines))
             ended = early.reason
-        return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run.quoted}")
+        return self._say(f"{ended}. Continue with: clusterddp submit --run-dir {self._run.quoted}")
 
     def _waits_for_outcome(self, job: JobInfo | None) -> bool:
-        """Whether the run may be over, and a shared disk does not show it yet."""
+        """Whether the run may be over, without a shared disk showing it yet."""
         if not self._run.may_be_over(job.state if job else None):
             self._hidden_since = None
             return False
@@ -157,17 +155,17 @@ class Resubmitter:
             return self._look_on()
         job = slurm.show_job(entry["job"])
         if job is not None and job.live:
-            return self._say(f"job {job.job_id}: waiting for the run's next job")
+            return self._say(f"waiting for the run's next job after job {job.job_id}")
         ended = any(event["event"] in ATTEMPT_ENDS for event in self._run.events() if event["attempt"] == newest)
         if job is None or ended or not self._should_continue(job):
             return self._look_on()
-        return self._resubmit(f"job {job.job_id} ended ({job.state}) before it had submitted the next one", [])
+        return self._resubmit(f"job {job.job_id} ended ({job.state}) before it submitted the next one", [])
 
     def _look_on(self) -> float:
         """Handles a run that needs no help: it trains as local processes, or is stopped."""
         state, words = state_of(self._run)
         if state in ("pending", "held", "running", "unknown"):
-            return self._say(f"{words}: waiting for the run to end")
+            return self._say(f"{words}. Waiting for the run to end")
         if self._run.outcome() is None:
             self.result = 1
             self._say(words)
@@ -181,12 +179,12 @@ class Resubmitter:
                 QUIET_S if job.state in ("RUNNING", "SUSPENDED") else IMMINENT_S,
             )
         if self._job.lift_hold and self._hold.lift_when_safe(job):
-            return self._say(f"job {job.job_id}: lifted Slurm's hold after the requeue")
+            return self._say(f"lifted Slurm's hold of job {job.job_id} after the requeue")
         held = self._job.lift_hold and job.restarts and job.reason == "BeginTime"
         return self._say(f"job {job.job_id}: PENDING ({job.reason})", SOON_S if held else QUIET_S)
 
     def _should_continue(self, job: JobInfo | None) -> bool:
-        """Whether to resubmit the run: never after a scancel or ``tell stop``; otherwise if preemption, the time limit
+        """Whether to resubmit the run: never after a scancel or ``tell stop``, otherwise if preemption, the time limit
         or a lost node ended its job, if a requeued job failed before its batch script ran, or if its supervisor could
         not continue it."""
         events = self._run.events()
@@ -202,13 +200,13 @@ class Resubmitter:
         check_run(self._run)
         with submitting(self._run) as other:
             if other:
-                return self._say(f"{ended}: {other}")
+                return self._say(f"{ended}. {other}")
             if self._claims() != claims:
                 return SOON_S
-            # Whoever submitted it may have been killed, or not have heard from Slurm, before it recorded the job.
+            # A process that submitted it may have been killed, or got no answer from Slurm, before it recorded the job.
             if job_id := jobs_by_script(ended=False).get(str(self._run.batch_script)):
                 submitted(self._run, job_id)
-                return self._say(f"{ended}: job {job_id} continues it, and was not recorded")
+                return self._say(f"{ended}. Job {job_id}, which was not recorded, continues the run")
             return self._submit(ended)
 
     def _submit(self, ended: str) -> float:
@@ -223,7 +221,7 @@ class Resubmitter:
         )
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
         submitted(self._run, new)
-        return self._say(f"{ended}: resubmitted as job {new}")
+        return self._say(f"{ended}. Resubmitted as job {new}")
 
     def _say(self, words: str, most_s: float = IMMINENT_S) -> float:
         if words != self._words:
@@ -244,7 +242,7 @@ def _is_stuck(events: Sequence[Mapping[str, Any]], started: Mapping[str, Any], j
 
 
 def _look(resubmitter: Resubmitter, alone: bool) -> None:
-    """A run whose records cannot be read, or that belongs to another user, does not end the waiting for the others."""
+    """Gives up a run whose records cannot be read, or that belongs to another user, and waits for the others."""
     try:
         resubmitter.look()
     except (ClusterddpError, OSError) as error:
@@ -254,7 +252,7 @@ def _look(resubmitter: Resubmitter, alone: bool) -> None:
 
 
 def _show(progress: Progress) -> None:
-    """What a disk does not show now, it shows at the next look."""
+    """Updates the progress. A disk error is retried at the next look."""
     try:
         progress.update()
     except OSError as error:

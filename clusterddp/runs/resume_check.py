@@ -1,4 +1,4 @@
-"""``submit --check-resume N``: runs the first N steps of a job without and with resumes, and compares them.
+"""``submit --check-resume N``: runs the first N steps of a job with and without resumes, and compares them.
 
 The runs have run directories of their own, in a folder that is deleted at the end.
 """
@@ -27,7 +27,7 @@ from clusterddp.runs.progress import Progress, Shown
 from clusterddp.runs.resume_verdict import LEAST_STEPS, choose_stops, epochs_of
 from clusterddp.runs.submission import record_local
 
-#: The events of its runs that the user wants to know of.
+#: The events of its runs to show to the user.
 _SHOWN = ("resumed", "diverged", "slow", "rank_failed", "hung")
 
 
@@ -39,22 +39,22 @@ class Trials(Protocol):
     """How a script is run."""
 
     def run(self, name: str, untils: Sequence[int], output: bool = False) -> Trial:
-        """Runs it from the beginning, up to each of ``untils`` steps in a fresh process; returns what was recorded."""
+        """Runs it from the beginning, up to each of ``untils`` steps in a fresh process. Returns what was recorded."""
 
     def inexact(self, name: str) -> list[str]:
-        """Why the resumes of a trial are not exact, as it says itself."""
+        """Why the resumes of a trial are not exact, according to its events."""
 
 
 class _Interruptions(LocalRun):
-    """A local run whose attempts stop where they are told."""
+    """A local run whose attempts stop after given steps."""
 
     def interrupted(self) -> None:
-        """On Ctrl-C: nothing of this run is worth saving."""
+        """Handles Ctrl-C without saving, because the run is temporary."""
         self.interrupts += 1
         self._kill()
 
     def make(self, recording: Recording, progress: Progress) -> bool:
-        """Makes an attempt; whether the run is not over. Raises as ``LocalTrials.run`` does."""
+        """Makes an attempt. Returns whether the run is not over. Raises as ``LocalTrials.run`` does."""
         self.environment = {CHECK_RESUME: str(recording)}
         code = self._attempt(progress)
         if self.interrupts:
@@ -69,19 +69,19 @@ class _Interruptions(LocalRun):
         if outcome is None or outcome["state"] != "completed":
             reason = outcome["reason"] if outcome else f"its supervisor ended with exit code {code}"
             raise ClusterddpError(
-                f"the script failed, so that its resume cannot be checked: {reason}; start it without "
-                "--check-resume to keep its logs"
+                f"the script failed, so its resume could not be checked: {reason}. To keep its logs, start it without "
+                "--check-resume"
             )
         return False
 
 
 def _unfinished(why: str) -> str:
     """The message about a check without a result."""
-    return f"the check did not finish, and nothing was found out: {why}; start it again"
+    return f"the check did not finish and has no result: {why}. Start it again"
 
 
 def stopped_by_others(run: RunDirectory) -> str:
-    """Why the newest attempt has stopped, if the check did not want it to; else ''."""
+    """Why the newest attempt has stopped, if the check did not want it to, else ''."""
     own = [event for event in run.events() if event["attempt"] == run.newest_attempt()]
     if any(event["event"] == "stopping" and event.get("reason") == WHY for event in own):
         return ""
@@ -119,7 +119,7 @@ class LocalTrials:
 
 
 def check_resume(job: Job, steps: int) -> int:
-    """Runs the check as processes of this machine; returns the exit code. Nothing is left of it.
+    """Runs the check as processes on this machine and deletes its files. Returns the exit code.
 
     Raises ResumeDiffers, with the first difference, ClusterddpError when the script fails or makes too few steps.
     """
@@ -127,7 +127,7 @@ def check_resume(job: Job, steps: int) -> int:
         try:
             check = compare(LocalTrials(folder, without_side_effects(job)), steps)
         except Interrupted:
-            say("interrupted: nothing was found out")
+            say("interrupted, no result")
             return INTERRUPTED
     if check.differs:
         raise resume_verdict.failure(check)
@@ -136,38 +136,38 @@ def check_resume(job: Job, steps: int) -> int:
 
 
 def compare(trials: Trials, steps: int) -> resume_verdict.Check:
-    """Runs a script as often as it takes. Raises ClusterddpError when it makes too few steps."""
-    show(f"resume check: {counted(steps, 'step')} without a resume")
+    """Runs a script as often as needed. Raises ClusterddpError when it makes too few steps."""
+    show(f"resume check: running {counted(steps, 'step')} without a resume")
     uninterrupted = trials.run("uninterrupted", [steps], output=True)
     epochs = epochs_of(uninterrupted)
     if not epochs:
         raise ClusterddpError(
-            "the check has recorded no step: expected a script with `run = ctx.run(...)` and a loop over run.steps() "
+            "the check has recorded no step. It needs a script with `run = ctx.run(...)` and a loop over run.steps() "
             "or run.epochs()"
         )
     if len(epochs) < LEAST_STEPS:
         raise ClusterddpError(
-            f"the script made {counted(len(epochs), 'step')}: expected at least {LEAST_STEPS}, for two resumes"
+            f"the script made {counted(len(epochs), 'step')}, but the check needs {LEAST_STEPS} for two resumes"
         )
     stops = choose_stops(epochs)
-    show(f"resume check: the same steps, interrupted after {resume_verdict.joined(stops)}")
+    show(f"resume check: running the same steps, interrupted after {resume_verdict.joined(stops)}")
     resumed = trials.run("resumed", [*stops, steps])
     check = resume_verdict.Check(uninterrupted, resumed, stops, inexact=trials.inexact("resumed"))
     if not check.differs:
         return check
-    show("resume check: there is a difference; once more without a resume, to see whether that is repeatable")
+    show("resume check: there is a difference. Running again without a resume, to see whether that is repeatable")
     return replace(check, again=trials.run("again", [steps]))
 
 
 def without_side_effects(job: Job) -> Job:
-    """The job without what would tell others of it, or end it early."""
+    """The job without notifications, and without conditions that end it early."""
     job = replace(job, tensorboard=False, wandb=None, mlflow=None)
     return replace(job, hook=(), profile=None, preflight=False, limits=Limits(), done=None)
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder beside the runs, which are where the ranks can write; deleted at the end."""
+    """A folder beside the runs, where the ranks can write. It is deleted at the end."""
     runs = runs_folder(os.environ).absolute()
     existed = runs.is_dir()
     runs.mkdir(parents=True, exist_ok=True)

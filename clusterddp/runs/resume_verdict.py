@@ -1,4 +1,4 @@
-"""Pure: where ``submit --check-resume`` interrupts a script, where two trials of it first differ, what that says."""
+"""Pure: where ``submit --check-resume`` interrupts a script, where two trials first differ, and what that means."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from clusterddp.errors import NotRepeatable, ResumeDiffers
 from clusterddp.reporter import counted
 from clusterddp.rundir.step_records import Digests, States, StepRecord, Trial
 
-#: Two stops that are not at the same step, and a step before and after.
+#: Two different stops, and a step before and after.
 LEAST_STEPS = 3
 
 
 def choose_stops(epochs: Sequence[int | None]) -> list[int]:
     """After how many steps to stop, given the epoch of each step of the uninterrupted run.
 
-    Two stops are in one epoch, so that the second resume continues what the first one has begun, and the end of that
-    epoch follows: in the second epoch if the steps reach its end, as what counts epochs starts at 0, too. Else in the
-    first, with a third stop in the second. Without an end of an epoch that has a step between two stops, at thirds of
-    the steps.
+    Two stops are in one epoch, whose end follows: the second resume then continues what the first one began. This is
+    the second epoch if the steps reach its end, because epoch counters start at 0, otherwise the first, with a third
+    stop in the second. Without such an end of an epoch, the stops are at thirds of the steps.
     """
     starts = [0, *ends_of_epochs(epochs)]
     complete = [(start, end) for start, end in pairwise(starts) if end - start >= LEAST_STEPS]
@@ -54,9 +53,9 @@ def enough_steps(epoch_steps: int) -> int:
 
 
 _Value = TypeVar("_Value")
-#: The most differences that are named as a possible cause.
+#: The maximum number of differences that are named as a possible cause.
 _MOST_CAUSES = 6
-#: What can differ in a step, in the order in which a step has it. ``others``: see ``States``.
+#: What can differ in a step, in the order in which it occurs there. ``others``: see ``States``.
 RESTORED, BATCH, LOGGED, STATE, STEPS, OTHERS = "restored", "batch", "logged", "state", "steps", "others"
 _ORDER = (RESTORED, BATCH, STEPS, LOGGED, STATE, OTHERS)
 ALL = frozenset(_ORDER) - {OTHERS}
@@ -86,7 +85,7 @@ class Difference:
 
 
 def first_difference(expected: Trial, found: Trial, kinds: frozenset[str] = ALL) -> Difference | None:
-    """Where ``found`` first differs from ``expected``; None: nowhere. ``kinds``: of which differences."""
+    """Where ``found`` first differs from ``expected``, or None. ``kinds``: the differences to consider."""
     differences = [
         difference
         for rank in sorted(expected.keys() | found.keys())
@@ -97,7 +96,7 @@ def first_difference(expected: Trial, found: Trial, kinds: frozenset[str] = ALL)
 
 
 def _of_rank(expected: Sequence[StepRecord], found: Sequence[StepRecord], rank: int) -> Iterator[Difference]:
-    """The differences of one rank's steps, a few at least: all that is in the first step that differs."""
+    """The differences of one rank's steps, including all of the first step that differs."""
     by_step = {record.step: record for record in expected}
     for record in found:
         if (same := by_step.get(record.step)) is None:
@@ -128,7 +127,7 @@ def _compared(step: int, kind: str, rank: int, was: Digests, now: Digests) -> It
 
 
 def differing(was: Digests, now: Digests) -> list[str]:
-    """The names whose values differ, or that only one of them has; in the order of ``was``."""
+    """The names whose values differ, or that only one of them has, in the order of ``was``."""
     return [name for name in {**was, **now} if was.get(name) != now.get(name)]
 
 
@@ -142,9 +141,9 @@ def _parts(states: States) -> dict[str, str]:
 
 
 def not_restored(expected: Trial, found: Trial) -> list[str]:
-    """The objects that ``ctx.run()`` did not get and that still differ after the last step: a resume loses them.
+    """The objects that ``ctx.run()`` did not get and that still differ after the last step. A resume loses them.
 
-    Those that the script makes afresh, such as an average over an epoch, are equal again after a while.
+    Those that the script recreates, such as an average over an epoch, become equal again.
     """
     names: dict[str, None] = {}
     for rank in expected.keys() & found.keys():
@@ -188,7 +187,7 @@ def unsteady(expected: Trial, again: Trial, difference: Difference) -> list[str]
 
 
 def _common(one: Mapping[str, _Value], other: Mapping[str, _Value]) -> dict[str, _Value]:
-    """What both have with the same value."""
+    """The entries that both have with the same value."""
     return {name: value for name, value in one.items() if other.get(name) == value}
 
 
@@ -212,7 +211,7 @@ def epochs_of(trial: Trial) -> list[int | None]:
 
 
 _COUNTS = {2: "two resumes", 3: "three resumes"}
-#: The most names of one kind that a sentence has.
+#: The maximum number of names of one kind in a sentence.
 _MOST_NAMES = 5
 
 
@@ -220,8 +219,8 @@ _MOST_NAMES = 5
 class Check:
     """The trials of a check.
 
-    ``uninterrupted`` and ``again``: without a resume; the second one is needed only if the resumed one differs.
-    ``stops``: after how many steps the resumed run was interrupted. ``inexact``: what that run itself says.
+    ``uninterrupted`` and ``again``: without a resume. The second one is needed only if the resumed one differs.
+    ``stops``: after how many steps the resumed run was interrupted. ``inexact``: the reasons that the run itself gave.
     """
 
     uninterrupted: Trial
@@ -232,7 +231,7 @@ class Check:
 
     @property
     def differs(self) -> bool:
-        """Whether the resumed run is another one."""
+        """Whether the resumed run differs."""
         return self.difference is not None or bool(self.lost)
 
     @property
@@ -247,19 +246,19 @@ class Check:
 
 
 def success(check: Check) -> str:
-    """What is known of a run whose resumes make no difference."""
+    """The message for a run whose resumes make no difference."""
     epochs = epochs_of(check.uninterrupted)
     steps, resumes = counted(len(epochs), "step"), _COUNTS[len(check.stops)]
     parts, values = parts_of(check.uninterrupted)
-    logged = _listed(values) if values else "no values, as the script logs none"
-    compared = f"compared: batches, {logged}, the state of {_listed(parts)}"
+    logged = _listed(values) if values else "no logged values"
+    compared = f"Compared batches, {logged} and the state of {_listed(parts)}"
     ranks = counted(len(check.uninterrupted), "rank")
     stops = f"(after {joined(check.stops)} steps)"
     ends = crossed(epochs, check.stops)
     if ends:
         across = "across an epoch's end" if ends == 1 else f"across the ends of {ends} epochs"
-        return f"no difference in {steps}, {across} and {resumes} {stops}; {compared}, on {ranks}"
-    return f"no difference in {steps} and {resumes} {stops}; {compared}, on {ranks}{_without_end(check, epochs)}"
+        return f"no difference in {steps}, {across} and {resumes} {stops}. {compared}, on {ranks}"
+    return f"no difference in {steps} and {resumes} {stops}. {compared}, on {ranks}{_without_end(check, epochs)}"
 
 
 def joined(stops: Sequence[int]) -> str:
@@ -268,16 +267,16 @@ def joined(stops: Sequence[int]) -> str:
 
 
 def _without_end(check: Check, epochs: Sequence[int | None]) -> str:
-    """What was not tried, as no epoch has ended after a resume."""
+    """A sentence if no epoch ended after a resume."""
     if all(epoch is None for epoch in epochs):
         return ""
     length = next(iter(check.uninterrupted.values()))[0].epoch_steps
     if length is None:
         ends = ends_of_epochs(epochs)
-        return "; no epoch's end was crossed after a resume" + ("" if ends else ", as no epoch ended")
+        return ". No epoch ended after a resume" if ends else ". No epoch ended"
     return (
-        f"; no epoch's end was crossed, as an epoch has {counted(length, 'step')}: "
-        f"--check-resume {enough_steps(length)} crosses it"
+        f". No epoch ended, because an epoch has {counted(length, 'step')}. To cross its end, use "
+        f"--check-resume {enough_steps(length)}"
     )
 
 
@@ -291,7 +290,7 @@ def failure(check: Check) -> ResumeDiffers:
     if difference is None:
         if not lost:  # they differ without a resume, too
             return NotRepeatable(_unsteady_objects(check.lost))
-        return ResumeDiffers(f"{_lost(lost)}; batches, logged values and parts were the same in all steps")
+        return ResumeDiffers(f"{_lost(lost)}. Batches, logged values and parts were the same in all steps")
     also = causes(check.uninterrupted, check.again, check.resumed, difference)
     return ResumeDiffers(_differs(check, difference, lost, also))
 
@@ -299,19 +298,19 @@ def failure(check: Check) -> ResumeDiffers:
 def _differs(check: Check, difference: Difference, lost: Sequence[str], causes: Sequence[str]) -> str:
     resume = max((stop for stop in check.stops if stop <= difference.step), default=0)
     nth = ["first", "second", "third"][check.stops.index(resume)] if resume in check.stops else "first"
-    text = f"the resumed run differs: after the {nth} resume, from step {resume}, {_words(difference)}"
+    text = f"the resumed run differs after the {nth} resume, from step {resume}: {_words(difference)}"
     if difference.kind in (LOGGED, STATE):
-        text += "; its batch is the same, and so was all state of the parts when the step began"
+        text += ". The batch is the same, and so was the state of all parts when the step began"
     if lost:
-        text += f"; {_lost(lost)}"
+        text += f". Also, {_lost(lost)}"
     elif causes:
-        text += f"; also different when this attempt began: {_listed(causes)}"
+        text += f". When this attempt began, these also differed: {_listed(causes)}"
     elif difference.kind in (LOGGED, STATE):
-        text += "; it depends on something that ctx.run() did not get, such as a generator, a counter or a part"
+        text += ". It depends on something that ctx.run() did not get, such as a generator, a counter or a part"
     elif difference.kind == BATCH:
-        text += "; the loader, its dataset or its sampler has a state that its state_dict() does not restore"
+        text += ". The loader, its dataset or its sampler has a state that its state_dict() does not restore"
     if check.inexact:
-        text += f"; the run itself says: not bit-exact: {'; '.join(check.inexact)}"
+        text += f". The run reported that it is not bit-exact: {', '.join(check.inexact)}"
     return text
 
 
@@ -322,16 +321,16 @@ def _words(difference: Difference) -> str:
     if difference.kind == BATCH:
         what = "" if difference.names == ("",) else f" in {names}"
         same = difference.batch_of
-        return f"the batch {where} is another one{what}" + (
-            f": the batch of step {same}" if same is not None and same != difference.step else ""
+        return f"the batch {where} is different{what}" + (
+            f" (it is the batch of step {same})" if same is not None and same != difference.step else ""
         )
     if difference.kind == RESTORED:
-        return f"the state is not restored: {names}{values} before step {difference.step} on rank {difference.rank}"
+        return f"the state of {names}{values} was not restored before step {difference.step} on rank {difference.rank}"
     if difference.kind == LOGGED:
         return f"the logged {names} {where} differs{values}"
     if difference.kind == STATE:
-        return f"the state after step {difference.step} on rank {difference.rank} differs: {names}{values}"
-    return f"rank {difference.rank} makes another number of steps: only one of the two runs has step {difference.step}"
+        return f"the state of {names}{values} differs after step {difference.step} on rank {difference.rank}"
+    return f"rank {difference.rank} makes a different number of steps. Only one of the runs has step {difference.step}"
 
 
 def _shown(difference: Difference) -> bool:
@@ -342,29 +341,29 @@ def _lost(names: Sequence[str]) -> str:
     example = next((name for name in names if name.isidentifier()), None)
     how = f", as in ctx.run({example}={example}, ...)" if example else ""
     return (
-        f"the state of {_listed(names)}, which ctx.run() did not get, is lost in a resume: pass "
+        f"a resume loses the state of {_listed(names)}, which ctx.run() did not get. Pass "
         f"{'it' if len(names) == 1 else 'them'} to ctx.run(){how}"
     )
 
 
 def _not_repeatable(check: Check, difference: Difference) -> str:
-    text = f"the uninterrupted run itself is not repeatable: when it runs again, {_words(difference)}"
+    text = f"the run is not repeatable even without a resume. When it ran again, {_words(difference)}"
     if names := unsteady(check.uninterrupted, check.again, difference):
-        text += f"; also different in its first step: {_listed(names)}"
+        text += f". In its first step, these also differed: {_listed(names)}"
     text += (
-        "; look for a random generator without a seed, the time, the order of a set or of files, and on GPUs for "
+        ". Look for a random generator without a seed, the time, the order of a set or of files, and on GPUs for "
         "kernels that are not deterministic"
     )
     batches = first_difference(check.uninterrupted, check.resumed, frozenset({BATCH}))
     if difference.kind != BATCH and batches is None:
-        text += "; the batches of the resumed run were the same in all steps"
+        text += ". The batches of the resumed run were the same in all steps"
     return text
 
 
 def _unsteady_objects(names: Sequence[str]) -> str:
     return (
-        f"the uninterrupted run itself is not repeatable: {_listed(names)}, which ctx.run() did not get, has another "
-        "state when it runs again; batches, logged values and parts were the same in all steps"
+        f"the run is not repeatable even without a resume. When it ran again, {_listed(names)}, which ctx.run() did "
+        "not get, had a different state. Batches, logged values and parts were the same in all steps"
     )
 
 

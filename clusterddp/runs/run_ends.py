@@ -1,4 +1,4 @@
-"""``clusterddp wait``: waits until runs are over, and tells by its exit code how they ended. It changes nothing."""
+"""``clusterddp wait``: waits until runs are over, and reports the outcome as the exit code. It does not touch them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from clusterddp.slurm.run_states import RunState, run_states
 #: Seconds between two looks at the runs' files.
 LOOK_S = 1.0
 #: Seconds for which a run without an outcome must be stopped, or unknown, to have ended. A job may be submitted, or an
-#: outcome be written, between a look at the files and the controller's answer; and the controller may be restarting.
+#: outcome be written, between a look at the files and the controller's answer, and the controller may be restarting.
 SETTLE_S, UNKNOWN_S = 3.0, 300.0
-#: For how long a shared disk may hide an outcome (NFS: acdirmax is 60 s), with some reserve.
+#: Seconds for which a shared disk may hide an outcome (NFS: acdirmax is 60 s), with some reserve.
 HIDDEN_S = 90.0
 _CONTINUES = ("pending", "held", "running")
 
@@ -32,14 +32,14 @@ class _Wait:
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
         self.activity = Activity(run)
-        #: How it ended: completed, or a key of WAITED; None until then.
+        #: How it ended: completed, or a key of WAITED. None until then.
         self.end: str | None = None
-        #: The word of its state if that may be an end, and since when.
+        #: Its state if that may be an end, and the time since then.
         self._doubt: tuple[str, float] | None = None
 
     @property
     def about_to_end(self) -> bool:
-        """Whether the next answer of the controller may end the wait."""
+        """Whether the controller's next answer may end the wait."""
         return self.end is None and self._doubt is not None and self._doubt[0] != "unknown"
 
     @property
@@ -53,7 +53,7 @@ class _Wait:
 
     def look(self) -> None:
         """Reads the run's outcome."""
-        with suppress(RunDirectoryError, OSError):  # its state is unknown then
+        with suppress(RunDirectoryError, OSError):  # then its state is unknown
             if (outcome := self.run.outcome()) is not None:
                 self._ended("unconfirmed" if is_unconfirmed(outcome) else outcome["state"], how_it_ended(outcome))
 
@@ -72,7 +72,7 @@ class _Wait:
             self._ended(word, f"{word}: {reason}")
 
     def _settle_s(self, state: RunState) -> float:
-        """For how long the run must be in this state to have ended."""
+        """Seconds for which the run must be in this state to have ended."""
         if state.word == "unknown":
             return UNKNOWN_S
         with suppress(RunDirectoryError, OSError):
@@ -86,7 +86,7 @@ class _Wait:
 
 
 def wait(runs: Sequence[RunDirectory], timeout_s: float | None, for_any: bool) -> int:
-    """Waits until all runs, or any of them, are over or stopped; returns the exit code."""
+    """Waits until all runs, or any of them, are over or stopped. Returns the exit code."""
     waits = [_Wait(run) for run in runs]
     enough = 1 if for_any else len(waits)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -103,7 +103,7 @@ def wait(runs: Sequence[RunDirectory], timeout_s: float | None, for_any: bool) -
             return _exit_code({one.end for one in waits})
         if deadline is not None and time.monotonic() >= deadline:
             names = ", ".join([*(one.run.path.name for one in left[:5]), *(["..."] if len(left) > 5 else [])])
-            show(f"timed out: {len(left)} of {len(waits)} runs have not ended: {names}")
+            show(f"timed out: {len(left)} of {len(waits)} runs have not ended ({names})")
             return TIMED_OUT
         time.sleep(LOOK_S)
 

@@ -19,9 +19,9 @@ from clusterddp.rundir.summary import Summary
 from clusterddp.rundir.timing import read_timings
 from clusterddp.slurm.run_states import RunState
 
-#: The version of the schema. A new key does not change it; another meaning of a key, or one that is removed, does.
+#: The version of the schema. It changes when a key is removed or changes its meaning, not with a new key.
 SCHEMA = 1
-#: Without a step for so many seconds, and for as long as so many steps took, a run has no time left that can be told.
+#: A run without a step for this many seconds, and for the time of this many steps, has no estimate of its time left.
 _STALLED_S, _STALLED_STEPS = 60.0, 10
 
 
@@ -58,13 +58,13 @@ def report(summary: Summary, state: RunState) -> dict[str, Any]:
 def booked(
     summary: Summary, state: RunState, events: Sequence[Mapping[str, Any]], now: float
 ) -> tuple[Booking, Spent | None]:
-    """Where the run's time went, and the ratios of that."""
+    """Where the run's time went, with ratios."""
     booking = book_run(summary, state, events, now, _waits(summary.run))
     return booking, spent(booking, events)
 
 
 def _waits(run: RunDirectory) -> tuple[Wait, ...]:
-    """For how long ranks waited for stragglers; computed again only when there is more to read."""
+    """Seconds that ranks waited for stragglers. Cached until there is more to read."""
     try:
         return _waits_of(run.path, run.timing_file.stat().st_size)
     except OSError:  # not timed, or another user's
@@ -77,14 +77,14 @@ def _waits_of(run: Path, _size: int) -> tuple[Wait, ...]:
 
 
 def left_s(summary: Summary, state: RunState) -> float | None:
-    """Seconds of training that are left; None unless the run is being trained, and makes steps."""
+    """Seconds of training left. None unless the run is training and makes steps."""
     return summary.left_s if state.word == "running" and stalled_s(summary, state) is None else None
 
 
 def stalled_s(summary: Summary, state: RunState) -> float | None:
-    """For how long a run that is being trained has made no step, if that is longer than usual.
+    """Seconds for which a training run has made no step, if that is longer than usual.
 
-    It may hang, start again, evaluate or save: its speed so far says nothing about when it ends.
+    It may hang, restart, evaluate or save, so its past speed does not predict its end.
     """
     at = summary.metrics.get("time")
     if at is None or state.word != "running" or not summary.seconds_per_step or not is_time(at):
@@ -94,7 +94,7 @@ def stalled_s(summary: Summary, state: RunState) -> float | None:
 
 
 def moment(seconds: float) -> str:
-    """``11-23 08:00:00``, in local time; of another year with the year."""
+    """``11-23 08:00:00``, in local time, with the year unless it is the current one."""
     at = time.localtime(seconds)
     return time.strftime("%m-%d %H:%M:%S" if at.tm_year == time.localtime().tm_year else "%Y-%m-%d %H:%M:%S", at)
 

@@ -10,18 +10,19 @@ from clusterddp.events import how_it_ended
 from clusterddp.failures import exclusion
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.report import gpus
 from clusterddp.report.booking import Booking
 from clusterddp.report.efficiency import Spent, advice
-from clusterddp.report.stragglers import Scores, scores
+from clusterddp.report.stragglers import scores
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved, summarize
-from clusterddp.rundir.timing import read_timings
+from clusterddp.rundir.timing import TimedInterval, read_timings
 from clusterddp.runs.run_report import booked, report
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState, run_states
 from clusterddp.supervisor.limits import attempts_made
 
-#: Seconds for which a controller that does not answer is asked again.
+#: Seconds for which to retry a controller that does not answer.
 PATIENCE_S = 20.0
 Event = Mapping[str, Any]
 
@@ -45,6 +46,7 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
     job, events, now = load_resolved(run.job_file), run.events(), time.time()
     summary, state = looked_at(run)
     booking, made = booked(summary, state, events, now)
+    intervals = intervals_of(run)
     return report(summary, state) | {
         "attempts": attempts_made(events),
         "job_name": job.name,
@@ -65,13 +67,14 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
             "idle_node_s": made.idle_node_s,
             "provisional": made.provisional,
         },
-        "advice": advice(job, booking, events),
-        "stragglers": (found := scores_of(run)) and found.as_json(),
+        "advice": advice(job, booking, events, intervals),
+        "stragglers": (found := scores(intervals)) and found.as_json(),
+        "gpus": gpus.newest(intervals),
     }
 
 
 def _cost(booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Any] | None:
-    """What version 1 of the schema has besides ``time``."""
+    """The keys that version 1 of the schema has besides ``time``."""
     if made is None or not attempts_made(events):
         return None
     first = next((one.begin for one in booking.intervals if one.attempt is not None), booking.intervals[-1].end)
@@ -95,7 +98,7 @@ def state_sentence(summary: Summary, state: RunState) -> str:
     if summary.outcome is not None:
         return how_it_ended(summary.outcome)
     if state.word == "failed":
-        return f"failed: {state.reason}; fix it, then continue with: clusterddp submit --run-dir {summary.run.quoted}"
+        return f"failed: {state.reason}. Fix it, then continue with: clusterddp submit --run-dir {summary.run.quoted}"
     if state.word in OVER:
         return state.reason
     if state.word == "unknown":
@@ -103,14 +106,15 @@ def state_sentence(summary: Summary, state: RunState) -> str:
     if state.word == "stopped":
         how = "--local --run-dir" if summary.run.loop_file.exists() else "--run-dir"
         ended = f" ({state.reason})" if state.reason else ""
-        return f"stopped{ended}; continue with: clusterddp submit {how} {summary.run.quoted}"
+        return f"stopped{ended}. Continue with: clusterddp submit {how} {summary.run.quoted}"
     if state.job is None:
         return state.reason
     return f"job {state.job_id} ({state.job.state}{f' on {state.nodes}' if state.nodes else ''})"
 
 
-def scores_of(run: RunDirectory) -> Scores | None:
+def intervals_of(run: RunDirectory) -> tuple[TimedInterval, ...]:
+    """The step times of a run."""
     try:
-        return scores(read_timings(run).intervals)
+        return read_timings(run).intervals
     except OSError:  # another user's
-        return None
+        return ()

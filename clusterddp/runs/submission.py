@@ -56,12 +56,12 @@ def describe(
 
 
 def with_hydra(job: Job) -> Job:
-    """The job with ``hydra: true`` where its program is seen to be a Hydra app."""
+    """The job, with ``hydra: true`` if its program is a Hydra app."""
     if job.hydra is None and _is_hydra_app(job):
         job = replace(job, hydra=True)
     if job.hydra and (multirun := {"-m", "--multirun"} & set(job.args)):
         raise UsageError(
-            f"{multirun.pop()}: every rank would run all members of this multirun. Use `clusterddp submit --sweep "
+            f"{multirun.pop()}: with this multirun, every rank would run all members. Use `clusterddp submit --sweep "
             f"lr=1,2`, or `python {job.script or f'-m {job.module}'} -m hydra/launcher=clusterddp lr=1,2`. To run all "
             "members in every rank, use --set hydra=false"
         )
@@ -76,8 +76,8 @@ def _is_hydra_app(job: Job) -> bool:
 def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | None = None) -> list[str] | None:
     """Checks that the job can start, or continue the run in ``run_dir``.
 
-    ``place``: ``--local`` or ``--here``; None for a Slurm job. Returns the differences from the recorded job, which are
-    to be recorded, or None when the run has completed and there is nothing to do.
+    ``place``: ``--local`` or ``--here``. None for a Slurm job. Returns the differences from the recorded job, to
+    be recorded, or None if the run has completed.
     """
     differences: list[str] = []
     if run_dir:
@@ -87,7 +87,7 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
         if run.exists() and completed(run, bool(differences)):
             return None
         if differences and not change:
-            show(f"{run} failed before its first step: recording the new arguments ({'; '.join(differences)})")
+            show(f"{run} failed before its first step. Recording the new arguments: {', '.join(differences)}")
     if not (run_dir and RunDirectory(run_dir).exists()):
         check_done(job)
     check_ranks(job, place)
@@ -108,7 +108,7 @@ def check_done(job: Job) -> None:
         return
     if folder := next(filter(os.path.isdir, glob.glob(pattern, recursive=True)), None):  # noqa: PTH207
         raise UsageError(
-            f"done: {folder} is a folder that exists already; name a file that the script writes once it has finished"
+            f"done: {folder} is an existing folder. Name a file that the script writes once it has finished"
         )
 
 
@@ -123,28 +123,28 @@ def check_folder(path: str) -> None:
     except OSError as error:
         raise UsageError(f"--run-dir {path[:200]}: {error.strerror}") from error
     if not Path(path).is_dir():
-        raise UsageError(f"--run-dir {path} is a file: expected a run directory, or a path for a new one")
+        raise UsageError(f"--run-dir {path} is a file. Expected a run directory, or a path for a new one")
 
 
 def check_continues(run: RunDirectory, job: Job, change: bool) -> list[str]:
-    """Checks that the job may start or continue the run; returns how it differs from the recorded one.
+    """Checks that the job may start or continue the run. Returns how it differs from the recorded one.
 
-    Differences are an error unless ``change`` is set or the run failed before its first step. What every step depends
-    on cannot change at all.
+    Differences are an error unless ``change`` is set or the run failed before its first step. Values on
+    which every step depends cannot change.
     """
     if not run.exists():
         check_not_submitted(run)
         if run.path.exists() and any(run.path.iterdir()):
-            raise RunDirectoryError(f"{run} is not empty and holds no run (no job.yaml): choose another --run-dir")
+            raise RunDirectoryError(f"{run} is not empty and holds no run (no job.yaml). Choose a different --run-dir")
         return []
     check_run(run)
     recorded = load_resolved(run.job_file)
     differences = list_differences(recorded, job)
     if differences and not change and not failed_before_first_step(run):
         raise RunDirectoryError(
-            f"{run} was started with other arguments: {'; '.join(differences)}. "
-            f"Use the recorded arguments (`clusterddp submit --run-dir {run.quoted}` alone does), add --change to "
-            "record the new ones, or choose another --run-dir"
+            f"{run} was started with other arguments: {', '.join(differences)}. To continue with the recorded "
+            f"arguments, use `clusterddp submit --run-dir {run.quoted}`. To record the new ones, add --change. For a "
+            "new run, choose a different --run-dir"
         )
     check_frozen(run, recorded, job)
     return differences
@@ -158,13 +158,13 @@ def check_frozen(run: RunDirectory, recorded: Job, job: Job) -> None:
     if changed and any(run.checkpoints.glob("step-*")):
         was, now = (", ".join(f"{key} {getattr(one, key)}" for key in changed) for one in (recorded, job))
         raise RunDirectoryError(
-            f"{run} has checkpoints made with {was} and cannot continue with {now}: use the recorded value, or start a "
-            "new run with another --run-dir"
+            f"{run} has checkpoints made with {was} and cannot continue with {now}. Use the recorded value, or start a "
+            "new run with a different --run-dir"
         )
 
 
 def failed_before_first_step(run: RunDirectory) -> bool:
-    """Whether a failed run has trained nothing: no step is recorded, and the script has written no file."""
+    """Whether a failed run has neither a recorded step nor a file that its script wrote."""
     outcome = run.outcome()
     if outcome is None or outcome["state"] != "failed" or outcome["step"] or run.last_metrics() is not None:
         return False
@@ -183,40 +183,40 @@ def completed(run: RunDirectory, changed: bool) -> bool:
         return False
     if outcome["state"] == "completed":
         show(
-            f"{run} has already completed{at_step(outcome['step'])}: nothing to do; for more steps, add --change and "
-            "the new number of steps"
+            f"{run} has already completed{at_step(outcome['step'])}. For more steps, add --change and the new "
+            "number of steps"
         )
         return True
     raise RunDirectoryError(
-        f"{run} was cancelled{at_step(outcome['step'])} and cannot continue: `clusterddp submit --fork {run.quoted}` "
-        "starts a new run from its newest checkpoint"
+        f"{run} was cancelled{at_step(outcome['step'])} and cannot continue. To start a new run from its newest "
+        f"checkpoint, use: clusterddp submit --fork {run.quoted}"
     )
 
 
 def check_ranks(job: Job, place: str | None) -> None:
-    """Refuses what ``--here`` and ``--local`` cannot have, and more ranks than this machine can start."""
+    """Refuses keys that ``--here`` and ``--local`` do not support, and too many ranks for this machine."""
     if place and job.min_nodes is not None:
         raise UsageError(
-            f"nodes {job.nodes_text} is a range for Slurm to choose from: with {place}, expected one number, "
-            f"such as --nodes {job.nodes} (add --change if the run has already started)"
+            f"nodes {job.nodes_text} is a range for Slurm to choose from. With {place}, give one number, such as "
+            f"--nodes {job.nodes} (add --change if the run has already started)"
         )
     cores = len(os.sched_getaffinity(0))
     most = max(64, 32 * cores)  # each rank is a Python process
     if place == "--local" and job.world_size > most:
         raise UsageError(
-            f"{job.world_size} ranks with --local on this machine's {counted(cores, 'core')}: expected at most {most}; "
-            "reduce --nodes or --gpus"
+            f"{job.world_size} ranks with --local on this machine's {counted(cores, 'core')}: expected at most {most}. "
+            "Reduce --nodes or --gpus"
         )
     needed, named = job.nodes * job.gpus_per_node, os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = len([gpu for gpu in (named or "").split(",") if gpu.strip()])
     if place == "--local" and job.device == "cuda" and named is not None and needed > listed:
         raise UsageError(
             f"{job.shape} with --local need {counted(needed, 'GPU')} of this machine, but CUDA_VISIBLE_DEVICES={named} "
-            f"lists {listed or 'none'}: unset or change it, reduce --nodes or --gpus, or use --device cpu"
+            f"lists {listed or 'none'}. Unset or change it, reduce --nodes or --gpus, or use --device cpu"
         )
     if place == "--here" and job.gpus_per_rank > 1:
         raise UsageError(
-            f"gpus_per_rank {job.gpus_per_rank} with --here: each task of the allocation is one rank. "
+            f"gpus_per_rank {job.gpus_per_rank} with --here, where each task of the allocation is one rank. "
             "Remove it (--set gpus_per_rank=1) and request more GPUs than tasks in the sbatch script"
         )
 
@@ -226,7 +226,7 @@ def record_local(
 ) -> RunDirectory:
     """Records a job that is to run on this machine, without Slurm.
 
-    ``told``: whether the user is told where. ``loop``: whether this process then starts its attempts.
+    ``told``: whether to print the run directory. ``loop``: whether this process then starts its attempts.
     """
     content = replace(content, code=present_code(job, run_dir, content.source))
     run, created = claim(run_dir, job)
@@ -236,12 +236,12 @@ def record_local(
         if loop:
             lease.loop_started(run)
     if told:
-        show(f"run directory: {run}")
+        show(f"Run directory: {run}")
     return run
 
 
 def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) -> tuple[RunDirectory, str]:
-    """Checks the job against the cluster, records it and submits it; returns the run and the job id."""
+    """Checks the job against the cluster, records it and submits it. Returns the run and the job id."""
     from clusterddp.slurm import batch
 
     fitted = fit_to_cluster(job, required=True)
@@ -254,7 +254,7 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
         job_id = batch.submit(fitted, run, Path.cwd(), nodes_to_avoid(run, job))
         lease.submitted(run, job_id)
         run.loop_file.unlink(missing_ok=True)
-        show(f"submitted as job {job_id}; run directory: {run}")  # before Ctrl-C ends the command
+        show(f"Submitted as job {job_id}. Run directory: {run}")  # before Ctrl-C ends the command
     return run, job_id
 
 
@@ -264,7 +264,7 @@ def nodes_to_avoid(run: RunDirectory, job: Job) -> list[str]:
 
 
 def warn_of_unseen(run: RunDirectory) -> None:
-    """Warns of what the nodes probably do not have: then the job fails before its supervisor can say why."""
+    """Warns of files that the nodes probably do not have. The job would fail before its supervisor could say why."""
     from clusterddp.checks.folder import only_here
 
     places = {"the run directory": run.path, "Python": Path(sys.executable), "clusterddp": PACKAGE_FOLDER}
@@ -273,7 +273,7 @@ def warn_of_unseen(run: RunDirectory) -> None:
 
 
 def fit_to_cluster(job: Job, required: bool) -> Job:
-    """The job with the resources that it requests of the cluster; see ``resources.fit_to_cluster``."""
+    """The job with the resources that it requests of the cluster. See ``resources.fit_to_cluster``."""
     from clusterddp.slurm import resources
 
     remarks = resources.check_micro(job)

@@ -25,7 +25,7 @@ _UNDER_WAY = ("running", "held", "pending")
 @dataclass(frozen=True)
 class Comparison:
     """``values``: those of the members, by key (``lr=``, unlike a metric) and run directory. ``steps``: after how many
-    steps the metrics are compared; None: each member's newest, because none is under way."""
+    steps the metrics are compared. None: each member's newest, because none is under way."""
 
     values: Mapping[str, Mapping[Path, str]]
     steps: int | None
@@ -33,14 +33,14 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """What the metrics are, for the user."""
+        """Which metrics are compared, for the user."""
         if self.steps is None:
-            return "metrics: each member's newest"
-        return f"metrics after {self.steps} steps, which all members that are under way have reached"
+            return "Metrics: the newest of each member"
+        return f"Metrics after {self.steps} steps, which all members in progress have reached"
 
 
 def compare(members: Sequence[Found], metrics: Collection[str]) -> Comparison | None:
-    """The members with their metrics at equal steps; None unless all are members of one sweep."""
+    """The members with their metrics at equal steps, or None unless all are members of one sweep."""
     folders = {summary.run.path.parent for summary, _ in members if summary.sweep is not None}
     if len(folders) != 1 or any(summary.sweep is None for summary, _ in members):
         return None
@@ -57,14 +57,14 @@ def compare(members: Sequence[Found], metrics: Collection[str]) -> Comparison | 
 
 
 def common_steps(members: Sequence[Found]) -> int | None:
-    """The most steps that all members under way have done; None if none is. A member that waits for its first attempt
+    """The most steps that all members under way have done. None if none is. A member that waits for its first attempt
     does not count."""
     done = [summary.step for summary, state in members if state.word in _UNDER_WAY and summary.step is not None]
     return min(done, default=None)
 
 
 def metrics_after(run: RunDirectory, steps: int, names: Collection[str]) -> dict[str, Any]:
-    """The newest values of these metrics after so many steps, as a metrics line."""
+    """The newest values of these metrics after this many steps, as a metrics line."""
     found: dict[str, Any] = {}
     for line in reversed(run.logged()):
         if line["step"] < steps:
@@ -96,7 +96,7 @@ class Best:
 
     @property
     def sentence(self) -> str:
-        """Who it is, and the command that exports its newest model."""
+        """Its name, and the command that exports its newest model."""
         order = "smallest" if self.smallest else "largest"
         return f"{order} {self.metric}: {self.value:.6g}, {self.run.path.name}"
 
@@ -109,7 +109,7 @@ def metric_of(text: str) -> tuple[str, bool]:
 
 
 def best(members: Sequence[Found], text: str) -> Best:
-    """The best member, among those that completed or are under way; UsageError if none has logged the metric."""
+    """The best member, among those that completed or are under way. Raises UsageError if none has logged the metric."""
     metric, smallest = metric_of(text)
     ranked: list[tuple[float, RunDirectory]] = []
     for summary, state in members:
@@ -118,7 +118,7 @@ def best(members: Sequence[Found], text: str) -> Best:
             ranked.append((float(value or 0), summary.run))
     if not ranked:
         names = sorted({name for summary, _ in members for name in summary.metrics} - NOT_METRICS)
-        raise UsageError(f"--best {text}: no member has a value of {metric}; logged: {', '.join(names) or 'nothing'}")
+        raise UsageError(f"--best {text}: no member has a value of {metric}. Logged: {', '.join(names) or 'nothing'}")
     value, run = (min if smallest else max)(ranked, key=lambda pair: pair[0])
     return Best(run, metric, value, smallest)
 

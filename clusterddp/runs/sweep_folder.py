@@ -1,6 +1,6 @@
 """A sweep's folder: its record ``sweep.yaml``, its lock, a run directory per member, and its job arrays.
 
-An array is recorded in three moves, so that a crash at any moment leaves no job that nobody knows: its folder, with the
+An array is recorded in three steps, so a crash at any moment leaves no unknown job: its folder, with the
 batch script and a symbolic link to each member, before sbatch; the members' leases after it; last, ``submitted.json``.
 """
 
@@ -48,7 +48,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record of the sweep in a folder; None if there is no sweep."""
+    """The record of the sweep in a folder, or None if there is no sweep."""
     path = folder / SWEEP_FILE
     if not path.exists():
         return None
@@ -83,7 +83,7 @@ class Array:
         write_json(self.submitted_file, {"job": job_id})
 
     def remove(self) -> None:
-        """Removes it: Slurm has not accepted it."""
+        """Removes it, after Slurm has refused it."""
         shutil.rmtree(self.path)
 
 
@@ -107,10 +107,10 @@ class SweepFolder:
         """Raises RunDirectoryError if a sweep cannot be here."""
         check_place(self.path)
         if RunDirectory(self.path).exists():
-            raise RunDirectoryError(f"{self} is a run, not a sweep: choose another --run-dir")
+            raise RunDirectoryError(f"{self} is a run, not a sweep. Choose a different --run-dir")
         if self.path.exists() and not self.record_file.exists() and set(os.listdir(self.path)) - {".lock"}:
             raise RunDirectoryError(
-                f"{self} is not empty and holds no sweep (no {SWEEP_FILE}): choose another --run-dir"
+                f"{self} is not empty and holds no sweep (no {SWEEP_FILE}). Choose a different --run-dir"
             )
         check_own(self.path)
         check_own(self.arrays)
@@ -122,7 +122,7 @@ class SweepFolder:
         except FileExistsError:
             return
         except OSError as error:
-            raise UsageError(f"cannot create {self} ({error.strerror}): choose another --run-dir") from error
+            raise UsageError(f"could not create {self}: {error.strerror}. Choose a different --run-dir") from error
         if share == "group":
             self.path.chmod(0o2750)
 
@@ -134,10 +134,10 @@ class SweepFolder:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    show(f"waiting for another command that submits {self}")
+                    show(f"Waiting for another command that submits {self}")
                     fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:  # a file system without locks, such as Lustre's by default
-                show(f"{self} cannot be locked ({error.strerror}): start no second command for this sweep meanwhile")
+                show(f"could not lock {self}: {error.strerror}. Do not start a second command for this sweep meanwhile")
             yield
 
     def write(self, record: Record) -> None:
@@ -152,7 +152,7 @@ class SweepFolder:
         return [Array(self.arrays / name) for name in sorted(filter(str.isdecimal, names), key=int)]
 
     def unfinished_arrays(self) -> list[Array]:
-        """Those that a command did not live to record as submitted."""
+        """Those that were not recorded as submitted, because their command was killed."""
         return [array for array in self.all_arrays() if not array.submitted_file.exists()]
 
     def next_array(self) -> Array:
@@ -161,7 +161,7 @@ class SweepFolder:
         return Array(self.arrays / str(newest + 1))
 
     def prepare(self, array: Array, members: Sequence[str], script: str) -> None:
-        """Writes all that an array needs before it is submitted."""
+        """Writes the files of an array before it is submitted."""
         if not self.arrays.exists():
             create_folder(self.arrays)
         create_folder(array.path)

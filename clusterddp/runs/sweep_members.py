@@ -26,9 +26,9 @@ from clusterddp.jobdef.yaml12 import Mistake, Node, Place, node_of, raise_mistak
 T = TypeVar("T")
 #: One member: the value of each key, as written.
 Values = Mapping[str, Node]
-#: More members are a mistake, as in ``seed=0..1000000``.
+#: The maximum number of members. More are probably a mistake, as in ``seed=0..1000000``.
 MOST_MEMBERS = 10_000
-#: The longest name of a member's folder, in characters; file systems allow 255 bytes.
+#: The longest name of a member's folder, in characters. File systems allow 255 bytes.
 LONGEST_NAME = 120
 _RANGE = re.compile(r"(-?[0-9]{1,9})\.\.(-?[0-9]{1,9})", re.ASCII)
 
@@ -44,16 +44,16 @@ def expanded(node: Node, mistakes: list[Mistake]) -> list[Node]:
         low, high = int(match[1]), int(match[2])
         if not 0 <= high - low < MOST_MEMBERS:
             expected = f"a range from the smaller number to the larger, of at most {MOST_MEMBERS} numbers"
-            mistakes.append(Mistake(item.place, f"expected {expected}, such as 0..4; got {item.text}"))
+            mistakes.append(Mistake(item.place, f"expected {expected}, such as 0..4, got {item.text}"))
             continue
         values += [Node(number, str(number), item.place) for number in range(low, high + 1)]
     if not values or (node.value is None and not node.text):
-        mistakes.append(Mistake(node.place, "expected a value, a list of values, or a range such as 0..4; got none"))
+        mistakes.append(Mistake(node.place, "expected a value, a list of values, or a range such as 0..4, got none"))
     return values
 
 
 def combinations(grid: Mapping[str, Sequence[T]]) -> list[dict[str, T]]:
-    """Every combination of the values; the last key changes first. JobDefinitionError if there are too many."""
+    """Every combination of the values. The last key changes first. Raises JobDefinitionError for too many."""
     size = math.prod(map(len, grid.values()))
     if size > MOST_MEMBERS:
         raise JobDefinitionError(f"expected a sweep of at most {MOST_MEMBERS} members, got {size}")
@@ -69,7 +69,7 @@ def keys_of(members: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
-    """The last part of each key, as names and tables show it; the whole key where another key ends in the same part."""
+    """The last part of each key, for names and tables, or the whole key if several end in the same part."""
     keys = list(keys)
     last = {key: key.rpartition(".")[2] for key in keys}
     shared = [part for part in last.values() if list(last.values()).count(part) > 1]
@@ -77,7 +77,7 @@ def short_keys(keys: Iterable[str]) -> dict[str, str]:
 
 
 def named(members: Sequence[Values]) -> dict[str, Values]:
-    """The members by name; a member that is given twice counts once. JobDefinitionError for two of one name."""
+    """The members by name. A repeated member counts once. Raises JobDefinitionError for two of one name."""
     short, texts = short_keys(keys_of(members)), dict[str, dict[str, str]]()
     found: dict[str, Values] = {}
     for values in members:
@@ -85,7 +85,7 @@ def named(members: Sequence[Values]) -> dict[str, Values]:
         name = member_name(own)
         if texts.setdefault(name, own) != own:
             raise JobDefinitionError(
-                f"two members would have the name {name!r}, {texts[name]} and {own}: expected values without commas"
+                f"two members would have the name {name!r}: {texts[name]} and {own}. Use values without commas"
             )
         found[name] = values
     return found
@@ -106,7 +106,7 @@ def member_name(texts: Mapping[str, str]) -> str:
 
 
 def text_of(node: Node) -> str:
-    """A value as it was written; a list or a mapping in YAML's one-line form."""
+    """A value as it was written. A list or a mapping in YAML's one-line form."""
     if isinstance(node.value, list):
         return f"[{','.join(map(text_of, node.value))}]"
     if isinstance(node.value, dict):
@@ -127,7 +127,7 @@ class Definition:
 
 
 def read_definition(path: Path) -> Definition:
-    """Reads SWEEP.yaml; the path of a job in it is relative to its folder. JobDefinitionError for all mistakes."""
+    """Reads SWEEP.yaml. A job's path in it is relative to its folder. Raises JobDefinitionError for all mistakes."""
     mistakes: list[Mistake] = []
     fields = file_fields(path, mistakes)
     check_keys(fields, KEYS, mistakes)
@@ -147,14 +147,14 @@ def read_definition(path: Path) -> Definition:
 
 
 def of_options(texts: Sequence[str]) -> list[Values]:
-    """The combinations of ``--sweep lr=1e-3,1e-4`` and ``--sweep seed=0..4``; UsageError for all mistakes."""
+    """The combinations of ``--sweep lr=1e-3,1e-4`` and ``--sweep seed=0..4``. Raises UsageError for all mistakes."""
     grid: dict[str, Node] = {}
     for text in texts:
         key, equals, values = text.partition("=")
         if not (key and equals and values):
             raise UsageError(f"--sweep {text}: expected KEY=VALUE,VALUE or KEY=0..4, such as lr=1e-3,1e-4")
         if key in grid:
-            raise UsageError(f"--sweep {text}: {key} is given twice; give all its values at once")
+            raise UsageError(f"--sweep {text}: {key} is given twice. Give all its values at once")
         place = Place(f"--sweep {text}")
         if values.startswith("["):
             grid[key] = yaml12.load(values, str(place))
@@ -174,20 +174,20 @@ def of_python(grid: Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]) -
     else:
         members = [dict(values) for values in grid]
     if not members or not all(members):
-        raise UsageError("this sweep has no members: expected a mapping of keys to values, or a list of mappings")
+        raise UsageError("this sweep has no members. Expected a mapping of keys to values, or a list of mappings")
     return members
 
 
 def nodes_of(members: Iterable[Mapping[str, Any]]) -> list[Values]:
-    """The same as nodes, for names and job definitions.
+    """The values as nodes, for names and job definitions.
 
-    UsageError for a value that has no text which is the same in every process.
+    Raises UsageError for a value whose text differs between processes.
     """
     for values in members:
         if wrong := [key for key, value in values.items() if not _is_plain(value)]:
             key = wrong[0]
             raise UsageError(
-                f"{key}={values[key]!r:.80}: expected numbers, text or lists of them, which name the run; sweep a name "
+                f"{key}={values[key]!r:.80}: expected numbers, text or lists of them, which name the run. Sweep a name "
                 "or an index, and look the object up in the function"
             )
     return [{key: node_of(value, f"{key}={value}"[:80]) for key, value in values.items()} for values in members]
@@ -250,19 +250,19 @@ def _check_own_checkpoints(jobs: Sequence[Job]) -> None:
     if shared:
         raise JobDefinitionError(
             f"resume.checkpoint: {shared[0]!r} is the same for several members, which would continue from each other's "
-            "checkpoints: have the script save below {run_dir}, and begin the pattern with it"
+            "checkpoints. Save below {run_dir}, and begin the pattern with it"
         )
 
 
 def argument_of(key: str) -> str | None:
-    """The name of the script's argument that a key stands for; None for a key of the job definition."""
+    """The name of the script's argument that a key stands for. None for a key of the job definition."""
     if key.startswith("args."):
         return key.removeprefix("args.")
     return None if key.partition(".")[0] in READERS else key
 
 
 def _words(values: Values) -> Iterator[str]:
-    """The script's arguments: ``--lr 1e-3``; true stands for the option alone, false and null for none."""
+    """The script's arguments: ``--lr 1e-3``. true becomes the option alone, and false and null omit it."""
     for key, node in values.items():
         name = argument_of(key)
         if name is None or node.value is None or node.value is False:
@@ -289,22 +289,24 @@ def _wrong_keys(members: Sequence[Values], hydra: bool) -> Iterator[Mistake]:
     for key, node in first.items():
         name, top = argument_of(key), key.partition(".")[0]
         if is_secret(key):
-            yield Mistake(node.place, f"{key}: a secret cannot be swept: its values would be in names of folders")
+            yield Mistake(
+                node.place, f"{key}: a secret cannot be swept, because its values would be in names of folders"
+            )
         elif key == "args":
             yield Mistake(node.place, "args: expected args.NAME, for the script's argument --NAME")
         elif name is not None and not (program.HYDRA_KEY if hydra else _ARGUMENT).fullmatch(name):
             yield Mistake(node.place, f"{key}: expected a key of the job definition or the name of an argument")
         elif name == key and (hint := _meant(top)):
-            yield Mistake(node.place, f"{key} is no key of a job definition: {hint} (for --{key}, args.{key})")
+            yield Mistake(node.place, f"{key} is not a key of a job definition. {hint} For --{key}, write args.{key}")
 
 
 def _meant(key: str) -> str | None:
-    """What a key that looks like one of the job definition was meant to be."""
+    """A hint for a key that looks like one of the job definition."""
     if instead := INSTEAD_OF_KEY.get(key.replace("-", "_")):
-        return instead
+        return f"{instead[0].upper()}{instead[1:]}."
     candidates = READERS.keys() - {"script", "module"}  # --model is an argument of many scripts
     near = difflib.get_close_matches(key, sorted(candidates), 1, cutoff=0.75)
-    return f"did you mean {near[0]}?" if near else None
+    return f"Did you mean {near[0]}?" if near else None
 
 
 def _wrong_arguments(members: Sequence[Values], hydra: bool) -> Iterator[Mistake]:

@@ -1,9 +1,9 @@
-"""Starts the members of a sweep that need it, as Slurm job arrays or one after another on this machine.
+"""Starts the members of a sweep that need it, as Slurm job arrays or one at a time on this machine.
 
-The same command again submits what is missing: members that are new, that never started, or that nothing trains any
-more. Those that failed or were cancelled are submitted only on request. Members that a job or process holds never
-are, nor those that their user has stopped with ``clusterddp tell stop``. Members that request the same resources share
-an array, as far as MaxArraySize and the user's submit limit allow.
+The same command again submits what is missing: members that are new, that never started, or that stopped. Those that
+failed or were cancelled are submitted only on request. Members that a job or process holds are never submitted, nor
+those that their user has stopped with ``clusterddp tell stop``. Members that request the same resources share an
+array, as far as MaxArraySize and the user's submit limit allow.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ from clusterddp.slurm.run_states import RunState, run_states
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.lease import held_by_other
 
-#: The states of members that a command submits unasked, and those that it submits on request (``--retry``).
+#: The states of members that a command always submits, and those that it submits on request (``--retry``).
 MISSING = ("new", "missing", "stopped")
 RETRIED = ("failed", "cancelled")
-#: The state of a member that its user has stopped: no sweep continues it.
+#: The state of a member that its user has stopped. A sweep does not continue it.
 STOPPED_BY_USER = Cause.STOP_REQUESTED.value
 #: In sbatch's message, if a smaller array may pass: the limits on submitted jobs of a QOS, an account or a user, and
 #: max_array_tasks of SchedulerParameters.
 _TOO_MANY = re.compile(r"Submit\w*Limit|job submit limit|Invalid job array specification")
-#: How many members a message names.
+#: The maximum number of members in a message.
 _NAMED = 10
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a user asked for. ``job``: the definition that the members vary. ``contents``: what else is written into
-    the run directory of a member that is submitted. ``retry_option``: how the user asks for members in a state."""
+    """The user's request. ``job``: the definition that the members vary. ``contents``: what else is written into
+    the run directory of a member that is submitted. ``retry_option``: the option that requests members in a state."""
 
     folder: SweepFolder
     job: Job
@@ -92,7 +92,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Plan:
-    """The members by state, and those of earlier definitions that the present one has not."""
+    """The members by state, and those only of earlier definitions."""
 
     states: Mapping[str, str]
     submit: list[str]
@@ -125,7 +125,7 @@ def planned(sweep: Sweep, settle: Callable[[SweepFolder], None]) -> Iterator[Pla
 
 
 def make_plan(sweep: Sweep) -> Plan:
-    """Reads the folder and decides; writes nothing. RunDirectoryError if the recorded definition differs."""
+    """Reads the folder and plans, without writing. Raises RunDirectoryError if the recorded definition differs."""
     before = read_record(sweep.folder.path)
     states = _states(sweep)
     known = {**before.members, **before.left} if before else {}
@@ -138,8 +138,8 @@ def make_plan(sweep: Sweep) -> Plan:
 def _check_same(sweep: Sweep, before: Record) -> None:
     if differences := list_differences(before.job, without_secrets(sweep.job)[0]):
         raise RunDirectoryError(
-            f"{sweep.folder} was started with another definition: {'; '.join(differences)}. Use the recorded one, add "
-            "--change to submit members with the new one, or choose another --run-dir"
+            f"{sweep.folder} was started with a different definition: {', '.join(differences)}. Use the recorded one, "
+            "add --change to submit members with the new one, or choose a different --run-dir"
         )
 
 
@@ -164,19 +164,19 @@ def _state(summary: Summary, seen: RunState) -> str:
 
 
 def tell(sweep: Sweep, plan: Plan) -> None:
-    """Prints what is known of the members, and names those that need the user."""
+    """Prints the states of the members, and names those that need the user."""
     count = {state: len(plan.in_state(state)) for state in _TOLD}
     words = ", ".join(f"{number} {_WORDS.get(state, state)}" for state, number in count.items() if number)
     show(f"{sweep.folder}: {counted(len(plan.states), 'member')}: {words}")
     for state in RETRIED:
         if (names := plan.in_state(state)) and state not in sweep.retry:
-            show(f"{state}: {listed(names)}; {sweep.retry_option.format(state)} submits them again")
+            show(f"{state}: {listed(names)}. To submit them again, use {sweep.retry_option.format(state)}")
     if names := plan.in_state(STOPPED_BY_USER):
-        show(f"continued only by `clusterddp submit --run-dir`: {listed(names)}")
+        show(f"stopped by their user, continue them with `clusterddp submit --run-dir`: {listed(names)}")
     if names := plan.in_state("unknown"):
-        show(f"not submitted, because `clusterddp status` cannot see their state: {listed(names)}")
+        show(f"not submitted, because their state is unknown (see `clusterddp status`): {listed(names)}")
     if plan.left:
-        show(f"no longer in the sweep, and left as they are: {listed(plan.left)}")
+        show(f"no longer in the sweep, and not touched: {listed(plan.left)}")
 
 
 _TOLD = (*MISSING, "held", "completed", *RETRIED, STOPPED_BY_USER, "unknown")
@@ -205,20 +205,22 @@ class Submitted:
 def settle(folder: SweepFolder) -> None:
     """Completes what a command that was killed left: an array that Slurm has is recorded, any other one is removed.
 
-    SlurmUnavailable while that is unknown: nothing is to be submitted then.
+    Raises SlurmUnavailable while that is unknown, to prevent a second submission.
     """
     left = folder.unfinished_arrays()
     jobs = slurm.patiently(jobs_by_script) if left else {}
     for array in left:
         if job_id := jobs.get(str(array.script)):
-            show(f"job {job_id} of {folder} had been submitted, but was not recorded")
+            show(
+                f"job {job_id} of {folder} was submitted by an earlier command that did not record it. Recorded it now"
+            )
             _record(folder, array, job_id)
         else:
             array.remove()
 
 
 def groups(sweep: Sweep, names: Sequence[str]) -> Iterator[dict[str, Job]]:
-    """The members that can share an array: nothing but the run directory differs in their batch scripts."""
+    """The members that can share an array, because their batch scripts differ only in the run directory."""
     found: dict[str, dict[str, Job]] = {}
     for name in names:
         text = array_script(sweep.jobs[name], sweep.folder.arrays / "0", 1, None, Path.cwd())
@@ -233,7 +235,7 @@ def fitted(group: Mapping[str, Job], required: bool = True) -> dict[str, Job]:
 
 
 def submit(sweep: Sweep, plan: Plan) -> Submitted:
-    """Submits the members that the plan names; SlurmError if Slurm accepts none of them."""
+    """Submits the members that the plan names. Raises SlurmError if Slurm accepts none of them."""
     done = Submitted()
     if not plan.submit:
         return done
@@ -252,7 +254,7 @@ def submit(sweep: Sweep, plan: Plan) -> Submitted:
 
 
 def _submit_group(sweep: Sweep, group: Mapping[str, Job], most: int, total: int, done: Submitted) -> None:
-    """Submits members in arrays of equal size; halves it when the user's submit limit is reached."""
+    """Submits members in arrays of equal size. Halves the size when the user's submit limit is reached."""
     left = list(group)
     size = array_size(len(left), most)
     while left:
@@ -289,7 +291,7 @@ def share(most: int | None, before: int, size: int, total: int) -> int | None:
 
 
 def _submit_array(sweep: Sweep, jobs: Mapping[str, Job], running: int | None) -> str:
-    """Records the members and submits them as one array; if Slurm refuses it, all is as before."""
+    """Records the members and submits them as one array. Restores everything if Slurm refuses it."""
     folder, names = sweep.folder, list(jobs)
     with ExitStack() as stack:
         with ThreadPoolExecutor(_WRITERS) as pool:
@@ -307,7 +309,7 @@ def _submit_array(sweep: Sweep, jobs: Mapping[str, Job], running: int | None) ->
 
 
 def _member(sweep: Sweep, named: tuple[str, Job]) -> AbstractContextManager[None]:
-    """Records a member; the context, which is entered, restores its run directory if Slurm refuses the array."""
+    """Records a member. The context, which is entered, restores its run directory if Slurm refuses the array."""
     name, job = named
     run, created = claim(str(sweep.folder.member(name)), sweep.jobs[name])
     code = Code(None, owner=RunDirectory(sweep.folder.path))
@@ -325,8 +327,8 @@ def _sbatch(array: Array, options: Sequence[str]) -> str:
         array.remove()
         raise
     except SlurmUnavailable as error:  # it may have the job, and what the job needs must stay
-        again = "run the same command again, which asks Slurm first"
-        raise RunDirectoryError(f"Slurm may or may not have accepted {array.script}: {error}; {again}") from error
+        again = "Run the same command again, which asks Slurm first"
+        raise RunDirectoryError(f"Slurm may or may not have accepted {array.script}: {error}. {again}") from error
     except SlurmError:
         array.remove()
         raise
@@ -342,13 +344,13 @@ def _record(folder: SweepFolder, array: Array, job_id: str) -> None:
 
 
 def _hold(run: RunDirectory, task_id: str) -> None:
-    if not lease.started(run, task_id):  # else it may have handed the run over to another job already
+    if not lease.started(run, task_id):  # otherwise it may already have handed the run over to the next job
         lease.submitted(run, task_id)
     run.loop_file.unlink(missing_ok=True)
 
 
 def scripts(sweep: Sweep, plan: Plan) -> Iterator[str]:
-    """The batch scripts that would be submitted; without a Slurm that answers, nothing is checked."""
+    """The batch scripts that would be submitted. They are not checked if Slurm does not answer."""
     most = len(plan.submit)
     with suppress(SlurmUnavailable):
         most = largest_array()
@@ -365,14 +367,14 @@ def scripts(sweep: Sweep, plan: Plan) -> Iterator[str]:
 
 
 def run_all(sweep: Sweep, plan: Plan) -> int:
-    """Runs the members that the plan names; returns the exit code. The one that Ctrl-C stops is continued first."""
+    """Runs the members that the plan names. Returns the exit code. The one that Ctrl-C stops is continued first."""
     failed, unconfirmed = [], []
     order = sorted(plan.submit, key=lambda name: plan.states[name] != "stopped")
     for number, name in enumerate(order, start=1):
         show(f"member {number} of {len(order)}: {name}")
         code = _run(sweep, name)
         if code == INTERRUPTED or code < 0:
-            show("stopped; the same command continues")
+            show("Stopped. Run the same command again to continue")
             return INTERRUPTED
         outcome = sweep.folder.member(name).outcome()
         if outcome is not None and is_unconfirmed(outcome):  # not by the code, which may be the script's
@@ -380,9 +382,9 @@ def run_all(sweep: Sweep, plan: Plan) -> int:
         elif code:
             failed.append(name)
     if unconfirmed:
-        show(f"completed, but not confirmed: {listed(unconfirmed)}; `clusterddp status` says why")
+        show(f"completed, but not confirmed: {listed(unconfirmed)}. For the reason, see `clusterddp status`")
     if failed:
-        show(f"failed: {listed(failed)}; {sweep.retry_option.format('failed')} runs them again")
+        show(f"failed: {listed(failed)}. To run them again, use {sweep.retry_option.format('failed')}")
     failed_before = set(plan.in_state("failed")) - set(plan.submit)
     return FAILED if failed or failed_before else UNCONFIRMED if unconfirmed else 0
 
@@ -400,7 +402,7 @@ def _run(sweep: Sweep, name: str) -> int:
 
 
 def _loop_ended(run: RunDirectory) -> None:
-    with suppress(OSError):  # the disk is full: the entry names a process that no longer runs
+    with suppress(OSError):  # the disk may be full, and the entry then names a process that no longer runs
         lease.loop_ended(run)
 
 
@@ -411,5 +413,5 @@ def check_marks(jobs: Iterable[Job]) -> None:
         if members > 1:
             raise UsageError(
                 f"done: {file} would be the mark of {members} members of the sweep, and the first to finish would "
-                "complete the others: name a file of each member, such as {run_dir}/out/done"
+                "complete the others. Name a file of each member, such as {run_dir}/out/done"
             )

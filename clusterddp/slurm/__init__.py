@@ -1,1 +1,1 @@
-"""Slurm's side: its commands and their output, the batch script, what a cluster offers; nothing about ranks."""
+"""Slurm's side: its commands and their output, the batch script, and what a cluster offers. Ranks belong elsewhere."""

@@ -22,7 +22,7 @@ from clusterddp.slurm import commands as slurm
 class _Executor(SlurmExecutor):
     @classmethod
     def affinity(cls) -> int:
-        """That of a submission host: a dry run needs no Slurm."""
+        """Always that of a submission host, because a dry run needs no Slurm."""
         return 2
 
 
@@ -67,14 +67,14 @@ def script_text(parameters: dict[str, Any], command: str) -> str:
 
 
 def submit(job: Job, run: RunDirectory, folder: Path, avoided: Sequence[str] = ()) -> str:
-    """Writes the run's ``job.sbatch`` and submits it, without the nodes to avoid now; returns the job id."""
+    """Writes the run's ``job.sbatch`` and submits it, without the nodes to avoid now. Returns the job id."""
     write_atomically(run.batch_script, batch_script(job, run, folder))
     options = exclusion.option(job.exclude, avoided)
-    return slurm.submit(run.batch_script, *options, timeout_s=None)  # cut short, it would leave an unknown job
+    return slurm.submit(run.batch_script, *options, timeout_s=None)  # a timeout could leave an unknown job
 
 
 def check_lines(job: Job, run: RunDirectory, folder: Path) -> None:
-    """Raises UsageError for text that would not stay on its line of the script: the rest of it would be a command.
+    """Raises UsageError for text with a line break, after which the rest would be a command in the script.
 
     Values of the job definition were checked when they were read.
     """
@@ -83,11 +83,11 @@ def check_lines(job: Job, run: RunDirectory, folder: Path) -> None:
     for what, text in {**names, **package, "python:": job.python or "python"}.items():
         if not text.isprintable():
             raise UsageError(f"{what} {text!r}: line breaks and control characters are not allowed in a batch script")
-    for character in "%\\":  # such a job never starts, or logs elsewhere: %% is no escape (seen on 22.05.8)
+    for character in "%\\":  # such a job never starts, or logs elsewhere, and %% does not escape it (seen on 22.05.8)
         if character in str(run):
             raise UsageError(
-                f"the run directory {run} contains {character}, which Slurm replaces in the names of log files: choose "
-                "another --run-dir"
+                f"the run directory {run} contains {character}, which Slurm replaces in the names of log files. Choose "
+                "a different --run-dir"
             )
 
 
@@ -129,7 +129,7 @@ def _gpus(job: Job) -> dict[str, str]:
 
 
 def _tasks(job: Job) -> dict[str, int | None]:
-    """A task per rank; for a range of nodes one per node, with the CPUs of its ranks.
+    """A task per rank, or for a range of nodes one per node with the CPUs of its ranks.
 
     slurmctld allocates at most as many nodes as the job has tasks, and takes --ntasks-per-node for tasks of the fewest
     nodes: ``--nodes=1-4 --ntasks-per-node=1`` would always get one node (seen on 22.05.8).
@@ -142,6 +142,6 @@ def _tasks(job: Job) -> dict[str, int | None]:
 def fallback_signal_s(job: Job) -> int:
     """Seconds before the time limit at which Slurm signals the ranks, up to 60 s early.
 
-    Only a fallback for the supervisor's own timer, which comes first.
+    A fallback for the supervisor's own timer, which comes first.
     """
     return min(30, int(job.timeouts.notice_s), (job.time_s or 86400) // 8)

@@ -44,7 +44,7 @@ _NO_ANSWER = (
 #: Prefixes of the states of nodes that get no job.
 _UNUSABLE = ("down", "drain", "fail", "error", "unknown", "maint", "reboot", "inval", "powered_down", "powering_down")
 
-#: SLURM_* variables that a job does not set: a user exports them on purpose.
+#: SLURM_* variables that a job does not set, but a user exports.
 _EXPORTED = {
     *("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS", "SLURM_RESERVATION"),
     *("SLURM_WCKEY", "SLURM_JWT", "SLURM_TIME_FORMAT"),
@@ -62,7 +62,7 @@ _UNIX_TIMES = {"SLURM_TIME_FORMAT": "%s"}
 
 
 def scrub(environ: Mapping[str, str]) -> dict[str, str]:
-    """A copy without the variables of a surrounding job: a new submission would inherit them, or sbatch refuse it."""
+    """A copy without the variables of a surrounding job, which a new submission would inherit, or sbatch refuse."""
 
     def set_by_a_job(name: str) -> bool:
         return name in FOR_RANKS or (name not in _EXPORTED and _SET_BY_A_JOB.fullmatch(name) is not None)
@@ -71,12 +71,12 @@ def scrub(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def scrub_own() -> dict[str, str]:
-    """Does the same to this process's environment; returns what it has removed."""
+    """Does the same to this process's environment. Returns the removed variables."""
     return {name: os.environ.pop(name) for name in os.environ.keys() - scrub(os.environ).keys()}
 
 
 def for_parsing(environ: Mapping[str, str]) -> dict[str, str]:
-    """``scrub``, also without what changes the output format of squeue, sacct, sinfo and scontrol."""
+    """``scrub``, also without variables that change the output format of squeue, sacct, sinfo and scontrol."""
     return {name: value for name, value in scrub(environ).items() if not _CHANGES_OUTPUT.fullmatch(name)}
 
 
@@ -95,9 +95,9 @@ class JobInfo:
     time_limit_s: float = 0.0
     """0 for no limit."""
     submit_time: float | None = None
-    """Of a requeued job, when it was requeued."""
+    """When it was requeued, if it was."""
     eligible_time: float | None = None
-    """When nothing but the queue kept it from starting: no hold, no dependency, no begin time."""
+    """Since when only the queue kept it from starting, and no hold, dependency or begin time."""
     start_time: float | None = None
     task_limit: int = 0
     """How many tasks of its array may run at a time, as `--max-running` says; 0 without a limit."""
@@ -145,7 +145,7 @@ def submission_cluster(environ: Mapping[str, str]) -> str | None:
 
 
 def cluster_name(environ: Mapping[str, str]) -> str | None:
-    """The cluster that job ids belong to, inside or outside a job; None if unknown."""
+    """The cluster that job ids belong to, inside or outside a job, or None if unknown."""
     name = environ.get("SLURM_CLUSTER_NAME") or submission_cluster(environ) or ""
     return name.lower() if re.fullmatch(r"[^\s,]+", name) and name.lower() != "all" else None
 
@@ -161,11 +161,11 @@ def own_job_id(environ: Mapping[str, str]) -> str | None:
 
 
 def require(*commands: str) -> None:
-    """Raises SlurmMissing unless all commands are on PATH: there is no silent fallback to a local run."""
+    """Raises SlurmMissing unless all commands are on PATH. There is no fallback to a local run."""
     for command in commands:
         if shutil.which(command) is None:
             raise SlurmMissing(
-                f"{command} not found on PATH ({os.environ.get('PATH', '')}): submit from a Slurm login node, "
+                f"{command} not found on PATH ({os.environ.get('PATH', '')}). Submit from a Slurm login node, "
                 "load the site's Slurm module, or add --local to run on this machine without Slurm"
             )
 
@@ -186,18 +186,18 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
         )
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailable(f"`{shown}` did not answer within {timeout_s:.0f} s") from error
-    except OSError as error:  # no memory or file descriptor left for it at the moment
-        raise SlurmUnavailable(f"`{shown}` cannot be started: {error}") from error
+    except OSError as error:  # no memory or file descriptor left at the moment
+        raise SlurmUnavailable(f"could not start `{shown}`: {error}") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         kind = SlurmUnavailable if any(sign in line for sign in _NO_ANSWER for line in lines) else SlurmError
         said = lines[-1:] if kind is SlurmUnavailable else lines[-8:]  # a site's plugin explains a refusal in several
-        raise kind(f"`{shown}` failed: {'; '.join(said)}")
+        raise kind(f"`{shown}` failed: {', '.join(said)}")
     return done.stdout
 
 
 def show_job(job_id: str) -> JobInfo | None:
-    """The controller's record of a job; None if it has none, or not any more (MinJobAge after its end)."""
+    """The controller's record of a job, or None if it has none, or not any more (MinJobAge after its end)."""
     try:
         return parse_job(run("scontrol", "show", "job", "-o", job_id))
     except SlurmError as error:
@@ -212,7 +212,7 @@ def patiently(
     pause_s: float = 1.0,
     errors: tuple[type[Exception], ...] = (SlurmUnavailable,),
 ) -> T:
-    """The result of ``ask``, which is retried, with a message, after these errors: the controller does not answer.
+    """The result of ``ask``, which is retried, with a message, while the controller does not answer.
 
     Slurm's commands retry for 9 to 18 s themselves (22.05.8). The pauses double, up to 30 s.
     """
@@ -236,7 +236,7 @@ def requeue(job_id: str) -> None:
 
 
 def submit(script: Path, *options: str, timeout_s: float | None = TIMEOUT_S) -> str:
-    """Submits a batch script; returns the job id. RunDirectoryError if sbatch succeeds without printing one."""
+    """Submits a batch script. Returns the job id. Raises RunDirectoryError if sbatch succeeds without printing one."""
     answer = run("sbatch", "--parsable", *options, str(script), timeout_s=timeout_s)
     job_id = re.search(r"^(\d+)(;.*)?$", answer, re.MULTILINE)  # a site's wrapper may print more
     if job_id is None:
@@ -247,7 +247,7 @@ def submit(script: Path, *options: str, timeout_s: float | None = TIMEOUT_S) -> 
 
 
 def lift_hold(job_id: str) -> None:
-    """Lets a requeued job start now, in spite of its hold. The job's owner may."""
+    """Lets a requeued job start now, despite its hold. The job's owner may do so."""
     run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
 
@@ -266,19 +266,19 @@ def default_partition() -> str:
     for line in run("sinfo", "-h", "-o", "%P").splitlines():
         if line.endswith("*"):
             return line.rstrip("*")
-    raise SlurmError("this cluster has no default partition: choose one with -p")
+    raise SlurmError("this cluster has no default partition. Choose one with -p")
 
 
 def node_address(node: str) -> str:
-    """The address by which Slurm reaches a node. SlurmError if there is no such node."""
+    """The address by which Slurm reaches a node. Raises SlurmError if there is no such node."""
     text = run("scontrol", "show", "node", "-o", node)
     if (found := re.search(r"\bNodeAddr=(\S+)", text)) is None:
-        raise SlurmError(f"scontrol knows no address of node {node}: {text[:200]!r}")
+        raise SlurmError(f"scontrol printed no address of node {node}: {text[:200]!r}")
     return found[1]
 
 
 def partition_nodes(partition: str | None) -> list[NodeShape]:
-    """The nodes of a partition (None: the default one). SlurmError, with the partitions, if it does not exist."""
+    """The nodes of a partition (None: the default one). Raises SlurmError, with all partitions, without it."""
     text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%G")
     with understood("sinfo", text):
         lines = [line.split("|") for line in text.splitlines()]
@@ -291,7 +291,7 @@ def partition_nodes(partition: str | None) -> list[NodeShape]:
     if not nodes:
         names = ", ".join(sorted({line[0] for line in lines})) or "none"
         missing = f"partition {partition!r}" if partition else "default partition"
-        raise SlurmError(f"no {missing} on this cluster; available: {names}; choose one with -p")
+        raise SlurmError(f"no {missing} on this cluster. Available: {names}. Choose one with -p")
     return nodes
 
 
@@ -299,11 +299,11 @@ def parse_node_sizes(text: str) -> dict[str, tuple[int, int]]:
     """CPUs and MiB of memory that jobs can get, by node, from ``scontrol show node -o``.
 
     sbatch refuses a job that requests what CoreSpecCount and MemSpecLimit reserve (seen on 22.05), and sinfo's %c and
-    %m include that. CPUEfctv leaves out reserved CPUs; releases before 22.05 do not print it.
+    %m include that. CPUEfctv leaves out reserved CPUs. Releases before 22.05 do not print it.
     """
     sizes = {}
     for line in re.findall("^NodeName=.*", text, re.MULTILINE):  # not the rest of a reason with several lines
-        # A node's comment and reason may imitate fields; they come last.
+        # A node's comment and reason may imitate fields. They come last.
         found = dict(reversed(re.findall(r"(?<=\s)(\w+)=(\d+)(?=\s)", f"{line} ")))
         reserved = int(found.get("CoreSpecCount", 0)) * int(found["ThreadsPerCore"])
         cpus = int(found["CPUEfctv"]) if "CPUEfctv" in found else int(found["CPUTot"]) - reserved
@@ -319,7 +319,7 @@ def understood(command: str, text: str) -> Iterator[None]:
         yield
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         said = f"{text[:200]!r}{' ...' if len(text) > 200 else ''}"
-        raise SlurmError(f"cannot parse the output of {command} ({error!r:.80}): {said}") from error
+        raise SlurmError(f"could not parse the output of {command} ({error!r:.80}): {said}") from error
 
 
 def usable_nodes(partition: str | None) -> list[str]:
@@ -330,7 +330,7 @@ def usable_nodes(partition: str | None) -> list[str]:
 
 
 def parse_usable(lines: list[str], partition: str | None) -> list[str]:
-    """Usable nodes in lines ``PARTITION|PARTITION*|NODE|STATE``; a state with ``*``: the node does not respond."""
+    """Usable nodes in lines ``PARTITION|PARTITION*|NODE|STATE``. In a state with ``*``, the node does not respond."""
     rows = [line.split("|") for line in lines]
     wanted = [row for row in rows if (row[0] == partition if partition else row[1].endswith("*"))]
     return [node for _, _, node, state in wanted if not state.endswith("*") and not state.startswith(_UNUSABLE)]
@@ -352,12 +352,12 @@ _HEAD = re.compile(r" UserId=[^=]*\(\d+\) GroupId=[^=]*\(\d+\) ")
 
 
 def parse_job(text: str) -> JobInfo | None:
-    """Reads one line of ``scontrol show job -o``; None if it has no job."""
+    """Reads one line of ``scontrol show job -o``, or None if it has no job."""
     if "JobId=" not in text:
         return None
     job_id = re.match(r"\s*JobId=(\d+)", text)
     array = re.search(r"ArrayJobId=(\d+) ArrayTaskId=(\d+) (?:ArrayTaskThrottle=(\d+) )?", text)
-    # The job's name comes first; its command and, since 26.05, its submit line come last. Any of them may imitate
+    # The job's name comes first. Its command and, since 26.05, its submit line come last. Any of them may imitate
     # fields: only those between are Slurm's.
     head = _HEAD.search(text)
     own = text[head.end() :].partition(" Command=")[0] if head else ""
@@ -391,7 +391,7 @@ def _seconds(text: str | None) -> float:
 
 
 def unix_time(text: str | None, near: float | None = None) -> float | None:
-    """Unix seconds of a time of Slurm; None for None, Unknown, N/A and the like.
+    """Unix seconds of a time of Slurm. None for None, Unknown, N/A and the like.
 
     A local time, ``2026-01-31T12:00:00``, comes from a command that ignores SLURM_TIME_FORMAT, such as a site's
     wrapper. In the hour that is repeated in autumn, the reading counts that is nearer to ``near`` (None: now).

@@ -1,4 +1,4 @@
-"""What a cluster's configuration says about jobs: release, clock, partitions, and the accounts of a user.
+"""A cluster's configuration for jobs: release, clock, partitions, and the accounts of a user.
 
 The parsers are pure functions of what scontrol, sinfo and sacctmgr print.
 """
@@ -29,12 +29,12 @@ class Configuration:
 
     @property
     def release(self) -> str:
-        """Such as ``22.05.8``; empty if unknown."""
+        """Such as ``22.05.8``, or empty if unknown."""
         return self.values.get("SLURM_VERSION", "")
 
     @property
     def tested(self) -> bool | None:
-        """Whether the release is in the tested range; None if it is unknown."""
+        """Whether the release is in the tested range, or None if it is unknown."""
         match = re.match(r"(\d+)\.(\d+)", self.release)
         return TESTED[0] <= (int(match[1]), int(match[2])) <= TESTED[1] if match else None
 
@@ -73,7 +73,7 @@ class Partition:
     most_time: str
     default_time: str
     accounts: tuple[str, ...]
-    """The accounts that may use it; empty: all."""
+    """The accounts that may use it. Empty: all."""
     line: str
     gpus: int = 0
 
@@ -140,12 +140,12 @@ def read_configuration() -> Configuration:
 
 
 def largest_array() -> int:
-    """The number of tasks that an array may have; SlurmError if this cluster has no arrays."""
+    """The number of tasks that an array may have. Raises SlurmError if this cluster has no arrays."""
     text = slurm.run("scontrol", "show", "config")
     with slurm.understood("scontrol", text):
         most = int(fields(text)["MaxArraySize"])
     if most < 2:
-        raise SlurmError(f"this cluster has no job arrays (MaxArraySize is {most}): submit the runs one by one")
+        raise SlurmError(f"this cluster has no job arrays (MaxArraySize is {most}). Submit the runs one by one")
     return most
 
 
@@ -163,5 +163,5 @@ def read_associations(user: str) -> list[Association]:
 
 
 def read_default_account(user: str) -> str:
-    """The account of jobs that name none; '' if the user has none."""
+    """The account of jobs that name none, or '' if the user has none."""
     return slurm.run("sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount").strip().partition("\n")[0]

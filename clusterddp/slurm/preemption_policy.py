@@ -19,7 +19,7 @@ class Preemption:
 
     ``mode``: REQUEUE, CANCEL, SUSPEND or OFF. ``grace_s``: seconds between TERM and KILL while the job counts as
     running; 0: Slurm ends it at once, with ``kill_wait_s`` between the two. ``hold_s``: how long a requeued job is held
-    (AuthInfo's cred_expire + 1 s, 121 s by default; from 25.11 on SchedulerParameters' requeue_delay goes before).
+    (AuthInfo's cred_expire + 1 s, 121 s by default. From 25.11 on SchedulerParameters' requeue_delay goes before).
     """
 
     partition: str
@@ -35,12 +35,12 @@ class Preemption:
 
     @property
     def announced_s(self) -> float:
-        """Seconds for which a preempted job counts as running; infinity where none is preempted."""
+        """Seconds for which a preempted job counts as running. Infinity where none is preempted."""
         return math.inf if self.mode == "OFF" else self.grace_s
 
     @property
     def must_resubmit(self) -> bool:
-        """Whether Slurm cancels a preempted job unless it is requeued within its grace, so that it needs a new one."""
+        """Whether a preempted run needs a new job, because Slurm cancels it unless it is requeued within its grace."""
         return self.mode == "CANCEL"
 
     def sentence(self, job: Job) -> str:
@@ -48,25 +48,27 @@ class Preemption:
         if self.mode == "OFF":
             return f"{self.partition} does not preempt"
         if self.mode.startswith("SUSPEND") or self.mode == "GANG":
-            return f"{self.partition} suspends preempted jobs: they keep their memory and resume on their own"
+            return f"{self.partition} suspends preempted jobs, which keep their memory and resume later"
         notice = f"with {self.grace_s} s of notice"
         if not self.grace_s:
-            notice = f"without a grace time: a run has {self.kill_wait_s} s (KillWait) to save"
-        return f"{self.partition} preempts {notice}; {self._continuation(job)}"
+            notice = f"without a grace time. A run has {self.kill_wait_s} s (KillWait) to save"
+        return f"{self.partition} preempts {notice}. {self._continuation(job)}"
 
     def _continuation(self, job: Job) -> str:
         if self.must_resubmit and not (job.policy == "requeue" and self.grace_s):
-            return "it cancels preempted jobs, so the run continues in a new job"
+            return "It cancels preempted jobs, so the run continues in a new job"
         if job.policy == "resubmit" and self.grace_s:
-            return "the run continues in a new job (policy: resubmit)"
+            return "The run continues in a new job (policy: resubmit)"
         if job.policy is None and job.min_nodes is not None and self.grace_s:
-            return "the run continues in a new job: a requeued one would wait for as many nodes as it had"
-        lifted = "`submit --wait` or `clusterddp resubmit` lifts it" if job.lift_hold else "lift_hold: false keeps it"
-        return f"the run is requeued and then held for {self.hold_s} s: {lifted}"
+            return "The run continues in a new job, because a requeued one would wait for as many nodes as it had"
+        lifted = (
+            "`submit --wait` and `clusterddp resubmit` lift the hold" if job.lift_hold else "lift_hold: false keeps it"
+        )
+        return f"The run is requeued and then held for {self.hold_s} s. {lifted}"
 
 
 def preemption(partition: str | None, qos: str | None) -> Preemption:
-    """The policy of a partition (None: the default one); with preempt/qos, of the QOS."""
+    """The policy of a partition (None: the default one). With preempt/qos, of the QOS."""
     configuration = slurm.run("scontrol", "show", "config")
     partition = partition or slurm.default_partition()
     return policy(configuration, slurm.run("scontrol", "show", "partition", "-o", partition), partition, qos)

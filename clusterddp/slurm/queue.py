@@ -1,4 +1,4 @@
-"""The queue: the jobs of many runs in one call of squeue, and why waiting ones wait, in plain words."""
+"""The queue: the jobs of many runs in one call of squeue, and why jobs wait, in plain words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clusterddp.slurm import commands as slurm
 #: Id (of a task of an array: ARRAY_TASK), state, nodes, start, time limit, partition, reason. The reason is last: it is
 #: free text, which may contain the separator. No field of the user's, such as the job's name, is read.
 _FIELDS = "%i|%T|%N|%S|%l|%P|%r"
-#: The most ids in squeue's arguments; beyond that, all jobs are listed.
+#: The maximum number of ids in squeue's arguments. For more, all jobs are listed.
 _MOST_IDS = 2000
 
 
@@ -24,7 +24,7 @@ class QueuedJob:
     state: str
     nodes: str
     start: float | None
-    """When it started or, of a waiting job, is expected to start, in unix seconds; None if unknown."""
+    """When it started, or when a waiting job is expected to start, in unix seconds. None if unknown."""
     time_limit: str
     partition: str
     reason: str
@@ -49,7 +49,7 @@ def queued_jobs(ids: Collection[str], timeout_s: float = slurm.TIMEOUT_S) -> dic
 
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:
-    """The jobs in lines of squeue, by id; the components of a het job by ``41+0``, its first one also by ``41``."""
+    """The jobs in lines of squeue, by id. A het job's parts have ids such as ``41+0``, and the first also ``41``."""
     jobs: dict[str, QueuedJob] = {}
     with slurm.understood("squeue", text):
         for line in text.split("\n"):
@@ -81,7 +81,7 @@ def parse_scripts(text: str, without: str = "") -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Why:
-    """Why a job waits, and what to do, with JOB and RUN for its id and its run; an empty remedy: wait."""
+    """Why a job waits, and what to do, with JOB and RUN for its id and its run. Without a remedy, wait."""
 
     words: str
     remedy: str = ""
@@ -93,26 +93,27 @@ def _changed(what: str) -> str:
 
 _RELEASE = "release it with `scontrol release JOB`"
 _ADMIN = "ask the cluster's administrators"
-_START_NOW = "`scontrol update JobId=JOB StartTime=now` starts it"
+_START_NOW = "`scontrol update JobId=JOB StartTime=now`"
 _HELD_AFTER_REQUEUE = Why(
-    "held by Slurm for a while, as after each requeue", f"`clusterddp resubmit RUN` lifts the hold; {_START_NOW}, too"
+    "held by Slurm for a while, as after each requeue",
+    f"`clusterddp resubmit RUN` lifts the hold, and so does {_START_NOW}",
 )
 
-#: By Slurm's reason, in any version; a reason that is not here is shown as it is.
+#: By Slurm's reason, in any version. Other reasons are shown unchanged.
 _REASONS: dict[str, Why] = {
     "None": Why("the scheduler has not considered it yet"),
     "SchedDefer": Why("the scheduler has not considered it yet"),
     "Priority": Why("jobs with a higher priority are first"),
     "Resources": Why("next in the queue, waiting for nodes to become free"),
-    "BeginTime": Why("its begin time is in the future", _START_NOW),
+    "BeginTime": Why("its begin time is in the future", f"to start it now, use {_START_NOW}"),
     "Dependency": Why("waits for another job to end"),
     "DependencyNeverSatisfied": Why(
-        "waits for a job that ended in another way than required: it will never start",
+        "it will never start, because it waits for a job that did not end as required",
         "end the job with `scancel JOB`, then continue the run with `clusterddp submit --run-dir RUN`",
     ),
     "JobHeldUser": Why("held by its owner", _RELEASE),
     "JobHeldAdmin": Why("held by an administrator", _ADMIN),
-    "JobHoldMaxRequeue": Why("held: Slurm requeued it more often than it allows (MaxBatchRequeue)", _RELEASE),
+    "JobHoldMaxRequeue": Why("held, because Slurm requeued it more often than MaxBatchRequeue allows", _RELEASE),
     "JobArrayTaskLimit": Why("its sweep has reached its limit of running members (--max-running)"),
     "Licenses": Why("waits for a license"),
     "Reservation": Why("waits for its reservation to begin"),
@@ -144,17 +145,18 @@ _BEGINNINGS: tuple[tuple[str, Why], ...] = (
         "ReqNodeNotAvail",
         Why(
             "nodes that it needs are down, drained or reserved, often for a maintenance",
-            "a shorter --time may fit before a maintenance; `scontrol show reservation` lists them",
+            "a shorter --time may fit before a maintenance (see `scontrol show reservation`)",
         ),
     ),
     ("Nodes required for job are DOWN", Why("nodes that it needs are down, drained or reserved for other partitions")),
     (
         "launch failed requeued held",
         Why(
-            "held: Slurm could not launch it on its node and requeued it", f"{_RELEASE}; if it happens again, {_ADMIN}"
+            "held, because Slurm could not launch it on its node and requeued it",
+            f"{_RELEASE}. If it happens again, {_ADMIN}",
         ),
     ),
-    ("job requeued in held state", Why("held: it was requeued with a hold", _RELEASE)),
+    ("job requeued in held state", Why("held, because it was requeued with a hold", _RELEASE)),
     ("BurstBuffer", Why("waits for the burst buffer")),
 )
 
@@ -162,7 +164,7 @@ _BEGINNINGS: tuple[tuple[str, Why], ...] = (
 #: kind, what is limited, and over which jobs.
 _LIMIT = re.compile(r"(QOS|Assoc)?(Grp|Max|Min)(\w*?)(PerUser|PerAccount|PerAcct|PerJob|PerNode)?(Limit)?")
 _WHOSE = {"QOS": "its QOS", "Assoc": "its account", None: "the cluster"}
-#: What is limited, by how Slurm's word for it begins; the first that fits counts.
+#: What is limited, by how Slurm's word for it begins. The first that fits counts.
 _WHAT = {
     "gresrunminutes": "GPU minutes of running jobs",
     "gresminutes": "GPU minutes",
@@ -200,7 +202,7 @@ def is_hold(job: QueuedJob, begun: bool) -> bool:
 
 
 def why_waiting(job: QueuedJob, begun: bool, run: str = "RUN") -> Why:
-    """Why a job waits. ``begun``: it has run before, so that its begin time is the end of the hold after a requeue."""
+    """Why a job waits. ``begun``: it has run before, and its begin time is the end of the hold after a requeue."""
     after_requeue = begun and job.reason == "BeginTime"
     why = _HELD_AFTER_REQUEUE if after_requeue else _explained(job.reason) or Why(job.reason)
     return Why(why.words, why.remedy.replace("JOB", job.job_id).replace("RUN", run))
@@ -229,5 +231,5 @@ def _of_limit(reason: str) -> Why | None:
     over = _OVER[per] if per else "of all its jobs together" if kind == "Grp" else "of all your jobs"
     return Why(
         f"a limit of {whose} is reached: {what} {over} ({reason})",
-        "it starts when jobs that count towards the limit end; another --qos or --account may have room",
+        "it starts when jobs that count towards the limit end. Another --qos or --account may have room",
     )

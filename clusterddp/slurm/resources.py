@@ -17,7 +17,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import NodeShape
 from clusterddp.slurm.preemption_policy import preemption
 
-#: Variables that sbatch takes options from: shown at submission, because they act unseen.
+#: Variables from which sbatch takes options. They are shown at submission, because users may have forgotten them.
 _SHOWN = ("SBATCH_", "SLURM_ACCOUNT", "SLURM_CLUSTERS", "SLURM_CONF")
 
 
@@ -25,17 +25,17 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
     """The job with CPUs and memory in proportion to its GPUs, and remarks for the user.
 
     Slurm's default is one CPU per task and little memory. ``required``: whether a missing or unreachable Slurm is an
-    error; a dry run needs none.
+    error, which it is not for a dry run.
     """
     try:
         slurm.require("sbatch", "srun", "scontrol", "sinfo")
         nodes = slurm.partition_nodes(job.partition)
     except SlurmUnavailable as error:
         if not required:
-            return job, [f"partition, GPUs, CPUs and memory are not checked: {error}"]
+            return job, [f"partition, GPUs, CPUs and memory were not checked: {error}"]
         if isinstance(error, SlurmMissing):
             raise
-        raise SlurmUnavailable(f"{error}; to run on this machine without Slurm, add --local") from error
+        raise SlurmUnavailable(f"{error}. To run on this machine without Slurm, add --local") from error
     remarks = _exported()
     check_nodes(job, nodes)
     if job.device == "cuda":
@@ -46,12 +46,12 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
 
 
 def bound_gpus(job: Job) -> list[str]:
-    """A remark if the job definition binds GPUs to tasks: no command says which make of GPU the nodes have."""
+    """A remark if the job definition binds GPUs to tasks. No command shows the make of the nodes' GPUs."""
     if not (given := [name for name in ONE_GPU_PER_TASK if job.srun.get(name)]):
         return []
     return [
-        f"srun.{given[0]}: each rank sees only its own GPUs, as sites with AMD GPUs ask for; with NVIDIA GPUs NCCL "
-        "then has no peer access between the ranks of a node"
+        f"srun.{given[0]}: each rank sees only its own GPUs, as sites with AMD GPUs ask for. With NVIDIA GPUs, remove "
+        "it, because NCCL then has no peer access between the ranks of a node"
     ]
 
 
@@ -64,7 +64,7 @@ def check_micro(job: Job) -> list[str]:
         return []
     file = Path(job.script) if job.script else module_file(job.module or "", Path.cwd())
     if file is None:
-        return [f"module {job.module} is not in {Path.cwd()}: cannot check that it calls run.micro()"]
+        return [f"module {job.module} is not in {Path.cwd()}, so clusterddp did not check that it calls run.micro()"]
     if calls_method(file, Path(job.script).parent if job.script else Path.cwd(), "micro"):
         return []
     raise UsageError(
@@ -75,11 +75,11 @@ def check_micro(job: Job) -> list[str]:
 
 
 def check_nodes(job: Job, nodes: list[NodeShape]) -> None:
-    """Checks that the partition has enough nodes: sbatch would accept the job, which would never start."""
+    """Checks that the partition has enough nodes. sbatch would accept a job that never starts."""
     if len(nodes) < job.least_allocated:
         raise UsageError(
-            f"{_partition(job)} has {counted(len(nodes), 'node')}, fewer than {_asked(job)}: reduce "
-            "--nodes, or choose another partition with -p"
+            f"{_partition(job)} has {counted(len(nodes), 'node')}, fewer than {_asked(job)}. Reduce "
+            "--nodes, or choose a different partition with -p"
         )
 
 
@@ -93,7 +93,7 @@ def _partition(job: Job) -> str:
 
 
 def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
-    """Checks that enough nodes have enough GPUs; the error says what is available."""
+    """Checks that enough nodes have enough GPUs. The error says what is available."""
     fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
     if len(fitting) >= job.least_allocated:
         return
@@ -101,8 +101,8 @@ def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
     most = max(node.gpus_of(job.gpu_type) for node in nodes)
     raise UsageError(
         f"{_partition(job)} has {counted(len(fitting), 'node')} with {job.gpus_per_node} {kind} ({len(nodes)} in "
-        f"total, at most {most} {kind} per node), and {job.allocated_text} are requested: --gpus counts per node. "
-        "Request fewer, or add --device cpu for gloo ranks without GPUs"
+        f"total, at most {most} {kind} per node), but the job requests {job.allocated_text}. --gpus counts per node. "
+        "Request fewer GPUs, or add --device cpu for gloo ranks without GPUs"
     )
 
 
@@ -125,7 +125,7 @@ def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
 def _exported() -> list[str]:
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN)}
     shown = (f"{name}={MASK if is_secret(name) else value}" for name, value in found.items())
-    return [f"from the environment: {' '.join(shown)}"] if found else []
+    return [f"sbatch will also apply: {' '.join(shown)}"] if found else []
 
 
 def as_allocated(job: Job, environ: Mapping[str, str]) -> Job:

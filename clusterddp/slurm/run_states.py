@@ -20,7 +20,7 @@ from clusterddp.slurm.queue import QueuedJob, is_hold, queued_jobs, why_waiting
 #: The run is over.
 OVER = ("completed", "failed", "cancelled")
 #: held: waits for the hold after a requeue, or its owner's or administrator's. pending: waits in the queue. stopped:
-#: nothing trains it until someone continues it. unknown: cannot be seen from here.
+#: until its user continues it. unknown: not visible from here.
 WORDS = (*OVER, "pending", "held", "running", "stopped", "unknown")
 
 _OTHERS = "only its owner can see which job or process trains it"
@@ -50,8 +50,8 @@ def run_states(
 ) -> list[RunState]:
     """The state of each run. Calls squeue once, and not at all if no run can have a job.
 
-    ``patience_s``: seconds for which a controller that does not answer is asked again. ``timeout_s``: for each answer.
-    ``queue``: of a view that is refreshed. It decides when squeue is called, which is not repeated without an answer.
+    ``patience_s``: seconds for which to retry a controller that does not answer. ``timeout_s``: for each answer.
+    ``queue``: that of a refreshed view. It decides when to call squeue, and is not retried without an answer.
     """
     cluster = slurm.cluster_name(os.environ)
     ids = {claim["job"] for summary in summaries for claim in _jobs(summary) if _reachable(claim, cluster)}
@@ -77,7 +77,7 @@ def _jobs(summary: Summary) -> Iterable[Mapping[str, Any]]:
 
 
 def _reachable(claim: Mapping[str, Any], cluster: str | None) -> bool:
-    """Whether this cluster's controller knows the job; entries of old runs do not name their cluster."""
+    """Whether this cluster's controller knows the job. Entries of old runs do not name their cluster."""
     return None in (cluster, claim.get("cluster")) or claim["cluster"] == cluster
 
 
@@ -106,7 +106,7 @@ def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: 
 def _of_job(
     summary: Summary, claim: Mapping[str, Any], jobs: Mapping[str, QueuedJob], away: str, cluster: str | None
 ) -> RunState | None:
-    """The state of a run that a job may train; None if the job has ended."""
+    """The state of a run that a job may train, or None if the job has ended."""
     job_id = claim["job"]
     if not _reachable(claim, cluster):
         return RunState("unknown", f"job {job_id} of cluster {claim['cluster']} cannot be reached from here", job_id)
@@ -126,7 +126,7 @@ def _of_job(
 
 
 def _of_process(summary: Summary, claim: Mapping[str, Any]) -> RunState | None:
-    """The state of a run that a local process may train; None if the process has ended."""
+    """The state of a run that a local process may train, or None if the process has ended."""
     if not on_this_machine(claim):
         where = f"process {claim['pid']} on {claim['host']}, which cannot be reached from here"
         return RunState("unknown", where, nodes=str(claim["host"]))
@@ -138,7 +138,7 @@ def _of_process(summary: Summary, claim: Mapping[str, Any]) -> RunState | None:
 
 
 def _why_stopped(summary: Summary, job: QueuedJob | None) -> str:
-    """How the run's last job or attempt ended; what its user wanted is more than Slurm knows."""
+    """How the run's last job or attempt ended. The user's own request takes precedence over Slurm's record."""
     if summary.ends and summary.ends[-1] == Cause.STOP_REQUESTED.value:
         return summary.ends[-1]
     if job is not None and not job.live:

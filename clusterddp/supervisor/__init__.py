@@ -1,1 +1,1 @@
-"""One attempt: starting the ranks, deciding what follows, carrying it out; no torch, no command line."""
+"""One attempt: starting the ranks, deciding what follows, carrying it out. Torch and the CLI belong elsewhere."""

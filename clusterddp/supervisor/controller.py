@@ -117,9 +117,9 @@ class SlurmController(Controller):
         if job is None or job.restarts != self._restarts:
             return Notice(None)
         ends = Stop.JOB_END if job.state == "COMPLETING" else None
-        return Notice(
-            job.end_time, ends if job.preempt_time is None else Stop.PREEMPTION, allocated(job, batch_step_began())
-        )
+        left = frozenset(expand(job.nodes)) if self._job.outlives_nodes and ends is None and job.nodes else None
+        stop = ends if job.preempt_time is None else Stop.PREEMPTION
+        return Notice(job.end_time, stop, allocated(job, batch_step_began()), left)
 
     def why(self, notice_s: float) -> Cause:
         """Reads the job's state and PreemptTime."""

@@ -145,6 +145,8 @@ class Recovery:
                 values["since"] = failure.lost_at
             if failure.of_the_node and self._controller.resubmits:
                 values["suspect"] = self._state.node_of(failure.rank)
+            if failure.fault:
+                values["fault"] = failure.fault
             if failure.lacks_gpus:
                 values["lacks_gpus"] = True
             if failure.raised is not None:

@@ -326,11 +326,11 @@ def _drain(state: State, request: Request, now: float) -> Step:
     if state.wanted not in (None, Stop.DRAIN):
         return _refuse(state, request, f"not drained: the run is being stopped by `{state.wanted.value}`")
     if state.drained not in ("", node):
-        return _refuse(state, request, f"not drained: the run is leaving {state.drained}. Try again once it has")
+        return _refuse(state, request, f"not drained: the run is already leaving {state.drained}. Try again afterwards")
     choice = choose(state.job, state.placement, {node: "is drained"}, None)
     if choice.course is Course.NEW_JOB:
-        how = f"To continue without it in a new job, use `clusterddp requeue RUN --exclude {node}`"
-        return _refuse(state, request, f"not drained: {choice.why}. {how}")
+        instead = f"`clusterddp requeue RUN --exclude {node}` continues the run without {node} in a new job"
+        return _refuse(state, request, f"not drained: {choice.why.partition(': ')[2]}. {instead}")
     return _end(replace(state, drained=node), request, Stop.DRAIN, now)
 
 

@@ -1,1 +1,1 @@
-"""The context and its step loop: stops, saves, metrics, heartbeat; no code that runs outside a rank."""
+"""The context and its step loop: stops, saves, metrics, heartbeat. All of it runs in a rank."""

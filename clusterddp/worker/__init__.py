@@ -1,1 +1,1 @@
-"""A rank's process without torch: entry point, signals, control channel to the supervisor; no training."""
+"""A rank's process without torch: entry point, signals, control channel. Training belongs elsewhere."""

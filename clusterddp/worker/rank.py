@@ -33,7 +33,7 @@ from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import code_paths, control_channel, library_hooks, own_saves, rank_exit, signals
+from clusterddp.worker import code_paths, control_channel, gpus, library_hooks, own_saves, rank_exit, signals
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
 from clusterddp.worker.thread_stacks import stacks
@@ -77,6 +77,8 @@ def main() -> None:
     if (channel := control_channel.current) is None:
         _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before all ranks had joined"}, 0)
     channel.listen(lambda: exit_if_superseded(run, record, end), lambda order: obey(channel, order, end))
+    if os.environ[protocol.DEVICE] == "cuda":
+        gpus.start(dict(os.environ), ranks, channel.send, end["host"])
     _let_signals_through(os.environ.get(protocol.STOP_SIGNAL))
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
@@ -225,6 +227,10 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
             target=_report_stacks, args=(channel, str(order["stacks"])), name="stacks", daemon=True
         ).start()
     run = channel.run
+    if "explain" in order:
+        threading.Thread(
+            target=_explain, args=(channel, str(order["explain"]), end["host"]), name="facts", daemon=True
+        ).start()
     if "save" in order:
         _save(channel, str(order["save"]))
     if "profile" in order:
@@ -242,6 +248,14 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
 
 def _report_stacks(channel: ControlChannel, request: str) -> None:
     channel.send("stacks", request=request, **stacks())
+
+
+def _explain(channel: ControlChannel, order: str, host: str) -> None:
+    """Reports what may make this rank slow."""
+    from clusterddp.worker import node_facts  # few ranks are slow
+
+    ratio, seconds = map(float, order.split())
+    channel.send("slow_node", host=host, ratio=ratio, seconds=seconds, facts=node_facts.find())
 
 
 def _save(channel: ControlChannel, request: str) -> None:

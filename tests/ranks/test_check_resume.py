@@ -75,17 +75,17 @@ def test_a_script_that_ends_before_the_wanted_step_is_checked_to_its_end(
 
 
 FAULTS: dict[Callable[[Context], None], tuple[int, str]] = {
-    scripts.unseeded_generator: (4, "the batch in step 0 on rank 0 is another one"),
-    scripts.generator_of_the_dataset: (3, "the batch in step 6 on rank 0 is another one"),
-    scripts.sampler_with_hidden_state: (3, "the batch in step 6 on rank 0 is another one"),
-    scripts.second_resume_starts_over: (3, "after the second resume, from step 8, the batch in step 8 on rank 0"),
-    scripts.short_epochs: (3, "the batch in step 10 on rank 0 is another one"),
-    scripts.forgotten_average: (3, "the state of ema, which ctx.run() did not get, is lost in a resume"),
-    scripts.forgotten_scheduler: (3, "the state of parts.scheduler, which ctx.run() did not get, is lost in a resume"),
+    scripts.unseeded_generator: (4, "the batch in step 0 on rank 0 is different"),
+    scripts.generator_of_the_dataset: (3, "the batch in step 6 on rank 0 is different"),
+    scripts.sampler_with_hidden_state: (3, "the batch in step 6 on rank 0 is different"),
+    scripts.second_resume_starts_over: (3, "after the second resume, from step 8: the batch in step 8 on rank 0"),
+    scripts.short_epochs: (3, "the batch in step 10 on rank 0 is different"),
+    scripts.forgotten_average: (3, "a resume loses the state of ema, which ctx.run() did not get"),
+    scripts.forgotten_scheduler: (3, "a resume loses the state of parts.scheduler, which ctx.run() did not get"),
     scripts.time_dependent: (4, "the logged loss in step 0 on rank 0 differs"),
     scripts.counter_in_a_closure: (3, "count (0 instead of 6)"),
-    scripts.running_mean: (3, "also different when this attempt began: mean"),
-    scripts.dropout_generator: (3, "the state of model.1.generator, which ctx.run() did not get, is lost in a resume"),
+    scripts.running_mean: (3, "When this attempt began, these also differed: mean"),
+    scripts.dropout_generator: (3, "a resume loses the state of model.1.generator, which ctx.run() did not get"),
 }
 
 
@@ -146,7 +146,7 @@ def test_the_command_says_that_a_run_depends_on_the_order_of_a_set(script: Path)
     """Which only fresh processes show. Without a resume there is the same difference."""
     done = submit(script, "--", "--set")
     assert done.returncode == 4, done.stderr
-    assert "the uninterrupted run itself is not repeatable: when it runs again, the batch in step 0" in done.stderr
+    assert "the run is not repeatable even without a resume. When it ran again, the batch in step 0" in done.stderr
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
 
 

@@ -66,7 +66,7 @@ def test_logs_of_missing_attempts_and_ranks_are_refused(run: RunDirectory) -> No
     """Also with ``-f``: the command does not wait for an attempt that cannot start, or a rank of a finished run."""
     run.create_attempt()
     for follow in ([], ["-f"]):
-        assert "has no attempt 7; available: 0\n" in said([*CLI, "logs", str(run), "--attempt", "7", *follow], 1)
+        assert "has no attempt 7. Available: 0\n" in said([*CLI, "logs", str(run), "--attempt", "7", *follow], 1)
     write_json(run.outcome_file, {"state": "failed", "step": None, "attempts": 1, "reason": "x"})
     assert "attempt 0" in said([*CLI, "logs", str(run), "--rank", "9", "-f"], 1)
 
@@ -108,7 +108,7 @@ def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
         gone = tmp_path / "gone"
         gone.mkdir()
         command = ["bash", "-c", f'cd {gone} && rmdir {gone} && exec "$@"', "bash", *CLI, *words.split()]
-        assert said(command, 1) == "clusterddp: the working directory was deleted: change to one that exists\n"
+        assert said(command, 1) == "clusterddp: the working directory was deleted. Change to one that exists\n"
 
 
 def test_characters_that_the_output_cannot_encode_are_escaped(run: RunDirectory) -> None:

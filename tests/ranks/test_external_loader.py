@@ -248,7 +248,7 @@ def test_a_metric_that_no_step_logs_is_reported(tmp_path: Path) -> None:
     assert "no step has logged 'F1' yet, the metric of the best checkpoint, only f1" in ranks.output(0)
     assert "no step has logged" not in ranks.output(1)
     (said,) = events_of(RunDirectory(tmp_path / "run"), "no_best")
-    assert sentence(said) == "attempt 0: no best checkpoint: the script has never logged 'F1', only f1"
+    assert sentence(said) == "attempt 0: there is no best checkpoint, because the script never logged 'F1', only f1"
 
 
 def test_a_chosen_interval_is_reported(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_second_term_changes_nothing(run: RunDirectory, tmp_path: Path) -> Non
     assert process.returncode == 0, err
     (requeued,) = events_of(run, "requeued")
     assert [event["step"] for event in events_of(run, "checkpoint")] == [requeued["checkpoint"], STEPS]
-    assert re.search(r"attempt 1: resumed from step \d+, 0 steps repeated", err), err
+    assert re.search(r"attempt 1: resumed from step \d+, repeating 0 steps", err), err
     assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(STEPS))
 
 

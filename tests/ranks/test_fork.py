@@ -76,7 +76,10 @@ def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path:
     [
         (("--fork", "{source}@7"), "has no checkpoint of step 7. Available steps: 20, 30, 40"),
         (("--fork", "{source}/nowhere"), "expected RUN, RUN@STEP or RUN@best"),
-        (("--fork", "{source}", "--run-dir", "{source}"), "already holds a run: with --fork, choose another --run-dir"),
+        (
+            ("--fork", "{source}", "--run-dir", "{source}"),
+            "already holds a run. With --fork, choose a different --run-dir",
+        ),
         (("--fork", "{source}", "--change"), "cannot be combined with --here or --change"),
     ],
 )

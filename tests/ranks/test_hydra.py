@@ -141,7 +141,7 @@ def test_a_multirun_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
         ("hydra.launcher.wait=false",): "hydra.launcher.wait=false cannot be combined with hydra.launcher.local=true",
         ("hydra.launcher.retry=[fialed]",): "hydra.launcher.retry: expected [failed], [cancelled] or both, got fialed",
         ("hydra.launcher.nodes=none",): "nodes: expected a whole number",
-        ("hydra.launcher.time=600",): "write '8:00:00' in quotes",
+        ("hydra.launcher.time=600",): "Write '8:00:00' in quotes",
     }.items():
         done = multirun(tmp_path / "m", *words)
         assert done.returncode == 1 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -72,11 +72,11 @@ def test_basic_two_ranks_train_as_one_process_does_on_the_joined_batch(run: RunD
 @pytest.mark.parametrize(
     ("right", "wrong", "words"),
     [
-        ("model(inputs)", "model.module(inputs)", "0.weight on ranks 0 and 1 differ: is DDP's forward bypassed?"),
+        ("model(inputs)", "model.module(inputs)", "0.weight on ranks 0 and 1 differ. Is DDP's forward bypassed?"),
         (
             "model(inputs), targets)",
             "model(inputs), targets, reduction='sum')",
-            "is not the joined batch's: the largest difference is",
+            "is not that of the joined batch (largest difference",
         ),
     ],
 )
@@ -213,7 +213,7 @@ def test_collectives_a_wrong_result_is_an_error_and_a_missing_one_is_reported(
 def test_bench_lists_the_benchmarks() -> None:
     line = [sys.executable, "-m", "clusterddp", "bench", "everything", "--local"]
     refused = subprocess.run(line, capture_output=True, text=True, cwd=ddp.REPOSITORY)
-    assert refused.returncode == 2 and "bench: no benchmark 'everything'; available: collectives" in refused.stderr
+    assert refused.returncode == 2 and "bench: no benchmark 'everything'. Available: collectives" in refused.stderr
 
 
 # ---- charlm
@@ -306,7 +306,7 @@ UNWRAPPED = "import clusterddp.training.context as c; c.Context.wrap = lambda ct
     [
         ("", ["--bucket-mb", 0.01, "--bucket-view", "--static-graph"], 0, "on one rank DDP itself costs"),
         ("", ["--bf16"], 1, "--bf16 needs GPUs and NCCL, found cpu"),
-        (UNWRAPPED, [], 1, "after the same steps the weights of 2 ranks differ"),
+        (UNWRAPPED, [], 1, "after the same steps, the weights of 2 ranks differ"),
     ],
 )
 def test_scaling_times_ranks_that_exchange_their_gradients_under_every_option(

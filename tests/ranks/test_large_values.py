@@ -67,8 +67,8 @@ def test_a_run_with_long_values_and_a_garbled_history_is_resumed_and_completed(t
     shown = subprocess.run(
         [sys.executable, "-m", "clusterddp", "status", str(run)], capture_output=True, text=True, timeout=60, check=True
     )
-    assert "attempt 0: scale became Infinity at step 0; training continues" in shown.stdout
-    assert "attempt 0: loss became NaN at step 3; training continues" in shown.stdout
+    assert "attempt 0: scale became Infinity at step 0. Training continues" in shown.stdout
+    assert "attempt 0: loss became NaN at step 3. Training continues" in shown.stdout
     assert "attempts  2" in shown.stdout and f"{run.events_file}:1 skipped" in shown.stderr
 
 

@@ -76,7 +76,7 @@ def test_a_local_run_that_was_stopped_can_be_continued_under_another_host_name(
     be_elsewhere(monkeypatch)
     check_not_held(run)
     assert not lease.local_loop_alive(run)
-    assert "stopped (interrupted); continue with" in run_status.state_of(run)[1]
+    assert "stopped (interrupted). Continue with" in run_status.state_of(run)[1]
 
 
 def test_a_run_of_an_unreachable_machine_can_be_taken_over(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,10 +99,10 @@ def test_a_process_is_identified_by_its_machine_under_any_host_name(
     be_elsewhere(monkeypatch, lease.process_namespace())
     lease.let_go_unreachable(run)
     advice = (
-        "follow it with `clusterddp resubmit .*`, "
+        "Follow it with `clusterddp resubmit .*`, "
         "or save and stop it with `clusterddp tell .* stop` and submit it again"
     )
-    with pytest.raises(RunDirectoryError, match=f"on this machine: {advice}"):
+    with pytest.raises(RunDirectoryError, match=f"on this machine. {advice}"):
         check_not_held(run)
     sleeper.kill()
     sleeper.wait()
@@ -140,7 +140,7 @@ def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "beta")
     words = "held by job 41 of cluster alpha, which cannot be reached from here"
     assert lease.held_by_other(run, lease.of_job("41")) == words
-    with pytest.raises(RunDirectoryError, match=f"{words}: cancel it on that cluster"):
+    with pytest.raises(RunDirectoryError, match=f"{words}. Cancel it on that cluster"):
         cancel_run(run)
     assert (run.cancelled, run.outcome()) == (False, None)
 

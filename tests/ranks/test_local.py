@@ -99,7 +99,7 @@ def stopped_twice(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     wait_until(lambda: any(line["attempt"] == 1 for line in read_lines(run.metrics_file)), "its first step")
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert re.search(r"attempt 0: preempted at step (\d+), checkpoint \1 committed, requeued", said), said
+    assert re.search(r"attempt 0: preempted at step (\d+)\. Checkpoint \1 is saved\. The job is requeued", said), said
     how = f"continue with: clusterddp submit --local --run-dir {run}"
     assert process.returncode == 130 and how in said
     status = subprocess.run([sys.executable, "-m", "clusterddp", "status", str(run)], capture_output=True, text=True)
@@ -107,7 +107,7 @@ def stopped_twice(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     assert run.outcome() is None
     done = submit(run)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"attempt 2: resumed from step \d+, 0 steps repeated", done.stderr)
+    assert re.search(r"attempt 2: resumed from step \d+, repeating 0 steps", done.stderr)
     return run
 
 
@@ -159,7 +159,7 @@ def test_a_killed_rank_is_named_and_all_ranks_restart_in_place(
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert re.search(rf"attempt 0: rank {rank} \(\S+\) failed first at step \d+: was killed by SIGKILL", err), err
-    assert "restarting all ranks in place" in err
+    assert "Restarting all ranks in place" in err
     assert re.search(r"attempt 1: resumed from step \d+", err)
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in uninterrupted.metrics()]
     assert differing(final_state(run), final_state(uninterrupted)) == []
@@ -220,7 +220,7 @@ def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run
     os.killpg(os.getsid(ranks_of(run)[0]), signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert re.search(r"attempt 0: preempted, at least \d+ steps? made, requeued", err), err
+    assert re.search(r"attempt 0: preempted\. It made at least \d+ steps?\. The job is requeued", err), err
     assert "attempt 1: completed after 2 attempts" in err
     assert run.outcome() == {"state": "completed", "step": None, "attempts": 2, "reason": "all ranks finished"}
     status = subprocess.run([sys.executable, "-m", "clusterddp", "status", str(run)], capture_output=True, text=True)
@@ -294,7 +294,7 @@ def test_a_script_that_catches_the_stop_and_runs_to_its_end_is_not_completed(run
     script = run.path.with_name("catches.py")
     script.write_text(CATCHES)
     stopped = submit(run, str(script), "--device", "cpu")
-    assert stopped.returncode == 130 and "At step 3, checkpoint 3 committed, stopped" in stopped.stderr
+    assert stopped.returncode == 130 and "at step 3. Checkpoint 3 is saved. The run is stopped" in stopped.stderr
     assert submit(run).returncode == 0
     assert (run.outcome() or {}) == {"state": "completed", "step": 9, "attempts": 2, "reason": "all ranks finished"}
     said = (run.attempt_logs(0) / "rank-0.err").read_text()
@@ -350,8 +350,8 @@ def test_ctrl_c_saves_although_the_loop_cannot_write(run: RunDirectory) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert f"could not write {run.notice_file} (File too large)" in said
-    assert re.search(r"at step (\d+), checkpoint \1 committed, stopped", said, re.IGNORECASE), said
+    assert f"cannot write {run.notice_file} (File too large)" in said
+    assert re.search(r"at step (\d+)\. Checkpoint \1 is saved\. The run is stopped", said, re.IGNORECASE), said
 
 
 def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) ->
         (["jobs/digits.yaml", "--preempt-after", "soon"], "expected a step such as 120, or seconds such as 2.5s"),
         (["jobs/digits.yaml", "--preempt-after", "-5"], "expected a step such as 120, or seconds such as 2.5s"),
         (["jobs/digits.yaml", "--run-dir", "README.md"], "--run-dir README.md is a file"),
-        (["jobs/digits.yaml", "--lr", "0.1"], "--help`; put the script's arguments after --"),
+        (["jobs/digits.yaml", "--lr", "0.1"], "--help`. Put the script's arguments after --"),
         (["jobs/digits.yaml", "--sbatch", "mem=1G"], "cannot be combined with --local"),
         (["jobs/digits.yaml", "--set", "nodes"], "--set nodes: expected KEY=VALUE"),
         (["jobs/digits.yaml", "--nodes", "1-2"], "needs global_batch, the samples per step"),
@@ -436,7 +436,7 @@ def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirector
     assert submit(run, *one_rank, "--", "--steps", "5").returncode == 0
     again = submit(run, *one_rank, "--", "--steps", "5")
     assert again.returncode == 0
-    assert "has already completed at step 5: nothing to do" in again.stderr
+    assert "has already completed at step 5. For more steps, add --change" in again.stderr
     assert run.attempts() == [0]
     command = [sys.executable, "-m", "clusterddp", "resubmit", str(run)]
     watched = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
@@ -458,7 +458,7 @@ def test_preemptions_that_are_already_due_wait_for_the_attempts_ranks(run: RunDi
     done = submit(run, str(script), "--device", "cpu", "--preempt-after", "0", "--preempt-after", "0s")
     assert done.returncode == 0, done.stderr
     assert (run.outcome() or {})["attempts"] == 3
-    assert done.stderr.count("preempted, no steps recorded, requeued") == 2
+    assert done.stderr.count("preempted. No step was recorded. The job is requeued") == 2
 
 
 def test_status_logs_and_cancel_work_without_slurm(stopped_twice: RunDirectory) -> None:
@@ -484,4 +484,4 @@ def test_the_history_says_when_the_code_changed_between_attempts(run: RunDirecto
     script.write_text("print('mended')\n")
     done = submit(run)
     assert done.returncode == 0
-    assert re.search(r"the code changed since the last attempt: script \w+ -> \w+", done.stderr)
+    assert re.search(r"The code has changed since the last attempt: script \w+ -> \w+", done.stderr)

@@ -87,7 +87,7 @@ def test_other_weights_in_steps_to_come_are_recorded_and_those_of_the_past_refus
     changed, *others = events_of(RunDirectory(run), "order_changed")
     assert others == []
     assert sentence(changed) == (
-        "attempt 2: the weights of the mixture from now on: odd 75%, even 25%; from step 7 on odd 0%, even 100%; they "
-        "were: odd 75%, even 25%; from step 9 on odd 25%, even 75%"
+        "attempt 2: the weights of the mixture are now odd 75%, even 25%; from step 7 on odd 0%, even 100%. Before, "
+        "they were odd 75%, even 25%; from step 9 on odd 25%, even 75%"
     )
     assert changed["step"] == 5

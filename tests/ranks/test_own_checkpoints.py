@@ -65,13 +65,16 @@ def test_one_file_preempted_before_its_first_checkpoint_and_killed_in_every_late
     assert outcome(run) == "completed", printed
     assert "done with weight 50" in (run.attempt_logs(5) / "rank-0.out").read_text()
     before, *later = said(run, "own_resume")
-    assert before == "attempt 1: no complete checkpoint matches out/ckpt.pt: starts from the beginning"
+    assert before == (
+        "attempt 1: no complete checkpoint matches out/ckpt.pt. The script starts from the beginning. If it has saved "
+        "a checkpoint, correct `resume.checkpoint` and submit with --change"
+    )
     assert [line.partition(", written")[0] for line in later] == [
         f"attempt {number}: resumed from out/ckpt.pt" for number in (2, 3, 4, 5)
     ]
     assert all(line.endswith("before the stop, with --init_from=resume") for line in later)
     assert len(said(run, "own_checkpoint")) == 5
-    assert "probably out of memory. Newest checkpoint out/ckpt.pt, restarting" in said(run, "restarted")[0]
+    assert "probably out of memory. The newest checkpoint is out/ckpt.pt. Restarting" in said(run, "restarted")[0]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,7 @@ def test_the_newest_complete_one_of_several(
     assert outcome(run) == "completed", story(run)
     path = run.path.parent / "out" / names[0]
     (line,) = said(run, "own_resume")
-    assert f"resumed from {path}, written" in line and f"with {option} {path}; not used: " in line and names[1] in line
+    assert f"resumed from {path}, written" in line and f"with {option} {path}. Not used: " in line and names[1] in line
     log = (run.attempt_logs(1) / "rank-0.out").read_text()
     assert "starts at step 20" in log and "done with weight 30" in log
 

@@ -60,7 +60,7 @@ def test_mixed_precision_accumulates_over_pieces_and_resumes_with_the_scale(tmp_
     whole, preempted = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "preempted")
     script, steps = RECIPES / "mixed_precision.py", ["--steps", "60"]
     stop = ["--set", "global_batch=64", "--", "", str(STOP), str(script), *steps]
-    assert f"at step {STOP + 1}, checkpoint {STOP + 1} committed" in submit(preempted, HARNESS, *stop, code=130)
+    assert f"at step {STOP + 1}. Checkpoint {STOP + 1} is saved" in submit(preempted, HARNESS, *stop, code=130)
     assert "32 samples per rank and step, at most 16 at a time" in submit(preempted)
     assert preempted.attempts() == [0, 1], story(preempted)
     whole.create()

@@ -93,7 +93,10 @@ def test_exit_0_at_once_in_a_later_attempt_is_not_confirmed(folder: Path) -> Non
     assert (outcome()["state"], outcome()["confirmed"]) == ("completed", False)
     said = "unconfirmed: the script exited with code 0 after 0 s, less than a tenth of the"
     assert f"attempt 1: completed after 2 attempts, {said}" in done.stderr
-    assert ". If the training is complete, name its mark: `clusterddp submit --run-dir RUN --change" in done.stderr
+    assert (
+        ". If the training is complete, name the file that marks it: `clusterddp submit --run-dir RUN --change"
+        in done.stderr
+    )
     assert said in clusterddp("status", "run").stdout
     assert said in clusterddp("list", "run").stdout
     (listed,) = json.loads(clusterddp("list", "run", "--json").stdout)
@@ -112,7 +115,7 @@ def test_exit_0_without_the_mark_of_its_end_restarts_and_fails_in_the_end(folder
     done = submit(FINDS, *job, "--", "exp", "500")
     assert done.returncode == 1
     lacks = f"all ranks exited with code 0, but the mark of `done` is missing: there is no file {folder}/exp/finished"
-    assert f"attempt 1: {lacks}. No steps recorded, restarting all ranks in place" in done.stderr
+    assert f"attempt 1: {lacks}. No step was recorded. Restarting all ranks in place" in done.stderr
     assert outcome()["state"] == "failed"
     assert (
         outcome()["reason"] == f"3 consecutive attempts failed without saving a new checkpoint. Last attempt: {lacks}"
@@ -156,7 +159,7 @@ def test_preemptions_at_lines_and_seconds_come_in_their_order(folder: Path) -> N
     done = submit(SAVES, *preempt, "--", "SIGUSR1", "saves", "10")
     assert done.returncode == 0, done.stderr
     assert outcome()["attempts"] == 3
-    missed = "--preempt-at 'no such line' did not fire: the attempt ended, and no line of its ranks' output matched"
+    missed = "--preempt-at 'no such line' did not fire. The attempt ended, and no line of its ranks' output matched"
     assert missed in done.stderr
     Path("run").rename("first")
     wrong = submit(SAVES, "--preempt-at", "step (", "--", "SIGUSR1", "saves", "10")

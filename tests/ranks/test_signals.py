@@ -65,8 +65,8 @@ def test_a_handler_of_the_script_is_reported_and_its_exit_0_is_a_preemption_not_
     said = (run.attempt_logs(0) / "rank-0.err").read_text()
     assert (
         "clusterddp: the script replaced the TERM handler of clusterddp.init() with mine (signals.py:"
-        f"{_line_of('def mine')}): if it exits or raises when TERM arrives, steps since the last checkpoint are "
-        "repeated; remove it, as clusterddp saves and stops the run on its own\n"
+        f"{_line_of('def mine')}). If that handler exits or raises, the steps since the last checkpoint are "
+        "repeated. Remove it, because clusterddp saves and stops the run\n"
     ) in said
     assert "exited with code 0 inside its training loop, after step 4 of 6" in said
 

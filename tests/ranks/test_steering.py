@@ -92,8 +92,8 @@ def test_a_run_tells_its_stacks_saves_is_profiled_is_requeued_is_stopped_and_con
     assert (run.checkpoints / f"step-{saved:012d}.attempt-0.safetensors").exists()
 
     assert command(["tell", str(run), "skip=5"]) == 0, story(run)
-    epoch = "; that is more than an epoch, which has 4 steps"
-    words = rf"attempt 0: 5 batches skipped: step (\d+) takes global batch (\d+){epoch}; checkpoint (\d+) committed\n"
+    epoch = r"\. That is more than an epoch, which has 4 steps"
+    words = rf"attempt 0: 5 batches skipped\. Step (\d+) takes global batch (\d+){epoch}. Checkpoint (\d+) committed\n"
     found = re.fullmatch(words, capsys.readouterr().out)
     assert found is not None
     step, batch, checkpoint = map(int, found.groups())
@@ -108,7 +108,7 @@ def test_a_run_tells_its_stacks_saves_is_profiled_is_requeued_is_stopped_and_con
         check_profile(run, rank, range(first, last + 1))
 
     assert command(["requeue", str(run)]) == 0, story(run)
-    assert "committed, requeued" in capsys.readouterr().out
+    assert "is saved. The job is requeued" in capsys.readouterr().out
     wait_until(
         lambda: any(line["attempt"] == 1 for line in read_lines(run.metrics_file)), "the first step of attempt 1"
     )

@@ -32,14 +32,14 @@ def test_a_run_that_failed_before_its_first_step_is_corrected_without_change(run
     assert submit(run, *options, "--lr", "0.2", "--steps", "5").returncode == 1
     corrected = submit(run, *options, "--lr", "0.1", "--steps", "5")
     assert corrected.returncode == 0, corrected.stderr
-    said = f"{run} failed before its first step: recording the new arguments (args: --lr 0.2 recorded, --lr 0.1 given)"
+    said = f"{run} failed before its first step. Recording the new arguments: args: --lr 0.2 recorded, --lr 0.1 given"
     assert f"{said}\n" in corrected.stderr
     assert "--lr" in run.job_file.read_text() and "'0.1'" in run.job_file.read_text()
     refused = submit(run, *options, "--lr", "0.3", "--steps", "5")
     assert refused.returncode == 1
     assert (
-        "args: --lr 0.1 recorded, --lr 0.3 given. Use the recorded arguments (`clusterddp submit --run-dir"
-        in refused.stderr
+        "args: --lr 0.1 recorded, --lr 0.3 given. To continue with the recorded arguments, use "
+        "`clusterddp submit --run-dir" in refused.stderr
     )
 
 
@@ -81,9 +81,10 @@ def test_a_killed_supervisor_is_reported_and_the_run_continues(run: RunDirectory
     os.kill(holder["pid"], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 137
-    how = f"stopped; continue with: clusterddp submit --local --run-dir {run}"
+    how = f"Stopped. Continue with: clusterddp submit --local --run-dir {run}"
     assert (
-        f"clusterddp: the supervisor was killed by signal 9, and its ranks ended with it; check memory\n{how}\n" in err
+        "clusterddp: the supervisor was killed by signal 9 (probably out of memory), and its ranks ended with it\n"
+        f"{how}\n" in err
     )
     assert submit(run).returncode == 0
 
@@ -96,7 +97,7 @@ def test_a_preemption_after_steps_that_the_script_does_not_record_is_reported(
     script.write_text("print('trained')\n")
     done = submit(run, str(script), "--device", "cpu", "--preempt-after", "5", "--preempt-after", "9s")
     assert done.returncode == 0
-    assert f"{script} does not mention clusterddp: if it records no steps, --preempt-after 5 never fires" in done.stderr
-    words = "\n--preempt-after 5 did not fire: the script's step numbers are unknown; these work with any script"
+    assert f"{script} does not mention clusterddp. If it records no steps, --preempt-after 5 never fires" in done.stderr
+    words = "\n--preempt-after 5 did not fire, because the script's step numbers are unknown. Use --preempt-at"
     assert words in done.stderr
-    assert "\n--preempt-after 9s did not fire: the run was already over\n" in done.stderr
+    assert "\n--preempt-after 9s did not fire. The run was already over\n" in done.stderr

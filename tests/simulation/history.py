@@ -11,6 +11,7 @@ from typing import Any
 
 from clusterddp.cli import tell
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends
@@ -62,6 +63,11 @@ class Plan:
     slow: float = 0.0
     resubmitters: int = 0
     policy: str | None = None
+    #: Whether the first job is a task of a sweep's array.
+    array: bool = False
+    #: How many nodes are spare, the fewest that the run can train on, None without a range.
+    spare_nodes: int = 0
+    min_nodes: int | None = None
     #: Whether the job has a hook, and a watchdog; whether somebody waits for the run; which clock is wrong, and by how
     #: much.
     hook: bool = False
@@ -88,7 +94,7 @@ TROUBLE = ("answers lost", "answers lost", "controller slow", "controller away")
 def drawn(seed: int) -> Plan:
     """The plan of a seed. Swarm testing: which kinds of faults may come is drawn first."""
     draw = random.Random(seed)
-    kinds = [kind for kind in FAULTS if draw.random() < SHARE.get(kind, 0.4)] or ["preempt"]
+    kinds = [kind for kind in FAULTS if kind != "drain" and draw.random() < SHARE.get(kind, 0.4)] or ["preempt"]
     script = Script(
         steps=draw.choice((4, 6, 10)),
         step_s=draw.choice((1.0, 3.0, 7.0)),
@@ -114,6 +120,9 @@ def drawn(seed: int) -> Plan:
     )
     if seed % 4 == 3:
         faults = in_bursts(faults, random.Random(-seed))
+    outlives = seed % 8 == 4
+    if outlives:
+        faults = with_lost_nodes(faults, length, random.Random(-seed))
     return Plan(
         seed,
         settings,
@@ -125,6 +134,9 @@ def drawn(seed: int) -> Plan:
         slow=draw.choice((0.0, 0.0, 0.02, 0.1)),
         resubmitters=draw.choice((0, 0, 1, 1, 1, 2)),
         policy=draw.choice((None, None, "resubmit")),
+        array=seed % 8 == 2,
+        spare_nodes=int(outlives and seed % 3 != 0),
+        min_nodes=1 if outlives and seed % 3 != 1 else None,
         hook=draw.random() < 0.2,
         watchdog="hang" in kinds,
         waits=draw.random() < 0.12,
@@ -144,6 +156,13 @@ def in_bursts(faults: Iterable[Fault], draw: random.Random) -> list[Fault]:
     if draw.random() < 0.5:
         found.append(Fault(0.0, draw.choice(TROUBLE), draw.getrandbits(32), moment))
     return sorted(found, key=lambda fault: fault.at)
+
+
+def with_lost_nodes(faults: Iterable[Fault], length: float, draw: random.Random) -> list[Fault]:
+    """One to three nodes are lost, or drained by the user, too."""
+    kinds = [draw.choice(("lose a node", "drain")) for _ in range(draw.choice((1, 1, 2, 3)))]
+    more = [Fault(length * 1.5 * draw.random(), kind, draw.getrandbits(32)) for kind in kinds]
+    return sorted([*faults, *more], key=lambda fault: fault.at)
 
 
 @dataclass
@@ -173,6 +192,9 @@ class History:
         self.disk.begin(self.world, plan.lag_s, plan.slow)
         self.slurm = Slurm(self.world, plan.settings, self._launch)
         self.slurm.nodes_needed, self.slurm.time_limit_s = plan.job_nodes, plan.time_limit_s
+        self.slurm.array = plan.array
+        self.slurm.nodes_needed += plan.spare_nodes
+        self.slurm.no_kill = bool(plan.spare_nodes or plan.min_nodes)
         self.cluster = Cluster(self.world, self.slurm, self.disk, plan.script)
         self.cluster.beats = plan.watchdog
         self.world.skew = dict([plan.skew] if plan.skew else [])
@@ -181,6 +203,8 @@ class History:
             module="train",
             device="cpu",
             nodes=plan.job_nodes,
+            min_nodes=plan.min_nodes,
+            spare_nodes=plan.spare_nodes,
             gpus_per_node=plan.per_node,
             time_s=plan.time_limit_s,
             partition="low",
@@ -295,7 +319,7 @@ class History:
             if self.run.outcome() is not None:
                 self.disk.remove(self.run.outcome_file)
             job_id = commands.submit(self.run.batch_script, timeout_s=None)
-            lease.submitted(self.run, job_id)
+            lease.submitted(self.run, job_id if job_id in self.slurm.jobs else f"{job_id}_0")
         return 0
 
     def _resubmit(self) -> int:
@@ -315,7 +339,12 @@ class History:
 
     def _launch(self, batch: Batch) -> Process:
         environ = {
-            "SLURM_JOB_ID": batch.id,
+            "SLURM_JOB_ID": batch.id.replace("_", "9"),
+            **(
+                {"SLURM_ARRAY_JOB_ID": batch.id.partition("_")[0], "SLURM_ARRAY_TASK_ID": "0"}
+                if "_" in batch.id
+                else {}
+            ),
             "SLURM_JOB_NODELIST": ",".join(batch.nodes),
             "SLURM_JOB_PARTITION": "low",
             "SLURM_JOB_NUM_NODES": str(len(batch.nodes)),
@@ -327,10 +356,14 @@ class History:
 
         def main() -> int:
             self.world.sleep(0.3)
-            controller = SlurmController(environ, self.run, self.job)
-            launcher: Callable[..., Any] = lambda *_: Launcher(self.cluster, self.run, self.job, batch)  # noqa: E731
+            job = supervisor.as_started(self.job, environ)
+            controller = SlurmController(environ, self.run, job)
+
+            def launcher(job: Job, placement: Placement) -> Any:
+                return Launcher(self.cluster, self.run, job, batch, placement.nodes or batch.nodes)
+
             try:
-                return supervisor.supervise(self.run, self.job, launcher, controller)
+                return supervisor.supervise(self.run, job, launcher, controller)
             except (ClusterddpError, OSError) as error:
                 self.world.tell(process.name, f"error: {error}")
                 return 1
@@ -453,6 +486,12 @@ def _tell_stop(history: History, draw: random.Random) -> None:
     history.user("tell stop", lambda: tell.stop(history.run))
 
 
+def _drain(history: History, draw: random.Random) -> None:
+    nodes = sorted({rank.process.node for rank in history.training})
+    if nodes:
+        history.user("tell drain", lambda: tell.drain(history.run, draw.choice(nodes)))
+
+
 def _tell_save(history: History, draw: random.Random) -> None:
     def work() -> int:
         before = history.world.now
@@ -521,7 +560,7 @@ def _limited(history: History, draw: random.Random) -> None:
     history.slurm.limited_until = history.world.now + draw.choice((20.0, 300.0))
 
 
-#: What can happen, by name.
+#: What can happen, by name. Draining is drawn for jobs that outlive their nodes.
 FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "preempt": _preempt,
     "suspend": _suspend,
@@ -546,6 +585,7 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "prune": _prune,
     "hang": _hang,
     "kill a command": _kill_command,
+    "drain": _drain,
 }
 
 

@@ -320,7 +320,7 @@ class Invariants:
         if any(0.0 <= job.made - made < SLOW_S + 3 * slurm.latency_s for made in users):
             return False
         by = [process for process in self._world.processes if process.name == job.by]
-        if any(process.stopped_until > slurm.shown_at.get(job.by, 0.0) for process in by):  # between look and request
+        if any(process.stopped_until > job.asked for process in by):  # between look and request
             return False
         if any(not process.alive and process.code is None for process in by):  # killed before it could record the job
             return False
@@ -390,12 +390,17 @@ class Invariants:
             return False
         if batch.node in slurm.cut or self._history.disk.broken[0] > now:
             return False
-        newest = self._history.cluster.ranks[-self._history.job.world_size :]
+        newest = self._newest()
         return any(rank.step._batch is job and rank.server and rank.process.node in slurm.cut for rank in newest)
+
+    def _newest(self) -> list[Rank]:
+        """The ranks of the newest attempt."""
+        ranks = self._history.cluster.ranks
+        return ranks[-ranks[-1].step.job.world_size :] if ranks else []
 
     def _lacks_ranks(self, job: Batch) -> bool:
         """Whether a rank of the job's newest attempt has failed."""
-        newest = self._history.cluster.ranks[-self._history.job.world_size :]
+        newest = self._newest()
         return any(rank.step._batch is job and not rank.process.alive and rank.process.code != 0 for rank in newest)
 
     @property

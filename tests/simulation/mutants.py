@@ -9,6 +9,7 @@ from unittest import mock
 
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures.hangs import Watch
+from clusterddp.failures.placement import Placement
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import resubmission
 from clusterddp.slurm import commands
@@ -247,6 +248,35 @@ def _a_rank_that_trains_on_alone_commits() -> Patches:
     return [(decide, "_on_committing", on_committing)]
 
 
+def _an_array_stands_for_its_task() -> Patches:
+    """A task of an array requeues or cancels all tasks of it."""
+    return [(commands, "own_job_id", lambda environ: environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID"))]
+
+
+def _a_frozen_start_begins_an_attempt() -> Patches:
+    """A supervisor whose job Slurm has restarted begins an attempt (seed 1003605)."""
+    return [(lease, "restarted", lambda *_: False)]
+
+
+def _a_started_successor_survives_scancel() -> Patches:
+    """A scancel is ignored once the job that was submitted has begun an attempt (seed 2201975)."""
+
+    def is_cancelled(recovery: Any) -> bool:
+        return recovery._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE)
+
+    return [(Recovery, "_is_cancelled", is_cancelled)]
+
+
+def _unjoined_ranks_are_waited_for() -> Patches:
+    """A job that outlives its nodes waits for a rank that was lost before it joined (seed 2124)."""
+    return [(decide, "_lose_unjoined", lambda state, _: state)]
+
+
+def _a_lost_node_is_used_again() -> Patches:
+    """A job with spare nodes restarts its ranks on the node that it has lost."""
+    return [(main, "place", lambda job, nodes, *_: Placement(tuple(nodes), tuple(nodes)[: job.nodes]))]
+
+
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -284,6 +314,11 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_silent_node_is_waited_for,
         _hangs_are_not_seen,
         _a_rank_that_trains_on_alone_commits,
+        _an_array_stands_for_its_task,
+        _a_frozen_start_begins_an_attempt,
+        _a_started_successor_survives_scancel,
+        _unjoined_ranks_are_waited_for,
+        _a_lost_node_is_used_again,
     )
 }
 
@@ -338,6 +373,10 @@ NEEDS: Mapping[str, set[str]] = {
     "peers are never dismissed": {"kill a rank"},
     "a silent node is waited for": {"lose a node"},
     "hangs are not seen": {"hang"},
+    "a frozen start begins an attempt": {"lose a node"},
+    "a started successor survives scancel": {"lose a node", "scancel"},
+    "unjoined ranks are waited for": {"lose a node"},
+    "a lost node is used again": {"lose a node"},
 }
 
 

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -589,8 +589,9 @@ class Launcher:
 
     name, supervisor_host, abandon_s = "slurm", "", 5.0
 
-    def __init__(self, cluster: Cluster, run: RunDirectory, job: Job, batch: Batch) -> None:
+    def __init__(self, cluster: Cluster, run: RunDirectory, job: Job, batch: Batch, nodes: Sequence[str]) -> None:
         self.cluster, self.world, self.run, self._job, self._batch = cluster, cluster.world, run, job, batch
+        self._nodes = nodes
         self.failed: Callable[[int], object] = lambda _: None
         self.group = Group(self.world, job.world_size)
         self.ranks: list[Rank] = []
@@ -608,18 +609,32 @@ class Launcher:
         self.server = self.world.process.server  # type: ignore[attr-defined]
         for number in range(self._job.world_size):
             gone = self._batch.batch is not self.world.process or self._batch.state not in ("RUNNING", "SUSPENDED")
-            node = "" if gone else self._batch.nodes[number // self._job.ranks_per_node]
+            node = "" if gone else self._nodes[number // self._job.ranks_per_node]
             rank = Rank(self, number, node)
             self.ranks.append(rank)
             self.cluster.ranks.append(rank)
             self._left.add(number)
-            if gone or rank.process.node in self.cluster.slurm.cut:
+            if gone or rank.process.node in self.cluster.slurm.cut | self._batch.lost:
                 rank.process.alive = False
                 self.world.after(5.0, self._cannot_start, rank)
                 continue
             self.cluster.slurm.add_process(self._batch, rank.process)
             rank.begin()
-        self._batch.signal = self._signal
+        self._batch.signal, self._batch.node_down = self._signal, self._node_down
+
+    @property
+    def job(self) -> Job:
+        """As the attempt runs it."""
+        return self._job
+
+    def _node_down(self, node: str) -> None:
+        """srun no longer waits for ranks of a node that Slurm has given up."""
+        for rank in self.ranks:
+            if rank.process.node == node and rank.number in self._left:
+                self._left.discard(rank.number)
+                self._code = self._code or 1
+        if not self._left:
+            self._wake()
 
     def _cannot_start(self, rank: Rank) -> None:
         self._left.discard(rank.number)

@@ -1,7 +1,7 @@
 """A model of slurmctld and its slurmds, after what was seen on 22.05.8, 24.11.5 and 26.05.5.
 
 ``run`` answers the product's commands in the text that its parsers read; recorded answers of these releases are in
-tests/unit/recorded. What is left out: arrays, het jobs, priorities other than the order of submission.
+tests/unit/recorded. What is left out: het jobs, priorities other than the order of submission.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from tests.simulation.world import EPOCH, Process, World
 SUBMIT_LINE = " SubmitLine=sbatch --parsable --comment=JobState=FAILED /shared/runs/sim/job.sbatch"
 #: States in which a job has its nodes.
 HAS_NODES = ("RUNNING", "SUSPENDED", "COMPLETING")
+#: That of a sweep's array.
+ARRAY_SCRIPT = "/shared/sweep/arrays/0/array.sbatch"
 #: Why a job is held that was requeued too often.
 HELD = "JobHoldMaxRequeue"
+#: At most so long after the loss of a batch host is a job requeued that outlives its nodes.
+GUARD_S = 60.0
 #: A slurmd that stood still takes at most so long until it is told what it has to kill.
 REGISTERS_S = 10.0
 
@@ -52,6 +56,8 @@ class Batch:
     #: When it was submitted first: a requeue counts as a submission.
     made: float = 0.0
     script: str = ""
+    #: When whoever submitted it had last been told of its own job.
+    asked: float = 0.0
     exclude: frozenset[str] = frozenset()
     after: str | None = None
     state: str = "PENDING"
@@ -63,11 +69,17 @@ class Batch:
     ended: float | None = None
     begin: float = 0.0
     nodes: list[str] = field(default_factory=list)
+    #: Where its batch step runs.
+    host: str = ""
     #: What the job becomes once its processes have ended.
     becomes: str = ""
     #: The processes of the batch step, and of the ranks' step.
     processes: list[Process] = field(default_factory=list)
     batch: Process | None = None
+    #: Whether it outlives its nodes (``--no-kill``), what is told that one is down, and which are.
+    no_kill: bool = False
+    node_down: Callable[[str], Any] = lambda _: None
+    lost: set[str] = field(default_factory=set)
     #: Signals that a step gets.
     signal: Callable[[str], Any] = lambda _: None
     #: Counts starts and ends, so that an event that was planned for an earlier one has no effect.
@@ -161,8 +173,15 @@ class Slurm:
             return _failed(command, "Socket timed out on send/recv operation")
         world.sleep(self.latency_s * (0.5 + draw.random()))
         if command[0] == "sbatch":
-            self.unanswered.discard(answer.stdout)
+            self.unanswered -= {answer.stdout, f"{answer.stdout}_0"}
         return answer
+
+    def _named(self, job_id: str) -> Batch:
+        """The job of this id. That of an array stands for all of its tasks, of which only one is the run's."""
+        if job_id not in self.jobs and f"{job_id}_0" in self.jobs:
+            self.world.violations.append(f"array: {self.world.process.name} names all tasks of array {job_id}")
+            return self.jobs[f"{job_id}_0"]
+        return self.jobs[job_id]
 
     def _answer(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         match [str(word) for word in command]:
@@ -180,12 +199,12 @@ class Slurm:
             case ["scontrol", "show", "node", "-o", node]:
                 return _done(command, f"NodeName={node} NodeAddr={node} NodeHostName={node}\n")
             case ["scontrol", "requeue", job_id]:
-                return self._requeue(command, self.jobs[job_id])
+                return self._requeue(command, self._named(job_id))
             case ["scontrol", "update", what, change]:
-                return self._update(command, self.jobs[what.removeprefix("JobId=")], change)
+                return self._update(command, self._named(what.removeprefix("JobId=")), change)
             case ["scancel", *ids]:
                 for job_id in ids:
-                    self.cancel(self.jobs[job_id])
+                    self.cancel(self._named(job_id))
                 return _done(command, "")
             case ["sbatch", "--parsable", *options, script]:
                 return _done(command, self.submit(options, script))
@@ -196,7 +215,7 @@ class Slurm:
                 return _done(command, "low*\n")
             case ["squeue", "--noheader", "--me", "--format=%F|%o"]:
                 live = [job for job in self.jobs.values() if job.state in ("PENDING", *HAS_NODES)]
-                return _done(command, "".join(f"{job.id}|{job.script}\n" for job in live))
+                return _done(command, "".join(f"{job.id.partition('_')[0]}|{job.script}\n" for job in live))
             case ["squeue", *options]:
                 return _done(command, self._queue(options[options.index("-j") + 1].split(",")))
         raise AssertionError(f"the model knows no {command}")
@@ -217,7 +236,7 @@ class Slurm:
         """The line before the run time, and after it."""
         end = job.ended if job.ended is not None else job.end_time
         return (
-            f"JobId={job.id} JobName=sim UserId=ddp(1000) GroupId=ddp(992) MCS_label=N/A JobState={job.state} "
+            f"{_ids(job.id)} JobName=sim UserId=ddp(1000) GroupId=ddp(992) MCS_label=N/A JobState={job.state} "
             f"Reason={job.reason} Dependency=(null) Requeue={job.requeue_allowed:d} Restarts={job.restarts} RunTime=",
             f" TimeLimit={_duration(job.time_limit_s)} SubmitTime={_time(job.submitted)} "
             f"EligibleTime={_time(max(job.submitted, job.begin))} StartTime={_time(job.began)} EndTime={_time(end)} "
@@ -260,8 +279,17 @@ class Slurm:
         """A new job."""
         self._next_id += 1
         words = dict(option.removeprefix("--").partition("=")[::2] for option in options)
-        job = Batch(str(self._next_id), self.nodes_needed, self.time_limit_s, self.world.now, self.world.process.name)
-        job.script, job.made = script, self.world.now
+        job_id = str(self._next_id)
+        is_task = self.array and not self.jobs
+        job = Batch(
+            f"{job_id}_0" if is_task else job_id,
+            self.nodes_needed,
+            self.time_limit_s,
+            self.world.now,
+            self.world.process.name,
+        )
+        job.no_kill, job.asked = self.no_kill, self.shown_at.get(job.by, 0.0)
+        job.script, job.made = ARRAY_SCRIPT if is_task else script, self.world.now
         if "dependency" in words:
             job.after = words["dependency"].removeprefix("afterany:")
             job.reason = "Dependency"
@@ -270,10 +298,11 @@ class Slurm:
         self.unanswered.add(job.id)
         self._tell(f"job {job.id} submitted{f', after {job.after}' if job.after else ''}")
         self._wake()
-        return job.id
+        return job_id
 
-    #: What jobs ask for.
+    #: What jobs ask for, and whether the first one is a task of an array.
     nodes_needed = 1
+    array = False
     time_limit_s = 3600
 
     def _wake(self) -> None:
@@ -320,7 +349,8 @@ class Slurm:
         job.state, job.reason, job.nodes, job.began, job.ended = "RUNNING", "None", nodes, world.now, None
         job.preempt_time, job.becomes, job.end_time, job.stood_s = None, "", world.now + job.time_limit_s, 0.0
         job.era += 1
-        job.processes, job.signal = [], lambda _: None
+        job.host = nodes[0]
+        job.processes, job.lost, job.signal, job.node_down = [], set(), lambda _: None, lambda _: None
         self._tell(f"job {job.id} starts on {','.join(nodes)}{f' (restart {job.restarts})' if job.restarts else ''}")
         self.listener("start", job, "")
         if revoked:
@@ -334,7 +364,7 @@ class Slurm:
     def _launch_batch(self, job: Batch, era: int) -> None:
         if job.era != era or job.state not in ("RUNNING", "SUSPENDED"):
             return
-        if job.nodes[0] in self.cut or job.state == "SUSPENDED":  # the request is sent again
+        if job.host in self.cut or job.state == "SUSPENDED":  # the request is sent again
             self.world.after(5.0, self._launch_batch, job, era)
             return
         process = job.batch = self._launch(job)
@@ -540,8 +570,24 @@ class Slurm:
             if node in job.nodes and job.state in HAS_NODES:
                 if job.state == "COMPLETING":
                     self._settle(job)
-                else:
+                elif not job.no_kill:
                     self._lost(job, node)
+                elif node == job.host:  # the guard requeues it
+                    self.world.after(GUARD_S * self.world.random.random(), self._requeued_by_guard, job, job.era)
+                else:
+                    self._leave_node(job, node)
+
+    def _leave_node(self, job: Batch, node: str) -> None:
+        self._tell(f"job {job.id} goes on without {node}")
+        job.nodes = [each for each in job.nodes if each != node]
+        job.lost.add(node)
+        job.node_down(node)
+
+    def _requeued_by_guard(self, job: Batch, era: int) -> None:
+        if job.era == era and job.state in ("RUNNING", "SUSPENDED"):
+            self.listener("node_fail", job, "")
+            self._finish(job, "PENDING", reason="NodeDown")
+            self._kill(job, era)
 
     def _lost(self, job: Batch, node: str) -> None:
         self.listener("node_fail", job, node)
@@ -559,13 +605,17 @@ class Slurm:
         for job in self.jobs.values():
             runs_there = job.state in ("RUNNING", "SUSPENDED") and node in job.nodes
             if runs_there and how == "loses its power":  # it was restarted: a lost node, by slurmctld's source
-                self._lost(job, node)
+                if job.no_kill and node != job.host:
+                    self._leave_node(job, node)
+                else:
+                    self._lost(job, node)
             self._settle(job)
         self._wake()
 
     def _clean(self, node: str) -> None:
         for process, job, era in self.started:
-            if process.node == node and process.alive and (job.era != era or job.state not in ("RUNNING", "SUSPENDED")):
+            over = job.era != era or job.state not in ("RUNNING", "SUSPENDED") or node in job.lost
+            if process.node == node and process.alive and over:
                 process.kill()
 
 
@@ -575,6 +625,12 @@ def _done(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]
 
 def _failed(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, 1, "", f"{command[0]}: error: {text}\n")
+
+
+def _ids(job_id: str) -> str:
+    """As ``scontrol show job`` names a job; the last task of an array has the array's own id."""
+    array, _, task = job_id.partition("_")
+    return f"JobId={array} ArrayJobId={array} ArrayTaskId={task}" if task else f"JobId={job_id}"
 
 
 def _time(at: float | None) -> str:

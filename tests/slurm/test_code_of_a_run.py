@@ -46,4 +46,4 @@ def test_editing_the_checkout_changes_neither_a_queued_nor_a_requeued_run(cluste
     assert [(event["event"], event["attempt"]) for event in events] == [*preempted, ("completed", last)]
     shown = cluster.run([cluster.python, "-m", "clusterddp", "status", training.run.path], cwd=runs).stdout
     assert "code      no commit + 2 changed files, snapshot code/" in shown
-    assert "the code changed" not in shown
+    assert "The code has changed" not in shown

@@ -30,7 +30,7 @@ def test_a_drill_on_the_cluster_reports_working_signals_and_requeue(cluster: Clu
 def test_the_notice_is_compared_with_the_last_save() -> None:
     """As printed."""
     assert (
-        report(LOW, FIRST, SECOND, 100.0, save_s=1.2)[-1] == "verdict   low gives 20 s; your last save took 1.2 s: safe"
+        report(LOW, FIRST, SECOND, 100.0, save_s=1.2)[-1] == "verdict   low gives 20 s. Your last save took 1.2 s: safe"
     )
 
 

@@ -37,7 +37,7 @@ def test_a_preempted_allocation_ends_the_attempt_and_the_next_one_resumes(cluste
     cluster.preempt(seconds=0.1)
     words, _ = first.communicate(timeout=60)
     assert first.returncode == 130, words
-    assert f"stopped; continue with: clusterddp submit --here --run-dir {run}, or sbatch" in words
+    assert f"stopped. Continue with: clusterddp submit --here --run-dir {run}, or sbatch" in words
     (stopped,) = events_of(run, "stopped")
     assert stopped["cause"] == "preempted", story(run)
     assert run.outcome() is None

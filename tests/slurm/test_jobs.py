@@ -1,6 +1,6 @@
 """Each job definition in jobs/ as it stands, on a real Slurm: two nodes of one or two CPU ranks, the right result.
 
-Only ``make test-product`` runs them there; without Slurm, tests/ranks/test_jobs.py does.
+Only ``make test-product`` runs them there. Without Slurm, tests/ranks/test_jobs.py does.
 """
 
 from __future__ import annotations

@@ -196,7 +196,10 @@ def test_a_script_resumes_from_its_own_checkpoint_once_it_has_one(cluster: Clust
     assert wait_for_outcome(run) == "completed", story(run)
     assert run.attempts() == [0, 1, 2], story(run)
     resumes = [sentence(event) or "" for event in run.events() if event["event"] == "own_resume"]
-    assert resumes[0] == "attempt 1: no complete checkpoint matches out/ckpt.pt: starts from the beginning"
+    assert resumes[0] == (
+        "attempt 1: no complete checkpoint matches out/ckpt.pt. The script starts from the beginning. If it has saved "
+        "a checkpoint, correct `resume.checkpoint` and submit with --change"
+    )
     assert resumes[1].startswith("attempt 2: resumed from out/ckpt.pt, written ")
     assert "starts at step 10\ndone with weight 30" in (run.attempt_logs(2) / "rank-0.out").read_text()
 
@@ -228,7 +231,7 @@ def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster,
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["jobs/digits.yaml", "-p", "lwo"], "no partition 'lwo' on this cluster; available: cancel, high, low, off"),
+        (["jobs/digits.yaml", "-p", "lwo"], "no partition 'lwo' on this cluster. Available: cancel, high, low, off"),
         (["jobs/digits.yaml", "--device", "cuda", "--gpus", "8"], "at most 2 GPUs per node"),
         (["jobs/digits.yaml", "--nodes", "9"], "has 3 nodes, fewer than --nodes 9"),
         (["jobs/digit.yaml"], "jobs/digit.yaml"),

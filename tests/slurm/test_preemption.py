@@ -207,5 +207,5 @@ def test_clusterddp_cancel_of_a_training_run_saves_and_ends_it(cluster: Cluster,
     said = cluster.run([cluster.python, "-m", "clusterddp", "cancel", training.run.path]).stdout
     outcome = json.loads(training.run.outcome_file.read_text())
     assert outcome["state"] == "cancelled"
-    assert f"cancelled at step {outcome['step']}; it will not run again" in said
+    assert f"cancelled at step {outcome['step']}. The run will not start again" in said
     never_again(training, "cancelled")

@@ -56,11 +56,11 @@ Cell = tuple[int, str]
 
 #: Of a command that asks the ranks, for runs that have none now.
 WITHOUT_RANKS: dict[str, Cell] = {
-    WAITING: (1, r"waits in the queue \(job \d+(_1)?, \w+\): it has no ranks"),
+    WAITING: (1, r"waits in the queue \(job \d+(_1)?, \w+\) and has no ranks yet"),
     "completed": (1, "already completed, so it is not running"),
     "failed hung": (1, "already failed.*, so it is not running"),
     "cancelled": (1, "already cancelled.*, so it is not running"),
-    "forgotten": (1, ".* is not running: stopped .not started.; continue with: clusterddp submit"),
+    "forgotten": (1, ".* is not running: stopped .not started.. Continue with: clusterddp submit"),
 }
 #: By command and states: exit code and words. These change nothing.
 LOOKING: dict[str, dict[str, Cell | None]] = {
@@ -76,7 +76,7 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         "failed": (0, r"state +failed.*ValueError: bad label"),
         "hung": (0, r"state +failed.*hung"),
         "cancelled": (0, r"state +cancelled\n"),
-        "forgotten": (0, r"state +stopped \(not started\); continue with: clusterddp submit --run-dir"),
+        "forgotten": (0, r"state +stopped \(not started\). Continue with: clusterddp submit --run-dir"),
     },
     "status --json RUN": {
         "pending next-member": (0, '"state": "pending"'),
@@ -121,7 +121,7 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         "forgotten": (1, "continue with: clusterddp submit"),
     },
     "wait --timeout 1s RUN": {
-        f"{WAITING} {RUNNING} forgotten": (124, "timed out: 1 of 1 runs have not ended: "),
+        f"{WAITING} {RUNNING} forgotten": (124, "timed out: 1 of 1 runs have not ended \\("),
         "completed": (0, "completed"),
         "failed hung": (10, "failed"),
         "cancelled": (11, r": cancelled\n"),
@@ -130,13 +130,13 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
     "tell RUN save": {RUNNING: (1, "the script has no run to save"), **WITHOUT_RANKS},
     "submit --run-dir RUN": {
         f"{WAITING} {RUNNING}": (1, r"held by job \d+(_\d)? \("),
-        "completed": (0, "has already completed: nothing to do"),
+        "completed": (0, "has already completed\\. For more steps"),
         "cancelled": (1, "was cancelled"),
         "failed hung forgotten": None,
     },
     "export RUN x.safetensors": {ALL: (1, "no checkpoint")},
     "prune RUN": {
-        f"{WAITING} {RUNNING} forgotten": (1, "is not over, so nothing of it is deleted"),
+        f"{WAITING} {RUNNING} forgotten": (1, "is not over, so no file was deleted"),
         OVER: (0, "nothing to delete"),
     },
 }
@@ -158,7 +158,7 @@ MORE: dict[str, dict[str, Cell | None]] = {
     "config validate RUN/job.yaml": {ALL: (0, "valid job definition")},
     "submit --dry-run --run-dir RUN": {
         ALL: (0, "#SBATCH --job-name=stand_in"),
-        "completed": (0, "has already completed: nothing to do"),
+        "completed": (0, "has already completed\\. For more steps"),
         "cancelled": (1, "was cancelled"),
     },
 }
@@ -166,22 +166,22 @@ MORE: dict[str, dict[str, Cell | None]] = {
 CHANGING: dict[str, dict[str, Cell | None]] = {
     "requeue RUN ^C": {
         **WITHOUT_RANKS,
-        WAITING: (0, "waits in the queue already"),
-        RUNNING: (130, "all ranks stop after their current step(.|\n)*the run is still requeued"),
+        WAITING: (0, "already waits in the queue"),
+        RUNNING: (130, "all ranks stop after their current step(.|\n)*The requeue continues"),
     },
     "tell RUN stop ^C": {
-        RUNNING: (130, "all ranks stop after their current step(.|\n)*no longer waiting"),
+        RUNNING: (130, "all ranks stop after their current step(.|\n)*No longer waiting"),
         **WITHOUT_RANKS,
     },
     "cancel RUN": {
-        ALL: (0, r"^\S+/(\S+): cancelled.*; it will not run again\n(to continue .* submit --fork \S+\n)?$"),
+        ALL: (0, r"^\S+/(\S+): cancelled.*\. The run will not start again\n(To continue .* submit --fork \S+\n)?$"),
         "completed": (0, "already completed"),
         "failed hung": (0, "already failed"),
         "cancelled": (0, "already cancelled"),
     },
     "submit --run-dir ./RUN": {
         ALL: (1, "was cancelled"),
-        "completed": (0, "has already completed: nothing to do"),
+        "completed": (0, "has already completed\\. For more steps"),
         "failed hung": (0, "submitted as job"),
     },
 }
@@ -198,7 +198,7 @@ WITHOUT_RUN: dict[str, Cell] = {
     "frobnicate": (2, "no command"),
     "status runing": (1, "did you mean running"),
     "wait forgotten": (12, "stopped: not started"),
-    "cancel running resumed": (2, "2 runs to cancel and no terminal to ask on: add --yes"),
+    "cancel running resumed": (2, "2 runs to cancel and no terminal to ask on. Add --yes"),
 }
 #: Tested elsewhere alone, with the reason.
 ELSEWHERE = {

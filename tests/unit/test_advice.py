@@ -61,7 +61,7 @@ def test_a_hold_that_takes_long_is_named() -> None:
     ]
     (words,) = advised(events)
     assert "held the run 1 time after a requeue, for 2 min on average, 6% of its time" in words
-    assert "with `policy: resubmit` the run continues in a new job" in words
+    assert "With `policy: resubmit`, the run continues in a new job" in words
     (words,) = advised(events, replace(JOB, policy="resubmit"))  # which is set: a preemption without grace
     by_slurm = {**events[1], "event": "stopped", "then": "requeued by Slurm"}
     assert [words] == advised([events[0], by_slurm, *events[2:]])

@@ -219,7 +219,7 @@ def test_a_requeue_without_an_answer_that_was_carried_out_is_not_repeated(run: R
 
 @pytest.mark.parametrize(
     ("notice", "cause"),
-    [(Notice(None), "requeued by `scontrol requeue`"), (Notice(None, Stop.PREEMPTION), "preempted without grace")],
+    [(Notice(None), "requeued, by `scontrol requeue`"), (Notice(None, Stop.PREEMPTION), "preempted without grace")],
 )
 def test_a_job_that_outlives_its_grace_is_preempted_and_one_without_an_announcement_is_requeued(
     run: RunDirectory, notice: Notice, cause: str
@@ -584,7 +584,7 @@ def test_where_too_few_nodes_would_remain_slurms_choice_is_kept_and_reported(
     assert supervise(run, JOB, lambda *_: killed, controller) == 1
     assert controller.asked == []
     said = capsys.readouterr().out
-    words = "no further node is excluded: without n1 the partition has 0 usable nodes, but the run needs 1"
+    words = "no further node is excluded, because without n1 the partition has 0 usable nodes, but the run needs 1"
     assert f"attempt 1: {words}" in said
 
 

@@ -102,7 +102,7 @@ def test_the_best_is_exported_by_the_rule_in_its_files(tmp_path: Path, capsys: p
         assert exported(*words) == 0
         assert float(torch.load(target, weights_only=True)["weight"]) == 20.0
         assert capsys.readouterr().out == f"{target}: model of checkpoint 20, the best: f1 0.875\n"
-    with pytest.raises(UsageError, match="--best and step 10: expected one of them"):
+    with pytest.raises(UsageError, match="--best and step 10 were given. Expected only one of them"):
         exported("--best", run, "10", tmp_path / "d.pt")
     with pytest.raises(SystemExit):
         exported(run, "newest", tmp_path / "d.pt")
@@ -151,5 +151,5 @@ def test_status_and_list_name_the_best_by_the_number_that_export_takes(
     assert command(["list", "run", "--best", "f1"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "largest f1: 0.25, run",
-        "its best: 0.875, checkpoint 20; export that with: clusterddp export run best model.safetensors",
+        "Its best value is 0.875 at checkpoint 20. Export it with: clusterddp export run best model.safetensors",
     ]

@@ -39,11 +39,11 @@ def states(runs: list[RunDirectory]) -> list[str | None]:
 def test_one_run_is_cancelled_without_a_question(three: list[RunDirectory], capsys: Captured) -> None:
     assert command(["cancel", "a"]) == 0
     assert states(three) == ["cancelled", "completed", None]
-    assert capsys.readouterr().out.endswith(f"{three[0]}: cancelled; it will not run again\n")
+    assert capsys.readouterr().out.endswith(f"{three[0]}: cancelled. The run will not start again\n")
 
 
 def test_several_need_a_yes_where_nobody_can_be_asked(three: list[RunDirectory]) -> None:
-    with pytest.raises(UsageError, match="cancel: 2 runs to cancel and no terminal to ask on: add --yes"):
+    with pytest.raises(UsageError, match="cancel: 2 runs to cancel and no terminal to ask on. Add --yes"):
         command(["cancel", "."])
     assert states(three) == [None, "completed", None]
 
@@ -55,7 +55,7 @@ def test_with_yes_each_tells_its_end_and_one_that_is_over_is_no_error(
     assert states(three) == ["cancelled", "completed", "cancelled"]
     shown = capsys.readouterr().out
     assert f"{three[1]}: already completed at step 7\n" in shown
-    assert f"{three[2]}: cancelled; it will not run again\n" in shown
+    assert f"{three[2]}: cancelled. The run will not start again\n" in shown
     assert command(["cancel", "?"]) == 0, "there is nothing to ask"
 
 
@@ -66,7 +66,7 @@ def test_the_one_run_of_a_folder_or_pattern_needs_a_yes_as_nobody_has_named_it(
     run = RunDirectory(three[0].path.parent / "only" / "only-0")
     run.create()
     run.job_file.write_text("module: x\n")
-    with pytest.raises(UsageError, match="cancel: 1 run to cancel and no terminal to ask on: add --yes"):
+    with pytest.raises(UsageError, match="cancel: 1 run to cancel and no terminal to ask on. Add --yes"):
         command(["cancel", word])
     assert command(["cancel", word, "--yes"]) == 0
     assert states([run]) == ["cancelled"]
@@ -82,8 +82,8 @@ def test_on_a_terminal_the_runs_are_listed_and_the_answer_counts(
     assert command(["cancel", "a", "b", "c"]) == (0 if answer else 1)
     assert states(three) == (["cancelled", "completed", "cancelled"] if answer else [None, "completed", None])
     said = capsys.readouterr().err
-    assert (asked, said.startswith(f"{three[0]}\n{three[2]}\n")) == (["cancel 2 runs for good?"], True)
-    assert ("nothing was cancelled" in said) is not answer
+    assert (asked, said.startswith(f"{three[0]}\n{three[2]}\n")) == (["cancel 2 runs permanently?"], True)
+    assert ("no run was cancelled" in said) is not answer
 
 
 def test_all_jobs_are_cancelled_before_any_is_waited_for(
@@ -110,7 +110,7 @@ def test_all_jobs_are_cancelled_before_any_is_waited_for(
         lease.take(run, run.create_attempt(), lease.of_job(job))
     assert command(["cancel", "?", "--yes"]) == 1
     assert states(three) == ["cancelled", None, "cancelled"]
-    said = f"{three[1]} will not run again, but has not ended; cancel it once more: job 42: scancel: error: Access/per"
+    said = f"{three[1]} will not start again, but has not ended: job 42: scancel: error: Access/per"
     assert said in capsys.readouterr().err
     assert [what for what in done if "show" not in what] == ["cancel 41", "cancel 42", "cancel 43"]
     assert done[-2:] == ["show 41", "show 43"]

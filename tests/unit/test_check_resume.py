@@ -95,33 +95,38 @@ def test_equal_trials_have_no_difference() -> None:
     made = check(trial(8, (0, 3, 5)))
     assert not made.differs
     assert resume_verdict.success(made) == (
-        "no difference in 8 steps, across an epoch's end and two resumes (after 3 and 5 steps); compared: batches, "
-        "loss, the state of model, on 2 ranks"
+        "no difference in 8 steps, across an epoch's end and two resumes (after 3 and 5 steps). Compared "
+        "batches, loss and the state of model, on 2 ranks"
     )
 
 
 def test_an_epochs_end_that_was_not_crossed_is_said_with_the_steps_to_cross_it() -> None:
     uncrossed = {0: trial(3, ranks=1)[0]}
     said = resume_verdict.success(resume_verdict.Check(uncrossed, uncrossed, (1, 2)))
-    assert said.startswith("no difference in 3 steps and two resumes (after 1 and 2 steps); compared: ")
-    assert said.endswith("no epoch's end was crossed, as an epoch has 4 steps: --check-resume 6 crosses it")
+    assert said.startswith("no difference in 3 steps and two resumes (after 1 and 2 steps). Compared ")
+    assert said.endswith("No epoch ended, because an epoch has 4 steps. To cross its end, use --check-resume 6")
 
 
 CHANGES: list[tuple[int, dict[str, Any], str, str]] = [
-    (5, {"batch": {"[0]": "#b0"}}, BATCH, "the batch in step 5 on rank 1 is another one in [0]: the batch of step 0"),
+    (
+        5,
+        {"batch": {"[0]": "#b0"}},
+        BATCH,
+        "the batch in step 5 on rank 1 is different in [0] (it is the batch of step 0)",
+    ),
     (5, {"logged": {"loss": "nan"}}, LOGGED, "the logged loss in step 5 on rank 1 differs (nan instead of 0.5)"),
     (5, {"logged": {}}, LOGGED, "the logged loss in step 5 on rank 1 differs (missing instead of 0.5)"),
     (
         6,
         {"after": States({"model": {"weight": "#x"}})},
         STATE,
-        "after the second resume, from step 5, the state after step 6 on rank 1 differs: model.weight",
+        "after the second resume, from step 5: the state of model.weight differs after step 6 on rank 1",
     ),
     (
         3,
         {"before": States({"model": {"weight": "#x"}})},
         RESTORED,
-        "after the first resume, from step 3, the state is not restored: model.weight before step 3 on rank 1",
+        "after the first resume, from step 3: the state of model.weight was not restored before step 3 on rank 1",
     ),
 ]
 
@@ -152,8 +157,8 @@ def test_a_run_that_differs_without_a_resume_is_not_the_fault_of_the_resume() ->
     late[1][6] = replace(late[1][6], logged={"loss": "2"})
     error = resume_verdict.failure(check(resumed, early))
     assert (type(error), error.exit_code) == (NotRepeatable, 4)
-    assert "when it runs again, the logged loss in step 2 on rank 1 differs (2 instead of 0.2)" in str(error)
-    assert "the batches of the resumed run were the same in all steps" in str(error)
+    assert "When it ran again, the logged loss in step 2 on rank 1 differs (2 instead of 0.2)" in str(error)
+    assert "The batches of the resumed run were the same in all steps" in str(error)
     assert type(resume_verdict.failure(check(resumed, late))) is ResumeDiffers
 
 
@@ -164,7 +169,7 @@ def test_an_object_that_run_did_not_get_counts_if_it_still_differs_at_the_end() 
     lost = {rank: [*steps[:-1], replace(steps[-1], after=replace(steps[-1].after, others={"ema": {"n": "3"}}))]
             for rank, steps in resumed.items()}  # fmt: skip
     assert str(resume_verdict.failure(check(lost))).startswith(
-        "the state of ema, which ctx.run() did not get, is lost in a resume: pass it to ctx.run(), as in "
+        "a resume loses the state of ema, which ctx.run() did not get. Pass it to ctx.run(), as in "
         "ctx.run(ema=ema, ...)"
     )
     again = {rank: [replace(one, before=None) for one in steps] for rank, steps in lost.items()}
@@ -174,7 +179,7 @@ def test_an_object_that_run_did_not_get_counts_if_it_still_differs_at_the_end() 
 def test_what_also_differs_when_the_attempt_begins_is_named_with_both_values() -> None:
     resumed = trial(8, (0, 3, 5))
     resumed[0][5] = replace(resumed[0][5], variables={"count": "0"}, logged={"loss": "9"})
-    assert "also different when this attempt began: count (0 instead of 5)" in str(
+    assert "When this attempt began, these also differed: count (0 instead of 5)" in str(
         resume_verdict.failure(check(resumed))
     )
 

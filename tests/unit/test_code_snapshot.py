@@ -141,7 +141,7 @@ def test_another_submission_takes_the_present_code_and_names_what_changed(reposi
     write(repository, {"src/net.py": "WIDTH = 2", "scripts/train.py": "import net\nprint(net)"})
     said = submit(run)
     assert said.endswith("a.py, b.py, c.py, scripts/train.py and 1 more"), said
-    assert f"changed since the last submission (commit {git(repository, 'rev-parse', 'HEAD')[:8]}, snapshot" in said
+    assert f"Changed since the last submission (commit {git(repository, 'rev-parse', 'HEAD')[:8]}, snapshot" in said
     assert "print" in (folder_of(run) / "scripts/train.py").read_text()
     assert unused(run) == [old]
     write(old, {"src/__pycache__/net.pyc": ""})
@@ -163,7 +163,7 @@ def test_prune_deletes_the_code_that_a_run_does_not_use_any_more(
     submit(run)
     assert command(["prune", str(run)]) == 0
     said = capsys.readouterr()
-    assert f"code/{old.name}/" in said.out and "deletes 1 unused snapshot of the code of 1 run" in said.err
+    assert f"code/{old.name}/" in said.out and "To delete 1 unused snapshot of the code of 1 run" in said.err
     assert command(["prune", str(run), "--yes"]) == 0
     assert not old.exists() and folder_of(run).exists() and (repository / "data/images").exists()
 
@@ -173,7 +173,7 @@ def test_a_submission_without_a_snapshot_returns_the_run_to_its_checkout(reposit
     submit(run)
     name = folder_of(run).name
     said = use(run, Code(None)) or ""
-    assert said.startswith("code: the checkout as it is when each attempt starts") and said.endswith(f"code/{name}")
+    assert said.startswith("code: the checkout when each attempt starts") and said.endswith(f"code/{name}")
     assert (current(run), use(run, Code(None))) == (None, None)
 
 
@@ -208,7 +208,7 @@ def test_a_file_that_is_gone_or_closed_by_now_is_an_error_that_names_it(reposito
     write(repository, {"4913": ""})
     found = checkout_of(job(), [])
     (repository / "4913").unlink()
-    with pytest.raises(RunDirectoryError, match=r"cannot copy \S+/4913 for the snapshot of the code \(No such file"):
+    with pytest.raises(RunDirectoryError, match=r"could not copy \S+/4913 for the snapshot of the code: No such file"):
         use(run, Code(found))
     assert (list(run.code.iterdir()), current(run)) == ([], None)
 
@@ -253,7 +253,7 @@ def test_code_that_is_too_large_is_refused_and_the_message_names_what_is_large(r
     with pytest.raises(UsageError) as caught:
         checkout_of(job(), [])
     text = str(caught.value)
-    assert "would take 110 MB, more than 100 MB; the largest: weights.bin (80 MB), shots/ (30 MB in 3 files)" in text
+    assert "would take 110 MB, more than 100 MB. The largest: weights.bin (80 MB), shots/ (30 MB in 3 files)" in text
     assert "--set snapshot=111M" in text and "scripts/" not in text and "--no-snapshot" in text
     assert checkout_of(job(snapshot="111M"), []) is not None
     write(repository, {".gitignore": "data/\n*.so\n*.bin\n"})
@@ -266,7 +266,7 @@ def test_many_small_files_are_large_too(repository: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("clusterddp.jobdef.checkout.MOST_BYTES", 4 * 4096)
     assert checkout_of(job(), []) is not None
     write(repository, {"a": "", "b": ""})
-    with pytest.raises(UsageError, match=r"the largest: ./ \(0.0123 MB in 3 files\)"):
+    with pytest.raises(UsageError, match=r"The largest: ./ \(0.0123 MB in 3 files\)"):
         checkout_of(job(), [])
 
 
@@ -302,8 +302,8 @@ def test_without_git_a_job_is_submitted_as_before_unless_it_asks_for_a_snapshot(
     monkeypatch.setenv("PATH", "/nowhere")
     assert checkout_of(job(), []) is None
     said = capsys.readouterr().err
-    assert "git is not installed here" in said and "the run uses the checkout as it is when each attempt starts" in said
-    with pytest.raises(UsageError, match="no snapshot of the code can be taken: git is not installed"):
+    assert "git is not installed here" in said and "Each attempt uses the code in the checkout when it starts" in said
+    with pytest.raises(UsageError, match="could not take a snapshot of the code: git is not installed"):
         checkout_of(job(snapshot=True), [])
 
 
@@ -370,7 +370,9 @@ def test_an_attempt_runs_the_script_in_the_snapshot_with_everything_else_as_subm
     found = with_snapshot(run, load_resolved(run.job_file))
     assert found.script == str(folder_of(run) / "scripts/train.py")
     folder_of(run).rename(run.code / "away")
-    with pytest.raises(RunDirectoryError, match="does not exist: clusterddp submit --run-dir .* takes a new one of"):
+    with pytest.raises(
+        RunDirectoryError, match="does not exist. To take a new one of .*, use: clusterddp submit --run-dir"
+    ):
         present(run)
 
 

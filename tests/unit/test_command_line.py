@@ -27,10 +27,10 @@ def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("word", "answer"),
     [
-        ("train.py", r"to run train.py, use `clusterddp submit train.py`"),
+        ("train.py", r"To run train.py, use `clusterddp submit train.py`"),
         ("jobs/net.yaml", r"use `clusterddp submit jobs/net.yaml`"),
-        ("statsu", r"available: submit, .*; did you mean status\?"),
-        ("run", r"no command 'run'; available: submit, "),
+        ("statsu", r"Available: submit, .*. Did you mean status\?"),
+        ("run", r"no command 'run'. Available: submit, "),
     ],
 )
 def test_a_misspelled_command_gets_the_right_one_suggested(word: str, answer: str) -> None:
@@ -39,7 +39,7 @@ def test_a_misspelled_command_gets_the_right_one_suggested(word: str, answer: st
 
 
 def test_a_script_option_before_the_dashes_gets_a_hint() -> None:
-    with pytest.raises(UsageError, match=r"submit: unknown arguments --lr; .*put the script's arguments after --$"):
+    with pytest.raises(UsageError, match=r"submit: unknown arguments --lr. .*Put the script's arguments after --$"):
         command(["submit", "train.py", "--lr"])
 
 
@@ -63,7 +63,7 @@ def test_without_a_cluster_the_message_names_local_runs(tmp_path: Path, monkeypa
     for name in ("sbatch", "srun", "scontrol", "sinfo"):
         (tmp_path / name).write_text("#!/bin/sh\necho 'sinfo: fatal: no configuration source' >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
-    with pytest.raises(SlurmUnavailable, match="no configuration source; to run on this machine.* add --local$"):
+    with pytest.raises(SlurmUnavailable, match="no configuration source. To run on this machine.* add --local$"):
         fit_to_cluster(Job(name="net", script="net.py"), required=True)
 
 
@@ -76,7 +76,7 @@ def test_a_wrong_path_of_a_run_to_continue_does_not_start_the_example(
     run = tmp_path / "runs" / "train-0"
     (run / "private").mkdir(parents=True)
     (run / "job.yaml").write_text("module: net\n")
-    with pytest.raises(UsageError, match=r"mean runs/train-0\?; to start a new run, name SCRIPT.py or JOB.yaml"):
+    with pytest.raises(UsageError, match=r"mean runs/train-0\?. To start a new run, name SCRIPT.py or JOB.yaml"):
         command(["submit", "--run-dir", "runs/tarin-0"])
     assert not (tmp_path / "runs" / "tarin-0").exists()
 

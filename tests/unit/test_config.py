@@ -112,7 +112,7 @@ def test_without_a_job_the_bundled_one_is_shown(folder: Path, capsys: pytest.Cap
     """With what the configuration files set, which a user on a new cluster wants to see."""
     command(["config", "show"])
     shown = capsys.readouterr()
-    assert yaml.safe_load(shown.out)["partition"] == "normal" and "showing the bundled digits example" in shown.err
+    assert yaml.safe_load(shown.out)["partition"] == "normal" and "Showing the bundled digits example" in shown.err
     (folder / "clusterddp.yaml").write_text("module: mine\n")
     command(["config", "show"])
     assert yaml.safe_load(capsys.readouterr().out)["module"] == "mine"
@@ -137,7 +137,7 @@ def test_each_file_gets_a_line_and_each_mistake_its_own(folder: Path, capsys: py
         "wrong.yaml:2:9: script 'trian.py' ",
         "config.yaml:1:19: unknown key 'arg",
         ".clusterddp/config.yaml: valid con",
-        "cannot read absent.yaml: No such f",
+        "could not read absent.yaml: No suc",
         "sweep.yaml: valid sweep of 6 membe",
         "wrong_sweep.yaml:2:19: nodes: expe",
     ]

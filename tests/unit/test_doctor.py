@@ -82,20 +82,20 @@ def test_what_slurm_says_becomes_a_row_each(answers: dict[str, Any]) -> None:
     assert [f"{check.state} {check.name}: {check.found}" for check in checks] == [
         "ok slurm: 22.05.8 on ctl1, ctl2, cluster alps (tested: 22.05 to 26.05)",
         "ok clock: this host and the controller agree to the second",
-        "ok accounts: ddp; QOS normal, long, high; default account ddp",
-        "ok partition low (default): 2 nodes, 6 GPUs; limit UNLIMITED, default 00:30:00; "
+        "ok accounts: ddp (QOS normal, long, high), default account ddp",
+        "ok partition low (default): 2 nodes, 6 GPUs, limit UNLIMITED, default 00:30:00, "
         "preempts (REQUEUE, 20 s of grace, held 7 s)",
-        "warning partition high: DOWN; 2 nodes; limit 1-00:00:00; "
+        "warning partition high: DOWN, 2 nodes, limit 1-00:00:00, "
         "preempts (REQUEUE, no grace, KillWait 10 s, held 7 s)",
-        "warning partition off: not open to your accounts; 2 nodes; limit UNLIMITED, default 00:30:00; no preemption",
+        "warning partition off: not open to your accounts, 2 nodes, limit UNLIMITED, default 00:30:00, no preemption",
     ]
-    assert preempted.startswith("low preempts with 20 s of notice; the run is requeued and then held for 7 s")
+    assert preempted.startswith("low preempts with 20 s of notice. The run is requeued and then held for 7 s")
     assert login_node.slurm_checks("off", None)[1] == "off does not preempt"
     (*_, unknown), preempted = login_node.slurm_checks("lwo", None)
-    assert preempted == "unknown: no partition 'lwo' on this cluster; available: low, high, off"
+    assert preempted == "unknown: no partition 'lwo' on this cluster. Available: low, high, off"
     assert (unknown.state, unknown.found) == (
         "failed",
-        "no partition 'lwo' on this cluster; available: low, high, off",
+        "no partition 'lwo' on this cluster. Available: low, high, off",
     )
 
 
@@ -242,8 +242,8 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
     [
         ({"python": Path("/home/me/venv/bin/python")}, ""),
         ({"python": Path("/usr/bin/python3")}, ""),
-        ({"python": Path("/tmp/venv/bin/python")}, "each node has its own /tmp"),
-        ({"python": Path("/home/me/python"), "clusterddp": Path("/root/clusterddp")}, "each node has its own /root"),
+        ({"python": Path("/tmp/venv/bin/python")}, "Each node has its own /tmp"),
+        ({"python": Path("/home/me/python"), "clusterddp": Path("/root/clusterddp")}, "Each node has its own /root"),
         ({"python": Path("/srv/venv/bin/python")}, "doctor --nodes 2"),
     ],
 )
@@ -327,7 +327,7 @@ def test_rows_fit_the_terminal_and_are_whole_in_a_pipe() -> None:
 
 def test_options_of_the_job_without_nodes_are_refused() -> None:
     given = {"nodes": None, "gpus_per_node": "2", "device": "cpu", "account": None, "partition": None, "qos": None}
-    with pytest.raises(UsageError, match="--gpus and --device without --nodes: expected --nodes N"):
+    with pytest.raises(UsageError, match="--gpus and --device without --nodes. Add --nodes N"):
         doctor.run(argparse.Namespace(json=False, **given), None)
 
 

@@ -140,8 +140,8 @@ def test_each_node_is_a_row_with_what_was_found() -> None:
     right = ok("compute", "right")
     nodes = nodes_of(reported(rank(GPU, right), rank(OTHER, right), per_node=2))
     (row,) = (node.row for node in nodes)
-    assert (row.name, row.state, row.found) == ("n1", "ok", "2 ranks: H100; right")
-    assert summary(nodes) == "1 of 1 nodes can run"
+    assert (row.name, row.state, row.found) == ("n1", "ok", "2 ranks: H100, right")
+    assert summary(nodes) == "1 of 1 nodes passed"
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,10 @@ def test_files_of_other_nodes_must_appear(tmp_path: Path, monkeypatch: pytest.Mo
     assert probe.write(folder, "n1").state == "ok"
     (folder / "seen-n3").write_text("")
     check = probe.visible(folder, ["n1", "n2", "n3"])
-    assert (check.state, check.found) == ("failed", f"files that n2, n3 wrote into {tmp_path} do not appear within 0 s")
+    assert (check.state, check.found) == (
+        "failed",
+        f"files that n2, n3 wrote into {tmp_path} did not appear within 0 s",
+    )
     probe.write(folder, "n2"), probe.write(folder, "n3")
     assert probe.visible(folder, ["n1", "n2", "n3"]).state == "ok"
 
@@ -420,7 +423,10 @@ def test_a_device_that_never_answers_fails_the_check() -> None:
 
 def test_a_passed_preflight_is_told_with_its_warnings() -> None:
     event = {"event": "preflight", "attempt": 0, "seconds": 1.25, "warnings": ["the clock of n2 differs by +3.0 s"]}
-    assert sentence(event) == "attempt 0: all nodes passed the preflight in 1.2 s; the clock of n2 differs by +3.0 s"
+    assert (
+        sentence(event)
+        == "attempt 0: all nodes passed the preflight in 1.2 s, with warnings: the clock of n2 differs by +3.0 s"
+    )
 
 
 def test_the_batch_step_tells_how_a_probe_ended(tmp_path: Path) -> None:
@@ -428,5 +434,5 @@ def test_the_batch_step_tells_how_a_probe_ended(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.err"
     log.write_text("Traceback ...\nModuleNotFoundError: No module named 'torch'\n\n")
     status = batch_step.ExitStatus.of_code(1)
-    assert batch_step._why(log, status) == "exit code 1; ModuleNotFoundError: No module named 'torch'"
+    assert batch_step._why(log, status) == "exit code 1, ModuleNotFoundError: No module named 'torch'"
     assert batch_step._why(tmp_path / "none", None) == ""

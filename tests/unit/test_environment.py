@@ -125,7 +125,7 @@ def test_a_home_made_launcher_may_leave_out_what_follows(environ: dict[str, str]
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0, WORLD_SIZE=0 contradict"),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, "LOCAL_RANK and LOCAL_WORLD_SIZE not set"),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n1"}, "LOCAL_WORLD_SIZE not set"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank and local rank are the same"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank and local rank must be equal"),
         ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, "LOCAL_RANK not set"),
         ({"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "GROUP_RANK not set"),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, "more ranks on this node"),
@@ -169,7 +169,7 @@ def test_open_mpis_ranks_of_one_node_find_each_other_by_the_jobs_name() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (OPENMPI, "4 ranks, 2 of them here, and MASTER_ADDR is not set: mpirun -x MASTER_ADDR=HOST"),
+        (OPENMPI, "4 ranks, 2 of them here, but MASTER_ADDR is not set. Use mpirun -x MASTER_ADDR=HOST"),
         (without(OPENMPI_ON_ONE_NODE, "PMIX_NAMESPACE"), "mpirun -x MASTER_PORT=NUMBER"),
         ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "1"}, "GROUP_RANK not set"),
         (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "launcher openmpi: WORLD_SIZE not set"),
@@ -324,7 +324,7 @@ def test_incomplete_or_equal_variables_do_not_disturb_slurms(names: dict[str, st
 )
 def test_a_batch_shell_is_not_a_rank(environ: dict[str, str], words: str) -> None:
     """The batch shell's SLURM_PROCID=0 would otherwise make a world of one, or wait for a missing rank."""
-    with pytest.raises(LauncherEnvironmentError, match=f"this is {words}, not a rank: start with srun"):
+    with pytest.raises(LauncherEnvironmentError, match=f"this is {words}, not a rank. Start it with srun"):
         read(environ)
 
 

@@ -178,13 +178,13 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         overrides={"nodez": "4", "seed": "one"},
     )
     assert found == [
-        "--set nodez=4: unknown key 'nodez'; did you mean 'nodes'?",
+        "--set nodez=4: unknown key 'nodez'. Did you mean 'nodes'?",
         "--set seed=one: expected a whole number of at least 0, got 'one'",
-        f"job.yaml:1:9: script 'trian.py' not found in {folder}; did you mean 'train.py'?",
-        "job.yaml:2:1: unknown key 'partitoin'; did you mean 'partition'?",
+        f"job.yaml:1:9: script 'trian.py' not found in {folder}. Did you mean 'train.py'?",
+        "job.yaml:2:1: unknown key 'partitoin'. Did you mean 'partition'?",
         "job.yaml:3:8: nodes: expected a whole number from 1 to 65536, or a range such as 2-4, got 'two'",
         "job.yaml:4:1: duplicate key 'nodes', first given on line 3",
-        "job.yaml:5:14: unknown key 'checkpoint.evry'; did you mean 'every'?",
+        "job.yaml:5:14: unknown key 'checkpoint.evry'. Did you mean 'every'?",
         "job.yaml:5:37: checkpoint.keep: expected a whole number of at least 1, or {last: 3, every: 5000, best: f1 "
         "max}, got '0'",
         "job.yaml:6:10: sbatch.output: not allowed here: the outputs are in the run directory, below logs/",
@@ -208,18 +208,18 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("nodes: [2]", "got a list"),
         ("gpus_per_node: 0", "write device: cpu"),
         ("gpus_per_node: a100", "TYPE:NUMBER such as a100:4, got 'a100'"),
-        ("gpus: 8", "1:1: unknown key 'gpus'; use the key gpus_per_node"),
+        ("gpus: 8", "1:1: unknown key 'gpus': use the key gpus_per_node"),
         ("gpu_type: a100", "write gpus_per_node: TYPE:NUMBER"),
         ("ntasks-per-node: 8", "use gpus_per_node"),
-        ("cpus-per-task: 8", "did you mean 'cpus_per_task'?"),
-        ("name: x", "did you mean 'job_name'?"),
-        ("zzz: 1", "unknown key 'zzz'; valid keys: job_name, script,"),
-        ("device: CPU", "expected cuda or cpu, got 'CPU'; did you mean 'cpu'?"),
-        ("device: gpu", "expected cuda or cpu, got 'gpu'; did you mean 'cuda'?"),
-        ("walltime: 30", "unknown key 'walltime'; use the key time"),
+        ("cpus-per-task: 8", "Did you mean 'cpus_per_task'?"),
+        ("name: x", "Did you mean 'job_name'?"),
+        ("zzz: 1", "unknown key 'zzz'. Valid keys: job_name, script,"),
+        ("device: CPU", "expected cuda or cpu, got 'CPU'. Did you mean 'cpu'?"),
+        ("device: gpu", "expected cuda or cpu, got 'gpu'. Did you mean 'cuda'?"),
+        ("walltime: 30", "unknown key 'walltime': use the key time"),
         ("env: HF_TOKEN=hunter2", "env: expected a mapping such as {NAME: value}, got text"),
-        ("backend: mpi", "expected nccl or gloo, got 'mpi': for MPI, start the script with mpirun"),
-        ("backend: nlcc", "expected nccl or gloo, got 'nlcc'; did you mean 'nccl'?"),
+        ("backend: mpi", "expected nccl or gloo, got 'mpi'. For MPI, start the script with mpirun"),
+        ("backend: nlcc", "expected nccl or gloo, got 'nlcc'. Did you mean 'nccl'?"),
         ("share: [group]", "expected private or group, got a list"),
         ("time: 1h", "such as 30, 1:30:00 or 2-12, got '1h'"),
         ("time: 1:2:3:4", "got '1:2:3:4'"),
@@ -231,8 +231,8 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ('partition: "gpu\\n#SBATCH --uid=0"', "expected text without line breaks and control characters, got U+000A"),
         ('account: "a\\u2028b"', "got U+2028"),
         ("account: x --uid=0", "expected one word without blanks"),
-        ("constraint: [a|b]", "expected text, got a list; quote it"),
-        ('qos: ""', "expected text, got nothing"),
+        ("constraint: [a|b]", "expected text, got a list. Quote it"),
+        ('qos: ""', "expected text, got an empty value"),
         ("mem: 64 GB", "expected memory such as 64G, with a unit"),
         ("args: --lr 1e-3", "expected a list such as [--lr, 1e-3], got '--lr 1e-3'"),
         ("args: [a, ]\nresume:\n  checkpoint: a\n  args:\n    -\n", "5:"),
@@ -244,12 +244,12 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("env: {RANK: 1}", "env.RANK: clusterddp sets this variable for each rank"),
         ("env: {A: [1]}", "env.A: expected text"),
         ("sbatch: {Exclusive: true}", "sbatch.Exclusive: expected a long option"),
-        ("sbatch: {--exclusive: true}", "expected the option without dashes: exclusive"),
+        ("sbatch: {--exclusive: true}", "write the option without dashes: exclusive"),
         ("sbatch: {'x y': 1}", "expected a long option"),
         ('sbatch: {comment: "a\\nb"}', "sbatch.comment: expected text without line breaks"),
         ("sbatch: {nodes: 2}", "use the key nodes"),
         ("sbatch: {ntasks-per-node: 2}", "use gpus_per_node"),
-        ("sbatch: {signal: USR2@60}", "timeouts.notice_s"),
+        ("sbatch: {signal: USR2@60}", "`timeouts.notice_s`"),
         ("sbatch: {gres: 'gpu:4'}", "use the key gpus_per_node"),
         ("sbatch: {array: 1-4}", "submits many runs as an array"),
         ("sbatch: {gpus-per-task: 1}", "set the option under srun:. With NVIDIA GPUs it breaks NCCL's peer access"),
@@ -263,9 +263,9 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("checkpoint: {every: []}", "got a list"),
         ("timeouts: {step_s: -1}", "timeouts.step_s: expected a positive number of seconds, got '-1'"),
         ("timeouts: {step_s: .inf}", "got '.inf'"),
-        ("timeouts: {steps: 5}", "did you mean 'step_s'?"),
+        ("timeouts: {steps: 5}", "Did you mean 'step_s'?"),
         ("watchdog: no", "watchdog: expected off, or a mapping with the keys step_s, start_s, on_hang, got 'no'"),
-        ("watchdog: {on_hang: restrat}", "did you mean 'restart'?"),
+        ("watchdog: {on_hang: restrat}", "Did you mean 'restart'?"),
         ("device: cpu\nbackend: nccl", "2:10: backend: 'nccl' needs GPUs, but device is cpu"),
         ("device: cpu\ngpus_per_node: a100:2", "'a100:2' needs GPUs"),
         ("wandb: 3", "wandb: expected true, false, a W&B project, or a mapping such as {project: digits}, got '3'"),
@@ -281,9 +281,9 @@ def test_a_wrong_value_is_named_with_what_is_expected(folder: Path, line: str, m
 
 def test_a_program_is_needed(folder: Path) -> None:
     """Neither script nor module is a mistake of the whole file; a wrong one is not also a missing one."""
-    assert mistakes(folder, "nodes: 2") == ["job.yaml: no program given: add script: FILE.py or module: PACKAGE.MODULE"]
+    assert mistakes(folder, "nodes: 2") == ["job.yaml: no program given. Add script: FILE.py or module: PACKAGE.MODULE"]
     assert len(mistakes(folder, "script: [a]")) == 1
-    assert mistakes(folder, "script: .") == ["job.yaml:1:9: script '.' is a folder; expected a Python file"]
+    assert mistakes(folder, "script: .") == ["job.yaml:1:9: script '.' is a folder. Name a Python file"]
     (found,) = mistakes(folder, "module: train.py:main")
     assert "expected a module such as package.train" in found
 
@@ -381,9 +381,9 @@ def test_the_shape_is_stated_in_words(values: dict[str, Any], shape: str) -> Non
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"gpus_per_node": 5}, "gpus_per_node: 5 is not a multiple of gpus_per_rank, which is 2; choose "),
-        ({"gpus_per_node": "a100:5"}, "choose 4 or 6"),
-        ({}, "gpus_per_node: 1 is not a multiple of gpus_per_rank, which is 2; choose 2"),
+        ({"gpus_per_node": 5}, "gpus_per_node: 5 is not a multiple of gpus_per_rank, which is 2. Choose "),
+        ({"gpus_per_node": "a100:5"}, "Choose 4 or 6"),
+        ({}, "gpus_per_node: 1 is not a multiple of gpus_per_rank, which is 2. Choose 2"),
     ],
 )
 def test_gpus_that_the_ranks_of_a_node_cannot_share_are_refused(values: dict[str, Any], message: str) -> None:
@@ -397,17 +397,17 @@ def test_gpus_that_the_ranks_of_a_node_cannot_share_are_refused(values: dict[str
     [
         (
             "nodes: 2-4\ngpus_per_node: 8",
-            "1:8: nodes: the range 2-4 needs global_batch, the samples per step over all ranks: ",
+            "1:8: nodes: the range 2-4 needs global_batch, the samples per step over all ranks. ",
         ),
-        ("nodes: 2-4\ngpus_per_node: 8", "a multiple of 96"),
+        ("nodes: 2-4\ngpus_per_node: 8", "A multiple of 96"),
         (
             "nodes: 2-4\ngpus_per_node: 8\nglobal_batch: 256",
-            "3:15: global_batch: 256 samples cannot be divided evenly among 24 (3 x 8) ranks; "
-            "choose 192 or 288 or nodes: 2 or nodes: 4",
+            "3:15: global_batch: 256 samples cannot be divided evenly among 24 (3 x 8) ranks. "
+            "Choose 192 or 288 or nodes: 2 or nodes: 4",
         ),
-        ("nodes: 3\ngpus_per_node: 4\ngpus_per_rank: 2\nglobal_batch: 8", "among 6 (3 x 2) ranks; choose 6 or 12"),
-        ("nodes: 2-3\nglobal_batch: 5", "among 2 (2 x 1), 3 (3 x 1) ranks; choose 6"),
-        ("nodes: 3\nglobal_batch: 10", "among 3 (3 x 1) ranks; choose 9 or 12"),
+        ("nodes: 3\ngpus_per_node: 4\ngpus_per_rank: 2\nglobal_batch: 8", "among 6 (3 x 2) ranks. Choose 6 or 12"),
+        ("nodes: 2-3\nglobal_batch: 5", "among 2 (2 x 1), 3 (3 x 1) ranks. Choose 6"),
+        ("nodes: 3\nglobal_batch: 10", "among 3 (3 x 1) ranks. Choose 9 or 12"),
         ("nodes: 2-4\nglobal_batch: 0", "global_batch: expected a whole number of at least 1, got '0'"),
     ],
 )
@@ -473,7 +473,7 @@ def test_the_command_lines_mistakes_are_named(folder: Path, monkeypatch: pytest.
         from_values({"script": "train.py", "nodes": "two", "partitoin": "x"})
     assert str(caught.value).splitlines() == [
         "command line: nodes: expected a whole number from 1 to 65536, or a range such as 2-4, got 'two'",
-        "command line: unknown key 'partitoin'; did you mean 'partition'?",
+        "command line: unknown key 'partitoin'. Did you mean 'partition'?",
     ]
 
 
@@ -624,7 +624,7 @@ def test_a_run_of_a_newer_version_is_refused_in_one_sentence(read: Callable[[Pat
         read(path)
     assert str(caught.value) == (
         f"{path} has run format 2, but clusterddp {__version__} reads format 1: "
-        "a newer version recorded this run; upgrade clusterddp to continue it"
+        "a newer version recorded this run. To continue it, upgrade clusterddp"
     )
     (tmp_path / "train.py").touch()
     path.write_text("format: 1\nscript: train.py\n")

@@ -103,13 +103,13 @@ def test_the_python_api_is_below_the_command_line() -> None:
 
 
 def test_each_package_says_what_belongs_there() -> None:
-    """In its ``__init__``: one sentence, which says what does not belong there too, and no code."""
+    """In its ``__init__``: a sentence on what belongs there, one on what does not, and no code."""
     for name, path in MODULES.items():
         if path.name == "__init__.py" and name != "clusterddp":
             tree = ast.parse(path.read_text())
             text = ast.get_docstring(tree) or ""
-            assert len(tree.body) == 1 and text.endswith(".") and text.count(". ") == 0, path
-            assert len(text) > 40 and ";" in text, f"{path}: what does not belong there?"
+            assert len(tree.body) == 1 and text.endswith(".") and text.count(". ") == 1, path
+            assert len(text) > 40, f"{path}: what does not belong there?"
 
 
 def test_the_architecture_names_no_file_that_does_not_exist() -> None:

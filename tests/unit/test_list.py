@@ -102,9 +102,9 @@ def test_newest_runs_are_first_or_those_with_the_lowest_value(runs: Path, capsys
     assert order("--sort", "loss")[0] == "running"
     assert order("--sort", "job", "--state", "held,failed") == ["held", "failed"]
     assert order("--state", "running,stopped", "--sort", "run") == ["running", "stopped"]
-    with pytest.raises(UsageError, match="--sort speeed: no such column or metric; available: run, state.*acc, loss"):
+    with pytest.raises(UsageError, match="--sort speeed: no such column or metric. Available: run, state.*acc, loss"):
         command(["list", "--sort", "speeed"])
-    with pytest.raises(UsageError, match="--state runing: no such state; available: .*; did you mean running?"):
+    with pytest.raises(UsageError, match="--state runing: no such state. Available: .*. Did you mean running?"):
         command(["list", "--state", "runing"])
 
 
@@ -186,7 +186,7 @@ def test_status_says_how_far_a_run_is(runs: Path, capsys: pytest.CaptureFixture[
     """Steps, speed, time left, the last save, nodes and what they have."""
     shown = said(capsys, "status", "runs/running")
     assert "state     job 41 (RUNNING on n[1-2])\n" in shown
-    assert "steps     100 of 400 done; the last: loss 0.5, acc 0.9\n" in shown
+    assert "steps     100 of 400 done, last values: loss 0.5, acc 0.9\n" in shown
     assert "speed     2/s, about 2 min left\n" in shown
     assert "saved     step 90, " in shown
     assert "nodes     n[1-2], 1 process each\n" in shown
@@ -210,7 +210,7 @@ def test_a_run_without_new_steps_has_no_time_left(
 ) -> None:
     """Its last step was 14 minutes ago: it may hang. A slow run is not meant."""
     monkeypatch.setattr(time, "time", lambda: BEGAN + 50 + 14 * 60)
-    assert "speed     2/s until 14 min ago; no step since then\n" in said(capsys, "status", "runs/running")
+    assert "speed     2/s until 14 min ago, no step since then\n" in said(capsys, "status", "runs/running")
     assert json.loads(said(capsys, "list", "--json", "runs/running"))[0]["left_s"] is None
     recorded_run(runs / "slow", [started(), *BEGUN], holder=of_job(), metrics=steps(range(3), pace_s=600.0))
     monkeypatch.setattr(time, "time", lambda: BEGAN + 1200 + 5 * 600)
@@ -242,7 +242,7 @@ def test_a_metric_that_no_run_has_logged_is_named(runs: Path, capsys: pytest.Cap
     """And those that were; the other metrics are shown."""
     command(["list", "--show", "los,acc"])
     printed = capsys.readouterr()
-    assert "--show los: no run has logged it; logged: acc, loss" in printed.err
+    assert "--show los: no run has logged this. Logged: acc, loss" in printed.err
     assert "ACC" in printed.out and "LOS" not in printed.out
 
 

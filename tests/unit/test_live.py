@@ -173,7 +173,7 @@ def test_a_watch_ends_with_the_run(run: Path, capsys: pytest.CaptureFixture[str]
     (run / "outcome.json").write_text('{"state": "completed", "step": 400, "reason": "done", "attempts": 1}')
     assert command(["status", "--watch", "runs/net-0"]) == 0
     assert capsys.readouterr().out.endswith("the run is over\n")
-    with pytest.raises(UsageError, match="--show: only with --watch"):
+    with pytest.raises(UsageError, match="--show requires --watch"):
         command(["status", "--show", "loss", "runs/net-0"])
 
 

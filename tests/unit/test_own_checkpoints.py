@@ -196,21 +196,24 @@ def begun(
 def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> None:
     earlier = [event(0, 50.0, "started"), event(0, 120.0, "requeued")]
     assert begun(run, 0, [])[1] == ""
-    assert begun(run, 1, earlier)[1] == "attempt 1: no complete checkpoint matches *.pt: starts from the beginning"
+    assert begun(run, 1, earlier)[1] == (
+        "attempt 1: no complete checkpoint matches *.pt. The script starts from the beginning. If it has saved a "
+        "checkpoint, correct `resume.checkpoint` and submit with --change"
+    )
     assert begun(run, 1, earlier, job(()))[1] == "attempt 1: no complete checkpoint matches *.pt"
     zipped(run.path / "a.pt")
     at(run.path / "a.pt", 106)
     (run.path / "b.pt").touch()
     file = run.path / "a.pt"
     assert begun(run, 1, earlier)[1] == (
-        f"attempt 1: resumed from a.pt, written 14 s before the stop, with --resume {file}; not used: b.pt: empty"
+        f"attempt 1: resumed from a.pt, written 14 s before the stop, with --resume {file}. Not used: b.pt: empty"
     )
     assert begun(run, 1, earlier, job(()))[1].startswith(
         "attempt 1: the newest checkpoint of the script is a.pt, written 14 s"
     )
     at(run.path / "a.pt", 40)
     (run.path / "b.pt").unlink()
-    assert begun(run, 0, [])[1] == "attempt 0: not used: a.pt: it is older than this run"
+    assert begun(run, 0, [])[1] == "attempt 0: Not used: a.pt: it is older than this run"
 
 
 @pytest.mark.parametrize("step", [None, 0, 35])
@@ -218,23 +221,39 @@ def test_the_end_of_an_attempt_names_the_scripts_checkpoint(step: int | None) ->
     """Also if the run's steps are known, from the output or from torch."""
     ended = event(0, 120.0, "requeued", reason="preempted", step=step, checkpoint=None, file="out/a.pt")
     at_step = " at step 35" if step else ""
-    assert sentence(ended) == f"attempt 0: preempted{at_step}, newest checkpoint out/a.pt, requeued"
+    assert sentence(ended) == f"attempt 0: preempted{at_step}. The newest checkpoint is out/a.pt. The job is requeued"
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"step": 35, "checkpoint": 30}, "At step 35, checkpoint 30 committed (5 steps will be repeated)"),
-        ({"step": None, "checkpoint": None, "file": "a.pt"}, "Newest checkpoint a.pt"),
-        ({"step": None, "checkpoint": None, "made": 14}, "At least 14 steps made"),
-        ({"step": None, "checkpoint": None}, "No steps recorded"),
+        (
+            {"step": 35, "checkpoint": 30},
+            "The attempt ended at step 35. The newest checkpoint is 30, so 5 steps will be repeated",
+        ),
+        ({"step": None, "checkpoint": None, "file": "a.pt"}, "The newest checkpoint is a.pt"),
+        ({"step": None, "checkpoint": None, "made": 14}, "It made at least 14 steps"),
+        ({"step": None, "checkpoint": None}, "No step was recorded"),
     ],
 )
 def test_a_failure_and_what_follows_are_two_sentences(values: dict[str, Any], words: str) -> None:
     """What is advised about it does not run into the rest."""
-    ended = event(0, 120.0, "restarted", reason="rank 1 (n1) killed by signal 9; check memory", **values)
-    said = f"attempt 0: rank 1 (n1) killed by signal 9; check memory. {words}, restarting all ranks in place"
+    ended = event(0, 120.0, "restarted", reason="rank 1 (n1) killed by signal 9. Check memory", **values)
+    said = f"attempt 0: rank 1 (n1) killed by signal 9. Check memory. {words}. Restarting all ranks in place"
     assert sentence(ended) == said
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("stopped, cause unknown", "stopped at step 35, cause unknown"),
+        ("rank 1 (n1.hpc) exited", "rank 1 (n1.hpc) exited at step 35"),
+        ("rank 1 (n1) raised ValueError: a, b", "rank 1 (n1) raised ValueError: a, b. The attempt ended at step 35"),
+    ],
+)
+def test_the_step_at_which_an_attempt_ended_follows_what_happened(reason: str, said: str) -> None:
+    ended = event(0, 120.0, "requeued", reason=reason, step=35, checkpoint=35)
+    assert sentence(ended) == f"attempt 0: {said}. Checkpoint 35 is saved. The job is requeued"
 
 
 def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> None:
@@ -321,7 +340,10 @@ def test_a_pattern_that_matches_none_of_the_saved_files_is_told(run: RunDirector
     own, _ = begun(run, 0, [])
     assert watched(own) == []
     own.written = f"{run.path}/out/last.pth"
-    told = "the script has saved out/last.pth, but no file matches *.pt so far: check `resume.checkpoint`"
+    told = (
+        "the script has saved out/last.pth, but no file matches *.pt so far. If the script can resume from that file, "
+        "correct `resume.checkpoint` and submit with --change"
+    )
     assert watched(own) == [f"attempt 1: {told}"]
     (run.path / "cut.pt").touch()
     assert watched(own) == []  # the pattern is right

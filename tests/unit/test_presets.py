@@ -84,11 +84,11 @@ def test_an_own_folder_needs_an_own_pattern() -> None:
 
 
 def test_an_unknown_preset_is_a_mistake_that_names_the_others() -> None:
-    assert "got 'sume'; did you mean 'some'?" in mistake({"resume": "sume"})
-    assert "presets: some" in mistake({"resume": "other"})
+    assert "got 'sume'. Did you mean 'some'?" in mistake({"resume": "sume"})
+    assert "Presets: some" in mistake({"resume": "other"})
     alone = mistake({"resume": {"preset": "sume"}})
-    assert alone.endswith("got 'sume'; did you mean 'some'?") and "\n" not in alone
-    assert mistake({"resume": {"chekpoint": "a.pt"}}).endswith("'resume.chekpoint'; did you mean 'checkpoint'?")
+    assert alone.endswith("got 'sume'. Did you mean 'some'?") and "\n" not in alone
+    assert mistake({"resume": {"chekpoint": "a.pt"}}).endswith("'resume.chekpoint'. Did you mean 'checkpoint'?")
     assert "\n" not in mistake({"resume": {"chekpoint": "a.pt"}})
 
 
@@ -105,7 +105,7 @@ def test_presets_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "some  train.py of somebody/something\n"
     assert command(["config", "presets", "some"]) == 0
     assert capsys.readouterr().out == PRESET
-    with pytest.raises(UsageError, match="no preset 'sone'; did you mean 'some'?"):
+    with pytest.raises(UsageError, match="no preset 'sone'. Did you mean 'some'?"):
         command(["config", "presets", "sone"])
 
 
@@ -155,37 +155,37 @@ def test_a_value_is_not_filled_in_again_and_is_no_pattern() -> None:
     [
         (
             {"args": ["{rundir}/out"]},
-            "args: unknown placeholder {rundir}; did you mean {run_dir}?; for the text itself, write {{rundir}}",
+            "args: unknown placeholder {rundir}. Did you mean {run_dir}? For the literal text, write {{rundir}}",
         ),
-        ({"env": {"OUT": "{node}"}}, "env: unknown placeholder {node}; did you mean {nodes}?"),
+        ({"env": {"OUT": "{node}"}}, "env: unknown placeholder {node}. Did you mean {nodes}?"),
         (
             {"resume": {"checkpoint": "out/{epoch}.pt"}},
-            "unknown placeholder {epoch}; expected {run_dir}; write * for the parts that vary",
+            "unknown placeholder {epoch}. Expected {run_dir}. Write * for the parts that vary",
         ),
         ({"resume": {"checkpoint": "{attempt}.pt"}}, "resume.checkpoint: unknown placeholder {attempt}"),
         (
             {"resume": {"checkpoint": "a.pt", "args": ["{chekpoint}"]}},
-            "resume.args: unknown placeholder {chekpoint}; did you mean {checkpoint}?",
+            "resume.args: unknown placeholder {chekpoint}. Did you mean {checkpoint}?",
         ),
         ({"resume": {"checkpoint": "{run_dir/out/*.pt"}}, "resume.checkpoint: '{run_dir' has no '}'"),
         ({"resume": {"checkpoint": "a.pt", "args": ["{checkpoint"]}}, "resume.args: '{checkpoint' has no '}'"),
         ({"args": ["--out={run_dir/out"]}, "args: '{run_dir' has no '}'"),
         ({"done": "{run_dir/out/a.pt"}, "done: '{run_dir' has no '}'"),
-        ({"resume": {"checkpoint": "~/out/*.pt"}}, "resume.checkpoint: '~' is not expanded; write the whole path"),
-        ({"done": "~/out/a.pt"}, "done: '~' is not expanded; write the whole path"),
-        ({"done": "$HOME/out/a.pt"}, "done: '$HOME' is not expanded; write the whole path"),
-        ({"resume": {"checkpoint": "${SCRATCH}/*.pt"}}, "'${SCRATCH}' is not expanded; write the whole path"),
+        ({"resume": {"checkpoint": "~/out/*.pt"}}, "resume.checkpoint: '~' is not expanded. Write the whole path"),
+        ({"done": "~/out/a.pt"}, "done: '~' is not expanded. Write the whole path"),
+        ({"done": "$HOME/out/a.pt"}, "done: '$HOME' is not expanded. Write the whole path"),
+        ({"resume": {"checkpoint": "${SCRATCH}/*.pt"}}, "'${SCRATCH}' is not expanded. Write the whole path"),
         (
             {"resume": {"checkpoint": "a[0-9]/b[0-9.pt"}},
-            "'a[0-9]/b[0-9.pt' has a '[' without its ']'; write [[] for the character itself",
+            "'a[0-9]/b[0-9.pt' has a '[' without its ']'. Write [[] for the character itself",
         ),
         (
             {"resume": {"checkpoint": "a.pt", "args": ["-r"], "replace": ["fit"]}},
-            "resume: expected args or replace, got both: replace takes the place of all arguments",
+            "resume: expected args or replace, got both. replace replaces all arguments",
         ),
         (
             {"resume": {"preset": "some", "replace": ["fit"]}},
-            "to drop the args of the preset some, write args: null",
+            "To drop the args of the preset some, write args: null",
         ),
         ({"stop": "USR1"}, "stop: expected a mapping such as {signal: USR1}, got 'USR1'"),
         ({"args": ["{checkpoint}"]}, "{checkpoint} needs resume.checkpoint"),

@@ -66,7 +66,7 @@ def test_without_a_yes_it_only_says_what_it_would_delete(run: RunDirectory, caps
     assert command(["prune", str(run), "--logs"]) == 0
     shown = capsys.readouterr()
     head, *lines = shown.out.splitlines()
-    assert head.startswith(f"{run}: ") and head.endswith(" to delete; keeps checkpoints 6, 2")
+    assert head.startswith(f"{run}: ") and head.endswith(" to delete (keeps checkpoints 6, 2)")
     assert [line.split()[2] for line in lines] == [
         *(f"checkpoints/step-{step:012d}.attempt-{(step - 1) // 2}.safetensors" for step in (5, 4, 3, 1)),
         "checkpoints/.step-000000000007.attempt-2.safetensors.00ff.tmp",
@@ -74,7 +74,7 @@ def test_without_a_yes_it_only_says_what_it_would_delete(run: RunDirectory, caps
     ]
     assert lines[-1].split()[:2] == ["1000", "B"] and lines[-2].split()[:2] == ["4", "B"]
     assert shown.err.startswith(
-        "nothing was deleted; --yes deletes 5 checkpoint files and the logs of 1 attempt of 1 run, "
+        "No file was deleted. To delete 5 checkpoint files and the logs of 1 attempt of 1 run, "
     )
     assert files(run) == before
 
@@ -87,7 +87,7 @@ def test_the_newest_and_the_best_checkpoint_stay(run: RunDirectory, capsys: Capt
     assert not list(run.checkpoints.glob(".*"))
     assert capsys.readouterr().err.startswith("deleted ")
     assert command(["prune", str(run), "--yes"]) == 0
-    assert capsys.readouterr().out == f"{run}: nothing to delete\n"
+    assert capsys.readouterr().out == f"{run} has nothing to delete\n"
 
 
 def test_profiles_are_deleted_on_request(run: RunDirectory, capsys: Captured) -> None:
@@ -99,7 +99,7 @@ def test_profiles_are_deleted_on_request(run: RunDirectory, capsys: Captured) ->
     assert command(["prune", str(run), "--profiles"]) == 0
     shown = capsys.readouterr()
     assert "1000 B  profiles/" in shown.out
-    assert shown.err.endswith("nothing was deleted; --yes deletes profiles of 1 run, 1000 B\n")
+    assert shown.err.endswith("To delete profiles of 1 run, 1000 B, add --yes\n")
     assert command(["prune", str(run), "--profiles", "--yes"]) == 0
     assert not run.profiles.exists()
 
@@ -140,7 +140,7 @@ def test_live_runs_are_refused_and_others_pruned(run: RunDirectory, capsys: Capt
     live.create()
     live.job_file.write_text("module: x\n")
     assert command(["prune", str(run.path.parent), "--yes"]) == 1
-    assert f"clusterddp: {live} is not over, so nothing of it is deleted" in capsys.readouterr().err
+    assert f"clusterddp: {live} is not over, so no file was deleted" in capsys.readouterr().err
     assert steps(run) == [2, 6]
 
 
@@ -167,7 +167,7 @@ def test_a_damaged_newest_checkpoint_keeps_the_older_ones(run: RunDirectory, cap
     newest = choose(run, 6).path
     newest.write_bytes(newest.read_bytes()[:-1])
     assert (command(["prune", str(run), "--yes"]), steps(run)) == (1, [1, 2, 3, 4, 5, 6])
-    assert "is damaged: " in (said := capsys.readouterr().err) and "its older checkpoints are kept" in said
+    assert "is damaged: " in (said := capsys.readouterr().err) and "Its older checkpoints are kept" in said
 
 
 def test_links_are_not_followed(run: RunDirectory, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_nothing_behind_a_folder_that_is_a_link_is_deleted(run: RunDirectory, tm
     before = set(tmp_path.rglob("*"))
     assert command(["prune", str(run), "--logs", "--yes"]) == 0
     said = capsys.readouterr().err
-    assert said.count("is a symbolic link: nothing behind it is deleted") == 2
+    assert said.count("is a symbolic link. Files behind it are not deleted") == 2
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -204,11 +204,11 @@ def test_what_belongs_to_another_user_stays(run: RunDirectory, capsys: Captured)
     os.chown(foreign, 12345, -1)
     os.chown(run.attempt_logs(1) / "rank-0.out", 12345, -1)
     assert command(["prune", str(run), "--logs", "--yes"]) == 1
-    assert f"cannot delete rank-0.out of {run}: belongs to a different user" in capsys.readouterr().err
+    assert f"could not delete rank-0.out of {run}: belongs to a different user" in capsys.readouterr().err
     assert (steps(run), logs(run)) == ([2, 4, 6], ["attempt-0", "attempt-1", "attempt-2"])
     os.chown(run.path, 12345, -1)
     assert command(["prune", str(run), "--yes"]) == 1
-    assert f"{run} belongs to user 12345: only its owner can prune it" in capsys.readouterr().err
+    assert f"{run} belongs to user 12345. Only its owner can prune it" in capsys.readouterr().err
 
 
 def test_a_run_whose_records_are_lost_keeps_what_it_resumes_from(run: RunDirectory) -> None:

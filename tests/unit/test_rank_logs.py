@@ -130,10 +130,10 @@ def test_ranks_and_attempts_that_do_not_exist_are_refused(run: RunDirectory) -> 
         logs(run)
     attempt(run, r0="x\n")
     for words, message in {
-        ("--attempt", "1"): "has no attempt 1; available: 0$",
+        ("--attempt", "1"): "has no attempt 1. Available: 0$",
         ("--rank", "9"): r"attempt 0 of \S+ has no rank 9: \S+ does not exist",
-        ("--rank", "7-9"): r"of \S+ have no log of rank 7-9; --rank all prints those there are$",
-        ("--rank", "failed"): r"no rank of \S+ failed; ",
+        ("--rank", "7-9"): r"of \S+ have no log of rank 7-9. To print all logs, use --rank all$",
+        ("--rank", "failed"): r"no rank of \S+ failed. See its history with: ",
     }.items():
         with pytest.raises(RunDirectoryError, match=message):
             logs(run, *words)
@@ -155,7 +155,7 @@ def test_ranks_without_output_are_named(run: RunDirectory, capsys: Captured) -> 
     assert logs(run) == 0
     assert capsys.readouterr().err.splitlines() == [
         "no output of rank 0-1 in attempt 0 so far",
-        "no output of rank 0 in attempt 1; --attempt all prints earlier attempts', too",
+        "no output of rank 0 in attempt 1. To print earlier attempts, use --attempt all",
     ]
 
 
@@ -165,7 +165,7 @@ def test_deleted_logs_are_told_from_missing_ones(run: RunDirectory) -> None:
     (run.attempt_logs(first) / "rank-0.out").unlink()
     run.attempt_logs(first).rmdir()
     for words in (["--attempt", "0"], ["--attempt", "0", "--rank", "all"]):
-        with pytest.raises(RunDirectoryError, match=r"the logs of attempt 0 of \S+ were deleted: .*keep_logs"):
+        with pytest.raises(RunDirectoryError, match=r"the logs of attempt 0 of \S+ were deleted. .*keep_logs"):
             logs(run, *words)
 
 
@@ -182,9 +182,9 @@ def test_a_failed_run_shows_its_first_failure(run: RunDirectory, capsys: Capture
         shown = capsys.readouterr()
         assert "| rank 3 (n1) raised ValueError: bad batch\n" in shown.out and "| in train.py, line 7\n" in shown.out
         assert shown.err.splitlines() == [
-            f"{run}: failed: rank 3 (n1) raised ValueError: bad batch",
-            f"the whole output of rank 3: clusterddp logs {run} --rank 3 --attempt 0",
-            "of others: --rank failed, --rank 0,4-7 or --rank all; of all attempts: --attempt all",
+            f"{run} failed: rank 3 (n1) raised ValueError: bad batch",
+            f"See the whole output of rank 3 with: clusterddp logs {run} --rank 3 --attempt 0",
+            "For other ranks, use --rank failed, --rank 0,4-7 or --rank all. For all attempts, use --attempt all",
         ]
     assert logs(run, "--rank", "0") == 0
     assert capsys.readouterr().out == "x\n"
@@ -211,7 +211,7 @@ def test_a_run_that_failed_without_a_rank_that_did_shows_rank_0(run: RunDirector
     attempt(run, r0="x\n")
     over(run, "failed", "limits.attempts (1) reached")
     assert logs(run) == 0
-    assert capsys.readouterr() == ("x\n", f"{run}: failed: limits.attempts (1) reached\n")
+    assert capsys.readouterr() == ("x\n", f"{run} failed: limits.attempts (1) reached\n")
 
 
 def test_a_hang_is_shown_as_the_first_failure(run: RunDirectory, capsys: Captured) -> None:
@@ -350,7 +350,7 @@ def test_following_a_run_ends_when_its_directory_is_deleted(
 
 def test_the_failed_ranks_of_a_live_run_cannot_be_followed(run: RunDirectory) -> None:
     attempt(run, r0="a\n")
-    with pytest.raises(UsageError, match="--rank failed: the run is not over; with -f, expected ranks such as"):
+    with pytest.raises(UsageError, match="--rank failed: the run is not over. With -f, name ranks such as"):
         logs(run, "-f", "--rank", "failed")
 
 

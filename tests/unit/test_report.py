@@ -177,8 +177,8 @@ def no_files(run: RunDirectory) -> None:
     [
         (emptied, "has no history"),
         (cut, "incomplete"),
-        (binary, "cannot be read"),
-        (half_foreign, "written by another program"),
+        (binary, "expected UTF-8 text"),
+        (half_foreign, "because another program wrote them"),
         (other_types, ""),
         (foreign_outcome, "outcome.json"),
         (no_files, "has no history"),

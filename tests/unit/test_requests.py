@@ -318,10 +318,10 @@ def test_a_skip_is_ordered_from_rank_0_and_answered_by_the_checkpoint_that_has_i
     state = after(skipped(), state=state)
     assert answers(done(state, checkpoint(7)), 6) == []
     assert answers(done(state, checkpoint(8)), 6) == [{"checkpoint": 8, "skipped": SKIPPED}]
-    text = "attempt 3: 500 batches skipped: step 8 takes global batch 508"
+    text = "attempt 3: 500 batches skipped. Step 8 takes global batch 508"
     assert sentence({"event": "skipped", "attempt": 3, **SKIPPED}) == text
     more = {"event": "skipped", "attempt": 3, **SKIPPED, "epoch_steps": 32}
-    assert sentence(more) == f"{text}; that is more than an epoch, which has 32 steps"
+    assert sentence(more) == f"{text}. That is more than an epoch, which has 32 steps"
     failed = RankEvent(0, "checkpoint_failed", {"step": 8, "reason": "No space left"})
     [refusal] = answers(done(state, failed), 6)
     assert refusal["refused"].startswith("500 batches were skipped, but checkpoint 8 was not saved: No space left")
@@ -407,7 +407,7 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
     again = done(state, dataclasses.replace(drain("n2"), client=9))
     assert not any(isinstance(one, Record | Broadcast) for one in again)
     [refusal] = answers(done(state, dataclasses.replace(drain("n1"), client=9)), 9)
-    assert refusal["refused"] == "not drained: the run is leaving n2. Try again once it has"
+    assert refusal["refused"] == "not drained: the run is already leaving n2. Try again afterwards"
 
 
 @pytest.mark.parametrize(
@@ -418,8 +418,8 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
         ("n2", [STOP], PLACED, "not drained: the run is being stopped by `clusterddp tell stop`"),
         (
             *("n2", [], dataclasses.replace(PLACED, placement=Placement(("n1", "n2"), ("n1", "n2")))),
-            "not drained: node n2 is drained: the job has 1 node left, and the run needs 2. "
-            "To continue without it in a new job, use `clusterddp requeue RUN --exclude n2`",
+            "not drained: the job has 1 node left, and the run needs 2. "
+            "`clusterddp requeue RUN --exclude n2` continues the run without n2 in a new job",
         ),
     ],
 )

@@ -25,7 +25,7 @@ def test_of_a_range_the_fewest_nodes_must_be_there() -> None:
     with pytest.raises(UsageError, match="has 3 nodes, fewer than --nodes 4-9"):
         check_nodes(job(nodes=9, min_nodes=4), NODES)
     check_gpus(job(nodes=9, min_nodes=2), NODES)
-    with pytest.raises(UsageError, match="has 2 nodes with 4 GPUs .* and 3-9 are requested"):
+    with pytest.raises(UsageError, match="has 2 nodes with 4 GPUs .* but the job requests 3-9"):
         check_gpus(job(nodes=9, min_nodes=3), NODES)
     fitted, _ = share_of_node(job(nodes=9, min_nodes=2), NODES)
     assert (fitted.cpus_per_task, fitted.mem, fitted.nodes_text) == (8, "64000M", "2-9")
@@ -81,4 +81,4 @@ def test_a_module_is_looked_for_where_it_would_run(tmp_path: Path, monkeypatch: 
     assert check_micro(job(module="pkg", nodes=2, min_nodes=1)) == []
     with pytest.raises(UsageError, match=r"pkg/plain.py never calls run.micro\(\)"):
         check_micro(job(module="pkg.plain", nodes=2, min_nodes=1))
-    assert "cannot check" in check_micro(job(module="installed.train", nodes=2, min_nodes=1))[0]
+    assert "clusterddp did not check" in check_micro(job(module="installed.train", nodes=2, min_nodes=1))[0]

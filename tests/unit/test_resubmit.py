@@ -209,7 +209,7 @@ def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_i
     monkeypatch.setattr(resubmission, "jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"})
     resubmitter = look(run, info("NODE_FAIL"), monkeypatch)
     assert (submitted, resubmitter.result, lease.holders(run)[0]["job"]) == ([], None, "77")
-    assert "job 77 continues it, and was not recorded" in capsys.readouterr().err
+    assert "Job 77, which was not recorded, continues the run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("usable", "options"), [(["n1", "n2"], " --exclude=n2"), (["n2"], "")])
@@ -306,7 +306,7 @@ def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
     """After a lost node the job releases the run before sbatch answers, which may take minutes (seed 6773)."""
     lease.let_go(run, 0)
     assert look(run, info("RUNNING"), monkeypatch).result is None
-    assert capsys.readouterr().err == "run: job 41: waiting for the run's next job\n"
+    assert capsys.readouterr().err == "run: waiting for the run's next job after job 41\n"
     assert look(run, info("COMPLETED"), monkeypatch).result == 1
     assert submitted == []
 
@@ -353,7 +353,7 @@ def test_a_resubmitter_retries_what_slurm_refuses(
         resubmitter.look()
     said = capsys.readouterr().err
     assert said.count("run: retrying: AssocMaxSubmitJobLimit\n") == 1
-    assert "job 41 ended (COMPLETED) without an outcome: resubmitted as job 42" in said
+    assert "job 41 ended (COMPLETED) without an outcome. Resubmitted as job 42" in said
 
 
 def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
@@ -363,11 +363,11 @@ def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
     append_line(run.events_file, {"event": "requested", "attempt": 0, "time": 2.0, "request": "stop"})
     monkeypatch.setattr(resubmission, "state_of", lambda _: ("held", "job 41 (RUNNING on n1)"))
     assert look(run, info("COMPLETING"), monkeypatch).result is None
-    monkeypatch.setattr(resubmission, "state_of", lambda _: ("stopped", "stopped (by the user); continue with: ..."))
+    monkeypatch.setattr(resubmission, "state_of", lambda _: ("stopped", "stopped (by the user). Continue with: ..."))
     assert look(run, info("COMPLETING"), monkeypatch).result == 1
     assert capsys.readouterr().err.splitlines() == [
-        "run: job 41 (RUNNING on n1): waiting for the run to end",
-        "run: stopped (by the user); continue with: ...",
+        "run: job 41 (RUNNING on n1). Waiting for the run to end",
+        "run: stopped (by the user). Continue with: ...",
     ]
     assert not submitted
 
@@ -475,15 +475,15 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     training.look()
     assert training.result is None
     starting, held = capsys.readouterr().err.splitlines()
-    assert starting == "run: local run, starting: waiting for the run to end"
-    assert re.fullmatch(r"run: process \d+ on this machine: waiting for the run to end", held)
+    assert starting == "run: local run, starting. Waiting for the run to end"
+    assert re.fullmatch(r"run: process \d+ on this machine\. Waiting for the run to end", held)
     write_json(run.loop_file, {**lease.of_this_process(), "process_start": "1"})
     write_json(run.holder_file(0), {**lease.of_this_process(), "process_start": "1"})
     stopped = Resubmitter(run, JOB)
     stopped.look()
     assert stopped.result == 1
-    how = f"continue with: clusterddp submit --local --run-dir {run}"
-    assert capsys.readouterr().err == f"run: stopped (not started); {how}\n"
+    how = f"Continue with: clusterddp submit --local --run-dir {run}"
+    assert capsys.readouterr().err == f"run: stopped (not started). {how}\n"
 
 
 def test_ctrl_c_before_the_wait_of_a_submission_begins_says_that_the_run_continues(

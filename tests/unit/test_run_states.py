@@ -101,7 +101,11 @@ def test_a_job_whose_supervisor_took_the_run_over_is_judged_by_its_history(tmp_p
         (f"{PENDING}Priority", "pending", "jobs with a higher priority are first"),
         (f"{PENDING}BeginTime", "pending", "its begin time is in the future"),
         (f"{PENDING}JobHeldUser", "held", "held by its owner"),
-        ("41|REQUEUE_HOLD||N/A|1:00:00|gpu|job requeued in held state", "held", "held: it was requeued with a hold"),
+        (
+            "41|REQUEUE_HOLD||N/A|1:00:00|gpu|job requeued in held state",
+            "held",
+            "held, because it was requeued with a hold",
+        ),
         ("41|TIMEOUT|n1|2026-11-22T08:00:00|1:00:00|gpu|TimeLimit", "stopped", "job 41 ended: TIMEOUT"),
         ("", "stopped", "not started"),
     ],
@@ -161,7 +165,7 @@ def test_squeue_that_cannot_be_understood_is_no_proof_that_a_job_ended(tmp_path:
     """A wrong line must not make a run look stopped; lines of a site's wrapper are no jobs."""
     squeue("41|RUNNING\n")
     found = state_of(recorded_run(tmp_path / "b", submitted=of_job()))
-    assert found.word == "unknown" and "cannot parse the output of squeue" in found.reason
+    assert found.word == "unknown" and "could not parse the output of squeue" in found.reason
     assert parse_queue("CLUSTER: here\nWelcome | to 41\n\n") == {}
 
 
@@ -242,7 +246,11 @@ def waiting(reason: str) -> QueuedJob:
         ("Resources", "next in the queue, waiting for nodes to become free", ""),
         ("PartitionTimeLimit", "asks for more time than its partition allows", "--change` with a shorter --time"),
         ("JobHeldUser", "held by its owner", "`scontrol release 41`"),
-        ("launch failed requeued held", "held: Slurm could not launch it", "`scontrol release 41`; if it happens"),
+        (
+            "launch failed requeued held",
+            "held, because Slurm could not launch it",
+            "`scontrol release 41`. If it happens",
+        ),
         ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "down, drained or reserved, often for a maintenance (n[1-2])", ""),
         ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", "down,", ""),
         ("QOSMaxGRESPerUser", "a limit of its QOS is reached: GPUs of all your jobs (QOSMaxGRESPerUser)", "--qos"),

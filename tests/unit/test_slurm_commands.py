@@ -203,7 +203,7 @@ def test_a_missing_command_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_an_answer_in_an_unknown_form_is_a_slurm_error_that_quotes_it(old: str, new: str) -> None:
     """Of a future version: the supervisor keeps asking and does not end."""
-    with pytest.raises(SlurmError, match="cannot parse the output of scontrol.*JobId=12"):
+    with pytest.raises(SlurmError, match="could not parse the output of scontrol.*JobId=12"):
         slurm.parse_job(RUNNING.replace(f" {old} ", f" {new} "))
 
 
@@ -212,7 +212,7 @@ def test_a_partition_in_an_unknown_form_is_a_slurm_error(monkeypatch: pytest.Mon
     answers = {"sinfo": "low|low*|n1|gpu:many\n", "scontrol": "NodeName=n1 CPUEfctv=many\n"}
     monkeypatch.setattr(slurm, "run", lambda command, *_: answers[command])
     for command, instead in (("sinfo", "low|low*|n1|gpu:2\n"), ("scontrol", "")):
-        with pytest.raises(SlurmError, match=f"cannot parse the output of {command}"):
+        with pytest.raises(SlurmError, match=f"could not parse the output of {command}"):
             slurm.partition_nodes("low")
         answers[command] = instead
 
@@ -223,7 +223,7 @@ def test_a_command_that_temporarily_cannot_start_is_retried(tmp_path: Path, monk
     broken.write_text("#!/nowhere/sh\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SlurmUnavailable, match="`scontrol show job` cannot be started"):
+    with pytest.raises(SlurmUnavailable, match="could not start `scontrol show job`"):
         slurm.run("scontrol", "show", "job")
 
 
@@ -239,7 +239,7 @@ def test_output_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_nodes_in_an_unknown_form_do_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor continues without an answer."""
     monkeypatch.setattr(slurm, "run", lambda *_: "low n1 idle\n")
-    with pytest.raises(SlurmError, match="cannot parse the output of sinfo"):
+    with pytest.raises(SlurmError, match="could not parse the output of sinfo"):
         slurm.usable_nodes(None)
 
 
@@ -256,7 +256,7 @@ def test_a_job_without_a_known_id_is_not_taken_for_a_refusal(sbatch: Path) -> No
     with pytest.raises(RunDirectoryError, match="printed no job id: 'Submitted"):
         slurm.submit(sbatch)
     sbatch.write_text("#!/bin/sh\nprintf 'give a project with -A\\nrefused\\n' >&2\nexit 1\n")
-    with pytest.raises(SlurmError, match="failed: give a project with -A; refused"):
+    with pytest.raises(SlurmError, match="failed: give a project with -A, refused"):
         slurm.submit(sbatch)
 
 

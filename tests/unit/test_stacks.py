@@ -76,7 +76,9 @@ def test_the_last_line_of_a_failed_run_has_the_reason() -> None:
     assert len(sentence({**event, "reason": "x" * 10_000}) or "") < 600
 
 
-@pytest.mark.parametrize(("steps", "words"), [(0, "0 steps repeated"), (1, "1 step repeated"), (2, "2 steps repeated")])
+@pytest.mark.parametrize(
+    ("steps", "words"), [(0, "repeating 0 steps"), (1, "repeating 1 step"), (2, "repeating 2 steps")]
+)
 def test_repeated_steps_are_singular_or_plural(steps: int, words: str) -> None:
     event = {"event": "resumed", "attempt": 1, "step": 5, "redone": steps}
     assert sentence(event) == f"attempt 1: resumed from step 5, {words}"

@@ -232,7 +232,7 @@ def test_ranks_that_do_not_exist_are_refused(run: RunDirectory, supervised: Call
     supervised(2)
     with pytest.raises(RunDirectoryError, match="there is no rank 2 in this run: expected 0 to 1"):
         command(["stacks", str(run), "--rank", "2"])
-    with pytest.raises(UsageError, match="--rank x: 'x' is neither a rank nor a range; .* or all"):
+    with pytest.raises(UsageError, match="--rank x: 'x' is neither a rank nor a range. .* or all"):
         command(["stacks", str(run), "--rank", "x"])
 
 
@@ -274,9 +274,10 @@ def test_a_stop_is_answered_once_the_attempt_has_ended(
     ranks._obey = stop  # type: ignore[method-assign]
     assert command(["tell", str(run), "stop"]) == 0
     shown = capsys.readouterr()
-    words = "attempt 0: stopped by `clusterddp tell stop`, no steps recorded, held until it is submitted again"
+    stopped = "attempt 0: stopped by `clusterddp tell stop`. No step was recorded"
+    words = f"{stopped}. The run is held until it is submitted again"
     assert words in shown.out
-    assert f"continue it with: clusterddp submit --run-dir {run}" in shown.err
+    assert f"Continue it with: clusterddp submit --run-dir {run}" in shown.err
     check_history(run.events(), complete=False)
 
 
@@ -306,13 +307,13 @@ def test_a_profile_is_ordered_of_some_ranks_and_its_files_are_named(
     trace = run.path / "profiles/attempt-0/rank-0-step-7.pt.trace.json.gz"
     assert shown.out.endswith(f"rank 0, steps 7 to 9: {trace}\n")
     assert "run: rank 0 will record 3 steps from the next step boundary on\n" in shown.err
-    assert "open a trace at https://ui.perfetto.dev" in shown.err
+    assert "Open a trace at https://ui.perfetto.dev" in shown.err
     assert command(["tell", str(run), "profile", "--rank", "0-2"]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
     assert lines[0].startswith("rank 0, steps 7 to 26: ")
     assert lines[1:] == [
-        "rank 1: no profile: the script has not called ctx.run() yet",
-        "rank 2: no profile: why not",
+        "rank 1 recorded no profile: the script has not called ctx.run() yet",
+        "rank 2 recorded no profile: why not",
     ]
 
 
@@ -331,25 +332,25 @@ def test_a_rank_that_exits_without_its_profile_is_named(
 
     ranks._obey = store_and_exit  # type: ignore[method-assign]
     assert command(["tell", str(run), "profile=3"]) == 1
-    assert capsys.readouterr().out.endswith("\nrank 0: no profile: it has exited without one\n")
+    assert capsys.readouterr().out.endswith("\nrank 0 recorded no profile: it has exited\n")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["profil=3"], "unknown order 'profil=3'; did you mean 'profile=STEPS'?; expected save, stop, skip=STEPS,"),
-        (["dance"], "unknown order 'dance'; expected save, stop, skip=STEPS, profile=STEPS"),
+        (["profil=3"], "unknown command 'profil=3'. Did you mean 'profile=STEPS'? Expected save, stop, skip=STEPS,"),
+        (["dance"], "unknown command 'dance'. Expected save, stop, skip=STEPS, profile=STEPS"),
         (["skip=none"], "skip=none: expected a number of steps from 1 to 1,000,000,000, such as skip=500"),
-        (["skip=1", "--rank", "1"], "--rank: only profile=STEPS is for some of the ranks, skip=1 is for the whole run"),
+        (["skip=1", "--rank", "1"], "--rank: skip=1 is for the whole run. Only profile=STEPS takes ranks"),
         (["profile=0"], "profile=0: expected a number of steps from 1 to 100, such as profile=20"),
         (["profile="], "profile=: expected a number of steps from 1 to 100"),
         (["profile=20.5"], "expected a number of steps"),
         (
             ["profile=2", "--rank", "all"],
-            "--rank all: 'all' is neither a rank nor a range; expected",
+            "--rank all: 'all' is neither a rank nor a range. Expected",
         ),
-        (["profile=2", "--rank", "0-99"], "--rank 0-99: 100 ranks; expected at most 32 at a time"),
-        (["save", "--rank", "1"], "--rank: only profile=STEPS is for some of the ranks, save is for the whole run"),
+        (["profile=2", "--rank", "0-99"], "--rank 0-99: 100 ranks, but at most 32 can record at a time"),
+        (["save", "--rank", "1"], "--rank: save is for the whole run. Only profile=STEPS takes ranks"),
     ],
 )
 def test_a_wrong_order_is_refused_before_anyone_is_asked(run: RunDirectory, words: list[str], message: str) -> None:
@@ -385,19 +386,19 @@ def test_who_wants_to_stop_a_run_that_waits_learns_how_to_keep_it_from_starting(
     """That is no help to those who want its stacks."""
     job_is(monkeypatch, "PENDING", "Priority")
     queued(run)
-    with pytest.raises(RunDirectoryError, match="no ranks; `scontrol hold 41` keeps it from starting$"):
+    with pytest.raises(RunDirectoryError, match="no ranks yet. To keep it from starting, use: scontrol hold 41$"):
         command(["tell", str(run), "stop"])
-    with pytest.raises(RunDirectoryError, match="no ranks$"):
+    with pytest.raises(RunDirectoryError, match="no ranks yet$"):
         command(["stacks", str(run)])
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda run: None, r".* is not running: stopped \(not started\); continue with: clusterddp submit --run-dir"),
+        (lambda run: None, r".* is not running: stopped \(not started\). Continue with: clusterddp submit --run-dir"),
         (over, r"already completed at step 9, so it is not running"),
-        (queued, r"waits in the queue \(job 41, Priority\): it has no ranks"),
-        (of_another_machine, r"is held by process \d+ on other, which cannot be .*: give this command on other"),
+        (queued, r"waits in the queue \(job 41, Priority\) and has no ranks yet"),
+        (of_another_machine, r"is held by process \d+ on other, which cannot be .*\. Run this command on other"),
     ],
 )
 def test_a_run_that_takes_no_orders_says_why(
@@ -415,7 +416,7 @@ def test_a_command_in_a_message_can_be_copied_also_for_a_path_with_blanks(
 ) -> None:
     moved = RunDirectory(run.path.rename(run.path.with_name("it's my run")))
     assert command(["status", str(moved)]) == 0
-    line = capsys.readouterr().out.partition("continue with: ")[2].partition("\n")[0]
+    line = capsys.readouterr().out.partition("Continue with: ")[2].partition("\n")[0]
     assert shlex.split(line) == ["clusterddp", "submit", "--run-dir", str(moved)]
 
 
@@ -423,7 +424,7 @@ def test_requeue_of_a_failed_run_says_how_to_continue_it(run: RunDirectory) -> N
     """A run that failed can be continued, whatever nodes are named."""
     write_json(run.outcome_file, {"state": "failed", "step": 9, "attempts": 1, "reason": "why"})
     with pytest.raises(
-        RunDirectoryError, match="already failed at step 9, .*; continue with: clusterddp submit --run-dir"
+        RunDirectoryError, match="already failed at step 9, .*. Continue with: clusterddp submit --run-dir"
     ):
         command(["requeue", str(run), "--exclude", "n1"])
 
@@ -455,7 +456,7 @@ def test_a_run_that_waits_already_is_not_requeued_again(
     queued(run)
     job_is(monkeypatch, "PENDING", "BeginTime")
     assert command(["requeue", str(run)]) == 0
-    assert f"(job 41, BeginTime); clusterddp resubmit {run} releases Slurm's hold" in capsys.readouterr().out
+    assert f"(job 41, BeginTime). To release Slurm's hold, use: clusterddp resubmit {run}" in capsys.readouterr().out
     with pytest.raises(RunDirectoryError, match=r"scontrol update JobId=41 ExcNodeList=n\[1-2\]"):
         command(["requeue", str(run), "--exclude", "n[1-2]"])
 
@@ -481,7 +482,7 @@ def test_a_job_that_is_being_requeued_is_waited_for(
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job(states.pop(0)))
     found = requests.waiting_job(run)
     assert (found and found.state, states) == (("PENDING", []) if waits else (None, ["COMPLETING", "PENDING"]))
-    assert capsys.readouterr().err.count("job 41 is being requeued (RUNNING); waiting until") == waits
+    assert capsys.readouterr().err.count("job 41 is being requeued (RUNNING). Waiting until") == waits
 
 
 def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
@@ -551,14 +552,14 @@ def test_where_neither_way_works_both_reasons_are_given(
     run: RunDirectory, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     in_a_job(run, monkeypatch, server.server.port, tmp_path, "echo 'srun: error: Job is completing' >&2; exit 1")
-    with pytest.raises(RunDirectoryError, match=r"refused\), nor from a step of job 41: srun: .* completing"):
+    with pytest.raises(RunDirectoryError, match=r"refused\), and from a step of job 41 \(srun: .* completing"):
         requests.request(run, "save")
 
 
 def test_a_step_that_finds_no_supervisor_says_so(run: RunDirectory) -> None:
     """In the place of a traceback, which the command quotes."""
     run.create_attempt()
-    with pytest.raises(RunDirectoryError, match="attempt 0 of .* has no supervisor that takes requests"):
+    with pytest.raises(RunDirectoryError, match="attempt 0 of .* has no supervisor that accepts requests"):
         relay(str(run), 0, "save", "{}")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         write_address(run, 0, Address("n1", closed.getsockname()[1], TOKEN))

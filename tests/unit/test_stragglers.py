@@ -76,7 +76,7 @@ def test_many_slow_ranks_are_counted_and_the_slowest_come_first(tmp_path: Path) 
     slow = {rank: ("own_s", 2.0 + rank) for rank in range(5)}
     found = scored(tmp_path, [f"n{rank}" for rank in range(8)], slow=slow)
     assert found.sentence().startswith("n4: 5.9 times") or found.sentence().startswith("n4: 6.0 times")
-    assert found.sentence().endswith("; 2 others")
+    assert found.sentence().endswith(". 2 others")
 
 
 def test_only_the_newest_attempt_counts_and_unknown_work_has_no_score(tmp_path: Path) -> None:

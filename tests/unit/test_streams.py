@@ -208,7 +208,7 @@ def test_a_block_of_tokens_and_what_follows_each(tmp_path: Path) -> None:
     [
         ({"length": 0}, "length is 0"),
         ({"length": 4, "dtype": "float32"}, "dtype is float32"),
-        ({"length": 4, "dtype": "uint32"}, "a.bin has 6 bytes, which are no whole number of uint32"),
+        ({"length": 4, "dtype": "uint32"}, "a.bin has 6 bytes, which is not a multiple of the size of uint32"),
     ],
 )
 def test_wrong_tokens_are_refused(tmp_path: Path, options: Any, message: str) -> None:

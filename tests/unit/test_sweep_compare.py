@@ -61,7 +61,7 @@ def test_metrics_are_those_after_the_steps_that_all_members_under_way_have_done(
         "lr=2,seed=1": None,
     }
     assert [found.get("step") for found in metrics.values()] == [11, 11, None, 2]
-    assert compared.sentence == "metrics after 12 steps, which all members that are under way have reached"
+    assert compared.sentence == "Metrics after 12 steps, which all members in progress have reached"
 
 
 def test_without_a_member_under_way_each_has_its_newest_metrics(members: list[tuple[Summary, RunState]]) -> None:
@@ -96,7 +96,7 @@ def test_the_best_member_is_named_at_equal_steps(members: list[tuple[Summary, Ru
     assert best(members, "accuracy").run.path.name == "lr=1,seed=0"
     assert best(members, "loss").sentence == "smallest loss: 0.0333333, lr=1,seed=0"
     assert best(members, "loss max").run.path.name == "lr=1,seed=1"
-    with pytest.raises(UsageError, match="no member has a value of f1; logged: accuracy, loss"):
+    with pytest.raises(UsageError, match="no member has a value of f1. Logged: accuracy, loss"):
         best(members, "f1")
     with pytest.raises(UsageError, match="expected the name of a metric"):
         best(members, "f1 maximum")
@@ -136,9 +136,9 @@ def test_list_shows_the_keys_of_a_sweep_and_names_the_best_member(
     assert [line[2] for line in lines[1:5]] == ["2", "2", "1", "1"]
     assert lines[5:] == [
         ["largest", "accuracy:", "27,", "lr=1,seed=0"],
-        ["export", "it", "with:", "clusterddp", "export", str(tmp_path / "lr=1,seed=0"), "model.safetensors"],
+        ["Export", "it", "with:", "clusterddp", "export", str(tmp_path / "lr=1,seed=0"), "model.safetensors"],
     ]
-    assert said == "metrics: each member's newest\n"
+    assert said == "Metrics: the newest of each member\n"
     assert command(["list", str(tmp_path), "--best", "loss", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert report["run"] == str(tmp_path / "lr=1,seed=0")

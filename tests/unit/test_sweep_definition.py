@@ -60,7 +60,7 @@ def test_members_can_be_listed(tmp_path: Path) -> None:
         ("job: t.yaml\ngrid: {seed: []}", r":2:14: expected a value, .* got none"),
         ("job: t.yaml\ngrid: {seed: 4..0}", r":2:14: expected a range from the smaller number"),
         ("job: t.yaml\nmembers: {seed: 1}", r":2:10: members: expected a list of mappings, got a mapping"),
-        ("job: t.yaml\ngird: {seed: 1}", "unknown key 'gird'; did you mean 'grid'?"),
+        ("job: t.yaml\ngird: {seed: 1}", "unknown key 'gird'. Did you mean 'grid'?"),
         ("job: t.yaml\ngrid: {seed: 0..999, args.a: 0..999}", "at most 10000 members, got 1000000"),
     ],
 )
@@ -126,9 +126,9 @@ def test_values_go_to_the_script_or_into_the_job() -> None:
     [
         (
             "sead=1",
-            r"--sweep sead=1: sead is no key of a job definition: did you mean seed\? \(for --sead, args.sead\)",
+            r"--sweep sead=1: sead is not a key of a job definition. Did you mean seed\? For --sead, write args.sead",
         ),
-        ("gpus=1,2", "gpus is no key of a job definition: use the key gpus_per_node"),
+        ("gpus=1,2", "gpus is not a key of a job definition. Use the key gpus_per_node. For --gpus"),
         ("seed=-1", "--sweep seed=-1: seed: expected a whole number of at least 0"),
         ("checkpoint.kep=1", "unknown key 'checkpoint.kep'"),
         ("args=1", "args: expected args.NAME"),

@@ -145,10 +145,10 @@ def test_a_value_that_is_given_twice_makes_one_member(slurm: Slurm, capsys: pyte
     assert sweep("seed=1,2,1") == 0
     assert submitted(slurm) == [["seed=1", "seed=2"]]
     said = capsys.readouterr().err
-    assert "1 combination given more than once, and run once" in said
-    assert "seed: a key of the job definition; for the script's own --seed, write args.seed" in said
+    assert "1 combination given more than once. Each runs once" in said
+    assert "seed is a key of the job definition. To set the script's own --seed, write args.seed" in said
     assert sweep("seed=1,2") == 0
-    assert "a key of the job definition" not in capsys.readouterr().err
+    assert "is a key of the job definition" not in capsys.readouterr().err
 
 
 def test_more_values_extend_it_and_removed_ones_are_left_as_they_are(
@@ -158,7 +158,7 @@ def test_more_values_extend_it_and_removed_ones_are_left_as_they_are(
     capsys.readouterr()
     assert sweep("seed=1..4") == 0
     assert submitted(slurm)[1:] == [["seed=3", "seed=4"]]
-    assert "no longer in the sweep, and left as they are: seed=0\n" in capsys.readouterr().err
+    assert "no longer in the sweep, and not touched: seed=0\n" in capsys.readouterr().err
     record = read_record(Path("s"))
     assert record is not None and list(record.left) == ["seed=0"]
     assert slurm.tasks["41_0"] == "PENDING"
@@ -179,8 +179,8 @@ def test_only_what_nothing_trains_is_submitted_again(slurm: Slurm, capsys: pytes
     assert sweep("seed=0..4") == 0
     assert submitted(slurm)[1:] == [["seed=3", "seed=4"]]
     said = capsys.readouterr().err
-    assert "failed: seed=1; --retry failed submits them again" in said
-    assert "cancelled: seed=2; --retry cancelled submits them again" in said
+    assert "failed: seed=1. To submit them again, use --retry failed" in said
+    assert "cancelled: seed=2. To submit them again, use --retry cancelled" in said
     assert sweep("seed=0..4", "--retry", "failed", "--retry", "cancelled") == 0
     assert submitted(slurm)[2:] == [["seed=1", "seed=2"]]
     assert member(1).outcome() is None and not member(2).cancelled
@@ -198,7 +198,9 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
         )
     assert sweep("seed=0..1") == 0
     assert submitted(slurm)[1:] == [["seed=1"]]
-    assert "continued only by `clusterddp submit --run-dir`: seed=0\n" in capsys.readouterr().err
+    assert (
+        "stopped by their user, continue them with `clusterddp submit --run-dir`: seed=0\n" in capsys.readouterr().err
+    )
 
 
 def test_a_member_whose_job_is_just_ending_is_not_retried_yet(slurm: Slurm) -> None:
@@ -295,7 +297,7 @@ def test_without_an_answer_nothing_is_undone_and_nothing_submitted(slurm: Slurm)
         raise SlurmUnavailable("`sbatch` failed: Socket timed out on send/recv operation")
 
     slurm.on_sbatch = lost
-    with pytest.raises(RunDirectoryError, match="may or may not have accepted .*run the same command again"):
+    with pytest.raises(RunDirectoryError, match="may or may not have accepted .*Run the same command again"):
         sweep("seed=0..2")
     assert member(0).exists()
     with pytest.raises(SlurmUnavailable):
@@ -322,14 +324,14 @@ def test_of_two_commands_at_once_one_submits(slurm: Slurm, capsys: pytest.Captur
     assert sweep("seed=0..4") == 0
     other.join()
     assert codes == [0] and len(slurm.scripts) == 1
-    assert "waiting for another command that submits" in capsys.readouterr().err
+    assert "Waiting for another command that submits" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_all_and_writes_nothing(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep("seed=0..2", "--sweep", "lr=1e-3", "--dry-run") == 0
     shown = capsys.readouterr()
     assert "#SBATCH --array=0-2\n" in shown.out
-    assert "lr: given to the script as --lr\n" in shown.err and "      new  seed=2,lr=1e-3\n" in shown.err
+    assert "lr is given to the script as --lr\n" in shown.err and "      new  seed=2,lr=1e-3\n" in shown.err
     assert not Path("s").exists() and not slurm.scripts
 
 
@@ -337,7 +339,7 @@ def test_a_dry_run_shows_all_and_writes_nothing(slurm: Slurm, capsys: pytest.Cap
 def test_a_folder_with_something_else_is_refused(slurm: Slurm, tmp_path: Path, name: str) -> None:
     (tmp_path / "s").mkdir(0o700)
     (tmp_path / "s" / name).write_text("")
-    with pytest.raises(RunDirectoryError, match="choose another --run-dir"):
+    with pytest.raises(RunDirectoryError, match="Choose a different --run-dir"):
         sweep("seed=0..2")
 
 
