@@ -83,6 +83,12 @@ def at_step(step: int | None) -> str:
     return "" if step is None else f" at step {step}"
 
 
+def gpu_fault(event: GpuFault) -> str:
+    """``Xid 79 on n3 GPU 5: the GPU has fallen off the bus``."""
+    place = f"{event.host}{'' if event.gpu is None else f' GPU {event.gpu}'}"
+    return f"{'a fault' if event.xid is None else f'Xid {event.xid}'} on {place}: {event.what}"
+
+
 class Event:
     """A line of the history. Reading a field that is missing, and has no default, raises AttributeError."""
 
@@ -753,6 +759,34 @@ class Slow(Event):
         )
 
 
+class SlowNode(Event):
+    """the rank has been a straggler for `seconds`; `facts`: what may slow its node or its GPUs down"""
+
+    host: str
+    ratio: float
+    seconds: float
+    facts: Sequence[str]
+
+    def sentence(self) -> str:
+        since = duration(self.seconds)
+        facts = f". {'. '.join(self.facts)}" if self.facts else ""
+        return f"rank {self.rank} ({self.host}) has been slow for {since}, {self.ratio:.1f} times the others{facts}"
+
+
+class GpuFault(Event):
+    """the driver has reported an error of a GPU of the rank, with its number in NVIDIA's list (`xid`); `hardware`: it
+    counts against the node"""
+
+    host: str
+    what: str
+    hardware: bool
+    gpu: int | None = None
+    xid: int | None = None
+
+    def sentence(self) -> str:
+        return gpu_fault(self)
+
+
 class StragglerRecovered(Event):
     """a straggler is no longer slow"""
 
@@ -791,7 +825,8 @@ class NodeLost(Event):
 
 
 class RankFailed(Event):
-    """the first failure of the attempt; `raised`: its exception, line and step; `lacks_gpus`: the node has too few"""
+    """the first failure of the attempt; `raised`: its exception, line and step; `lacks_gpus`: the node has too few;
+    `fault`: of its GPU, which is the cause"""
 
     rank: int
     host: str
@@ -801,9 +836,11 @@ class RankFailed(Event):
     since: float | None = None
     raised: str | None = None
     lacks_gpus: bool | None = None
+    fault: str | None = None
 
     def sentence(self) -> str:
-        return f"rank {self.rank} ({self.host}) failed first{at_step(self.step)}: {self.error}"
+        fault = f". {self.fault}" if self.fault else ""
+        return f"rank {self.rank} ({self.host}) failed first{at_step(self.step)}: {self.error}{fault}"
 
 
 class Excluded(Event):

@@ -32,6 +32,7 @@ HELLO, ANSWER, REFUSAL = "token rank port host pid process", "host port open kno
 ORDERS: Mapping[str, str] = {
     "connect": "rank 0's store accepts connections",
     "stop": "stop at a step boundary",
+    "explain": "report what may make this rank slow; the text is its ratio to the others, and for how many seconds",
     "flight_record": "write torch's flight record of the last collectives",
     "stacks": "answer with the stacks of all threads; the text is the request's number",
     "save": "rank 0: save at the next step boundary; the text is the request's number",
@@ -52,6 +53,10 @@ CHANNEL_EVENTS: Mapping[str, Message] = {
         "after a timeout, `device`: its step, its state there and for how many seconds, and `collectives`: for each "
         "process group, the number of the last complete one, of the last one, and of the incomplete one; "
         "`stood_s`: seconds for which the rank was stopped since its last heartbeat",
+    ),
+    "gpu": Message(
+        "figures",
+        "what the rank's GPUs did since the last such message: GPU_FIGURES of `rundir/timing.py`; null where unknown",
     ),
     "wrote": Message("file", "the script's first save in this folder of a file with such a suffix"),
     "stacks": Message("request place threads", "a rank's stacks, for a request"),

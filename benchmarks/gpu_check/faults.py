@@ -7,11 +7,14 @@ import signal
 import time
 from typing import Any
 
-from benchmarks.gpu_check.case import Finding, Lab
+from benchmarks.gpu_check.case import Finding, Lab, NotRun
 from clusterddp.failures.error_texts import Blame, find
 from clusterddp.process import descendants
+from clusterddp.report.gpus import rows
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.timing import read_timings
+from clusterddp.worker import gpus
 from tests.waiting import preempt_local, wait_for_step
 
 #: Saves often enough that a fault costs little, and notices a hang soon.
@@ -68,6 +71,28 @@ def device_assert(lab: Lab) -> Finding:
 def illegal_access(lab: Lab) -> Finding:
     """A kernel reads an address that is nobody's."""
     return _fails(lab, "illegal", "illegal memory access")
+
+
+def nvml(lab: Lab) -> Finding:
+    """NVML's figures of a run, its event for an invalid access, and the CPU time of a look."""
+    lab.need_gpu("NVML has no stand-in device")
+    found = gpus.visible({}, 0, 1)
+    if not found:
+        raise NotRun("nvidia-ml-py is not installed, or NVML lists no GPU")
+    gpu = found[0]
+    began = time.thread_time()
+    for _ in range(100):
+        gpu.busy(), gpu.throttles()
+    look_s = (time.thread_time() - began) / 100
+    figures = rows(read_timings(lab.train("--steps", 150, "--pace", 0.2)).intervals)
+    assert len(figures) == lab.ranks, f"figures of {len(figures)} ranks instead of {lab.ranks}"
+    wrong = [row for row in figures if row["busy"] is None or not row["memory"] or not row["watts"]]
+    assert not wrong, f"figures are missing: {wrong}"
+    run = lab.train(*STEPS, "--wrong", "illegal", options=QUICK)
+    xids = [event.get("xid") for event in events(run, "gpu_fault")]
+    assert set(xids) & set(gpus.OF_KERNELS), f"the Xids of the invalid access: {xids}"
+    words = f"a look takes {1e6 * look_s:.0f} us of CPU time per second; Xids of an invalid access: {xids}"
+    return words, {"look_s": look_s, "gpus": figures, "problems": gpu.problems()}
 
 
 def out_of_memory(lab: Lab) -> Finding:

@@ -28,6 +28,7 @@ def cases(ranks: int) -> list[Case]:
         Case("out-of-memory", "the error is blamed on the script, the restart completes", faults.out_of_memory, 2),
         Case("device-assert", "the same of a device-side assert", faults.device_assert, 2),
         Case("illegal-access", "the same of an illegal memory access", faults.illegal_access, 2),
+        Case("nvml", "the GPUs' figures, the Xid of an invalid access, what the looks cost", faults.nvml, 3, 40),
         Case("hang-device", "a kernel that never ends: the rank is named, the run completes", _hang("device"), 2, 20),
         Case("collective", "NCCL behind an endless kernel ends by torch's timeout", faults.collective, 2, 30),
         Case("spinning", "a preemption while the device computes for 5 s loses no step", faults.spinning, 2, 10),

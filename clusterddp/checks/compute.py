@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from clusterddp.checks.check import Check, failed, ok, warning
+from clusterddp.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,23 @@ def judge_gpu(name: str, uuid: str, free: int, total: int, visible: str | None) 
             "device", found, "another process uses this GPU. Find it with nvidia-smi or rocm-smi on the node", **values
         )
     return ok("device", found, **values)
+
+
+def health(device: torch.device) -> Check:
+    """What NVIDIA's management library says of the GPU: errors of its memory, and a clock that is reduced."""
+    from clusterddp.distributed.devices import gpu_identity
+    from clusterddp.worker import gpus
+
+    if gpus.library() is None:
+        return ok("health", "GPU health unknown without nvidia-ml-py and NVIDIA's driver")
+    gpu = None
+    with suppress(DeviceError):  # torch cannot identify it
+        gpu = gpus.identified(gpu_identity(device))
+    if gpu is None:
+        return ok("health", "GPU health unknown: NVML does not list this GPU")
+    if problems := gpu.problems():
+        return warning("health", f"GPU {gpu.number}: {', '.join(problems)}", "report it to the administrator")
+    return ok("health", f"GPU {gpu.number} healthy")
 
 
 def multiply(device: torch.device) -> Check:

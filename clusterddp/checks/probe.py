@@ -171,6 +171,8 @@ def of_the_device(ranks: RankEnvironment) -> Iterator[Check]:
         yield failed("device", str(error), _NO_GPU.format(visible))
         return
     yield guarded("device", compute.REPLACE, lambda: compute.identify(device))
+    if device.type == "cuda":
+        yield guarded("health", compute.REPLACE, lambda: compute.health(device))
     yield guarded("compute", compute.REPLACE, lambda: compute.multiply(device))
 
 

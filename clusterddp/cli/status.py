@@ -15,15 +15,18 @@ from clusterddp.events import sentence
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.report import gpus
 from clusterddp.report.booking import Booking
 from clusterddp.report.efficiency import Spent, advice
+from clusterddp.report.stragglers import scores
 from clusterddp.reporter import clipped, counted, duration, one_line, put, speed
 from clusterddp.rundir.find import NEWEST, ONE_RUN, as_typed, open_run
 from clusterddp.rundir.progress import curve, main_metric
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved
+from clusterddp.rundir.timing import TimedInterval
 from clusterddp.runs.run_report import booked, left_s, moment, stalled_s, values
-from clusterddp.runs.run_status import Event, code_of, full_report, looked_at, scores_of, state_sentence
+from clusterddp.runs.run_status import Event, code_of, full_report, intervals_of, looked_at, state_sentence
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState
 from clusterddp.supervisor.limits import SAVED_ITSELF, attempts_made
@@ -78,15 +81,17 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
     """The facts about a run, by subject, each with its name."""
     job = load_resolved(summary.run.job_file)
     code = code_of(summary.run, events)
+    intervals = intervals_of(summary.run)
     facts: dict[str, Sequence[Fact]] = {
         "run": [("run", str(summary.run))],
         "job": [("job", f"{job.name}: {job.shape}")],
         "state": [("state", state_sentence(summary, state)), *_waiting(state, now), *_log(state)],
         "code": [("code", code)] if code else [],
         "attempts": [("attempts", str(attempts_made(events)))],
-        **_time(job, *booked(summary, state, events, now), events),
+        **_time(job, *booked(summary, state, events, now), events, intervals),
         "progress": [*_progress(summary, state, now), *_own_checkpoint(summary, events, now), *_best(events)],
-        "slow": _slow(summary.run) if state.word not in OVER else [],
+        "slow": _slow(intervals) if state.word not in OVER else [],
+        "gpus": _gpus(intervals) if state.word == "running" else [],
         "nodes": [*_nodes(job, summary, state), *_idle(events), *_excluded(events, now)],
         "trackers": overview(summary.run),
     }
@@ -99,7 +104,7 @@ def _history(events: Sequence[Event]) -> list[str]:
 
 
 #: What --watch shows, from the top.
-_WATCHED = ("run", "state", "progress", "slow", "curves", "time", "nodes", "attempts")
+_WATCHED = ("run", "state", "progress", "slow", "gpus", "curves", "time", "nodes", "attempts")
 
 
 def _view(run: RunDirectory, metrics: list[str], size: Size | None, queue: PacedQueue) -> live.View:
@@ -147,13 +152,15 @@ def _log(state: RunState) -> Sequence[Fact]:
     return [("" if index else "its log", line) for index, line in enumerate(state.log)]
 
 
-def _time(job: Job, booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Sequence[Fact]]:
+def _time(
+    job: Job, booking: Booking, made: Spent | None, events: Sequence[Event], intervals: Sequence[TimedInterval]
+) -> dict[str, Sequence[Fact]]:
     """ETTR, where the time went, and advice."""
     if made is None or all(event.get("step") is None and event["event"] != "steps_seen" for event in events):
         return {"time": []}
     words = (made.sentence(), made.breakdown(), made.idle())
     facts = [("time" if line is words[0] else "", line) for line in words if line]
-    return {"time": facts, "advice": [("advice", words) for words in advice(job, booking, events)]}
+    return {"time": facts, "advice": [("advice", words) for words in advice(job, booking, events, intervals)]}
 
 
 def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
@@ -199,9 +206,15 @@ def _best(events: Sequence[Event]) -> Sequence[Fact]:
     return [] if best is None else [("best", f"{_values({best['metric']: best['value']})}, checkpoint {best['step']}")]
 
 
-def _slow(run: RunDirectory) -> Sequence[Fact]:
+def _gpus(intervals: Sequence[TimedInterval]) -> Sequence[Fact]:
+    """What the GPUs did in the newest steps."""
+    words = gpus.sentence(gpus.newest(intervals))
+    return [("gpus", words)] if words else []
+
+
+def _slow(intervals: Sequence[TimedInterval]) -> Sequence[Fact]:
     """Ranks or nodes that are slow in the newest steps."""
-    found = scores_of(run)
+    found = scores(intervals)
     return [("slow", words)] if found is not None and (words := found.sentence()) else []
 
 

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterddp.report import gpus
 from clusterddp.reporter import clipped, columns_of, counted, duration, one_line, speed
 from clusterddp.rundir.find import runs_folder
 from clusterddp.rundir.summary import Summary
+from clusterddp.rundir.timing import newest_interval
 from clusterddp.runs.run_report import left_s, values
 from clusterddp.slurm.run_states import RunState
 
 #: The columns to drop first on a narrow terminal, by default and with --watch.
-LEFT_OUT = ("ends", "nodes", "job", "attempts", "speed")
-LEFT_OUT_WATCHED = ("ends", "job", "attempts", "reason", "nodes", "ettr", "speed", "trend")
+LEFT_OUT = ("gpus", "ends", "nodes", "job", "attempts", "speed")
+LEFT_OUT_WATCHED = ("gpus", "ends", "job", "attempts", "reason", "nodes", "ettr", "speed", "trend")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def columns(
         "step": Column(lambda row: row.summary.step, _step, right=True),
         "speed": Column(_speed, lambda row: speed(row.summary.seconds_per_step), right=True),
         "left": Column(_left, lambda row: "" if (left := _left(row)) is None else duration(left), right=True),
+        "gpus": Column(_busy, lambda row: "" if (busy := _busy(row)) is None else f"{busy}%", right=True),
         **{name: _metric(name) for name in metrics},
         **{name: _given(texts) for name, texts in (watched or {}).items()},
         "attempts": Column(lambda row: row.summary.attempts, lambda row: str(row.summary.attempts), right=True),
@@ -150,6 +153,17 @@ def _speed(row: Row) -> float | None:
 
 def _left(row: Row) -> float | None:
     return left_s(row.summary, row.state)
+
+
+def _busy(row: Row) -> int | None:
+    """How busy the GPUs of a run are that is being trained."""
+    if row.state.word != "running":
+        return None
+    try:
+        newest = newest_interval(row.summary.run)
+    except OSError:  # another user's
+        return None
+    return None if newest is None else gpus.busy(gpus.newest([newest]))
 
 
 def _metric(name: str) -> Column:

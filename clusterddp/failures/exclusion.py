@@ -127,7 +127,7 @@ def letter_about(node: str, failed: str, found: Iterable[tuple[float, str | None
 
 def what(event: Event) -> str:
     """The first line of what a node's failure was."""
-    words = event.get("error") or event.get("what") or "the node stopped responding"
+    words = event.get("fault") or event.get("error") or event.get("what") or "the node stopped responding"
     return str(words).splitlines()[0]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from clusterddp.rundir.timing import is_slow
 PATIENCE_BEATS = 3
 #: A rank is silent after this many missing heartbeats.
 SILENCE_BEATS = 4
+#: A straggler is explained once it has been one for so many seconds.
+EXPLAINED_S = 600.0
 #: The most ranks that a message lists.
 NAMED = 4
 _PASSED_ON = ("count", "step", "allowed_s", "place", "waits", "line", "own_s", "step_s", "still_s")
@@ -84,6 +86,15 @@ class Slow:
 
 
 @dataclass(frozen=True)
+class StillSlow:
+    """A rank has been a straggler for EXPLAINED_S."""
+
+    rank: int
+    ratio: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class StragglerRecovered:
     """A rank that was a straggler no longer is one."""
 
@@ -111,6 +122,10 @@ class Hang:
     of_device: bool = False
     silent: bool = False
     """Whether these ranks send no heartbeats, either."""
+
+
+#: What ``Watch.look`` finds.
+Found = Hang | Slow | StillSlow | StragglerRecovered
 
 
 def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang | None:
@@ -338,6 +353,9 @@ class Watch:
         self._suspected: float | None = None
         self._warned: dict[int, float] = {}
         self._slow: set[int] = set()
+        #: Since when each rank has been slow, on this clock, and the ranks that were explained.
+        self._slow_since: dict[int, float] = {}
+        self._explained: set[int] = set()
         self._statuses: dict[int, RankStatus] = {}
 
     def update(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
@@ -351,7 +369,7 @@ class Watch:
         values["collectives"] = beat.get("collectives") or ()
         self._statuses[rank] = RankStatus(rank, host, moved=now - beat["age_s"], heard=now, **values)
 
-    def look(self, counts: bool = True, gone: Collection[int] = ()) -> list[Hang | Slow | StragglerRecovered]:
+    def look(self, counts: bool = True, gone: Collection[int] = ()) -> list[Found]:
         """What has been found by now; to be called every ``beat_s`` seconds.
 
         ``gone``: the ranks that have ended regularly. Others may work alone from then on, but they send heartbeats.
@@ -362,7 +380,7 @@ class Watch:
             silent = [status for status in statuses if _silent(status, self._clock.now, self._beat_s)]
             hang = self.confirmed_hang(silent, self._clock.now)
             return [hang] if hang else []
-        found: list[Hang | Slow | StragglerRecovered] = []
+        found: list[Found] = []
         slow_now = {slow.rank: slow for slow in find_slow(statuses)}
         for rank in sorted(self._slow - slow_now.keys()):
             found.append(StragglerRecovered(rank, self._statuses[rank].host))
@@ -372,8 +390,18 @@ class Watch:
                 self._warned[slow.rank] = slow.ratio
                 self._slow.add(slow.rank)
                 found.append(slow)
+        found += self._still_slow(slow_now)
         hang = self.confirmed_hang(statuses, self._clock.now)
         return [*found, hang] if hang else found
+
+    def _still_slow(self, slow_now: Mapping[int, Slow]) -> Iterator[StillSlow]:
+        """The ranks that have been slow long enough; each once."""
+        now = self._clock.now
+        self._slow_since = {rank: self._slow_since.get(rank, now) for rank in slow_now}
+        for rank, since in self._slow_since.items():
+            if now - since >= EXPLAINED_S and rank not in self._explained:
+                self._explained.add(rank)
+                yield StillSlow(rank, slow_now[rank].ratio, now - since)
 
     def behind(self) -> str:
         """Which ranks all others wait for at this moment, and where they are, in words; empty if that is unknown.

@@ -21,6 +21,7 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.report.booking import Booking, book_run
 from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, incomplete, limits, read_metrics
 from clusterddp.report.efficiency import advice, spent
+from clusterddp.report.gpus import rows
 from clusterddp.report.ranks import LEAST_PARTS, PARTS, ranks_over_time
 from clusterddp.report.stragglers import waits
 from clusterddp.report.theme import clipped
@@ -92,11 +93,12 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         "ended": within[1] if within else None,
         "notes": notes,
         "time": _tried("the history", lambda: _time(booking, events), notes),
-        "advice": _tried("the history", lambda: advice(job, booking, events) if job else [], notes) or [],
+        "advice": _tried("the history", lambda: _advice(job, booking, events, timings), notes) or [],
         "attempts": found,
         "interruptions": stops,
         "metrics": _main_first(curves(metrics, counted_until, began, buckets), best_saved(events)),
         "ranks": ranks_over_time(timings.intervals, within, parts),
+        "gpus": rows(timings.intervals),
         "checkpoints": _checkpoints(events),
         "failures": _failures(run, events, words, notes),
         "history": _history(events, words.sentence),
@@ -177,6 +179,10 @@ def _time(booking: Booking, events: Sequence[Event]) -> dict[str, Any] | None:
         "idle_node_s": made.idle_node_s,
         "provisional": made.provisional,
     }
+
+
+def _advice(job: Job | None, booking: Booking, events: Sequence[Event], timings: Timings) -> list[str]:
+    return advice(job, booking, events, timings.intervals) if job else []
 
 
 def _first_time(values: Mapping[str, Mapping[int, Any]], summary: Summary) -> float:

@@ -16,6 +16,7 @@ from clusterddp.report.ranking import has_rank, label, main_of, newest, ranked
 from clusterddp.report.sections import (
     Section,
     checkpoints,
+    gpus,
     metrics,
     over_parameters,
     plain,
@@ -154,6 +155,7 @@ def _of_one(run: Run) -> list[Section | None]:
         where_the_time_went(run),
         metrics([run], members=False),
         ranks_over_time(run),
+        gpus(run),
         _failures(run),
         checkpoints(run),
         _commands(run),

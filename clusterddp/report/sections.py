@@ -25,10 +25,13 @@ from clusterddp.report.ranking import has_rank, label, main_of, newest, paramete
 from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES, Axis, Markup, clipped, number, tag, time_axis, with_code
 from clusterddp.report.timeline import spans
 from clusterddp.reporter import counted, duration
+from clusterddp.rundir.timing import GPU_FIGURES
 
 Run = Mapping[str, Any]
 #: The maximum number of lanes, of metrics, and of runs in one chart.
 LANES, METRICS, OVERLAID = 60, 20, 32
+#: The maximum number of ranks in the table of GPUs.
+RANKS = 64
 #: The maximum number of runs with their own colour. If there are more, the best have one and the others are grey.
 COLOURED = 6
 #: Points of all charts together, which bound the size of a page, and the least and most of one run in one chart.
@@ -436,3 +439,33 @@ def size(number_of_bytes: float) -> str:
             break
         number_of_bytes /= 1000
     return f"{number_of_bytes:.3g} {unit}" if number_of_bytes < 1000 else f"{number_of_bytes:,.0f} {unit}"
+
+
+# --- GPUs
+
+
+def gpus(run: Run) -> Section | None:
+    """What each rank's GPUs did in the newest attempt."""
+    if not run["gpus"]:
+        return None
+    titles = ("Busy", "Memory", "Power", "Hottest", "Throttled", "Memory errors")
+    units = ("%", "%", " W", " °C", "%", "")
+    head = _row([tag("th", "Rank"), tag("th", "Node"), *(tag("th", title, class_="n") for title in titles)])
+    body = [
+        _row(
+            [
+                tag("td", str(row["rank"])),
+                tag("td", plain(row["host"])),
+                *(
+                    _number("" if row[name] is None else f"{row[name]:,.0f}{unit}")
+                    for name, unit in zip(GPU_FIGURES, units, strict=True)
+                ),
+            ]
+        )
+        for row in run["gpus"][:RANKS]
+    ]
+    more = len(run["gpus"]) - len(body)
+    rest = tag("p", f"and {counted(more, 'more rank')}", class_="quiet") if more > 0 else None
+    intro = "Per rank in the newest attempt, while it made steps. Busy: the share of the time in which a kernel ran."
+    table = tag("table", tag("thead", head), tag("tbody", *body))
+    return section("GPUs", "gpus", tag("p", intro, class_="quiet"), table, rest)

@@ -169,8 +169,8 @@ class RunDirectory:
     """What the steps of each rank spent their time on, in intervals.
 
     An interval has ``"attempt"``, ``"begin"`` and ``"end"`` (unix seconds), and a list with one entry per rank for
-    ``"steps"`` and for the seconds of each phase of the steps. The first line of an attempt has its ``"hosts"``, one
-    per rank.
+    ``"steps"`` and for the seconds of each phase of the steps. ``"gpus"`` has what each rank's GPUs did, if that is
+    known. The first line of an attempt has its ``"hosts"``, one per rank.
     """
     outcome_file = _Below("outcome.json")
     """How the run ended, written once. A run that can continue has none.

@@ -9,7 +9,7 @@ at most about PARTS x (1 + ln(T / (PARTS x SHORTEST_S))) of these lines and one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ from clusterddp.rundir.run_directory import RunDirectory
 
 #: The phases of a step: waiting for the batch, this rank's own work, waiting for other ranks, a save.
 PHASES = ("data_s", "own_s", "wait_s", "save_s")
+#: What its GPUs do: the percentage of the time in which they compute, and of their memory that is used, watts, degrees
+#: Celsius, the percentage of the time in which they are throttled, and uncorrectable memory errors; None if unknown.
+GPU_FIGURES = ("busy", "memory", "watts", "celsius", "throttled", "memory_errors")
+#: Of several values, the largest counts; of the others the mean.
+GPU_LARGEST = ("memory", "celsius", "memory_errors")
 #: A rank is slow if its work in a step takes this many times as long as the work that it is compared with, and is
 #: longer by this fraction of the step. Loaders and kernels vary by less than half, and the other ranks hardly notice a
 #: tenth of a step.
@@ -67,6 +72,8 @@ class TimingLines:
         self._attempt, self._ranks, self._began = attempt, ranks, began
         self._totals: dict[int, Sequence[Any]] = {}
         self._written: dict[int, Sequence[Any]] = {}
+        #: The GPU figures of each rank since the last line: of each, how many, their sum, and the largest.
+        self._figures: dict[int, list[tuple[int, float, float]]] = {}
         self._begin: float | None = None
         self._until = 0.0  # when the newest of the totals were added up
         self._written_at = 0.0
@@ -88,6 +95,16 @@ class TimingLines:
             self._until = max(self._until, now - age_s)
             if self._begin is None and totals[0]:
                 self._begin = self._written_at = now - age_s - sum(seconds or 0.0 for seconds in totals[1:])
+
+    def update_gpus(self, rank: int, figures: Any) -> None:
+        """Records what a rank's GPUs did lately. Raises ValueError for a malformed report."""
+        if not (_are(figures, optional(is_time)) and len(figures) == len(GPU_FIGURES)):
+            raise ValueError(f"'figures' is {figures!r:.60}")
+        before = self._figures.get(rank, [(0, 0.0, 0.0)] * len(GPU_FIGURES))
+        self._figures[rank] = [
+            known if new is None else (known[0] + 1, known[1] + new, max(known[2], new))
+            for known, new in zip(before, figures, strict=True)
+        ]
 
     def due(self, now: float) -> bool:
         """Whether an interval ends; takes the same time for any number of ranks."""
@@ -111,7 +128,20 @@ class TimingLines:
         first = [] if self._hosts_written else [{"attempt": self._attempt, "hosts": list(hosts)}]
         self._hosts_written = True
         made = {} if self.made is None else {"made": self.made}
-        return [*first, line | phases | made]
+        return [*first, line | phases | made | self._gpu_line()]
+
+    def _gpu_line(self) -> dict[str, Any]:
+        """The figures of each rank's GPUs since the last line; empty if there are none."""
+        gathered, self._figures = self._figures, {}
+        if not gathered:
+            return {}
+        found = {}
+        for place, name in enumerate(GPU_FIGURES):
+            known = (gathered[rank][place] if rank in gathered else (0, 0.0, 0.0) for rank in range(self._ranks))
+            found[name] = [
+                round(most if name in GPU_LARGEST else total / count) if count else None for count, total, most in known
+            ]
+        return {"gpus": found}
 
     def _since_written(self, rank: int, place: int) -> Any:
         total = self._totals.get(rank, [None] * 5)[place]
@@ -160,7 +190,8 @@ class TimedInterval:
     """The steps of each rank from ``begin`` to ``end`` (unix seconds), and their seconds in each phase.
 
     None where a rank's values are unknown. ``hosts`` is empty if the line with them was lost. ``made``: how many steps
-    rank 0 has made in the attempt, of a script whose steps have no known numbers.
+    rank 0 has made in the attempt, of a script whose steps have no known numbers. ``gpus``: each of GPU_FIGURES, if
+    they were reported.
     """
 
     attempt: int
@@ -170,6 +201,7 @@ class TimedInterval:
     seconds: Mapping[str, tuple[float | None, ...]]
     hosts: tuple[str, ...] = ()
     made: int | None = None
+    gpus: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
 
     def per_step(self, phase: str, rank: int) -> float | None:
         """The mean seconds of a rank's steps in a phase; None if unknown."""
@@ -241,7 +273,15 @@ def _interval(line: Mapping[str, Any], hosts: tuple[str, ...]) -> TimedInterval 
         {name: tuple(line[name]) for name in PHASES},
         hosts if len(hosts) == ranks else (),
         line["made"] if is_count(line.get("made")) else None,
+        _gpus(line.get("gpus"), ranks),
     )
+
+
+def _gpus(found: Any, ranks: int) -> dict[str, tuple[float | None, ...]]:
+    if not isinstance(found, Mapping):
+        return {}
+    figures = {name: tuple(found[name]) for name in GPU_FIGURES if _are(found.get(name), optional(is_time))}
+    return figures if len(figures) == len(GPU_FIGURES) and {len(one) for one in figures.values()} == {ranks} else {}
 
 
 def _are(value: Any, check: Callable[[Any], bool]) -> bool:

@@ -10,12 +10,13 @@ from clusterddp.events import how_it_ended
 from clusterddp.failures import exclusion
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.report import gpus
 from clusterddp.report.booking import Booking
 from clusterddp.report.efficiency import Spent, advice
-from clusterddp.report.stragglers import Scores, scores
+from clusterddp.report.stragglers import scores
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved, summarize
-from clusterddp.rundir.timing import read_timings
+from clusterddp.rundir.timing import TimedInterval, read_timings
 from clusterddp.runs.run_report import booked, report
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState, run_states
@@ -45,6 +46,7 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
     job, events, now = load_resolved(run.job_file), run.events(), time.time()
     summary, state = looked_at(run)
     booking, made = booked(summary, state, events, now)
+    intervals = intervals_of(run)
     return report(summary, state) | {
         "attempts": attempts_made(events),
         "job_name": job.name,
@@ -65,8 +67,9 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
             "idle_node_s": made.idle_node_s,
             "provisional": made.provisional,
         },
-        "advice": advice(job, booking, events),
-        "stragglers": (found := scores_of(run)) and found.as_json(),
+        "advice": advice(job, booking, events, intervals),
+        "stragglers": (found := scores(intervals)) and found.as_json(),
+        "gpus": gpus.newest(intervals),
     }
 
 
@@ -109,8 +112,9 @@ def state_sentence(summary: Summary, state: RunState) -> str:
     return f"job {state.job_id} ({state.job.state}{f' on {state.nodes}' if state.nodes else ''})"
 
 
-def scores_of(run: RunDirectory) -> Scores | None:
+def intervals_of(run: RunDirectory) -> tuple[TimedInterval, ...]:
+    """The step times of a run."""
     try:
-        return scores(read_timings(run).intervals)
+        return read_timings(run).intervals
     except OSError:  # another user's
-        return None
+        return ()

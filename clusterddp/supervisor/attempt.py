@@ -59,6 +59,7 @@ from clusterddp.supervisor.state import (
     ConnectionLost,
     Do,
     Event,
+    GpuFigures,
     Heartbeat,
     NodeNames,
     Notice,
@@ -342,6 +343,8 @@ class Attempt:
                 self._timing.update(rank, values, now)
                 if self._timing.due(now):
                     self._write_timing(self._timing.interval)
+            case GpuFigures(rank, values):
+                self._timing.update_gpus(rank, values["figures"])
             case Do.ASK_CONTROLLER:
                 self._monitor.ask()
             case Do.NOTIFY_RANKS:
@@ -433,6 +436,8 @@ class Attempt:
             end = "hung" if self._job.watchdog and self._job.watchdog.on_hang == "restart" else "hung for good"
             ends[hang.late[0]] = RankEnd(hang.late[0], hang.host, end, state.hung_at, hang.what, used_clusterddp=True)
         for rank, one in enumerate(ends):
+            if one.failed and not one.end.startswith("hung"):
+                ends[rank] = one = replace(one, fault=state.gpu_fault_of(rank, min(one.lost_at, time.time())))
             if words := after_suspension(one.error, state.stood_s, self._job.timeouts.step_s):
                 ends[rank] = replace(one, error=f"{one.error}\n{words}")
         return AttemptResult(state, tuple(end.without(self._history.secrets) for end in ends), self._timing.made)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from clusterddp.failures.hangs import Hang, Slow, StragglerRecovered
+from clusterddp.events import GpuFault, gpu_fault
+from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered
 from clusterddp.rundir.records import is_count, is_time, optional, schema_error
 from clusterddp.supervisor import requests
 from clusterddp.supervisor.state import (
@@ -23,6 +24,7 @@ from clusterddp.supervisor.state import (
     ControllerFailed,
     Do,
     Event,
+    GpuFigures,
     Heartbeat,
     Notice,
     RankEvent,
@@ -71,7 +73,7 @@ def step(state: State, event: Event, now: float) -> Step:
         if not isinstance(event, RankEvent | ConnectionLost):
             return state, []
         state, actions = _HANDLERS[type(event)](state, event, now)
-        return state, [action for action in actions if isinstance(action, Record | Heartbeat)]
+        return state, [action for action in actions if isinstance(action, Record | Heartbeat | GpuFigures)]
     if state.superseded and not (isinstance(event, RanksExited) or event is Timer.ABANDON):
         return state, []
     before = state.told
@@ -95,6 +97,8 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
         if is_time(values.get("stood_s")):
             state = replace(state, stood_s=max(state.stood_s, values["stood_s"]))
         return state, [Heartbeat(rank, state.hosts[rank], values)]
+    if event.name == "gpu":
+        return state, [GpuFigures(rank, values)]
     if event.name == "left":
         return _on_left(state, event, now)
     if event.name == "committing":
@@ -106,6 +110,8 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     values = {"rank": rank, **values}
     if event.name in ("training", "resumed") and state.steps_before:
         values["redone"] = max(0, state.steps_before - values["step"])
+    if event.name == "gpu_fault" and values["hardware"] and rank not in state.gpu_faults:
+        state = replace(state, gpu_faults=state.gpu_faults.put(rank, (now, gpu_fault(GpuFault(values)))))
     state, actions = _note(state, event)
     state, more = _record(state, event.name, values)
     return state, [*actions, *more]
@@ -441,6 +447,9 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
     if not state.watched:
         return state, []
     nodes = {state.node_of(rank) for rank in hang.late}
+    if faulty := [rank for rank in hang.late if state.gpu_fault_of(rank, now)]:
+        nodes = {state.node_of(faulty[0])}
+        hang = replace(hang, what=f"{hang.what}. {state.gpu_fault_of(faulty[0], now)}", of_device=True)
     values = {name: value for name, value in asdict(hang).items() if value is not None}
     del values["silent"]
     if values.pop("of_device") and len(nodes) == 1:
@@ -471,6 +480,10 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Request: _on_request,
     Hang: _on_hang,
     Slow: lambda state, slow, _: (state, [Record("slow", asdict(slow))]),
+    StillSlow: lambda state, slow, _: (
+        state,
+        [Broadcast("explain", f"{slow.ratio} {slow.seconds:.0f}", frozenset((slow.rank,)))],
+    ),
     StragglerRecovered: lambda state, rank, _: (state, [Record("straggler_recovered", asdict(rank))]),
 }
 _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {

@@ -68,7 +68,8 @@ def failure_box(
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))
     lines = [failure.sentence(), f"attempt {attempt}{at_step(first.step)}, {when}", "", *body.rstrip().splitlines(), ""]
     lines += [*_who_waited(failure, others), *_different_calls(failure, others, body)]
-    lines += [f"likely cause: {failure.known.cause}"] if failure.known is not None else []
+    cause = failure.fault or (failure.known.cause if failure.known is not None else "")
+    lines += [f"likely cause: {cause}"] if cause else []
     lines += [f"log: {log}", *filter(None, then), *_other_ends(failure, others)]
     wrapped = [
         piece for line in lines for piece in (textwrap.wrap(printable(line), 116, drop_whitespace=False) or [""])

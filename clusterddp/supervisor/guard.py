@@ -58,12 +58,9 @@ def await_break(host: str, port: int) -> None:
         connection.recv(1)
 
 
-def main() -> None:
-    """Guards one attempt."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job ends without waiting for this process
-    run, attempt, port = RunDirectory(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    job_id, restarts = slurm.own_job_id(os.environ) or "", int(os.environ.get("SLURM_RESTART_COUNT", 0))
-    await_break(os.environ["SLURM_LAUNCH_NODE_IPADDR"], port)
+def watch(run: RunDirectory, attempt: int, job_id: str, restarts: int) -> None:
+    """Requeues this start of the job once Slurm has taken its batch host out of it; returns then, or when a newer
+    attempt exists."""
     ask_at = time.monotonic() + random.uniform(*ASK_S)
     while True:
         time.sleep(LOOK_S)
@@ -76,6 +73,14 @@ def main() -> None:
             if lost_batch_host(slurm.show_job(job_id), restarts):
                 (slurm.cancel if run.cancelled else slurm.requeue)(job_id)
                 return
+
+
+def main() -> None:
+    """Guards one attempt."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job ends without waiting for this process
+    run, attempt, port = RunDirectory(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    await_break(os.environ["SLURM_LAUNCH_NODE_IPADDR"], port)
+    watch(run, attempt, slurm.own_job_id(os.environ) or "", int(os.environ.get("SLURM_RESTART_COUNT", 0)))
 
 
 if __name__ == "__main__":

@@ -147,6 +147,8 @@ class Recovery:
                 values["since"] = failure.lost_at
             if failure.of_the_node and self._controller.resubmits:
                 values["suspect"] = self._state.node_of(failure.rank)
+            if failure.fault:
+                values["fault"] = failure.fault
             if failure.lacks_gpus:
                 values["lacks_gpus"] = True
             if failure.raised is not None:
@@ -228,7 +230,7 @@ class Recovery:
                 if end.death is not None and end.death.not_started:
                     leave.setdefault(state.node_of(end.rank), "does not start its ranks")
             # The script may hang instead, which is no reason to shrink.
-            if state.placement.spares and (hung := _hung_node(state)):
+            if state.placement.spares and (hung := hung_node(state)):
                 leave.setdefault(hung, "hangs")
         needed = state.job.outlives_nodes and any(node in state.placement.nodes for node in leave)
         return choose(state.job, state.placement, leave, self._usable_nodes() if needed else None)
@@ -419,7 +421,7 @@ class Recovery:
         self._history.add(event, **ended, **values)
 
 
-def _hung_node(state: State) -> str | None:
+def hung_node(state: State) -> str | None:
     """The node whose ranks, all of them and no others, have stopped with their heartbeats."""
     if state.hang is None or not state.hang.silent:
         return None

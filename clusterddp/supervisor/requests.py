@@ -177,7 +177,7 @@ def _save(state: State, request: Request, now: float) -> Step:
 
 
 def _on_saving(state: State, waiting: Pending) -> Step:
-    """Rank 0 will save, unless its newest checkpoint has all steps, or nothing can be saved (no "step")."""
+    """Rank 0 will save, unless its newest checkpoint has all steps, or there is no state to save (no "step")."""
     values = waiting.answers[0]
     if values.get("step") is None:
         why = "there is no run to save. The script has not called ctx.run() yet, or writes its own checkpoints"
@@ -326,11 +326,11 @@ def _drain(state: State, request: Request, now: float) -> Step:
     if state.wanted not in (None, Stop.DRAIN):
         return _refuse(state, request, f"not drained: the run is being stopped by `{state.wanted.value}`")
     if state.drained not in ("", node):
-        return _refuse(state, request, f"not drained: the run is leaving {state.drained}; try again once it has")
+        return _refuse(state, request, f"not drained: the run is already leaving {state.drained}. Try again afterwards")
     choice = choose(state.job, state.placement, {node: "is drained"}, None)
     if choice.course is Course.NEW_JOB:
-        how = f"`clusterddp requeue RUN --exclude {node}` continues without it"
-        return _refuse(state, request, f"not drained: {choice.why}; {how} in a new job")
+        instead = f"`clusterddp requeue RUN --exclude {node}` continues the run without {node} in a new job"
+        return _refuse(state, request, f"not drained: {choice.why.partition(': ')[2]}. {instead}")
     return _end(replace(state, drained=node), request, Stop.DRAIN, now)
 
 

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from clusterddp.failures.hangs import Hang, Slow, StragglerRecovered
+from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job
 
 #: How often the controller is asked, in seconds, while something may be happening to the job.
 ASK_S = 4.0
+#: For how long a fault of a GPU may be the cause of a failure, in seconds: a collective may hang until its timeout.
+FAULT_S = 1800.0
 
 
 # --- events
@@ -149,6 +151,7 @@ Event = (
     | Timer
     | Hang
     | Slow
+    | StillSlow
     | StragglerRecovered
 )
 
@@ -205,6 +208,14 @@ class Heartbeat:
     values: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class GpuFigures:
+    """What a rank's GPUs did, for the file of step times."""
+
+    rank: int
+    values: Mapping[str, Any]
+
+
 class Do(enum.Enum):
     """The actions without arguments."""
 
@@ -217,7 +228,7 @@ class Do(enum.Enum):
     FENCE = "stop writing, and close all connections"
 
 
-Action = Record | Say | Broadcast | Answer | StartTimer | Heartbeat | Do
+Action = Record | Say | Broadcast | Answer | StartTimer | Heartbeat | GpuFigures | Do
 Step = tuple["State", list[Action]]
 
 
@@ -332,7 +343,7 @@ class State:
     confirming: bool = False
     cut_off: bool = False
     #: Why to abandon the attempt as soon as rank 0 has saved; empty if there is no reason. Whether its ranks were then
-    #: told to exit, and were killed.
+    #: asked to exit, and were killed.
     abandon: str = ""
     leaving: bool = False
     killed: bool = False
@@ -363,6 +374,8 @@ class State:
     failed: bool = False
     #: How many events of each kind ranks other than 0 have reported.
     reported: Mapping[str, int] = field(default_factory=dict)
+    #: The first fault of the hardware that each rank has reported of its GPUs, and when, in unix seconds.
+    gpu_faults: PerRank[tuple[float, str]] = field(default_factory=PerRank[tuple[float, str]])
     #: For how many seconds in a row ranks were stopped, at most: suspended with their job, or by a signal.
     stood_s: float = 0.0
     #: Whether heartbeats count: a lost rank, or node, is no hang.
@@ -403,6 +416,11 @@ class State:
     def lost_nodes(self) -> tuple[str, ...]:
         """The nodes that were lost with their ranks."""
         return tuple(dict.fromkeys(self.node_of(rank) for rank in sorted(self.silent)))
+
+    def gpu_fault_of(self, rank: int, at: float) -> str:
+        """The fault of a rank's GPU that may be why the rank failed at ``at``; empty if there is none."""
+        time, fault = self.gpu_faults.get(rank, (-math.inf, ""))
+        return fault if at - time <= FAULT_S else ""
 
     def node_of(self, rank: int) -> str:
         """The node of a rank: its host where Slurm uses that name, else the node that the launcher puts the rank on."""

@@ -1,4 +1,4 @@
-"""The verdict on an attempt: a pure function of how its ranks ended and why they were told to stop."""
+"""The verdict on an attempt: a pure function of how its ranks ended and why they were asked to stop."""
 
 from __future__ import annotations
 
@@ -81,6 +81,9 @@ class RankEnd:
     read_saved: bool = False
     """Whether it is done without a step, after it had opened what the script saved at its last stop."""
 
+    fault: str = ""
+    """The fault of its GPU that may be the cause."""
+
     @classmethod
     def read(cls, rank: int, host: str, lost_at: float, path: Path, death: ExitStatus | None = None) -> RankEnd:
         """From the file that the rank wrote. An unreadable file counts as a missing one."""
@@ -124,6 +127,8 @@ class RankEnd:
     @property
     def may_pass(self) -> bool:
         """Whether the failure comes from outside the script: from a device, the network, or another rank."""
+        if self.fault:
+            return True
         if self.end == "exception":
             return self.known is not None and self.known.blame is not Blame.SCRIPT
         if self.end == "died":
@@ -133,6 +138,8 @@ class RankEnd:
     @property
     def of_the_node(self) -> bool:
         """Whether the failure may be the node's, rather than the script's or a peer's."""
+        if self.fault:
+            return True
         if self.known is not None:
             return self.known.blame in (Blame.NODE, Blame.NETWORK)
         if self.end == "died":
@@ -324,16 +331,17 @@ def _with(failure: RankEnd, because: str) -> str:
 def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     """The failures, the first one in front: the rank whose connection ended first.
 
-    Among those that ended together, a rank that failed by itself comes before one that lost a peer, or was killed after
-    a peer failed: these are likely its consequences. One that was asked to exit never comes first, even if the rank
-    that failed before it was killed before it joined.
+    A rank whose GPU had a fault comes first in any case. Among those that ended together, a rank that failed by itself
+    comes before one that lost a peer, or was killed after a peer failed: these are likely its consequences. One that
+    was asked to exit never comes first, even if the rank that failed before it was killed before it joined.
     """
     failures = sorted(failures, key=lambda end: (end.started, end.end == "dismissed", end.lost_at, end.rank))
     near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
     own = [end for end in near if end.own]
     # One that ended before it joined was never connected, but the launcher saw that it was the first.
     unseen = [end for end in failures if end.own and math.isinf(end.lost_at)]
-    first = (own or unseen or near)[:1]
+    faulty = [end for end in failures if end.fault]
+    first = (faulty or own or unseen or near)[:1]
     return first + [end for end in failures if end not in first]
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -25,7 +25,7 @@ from clusterddp.data.training_loader import training_loader
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed import collectives, devices, process_group, wrapping
 from clusterddp.distributed.store import NO_TIMEOUT
-from clusterddp.errors import Stopped
+from clusterddp.errors import DeviceError, Stopped
 from clusterddp.jobdef.job import Checkpointing, check_packages
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
@@ -42,7 +42,7 @@ from clusterddp.training.stopping import Stopping, open_store
 from clusterddp.training.timing import Evaluations, step_times
 from clusterddp.training.tracking import DONE_S, ERROR_S, STOP_S, Tracking
 from clusterddp.training.warm_start import Files
-from clusterddp.worker import control_channel, rank_exit
+from clusterddp.worker import control_channel, gpus, rank_exit
 
 _current: Context | None = None
 
@@ -118,6 +118,9 @@ class Context(Loaders):
         self.device = self.devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            if gpus.current is not None:
+                with suppress(DeviceError):  # torch cannot identify it
+                    gpus.current.use([devices.gpu_identity(device) for device in self.devices])
             if read.device_memory is not None:
                 from clusterddp.distributed.devices import wait_until_free
 

@@ -16,10 +16,11 @@ from functools import partial
 import torch
 
 from clusterddp.checks import all_reduce, clock, compute
-from clusterddp.checks.check import FAILED, Check, failed, guarded
+from clusterddp.checks.check import FAILED, OK, Check, failed, guarded
 from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import PreflightError
+from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.training.settings import Settings
 
@@ -38,6 +39,12 @@ def check_node(read: Settings, devices: Sequence[torch.device]) -> float:
     Returns the seconds that it took.
     """
     started = time.monotonic()
+    for device in devices if devices[0].type == "cuda" else ():
+        check = bounded("health", partial(compute.health, device), DEVICE_S, device)
+        if check.state != OK:
+            say(f"GPU of node {node_of(read)}: {check.found}")
+        if check.state == FAILED:
+            raise PreflightError(f"node {node_of(read)} failed the check 'health' on {device}: {check.found}")
     for device in devices:
         check = bounded("compute", partial(compute.multiply, device), DEVICE_S, device)
         if check.state == FAILED:

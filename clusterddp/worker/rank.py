@@ -33,7 +33,7 @@ from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import code_paths, control_channel, library_hooks, own_saves, rank_exit, signals
+from clusterddp.worker import code_paths, control_channel, gpus, library_hooks, own_saves, rank_exit, signals
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
 from clusterddp.worker.thread_stacks import stacks
@@ -77,6 +77,8 @@ def main() -> None:
     if (channel := control_channel.current) is None:
         _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before all ranks had joined"}, 0)
     channel.listen(lambda: exit_if_superseded(run, record, end), lambda order: obey(channel, order, end))
+    if os.environ[protocol.DEVICE] == "cuda":
+        gpus.start(dict(os.environ), ranks, channel.send, end["host"])
     _let_signals_through(os.environ.get(protocol.STOP_SIGNAL))
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
@@ -98,7 +100,8 @@ def main() -> None:
         if protocol.SAVED in os.environ:
             own_saves.saved_file = own_saves.SavedFile(os.environ[protocol.SAVED])
     values, code = run_script(command)
-    values = {**_step_reached(), **values}
+    if rank_exit.loop is not None:  # the script's loop ended early, at this step
+        values = {"step": rank_exit.loop.step(), **values}
     if values["end"] == "done" and own_saves.saved_file is not None and own_saves.saved_file.was_opened():
         values["read_saved"] = True
     if os.getpid() != process:
@@ -163,7 +166,7 @@ def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     """Joins the supervisor and sets torchrun's environment; returns the socket that reserves rank 0's port.
 
-    Changes nothing if a stop signal arrives before all ranks have joined.
+    Has no effect if a stop signal arrives before all ranks have joined.
     """
     host, _, supervisor_port = os.environ[protocol.SUPERVISOR].rpartition(":")
     # srun sets this to the address of the node that it runs on, which is the supervisor's.
@@ -224,6 +227,10 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
             target=_report_stacks, args=(channel, str(order["stacks"])), name="stacks", daemon=True
         ).start()
     run = channel.run
+    if "explain" in order:
+        threading.Thread(
+            target=_explain, args=(channel, str(order["explain"]), end["host"]), name="facts", daemon=True
+        ).start()
     if "save" in order:
         _save(channel, str(order["save"]))
     if "profile" in order:
@@ -241,6 +248,14 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
 
 def _report_stacks(channel: ControlChannel, request: str) -> None:
     channel.send("stacks", request=request, **stacks())
+
+
+def _explain(channel: ControlChannel, order: str, host: str) -> None:
+    """Reports what may make this rank slow."""
+    from clusterddp.worker import node_facts  # few ranks are slow
+
+    ratio, seconds = map(float, order.split())
+    channel.send("slow_node", host=host, ratio=ratio, seconds=seconds, facts=node_facts.find())
 
 
 def _save(channel: ControlChannel, request: str) -> None:
@@ -291,11 +306,6 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
     except BaseException as error:
         return _raised(error), 1
     return _done()
-
-
-def _step_reached() -> dict[str, int]:
-    """The step at which the script's loop ended early; empty outside the loop."""
-    return {} if rank_exit.loop is None else {"step": rank_exit.loop.step()}
 
 
 def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:

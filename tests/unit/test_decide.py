@@ -215,6 +215,9 @@ def test_a_silent_node_is_lost_when_the_controller_answers() -> None:
         leave = [Broadcast("leave", "node n2 was lost"), StartTimer(Timer.ABANDON, 5.0)]
         assert [action for action in todo if action in [node, *leave]] == [node, *leave]
         assert actions(lost, Timer.ABANDON) == [Do.ABANDON_RANKS]
+        assert actions(lost, ConnectionLost(0))[-1] == StartTimer(
+            Timer.ABANDON, 0.0
+        )  # it waits for the lost node alone
         assert recorded(lost, FINE) in ([], ["controller_back"])
 
 
@@ -230,6 +233,15 @@ def test_a_node_that_slurm_takes_out_of_the_job_before_its_rank_has_joined_is_lo
     ]
     assert recorded(state, Notice(None, nodes=frozenset(("n1", "n3")))) == []
     assert recorded(after(), Notice(None, nodes=frozenset(("n1", "n3")))) == []  # the connection tells
+
+
+def test_ranks_that_stay_on_nodes_of_a_job_that_goes_on_are_killed_first() -> None:
+    """The next attempt starts on these nodes, too."""
+    job = dataclasses.replace(JOB, spare_nodes=1)
+    lost = after(ConnectionLost(1, silent=True), FINE, state=State(job, ("n1", "n2"), abandon_s=5.0))
+    killed, todo = step(lost, Timer.ABANDON, NOW)
+    assert todo == [Do.KILL_RANKS, StartTimer(Timer.ABANDON, HANG_GRACE_S)]
+    assert actions(killed, Timer.ABANDON) == [Do.ABANDON_RANKS]
 
 
 def test_a_silent_node_is_not_called_lost_while_the_controller_is_silent_too() -> None:

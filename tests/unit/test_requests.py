@@ -407,7 +407,7 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
     again = done(state, dataclasses.replace(drain("n2"), client=9))
     assert not any(isinstance(one, Record | Broadcast) for one in again)
     [refusal] = answers(done(state, dataclasses.replace(drain("n1"), client=9)), 9)
-    assert refusal["refused"] == "not drained: the run is leaving n2; try again once it has"
+    assert refusal["refused"] == "not drained: the run is already leaving n2. Try again afterwards"
 
 
 @pytest.mark.parametrize(
@@ -418,8 +418,8 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
         ("n2", [STOP], PLACED, "not drained: the run is being stopped by `clusterddp tell stop`"),
         (
             *("n2", [], dataclasses.replace(PLACED, placement=Placement(("n1", "n2"), ("n1", "n2")))),
-            "not drained: node n2 is drained: the job has 1 node left, and the run needs 2; "
-            "`clusterddp requeue RUN --exclude n2` continues without it in a new job",
+            "not drained: the job has 1 node left, and the run needs 2. "
+            "`clusterddp requeue RUN --exclude n2` continues the run without n2 in a new job",
         ),
     ],
 )
