@@ -706,11 +706,13 @@ def test_a_run_whose_ranks_finish_while_a_node_does_not_respond_has_completed(
         code = real(ranks)
         for rank in range(2):
             write_json(run.rank_record(0, rank), {"host": f"n{rank + 1}", "used_clusterddp": True, "end": "done"})
+        append_line(run.metrics_file, {"step": 9, "attempt": 0})
         return code
 
     monkeypatch.setattr(Cut, "wait", finish)
     assert cut(run, FakeController(Cause.NONE)) == 0
-    assert (run.outcome() or {})["state"] == "completed"
+    outcome = run.outcome() or {}
+    assert (outcome["state"], outcome["step"]) == ("completed", 10)
 
 
 def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_excluded(
