@@ -350,7 +350,7 @@ def test_ctrl_c_saves_although_the_loop_cannot_write(run: RunDirectory) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert f"cannot write {run.notice_file} (File too large)" in said
+    assert f"could not write {run.notice_file} (File too large)" in said
     assert re.search(r"at step (\d+)\. Checkpoint \1 is saved\. The run is stopped", said, re.IGNORECASE), said
 
 
