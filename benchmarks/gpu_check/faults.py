@@ -76,9 +76,10 @@ def illegal_access(lab: Lab) -> Finding:
 def nvml(lab: Lab) -> Finding:
     """NVML's figures of a run, its event for an invalid access, and the CPU time of a look."""
     lab.need_gpu("NVML has no stand-in device")
-    (gpu, *_) = gpus.visible({}, 0, 1) or [None]
-    if gpu is None:
+    found = gpus.visible({}, 0, 1)
+    if not found:
         raise NotRun("nvidia-ml-py is not installed, or NVML lists no GPU")
+    gpu = found[0]
     began = time.thread_time()
     for _ in range(100):
         gpu.busy(), gpu.throttles()

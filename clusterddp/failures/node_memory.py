@@ -65,7 +65,7 @@ def memory_of(run: RunDirectory) -> Path:
 
 
 def remember(run: RunDirectory, job: str | None, event: Mapping[str, Any]) -> None:
-    """Writes an entry if the event is a failure of a node. An error is printed, and changes nothing for the run."""
+    """Writes an entry if the event is a failure of a node. An error is only printed."""
     if not exclusion.is_failure(event):
         return
     folder, at = memory_of(run), float(event["time"])

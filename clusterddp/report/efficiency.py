@@ -99,8 +99,8 @@ _ANNOUNCED = (Cause.PREEMPTED.value, Cause.TIME_LIMIT.value)
 def advice(job: Job, booking: Booking, events: Iterable[Event], intervals: Iterable[TimedInterval] = ()) -> list[str]:
     """Advice, most general first. Empty if no change would help. ``intervals``: the run's step times."""
     events = list(events)
-    of_events = [*_interval(job, booking, events), *_hold(job, booking, events), *_notice(job, events)]
-    return [*gpus.advice(intervals), *of_events]
+    of_time = [*_interval(job, booking, events), *_hold(job, booking, events), *_spare(job, booking, events)]
+    return [*gpus.advice(intervals), *of_time, *_notice(job, events)]
 
 
 def _interval(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
@@ -156,6 +156,18 @@ def _hold(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
         yield (
             f"Slurm held the run {counted(len(holds), 'time')} after a requeue, for {duration(statistics.mean(holds))} "
             f"on average, {percent} of its time. `clusterddp resubmit` lifts the hold{other}"
+        )
+
+
+def _spare(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
+    """The queue after each node that was lost, of a job without spare nodes."""
+    lost = {event["attempt"] for event in events if event["event"] == "node_lost"}
+    ends = {event["time"] for event in events if event["event"] == "resubmitted" and event["attempt"] in lost}
+    waits = [one.seconds for one in booking.intervals if one.category == "queued" and one.begin in ends]
+    if waits and not job.spare_nodes and sum(waits) >= WORTH * booking.total_s:
+        yield (
+            f"spare_nodes: 1 would have saved about {duration(sum(waits))} in the queue, where the run waited after it "
+            f"lost {counted(len(waits), 'node')}"
         )
 
 

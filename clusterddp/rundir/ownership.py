@@ -28,7 +28,7 @@ def check_run(run: RunDirectory) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Raises RunDirectoryError unless a run or a sweep may be recorded at ``path``; changes nothing.
+    """Raises RunDirectoryError unless a run or a sweep may be recorded at ``path``. Only looks.
 
     A user who can write the folder around it may have put a file there first. A path that does not exist passes if its
     folders can be created.

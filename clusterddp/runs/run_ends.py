@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from clusterddp.errors import TIMED_OUT, WAITED, RunDirectoryError
 from clusterddp.events import how_it_ended, is_unconfirmed
@@ -36,6 +37,8 @@ class _Wait:
         self.end: str | None = None
         #: Its state if that may be an end, and the time since then.
         self._doubt: tuple[str, float] | None = None
+        #: Who may have trained it when the controller was asked.
+        self.claims: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def about_to_end(self) -> bool:
@@ -66,6 +69,9 @@ class _Wait:
         elif now - self._doubt[1] >= SETTLE_S and now - self._doubt[1] >= self._settle_s(state):
             self.look()  # the answer may have taken long
             if self.end is not None:
+                return
+            if summarize(self.run).claims != self.claims:  # the run was submitted again meanwhile
+                self._doubt = None
                 return
             deleted = state.word == "stopped" and not exists(self.run.path)
             word, reason = ("unknown", "its run directory was deleted") if deleted else (state.word, state.reason)
@@ -121,7 +127,10 @@ def _longest_pause_s(left: Sequence[_Wait]) -> float:
 
 def _ask(left: Sequence[_Wait], timeout_s: float) -> None:
     """Finds the states of the runs that have not ended, by one call of squeue for all."""
-    states = run_states([summarize(one.run) for one in left], timeout_s=timeout_s)
+    summaries = [summarize(one.run) for one in left]
+    states = run_states(summaries, timeout_s=timeout_s)
+    for one, summary in zip(left, summaries, strict=True):
+        one.claims = summary.claims
     now = time.monotonic()
     if doubts := [state.reason for one, state in zip(left, states, strict=True) if one.newly_unknown(state)]:
         show(f"state unknown, retrying: {doubts[0]}")

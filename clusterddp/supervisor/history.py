@@ -111,8 +111,9 @@ class History:
         Returns whether it was written. An error is reported, and does not change how the attempt ended.
         """
         step = highest(event.get("step") for event in self.events)
-        if any("log" in event and event["attempt"] == self._attempt for event in self.events):
-            step = highest([step, self.saved()["step"]])  # from the output, as no rank reports the last step
+        # No rank reports the last step in its output, and one on a node that does not respond reports none at all.
+        if state == "completed" or any("log" in event and event["attempt"] == self._attempt for event in self.events):
+            step = highest([step, self.saved()["step"]])
         values = self._presentable({"step": step, "attempts": attempts_made(self.events), "reason": reason})
         if not confirmed:
             values["confirmed"] = False

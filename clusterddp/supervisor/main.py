@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from clusterddp.checkpoint.store import of_run
 from clusterddp.entry import exit_with
@@ -170,13 +171,14 @@ def supervise_one(
     run: RunDirectory, job: Job, launcher: Callable[[Job, Placement], Launcher], controller: Controller
 ) -> int:
     """Claims the next attempt of a run that is not over, and supervises it."""
-    if (code := finished(run, controller)) is not None:
+    if (code := finished(run, controller, run.outcome())) is not None:
         return code
     me = controller.holder()
     # If this job ended because the controller is busy, the run would stop. So it asks until the controller answers.
     if other := slurm.patiently(partial(lease.held_by_other, run, me), math.inf, FIRST_PAUSE_S):
         raise RunDirectoryError(f"{run} is {other}. Two jobs must not train one run")
-    if (code := finished(run, controller)) is not None:  # by another job, which ended while the controller was asked
+    # Another job may have completed it, which ended while the controller was asked.
+    if (code := finished(run, controller, run.outcome())) is not None:
         return code
     of_run(run).check_present()
     reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
@@ -184,9 +186,10 @@ def supervise_one(
         say(f"Slurm has restarted job {me['job']} since it started this process, which exits")
         return 1
     number = run.create_attempt()
-    if (code := finished(run, controller)) is not None:  # the job may have been suspended since the last look
+    outcome = run.outcome()  # read once: a node may freeze between any two looks, and another job complete the run
+    if (code := finished(run, controller, outcome)) is not None:
         return code
-    if again := run.outcome() is not None:
+    if again := outcome is not None:
         remove(run.outcome_file)  # the user who restarts the run has seen it
     if is_done:
         return conclude(run, job, number, Action.COMPLETE, f"done: {found}")
@@ -218,13 +221,13 @@ def conclude(run: RunDirectory, job: Job, number: int, action: Action, reason: s
     return 0 if action is Action.COMPLETE else 1
 
 
-def finished(run: RunDirectory, controller: Controller) -> int | None:
+def finished(run: RunDirectory, controller: Controller, outcome: Mapping[str, Any] | None) -> int | None:
     """The exit code if the run is over; None if it may continue, as one that failed, or whose completion is not
-    confirmed, may on a user's request.
+    confirmed, may on a user's request. ``outcome``: the run's, as it was read.
 
     Slurm 24.11 restarts a job that had been requeued within a grace period, however it ended. That is no request.
     """
-    outcome = run.outcome() or {"state": None}
+    outcome = outcome or {"state": None}
     newest = run.newest_attempt()
     same_job = newest is not None and lease.held_before(run, newest, controller.holder())
     by_slurm = same_job and controller.starts_again

@@ -38,7 +38,7 @@ QUIET_S = (60.0, 75.0)
 class Monitor:
     """Passes what it finds to ``post``, until it is closed or the attempt is superseded.
 
-    ``margin_s``: how many seconds before the time limit the ranks are told to stop, at the moment. ``failed`` gets an
+    ``margin_s``: how many seconds before the time limit the ranks must stop, at the moment. ``failed`` gets an
     error that ends the thread.
     """
 
@@ -125,7 +125,7 @@ class Monitor:
 def pause_s(left_s: float | None, failures: int = 0) -> float:
     """How long until the next question to a controller that serves many jobs, in seconds.
 
-    ``left_s``: until the ranks are told to stop before the time limit, None if there is none. An administrator may
+    ``left_s``: until the ranks must stop before the time limit, None if there is none. An administrator may
     extend the limit up to then. ``failures``: how many questions in a row it has not answered.
     """
     if failures:

@@ -42,7 +42,7 @@ class Outbox:
         return True
 
     def on_writable(self, connection: socket.socket) -> None:
-        """Sends what the connection takes now that the selector says that it is writable."""
+        """Sends what the connection takes now that it is writable."""
         if connection in self._kept and not self._push(connection):
             self._pause(connection)  # writable, but full: asking the selector again would not wait
 

@@ -150,7 +150,7 @@ class OwnCheckpoints:
     def saved(self) -> dict[str, str]:
         """What the script named in ``requeue(saved=...)``, as variables of the ranks.
 
-        That of the last attempt is watched, to see whether the script reads it. So is an older one that says how far
+        That of the last attempt is watched, to see whether the script reads it. So is an older one that records how far
         into an epoch the script was, as long as the script has written neither that file again nor a newer match.
         """
         if not self._saved:

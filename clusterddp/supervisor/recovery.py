@@ -58,7 +58,9 @@ class Recovery:
         """Restarts, requeues, resubmits or ends the run; returns this process's exit code, or RESTART."""
         reached = highest([self._history.saved()["step"], *(end.step for end in self._ends)])
         self._progress = progress(self._history.events, self._number, reached, time.time())
-        return self._act(self._judge(self._why, self._state.exit_code or 0))
+        # A launcher that was ended for a lost node has no exit code of its own.
+        exit_code = 0 if self._state.lost_nodes else self._state.exit_code or 0
+        return self._act(self._judge(self._why, exit_code))
 
     def _judge(self, ask: Callable[[], Cause], exit_code: int = 0) -> Verdict:
         verdict = judge(self._ends, exit_code, bool(self._state.told), ask, self._progress)
@@ -228,7 +230,7 @@ class Recovery:
                 if end.death is not None and end.death.not_started:
                     leave.setdefault(state.node_of(end.rank), "does not start its ranks")
             # The script may hang instead, which is no reason to shrink.
-            if state.placement.spares and (hung := _hung_node(state)):
+            if state.placement.spares and (hung := hung_node(state)):
                 leave.setdefault(hung, "hangs")
         needed = state.job.outlives_nodes and any(node in state.placement.nodes for node in leave)
         return choose(state.job, state.placement, leave, self._usable_nodes() if needed else None)
@@ -419,7 +421,7 @@ class Recovery:
         self._history.add(event, **ended, **values)
 
 
-def _hung_node(state: State) -> str | None:
+def hung_node(state: State) -> str | None:
     """The node whose ranks, all of them and no others, have stopped with their heartbeats."""
     if state.hang is None or not state.hang.silent:
         return None

@@ -177,7 +177,7 @@ def _save(state: State, request: Request, now: float) -> Step:
 
 
 def _on_saving(state: State, waiting: Pending) -> Step:
-    """Rank 0 will save, unless its newest checkpoint has all steps, or nothing can be saved (no "step")."""
+    """Rank 0 will save, unless its newest checkpoint has all steps, or there is no state to save (no "step")."""
     values = waiting.answers[0]
     if values.get("step") is None:
         why = "there is no run to save. The script has not called ctx.run() yet, or writes its own checkpoints"

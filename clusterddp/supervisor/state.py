@@ -343,7 +343,7 @@ class State:
     confirming: bool = False
     cut_off: bool = False
     #: Why to abandon the attempt as soon as rank 0 has saved; empty if there is no reason. Whether its ranks were then
-    #: told to exit, and were killed.
+    #: asked to exit, and were killed.
     abandon: str = ""
     leaving: bool = False
     killed: bool = False

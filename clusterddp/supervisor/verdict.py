@@ -1,4 +1,4 @@
-"""The verdict on an attempt: a pure function of how its ranks ended and why they were told to stop."""
+"""The verdict on an attempt: a pure function of how its ranks ended and why they were asked to stop."""
 
 from __future__ import annotations
 

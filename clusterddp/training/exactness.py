@@ -36,7 +36,7 @@ _NAMED = 4
 
 
 class Divergence:
-    """Compares the ranks' states in an attempt's first steps; other steps cost nothing."""
+    """Compares the ranks' states in an attempt's first steps. Other steps have no cost."""
 
     def __init__(self, parts: Mapping[str, Stateful], group: ProcessGroup) -> None:
         self._parts, self._group = parts, group

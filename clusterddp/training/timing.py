@@ -234,7 +234,8 @@ class StepTimes:
     def _span(self, marks: list[Any]) -> Iterator[None]:
         step = self._step
         assert step is not None
-        if len(marks) % 2 or len(step.asides) % 2 or not _in_main_thread():
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if len(marks) % 2 or len(step.asides) % 2 or not in_main_thread:
             yield
             return
         marks.append(self._clock.mark())
@@ -369,10 +370,6 @@ def step_times(parts: Iterable[Any], device: torch.device, world_size: int) -> S
     """The timing of a rank's steps on its device."""
     clock = StreamClock(device) if device.type == "cuda" else HostClock()
     return StepTimes(parts, clock, alone=world_size == 1)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 #: Shorter evaluations are reported together, so that one in every step does not fill the history.

@@ -134,7 +134,7 @@ def _tell(target: Path) -> None:
 
 class _Process:
     """The state of this process. ``deferred``: the signals that wait for the end of a save. ``swept``: the folders
-    from which leftovers were removed. ``told``: the folders and suffixes of the files that the supervisor knows of."""
+    from which leftovers were removed. ``told``: the folders and suffixes of the files that were reported."""
 
     mark, attempt = SAVING, 0
     deferred = frozenset({signal.SIGTERM})

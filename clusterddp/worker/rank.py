@@ -100,7 +100,8 @@ def main() -> None:
         if protocol.SAVED in os.environ:
             own_saves.saved_file = own_saves.SavedFile(os.environ[protocol.SAVED])
     values, code = run_script(command)
-    values = {**_step_reached(), **values}
+    if rank_exit.loop is not None:  # the script's loop ended early, at this step
+        values = {"step": rank_exit.loop.step(), **values}
     if values["end"] == "done" and own_saves.saved_file is not None and own_saves.saved_file.was_opened():
         values["read_saved"] = True
     if os.getpid() != process:
@@ -165,7 +166,7 @@ def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     """Joins the supervisor and sets torchrun's environment; returns the socket that reserves rank 0's port.
 
-    Changes nothing if a stop signal arrives before all ranks have joined.
+    Has no effect if a stop signal arrives before all ranks have joined.
     """
     host, _, supervisor_port = os.environ[protocol.SUPERVISOR].rpartition(":")
     # srun sets this to the address of the node that it runs on, which is the supervisor's.
@@ -305,11 +306,6 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
     except BaseException as error:
         return _raised(error), 1
     return _done()
-
-
-def _step_reached() -> dict[str, int]:
-    """The step at which the script's loop ended early; empty outside the loop."""
-    return {} if rank_exit.loop is None else {"step": rank_exit.loop.step()}
 
 
 def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:

@@ -416,7 +416,7 @@ class CatchesTheStopAndExits(Behaviour):
 class SysExitInTheMiddle(Behaviour):
     """Every rank exits with 0 before all steps are done."""
 
-    ends, says = "failed", "exited with code 0 in its loop"
+    ends, says = "failed", "exited with code 0 inside its training loop"
 
     def step(self, update: Callable[[], None], run: Any) -> None:
         update()
@@ -438,7 +438,7 @@ class OsExitInTheMiddle(Behaviour):
 class OneRankExits(Behaviour):
     """The last rank exits with 0, the others wait for it."""
 
-    ends, says = "failed", r"rank [13] \(.*exited with code 0 in its loop"
+    ends, says = "failed", r"rank [13] \(.*exited with code 0 inside its training loop"
 
     def after_init(self, ctx: Any) -> None:
         self.last = ctx.rank == ctx.world_size - 1

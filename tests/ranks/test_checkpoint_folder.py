@@ -64,10 +64,10 @@ def test_a_part_that_was_not_saved_and_a_newer_process_are_reported(tmp_path: Pa
         saved = first.wait()
         assert saved is not None and saved.step == 3
         second = clusterddp.CheckpointFolder(tmp_path / "folder")
-        with pytest.raises(CheckpointError, match="checkpoint 3 lacks optimizer; it has model"):
+        with pytest.raises(CheckpointError, match="checkpoint 3 lacks optimizer. It has model"):
             second.restore(model=model, optimizer=torch.optim.SGD(model.parameters()))
         first.save(4, model=model)
-        with pytest.raises(Superseded, match="attempt 0 superseded by attempt 1"):
+        with pytest.raises(Superseded, match="attempt 0 was superseded by attempt 1"):
             first.wait()
         second.close()
 

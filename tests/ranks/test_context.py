@@ -98,7 +98,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_the_part_and_the_
     for change, words in {
         "wide": "the checkpoint does not fit model: Error(s) in loading state_dict",
         "groups": "the checkpoint does not fit optimizer: loaded state dict has a different number",
-        "ema": "the checkpoint has no ema; it has model, optimizer",
+        "ema": "the checkpoint has no ema, only model, optimizer",
     }.items():
         said = ddp.start(script, change, run, ranks=1, folder=tmp_path / "out").expect(1).output(0)
         assert f"CheckpointError: {words}" in said
@@ -177,7 +177,7 @@ REFUSED = {
     "ctx.eval_loader(samples, batch_size=1, foo=1)": "TypeError: 'foo' is not an option of the loader or of",
     "ctx.loader(samples, batch_size=1, num_workers=-1)": "ValueError: num_workers option should be non-negative",
     "ctx.loader(samples, batch_size=1, prefetch_factor=2)": "ValueError: prefetch_factor option could only",
-    "ctx.loader(samples, batch_size=2.5)": "TypeError: batch_size is 2.5: expected an integer",
+    "ctx.loader(samples, batch_size=2.5)": "TypeError: batch_size is 2.5, expected an integer",
     "ctx.eval_loader(samples, batch_size=0)": "ValueError: batch_size is 0, expected the number of samples",
     "ctx.run(**parts, loader=loader, rng='steps')": "ValueError: run(rng='steps'): expected one of 'step', 'user'",
     "run.steps(-1)": "ValueError: run.steps(-1): expected a whole number of steps, 0 or more",

@@ -119,7 +119,7 @@ def test_safetensors_reads_the_export_and_the_checkpoint_itself(tmp_path: Path, 
     [
         (("model.bin",), "expected a file name that ends in .pt, .pth or .safetensors"),
         (("there.pt",), "already exists"),
-        (("model.pt", "--part", "ema"), "has no part 'ema'; it has model, optimizer"),
+        (("model.pt", "--part", "ema"), "has no part 'ema', only model, optimizer"),
         (("no_such_folder/model.pt",), "no_such_folder/model.pt: No such file or directory"),
         (("model.safetensors", "--part", "optimizer"), "safetensors holds only parts of which all values are tensors"),
     ],

@@ -336,7 +336,7 @@ def test_on_a_full_disk_the_end_is_reported_on_the_terminal(
     done = submit(run, str(script), "--device", "cpu")
     assert done.returncode == code
     assert re.search(f"\n{words}\n", done.stderr), done.stderr
-    assert f"cannot write {run.outcome_file} (File too large)" in done.stderr
+    assert f"could not write {run.outcome_file} (File too large)" in done.stderr
     assert "could not write the history (File too large)" in done.stderr
     assert "Traceback" not in done.stderr
     assert run.outcome() is None
@@ -350,7 +350,7 @@ def test_ctrl_c_saves_although_the_loop_cannot_write(run: RunDirectory) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert f"cannot write {run.notice_file} (File too large)" in said
+    assert f"could not write {run.notice_file} (File too large)" in said
     assert re.search(r"at step (\d+)\. Checkpoint \1 is saved\. The run is stopped", said, re.IGNORECASE), said
 
 

@@ -42,10 +42,13 @@ def test_a_nested_batch_is_split_and_keeps_its_types() -> None:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ({"x": torch.zeros(5), "size": 5}, r"got batch\['size'\] of type int and length None: expected the rank's 5"),
-        ({"x": torch.zeros(4)}, r"got batch\['x'\] of type Tensor and length 4"),
-        (torch.tensor(1.0), "got batch of type Tensor and length None"),
-        ([], "got batch of type list and length 0"),
+        (
+            {"x": torch.zeros(5), "size": 5},
+            r"received batch\['size'\] of type int and length None, expected the rank's 5",
+        ),
+        ({"x": torch.zeros(4)}, r"received batch\['x'\] of type Tensor and length 4"),
+        (torch.tensor(1.0), "received batch of type Tensor and length None"),
+        ([], "received batch of type list and length 0"),
     ],
 )
 def test_a_batch_that_cannot_be_split_is_named(batch: Any, words: str) -> None:

@@ -60,14 +60,14 @@ def test_the_device_of_a_rank(
 def test_a_rank_may_have_several_devices(asked: Any, local_rank: Any, visible: Any, devices: Any) -> None:
     """4 ranks of 2 each."""
     assert list(map(str, choose_devices(place(local_rank, 4), asked, 2, visible, "n1"))) == devices
-    with pytest.raises(DeviceError, match="needs 8 GPUs on node n1, Slurm gave 4"):
+    with pytest.raises(DeviceError, match="needs 8 GPUs on node n1, but Slurm gave 4"):
         choose_devices(place(0, 4), "cuda", 2, 4, "n1")
 
 
 @pytest.mark.parametrize(
     ("asked", "ranks", "visible", "launcher", "message"),
     [
-        ("cuda", 8, 4, "slurm", "needs 8 GPUs on node n1, Slurm gave 4"),
+        ("cuda", 8, 4, "slurm", "needs 8 GPUs on node n1, but Slurm gave 4"),
         ("cuda", 2, 1, "local", "needs 2 GPUs on node n1, but there are 1"),
         (None, 2, 1, "torchrun", "needs 2 GPUs on node n1, but there are 1"),
         ("cuda", 1, 0, "slurm", "device cuda requested, but no GPU is visible on node n1"),
@@ -215,7 +215,7 @@ def test_a_strangers_store_is_recognised(tmp_path: Path) -> None:
     mine.wait_for(1, "joined")
     other = ddp.start(path, end, ranks=2, folder=out, MASTER_PORT=port, CLUSTERDDP_TOKEN="two").wait()
     assert other.codes == [1, 1]
-    assert f"found another run's store at 127.0.0.1:{port}, which belongs to job 7:" in other.output(1)
+    assert f"found another run's store at 127.0.0.1:{port}, which belongs to job 7." in other.output(1)
     assert "could not open rank 0's store" in other.output(0)
     end.touch()
     mine.expect(0)

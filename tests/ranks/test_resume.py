@@ -143,7 +143,7 @@ def test_a_full_disk_does_not_stop_training_and_the_run_resumes_from_the_last_go
     first.wait_for(0, "begin 4")
     resource.prlimit(writer_of(first.processes[0].pid), resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     first.wait_for(0, "step 30 was not saved: checkpoint needs ")
-    assert "keeping step 4" in first.output(0)
+    assert "Keeping step 4" in first.output(0)
     first.signal(1)
     first.expect(75)
     assert "The run continues from step 4" in first.output(0)

@@ -246,7 +246,7 @@ def test_a_failed_write_leaves_no_file_behind_and_keeps_the_previous_one(
 ) -> None:
     save(checkpoint_client, 1, state())
     resource.prlimit(writer_pid(), resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-    with pytest.raises(NotSaved, match=r"checkpoint needs 0\.\d GiB, .* free \(File too large\); keeping step 1"):
+    with pytest.raises(NotSaved, match=r"checkpoint needs 0\.\d GiB, .* free \(File too large\)\. Keeping step 1"):
         save(checkpoint_client, 2, state(size=100_000_000))
     assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
     save(checkpoint_client, 3, state())
@@ -302,7 +302,7 @@ def test_a_full_disk_costs_the_oldest_checkpoints_before_the_newest_step(tmp_pat
         *("room_made 6 [2]", "room_made 6 [3]", "checkpoint 6"),  # for the metrics, and for the file
         "checkpoint 7",
     ]
-    reason = r"checkpoint needs 3\.4 MiB, .* free \(No space left on device\); keeping step 7"
+    reason = r"checkpoint needs 3\.4 MiB, .* free \(No space left on device\)\. Keeping step 7"
     assert re.fullmatch(rf"checkpoint_failed 8 {reason}", failed) and left == "4 5 6 7"  # two would not make enough
 
 

@@ -257,6 +257,13 @@ class History:
             [str(line) for line in world.story],
         )
 
+    def take_apart(self) -> None:
+        """Breaks the cycles of a history that was played: finding them would take longer."""
+        world, cluster = self.world, self.cluster
+        parts = (*world.threads, *world.processes, *cluster.ranks, *cluster.servers, *self.slurm.jobs.values())
+        for part in (*parts, cluster, self.slurm, self.invariants, world, self):
+            vars(part).clear()
+
     def _is_over(self) -> bool:
         """A while after the outcome."""
         if self.world.now >= self.invariants.look_at:
@@ -592,7 +599,11 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
 def play(seed_or_plan: int | Plan, traced: bool = False) -> Result:
     """Plays a history; ``product.installed()`` must be in effect."""
     plan = drawn(seed_or_plan) if isinstance(seed_or_plan, int) else seed_or_plan
-    return History(plan, traced).play()
+    history = History(plan, traced)
+    try:
+        return history.play()
+    finally:
+        history.take_apart()
 
 
 def shrunk(plan: Plan) -> Plan:

@@ -11,25 +11,38 @@ from typing import Any
 
 from tests.simulation.world import Thread
 
-#: Functions whose lines do not count: what a model or `product.py` replaces, the command line with its messages, and
-#: local runs.
+#: Functions and classes whose lines do not count: what a model or `product.py` replaces, the command line with its
+#: messages, local runs and a user's own allocation, scripts that do not use clusterddp, and requests that change
+#: nothing in the life of a run (stacks, profiles, skipped batches).
 LEFT_OUT = {
     "runs/cancellation.py": {"run", "_confirmed", "_cancel", "_report"},
     "runs/run_ends.py": {"_seconds", "run", "add_arguments"},
-    "runs/resubmission.py": {"_show", "wait_and_resubmit", "run", "add_arguments"},
-    "runs/requests.py": {"_through_a_step"},
+    "runs/resubmission.py": {"_show", "wait_and_resubmit", "run", "add_arguments", "_look", "give_up", "leave"},
+    "runs/requests.py": {"_through_a_step", "check_trains", "step_command", "_reachable_name"},
     "slurm/commands.py": {
         *("submission_cluster", "require", "default_partition", "partition_nodes", "parse_node_sizes", "parse_gres"),
-        "scrub_own",
+        *("scrub_own", "scrub", "for_parsing", "NodeShape", "cluster_name", "unix_time", "node_address"),
     },
     "slurm/preemption_policy.py": {"sentence", "_continuation", "qos_preemption"},
-    "slurm/run_states.py": {"_of_process"},
-    "supervisor/controller.py": {"batch_step_began", "give_notice"},
-    "supervisor/lease.py": {"let_go_unreachable"},
+    "slurm/queue.py": {"_of_limit", "_by_beginning", "_changed"},
+    "slurm/run_states.py": {"_of_process", "_recorded"},
+    "supervisor/attempt.py": {"_tell_of_missing_steps", "_record_own", "last_line", "_on_new_nodes", "_run_began"},
+    "supervisor/controller.py": {
+        *("batch_step_began", "give_notice", "Controller", "AllocationController", "LocalController", "_stop_said"),
+    },
+    "supervisor/lease.py": {
+        *("let_go_unreachable", "loop_started", "loop_ended", "loop_here", "local_loop_alive", "_held_by_process"),
+    },
+    "supervisor/limits.py": {"doubt", "_script_s", "_interrupted", "_made_steps"},
     "supervisor/main.py": {
         *("supervise_slurm", "load_trusted", "with_snapshot", "as_debugged", "supervise_local", "prepare_process"),
-        "main",
+        *("main", "_open_own_log", "without_spares", "conclude"),
     },
+    "supervisor/requests.py": {
+        *("_stacks", "_on_stacks", "_wanted", "_stacks_answer", "_skip", "_on_will_skip", "on_skipped", "_profile"),
+        *("_why_no_profile", "_named", "_on_will_profile", "on_profile", "_profiles", "_profile_late", "_child"),
+    },
+    "supervisor/verdict.py": {"_early_leaver"},
 }
 ROOT = Path(__file__).resolve().parents[2] / "clusterddp"
 

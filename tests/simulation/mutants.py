@@ -9,7 +9,6 @@ from unittest import mock
 
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures.hangs import Watch
-from clusterddp.failures.placement import Placement
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import resubmission
 from clusterddp.slurm import commands
@@ -272,11 +271,6 @@ def _unjoined_ranks_are_waited_for() -> Patches:
     return [(decide, "_lose_unjoined", lambda state, _: state)]
 
 
-def _a_lost_node_is_used_again() -> Patches:
-    """A job with spare nodes restarts its ranks on the node that it has lost."""
-    return [(main, "place", lambda job, nodes, *_: Placement(tuple(nodes), tuple(nodes)[: job.nodes]))]
-
-
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -318,16 +312,16 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_frozen_start_begins_an_attempt,
         _a_started_successor_survives_scancel,
         _unjoined_ranks_are_waited_for,
-        _a_lost_node_is_used_again,
     )
 }
 
 
-#: How many histories, from seed 0 on, find each of them: the last one violates what must be true.
+#: How many histories, from seed 0 on, find each of them: the last one violates what must be true. Those that 100,000
+#: do not find are missing.
 FOUND_AFTER: Mapping[str, int] = {
-    "no superseded check": 1194,
+    "no superseded check": 437,
     "requeue without asking again": 33_804,
-    "cancelled is not remembered": 28,
+    "cancelled is not remembered": 13,
     "hold lifted at once": 3,
     "resubmitted without dependency": 1165,
     "scancel is a preemption": 9,
@@ -343,21 +337,23 @@ FOUND_AFTER: Mapping[str, int] = {
     "hold of another job": 14_548,
     "a busy controller ends a start": 2460,
     "time limit without progress": 112,
-    "a submission ends with its start": 1375,
+    "a submission ends with its start": 1220,
     "hidden outcomes are not waited for": 168,
     "stop is forgotten": 35,
     "the last failure is shown": 11,
     "hook is told again": 161,
     "controller asked all the time": 239,
     "saves are promised": 14,
-    "a new job survives scancel": 80_557,
     "lease not taken": 151,
     "newest checkpoint is deleted": 1,
     "resubmit gives up a lost node": 525,
     "peers are never dismissed": 878,
-    "a silent node is waited for": 1199,
+    "a silent node is waited for": 581,
     "hangs are not seen": 902,
-    "a rank that trains on alone commits": 1417,
+    "a rank that trains on alone commits": 2702,
+    "an array stands for its task": 3,
+    "a started successor survives scancel": 75_292,
+    "unjoined ranks are waited for": 2125,
 }
 #: The kinds of faults without which some of them cannot be seen: other histories are drawn and counted, but not played.
 NEEDS: Mapping[str, set[str]] = {
@@ -376,7 +372,6 @@ NEEDS: Mapping[str, set[str]] = {
     "a frozen start begins an attempt": {"lose a node"},
     "a started successor survives scancel": {"lose a node", "scancel"},
     "unjoined ranks are waited for": {"lose a node"},
-    "a lost node is used again": {"lose a node"},
 }
 
 

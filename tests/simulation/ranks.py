@@ -37,6 +37,8 @@ PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection cl
 LATENCY_S = 0.02
 #: How long rank 0 waits for an answer before it asks again whether it may commit.
 ASK_AGAIN_S = 5.0
+#: How often slurmd tries again to say that a rank has ended.
+HEARS_S = 10.0
 #: Where a rank waits for others.
 MEETS = "all_reduce"
 
@@ -668,7 +670,11 @@ class Launcher:
         self._waiting = []
 
     def ended(self, rank: Rank, code: int | None) -> None:
-        """A rank's process has ended."""
+        """A rank's process has ended, which srun learns once the rank's node can be reached."""
+        node = rank.process.node
+        if node in self.cluster.slurm.cut and node != self._batch.host and rank.number in self._left:
+            self.world.after(HEARS_S, self.ended, rank, code)
+            return
         self._left.discard(rank.number)
         if code != 0:
             self.world.after(

@@ -303,6 +303,8 @@ class Slurm:
     #: What jobs ask for, and whether the first one is a task of an array.
     nodes_needed = 1
     array = False
+    #: Whether they outlive their nodes.
+    no_kill = False
     time_limit_s = 3600
 
     def _wake(self) -> None:

@@ -83,3 +83,20 @@ def test_steps_that_are_lost_in_spite_of_a_notice_are_named() -> None:
     ):
         (words,) = advised([*events[:2], {"time": 98.0, "attempt": 0, **hung}, *events[2:]])
         assert words.startswith("1 announced stop lost steps, because a step did not end") and "save" not in words
+
+
+def test_spare_nodes_are_advised_by_the_queue_after_lost_nodes() -> None:
+    """Not where there are some, where the run waited for another reason, or for a moment."""
+
+    def events(wait_s: float, *lost: dict[str, Any]) -> list[dict[str, Any]]:
+        started = {"event": "started", "job": "1"}
+        before = [{"time": BEGAN, "attempt": 0, **started}, *lost]
+        ended = {"time": BEGAN + 10_000, "attempt": 0, "event": "resubmitted", "job": "2"}
+        again = {"time": BEGAN + 10_000 + wait_s, "attempt": 1, **started}
+        return [*before, ended, again, {"time": BEGAN + 30_000, "attempt": 1, "event": "failed"}]
+
+    lost = {"time": BEGAN + 9_990, "attempt": 0, "event": "node_lost", "node": "n2", "suspect": "n2"}
+    words = "spare_nodes: 1 would have saved about 2 h 00 min in the queue, where the run waited after it lost 1 node"
+    assert advised(events(7200, lost)) == [words]
+    assert advised(events(7200)) == advised(events(20, lost)) == []
+    assert advised(events(7200, lost), replace(JOB, spare_nodes=1)) == []

@@ -502,6 +502,22 @@ def test_an_outcome_that_is_written_while_a_start_stands_still_is_kept(
     assert (run.outcome() or {})["state"] == "completed"
 
 
+def test_an_outcome_that_is_written_while_a_start_looks_at_the_last_one_is_kept(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node froze between two looks, and it removed the outcome of the job that had completed the run, which then
+    seemed to be stopped."""
+    real = lease.held_before
+
+    def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
+        write_json(run.outcome_file, {"state": "completed", "step": 9, "attempts": 1, "reason": "all ranks finished"})
+        return real(run, attempt, me)
+
+    monkeypatch.setattr(lease, "held_before", held_before)
+    supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), FakeController(Cause.PREEMPTED))
+    assert (run.outcome() or {})["state"] == "completed"
+
+
 def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_checkpoint(run: RunDirectory) -> None:
     """Each start is an attempt of its own in the same job; then the run has failed, and says why."""
     killed = FakeRanks(run, {"end": "died", "error": "killed"})
@@ -677,6 +693,26 @@ def test_a_node_that_does_not_answer_is_lost_and_the_run_continues_without_it(ru
     assert run.events()[2]["error"] == "was lost because node n2 no longer responds"
     assert controller.asked == ["resubmit n2"]
     assert lease.holders(run) == []
+
+
+def test_a_run_whose_ranks_finish_while_a_node_does_not_respond_has_completed(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their records say so. The exit code is that of srun, which was ended for the node: the run had failed, "all ranks
+    finished, but the launcher exited with code 137"."""
+    real = Cut.wait
+
+    def finish(ranks: Cut) -> int:
+        code = real(ranks)
+        for rank in range(2):
+            write_json(run.rank_record(0, rank), {"host": f"n{rank + 1}", "used_clusterddp": True, "end": "done"})
+        append_line(run.metrics_file, {"step": 9, "attempt": 0})
+        return code
+
+    monkeypatch.setattr(Cut, "wait", finish)
+    assert cut(run, FakeController(Cause.NONE)) == 0
+    outcome = run.outcome() or {}
+    assert (outcome["state"], outcome["step"]) == ("completed", 10)
 
 
 def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_excluded(

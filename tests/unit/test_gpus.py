@@ -242,7 +242,7 @@ def test_malformed_figures_are_refused(figures: Any) -> None:
     ],
 )
 def test_idle_gpus_are_advice_with_what_they_waited_for(tmp_path: Path, busy: int, data_s: float, words: str) -> None:
-    figures = [busy, 50, 300, 60, 0, 0]
+    figures: list[float | None] = [busy, 50, 300, 60, 0, 0]
     found = "".join(report_gpus.advice([timed(RunDirectory(tmp_path), (0, figures), (1, figures), data_s=data_s)]))
     assert found.startswith(words) and bool(found) == bool(words)
 

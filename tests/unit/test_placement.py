@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from clusterddp.events import sentence
+from clusterddp.failures.hangs import Hang
 from clusterddp.failures.placement import Course, Placement, choose, place
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import write_json
@@ -17,6 +18,8 @@ from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor.guard import lost_batch_host
 from clusterddp.supervisor.main import supervise
+from clusterddp.supervisor.recovery import hung_node
+from clusterddp.supervisor.state import State
 from tests.unit.test_attempt import FakeController, FakeRanks
 
 FIXED = Job(name="x", module="x", nodes=3, gpus_per_node=8)
@@ -183,3 +186,17 @@ def test_after_two_failures_of_a_node_all_ranks_restart_without_it(
     assert (events["started"]["ranks"], events["started"]["aside"], events["moved"]["aside"]) == (ranks, ["n2"], ["n2"])
     assert events["excluded"]["nodes"] == ["n2"]
     assert (sentence(events["moved"]) or "").startswith("attempt 1: node n2 failed this run repeatedly: the r")
+
+
+@pytest.mark.parametrize(
+    ("late", "silent", "node"),
+    [((2, 3), True, "n2"), ((2, 3), False, None), ((2,), True, None), ((1, 2, 3), True, None)],
+    ids=["all of its ranks", "their scripts do", "one of its ranks", "ranks of another node, too"],
+)
+def test_a_node_hangs_if_all_of_its_ranks_and_no_others_send_no_heartbeat(
+    late: tuple[int, ...], silent: bool, node: str | None
+) -> None:
+    job = replace(SPARE, nodes=2, gpus_per_node=2)
+    hang = Hang(late, "n2", 7, 606.0, "", 605.0, silent=silent)
+    assert hung_node(State(job, ("n1", "n2"), hang=hang)) == node
+    assert hung_node(State(job, ("n1", "n2"))) is None

@@ -15,6 +15,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.runs import run_ends
 from clusterddp.slurm.run_states import RunState
+from clusterddp.supervisor import lease
 
 Captured = pytest.CaptureFixture[str]
 
@@ -187,6 +188,26 @@ def test_a_run_that_ends_while_the_controller_does_not_answer_has_not_ended_unkn
     world.add("b", "unknown")
     world.events = {int(world.now - 1000 + last) - 1: lambda: world.over("b", "completed")}
     assert command(["wait", "b"]) == 0
+
+
+def test_a_run_that_is_submitted_again_while_the_controller_takes_its_time_has_not_stopped(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer is about the job before: `wait` had ended with "stopped" while the next job trained."""
+    run = world.add("a", "stopped")
+    real = world.run_states
+
+    def slow(summaries: Sequence[Summary], timeout_s: float) -> list[RunState]:
+        found = real(summaries, timeout_s)
+        if world.now >= 1000 + run_ends.SETTLE_S and not run.submitted_file.exists():
+            world.sleep(30.0)
+            lease.submitted(run, "42")
+            world.states["a"] = "running"
+        return found
+
+    monkeypatch.setattr(run_ends, "run_states", slow)
+    world.events = {300: lambda: world.over("a", "completed")}
+    assert command(["wait", "a"]) == 0
 
 
 def test_a_cancelled_run_without_an_outcome_has_ended(world: World) -> None:
