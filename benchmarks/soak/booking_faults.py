@@ -42,7 +42,7 @@ CAUSES = {
     "dead_batch_host": r"node n\d probably lost",
     "requeue": r"stopped by `clusterddp requeue`$",
     "held_requeue": r"stopped by `clusterddp requeue`$",
-    "scontrol_requeue": r"requeued( at step \d+)?, by `scontrol requeue`",
+    "scontrol_requeue": r"requeued,? by `scontrol requeue`",
     "stop": r"stopped by `clusterddp tell stop`$",
 }
 #: In this order. ``controller`` restarts slurmctld, which interrupts nothing; ``slow``: rank 1 is slow, or no more.
