@@ -372,7 +372,7 @@ class Skipped(Event):
 
     def sentence(self) -> str:
         skipped = (
-            f"{counted(self.batches, 'batch', 'batches')} skipped. Step {self.step} takes global batch {self.batch}"
+            f"{counted(self.batches, 'batch', 'batches')} skipped. Step {self.step} uses global batch {self.batch}"
         )
         if self.epoch_steps is None:
             return skipped
