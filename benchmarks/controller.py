@@ -1,7 +1,8 @@
 """What a run asks of slurmctld while it trains: ``python -m benchmarks.controller`` (``make bench-controller``).
 
-On the test cluster, two nodes with a rank each: how many questions slurmctld answers to a run in its first minute, and
-then in six minutes of undisturbed training, by sdiag. The bar: one a minute, as sites ask of their users.
+On the test cluster, two nodes with a rank each: how many questions about jobs slurmctld answers to a run in its first
+minute, then in six minutes of undisturbed training, and in as many while `clusterddp resubmit` and `clusterddp status
+--watch` run beside it, by sdiag. The bars: one a minute, as sites ask of their users, and 70 an hour with `resubmit`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ from clusterddp.rundir.records import read_lines
 from tests.cluster import Cluster, ClusterConfig
 from tests.trainings import Training
 
-#: ``scontrol show job JOB``, which nothing else sends here.
-QUESTION = "REQUEST_JOB_INFO_SINGLE"
+#: ``scontrol show job`` and squeue, which nothing else calls here.
+QUESTIONS = "REQUEST_JOB_INFO(?:_SINGLE)?|REQUEST_JOB_USER_INFO"
+#: What runs beside the training, by the name of the figure.
+BESIDE = {"questions": [], "resubmit": [["resubmit"]], "views": [["status", "--watch"], ["status", "--watch"]]}
+#: The pauses between the questions of a command have grown after this.
+SETTLED_S = 300.0
 #: From an attempt's start: what precedes training.
 START_S = 60.0
 
 
 def asked(sdiag: str) -> int:
     """How many such questions slurmctld has answered since its counters were reset."""
-    found = re.search(rf"^\s*{QUESTION}\s*\(\s*\d+\)\s*count:(\d+)", sdiag, re.MULTILINE)
-    return int(found[1]) if found else 0
+    by_type = sdiag.partition("by message type")[2].partition("by user")[0]
+    found = re.findall(rf"^\s*(?:{QUESTIONS})\s*\(\s*\d+\)\s*count:(\d+)", by_type, re.MULTILINE)
+    return sum(map(int, found))
 
 
 def measure(minutes: float) -> dict[str, Any]:
@@ -38,12 +44,20 @@ def measure(minutes: float) -> dict[str, Any]:
         time.sleep(max(0.0, started + START_S - time.time()))
         at_start = count_and_reset(up)
         print(f"{at_start} in the first minute; {minutes:g} minutes follow", file=sys.stderr, flush=True)
-        began = time.monotonic()
-        time.sleep(60 * minutes)
-        questions, seconds = count_and_reset(up), time.monotonic() - began
+        figures = {"slurm": up.version, "start": at_start, "seconds": 60 * minutes}
+        for name, commands in BESIDE.items():
+            beside = [up.popen([up.python, "-m", "clusterddp", *words, training.run.path]) for words in commands]
+            if beside:  # which ask often at first
+                time.sleep(SETTLED_S)
+                figures[f"{name}_at_start"] = count_and_reset(up)
+            time.sleep(60 * minutes)
+            figures[name] = count_and_reset(up)
+            for process in beside:
+                process.terminate()
+                process.wait()
         up.run([up.python, "-m", "clusterddp", "cancel", training.run.path], check=False)
         up.drain_jobs()
-        return {"slurm": up.version, "start": at_start, "questions": questions, "seconds": seconds}
+        return figures
 
 
 def start_of(training: Training) -> float | None:
@@ -58,9 +72,13 @@ def count_and_reset(up: Cluster) -> int:
 
 def table_rows(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """For the common table."""
-    rate = 60 * figures["questions"] / figures["seconds"]
+    rate, beside = 60 * figures["questions"] / figures["seconds"], 3600 * figures["resubmit"] / figures["seconds"]
     name = "questions to slurmctld in a minute of training"
-    return [rows.counted(name, "", rate, 1.0, "one a minute", allowed=1.0).as_json()]
+    watched = "the same in an hour, beside clusterddp resubmit"
+    return [
+        rows.counted(name, "", rate, 1.0, "one a minute", allowed=1.0).as_json(),
+        rows.counted(watched, "", beside, 70, "70", allowed=1.0).as_json(),
+    ]
 
 
 def main() -> None:
@@ -71,8 +89,10 @@ def main() -> None:
     figures = measure(3 if options.quick else options.minutes)
     text = f"""# Questions to the controller
 
-sdiag counted {figures["questions"]} calls of `scontrol show job` in {figures["seconds"] / 60:.0f} minutes of training,
-after {figures["start"]} in the first minute of the job.
+sdiag counted {figures["questions"]} questions in {figures["seconds"] / 60:.0f} minutes of training, after
+{figures["start"]} in the first minute of the job. Beside `clusterddp resubmit` it counted {figures["resubmit"]} in as
+many minutes, after {figures["resubmit_at_start"]} in the command's first five. Beside two terminals with `clusterddp status
+--watch` it counted {figures["views"]}, after {figures["views_at_start"]}.
 [Why, and when it asks more often](../../docs/design/stopping.md)."""
     where = f"Slurm {figures['slurm']}, 2 simulated nodes on it"
     report.write(options.out, "controller", text, {**figures, "rows": table_rows(figures)}, where=where)
