@@ -91,7 +91,8 @@ def main() -> None:
 
 sdiag counted {figures["questions"]} questions in {figures["seconds"] / 60:.0f} minutes of training, after
 {figures["start"]} in the first minute of the job. Beside `clusterddp resubmit` it counted {figures["resubmit"]} in as
-many minutes, after {figures["resubmit_at_start"]} in the command's first five. Beside two terminals with `clusterddp status
+many minutes, after {figures["resubmit_at_start"]} in the command's first five. Beside two terminals with
+`clusterddp status
 --watch` it counted {figures["views"]}, after {figures["views_at_start"]}.
 [Why, and when it asks more often](../../docs/design/stopping.md)."""
     where = f"Slurm {figures['slurm']}, 2 simulated nodes on it"
