@@ -101,7 +101,7 @@ def test_submitits_parameters_become_keys_of_a_job(parameters: dict[str, Any], e
     [
         (
             {"teardown": ["rm x"], "use_srun": False, "srun_args": ["-v"]},
-            r"teardown=\['rm x'\]: use the key `hook`.*use_srun=False: the ranks are.*srun_args='-v': expected options",
+            r"teardown=\['rm x'\]: use the key `hook`.*use_srun=False: clusterddp always starts the ranks.*srun_args='-v': expected options",
         ),
         ({"array_parallelism": 2}, "array_parallelism=2: 3 runs are submitted, each as a separate job"),
         ({"ntasks_per_node": 3, "gpus_per_node": 8}, "tasks_per_node=3 with gpus_per_node=8: expected as many tasks"),
