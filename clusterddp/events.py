@@ -840,7 +840,7 @@ class RankFailed(Event):
 
     def sentence(self) -> str:
         fault = f". {self.fault}" if self.fault else ""
-        return f"rank {self.rank} ({self.host}) failed first{at_step(self.step)}: {self.error}{fault}"
+        return f"first failure{at_step(self.step)}: rank {self.rank} ({self.host}) {self.error}{fault}"
 
 
 class Excluded(Event):

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nodes``."""
     parser.add_argument(
         "folder", nargs="?", type=Path, metavar="FOLDER",
-        help="the folder of runs; default: $CLUSTERDDP_RUNS, else ./runs",
+        help="the folder of runs (default: $CLUSTERDDP_RUNS, else ./runs)",
     )  # fmt: skip
     parser.add_argument("--group", action="store_true", help="count the failures of the folder's group, too")
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         ago = duration(max(0.0, now - failures[0].time))
         avoided = "new jobs avoid it" if is_avoided(failures, now) else "new jobs may use it"
         times = counted(len(failures), "failure")
-        put(f"{node}: {times} in {runs}, the last {ago} ago ({failures[0].what}); {avoided}")
+        put(f"{node}: {times} in {runs}, the last {ago} ago ({failures[0].what}), {avoided}")
     for node, failures in nodes.items():
         if weight(failures, now):
             put(f"\nTo send to the cluster's administrator:\n\n{letter(node, failures)}")

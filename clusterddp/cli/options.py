@@ -28,7 +28,7 @@ JOB_OPTIONS = (
     (("-N", "--nodes"), "nodes", "N", "number of nodes, or a range such as 2-4 (default: 1)"),
     (
         ("--spare-nodes",), "spare_nodes", "N",
-        "nodes in addition, which take over when one of the others fails; default: 0",
+        "additional nodes, which take over when one of the others fails (default: 0)",
     ),
     (
         ("--gpus", "--gpus-per-node"), "gpus_per_node", "G",

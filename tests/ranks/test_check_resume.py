@@ -63,7 +63,7 @@ def test_a_script_without_a_fault_passes(
     assert not made.differs, str(resume_verdict.failure(made))
     said = resume_verdict.success(made)
     assert said.startswith("no difference in 13 steps, across an epoch's end and two resumes (after 6 and 8 steps)")
-    assert "compared: batches, loss, the state of model, optimizer, scheduler" in said.replace("ema, ", "")
+    assert "Compared batches, loss and the state of model, optimizer, scheduler" in said.replace("ema, ", "")
 
 
 def test_a_script_that_ends_before_the_wanted_step_is_checked_to_its_end(

@@ -84,7 +84,7 @@ def test_a_run_of_an_unreachable_machine_can_be_taken_over(run: RunDirectory, mo
     for _ in range(2):
         lease.take(run, run.create_attempt(), lease.of_this_process())
     be_elsewhere(monkeypatch)
-    words = r"held by process \d+ on .*, which cannot be reached from here: if it has ended, continue .* --take-over"
+    words = r"held by process \d+ on .*, which cannot be reached from here. If that has ended, continue .* --take-over"
     with pytest.raises(RunDirectoryError, match=words):
         check_not_held(run)
     lease.let_go_unreachable(run)
@@ -168,7 +168,7 @@ def test_a_run_with_a_debugged_rank_can_be_cancelled(run: RunDirectory) -> None:
         lease.take(run, run.create_attempt(), entry_of(process))
         waiting = subprocess.Popen([*module_command("clusterddp"), "cancel", str(run)], stdout=subprocess.PIPE)
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
-        assert b"was cancelled and will not run again" in waiting.communicate(timeout=60)[0]
+        assert b"cancelled. The run will not start again" in waiting.communicate(timeout=60)[0]
     assert (run.outcome() or {})["state"] == "cancelled"
 
 

@@ -114,7 +114,10 @@ def test_exit_0_without_the_mark_of_its_end_restarts_and_fails_in_the_end(folder
     job = ["--set", "done=exp/finished", "--preempt-at", "step 3"]
     done = submit(FINDS, *job, "--", "exp", "500")
     assert done.returncode == 1
-    lacks = f"all ranks exited with code 0, but the mark of `done` is missing: there is no file {folder}/exp/finished"
+    lacks = (
+        f"all ranks exited with code 0, but the mark of `done` is missing: there is no file {folder}/exp/finished. "
+        "If the training is complete, correct `done`"
+    )
     assert f"attempt 1: {lacks}. No step was recorded. Restarting all ranks in place" in done.stderr
     assert outcome()["state"] == "failed"
     assert (
@@ -127,7 +130,7 @@ def test_a_run_that_is_preempted_or_fails_after_its_mark_has_completed(folder: P
     done = submit(TIDIES, "--set", "done=exp/best.txt", "--preempt-at", "3 epochs completed", "--", "exp", "3")
     assert done.returncode == 0, done.stderr
     expected = {"state": "completed", "step": None, "attempts": 1}
-    assert outcome() == {**expected, "reason": f"done: {folder}/exp/best.txt exists; the last attempt: preempted"}
+    assert outcome() == {**expected, "reason": f"done: {folder}/exp/best.txt exists. The last attempt: preempted"}
     Path("run").rename("first")
     Path("exp").rename("old")
     done = submit(
@@ -136,7 +139,7 @@ def test_a_run_that_is_preempted_or_fails_after_its_mark_has_completed(folder: P
     assert done.returncode == 0, done.stderr
     assert "RuntimeError: plots need a display" in done.stderr
     assert outcome()["state"] == "completed"
-    assert str(outcome()["reason"]).startswith("done: rank 0 printed '3 epochs completed'; the last attempt: ")
+    assert str(outcome()["reason"]).startswith("done: rank 0 printed '3 epochs completed'. The last attempt: ")
 
 
 def test_no_attempt_is_started_once_the_mark_is_there(folder: Path) -> None:

@@ -101,7 +101,8 @@ def test_submitits_parameters_become_keys_of_a_job(parameters: dict[str, Any], e
     [
         (
             {"teardown": ["rm x"], "use_srun": False, "srun_args": ["-v"]},
-            r"teardown=\['rm x'\]: use the key `hook`.*use_srun=False: the ranks are.*srun_args='-v': expected options",
+            r"teardown=\['rm x'\]: use the key `hook`.*use_srun=False: clusterddp always starts the "
+            r"ranks.*srun_args='-v': expected options",
         ),
         ({"array_parallelism": 2}, "array_parallelism=2: 3 runs are submitted, each as a separate job"),
         ({"ntasks_per_node": 3, "gpus_per_node": 8}, "tasks_per_node=3 with gpus_per_node=8: expected as many tasks"),
@@ -129,7 +130,7 @@ print(type(executor._executor).__name__)
     [
         (None, {}, "LocalExecutor"),
         ("0", {}, "LocalExecutor"),
-        (None, {"cluster": "clusterddp"}, "set CLUSTERDDP_SUBMITIT=1, and leave out `cluster`"),
+        (None, {"cluster": "clusterddp"}, "set CLUSTERDDP_SUBMITIT=1 and leave out `cluster`"),
         ("1", {}, "ClusterddpExecutor"),
         ("1", {"cluster": "slurm", "slurm_max_num_timeout": 3}, "ClusterddpExecutor"),
         ("local", {"cluster": "local"}, "LocalExecutor"),

@@ -91,7 +91,7 @@ def test_a_hang_of_an_untouched_script_is_named_and_its_steps_are_those_of_its_l
     hung = next(event for event in events if event["event"] == "hung")
     assert hung["rank"] == 1 and "step" not in hung, hung
     assert re.match(r"rank 1 \(\S+\) has been stuck at step 40 of this attempt for ", hung["what"]), hung
-    assert "the others wait in" in hung["what"], hung
+    assert "The others wait in" in hung["what"], hung
     begun = [(event["attempt"], event["step"], event.get("redone")) for event in events if event["event"] == "training"]
     assert begun == [(0, 0, None), (1, 0, 20)], story(run)
     assert (run.outcome() or {})["step"] == 30
