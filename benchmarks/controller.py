@@ -1,7 +1,9 @@
 """What a run asks of slurmctld while it trains: ``python -m benchmarks.controller`` (``make bench-controller``).
 
-On the test cluster, two nodes with a rank each: how many questions slurmctld answers to a run in its first minute, and
-then in six minutes of undisturbed training, by sdiag. The bar: one a minute, as sites ask of their users.
+On the test cluster, two nodes with a rank each: how many questions about jobs slurmctld answers to a run in its first
+minute, then in six minutes of undisturbed training, and in as many beside `clusterddp resubmit` and beside two
+terminals with `clusterddp status --watch`, by sdiag. The bars: one a minute, as sites ask of their users, and 70 an
+hour beside `resubmit`.
 """
 
 from __future__ import annotations
@@ -15,19 +17,25 @@ from clusterddp.rundir.records import read_lines
 from tests.cluster import Cluster, ClusterConfig
 from tests.trainings import Training
 
-#: ``scontrol show job JOB``, which nothing else sends here.
-QUESTION = "REQUEST_JOB_INFO_SINGLE"
+#: ``scontrol show job`` and squeue, which nothing else calls here.
+QUESTIONS = "REQUEST_JOB_INFO(?:_SINGLE)?|REQUEST_JOB_USER_INFO"
+#: What runs beside the training.
+BESIDE = {"clusterddp resubmit": [["resubmit"]], "two clusterddp status --watch": [["status", "--watch"]] * 2}
+#: The pauses between the questions of a command have grown after this.
+SETTLED_S = 300.0
 #: From an attempt's start: what precedes training.
 START_S = 60.0
 TEXT = """# Questions to slurmctld
 
-A run of two nodes trains for some minutes after its first one. sdiag counts its calls of `scontrol show job`."""
+A run of two nodes trains for some minutes after its first one, alone, and beside commands that have run for five
+minutes. sdiag counts calls of `scontrol show job` and squeue."""
 
 
 def asked(sdiag: str) -> int:
     """How many such questions slurmctld has answered since its counters were reset."""
-    found = re.search(rf"^\s*{QUESTION}\s*\(\s*\d+\)\s*count:(\d+)", sdiag, re.MULTILINE)
-    return int(found[1]) if found else 0
+    by_type = sdiag.partition("by message type")[2].partition("by user")[0]
+    found = re.findall(rf"^\s*(?:{QUESTIONS})\s*\(\s*\d+\)\s*count:(\d+)", by_type, re.MULTILINE)
+    return sum(map(int, found))
 
 
 def measure(quick: bool) -> report.Found:
@@ -40,15 +48,30 @@ def measure(quick: bool) -> report.Found:
         time.sleep(max(0.0, started + START_S - time.time()))
         at_start = count_and_reset(up)
         report.say(f"{at_start} in the first minute; {minutes} minutes follow")
-        began = time.monotonic()
-        time.sleep(60 * minutes)
-        questions, seconds = count_and_reset(up), time.monotonic() - began
+        questions = [counted_beside(up, training, [], minutes)]
+        questions += [counted_beside(up, training, commands, minutes) for commands in BESIDE.values()]
         up.run([up.python, "-m", "clusterddp", "cancel", training.run.path], check=False)
         up.drain_jobs()
+    hourly = [60 * count / minutes for count in questions]
     name = "questions to slurmctld in a minute of training"
-    row = rows.counted(name, "", 60 * questions / seconds, 1.0, "one a minute", allowed=1.0)
-    figures = {"start": at_start, "questions": questions, "seconds": seconds}
-    return report.Found(figures, [row], f"Slurm {up.version}")
+    found = [rows.counted(name, "", hourly[0] / 60, 1.0, "one a minute", allowed=1.0)]
+    for beside, rate, allowed in zip(BESIDE, hourly[1:], (1.0, None), strict=True):
+        found.append(rows.counted(f"the same in an hour, beside {beside}", "", rate, 70.0, "70", allowed=allowed))
+    figures = {"start": at_start, "questions": questions, "seconds": 60 * minutes}
+    return report.Found(figures, found, f"Slurm {up.version}")
+
+
+def counted_beside(up: Cluster, training: Training, commands: list[list[str]], minutes: float) -> int:
+    """The questions in so many minutes, while ``clusterddp`` runs with these words and the run's folder."""
+    started = [up.popen([up.python, "-m", "clusterddp", *words, training.run.path]) for words in commands]
+    if started:  # which ask often at first
+        time.sleep(SETTLED_S)
+    count_and_reset(up)
+    time.sleep(60 * minutes)
+    for process in started:
+        process.terminate()
+        process.wait()
+    return count_and_reset(up)
 
 
 def start_of(training: Training) -> float | None:
@@ -62,4 +85,4 @@ def count_and_reset(up: Cluster) -> int:
 
 
 if __name__ == "__main__":
-    report.main("controller", __doc__, TEXT, measure, "3 minutes of training")
+    report.main("controller", __doc__, TEXT, measure, "3 minutes of each")

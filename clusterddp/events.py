@@ -372,7 +372,7 @@ class Skipped(Event):
 
     def sentence(self) -> str:
         skipped = (
-            f"{counted(self.batches, 'batch', 'batches')} skipped. Step {self.step} takes global batch {self.batch}"
+            f"{counted(self.batches, 'batch', 'batches')} skipped. Step {self.step} uses global batch {self.batch}"
         )
         if self.epoch_steps is None:
             return skipped
@@ -840,7 +840,7 @@ class RankFailed(Event):
 
     def sentence(self) -> str:
         fault = f". {self.fault}" if self.fault else ""
-        return f"rank {self.rank} ({self.host}) failed first{at_step(self.step)}: {self.error}{fault}"
+        return f"first failure{at_step(self.step)}: rank {self.rank} ({self.host}) {self.error}{fault}"
 
 
 class Excluded(Event):

@@ -149,7 +149,7 @@ def _no_results(job_id: str, state: str, nodes: str, folder: RunDirectory) -> st
         log = []
     said = f". Its log ends with: {' '.join(log[-3:])}" if log else ""
     return (
-        f"job {job_id} ended ({state}) on {nodes or 'no node'} without results in {folder.path.parent}{said}. The "
+        f"job {job_id} ended ({state}) on {nodes or 'no node'}. It left no results in {folder.path.parent}{said}. The "
         "nodes must see that folder, the Python environment and the folder that you submit in, at the same paths"
     )
 

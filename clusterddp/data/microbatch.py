@@ -87,7 +87,7 @@ class MicroBatches:
         """Ends a step: whether it is the first with more than ``batch_size`` samples per rank that were not split."""
         if self._unfinished:
             raise RuntimeError(
-                "the loop over run.micro(batch) was left before its end, so the gradients cover only part of the batch"
+                "the loop over run.micro(batch) ended early, so the gradients cover only part of the batch"
             )
         if self._too_large is None:
             self._too_large = self._loader.share > self._loader.batch_size

@@ -264,7 +264,7 @@ def _pax(data: bytes, position: int) -> dict[str, str]:
         record = data[at + len(digits) + 1 : at + length]
         name, equals, value = record.partition(b"=")
         if at + length > len(data) or not equals or not value.endswith(b"\n"):
-            raise ValueError(f"there is no pax record at byte {position + at}, but {data[at : at + 40]!r}")
+            raise ValueError(f"expected a pax record at byte {position + at}, got {data[at : at + 40]!r}")
         found[name.decode(errors="surrogateescape")] = value[:-1].decode(errors="surrogateescape")
         at += length
     return found

@@ -134,8 +134,8 @@ def doubt(wrapped: DistributedDataParallel) -> str | None:
     if wrapped in _settled or not rebuilds:
         return None
     if wrapped.static_graph:
-        return "is in DDP with static_graph=True, without all_used_once=True"
-    return "is in DDP that ctx.wrap() did not make"
+        return "is wrapped in DDP with static_graph=True, without all_used_once=True"
+    return "is wrapped in DDP, but not by ctx.wrap()"
 
 
 def _release_process_group() -> None:

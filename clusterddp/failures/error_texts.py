@@ -83,7 +83,7 @@ TABLE = (
         r"(CUDA|HIP) error: (invalid (argument|configuration argument|device ordinal|resource handle)"
         r"|operation not permitted when stream is capturing|initialization error|peer access is not supported)"
         r"|Cannot re-initialize CUDA in forked subprocess",
-        Blame.SCRIPT, "an invalid call, such as for a device that this rank lacks, in a graph capture, or after a fork",
+        Blame.SCRIPT, "an invalid call, for example during graph capture, after a fork or for a missing device",
         f"{_CUDART}; torch/cuda/__init__.py, 2.4 to 2.13",
     ),
     ErrorText(

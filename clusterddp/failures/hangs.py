@@ -230,7 +230,7 @@ def _different(apart: Apart, statuses: list[RankStatus], now: float) -> Hang:
     late = [by_rank[rank] for rank in apart.late] or statuses
     seconds = now - min(status.moved for status in late)
     where = ", ".join(f"{_names([by_rank[rank] for rank in ranks])} {words}" for ranks, words in apart.groups[-NAMED:])
-    return _hang(late, seconds, f"{_CALLED}: {where}, for {seconds:.0f} s. {_ORDER}", statuses, now)
+    return _hang(late, seconds, f"{_CALLED}: {where}. They have waited for {seconds:.0f} s. {_ORDER}", statuses, now)
 
 
 _CALLED, _ORDER = "the ranks called different collectives", "Every rank must call the same ones in the same order"
@@ -258,8 +258,8 @@ def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) ->
     seconds = now - min(status.moved for status in behind)
     where = ", ".join(map(_where, groups[-NAMED:]))
     same = not ahead and len({status.place for status in statuses}) == 1
-    said = "the ranks wait in different calls" if same else _CALLED
-    what = f"{said}: {where}, for {seconds:.0f} s. {_ORDER}"
+    said = "the ranks are waiting in different calls" if same else _CALLED
+    what = f"{said}: {where}. They have waited for {seconds:.0f} s. {_ORDER}"
     return _hang(late, seconds, what, statuses, now)
 
 

@@ -177,7 +177,7 @@ def avoided(
     if nodes:
         them = "it" if len(nodes) == 1 else "them"
         say(
-            f"The job avoids {' and '.join(nodes)} because other runs failed there within the last days. "
+            f"The job avoids {' and '.join(nodes)} because other runs failed there in the last few days. "
             f"`clusterddp nodes` shows the failures. To use {them}, add --no-node-memory"
         )
     return nodes

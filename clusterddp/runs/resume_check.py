@@ -155,7 +155,7 @@ def compare(trials: Trials, steps: int) -> resume_verdict.Check:
     check = resume_verdict.Check(uninterrupted, resumed, stops, inexact=trials.inexact("resumed"))
     if not check.differs:
         return check
-    show("resume check: there is a difference. Running again without a resume, to see whether that is repeatable")
+    show("resume check: the results differ. Running again without a resume, to see whether the run is repeatable")
     return replace(check, again=trials.run("again", [steps]))
 
 

@@ -144,8 +144,8 @@ _BEGINNINGS: tuple[tuple[str, Why], ...] = (
     (
         "ReqNodeNotAvail",
         Why(
-            "nodes that it needs are down, drained or reserved, often for a maintenance",
-            "a shorter --time may fit before a maintenance (see `scontrol show reservation`)",
+            "nodes that it needs are down, drained or reserved, often for maintenance",
+            "a shorter --time may fit before the maintenance window (see `scontrol show reservation`)",
         ),
     ),
     ("Nodes required for job are DOWN", Why("nodes that it needs are down, drained or reserved for other partitions")),

@@ -175,7 +175,9 @@ class RunState:
         if missing := self._parts.keys() - saved:
             raise CheckpointError(f"the checkpoint has no {_listed(missing)}, only {_listed(saved)}. {_REMEDY}")
         if extra := saved - self._parts.keys():
-            raise CheckpointError(f"the checkpoint also has {_listed(extra)}, unlike this ctx.run(). {_REMEDY}")
+            raise CheckpointError(
+                f"the checkpoint also has {_listed(extra)}, which ctx.run() did not receive. {_REMEDY}"
+            )
 
     def _check_saved(self) -> list[str]:
         """Raises CheckpointError for a state that cannot be saved. Returns the names of the optimizers that train a

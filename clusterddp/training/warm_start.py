@@ -45,7 +45,7 @@ def load(files: Files, strict: bool, parts: Mapping[str, Stateful], group: Proce
     """
     chosen = _by_part(files, parts)
     if unknown := chosen.keys() - parts.keys():
-        raise TypeError(f"run(init_from=...): there is no part {', '.join(sorted(unknown))}, only {', '.join(parts)}")
+        raise TypeError(f"run(init_from=...): no part {', '.join(sorted(unknown))}. Parts: {', '.join(parts)}")
     return [_load_part(name, parts[name], Path(file), strict, group) for name, file in chosen.items()]
 
 
@@ -59,10 +59,10 @@ def _by_part(files: Files, parts: Mapping[str, Stateful]) -> dict[str, str | os.
     if "model" in parts:
         return {"model": files}
     if len(modules) != 1:
-        listed = ", ".join(modules) or "no module"
+        listed = ", ".join(modules) or "none"
         raise TypeError(
-            f"run(init_from={str(files)!r}): there is no part 'model'. Name the part, one of {listed}, as in "
-            f"init_from={{{(modules or ['NAME'])[0]!r}: {str(files)!r}}}"
+            f"run(init_from={str(files)!r}): no part is named 'model'. Name the part, as in "
+            f"init_from={{{(modules or ['NAME'])[0]!r}: {str(files)!r}}}. Modules: {listed}"
         )
     return {modules[0]: files}
 

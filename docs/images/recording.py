@@ -95,7 +95,7 @@ def drawn(lines: list[tuple[float, str]]) -> str:
         texts.append(f'<text class="{name}" x="{MARGIN}" y="{y}"{moving}>{escape(line)}</text>')
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    title = "<title>A run is preempted at step 121 and resumes there</title>"
+    title = "<title>A run is preempted, saves, is requeued and resumes at the same step</title>"
     frame = f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
     return "\n".join([head, title, f"<style>{STYLE}{chr(10).join(rules)}</style>", frame, *texts, "</svg>\n"])
 

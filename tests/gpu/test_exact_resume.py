@@ -49,7 +49,9 @@ def test_every_kind_of_wrapped_model_on_devices_is_resumed_exactly(tmp_path: Pat
     script = [Path(__file__).with_name("scripts") / "variants.py", 7]
     preempted, whole, _ = train_twice(tmp_path, script, [3], ranks=3, devices=6)
     (resumed,) = events_of(preempted, "resumed")
-    assert resumed["inexact"] == ["models.unsettled is in DDP with static_graph=True, without all_used_once=True"]
+    assert resumed["inexact"] == [
+        "models.unsettled is wrapped in DDP with static_graph=True, without all_used_once=True"
+    ]
     different = differing(final_state(preempted), final_state(whole))
     assert different and {name.split(".")[2] for name in different} == {"unsettled"}
     lines, expected = ([line | {"unsettled": 0} for line in logged(run)] for run in (preempted, whole))

@@ -190,8 +190,11 @@ def test_a_compiled_model_is_resumed_exactly(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--ddp", '{"static_graph": true}'), "model is in DDP with static_graph=True, without all_used_once=True"),
-        (("--plain-ddp",), "model is in DDP that ctx.wrap() did not make"),
+        (
+            ("--ddp", '{"static_graph": true}'),
+            "model is wrapped in DDP with static_graph=True, without all_used_once=True",
+        ),
+        (("--plain-ddp",), "model is wrapped in DDP, but not by ctx.wrap()"),
     ],
 )
 def test_without_the_throw_away_passes_the_bits_differ_and_the_run_says_so(

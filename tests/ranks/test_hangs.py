@@ -141,7 +141,9 @@ def test_a_rank_that_skips_a_collective_is_named_rather_than_those_that_wait_in_
     assert (hung["late"], hung["step"]) == ([2], 101)
     ahead = r"rank 2 \(\S+\) at step 101 in the all_reduce of backward at hanging.py:\d+"
     behind = r"ranks 0 \(\S+\), 1 \(\S+\) at step 100 in barrier at hanging.py:\d+"
-    assert re.search(rf"{ahead}, {behind}, for \d+ s: the ranks called different collectives", said), said
+    assert re.search(
+        rf"the ranks called different collectives: {ahead}, {behind}\. They have waited for \d+ s", said
+    ), said
     assert re.search(r"log: \S+rank-2.err", said), said
 
 
@@ -192,11 +194,11 @@ def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
         [sign(rank, 610, count=count, **at) for rank in range(3)] for count, at in ((90, IN_BACKWARD), (89, barrier))
     )
     order = "Every rank must call the same ones in the same order"
-    different, since = "the ranks called different collectives", f"for 610 s. {order}"
+    different, since = "the ranks called different collectives", f"They have waited for 610 s. {order}"
     two = "ranks 1 (n1), 2 (n2) at step"
-    skipped = f"{different}: rank 0 (n0) at step 89 in the all_reduce of backward, {two} 88 in barrier, {since}"
+    skipped = f"{different}: rank 0 (n0) at step 89 in the all_reduce of backward, {two} 88 in barrier. {since}"
     assert what(past[0], *before[1:]) == skipped
-    surplus = f"{different}: rank 0 (n0) at step 88 in barrier, {two} 89 in the all_reduce of backward, {since}"
+    surplus = f"{different}: rank 0 (n0) at step 88 in barrier, {two} 89 in the all_reduce of backward. {since}"
     assert what(before[0], *past[1:]) == surplus
     hang = find_hang([past[0], before[1]], NOW, beat_s=2.0)
     assert hang and hang.late == (0, 1)  # one of the two; it is unknown which
@@ -205,12 +207,12 @@ def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     others = [sign(rank, 610, line="x.py:52", **reduce) for rank in (1, 2)]
     assert what(alone, *others) == (
         f"{different}: rank 0 (n0) at step 89 in barrier at x.py:40, ranks 1 (n1), 2 (n2) at step 89 in all_reduce at "
-        f"x.py:52, {since}"
+        f"x.py:52. {since}"
     )
     assert find_hang([alone, *others], NOW, beat_s=2.0).late == (0,)  # type: ignore[union-attr]
     assert find_hang([alone, *others[1:]], NOW, beat_s=2.0).late == (0, 2)  # type: ignore[union-attr]
     same_place = what(sign(0, 610, line="x.py:40", **reduce), *others) or ""
-    assert same_place.startswith("the ranks wait in different calls: ") and same_place.endswith(since)
+    assert same_place.startswith("the ranks are waiting in different calls: ") and same_place.endswith(since)
     assert what(*others) == "ranks 1 (n1), 2 (n2) have been stuck at step 89 for 610 s in all_reduce"
     many = what(*[sign(rank, 620, silent=620) for rank in range(100)])
     assert many == f"ranks 0 (n0), 1 (n1), 2 (n2), 3 (n3) and 96 more have been stuck at step 89 for 620 s {silent}"

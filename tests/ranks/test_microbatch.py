@@ -102,7 +102,7 @@ def test_one_piece_changes_no_bit(tmp_path: Path) -> None:
         ("step", "the optimizer stepped inside the loop over run.micro(batch). Call optimizer.step() after the loop"),
         ("no backward", "there are no gradients. Call loss.backward() inside the loop"),
         ("zero_grad", "gradients were zeroed inside the loop"),
-        ("break", "was left before its end"),
+        ("break", "ended early"),
     ],
 )
 def test_a_loop_body_that_is_wrong_for_several_pieces_is_an_error_for_one_too(

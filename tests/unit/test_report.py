@@ -128,7 +128,7 @@ def test_a_failure_has_its_box(tmp_path: Path) -> None:
     (run.attempt_logs(0)).mkdir(exist_ok=True)
     (run.attempt_logs(0) / "rank-0.err").write_text("slurmstepd: Detected 1 oom_kill event\n")
     (found,) = data_of(run)["failures"]
-    assert found["words"].startswith("rank 0 (n1) failed first at step 3")
+    assert found["words"].startswith("first failure at step 3: rank 0 (n1) ")
     assert "oom_kill" in found["box"]
 
 

@@ -318,7 +318,7 @@ def test_a_skip_is_ordered_from_rank_0_and_answered_by_the_checkpoint_that_has_i
     state = after(skipped(), state=state)
     assert answers(done(state, checkpoint(7)), 6) == []
     assert answers(done(state, checkpoint(8)), 6) == [{"checkpoint": 8, "skipped": SKIPPED}]
-    text = "attempt 3: 500 batches skipped. Step 8 takes global batch 508"
+    text = "attempt 3: 500 batches skipped. Step 8 uses global batch 508"
     assert sentence({"event": "skipped", "attempt": 3, **SKIPPED}) == text
     more = {"event": "skipped", "attempt": 3, **SKIPPED, "epoch_steps": 32}
     assert sentence(more) == f"{text}. That is more than an epoch, which has 32 steps"

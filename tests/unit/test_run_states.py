@@ -251,7 +251,7 @@ def waiting(reason: str) -> QueuedJob:
             "held, because Slurm could not launch it",
             "`scontrol release 41`. If it happens",
         ),
-        ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "down, drained or reserved, often for a maintenance (n[1-2])", ""),
+        ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "down, drained or reserved, often for maintenance (n[1-2])", ""),
         ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", "down,", ""),
         ("QOSMaxGRESPerUser", "a limit of its QOS is reached: GPUs of all your jobs (QOSMaxGRESPerUser)", "--qos"),
         ("AssocGrpCpuLimit", "a limit of its account is reached: CPUs of all its jobs together", "--account"),

@@ -151,9 +151,11 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(
 
 def test_the_part_must_be_clear() -> None:
     """The message names those that it could be."""
-    with pytest.raises(TypeError, match="there is no part 'model'. Name the part, one of a, b, as in init_from={'a'"):
+    with pytest.raises(
+        TypeError, match="no part is named 'model'. Name the part, as in init_from={'a': 'net.pt'}. Modules: a, b"
+    ):
         loaded("net.pt", a=net(), b=net())
-    with pytest.raises(TypeError, match="there is no part c, only a"):
+    with pytest.raises(TypeError, match="no part c. Parts: a"):
         loaded({"c": "net.pt"}, a=net())
     with pytest.raises(TypeError, match="expected a file, or a dict with a file for each part, got 3"):
         loaded({"a": 3}, a=net())  # type: ignore[dict-item]
