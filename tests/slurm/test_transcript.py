@@ -182,7 +182,7 @@ CHANGING: dict[str, dict[str, Cell | None]] = {
     "submit --run-dir ./RUN": {
         ALL: (1, "was cancelled"),
         "completed": (0, "has already completed\\. For more steps"),
-        "failed hung": (0, "submitted as job"),
+        "failed hung": (0, "Submitted as job"),
     },
 }
 #: Commands that name no run, or no existing one.
@@ -193,7 +193,7 @@ WITHOUT_RUN: dict[str, Cell] = {
     "config show": (0, "nodes"),
     "config schema": (0, "schema"),
     "doctor": (0, r"partition +low"),
-    "sweep sweep.yaml": (2, "cannot read sweep.yaml: No such file"),
+    "sweep sweep.yaml": (2, "could not read sweep.yaml: No such file"),
     "": (2, "usage: clusterddp"),
     "frobnicate": (2, "no command"),
     "status runing": (1, "Did you mean running"),
