@@ -250,7 +250,7 @@ def test_cancel_ends_a_run_for_good(launch: Launch, marks: Path) -> None:
 
 def test_mistakes_are_raised_here_and_nothing_is_written(launch: Launch, tmp_path: Path) -> None:
     """As on the command line."""
-    with pytest.raises(JobDefinitionError, match="did you mean 'partition'"):
+    with pytest.raises(JobDefinitionError, match="Did you mean 'partition'"):
         launch(print, partitoin="gpu")
     with pytest.raises(UsageError, match="cannot be pickled"):
         launch(print, threading.Lock())

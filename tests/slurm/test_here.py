@@ -37,7 +37,7 @@ def test_a_preempted_allocation_ends_the_attempt_and_the_next_one_resumes(cluste
     cluster.preempt(seconds=0.1)
     words, _ = first.communicate(timeout=60)
     assert first.returncode == 130, words
-    assert f"stopped. Continue with: clusterddp submit --here --run-dir {run}, or sbatch" in words
+    assert f"Stopped. Continue with: clusterddp submit --here --run-dir {run}, or sbatch" in words
     (stopped,) = events_of(run, "stopped")
     assert stopped["cause"] == "preempted", story(run)
     assert run.outcome() is None
@@ -57,7 +57,7 @@ def test_ctrl_c_saves_and_stops_and_the_same_command_continues(cluster: Cluster,
     wait_for_step(run, 20)
     cluster.run(["kill", f"-{signal.SIGINT.value}", pid.read_text().strip()])
     words, _ = shell.communicate(timeout=90)
-    assert "saving and stopping" in words and "code 130" in words, words
+    assert "Saving and stopping" in words and "code 130" in words, words
     assert shell.returncode == 0, words
     (stopped,) = events_of(run, "stopped")
     assert stopped["cause"] == "interrupted"

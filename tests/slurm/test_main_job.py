@@ -236,7 +236,7 @@ def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster,
         (["jobs/digits.yaml", "--nodes", "9"], "has 3 nodes, fewer than --nodes 9"),
         (["jobs/digit.yaml"], "jobs/digit.yaml"),
         (["train.py"], "script 'train.py' not found"),
-        (["jobs/digits.yaml", "--set", "partitoin=low"], "did you mean 'partition'"),
+        (["jobs/digits.yaml", "--set", "partitoin=low"], "Did you mean 'partition'"),
         (["jobs/digits.yaml", "--account", "nobody"], "account"),
     ],
 )

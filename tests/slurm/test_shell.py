@@ -48,7 +48,7 @@ def test_a_rank_of_a_job_is_debugged_from_the_login_node_and_has_a_shell(cluster
         terminal.type("c\n")
         terminal.wait_for("(Pdb) ")
         terminal.type("c\n")
-        terminal.wait_for("rank 1 has ended")
+        terminal.wait_for("rank 1 has exited")
     finally:
         terminal.end()
     assert wait_for_outcome(run) == "completed", story(run)

@@ -118,7 +118,7 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         f"{WAITING} {RUNNING}": (130, "no longer waiting. The run continues"),
         "completed": (0, "completed"),
         "failed hung cancelled": (1, "failed|cancelled"),
-        "forgotten": (1, "continue with: clusterddp submit"),
+        "forgotten": (1, "Continue with: clusterddp submit"),
     },
     "wait --timeout 1s RUN": {
         f"{WAITING} {RUNNING} forgotten": (124, "timed out: 1 of 1 runs have not ended \\("),
@@ -182,7 +182,7 @@ CHANGING: dict[str, dict[str, Cell | None]] = {
     "submit --run-dir ./RUN": {
         ALL: (1, "was cancelled"),
         "completed": (0, "has already completed\\. For more steps"),
-        "failed hung": (0, "submitted as job"),
+        "failed hung": (0, "Submitted as job"),
     },
 }
 #: Commands that name no run, or no existing one.
@@ -193,10 +193,10 @@ WITHOUT_RUN: dict[str, Cell] = {
     "config show": (0, "nodes"),
     "config schema": (0, "schema"),
     "doctor": (0, r"partition +low"),
-    "sweep sweep.yaml": (2, "cannot read sweep.yaml: No such file"),
+    "sweep sweep.yaml": (2, "could not read sweep.yaml: No such file"),
     "": (2, "usage: clusterddp"),
     "frobnicate": (2, "no command"),
-    "status runing": (1, "did you mean running"),
+    "status runing": (1, "Did you mean running"),
     "wait forgotten": (12, "stopped: not started"),
     "cancel running resumed": (2, "2 runs to cancel and no terminal to ask on. Add --yes"),
 }

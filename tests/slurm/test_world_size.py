@@ -121,7 +121,7 @@ def test_a_run_uses_the_nodes_that_slurm_allocates(cluster: Cluster, runs: Path,
     ("options", "words"),
     [
         (["jobs/digits.yaml", "--nodes", "2-3", "--set", "global_batch=96"], "never calls run.micro()"),
-        (["--nodes", "2-4", SCRIPT, "--set", "global_batch=100"], "choose 96 or 108"),
+        (["--nodes", "2-4", SCRIPT, "--set", "global_batch=100"], "Choose 96 or 108"),
         (["--nodes", "5-9", SCRIPT, "--set", "global_batch=2520"], "has 3 nodes, fewer than --nodes 5-9"),
     ],
 )
