@@ -252,7 +252,7 @@ def test_mistakes_are_raised_here_and_nothing_is_written(launch: Launch, tmp_pat
     """As on the command line."""
     with pytest.raises(JobDefinitionError, match="Did you mean 'partition'"):
         launch(print, partitoin="gpu")
-    with pytest.raises(UsageError, match="cannot be pickled"):
+    with pytest.raises(UsageError, match="could not pickle"):
         launch(print, threading.Lock())
     with pytest.raises(UsageError, match="args: not allowed when the target is a function"):
         launch(print, args=["x"])
