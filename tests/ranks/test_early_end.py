@@ -69,7 +69,7 @@ def test_a_loop_left_by_break_is_reported_as_unsaved_and_loses_no_metrics(tmp_pa
     script.write_text(SCRIPT)
     done = submitted(script, run, "break")
     assert done.returncode == 0, done.stderr
-    assert "the script left its loop by break or return after step 5 of 20: steps since the newest" in done.stderr
+    assert "the script left its loop by break or return after step 5 of 20. Steps since the newest" in done.stderr
     assert "call run.finish(), which saves" in done.stderr
     (result,) = events_of(run, "result")
     assert result["made"] == 5
@@ -84,7 +84,7 @@ def test_an_exception_in_the_loop_is_not_answered_with_advice_about_break(tmp_pa
     script.write_text(SCRIPT)
     done = submitted(script, run, "raise")
     assert done.returncode == 1, done.stderr
-    assert "the script left its loop by an exception or close() after step 5 of 20: steps since the" in done.stderr
+    assert "the script left its loop by an exception or close() after step 5 of 20. Steps since the" in done.stderr
     assert "run.finish()" not in done.stderr and "ValueError: of the script" in done.stderr
 
 

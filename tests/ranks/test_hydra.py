@@ -80,7 +80,7 @@ def test_a_sweep_of_a_hydra_app_writes_its_overrides(
     sweep = ["--sweep", "model.lr=0.5,2", "--sweep", "model.name=a b", "--set", f"env.OWN={tmp_path}/own"]
     words = ["submit", str(APP), "--local", "--device", "cpu", "--run-dir", "runs", *sweep]
     assert command([*words, "--", "hydra.run.dir=${oc.env:OWN}/${model.lr}"]) == 1
-    assert "model.lr: given to the script as model.lr=" in capfd.readouterr().err
+    assert "model.lr is given to the script as model.lr=" in capfd.readouterr().err
     assert clusterddp.Handle("runs/lr=0.5,name=a-b-" + _ending(tmp_path)).result() == trained(0.5)
     assert (tmp_path / "own" / "0.5" / "state.json").exists()
     failed = next(path for path in (tmp_path / "runs").iterdir() if path.name.startswith("lr=2"))
