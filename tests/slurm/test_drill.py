@@ -22,7 +22,7 @@ def test_a_drill_on_the_cluster_reports_working_signals_and_requeue(cluster: Clu
     done = cluster.run([cluster.python, "-m", "clusterddp", "drill", "-p", "low", "-N", "2"], cwd=runs, timeout=90)
     assert "low preempts with 20 s of notice" in done.stdout
     assert "TERM reached 2 of 2 ranks" in done.stdout
-    assert "requeue   works; it ran" in done.stdout
+    assert "requeue   works. The job started" in done.stdout
     assert done.stdout.endswith("verdict   safe\n")
     assert list(runs.iterdir()) == []
 

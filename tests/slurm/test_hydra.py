@@ -42,7 +42,7 @@ def test_a_multirun_returns_at_once_and_the_same_command_waits_for_it(cluster: C
     gate, folder = runs / "gate", runs / "m"
     words = multirun(cluster, runs, "with_hydra.py", "model.lr=0.1,0.2,2", f"gate={gate}")
     submitted = cluster.run([*words, "hydra.launcher.wait=false"], cwd=runs)
-    assert "submitted 3 members as job" in submitted.stderr and not gate.exists()
+    assert "Submitted 3 members as job" in submitted.stderr and not gate.exists()
     members = [RunDirectory(folder / "runs" / name) for name in "012"]
     for run in members[:2]:
         wait_until(partial(at_the_gate, folder / run.path.name), f"{run.path.name}'s saves\n{story(run)}")

@@ -57,7 +57,7 @@ Cell = tuple[int, str]
 #: Of a command that asks the ranks, for runs that have none now.
 WITHOUT_RANKS: dict[str, Cell] = {
     WAITING: (1, r"waits in the queue \(job \d+(_1)?, \w+\) and has no ranks yet"),
-    "completed": (1, "already completed, so it is not running"),
+    "completed": (1, "already completed at step 10, so it is not running"),
     "failed hung": (1, "already failed.*, so it is not running"),
     "cancelled": (1, "already cancelled.*, so it is not running"),
     "forgotten": (1, ".* is not running: stopped .not started.. Continue with: clusterddp submit"),
@@ -127,10 +127,10 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         "cancelled": (11, r": cancelled\n"),
     },
     "stacks RUN": {RUNNING: (0, r"1 rank in stand_in.py:\d+"), **WITHOUT_RANKS},
-    "tell RUN save": {RUNNING: (1, "the script has no run to save"), **WITHOUT_RANKS},
+    "tell RUN save": {RUNNING: (1, "there is no run to save"), **WITHOUT_RANKS},
     "submit --run-dir RUN": {
         f"{WAITING} {RUNNING}": (1, r"held by job \d+(_\d)? \("),
-        "completed": (0, "has already completed\\. For more steps"),
+        "completed": (0, "has already completed at step 10\\. For more steps"),
         "cancelled": (1, "was cancelled"),
         "failed hung forgotten": None,
     },
@@ -158,7 +158,7 @@ MORE: dict[str, dict[str, Cell | None]] = {
     "config validate RUN/job.yaml": {ALL: (0, "valid job definition")},
     "submit --dry-run --run-dir RUN": {
         ALL: (0, "#SBATCH --job-name=stand_in"),
-        "completed": (0, "has already completed\\. For more steps"),
+        "completed": (0, "has already completed at step 10\\. For more steps"),
         "cancelled": (1, "was cancelled"),
     },
 }
@@ -181,7 +181,7 @@ CHANGING: dict[str, dict[str, Cell | None]] = {
     },
     "submit --run-dir ./RUN": {
         ALL: (1, "was cancelled"),
-        "completed": (0, "has already completed\\. For more steps"),
+        "completed": (0, "has already completed at step 10\\. For more steps"),
         "failed hung": (0, "Submitted as job"),
     },
 }
