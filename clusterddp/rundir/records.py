@@ -306,4 +306,4 @@ def _warn(path: Path, skipped: list[tuple[int, str]]) -> None:
     if new:
         (number, wrong), more = new[0], len(new) - 1
         others = f", and {more} other line{'s'[: more != 1]}" if more else ""
-        say(f"skipped {path}:{number}{others}, written by a different program ({wrong}). Delete it to fix the file")
+        say(f"skipped {path}:{number}{others}, written by a different program ({wrong}). Delete this line to fix it")
