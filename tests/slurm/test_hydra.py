@@ -46,6 +46,7 @@ def test_a_multirun_returns_at_once_and_the_same_command_waits_for_it(cluster: C
     members = [RunDirectory(folder / "runs" / name) for name in "012"]
     for run in members[:2]:
         wait_until(partial(at_the_gate, folder / run.path.name), f"{run.path.name}'s saves\n{story(run)}")
+    wait_until(members[2].outcome, f"the end of the member that fails\n{story(members[2])}")
     cluster.preempt(seconds=0.1)
     for run in members[:2]:
         wait_until(partial(events_of, run, "requeued"), f"{run.path.name} to be requeued\n{story(run)}")
