@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from clusterddp.errors import UsageError
 from clusterddp.failures.node_memory import FOLDER, by_node, is_avoided, letter, recall, weight
 from clusterddp.reporter import counted, duration, put, show
 from clusterddp.rundir.find import runs_folder
@@ -24,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, _: object) -> int:
     """Prints the nodes, those with the newest failure first."""
     folder, now = arguments.folder or runs_folder(os.environ), time.time()
+    if arguments.folder and not folder.is_dir():
+        raise UsageError(f"nodes: {folder} is not a folder. Expected the folder that holds your run directories")
     nodes = by_node(recall(folder / FOLDER, arguments.group, now))
     if not nodes:
         show(f"No node failures of the last week are recorded in {folder}.")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from clusterddp.cli.command_line import command
+from clusterddp.errors import UsageError
 from clusterddp.failures import node_memory
 from clusterddp.failures.node_memory import DAY_S, NodeFailure, avoided, choose, memory_of, recall, remember, weight
 from clusterddp.jobdef.job import Job
@@ -134,6 +135,11 @@ def test_a_new_job_says_which_nodes_it_avoids_and_asks_slurm_only_then(
     assert avoided(run, job, (), usable, NOW) == ["n2"]
     assert "avoids n2" in capsys.readouterr().err
     assert avoided(run, Job(name="train", script="train.py", nodes=2, node_memory=False), (), usable, NOW) == []
+
+
+def test_nodes_refuses_what_is_not_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="missing is not a folder. Expected the folder that holds your run"):
+        command(["nodes", str(tmp_path / "missing")])
 
 
 def test_nodes_lists_failures_and_writes_to_the_administrator(
