@@ -301,8 +301,8 @@ INSTEAD_OF_OPTION = {
     **dict.fromkeys(("gpus", "gpus-per-socket"), _GPUS),
     **dict.fromkeys(
         ONE_GPU_PER_TASK,
-        "use gpus_per_node and gpus_per_rank. Where the site's rule is one visible GPU per task, as with AMD GPUs, set "
-        "the option under srun:. With NVIDIA GPUs it breaks NCCL's peer access",
+        "use gpus_per_node and gpus_per_rank. If your site requires one visible GPU per task, as with AMD GPUs, set "
+        "the option under srun:. With NVIDIA GPUs, it breaks NCCL's peer access",
     ),
     **dict.fromkeys(("requeue", "no-requeue", "signal"), _STOPS),
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
