@@ -250,7 +250,7 @@ def _from_slurm(environ: Environ) -> RankEnvironment:
             nodes_name,
         )
     if local_rank >= counts[node_rank]:
-        _contradiction(environ, "slurm", "this node has no such task", local_name, node_name, tasks_name)
+        _contradiction(environ, "slurm", "this node has no task with that number", local_name, node_name, tasks_name)
     torchruns = (environ.get("RANK"), environ.get("WORLD_SIZE"))
     if None not in torchruns and torchruns != (str(rank), str(world_size)):  # would merge two ranks, or isolate one
         raise LauncherEnvironmentError(

@@ -177,7 +177,7 @@ class Gradients:
         """The inverse of ``progress``. Returns the reasons why the resume is not exact."""
         apart = progress.get("gradients_apart", [])
         if "gradients_lost" in progress or (apart and len(apart) != self._world_size):
-            return ["the checkpoint was taken between a backward and its optimizer's step, without the gradients"]
+            return ["the checkpoint was taken between a backward pass and the optimizer's step, without the gradients"]
         self._load(progress.get("gradients", {}))
         for gradients in apart:  # a parameter may be unused on some ranks
             for parameter in self._parameters(gradients):

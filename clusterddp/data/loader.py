@@ -202,8 +202,8 @@ class Loader:
         """Raises ValueError if epochs are empty, and only here, because a resumed run's global batch may be smaller."""
         if not self._stream.length:
             raise ValueError(
-                f"drop_last=True: an epoch has fewer samples than the global batch of {self.global_batch}, and would "
-                "be empty. Use a smaller batch_size, or leave drop_last out"
+                f"drop_last=True: an epoch has fewer samples than the global batch of {self.global_batch}, so it would "
+                "be empty. Use a smaller batch_size, or omit drop_last"
             )
         return self._stream
 

@@ -216,5 +216,5 @@ def _check_same(stream: str, group: ProcessGroup) -> None:
     elif (of_rank_0 := group.store.get(_STREAM).decode()) != stream:
         raise ValueError(
             f"rank {group.rank} has {stream}, but rank 0 has {of_rank_0}. Give ctx.loader() the same dataset and order "
-            "on every rank. It gives each rank its part"
+            "on every rank. ctx.loader() gives each rank its part"
         )

@@ -96,8 +96,8 @@ def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host
         return None
     if per_rank > 1:
         raise DeviceError(
-            f"gpus_per_rank is {per_rank}, but node {host} has MIG devices, of which a process can use only one. Leave "
-            "gpus_per_rank out"
+            f"gpus_per_rank is {per_rank}, but node {host} has MIG devices, of which a process can use only one. Omit "
+            "gpus_per_rank"
         )
     if len(devices) < environment.local_world_size:
         raise DeviceError(f"needs {environment.local_world_size} GPUs on node {host}, but it has {len(devices)} (MIG)")
@@ -165,7 +165,7 @@ def wait_until_free(devices: Sequence[torch.device], wanted: int, patience_s: fl
             say(f"{free}. Continuing anyway after {patience_s:.0f} s. Find other processes with nvidia-smi or rocm-smi")
             return False
         if not said:
-            say(f"{free}: waiting")
+            say(f"{free}. Waiting")
             said = True
         time.sleep(LOOK_S)
     return True

@@ -86,7 +86,7 @@ def wrap(
     _check_trained(model)
     static_graph = options.get("static_graph", False)
     if all_used_once and not static_graph:
-        raise TypeError("all_used_once=True is only for static_graph=True. Without that, a resume is exact anyway")
+        raise TypeError("all_used_once=True requires static_graph=True. Without static_graph, a resume is exact anyway")
     if len(devices) == 1:
         model = model.to(devices[0])
         if devices[0].type == "cuda":

@@ -53,7 +53,7 @@ class ExitStatus:
             return "was killed by SIGKILL, probably out of memory"
         if self.signal is not None:
             return f"was killed by signal {self.signal} ({_name(self.signal)})"
-        return f"exited with code {self.exit_code} and no traceback, probably by os._exit"
+        return f"exited with code {self.exit_code} and no traceback, probably because of os._exit()"
 
 
 def in_order(exit_statuses: Mapping[int, ExitStatus]) -> dict[int, ExitStatus]:

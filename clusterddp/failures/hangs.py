@@ -234,7 +234,10 @@ def _different(apart: Apart, statuses: list[RankStatus], now: float) -> Hang:
     return _hang(late, seconds, f"{_CALLED}: {where}. They have waited for {seconds:.0f} s. {_ORDER}", statuses, now)
 
 
-_CALLED, _ORDER = "the ranks called different collectives", "Every rank must call the same ones in the same order"
+_CALLED, _ORDER = (
+    "the ranks called different collectives",
+    "Every rank must call the same collectives in the same order",
+)
 
 
 def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) -> Hang | None:

@@ -172,7 +172,7 @@ def avoided(
         given = [*excluded, *expand(job.exclude or "")]
         nodes = choose(failures, usable(), given, job.least_allocated, now)
     except (SlurmError, LauncherEnvironmentError) as error:  # no answer, or `exclude` names a file
-        say(f"Could not list the usable nodes, so remembered node failures are ignored: {error}")
+        say(f"Could not list the usable nodes, so recorded node failures are ignored: {error}")
         return []
     if nodes:
         them = "it" if len(nodes) == 1 else "them"
@@ -187,4 +187,4 @@ def letter(node: str, failures: Sequence[NodeFailure]) -> str:
     """A text that a user can send to the cluster's administrator."""
     runs = counted(len({failure.run for failure in failures}), "of our training runs", "of our training runs")
     found = [(failure.time, failure.job, failure.what) for failure in failures]
-    return exclusion.letter_about(node, f"failed {runs} {counted(len(failures), 'time')}", found)
+    return exclusion.letter_about(node, f"caused {counted(len(failures), 'failure')} in {runs}", found)

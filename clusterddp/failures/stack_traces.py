@@ -61,7 +61,7 @@ def different_calls(error: str, texts: Mapping[int, str]) -> str:
     apart = len(set(lines.values())) > 1
     where = ", ".join(f"rank {rank} in {line}" for rank, line in list(lines.items())[:_NAMED])
     if _MISMATCH.search(error):
-        order = "Every rank must call the same ones in the same order"
+        order = "Every rank must call the same collectives in the same order"
         return f"the ranks called different collectives{f' ({where})' if apart else ''}. {order}"
     if apart and _TIMEOUT.search(error):
         return f"the ranks waited in different calls ({where}). One was late, or they called different collectives"
@@ -97,8 +97,8 @@ def after_suspension(error: str, stood_s: float, timeout_s: float) -> str:
     if stood_s < timeout_s or not _TIMEOUT.search(error):
         return ""
     return (
-        f"the ranks had been stopped for {stood_s:.0f} s, as by scontrol suspend, and that time counts against "
-        f"timeouts.step_s ({timeout_s:g} s). If this happens often, raise it"
+        f"the ranks had been stopped for {stood_s:.0f} s, for example by scontrol suspend, and that time counts "
+        f"against timeouts.step_s ({timeout_s:g} s). If this happens often, raise timeouts.step_s"
     )
 
 

@@ -65,7 +65,7 @@ def read_claim(path: Path, run: RunDirectory) -> dict[str, Any] | None:
     if claim is None:
         return None
     if wrong := schema_error(claim, _JOB if claim["kind"] == "slurm" else _PROCESS):
-        raise RunDirectoryError(f"{path}: {wrong}. A different program changed the file")
+        raise RunDirectoryError(f"{path}: {wrong}. Another program changed the file")
     written_for = claim.pop("run", None)
     return claim if not isinstance(written_for, dict) or _is_of(run, written_for) else None
 

@@ -136,13 +136,13 @@ def read_json(path: Path, schema: Schema | None = None) -> dict[str, Any] | None
     except FileNotFoundError:
         return None
     except MemoryError as error:  # a sparse file may seem to have terabytes
-        raise RunDirectoryError(f"{path} is too large to be a record. A different program changed it") from error
+        raise RunDirectoryError(f"{path} is too large to be a record. Another program changed it") from error
     try:
         value: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(f"{path} is not JSON ({error}). A different program changed it") from error
+        raise RunDirectoryError(f"{path} is not JSON ({error}). Another program changed it") from error
     if wrong := schema_error(value, schema or {}):
-        raise RunDirectoryError(f"{path}: {wrong}. A different program changed it")
+        raise RunDirectoryError(f"{path}: {wrong}. Another program changed it")
     return value
 
 
@@ -306,4 +306,6 @@ def _warn(path: Path, skipped: list[tuple[int, str]]) -> None:
     if new:
         (number, wrong), more = new[0], len(new) - 1
         others = f", and {more} other line{'s'[: more != 1]}" if more else ""
-        say(f"skipped {path}:{number}{others}, written by a different program ({wrong}). Delete this line to fix it")
+        say(
+            f"skipped {path}:{number}{others}, because another program wrote it ({wrong}). To fix this, delete the line"
+        )

@@ -92,7 +92,8 @@ def make_private(path: Path) -> None:
         status = os.fstat(descriptor)
         if status.st_uid not in (os.geteuid(), 0):
             raise RunDirectoryError(
-                f"{path} belongs to user {status.st_uid}, expected user {os.geteuid()}. Choose another run directory"
+                f"{path} belongs to user {status.st_uid}, expected user {os.geteuid()}. Choose a different run "
+                "directory"
             )
         if stat.S_IMODE(status.st_mode) & 0o777 != 0o700 and status.st_uid == os.geteuid():
             os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & 0o7000 | 0o700)

@@ -139,7 +139,7 @@ class ControlServer:
         line = encoded(words)
         for rank in list(self._joined) if ranks is None else ranks:
             if (peer := self._joined.get(rank)) is not None and not self._outbox.send(peer.connection, line):
-                say(f"rank {rank} does not read its connection. This message to it was dropped: {line[:200]!r}")
+                say(f"rank {rank} is not reading from its connection. Dropped a message to this rank: {line[:200]!r}")
 
     def close(self) -> None:
         """Reads the last reports of ranks that have exited, then closes all connections.

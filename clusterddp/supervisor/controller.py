@@ -162,7 +162,7 @@ class SlurmController(Controller):
         period.
         """
         if not exists(self._run.batch_script):
-            raise SlurmError(f"{self._run.batch_script} is missing. A resubmission needs it")
+            raise SlurmError(f"{self._run.batch_script} is missing, but a resubmission needs it")
         with suppress(SlurmError):  # refused if the job is ending already, and will not be requeued
             slurm.set_requeue(self._job_id, allowed=False)
         dependency = [f"--dependency=afterany:{self._job_id}"] if after_this else []
@@ -291,4 +291,4 @@ def give_notice(run: RunDirectory, cause: Cause) -> None:
     try:
         write_json(run.notice_file, {"cause": cause.value}, mode=0o600)
     except OSError as error:
-        say(f"could not write {run.notice_file} ({error.strerror}). The history will lack the reason of this stop")
+        say(f"could not write {run.notice_file} ({error.strerror}). The history will lack the reason for this stop")

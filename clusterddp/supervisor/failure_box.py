@@ -92,7 +92,7 @@ def _who_waited(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
     """The traceback of a rank that waited for one that exited early, as the latter has none."""
     exited = failure.end in ("early", "unfinished")
     waiting = next((end for end in others if end.traceback), None) if exited else None
-    return [f"rank {waiting.rank} waited for it:", *waiting.traceback.splitlines(), ""] if waiting else []
+    return [f"rank {waiting.rank} waited for this rank:", *waiting.traceback.splitlines(), ""] if waiting else []
 
 
 def _different_calls(failure: RankEnd, others: Sequence[RankEnd], body: str) -> list[str]:

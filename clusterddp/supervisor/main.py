@@ -176,14 +176,14 @@ def supervise_one(
     me = controller.holder()
     # If this job ended because the controller is busy, the run would stop. So it asks until the controller answers.
     if other := slurm.patiently(partial(lease.held_by_other, run, me), math.inf, FIRST_PAUSE_S):
-        raise RunDirectoryError(f"{run} is {other}. Two jobs must not train one run")
+        raise RunDirectoryError(f"{run} is {other}. Two jobs must not train the same run")
     # Another job may have completed it, which ended while the controller was asked.
     if (code := finished(run, controller, run.outcome())) is not None:
         return code
     of_run(run).check_present()
     reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
     if lease.restarted(run, me):
-        say(f"Slurm has restarted job {me['job']} since it started this process, which exits")
+        say(f"Slurm has restarted job {me['job']} since it started this process, so this process exits")
         return 1
     number = run.create_attempt()
     outcome = run.outcome()  # read once: a node may freeze between any two looks, and another job complete the run

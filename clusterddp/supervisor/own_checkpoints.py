@@ -275,7 +275,7 @@ def _what_is_missing(match: _Match, older: Sequence[_Match]) -> str | None:
     alike = (one for one in older if one.names and one.beside == match.beside)
     before = next((one for one in alike if why_incomplete(one.path) is None), None)
     lacking = sorted(before.names - match.names) if before is not None and match.names else []
-    return f"{lacking[0]} is missing, although {os.path.basename(before.path)} has it" if before and lacking else None  # noqa: PTH119
+    return f"{lacking[0]} is missing, but {os.path.basename(before.path)} has it" if before and lacking else None  # noqa: PTH119
 
 
 def why_incomplete(path: str) -> str | None:

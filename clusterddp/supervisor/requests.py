@@ -327,7 +327,7 @@ def _drain(state: State, request: Request, now: float) -> Step:
         by = "to leave a slow node" if state.wanted is Stop.SWAP else f"by `{state.wanted.value}`"
         return _refuse(state, request, f"not drained: the run is being stopped {by}")
     if state.drained not in ("", node):
-        return _refuse(state, request, f"not drained: the run is already leaving {state.drained}. Try again afterwards")
+        return _refuse(state, request, f"not drained: the run is already leaving {state.drained}. Try again after that")
     choice = choose(state.job, state.placement, {node: "is drained"}, None)
     if choice.course is Course.NEW_JOB:
         instead = f"`clusterddp requeue RUN --exclude {node}` continues the run without {node} in a new job"

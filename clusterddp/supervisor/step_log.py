@@ -64,8 +64,8 @@ class StepLog:
                 elif step < self._step and not self._warned:
                     self._warned = True
                     say(
-                        f"the step in rank 0's output went back from {self._step} to {step}. Smaller numbers "
-                        "are ignored. Have `steps: {log: ...}` match a number that grows over the whole run"
+                        f"the step in rank 0's output went back from {self._step} to {step}. Smaller numbers are "
+                        "ignored. Make `steps: {log: ...}` match a number that grows over the whole run"
                     )
                 self._step = max(step, self._step or 0)
             if self._step and self._step in steps:

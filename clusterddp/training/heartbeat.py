@@ -226,7 +226,7 @@ class Heartbeat:
             self._stacks_at = math.inf
             say(
                 "the stacks above were written because no step was completed within the watchdog's timeout. This rank "
-                "may hang. If it is only slow, it continues"
+                "may be hanging. If it is only slow, it continues"
             )
 
     def _set_timer(self, allowed_s: float | None) -> None:

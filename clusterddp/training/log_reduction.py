@@ -312,7 +312,7 @@ class Receiver:
         missing = sorted({*range(self._world_size)} - {*found})
         say(
             f"{_ranks(missing)} of {counted(self._world_size, 'rank')} did not call run.log({name}=..., reduce=...) in "
-            f"step {step}, so it is reduced over the other ranks. Call it on every rank"
+            f"step {step}, so the value is reduced over the other ranks. Make this call on every rank"
         )
 
 

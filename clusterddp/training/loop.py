@@ -545,7 +545,7 @@ class Run:
         if self._saver.saves and committed != self.step:
             raise CheckpointError(
                 f"all {self.step} steps are done, but the last checkpoint was not saved: {problem}. Once that is "
-                "fixed, submit the run again: it repeats the steps since the newest checkpoint"
+                "fixed, submit the run again. It repeats the steps since the newest checkpoint"
             )
         self._report("progress", step=self.step, steps=self.step)
         self._enter("after_loop")

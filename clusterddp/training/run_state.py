@@ -166,7 +166,9 @@ class RunState:
             self.inexact.append(reason + (f", and {waiting} had not stepped" if waiting else ""))
         if progress.get("buffers_changed"):
             size = f"{LARGEST_COPY_BYTES >> 20} MiB"
-            self.inexact.append(f"step {step} was stopped after a forward that changed a buffer of over {size}")
+            self.inexact.append(
+                f"step {step} was stopped after a forward pass that changed a buffer larger than {size}"
+            )
         if progress.get("begun"):
             self.inexact.append(f"step {step} was stopped in an evaluation, and is repeated from its beginning")
         self.finished = list(progress.get("finished", []))

@@ -274,7 +274,7 @@ class Saver:
             best = self._best.metric
             if best is not None and self._logged and not self._best.found:  # a misspelled metric, perhaps
                 logged = ", ".join(sorted(self._logged))
-                say(f"no step has logged {best!r} yet, the metric of the best checkpoint, only {logged}")
+                say(f"no step has logged {best!r}, the metric of the best checkpoint. Logged so far: {logged}")
                 if complete:
                     self._report("no_best", metric=best, logged=sorted(self._logged))
             self._checkpoint_client.close()

@@ -75,7 +75,7 @@ class EpochItems:
             if skip:
                 say(f"continue_epoch: {loop.done} items of this epoch were trained on before the stop, and are skipped")
             if loop.taken < skip:
-                say(f"continue_epoch: expected at least {skip} items. Has the data changed, or the batch size?")
+                say(f"continue_epoch: expected at least {skip} items. Did the data or the batch size change?")
             for item in rest:
                 skipped.clear()
                 loop.taken += 1
@@ -309,7 +309,9 @@ def _begin() -> ScriptLoop:
     """Connects this rank with the others, as ``clusterddp.init()`` does, but for the process group."""
     global _loop
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("clusterddp.stop_requested() must be called in the main thread: it installs handlers")
+        raise RuntimeError(
+            "clusterddp.stop_requested() must be called in the main thread, because it installs signal handlers"
+        )
     read = settings.of_rank()
     assert read.attempt is not None
     _tell_of_handlers()

@@ -169,7 +169,7 @@ class PerRank:
         if others != sorted(self._parts):
             raise TypeError(
                 f"run(per_rank=...): rank {group.rank} has {_listed(self._parts)}, but rank 0 has {_listed(others)}. "
-                "All ranks save together: pass the same names on every rank"
+                "All ranks save together. Pass the same names on every rank"
             )
 
     def __bool__(self) -> bool:

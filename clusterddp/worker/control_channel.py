@@ -366,7 +366,7 @@ def _obey(order: Mapping[str, Any], on_order: Callable[[Mapping[str, Any]], None
     try:
         on_order(order)
     except Exception as error:
-        say(f"could not carry out the supervisor's order {dict(order)!r:.200}: {error!r}")
+        say(f"could not carry out the supervisor's request {dict(order)!r:.200}: {error!r}")
 
 
 def _order(line: bytes) -> dict[str, Any]:
@@ -455,7 +455,7 @@ def _connect(host: str, port: int, timeout: float) -> socket.socket:
             if time.monotonic() > deadline:
                 raise LauncherEnvironmentError(
                     f"could not connect to the supervisor at {host}:{port} within {timeout:.0f} s ({error}). Every "
-                    "node of a job must be able to reach its first node: check the network and firewalls"
+                    "node of a job must be able to reach its first node. Check the network and firewalls"
                 ) from error
             time.sleep(0.2)
 

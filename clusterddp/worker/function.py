@@ -118,7 +118,7 @@ def function_of(run: RunDirectory, attempt: int, rank: int) -> Path:
     if checkpoint_of(delayed) is None:
         return newest
     if rank == 0:
-        say(f"attempt {before[-1]} ended without a call of checkpoint(). Calling it now")
+        say(f"attempt {before[-1]} ended without calling checkpoint(). Calling it now")
         save_function(begun, pickled(continued(delayed)))
     while begun.name not in os.listdir(begun.parent):  # lists the folder, because a shared disk caches absent files
         time.sleep(0.1)

@@ -163,7 +163,7 @@ def _replaceable(path: Any) -> Path | None:
         return target
     if target.exists() and folder not in _this.swept:
         _this.swept.add(folder)
-        say(f"saves of {target} are not protected, because this user may not create files in {folder}")
+        say(f"saves of {target} are not protected, because this user cannot create files in {folder}")
     return None
 
 
@@ -189,8 +189,8 @@ def _replacing(target: Path) -> Iterator[str]:
     except BaseException as error:
         if _is_full(error, beside):
             say(
-                f"no room to save {target}. A save needs room for the new file beside the old one, which is unchanged. "
-                "Make room, or set `protect_saves: false` to overwrite files in place"
+                f"not enough space to save {target}. A save needs space for the new file in addition to the old one, "
+                "which is unchanged. Free space, or set `protect_saves: false` to overwrite files in place"
             )
         raise
     finally:
