@@ -76,9 +76,9 @@ class RankEnvironment:
 def read(environ: Mapping[str, str]) -> RankEnvironment:
     """Reads this process's rank from the variables that a launcher has set.
 
-    Launchers are tried in this order: torchrun (also inside a Slurm task) and ``clusterddp submit --local``; Open MPI's
-    mpirun; a Slurm step; RANK and WORLD_SIZE set by other means; the shell of a Slurm job, which is an error, as it is
-    not a rank; a single process.
+    Launchers are tried in this order: torchrun (also inside a Slurm task) and ``clusterddp submit --local``, Open MPI's
+    mpirun, a Slurm step, RANK and WORLD_SIZE set by other means, the shell of a Slurm job, and a single process. The
+    shell of a job is an error, because it is not a rank.
 
     Args:
         environ: such as ``os.environ``. It is not changed.

@@ -118,7 +118,7 @@ def export(
 ) -> str:
     """Writes a part of a checkpoint, or all of it, to the file ``target``. Returns the result in words.
 
-    ``part``: None is ``model``, or the only module. ``step``: the checkpoint's; None is the newest. ``keep``: of the
+    ``part``: None is ``model``, or the only module. ``step``: the checkpoint's. None is the newest. ``keep``: of the
     job definition, for the best. A ``.pt`` or ``.pth`` file is for ``torch.load(weights_only=True)``, a
     ``.safetensors`` file for a part whose values are all tensors. Raises UsageError if the file exists or cannot be
     written, CheckpointError if the run has no such checkpoint or part.

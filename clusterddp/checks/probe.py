@@ -3,7 +3,7 @@
 It checks its device and its node alone, and then, with the others, what needs several nodes. It reports each check
 at once to the batch step (``checks/batch_step.py``), over one TCP connection with a JSON object per line:
 
-- it sends the job's token with its rank, host and a reserved port; then checks; then whether it can take part;
+- it sends the job's token with its rank, host and a reserved port. Then checks. Then whether it can take part;
 - it gets its place among those that can (``Place``). It sends more checks, and that it is done;
 - it exits when the connection is closed.
 """

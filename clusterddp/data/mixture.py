@@ -144,7 +144,7 @@ def _planned(given: Sequence[Given]) -> list[Planned]:
 
 
 def _first_difference(one: Sequence[Given], other: Sequence[Given]) -> int | None:
-    """The first position at which two runs of weights differ, or one has a change; None if there is none."""
+    """The first position at which two runs of weights differ, or one has a change. None if there is none."""
     for mine, others in zip_longest(one, other):
         if mine != others:
             return min(change[0] for change in (mine, others) if change is not None)

@@ -167,7 +167,7 @@ _BATCHES = 4
 
 
 class Bucketed(Order):
-    """``lengths``: of each sample; ``buckets``: how many there are at most."""
+    """``lengths``: of each sample. ``buckets``: how many there are at most."""
 
     def __init__(self, lengths: Any, buckets: int) -> None:
         values = array_of(lengths, "lengths")
@@ -332,7 +332,7 @@ class _Table:
         return found
 
     def _in_blocks(self, blocks: Indices) -> Floats:
-        """The weights of all samples in each block; 0 beyond the last sample."""
+        """The weights of all samples in each block. 0 beyond the last sample."""
         found = np.zeros((blocks.size, self._block))
         whole = blocks < len(self._blocks)
         found[whole] = self._weights(self._blocks[blocks[whole]])

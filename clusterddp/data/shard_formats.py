@@ -72,7 +72,7 @@ class Sharded(Dataset[Any]):
 
 
 class Indexed(Sharded):
-    """Samples that are stretches of bytes; the index is memory-mapped, by each worker for itself."""
+    """Samples that are stretches of bytes. The index is memory-mapped, by each worker for itself."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ Read = Callable[[int, int], bytes]
 
 
 class Member(NamedTuple):
-    """A file in an archive. ``start``: of its headers; ``stop``: of its data, without padding."""
+    """A file in an archive. ``start``: of its headers. ``stop``: of its data, without padding."""
 
     name: str
     start: int
@@ -256,7 +256,7 @@ def _text(field: bytes) -> str:
 
 
 def _pax(data: bytes, position: int) -> dict[str, str]:
-    """The records ``LENGTH NAME=VALUE``; zeros end them, as tarfile has it."""
+    """The records ``LENGTH NAME=VALUE``. Zeros end them, as tarfile has it."""
     found, at = {}, 0
     while data[at : at + 1].strip(b"\0"):
         digits = data[at : at + 20].partition(b" ")[0]

@@ -255,7 +255,7 @@ def _no_rows() -> Rows:
 
 
 def _read(path: Path) -> _Found | None:
-    """The index; None if there is none, or it is damaged."""
+    """The index. None if there is none, or it is damaged."""
     try:
         with open(path, "rb") as file, named(str(path)):
             size = file.seek(0, os.SEEK_END)

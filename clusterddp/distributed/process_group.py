@@ -55,7 +55,7 @@ def backend_of(backend: str, device_type: str) -> str:
 
 
 def flight_recorder(version: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that turns on NCCL's flight recorder in this torch; none if the user set one, or it is already on.
+    """The variable that turns on NCCL's flight recorder in this torch. Empty if the user set one, or it is already on.
 
     torch 2.8 renamed it, and warns about the older name.
     """
@@ -172,7 +172,7 @@ class ProcessGroup:
         self.attempt_store.close()
 
     def _refuse_shared_gpu(self, host: str) -> None:
-        """NCCL needs one GPU per rank; with two ranks on one it fails with 'Duplicate GPU detected' at best."""
+        """NCCL needs one GPU per rank. With two ranks on one it fails with 'Duplicate GPU detected' at best."""
         if not self.over_nccl or self.world_size == 1:
             return
         mine = gpu_identity(self.device)

@@ -177,5 +177,5 @@ _ROWS = [(re.compile(row.pattern), row) for row in TABLE]
 
 @functools.lru_cache(maxsize=1024)  # many ranks may have the same error
 def find(text: str) -> ErrorText | None:
-    """The row of an error with this text, ``TYPE: MESSAGE``; None if there is none, as for the script's own errors."""
+    """The row of an error with this text, ``TYPE: MESSAGE``. None if there is none, as for the script's own errors."""
     return next((row for pattern, row in _ROWS if pattern.search(text)), None)

@@ -35,7 +35,7 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
     """Which nodes the next job excludes.
 
     ``lost``: nodes that do not respond now, with precedence if not all can be excluded. ``usable``: the nodes that
-    Slurm could allocate to the job, which needs ``needed`` of them; if too few would remain, none is added.
+    Slurm could allocate to the job, which needs ``needed`` of them. If too few would remain, none is added.
     """
     events = list(events)
     before = left_out(events, now)

@@ -45,7 +45,7 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class NodeFailure:
-    """A failure of a node in a run; ``what`` is the event's own text, such as the error of the rank."""
+    """A failure of a node in a run. ``what`` is the event's own text, such as the error of the rank."""
 
     time: float
     node: str
@@ -128,7 +128,7 @@ def by_node(failures: Iterable[NodeFailure]) -> dict[str, list[NodeFailure]]:
 
 
 def weight(failures: Sequence[NodeFailure], now: float) -> float:
-    """What the newest failures of two different runs within a day of each other weigh together; 0 if there are none."""
+    """What the newest failures of two different runs within a day of each other weigh together. 0 if there are none."""
     newest: dict[str, NodeFailure] = {}
     for failure in sorted(failures, key=lambda failure: failure.time, reverse=True):
         newest.setdefault(failure.run, failure)

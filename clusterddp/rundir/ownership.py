@@ -72,7 +72,7 @@ def check_own(path: Path, closed: bool = False) -> None:
 
 
 def why_foreign(path: Path, instead: str, closed: bool = False) -> str | None:
-    """The message of ``check_own``; None if the path passes. ``instead``: the remedy if it belongs to a different
+    """The message of ``check_own``. None if the path passes. ``instead``: the remedy if it belongs to a different
     user."""
     try:
         status = path.stat()
@@ -144,7 +144,7 @@ def _delete(name: str, folder: int) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """The bytes in a folder's files; links are not followed."""
+    """The bytes in a folder's files. Links are not followed."""
     return sum(
         os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_size
         for _, _, files, descriptor in os.fwalk(folder)

@@ -232,7 +232,7 @@ def on_skipped(state: State, values: Mapping[str, Any]) -> State:
 
 
 def _profile(state: State, request: Request, now: float) -> Step:
-    """Has ranks record a profile from their next step boundary on; only one request at a time."""
+    """Has ranks record a profile from their next step boundary on. Only one request at a time."""
     steps = request.values.get("steps")
     try:
         asked = _wanted(state, request)

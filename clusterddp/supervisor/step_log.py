@@ -75,7 +75,7 @@ class StepLog:
             say(f"could not follow the steps in rank 0's output ({error})")
 
     def _steps_in(self, line: str) -> list[int]:
-        """The last step in a line, as a list; empty if there is none."""
+        """The last step in a line, as a list. Empty if there is none."""
         found = [match[1] for match in self._pattern.finditer(line)]
         digits = (found[-1] or "").replace(",", "").replace("_", "") if found else ""
         return [int(digits)] if digits.isdecimal() and len(digits) <= 18 else []

@@ -30,7 +30,7 @@ Randomness = Literal["step", "user"]
 
 @dataclass(frozen=True)
 class Given:
-    """What the script gave to ``ctx.run()``. ``parts`` are saved and restored by name; ``per_rank`` is each rank's own.
+    """What the script gave to ``ctx.run()``. ``parts`` are saved and restored by name. ``per_rank`` is each rank's own.
 
     ``warm_start`` loads the weights to start from, unless the run resumes.
     """

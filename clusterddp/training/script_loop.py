@@ -52,7 +52,7 @@ class EpochItems:
 
     @property
     def done(self) -> int | None:
-        """The items of this epoch that have been trained on, in this attempt or before; None outside of an epoch.
+        """The items of this epoch that have been trained on, in this attempt or before. None outside of an epoch.
 
         Also None if two loops take turns, as in ``zip``, because the one that continues ignores the other.
         """
@@ -211,8 +211,8 @@ def stop_requested() -> bool:
 
     Returns False in a process that no ``clusterddp submit`` has started, unless ``clusterddp.init()`` was called.
 
-    Raises RuntimeError outside the main thread; LauncherEnvironmentError when rank 0 cannot be reached at the first
-    call; ClusterddpError when a stop was requested and rank 0 is lost.
+    Raises RuntimeError outside the main thread. LauncherEnvironmentError when rank 0 cannot be reached at the first
+    call. ClusterddpError when a stop was requested and rank 0 is lost.
 
     Example::
 

@@ -55,7 +55,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Values:
-    """The dict or dataclass instance that the script gave, and may change at any time; None if there is none.
+    """The dict or dataclass instance that the script gave, and may change at any time. None if there is none.
 
     Raises TypeError for anything else, and for a value that a checkpoint cannot hold.
     """
@@ -152,7 +152,7 @@ SPLIT = "load_state_dicts"
 
 
 class PerRank:
-    """The parts of ``ctx.run(per_rank=...)``; false if there are none. Made by all ranks together.
+    """The parts of ``ctx.run(per_rank=...)``. False if there are none. Made by all ranks together.
 
     Raises TypeError for a part without a state, and for names that differ from rank 0's.
     """

@@ -357,7 +357,7 @@ class StepTimes:
 
 
 def _doing(step: _Step, clock: Clock) -> str | None:
-    """Whether a device that is in this step does its OWN work there or WAITs; None if it has passed all marks."""
+    """Whether a device that is in this step does its OWN work there or WAITs. None if it has passed all marks."""
     late = len(step.waits) if step.late is None else step.late
     in_order = [(step.asked, OWN), (step.begun, OWN)]
     in_order += [(mark, WAIT if number % 2 else OWN) for number, mark in enumerate(step.waits)]

@@ -1,6 +1,6 @@
 """A launched Python function: ``python -m clusterddp.worker -m clusterddp.function`` on every rank.
 
-The function is pickled in the run's ``private/function.pkl``; the return value of each rank is written next to the
+The function is pickled in the run's ``private/function.pkl``. The return value of each rank is written next to the
 rank's record. Unpickling executes code, so a file is loaded only if no other user can have written it.
 
 The ``checkpoint()`` of a callable (submitit's contract) is called on a preemption or a near time limit as submitit

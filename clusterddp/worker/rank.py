@@ -164,7 +164,7 @@ def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
-    """Joins the supervisor and sets torchrun's environment; returns the socket that reserves rank 0's port.
+    """Joins the supervisor and sets torchrun's environment. Returns the socket that reserves rank 0's port.
 
     Has no effect if a stop signal arrives before all ranks have joined.
     """
