@@ -171,8 +171,8 @@ class Attempt:
         self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
         for write in (
             partial(self._record_address, token),
-            self._tell_notice,
             self._record_start,
+            self._tell_notice,  # a busy controller may take minutes, in which the history must not be empty
             lambda: self._history.add("own_resume", **resumed) if resumed else None,
             lambda: self._start("launcher", self._wait),  # so that the start is recorded before the end
         ):

@@ -256,6 +256,15 @@ class Disk:
         self.nodes[_above(new)].names[_name(new)] = None
         self._change(new)
 
+    def write_in_place(self, path: Path, data: bytes, seconds: float) -> None:
+        """As a script does: whoever opens the file meanwhile finds a part of it, and so it stays if the script dies."""
+        self._step(path, write=True)
+        node = self.nodes.get(str(path)) or self._add(str(path))
+        node.data, node.changed = data[: len(data) // 2], self.world.now
+        self.world.sleep(seconds)
+        self._step(path, write=True)
+        node.data, node.changed = data, self.world.now
+
     def write_json(self, path: Path, value: Mapping[str, Any], mode: int | None = None) -> None:
         """As in files.py."""
         self.write_atomically(path, json.dumps(value), mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -11,10 +12,11 @@ from typing import Any
 
 from clusterddp.cli import tell
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
-from clusterddp.jobdef.job import Job, Watchdog
+from clusterddp.jobdef.job import Done, Job, Resume, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends
+from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends, submission
 from clusterddp.slurm import commands
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
@@ -22,7 +24,8 @@ from clusterddp.supervisor.controller import SlurmController
 from tests.simulation import product
 from tests.simulation.disk import Disk
 from tests.simulation.invariants import Invariants
-from tests.simulation.ranks import Cluster, Launcher, Rank, Script
+from tests.simulation.memory import NODES, Memory
+from tests.simulation.ranks import MARK, OWN, Cluster, Launcher, Rank, Script
 from tests.simulation.slurm import HAS_NODES, Batch, Settings, Slurm
 from tests.simulation.world import Process, World
 
@@ -74,6 +77,8 @@ class Plan:
     watchdog: bool = False
     waits: bool = False
     skew: tuple[str, float] | None = None
+    #: Whether other runs have failed on nodes.
+    memory: bool = False
     faults: tuple[Fault, ...] = ()
 
 
@@ -94,7 +99,7 @@ TROUBLE = ("answers lost", "answers lost", "controller slow", "controller away")
 def drawn(seed: int) -> Plan:
     """The plan of a seed. Swarm testing: which kinds of faults may come is drawn first."""
     draw = random.Random(seed)
-    kinds = [kind for kind in FAULTS if kind != "drain" and draw.random() < SHARE.get(kind, 0.4)] or ["preempt"]
+    kinds = [kind for kind in FAULTS if kind not in APART and draw.random() < SHARE.get(kind, 0.4)] or ["preempt"]
     script = Script(
         steps=draw.choice((4, 6, 10)),
         step_s=draw.choice((1.0, 3.0, 7.0)),
@@ -123,7 +128,7 @@ def drawn(seed: int) -> Plan:
     outlives = seed % 8 == 4
     if outlives:
         faults = with_lost_nodes(faults, length, random.Random(-seed))
-    return Plan(
+    plan = Plan(
         seed,
         settings,
         script,
@@ -143,6 +148,37 @@ def drawn(seed: int) -> Plan:
         skew=draw.choice((None, None, ("n1", 3.0), ("login", -20.0), ("n2", 40.0))),
         faults=tuple(faults),
     )
+    return with_more(plan, length, random.Random(f"more {seed}"))
+
+
+def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
+    """What is drawn apart, so that it leaves the other histories as they are."""
+    more: list[str] = []
+    settings = replace(plan.settings, min_age_s=draw.choice((math.inf, math.inf, 300.0)))
+    if draw.random() < 0.1:
+        settings = replace(settings, by_qos=True)
+        more += ["accounting away"] * draw.choice((0, 1, 1, 2))
+    memory = draw.random() < 0.12
+    if memory:
+        settings = replace(settings, nodes=NODES)
+        more += ["another run fails"] * draw.choice((0, 1, 3))
+    script = replace(plan.script, **_of_script(plan.script, draw))
+    faults = [*plan.faults, *(Fault(length * 1.5 * draw.random(), kind, draw.getrandbits(32)) for kind in more)]
+    return replace(
+        plan,
+        settings=settings,
+        memory=memory,
+        script=script,
+        # To a clock that is ahead by more than the run has lasted, the script's files are older than the run.
+        skew=None if script.marks or script.own else plan.skew,
+        faults=tuple(sorted(faults, key=lambda fault: fault.at)),
+    )
+
+
+def _of_script(script: Script, draw: random.Random) -> dict[str, Any]:
+    """One script in ten has a mark, some of which end early; one in ten saves in its own format."""
+    marks, own = draw.random() < 0.1, draw.random() < 0.1 and not script.alone
+    return {"marks": marks, "stint": draw.choice((0, 3, 4)) if marks else 0, "own": own}
 
 
 def in_bursts(faults: Iterable[Fault], draw: random.Random) -> list[Fault]:
@@ -211,8 +247,11 @@ class History:
             watchdog=Watchdog(step_s=HUNG_S, start_s=4 * HUNG_S) if plan.watchdog else None,
             hook=("tell-me",) if plan.hook else (),
             policy=plan.policy,  # type: ignore[arg-type]
+            done=Done(f"{{run_dir}}/{MARK}") if plan.script.marks else None,
+            resume=Resume((f"{{run_dir}}/{OWN}/*.pt",)) if plan.script.own else None,
         )
         self.run = RunDirectory(RUN)
+        self.memory = Memory(self)
         self.invariants = Invariants(self)
         self.world.on_crash = self._on_crash
         self._users = 0
@@ -225,10 +264,18 @@ class History:
         """Plays until the run is over and quiet, or the bound has passed."""
         world, plan = self.world, self.plan
         product.use(world, self.slurm, self.cluster, self.disk)
-        for folder in (RUN, RUN / "checkpoints", RUN / "logs", RUN / "private"):
+        for folder in (
+            RUN,
+            RUN / "checkpoints",
+            RUN / "logs",
+            RUN / "private",
+            *([RUN / OWN] if plan.script.own else []),
+        ):
             self.disk.make_folder(folder)
         for name in ("job.yaml", "job.sbatch"):
             self.disk.write_atomically(RUN / name, "x")
+        if plan.memory:
+            self.memory.begin(random.Random(-plan.seed))
         for node in self.disk.nodes.values():
             node.created = -1e9
         self.user("submit", self._begin)
@@ -325,7 +372,8 @@ class History:
             self.invariants.submitted()
             if self.run.outcome() is not None:
                 self.disk.remove(self.run.outcome_file)
-            job_id = commands.submit(self.run.batch_script, timeout_s=None)
+            nodes = submission.nodes_to_avoid(self.run, self.job) if self.plan.memory else []
+            job_id = commands.submit(self.run.batch_script, *exclusion.option(None, nodes), timeout_s=None)
             lease.submitted(self.run, job_id if job_id in self.slurm.jobs else f"{job_id}_0")
         return 0
 
@@ -567,7 +615,15 @@ def _limited(history: History, draw: random.Random) -> None:
     history.slurm.limited_until = history.world.now + draw.choice((20.0, 300.0))
 
 
-#: What can happen, by name. Draining is drawn for jobs that outlive their nodes.
+def _another_run_fails(history: History, draw: random.Random) -> None:
+    history.memory.strike(draw)
+
+
+def _accounting_away(history: History, draw: random.Random) -> None:
+    history.slurm.unaccounted_until = history.world.now + draw.choice((20.0, 600.0))
+
+
+#: What can happen, by name.
 FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "preempt": _preempt,
     "suspend": _suspend,
@@ -593,7 +649,11 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "hang": _hang,
     "kill a command": _kill_command,
     "drain": _drain,
+    "another run fails": _another_run_fails,
+    "accounting away": _accounting_away,
 }
+#: What is drawn in certain histories only, each by its own rule.
+APART = {"drain", "another run fails", "accounting away"}
 
 
 def play(seed_or_plan: int | Plan, traced: bool = False) -> Result:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import WAITED
 from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
 from clusterddp.slurm.cause import Cause
-from tests.simulation.ranks import Rank, sample_of, trained
+from tests.simulation.ranks import MARK, Rank, sample_of, trained
 from tests.simulation.slurm import HAS_NODES, REGISTERS_S, Batch
 from tests.simulation.world import EPOCH, Process
 
@@ -50,6 +50,8 @@ HARMLESS = frozenset(
             "prune",
             "hang",
             "kill a command",
+            "another run fails",
+            "accounting away",
         ),
     )
 )
@@ -85,6 +87,12 @@ class Trained:
     since: float
     resumed: int
     reached: int
+
+
+def server_of(rank: Rank) -> Process:
+    """The supervisor that a rank has joined."""
+    assert rank.server is not None
+    return rank.server.process
 
 
 class Invariants:
@@ -221,6 +229,8 @@ class Invariants:
         hidden = hidden or (over is not None and restored is not None and restored.created < over.created)
         if (outcome := self.outcome()) is not None and outcome["state"] == "completed" and not hidden:
             self._violated("I10", f"attempt {number} trains, and the run has completed")
+        if self._is_done_before(number, server_of(rank)):
+            self._violated("I10", f"attempt {number} trains, and the mark of `done` is there")
         if self._is_held(number):
             self._violated("I9", f"attempt {number} trains, and the run was stopped by `clusterddp tell stop`")
         if self._marked:
@@ -236,9 +246,16 @@ class Invariants:
                 and self._counts(saved.attempt, saved.at)
             ):
                 self._violated("I4", f"attempt {number} resumes at step {step}, and {saved.step} was committed before")
-        server = rank.server
-        assert server is not None
-        self.attempts[number] = Trained(number, server.process, rank.step._batch.id, self._world.now, step, step)
+        self.attempts[number] = Trained(number, server_of(rank), rank.step._batch.id, self._world.now, step, step)
+
+    def _is_done_before(self, number: int, supervisor: Process) -> bool:
+        """Whether the script had written its mark long before this attempt was begun, by a supervisor that never
+        stood still."""
+        mark = self._history.disk.nodes.get(f"{self._history.run.path}/{MARK}")
+        seen = {fault.kind for fault in self._history.plan.faults}.isdisjoint(("disk errors",))
+        if mark is None or not seen or supervisor.stopped_until:
+            return False
+        return self._claimed_at(number) > mark.created + self._lag_s + 2 * SLOW_S
 
     @property
     def _lag_s(self) -> float:
@@ -266,6 +283,10 @@ class Invariants:
             elif self._cancelled_at is not None and self._could_not_know(who):
                 self.windows += 1
                 self._cancelled_at = None  # the known window: nobody can tell any more
+        elif what == "submit":
+            if self._history.plan.memory:
+                for wrong in self._history.memory.submitted(job, self.events()):
+                    self._violated("nodes", wrong)
         elif what == "revoked":
             self._violated("hold", f"job {job.id} was released within a second of its requeue, and failed")
         elif what == "start" and self._is_unneeded(job):
@@ -471,6 +492,12 @@ class Invariants:
             self._violated("I5", "the run completed without its last checkpoint")
         elif saved[-1].weights != weights_after(steps) or saved[-1].samples != tuple(map(sample_of, range(steps))):
             self._violated("I3", "the final weights are not those of an uninterrupted run")
+        if (
+            script := self._history.plan.script
+        ).marks and f"{self._history.run.path}/{MARK}" not in self._history.disk.nodes:
+            self._violated("done", "the run completed, and the mark of `done` is missing")
+        if script.own:
+            return
         folder = self._history.disk.nodes[f"{self._history.run.path}/checkpoints"]
         if not any(name.startswith(f"step-{steps:012}") for name in folder.names):
             self._violated("I5", "the last checkpoint was deleted")

@@ -9,6 +9,7 @@ the control server, and what ``NAMED`` lists, which is no part of the protocol. 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import gc
 import importlib
 import io
@@ -34,16 +35,16 @@ from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import claims, files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends
+from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends, submission
 from clusterddp.slurm import commands
-from clusterddp.supervisor import attempt, controller, hook, lease, main, recovery
+from clusterddp.supervisor import attempt, controller, done, hook, lease, main, own_checkpoints, recovery
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
 from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (cancellation, run_ends, resubmission, requeue_command, tell, claims, hook, recovery)
+LOADED = (submission, cancellation, run_ends, resubmission, requeue_command, tell, claims, hook, recovery)
 #: Packages whose modules run in the simulated world.
 ROOMS = (
     "supervisor",
@@ -212,6 +213,37 @@ def _unreachable(run: object, *_: object) -> Iterator[dict[str, Any]]:
     raise RunDirectoryError(f"{run}: its supervisor cannot be reached")
 
 
+def _paths(pattern: str, recursive: bool = False) -> list[str]:
+    """``glob.glob``, which takes a file that it cannot look at for a missing one."""
+    disk, (folder, _, name) = _now.disk, pattern.rpartition("/")
+    try:
+        return [f"{folder}/{each}" for each in disk.names_in(Path(folder)) if fnmatch.fnmatch(each, name)]
+    except OSError:
+        return []
+
+
+def _is_too_old(path: Path, since: float) -> str | None:
+    """For ``done``: the script's mark is empty."""
+    try:
+        return "it is older than this run" if _now.disk.status(path).st_mtime < since else None
+    except OSError as error:
+        return str(error.strerror)
+
+
+def _match(path: str) -> own_checkpoints._Match | None:
+    try:
+        return own_checkpoints._Match(path, int(_now.disk.status(Path(path)).st_mtime * 1e9))
+    except OSError:
+        return None
+
+
+def _why_incomplete(path: str) -> str | None:
+    try:
+        return None if _now.disk.read_bytes(Path(path)).endswith(b"}") else "truncated"
+    except OSError as error:
+        return str(error.strerror)
+
+
 #: What is left out: git's state of the code, its snapshot, old logs, when slurmstepd began, who owns
 #: files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
 NAMED: tuple[tuple[Any, str, Any], ...] = (
@@ -231,6 +263,12 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (main, "delete_old_logs", lambda *_: None),
     (controller, "batch_step_began", lambda: _current["time"].time()),
     (lease, "owner_of", lambda _: "ddp"),
+    (done, "glob", SimpleNamespace(glob=_paths)),
+    (done, "_why_not", _is_too_old),
+    (own_checkpoints, "glob", SimpleNamespace(glob=_paths)),
+    (own_checkpoints, "_match", _match),
+    (own_checkpoints, "why_incomplete", _why_incomplete),
+    (own_checkpoints, "_content", lambda path: hash(path)),
 )
 
 
