@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from clusterddp.rundir.files import finite
-from tests.simulation.world import EPOCH, Killed, World
+from tests.simulation.world import EPOCH, Killed, Process, World
 
 #: What `remembered` functions do not read: checkpoints, and files that grow with each step.
 UNSEEN, UNREAD = "/checkpoints/", ("/metrics.jsonl", "/timing.jsonl")
@@ -64,6 +64,8 @@ class Disk:
         #: Until when operations fail, with which error, and how many of a hundred.
         self.broken: tuple[float, int, int] = (0.0, 0, 0)
         self._temporary = 0
+        #: Who holds a file's lock.
+        self.locks: dict[str, Process | None] = {}
         #: Counts the changes of what `remembered` functions read: claims, other files, and what is added to these.
         self.changes = [0, 0, 0]
         #: What they found, at which number of changes, in how many steps, and when the first folder was looked into.

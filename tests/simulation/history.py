@@ -21,7 +21,7 @@ from clusterddp.slurm import commands
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
 from clusterddp.supervisor.controller import SlurmController
-from tests.simulation import product
+from tests.simulation import product, sweeps
 from tests.simulation.disk import Disk
 from tests.simulation.invariants import Invariants
 from tests.simulation.memory import NODES, Memory
@@ -79,6 +79,8 @@ class Plan:
     skew: tuple[str, float] | None = None
     #: Whether other runs have failed on nodes.
     memory: bool = False
+    #: Whether the run is the only member of a sweep.
+    sweep: bool = False
     faults: tuple[Fault, ...] = ()
 
 
@@ -155,6 +157,7 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
     """What is drawn apart, so that it leaves the other histories as they are."""
     more: list[str] = []
     settings = replace(plan.settings, min_age_s=draw.choice((math.inf, math.inf, 300.0)))
+    more += ["fork"] * draw.choice((0, 0, 0, 0, 0, 0, 0, 1))
     if draw.random() < 0.1:
         settings = replace(settings, by_qos=True)
         more += ["accounting away"] * draw.choice((0, 1, 1, 2))
@@ -168,6 +171,7 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
         plan,
         settings=settings,
         memory=memory,
+        sweep=plan.array and draw.random() < 0.5,
         script=script,
         # To a clock that is ahead by more than the run has lasted, the script's files are older than the run.
         skew=None if script.marks or script.own else plan.skew,
@@ -228,7 +232,7 @@ class History:
         self.disk.begin(self.world, plan.lag_s, plan.slow)
         self.slurm = Slurm(self.world, plan.settings, self._launch)
         self.slurm.nodes_needed, self.slurm.time_limit_s = plan.job_nodes, plan.time_limit_s
-        self.slurm.array = plan.array
+        self.slurm.array = plan.array and not plan.sweep
         self.slurm.nodes_needed += plan.spare_nodes
         self.slurm.no_kill = bool(plan.spare_nodes or plan.min_nodes)
         self.cluster = Cluster(self.world, self.slurm, self.disk, plan.script)
@@ -352,9 +356,13 @@ class History:
 
     def _is_submitted(self) -> bool:
         try:
+            if self.plan.sweep:
+                return sweeps.submit(self) == 0
             self._submit()
-        except (SlurmError, OSError) as error:
+        except (ClusterddpError, OSError) as error:
             self.world.tell(self.world.process.name, str(error))
+            if self.plan.sweep:  # the same command settles what became of the array
+                return False
         return bool(self.slurm.jobs)  # none if another command was just submitting it, in vain
 
     def _submit(self) -> int:
@@ -482,7 +490,11 @@ def _cancel(history: History, draw: random.Random) -> None:
 
 
 def _submit_again(history: History, draw: random.Random) -> None:
-    history.user("submit", history._submit)
+    if history.plan.sweep:
+        retry = draw.choice(((), ("failed",), ("failed", "cancelled")))
+        history.user("submit", lambda: sweeps.submit(history, retry))
+    else:
+        history.user("submit", history._submit)
 
 
 def _lose_node(history: History, draw: random.Random) -> None:
@@ -619,6 +631,10 @@ def _another_run_fails(history: History, draw: random.Random) -> None:
     history.memory.strike(draw)
 
 
+def _fork(history: History, draw: random.Random) -> None:
+    history.user("fork", lambda: sweeps.fork_run(history, draw.getrandbits(16)))
+
+
 def _accounting_away(history: History, draw: random.Random) -> None:
     history.slurm.unaccounted_until = history.world.now + draw.choice((20.0, 600.0))
 
@@ -651,9 +667,10 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "drain": _drain,
     "another run fails": _another_run_fails,
     "accounting away": _accounting_away,
+    "fork": _fork,
 }
 #: What is drawn in certain histories only, each by its own rule.
-APART = {"drain", "another run fails", "accounting away"}
+APART = {"drain", "another run fails", "accounting away", "fork"}
 
 
 def play(seed_or_plan: int | Plan, traced: bool = False) -> Result:

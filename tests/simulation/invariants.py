@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import WAITED
 from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from tests.simulation.ranks import MARK, Rank, sample_of, trained
 from tests.simulation.slurm import HAS_NODES, REGISTERS_S, Batch
@@ -52,6 +53,7 @@ HARMLESS = frozenset(
             "kill a command",
             "another run fails",
             "accounting away",
+            "fork",
         ),
     )
 )
@@ -159,6 +161,17 @@ class Invariants:
         """Whether a user has stopped the run by ``tell stop`` in an earlier attempt, and not submitted it since."""
         asked = (event for event in self.events() if event["event"] == "requested" and event["request"] == "stop")
         return any(self._submitted_after < event["attempt"] < number for event in asked)
+
+    def forked(self, into: RunDirectory, begun: float) -> None:
+        """``submit --fork``, begun at this time, has copied a checkpoint into a new run."""
+        nodes, cluster = self._history.disk.nodes, self._history.cluster
+        names = list(nodes[str(into.checkpoints)].names)
+        state = _loaded(nodes[f"{into.checkpoints}/{names[0]}"].data)
+        if len(names) != 1 or state["weights"] != weights_after(state["step"]):
+            self._violated("I5", f"{into.path.name} begins with {names}")
+        saved = [each for each in cluster.committed if each.at < begun - self._lag_s - SLOW_S]
+        if saved and saved[0].attempt == cluster.committed[-1].attempt and state["step"] < saved[-1].step:
+            self._violated("I4", f"{into.path.name} begins at step {state['step']}, and {saved[-1].step} was committed")
 
     def asked_to_save(self, at: float, code: int) -> None:
         """``tell save``, begun at this time, has ended with this exit code."""

@@ -38,6 +38,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends, submission
 from clusterddp.slurm import commands
 from clusterddp.supervisor import attempt, controller, done, hook, lease, main, own_checkpoints, recovery
+from tests.simulation import sweeps
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
 from tests.simulation.slurm import Slurm
@@ -183,6 +184,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield commands, "require", lambda *_: None
     yield attempt, "ControlServer", lambda *args: Server(_now.cluster, *args)
     yield from NAMED
+    yield from sweeps.patches(_now)
     yield from _remembered()
 
 

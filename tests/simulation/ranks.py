@@ -554,9 +554,9 @@ class Rank:
     def _restore(self, store: Checkpoints) -> dict[str, Any]:
         if self.cluster.script.own:
             path = self.step.environment.get(CHECKPOINT)
-            found = json.loads(self.cluster.disk.read_bytes(Path(path))) if path else None
-            parent = found and {"attempt": found["attempt"], "step": found["step"]}
-            return {"step": 0, "weights": "0", "samples": (), **(found or {}), "parent": parent}
+            saved: dict[str, Any] = json.loads(self.cluster.disk.read_bytes(Path(path))) if path else {}
+            parent = {"attempt": saved["attempt"], "step": saved["step"]} if saved else None
+            return {"step": 0, "weights": "0", "samples": (), **saved, "parent": parent}
         found: Checkpoint | None = next(iter(store.candidates()), None)
         if found is None:
             store.record_resume(None)

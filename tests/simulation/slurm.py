@@ -279,7 +279,7 @@ class Slurm:
         if settings.release == "26.05":
             expires = f"AuthInfo = cred_expire=119\nSchedulerParameters = requeue_delay={settings.hold_s - 1}"
         return (
-            f"{expires}\nKillWait = {settings.kill_wait_s} sec\n"
+            f"{expires}\nMaxArraySize = 1001\nKillWait = {settings.kill_wait_s} sec\n"
             f"PreemptType = preempt/{'qos' if settings.by_qos else 'partition_prio'}\nPreemptMode = {settings.mode}\n"
         )
 
@@ -304,8 +304,9 @@ class Slurm:
         words = dict(option.removeprefix("--").partition("=")[::2] for option in options)
         job_id = str(self._next_id)
         is_task = self.array and not self.jobs
+        of_sweep = script.endswith("array.sbatch")
         job = Batch(
-            f"{job_id}_0" if is_task else job_id,
+            f"{job_id}_0" if is_task or of_sweep else job_id,
             self.nodes_needed,
             self.time_limit_s,
             self.world.now,
