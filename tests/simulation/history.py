@@ -161,7 +161,7 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
     if draw.random() < 0.1:
         settings = replace(settings, by_qos=True)
         more += ["accounting away"] * draw.choice((0, 1, 1, 2))
-    memory = draw.random() < 0.12
+    memory = draw.random() < 0.08
     if memory:
         settings = replace(settings, nodes=NODES)
         more += ["another run fails"] * draw.choice((0, 1, 3))
@@ -171,7 +171,7 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
         plan,
         settings=settings,
         memory=memory,
-        sweep=plan.array and draw.random() < 0.5,
+        sweep=plan.array and draw.random() < 0.3,
         script=script,
         # To a clock that is ahead by more than the run has lasted, the script's files are older than the run.
         skew=None if script.marks or script.own else plan.skew,
@@ -180,8 +180,8 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
 
 
 def _of_script(script: Script, draw: random.Random) -> dict[str, Any]:
-    """One script in ten has a mark, some of which end early; one in ten saves in its own format."""
-    marks, own = draw.random() < 0.1, draw.random() < 0.1 and not script.alone
+    """One script in twenty has a mark, and most of these end early. One in twelve saves in its own format."""
+    marks, own = draw.random() < 0.05, draw.random() < 0.08 and not script.alone
     return {"marks": marks, "stint": draw.choice((0, 3, 4)) if marks else 0, "own": own}
 
 

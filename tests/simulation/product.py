@@ -9,6 +9,7 @@ the control server, and what ``NAMED`` lists, which is no part of the protocol. 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fnmatch
 import gc
 import importlib
@@ -189,10 +190,12 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
 
 
 class _Call:
-    """A call of the user's hook: ``subprocess.Popen`` for the product. Some fail, and some never end."""
+    """A call of the user's hook: ``subprocess.Popen`` for the product. Some cannot start, fail, or never end."""
 
     def __init__(self, command: object, env: Mapping[str, str], **_: object) -> None:
         world: World = _now.world
+        if world.random.random() < 0.08:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "tell-me")
         self._world, self._attempt, self.pid, self.returncode = world, env[ATTEMPT], world.next_pid(), 0
         self._lasts_s = world.random.choice((0.1, 0.1, 5.0, 1e6))
 
