@@ -852,7 +852,7 @@ class Excluded(Event):
     def sentence(self) -> str:
         times = f"{' and '.join(map(str, self.failures))} {'time' if self.failures == [1] else 'times'}"
         be = "is" if len(self.nodes) == 1 else "are"
-        return f"{' and '.join(self.nodes)} failed this run {times} and {be} excluded from its jobs for 24 hours"
+        return f"{' and '.join(self.nodes)} failed {times} in this run and {be} excluded from its jobs for 24 hours"
 
 
 class NotExcluded(Event):

@@ -264,9 +264,9 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
 def _wrong_path(pattern: str) -> str | None:
     """Why a pattern of the script's files never matches."""
     if pattern.startswith("~"):
-        return "'~' is not expanded. Write the whole path"
+        return "'~' is not expanded. Write the full path"
     if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\}?)", pattern):
-        return f"{variable[0]!r} is not expanded. Write the whole path"
+        return f"{variable[0]!r} is not expanded. Write the full path"
     if why := program.wrong_placeholder(pattern, ["run_dir"], only=True):
         return why
     if "[" in re.sub(r"\[!?\]?[^]]*\]", "", pattern):

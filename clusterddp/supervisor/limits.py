@@ -122,7 +122,7 @@ def doubt(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
     begin = f"unconfirmed: the script exited with code 0 after {duration(ran[attempt])}"
     if any(_made_steps(by_attempt[number]) for number in [*before, attempt]):
         idle = not _made_steps(by_attempt[attempt])
-        return f"{begin} without making a step, although an earlier attempt made some" if idle else None
+        return f"{begin} without completing a step, although an earlier attempt completed some" if idle else None
     last = max(before)
     if ran[attempt] >= SHORT * ran[last]:
         return None

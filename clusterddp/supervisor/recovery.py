@@ -225,7 +225,7 @@ class Recovery:
             suspects = {event.get("suspect") for event in self._history.events if event["attempt"] == self._number}
             for node in exclusion.failed(self._history.events, now):
                 if node in suspects:
-                    leave.setdefault(node, "failed this run repeatedly")
+                    leave.setdefault(node, "failed repeatedly in this run")
             for end in self._ends:
                 if end.death is not None and end.death.not_started:
                     leave.setdefault(state.node_of(end.rank), "does not start its ranks")

@@ -360,7 +360,8 @@ def _stop_late(state: State, waiting: Pending) -> Step:
         return state, []
     text = (
         "no rank has confirmed the request yet. It stays in force. The script is still starting, or it does not use "
-        "clusterddp: then it stops only at its end, unless its job definition has `stop: {signal: ...}`"
+        "clusterddp. A script without clusterddp stops only at its end, unless its job definition has `stop: "
+        "{signal: ...}`"
     )
     return state, [Answer(waiting.request.client, {"news": text}, last=False)]
 

@@ -117,7 +117,7 @@ def test_a_node_whose_rank_fails_twice_is_left_for_the_spare_one(
         training.wait_for_attempt(attempt + 1)
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
-    assert reasons(training) == ["node n2 failed this run repeatedly: the ranks continue on the spare node n3"]
+    assert reasons(training) == ["node n2 failed repeatedly in this run: the ranks continue on the spare node n3"]
 
 
 @pytest.mark.product

@@ -185,7 +185,7 @@ def test_after_two_failures_of_a_node_all_ranks_restart_without_it(
     events = {event["event"]: event for event in run.events()}
     assert (events["started"]["ranks"], events["started"]["aside"], events["moved"]["aside"]) == (ranks, ["n2"], ["n2"])
     assert events["excluded"]["nodes"] == ["n2"]
-    assert (sentence(events["moved"]) or "").startswith("attempt 1: node n2 failed this run repeatedly: the r")
+    assert (sentence(events["moved"]) or "").startswith("attempt 1: node n2 failed repeatedly in this run: the r")
 
 
 @pytest.mark.parametrize(
