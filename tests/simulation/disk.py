@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from json.encoder import c_make_encoder
+from json.encoder import c_make_encoder  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -135,8 +135,8 @@ class Disk:
 
     def _seen(self, path: str) -> Node | None:
         """What the calling node sees there."""
-        node, thread = self.nodes.get(path), self.world.thread
-        if not self.lag_s or thread is None:
+        node = self.nodes.get(path)
+        if not self.lag_s or (thread := self.world.thread) is None:
             return node
         here = thread.process.node
         looked = self._looked_at(here, _above(path))

@@ -219,6 +219,8 @@ class Invariants:
         # Or it stood still, once it had looked for a newer attempt and restored.
         restored = self._history.disk.nodes.get(str(self._history.run.resume_record(number)))
         hidden = hidden or (over is not None and restored is not None and restored.created < over.created)
+        stood_until = rank.process.stopped_until
+        hidden = hidden or (over is not None and over.created < stood_until and self._world.now < stood_until + SLOW_S)
         if (outcome := self.outcome()) is not None and outcome["state"] == "completed" and not hidden:
             self._violated("I10", f"attempt {number} trains, and the run has completed")
         if self._is_held(number):

@@ -61,7 +61,7 @@ ROOMS = (
 #: The cluster's name.
 CLUSTER = "sim"
 #: Histories between two collections of garbage.
-COLLECTED = 200
+COLLECTED = 1000
 #: Modules of the standard library that are replaced wherever a module of these packages has imported them.
 _MODULES = {
     name: importlib.import_module(name) for name in ("time", "queue", "threading", "random", "secrets", "socket", "os")
@@ -213,8 +213,8 @@ def _unreachable(run: object, *_: object) -> Iterator[dict[str, Any]]:
     raise RunDirectoryError(f"{run}: its supervisor cannot be reached")
 
 
-#: What is left out: git's state of the code, its snapshot, old logs, when slurmstepd began, who owns
-#: files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
+#: What is left out: git's state of the code, its snapshot, the ranks' command line, old logs, when slurmstepd began,
+#: who owns files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
 NAMED: tuple[tuple[Any, str, Any], ...] = (
     (requests, "ask", lambda *args: _now.cluster.ask(*args)),
     (requests, "_through_a_step", _unreachable),
@@ -228,6 +228,7 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (pruning.code_snapshot, "unused", lambda _: []),
     (Checkpoint, "verify", lambda self: _now.disk.read_bytes(self.path)),
     (attempt, "code_state", lambda *_: {}),
+    (attempt, "rank_command", lambda *_: []),
     (attempt, "code_snapshot", SimpleNamespace(present=lambda _: None)),
     (main, "delete_old_logs", lambda *_: None),
     (controller, "batch_step_began", lambda: _current["time"].time()),
