@@ -620,7 +620,7 @@ def test_only_a_rank_that_its_launcher_did_not_kill_is_told_to_check_its_memory(
     supervise(run, JOB, lambda *_: Killed(run, {"end": "died"}), FakeController(Cause.NONE))
     shown = capsys.readouterr().err
     assert "| rank 1 (n1) was killed by SIGKILL, probably out of memory\n" in shown
-    assert "| as a result: rank 0 (n1) was ended by clusterddp after rank 1 failed\n" in shown
+    assert "| as a result: rank 0 (n1) was killed by clusterddp after rank 1 failed\n" in shown
 
 
 TIMEOUT = (
@@ -890,7 +890,7 @@ def test_a_hung_run_is_killed_and_then_restarted_or_ended_as_its_definition_says
     assert [event["event"] for event in run.events()] == names
     reason = run.events()[-1]["reason"]
     assert reason == ("rank 1 (n1) hung" if watchdog.on_hang == "restart" else hang.what)
-    assert "as a result: rank 0 (n1) was ended by clusterddp after rank 1 hung\n" in capsys.readouterr().err
+    assert "as a result: rank 0 (n1) was killed by clusterddp after rank 1 hung\n" in capsys.readouterr().err
 
 
 def test_a_local_rank_that_outlives_a_kill_is_abandoned(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

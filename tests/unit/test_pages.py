@@ -147,6 +147,14 @@ def test_the_readmes_table_of_other_tools_is_what_was_measured() -> None:
     assert row[1:] == [str(sum(figures["peers"][peer]["lines"].values())) for peer in head[1:]]
 
 
+def test_the_readmes_costs_are_what_was_measured() -> None:
+    (sentences,) = re.findall(r"^A preempted job freed .*?\n\n", PAGES[0].read_text(), re.DOTALL | re.MULTILINE)
+    found = json.loads((REPOSITORY / "benchmarks" / "results" / "handover.json").read_text())["rows"]
+    figures = {row["row"]: (row["ours"], row["limit"]) for row in found}
+    names = "hand-over: TERM to free nodes", "resume: batch script to first step"
+    assert re.findall(r"[\d.]+ s\b", sentences) == [f"{value:.2f} s" for name in names for value in figures[name]]
+
+
 def check_fragment(text: str) -> None:
     tree = ast.parse(text)
     for node in ast.walk(tree):

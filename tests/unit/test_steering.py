@@ -515,7 +515,7 @@ def test_status_says_why_a_node_is_excluded() -> None:
     requested = {"time": 1.0, "attempt": 0, "event": "requested", "request": "requeue", "nodes": ["n3"]}
     failed = {"time": 1.0, "attempt": 0, "event": "excluded", "nodes": ["n1"], "failures": [2]}
     assert status._excluded([requested, failed], 2.0) == [
-        ("excluded", "n1: failed this run repeatedly"),
+        ("excluded", "n1: failed repeatedly in this run"),
         ("excluded", "n3: by `clusterddp requeue --exclude`"),
     ]
 

@@ -301,7 +301,7 @@ def test_a_tracker_of_a_complete_run_that_needs_longer_is_in_the_history(
     rank0 = Tracking(run, Job("digits", tensorboard=True), attempt(run, 0), lambda event, **rest: events.append(rest))
     rank0.begin(0)
     rank0.close(0.0, complete=True)
-    then = f"did not take all values in time. To send the rest, run `python -m clusterddp.trackers {run}`"
+    then = f"did not receive all values in time. To send the rest, run `python -m clusterddp.trackers {run}`"
     assert events == [{"tracker": "TensorBoard", "problem": then}]
 
 
