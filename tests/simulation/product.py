@@ -32,12 +32,13 @@ from clusterddp.checkpoint.store import Checkpoint
 from clusterddp.cli import requeue as requeue_command
 from clusterddp.cli import tell
 from clusterddp.errors import RunDirectoryError
+from clusterddp.jobdef import secrets
 from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import claims, files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends, submission
-from clusterddp.slurm import commands
+from clusterddp.slurm import commands, preemption_policy
 from clusterddp.supervisor import attempt, controller, done, hook, lease, main, own_checkpoints, recovery
 from tests.simulation import sweeps
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
@@ -63,7 +64,7 @@ ROOMS = (
 #: The cluster's name.
 CLUSTER = "sim"
 #: Histories between two collections of garbage.
-COLLECTED = 200
+COLLECTED = 1000
 #: Modules of the standard library that are replaced wherever a module of these packages has imported them.
 _MODULES = {
     name: importlib.import_module(name) for name in ("time", "queue", "threading", "random", "secrets", "socket", "os")
@@ -249,8 +250,8 @@ def _why_incomplete(path: str) -> str | None:
         return str(error.strerror)
 
 
-#: What is left out: git's state of the code, its snapshot, old logs, when slurmstepd began, who owns
-#: files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
+#: What is left out: git's state of the code, its snapshot, the ranks' command line, old logs, when slurmstepd began,
+#: who owns files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
 NAMED: tuple[tuple[Any, str, Any], ...] = (
     (requests, "ask", lambda *args: _now.cluster.ask(*args)),
     (requests, "_through_a_step", _unreachable),
@@ -264,6 +265,7 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (pruning.code_snapshot, "unused", lambda _: []),
     (Checkpoint, "verify", lambda self: _now.disk.read_bytes(self.path)),
     (attempt, "code_state", lambda *_: {}),
+    (attempt, "rank_command", lambda *_: []),
     (attempt, "code_snapshot", SimpleNamespace(present=lambda _: None)),
     (main, "delete_old_logs", lambda *_: None),
     (controller, "batch_step_began", lambda: _current["time"].time()),
@@ -349,7 +351,12 @@ def _attempts(run: RunDirectory) -> list[int]:
 
 def _remembered() -> Iterator[tuple[Any, str, Any]]:
     """Functions of the product whose results are remembered. What Slurm answers has unix times, which need no clock."""
-    unix_time, parse_job = commands.unix_time, commands.parse_job
+    unix_time, parse_job, real_policy = commands.unix_time, commands.parse_job, preemption_policy.policy
+    known_policy = lru_cache(256)(real_policy)
+
+    def policy(configuration: str, *rest: Any) -> preemption_policy.Preemption:
+        asks = "preempt/qos" in configuration  # the accounting
+        return real_policy(configuration, *rest) if asks else known_policy(configuration, *rest)
 
     @lru_cache(4096)
     def time_of(text: str | None) -> float | None:
@@ -374,13 +381,15 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield commands, "parse_job", job
     yield commands, "for_parsing", lambda _: {}  # the model's answers do not depend on the environment
     yield commands, "cluster_name", lambda _: CLUSTER
+    yield preemption_policy, "policy", policy
+    yield secrets, "is_secret", cache(secrets.is_secret)
     yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
     yield records, "parse", _parsed_line
     yield records, "parsed", _parsed
     yield RunDirectory, "attempts", _of_run("attempts", list, CLAIMS, _attempts)
     yield RunDirectory, "events", _of_run("events", list, LINES)
     yield RunDirectory, "outcome", _of_run("outcome", _copied, FILES)
-    for name in ("attempt_logs", "attempt_private", "holder_file", "control_file"):
+    for name in ("attempt_logs", "attempt_private", "holder_file", "control_file", "resume_record"):
         yield RunDirectory, name, _once_per_run(vars(RunDirectory)[name])
 
 
@@ -401,7 +410,7 @@ def _reading() -> dict[int, Callable[..., Any]]:
 
 
 def _of_run(
-    name: str, copied: Callable[[Any], Any], what: slice, method: Callable[[RunDirectory], Any] | None = None
+    name: str, copied: Callable[[Any], Any], what: int, method: Callable[[RunDirectory], Any] | None = None
 ) -> Callable[[RunDirectory], Any]:
     """A method of `RunDirectory` that only reads ``what``."""
     read = method or vars(RunDirectory)[name]
