@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Where the runs are.
 RUNS = Path("/shared/runs")
 #: By these events a run itself excludes nodes.
-OWN = ("excluded", "requested")
+OWN = ("excluded", "requested", "slow_node")
 HOUR_S, DAY_S = 3600.0, 24 * 3600.0
 #: The nodes of a partition of which a tenth is more than none.
 NODES = 24
@@ -69,10 +69,11 @@ class Memory:
         world, run = self.history.world, RunDirectory(RUNS / f"other-{name}")
         at = world.now if at is None else at
         event = {"event": "rank_failed", "time": EPOCH + at, "suspect": node, "error": "SIGBUS"}
-        before = self._entries()
+        before, index = self._entries(), len(self.failed)
+        self.failed.append(Failed(at, node, str(run), None))
         node_memory.remember(run, "7", event)
         if self._entries() - before:  # the disk took it
-            self.failed.append(Failed(at, node, str(run), world.now))
+            self.failed[index] = replace(self.failed[index], written=world.now)
         return 0
 
     def _entries(self) -> set[str]:
