@@ -65,8 +65,8 @@ HINDERING = frozenset(
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: The same, and the ranks restart in the same job.
 MOVES = frozenset((Cause.DRAIN_REQUESTED.value, Cause.SLOW_NODE.value))
-#: How often an attempt's supervisor may ask Slurm: so many times, and once in so many seconds.
-ASKED, ASKED_EVERY_S = 45, 10.0
+#: How often a supervisor may ask Slurm: so many times, for each attempt that trains, and once in so many seconds.
+ASKED, ASKED_AGAIN, ASKED_EVERY_S = 40, 5, 10.0
 
 
 @lru_cache(4096)
@@ -475,7 +475,9 @@ class Invariants:
             self._check_causes(events)
         self._check_events(events, faults)
         for name, (first, last, count) in history.slurm.asked.items():
-            if name.startswith("job ") and count > ASKED + (last - first) / ASKED_EVERY_S:
+            begun = sum(attempt.supervisor.name == name for attempt in self.attempts.values())
+            most = ASKED + begun * ASKED_AGAIN + (last - first) / ASKED_EVERY_S
+            if name.startswith("job ") and count > most:
                 self._violated("budget", f"{name} asked Slurm {count} times in {last - first:.0f} s")
         if outcome is None and faults <= HARMLESS and history.plan.resubmitters:
             self._violated("progress", "the run has not completed, and nothing continues it")
