@@ -40,6 +40,7 @@ class Cause(enum.Enum):
     STOP_REQUESTED = "stopped by `clusterddp tell stop`"
     REQUEUE_REQUESTED = "stopped by `clusterddp requeue`"
     DRAIN_REQUESTED = "stopped by `clusterddp tell drain`"
+    SLOW_NODE = "stopped to leave a slow node"
     SUPERSEDED = "superseded"
     UNKNOWN = "stopped, cause unknown"
     NONE = "stopped by a signal, but not by preemption, time limit or cancellation"

@@ -110,7 +110,9 @@ class Attempt:
         self._seen = before.get("time") if is_time(before.get("time")) else None
         placement = placement or Placement(nodes_of(controller), nodes_of(controller))
         nodes, steps = NodeNames(placement.nodes), before.get("step", -1) + 1
-        self._state = State(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement)
+        events = self._history.events
+        swapped = frozenset(event["rank"] for event in events if event["event"] == "slow_node" and event.get("nodes"))
+        self._state = State(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement, swapped)
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
         #: When each running timer expires, on the monotonic clock.
         self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
@@ -286,12 +288,14 @@ class Attempt:
 
     def _next_event(self) -> tuple[float, Event | BaseException]:
         """The next event and when it came. An expired timer goes before the queue."""
-        timer = min(self._timers, key=self._timers.__getitem__, default=None)
-        if timer is None:
+        if not self._timers:
             return self._events.get()
-        with suppress(queue.Empty):
-            if (left_s := self._timers[timer] - time.monotonic()) > 0:
+        timer, expires = min(self._timers.items(), key=lambda item: item[1])
+        try:
+            if (left_s := expires - time.monotonic()) > 0:
                 return self._events.get(timeout=left_s)
+        except queue.Empty:
+            pass
         del self._timers[timer]
         return time.time(), timer
 

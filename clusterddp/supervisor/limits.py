@@ -221,8 +221,8 @@ def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:
 def _failed(event: Mapping[str, Any]) -> bool:
     """A resubmission for a cause unknown to the controller follows the failure of a node, which is excluded."""
     elsewhere = event["event"] == "resubmitted" and event.get("cause") == Cause.NONE.value
-    drained = event.get("cause") == Cause.DRAIN_REQUESTED.value
-    return (event["event"] == "restarted" and not drained) or elsewhere
+    moved = event.get("cause") in (Cause.DRAIN_REQUESTED.value, Cause.SLOW_NODE.value)
+    return (event["event"] == "restarted" and not moved) or elsewhere
 
 
 def _timed(event: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.hostlist import expand
+from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.system import Process
@@ -103,6 +104,30 @@ def test_a_drained_node_is_left_without_repeating_a_step(
     assert "not drained: the job has 1 node left, and the run needs 2. `clusterddp requeue" in refused
     check_continued(training, uninterrupted_training, steps=0)
     assert nodes_of(training) == [["n1", "n2"], ["n2", "n3"]]
+
+
+@pytest.mark.product
+def test_a_slow_node_is_left_for_the_spare_one_without_repeating_a_step(cluster: Cluster, runs: Path) -> None:
+    """Four nodes and a spare one. After two seconds in place of ten minutes, the slow one is named with its load."""
+    site = runs / "site"
+    site.mkdir()
+    lowered = "import clusterddp.failures.hangs\nclusterddp.failures.hangs.EXPLAINED_S = 2.0\n"
+    (site / "sitecustomize.py").write_text(lowered)
+    run, shape = RunDirectory(runs / "run"), ["--nodes", "4", "--gpus", "1", "--device", "cpu", "--partition", "low"]
+    command = [cluster.python, "-m", "clusterddp.submit", "tests/scripts/slow_node.py", "--run-dir", run.path, *shape]
+    options, steps = ["--spare-nodes", "1", "--set", "swap_slow_nodes=true", "--set", "checkpoint.every=never"], 400
+    env = {"PYTHONPATH": f"{site}:{cluster.source}"}
+    done = cluster.run([*command, *options, "--", str(steps), "n3"], cwd=cluster.source, env=env)
+    training = Training(cluster, runs, run, done.stdout.strip())
+    assert training.finish() == "completed", story(training.run)
+    assert nodes_of(training) == [["n1", "n2", "n3", "n4"], ["n1", "n2", "n4", "n5"]], story(training.run)
+    assert {event["job"] for event in events_of(training.run, "started")} == {training.job_id}
+    assert [event["redone"] for event in events_of(training.run, "resumed")] == [0]
+    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(steps))
+    (event,) = events_of(training.run, "slow_node")
+    assert (event["rank"], event["host"], event["nodes"]) == (2, "n3", ["n3"])
+    assert event["facts"][0].startswith("The load is ")
+    assert reasons(training) == ["node n3 is slow: the ranks continue on the spare node n5"]
 
 
 @pytest.mark.product
