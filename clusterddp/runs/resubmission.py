@@ -126,7 +126,7 @@ class Resubmitter:
         is_unread = self._should_continue(job) and not self._run.events()  # the user may have stopped it
         if self._is_hidden(is_unread or self._run.may_be_over(job.state if job else None)):
             return self._say(f"job {newest} ended. Waiting until its outcome is visible here")
-        ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without an outcome"
+        ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without recording an outcome"
         if self._should_continue(job):
             return self._resubmit(ended, claims)
         self.result = 1
@@ -183,7 +183,7 @@ class Resubmitter:
                 QUIET_S if job.state in ("RUNNING", "SUSPENDED") else IMMINENT_S,
             )
         if self._job.lift_hold and self._hold.lift_when_safe(job):
-            return self._say(f"lifted Slurm's hold of job {job.job_id} after the requeue")
+            return self._say(f"lifted Slurm's hold on job {job.job_id} after the requeue")
         held = self._job.lift_hold and job.restarts and job.reason == "BeginTime"
         return self._say(f"job {job.job_id}: PENDING ({job.reason})", SOON_S if held else QUIET_S)
 

@@ -374,7 +374,7 @@ def test_a_resubmitter_retries_what_slurm_refuses(
         resubmitter.look()
     said = capsys.readouterr().err
     assert said.count("run: retrying: AssocMaxSubmitJobLimit\n") == 1
-    assert "job 41 ended (COMPLETED) without an outcome. Resubmitted as job 42" in said
+    assert "job 41 ended (COMPLETED) without recording an outcome. Resubmitted as job 42" in said
 
 
 def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
