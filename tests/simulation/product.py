@@ -35,7 +35,7 @@ from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import claims, files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends
-from clusterddp.slurm import commands
+from clusterddp.slurm import commands, shared_queue
 from clusterddp.supervisor import attempt, controller, hook, lease, main, recovery
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
@@ -180,6 +180,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         _Part(commands.subprocess, run=lambda command, **more: _now.slurm.run(command, **more)),
     )
     yield commands, "require", lambda *_: None
+    yield shared_queue, "_file", lambda: None
     yield attempt, "ControlServer", lambda *args: Server(_now.cluster, *args)
     yield from NAMED
     yield from _remembered()
