@@ -145,7 +145,7 @@ def test_a_value_that_is_given_twice_makes_one_member(slurm: Slurm, capsys: pyte
     assert sweep("seed=1,2,1") == 0
     assert submitted(slurm) == [["seed=1", "seed=2"]]
     said = capsys.readouterr().err
-    assert "1 combination given more than once. Each runs once" in said
+    assert "1 combination given more than once. Each of them runs once" in said
     assert "seed is a key of the job definition. To set the script's own --seed, write args.seed" in said
     assert sweep("seed=1,2") == 0
     assert "is a key of the job definition" not in capsys.readouterr().err
@@ -158,7 +158,7 @@ def test_more_values_extend_it_and_removed_ones_are_left_as_they_are(
     capsys.readouterr()
     assert sweep("seed=1..4") == 0
     assert submitted(slurm)[1:] == [["seed=3", "seed=4"]]
-    assert "no longer in the sweep, and not touched: seed=0\n" in capsys.readouterr().err
+    assert "no longer in the sweep and left unchanged: seed=0\n" in capsys.readouterr().err
     record = read_record(Path("s"))
     assert record is not None and list(record.left) == ["seed=0"]
     assert slurm.tasks["41_0"] == "PENDING"
@@ -199,7 +199,8 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
     assert sweep("seed=0..1") == 0
     assert submitted(slurm)[1:] == [["seed=1"]]
     assert (
-        "stopped by their user, continue them with `clusterddp submit --run-dir`: seed=0\n" in capsys.readouterr().err
+        "stopped by their user (to continue one, use `clusterddp submit --run-dir`): "
+        "seed=0\n" in capsys.readouterr().err
     )
 
 
