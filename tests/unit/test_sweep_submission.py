@@ -218,6 +218,7 @@ def test_a_member_that_completes_while_slurm_is_asked_is_not_submitted_again(
 ) -> None:
     """Its job has ended by then, and its outcome must stay."""
     sweep("seed=0..1")
+    lease.take(member(0), member(0).create_attempt(), lease.of_job("41_0"))
 
     def squeue(*_: str) -> str:
         end(member(0), "completed")
