@@ -70,6 +70,8 @@ class Resubmitter:
         self._hold = Hold()
         self._pace, self._activity = Pace(), Activity(run)
         self._words = ""
+        #: The job, as it was at the last look, if it needed no help.
+        self._quiet: JobInfo | None = None
         #: The time since which the run seems to be over, without an outcome.
         self._hidden_since: float | None = None
         #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if it is not confirmed.
@@ -115,6 +117,8 @@ class Resubmitter:
             return self._look_on()
         if not (claims := self._claims()):
             return self._help_released()
+        if (quiet := self._quiet) and quiet.job_id == claims[0]["job"] and self._is_as_before(quiet):
+            return QUIET_S
         jobs = []
         for entry in claims:  # all of them, as an unknown job may have started before a resubmission
             jobs.append(job := slurm.show_job(entry["job"]))
@@ -123,7 +127,8 @@ class Resubmitter:
         newest, job = claims[0]["job"], jobs[0]
         if self._run.outcome() is not None:  # it ended between the two queries
             return SOON_S
-        if self._waits_for_outcome(job):
+        is_unread = self._should_continue(job) and not self._run.events()  # the user may have stopped it
+        if self._is_hidden(is_unread or self._run.may_be_over(job.state if job else None)):
             return self._say(f"job {newest} ended. Waiting until its outcome is visible here")
         ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without recording an outcome"
         if self._should_continue(job):
@@ -134,9 +139,18 @@ class Resubmitter:
             ended = early.reason
         return self._say(f"{ended}. Continue with: clusterddp submit --run-dir {self._run.quoted}")
 
-    def _waits_for_outcome(self, job: JobInfo | None) -> bool:
-        """Whether the run may be over, without a shared disk showing it yet."""
-        if not self._run.may_be_over(job.state if job else None):
+    def _is_as_before(self, quiet: JobInfo) -> bool:
+        """Whether the job still needs no help, by an answer of squeue that other commands share."""
+        self._quiet = None  # until the next look
+        job = self._pace.jobs(None, [quiet.job_id], slurm.TIMEOUT_S).get(quiet.job_id)
+        if job is None or (job.state, job.reason) != (quiet.state, quiet.reason):
+            return False
+        self._quiet = quiet
+        return True
+
+    def _is_hidden(self, may_be: bool) -> bool:
+        """Whether a shared disk may not show yet that the run is over, which ``may_be``."""
+        if not may_be:
             self._hidden_since = None
             return False
         now = time.monotonic()
@@ -156,9 +170,12 @@ class Resubmitter:
         job = slurm.show_job(entry["job"])
         if job is not None and job.live:
             return self._say(f"waiting for the run's next job after job {job.job_id}")
-        ended = any(event["event"] in ATTEMPT_ENDS for event in self._run.events() if event["attempt"] == newest)
+        events = self._run.events()
+        ended = any(event["event"] in ATTEMPT_ENDS for event in events if event["attempt"] == newest)
         if job is None or ended or not self._should_continue(job):
             return self._look_on()
+        if self._is_hidden(not events):
+            return self._say(f"job {job.job_id} ended. Waiting until its history is visible here")
         return self._resubmit(f"job {job.job_id} ended ({job.state}) before it submitted the next one", [])
 
     def _look_on(self) -> float:
@@ -172,6 +189,8 @@ class Resubmitter:
         return IMMINENT_S
 
     def _help_live(self, job: JobInfo) -> float:
+        if job.state in ("RUNNING", "SUSPENDED") or (job.state == "PENDING" and job.reason != "BeginTime"):
+            self._quiet = job
         if job.state != "PENDING":
             where = f" on {job.nodes}" if job.nodes else ""
             return self._say(

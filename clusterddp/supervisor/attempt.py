@@ -173,13 +173,13 @@ class Attempt:
         self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
         for write in (
             partial(self._record_address, token),
-            self._tell_notice,
             self._record_start,
             lambda: self._history.add("own_resume", **resumed) if resumed else None,
             lambda: self._start("launcher", self._wait),  # so that the start is recorded before the end
         ):
             self._writes.put(write)
         history = self._start("history", self._write)
+        self._start("grace period", self._tell_notice)  # not in that one: a busy controller may take minutes
         if self._job.step_log is not None:
             self._step_log = StepLog(self._run, self._number, self._job.step_log, self.post)
         looks = self._start("own checkpoints", lambda: self._own.watch(self._ended, self._record_own))
@@ -288,12 +288,14 @@ class Attempt:
 
     def _next_event(self) -> tuple[float, Event | BaseException]:
         """The next event and when it came. An expired timer goes before the queue."""
-        timer = min(self._timers, key=self._timers.__getitem__, default=None)
-        if timer is None:
+        if not self._timers:
             return self._events.get()
-        with suppress(queue.Empty):
-            if (left_s := self._timers[timer] - time.monotonic()) > 0:
+        timer, expires = min(self._timers.items(), key=lambda item: item[1])
+        try:
+            if (left_s := expires - time.monotonic()) > 0:
                 return self._events.get(timeout=left_s)
+        except queue.Empty:
+            pass
         del self._timers[timer]
         return time.time(), timer
 
