@@ -43,7 +43,7 @@ JOB_OPTIONS = (
     (("--device",), "device", "cuda|cpu", "cuda (NCCL, the default) or cpu (gloo)"),
     (("-c", "--cpus-per-task"), "cpus_per_task", "N", "CPUs per rank (default: in proportion to the node's GPUs)"),
     (("--mem",), "mem", "SIZE", "memory per node, such as 64G (default: in proportion to the node's GPUs)"),
-    (("-t", "--time"), "time", "TIME", "time limit of each job, such as 8:00:00. The run saves before the limit and then continues"),
+    (("-t", "--time"), "time", "TIME", "time limit of each job, such as 8:00:00. The run continues after the limit"),
     (("-p", "--partition"), "partition", "NAME", "partition, as in sbatch"),
     (("-A", "--account"), "account", "NAME", "account to charge, as in sbatch"),
     (("-q", "--qos"), "qos", "NAME", "quality of service, as in sbatch"),
