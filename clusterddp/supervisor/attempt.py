@@ -173,13 +173,13 @@ class Attempt:
         self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
         for write in (
             partial(self._record_address, token),
-            self._tell_notice,
             self._record_start,
             lambda: self._history.add("own_resume", **resumed) if resumed else None,
             lambda: self._start("launcher", self._wait),  # so that the start is recorded before the end
         ):
             self._writes.put(write)
         history = self._start("history", self._write)
+        self._start("grace period", self._tell_notice)  # not in that one: a busy controller may take minutes
         if self._job.step_log is not None:
             self._step_log = StepLog(self._run, self._number, self._job.step_log, self.post)
         looks = self._start("own checkpoints", lambda: self._own.watch(self._ended, self._record_own))

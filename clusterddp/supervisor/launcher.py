@@ -74,7 +74,7 @@ class SlurmLauncher:
     def __init__(self, job: Job, placement: Placement = ALL_NODES) -> None:
         self._job, self._placement = job, placement
         self.failed: Callable[[int], object] = lambda _: None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guards: list[subprocess.Popen[bytes]] = []
         self._listener: socket.socket | None = None
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
@@ -93,25 +93,28 @@ class SlurmLauncher:
                 stderr=messages,
             )
         if self._job.outlives_nodes:
-            self._start_guard(environment)
+            self._start_guards(environment)
 
-    def _start_guard(self, environment: Mapping[str, str]) -> None:
-        """On the last node with ranks, whose loss ends the attempt: the next one has another guard."""
+    def _start_guards(self, environment: Mapping[str, str]) -> None:
+        """On the last node with ranks, whose loss ends the attempt, so that the next one has another guard, and on one
+        in the middle, which may be lost together with neither: racks are neighbours in Slurm's order."""
         own = os.environ.get("SLURMD_NODENAME")
         others = [node for node in (*self._placement.spares, *self._placement.nodes) if node != own]
         if not others:
             return
         # The kernel completes the guard's connection, and answers its probes while this node and this process live.
         self._listener = socket.create_server(("", 0))
-        port = self._listener.getsockname()[1]
-        command = guard_command(environment[RUN_DIR], int(environment[ATTEMPT]), port, others[-1])
-        null = subprocess.DEVNULL
-        self._guard = subprocess.Popen(command, env=guard_environment(), stdin=null, stdout=null, stderr=null)
+        port, null = self._listener.getsockname()[1], subprocess.DEVNULL
+        for node in dict.fromkeys((others[-1], others[(len(others) - 1) // 2])):
+            command = guard_command(environment[RUN_DIR], int(environment[ATTEMPT]), port, node)
+            started = subprocess.Popen(command, env=guard_environment(), stdin=null, stdout=null, stderr=null)
+            self._guards.append(started)
 
-    def _end_guard(self) -> None:
-        if self._guard is not None and self._listener is not None:
+    def _end_guards(self) -> None:
+        if self._listener is not None:
             self._listener.close()
-            self._guard.send_signal(signal.SIGQUIT)
+        for guard in self._guards:
+            guard.send_signal(signal.SIGQUIT)
 
     def notify(self) -> None:
         """srun forwards the signal to every task."""
@@ -136,7 +139,7 @@ class SlurmLauncher:
         while True:
             try:
                 code = self._srun.wait(timeout=LOOK_S)
-                self._end_guard()
+                self._end_guards()
                 return code
             except subprocess.TimeoutExpired:
                 statuses = self.exit_statuses()

@@ -167,6 +167,20 @@ def test_a_preempted_attempt_is_requeued_and_says_so_once_it_is(run: RunDirector
     assert controller.asked == ["requeue"]
 
 
+def test_an_attempt_is_recorded_and_ends_while_the_controller_does_not_tell_the_grace_period(run: RunDirectory) -> None:
+    """A history that waited for it was empty for minutes, and the nodes of ranks that had finished were held."""
+    over, waited = threading.Event(), []
+
+    class Busy(FakeController):
+        def term_notice_s(self) -> float | None:
+            waited.append(over.wait(20))
+            return None
+
+    assert supervised(run, Busy(Cause.PREEMPTED)) == (4, ["started", "requeued"])
+    over.set()
+    assert waited in ([], [True])
+
+
 def test_a_disk_that_cannot_be_read_while_an_attempt_ends_delays_the_requeue_alone(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,7 +232,7 @@ def test_the_end_of_an_attempt_names_the_scripts_checkpoint(step: int | None) ->
             "The attempt ended at step 35. The newest checkpoint is 30, so 5 steps will be repeated",
         ),
         ({"step": None, "checkpoint": None, "file": "a.pt"}, "The newest checkpoint is a.pt"),
-        ({"step": None, "checkpoint": None, "made": 14}, "It made at least 14 steps"),
+        ({"step": None, "checkpoint": None, "made": 14}, "The attempt completed at least 14 steps"),
         ({"step": None, "checkpoint": None}, "No step was recorded"),
     ],
 )

@@ -140,7 +140,7 @@ def test_live_runs_are_refused_and_others_pruned(run: RunDirectory, capsys: Capt
     live.create()
     live.job_file.write_text("module: x\n")
     assert command(["prune", str(run.path.parent), "--yes"]) == 1
-    assert f"clusterddp: {live} is not over, so no file was deleted" in capsys.readouterr().err
+    assert f"clusterddp: {live} has not ended, so no file was deleted" in capsys.readouterr().err
     assert steps(run) == [2, 6]
 
 
@@ -193,7 +193,7 @@ def test_nothing_behind_a_folder_that_is_a_link_is_deleted(run: RunDirectory, tm
     before = set(tmp_path.rglob("*"))
     assert command(["prune", str(run), "--logs", "--yes"]) == 0
     said = capsys.readouterr().err
-    assert said.count("is a symbolic link. Files behind it are not deleted") == 2
+    assert said.count("is a symbolic link. The files that it points to are not deleted") == 2
     assert set(tmp_path.rglob("*")) == before
 
 

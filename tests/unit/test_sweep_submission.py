@@ -145,7 +145,7 @@ def test_a_value_that_is_given_twice_makes_one_member(slurm: Slurm, capsys: pyte
     assert sweep("seed=1,2,1") == 0
     assert submitted(slurm) == [["seed=1", "seed=2"]]
     said = capsys.readouterr().err
-    assert "1 combination given more than once. Each runs once" in said
+    assert "1 combination given more than once. Each of them runs once" in said
     assert "seed is a key of the job definition. To set the script's own --seed, write args.seed" in said
     assert sweep("seed=1,2") == 0
     assert "is a key of the job definition" not in capsys.readouterr().err
@@ -158,7 +158,7 @@ def test_more_values_extend_it_and_removed_ones_are_left_as_they_are(
     capsys.readouterr()
     assert sweep("seed=1..4") == 0
     assert submitted(slurm)[1:] == [["seed=3", "seed=4"]]
-    assert "no longer in the sweep, and not touched: seed=0\n" in capsys.readouterr().err
+    assert "no longer in the sweep and left unchanged: seed=0\n" in capsys.readouterr().err
     record = read_record(Path("s"))
     assert record is not None and list(record.left) == ["seed=0"]
     assert slurm.tasks["41_0"] == "PENDING"
@@ -199,7 +199,8 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
     assert sweep("seed=0..1") == 0
     assert submitted(slurm)[1:] == [["seed=1"]]
     assert (
-        "stopped by their user, continue them with `clusterddp submit --run-dir`: seed=0\n" in capsys.readouterr().err
+        "stopped by their user (to continue one, use `clusterddp submit --run-dir`): "
+        "seed=0\n" in capsys.readouterr().err
     )
 
 
@@ -210,6 +211,22 @@ def test_a_member_whose_job_is_just_ending_is_not_retried_yet(slurm: Slurm) -> N
     slurm.tasks["41_0"] = "COMPLETING"
     sweep("seed=0..1", "--retry", "failed")
     assert len(slurm.scripts) == 1
+
+
+def test_a_member_that_completes_while_slurm_is_asked_is_not_submitted_again(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job has ended by then, and its outcome must stay."""
+    sweep("seed=0..1")
+    lease.take(member(0), member(0).create_attempt(), lease.of_job("41_0"))
+
+    def squeue(*_: str) -> str:
+        end(member(0), "completed")
+        return "41_0|COMPLETED||N/A|1:00|low|None\n41_1|RUNNING||N/A|1:00|low|None\n"
+
+    monkeypatch.setattr(slurm, "squeue", squeue)
+    sweep("seed=0..1")
+    assert len(slurm.scripts) == 1 and member(0).outcome_file.exists()
 
 
 def test_arrays_are_split_evenly_above_the_largest_size(slurm: Slurm) -> None:
