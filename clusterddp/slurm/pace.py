@@ -39,7 +39,7 @@ class Pace:
         self._pause_s = SOON_S
 
     def due(self, seen: Hashable) -> bool:
-        """Whether to ask now. ``seen``: all that is known without a question; a change makes the next one soon."""
+        """Whether to ask now. ``seen``: all that is known without a question. A change makes the next one soon."""
         if seen != self._seen:
             self._seen, self._pause_s, self._since = seen, SOON_S, time.monotonic()
             self._at = min(self._at, self._asked_at + SOON_S)
@@ -52,7 +52,7 @@ class Pace:
         return jobs
 
     def asked(self, most_s: float = QUIET_S) -> None:
-        """The controller has been asked; ``most_s``: the longest pause until the next question."""
+        """The controller has been asked. ``most_s``: the longest pause until the next question."""
         self._asked_at = self._since = time.monotonic() if self._answered_at is None else self._answered_at
         self._answered_at = None
         self._at = self._asked_at + min(self._pause_s, most_s) * random.uniform(1.0, 1.25)

@@ -86,7 +86,7 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Re
 class Attempt:
     """Supervises an attempt whose number is already claimed. ``submission``: the lease entry of its job.
 
-    ``placement``: which nodes of the job have ranks; None: all.
+    ``placement``: which nodes of the job have ranks. None: all.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Attempt:
         return Watch(watchdog.period_s(self._job.world_size)) if watchdog else None
 
     def supervise(self) -> int:
-        """Runs the attempt to its end; returns this process's exit code, or RESTART.
+        """Runs the attempt to its end. Returns this process's exit code, or RESTART.
 
         Raises the error of a failed thread, because without that thread it would miss a stop or the end of a rank.
         """
@@ -150,7 +150,7 @@ class Attempt:
         return code
 
     def post(self, event: Event) -> None:
-        """Adds an event to the queue; from any thread."""
+        """Adds an event to the queue. From any thread."""
         self._events.put((time.time(), event))
 
     # --- while the ranks run
@@ -173,13 +173,13 @@ class Attempt:
         self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
         for write in (
             partial(self._record_address, token),
-            self._tell_notice,
             self._record_start,
             lambda: self._history.add("own_resume", **resumed) if resumed else None,
             lambda: self._start("launcher", self._wait),  # so that the start is recorded before the end
         ):
             self._writes.put(write)
         history = self._start("history", self._write)
+        self._start("grace period", self._tell_notice)  # not in that one: a busy controller may take minutes
         if self._job.step_log is not None:
             self._step_log = StepLog(self._run, self._number, self._job.step_log, self.post)
         looks = self._start("own checkpoints", lambda: self._own.watch(self._ended, self._record_own))
@@ -476,7 +476,7 @@ class Attempt:
 
 
 def last_line(run: RunDirectory) -> Mapping[str, Any]:
-    """The metrics of a run's last step; empty if there is none."""
+    """The metrics of a run's last step. Empty if there is none."""
     try:
         return run.last_metrics() or {}
     except OSError as error:
@@ -494,7 +494,7 @@ def tracker_id(run: RunDirectory) -> str:
 
 
 def nodes_of(controller: Controller) -> tuple[str, ...]:
-    """The nodes of the job in Slurm's order; none if they are unknown."""
+    """The nodes of the job in Slurm's order. Empty if they are unknown."""
     try:
         return tuple(expand(controller.describe()["nodes"]))
     except ClusterddpError:

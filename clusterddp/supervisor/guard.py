@@ -59,7 +59,7 @@ def await_break(host: str, port: int) -> None:
 
 
 def watch(run: RunDirectory, attempt: int, job_id: str, restarts: int) -> None:
-    """Requeues this start of the job once Slurm has taken its batch host out of it; returns then, or when a newer
+    """Requeues this start of the job once Slurm has taken its batch host out of it. Returns then, or when a newer
     attempt exists."""
     ask_at = time.monotonic() + random.uniform(*ASK_S)
     while True:

@@ -55,13 +55,13 @@ class Launcher(Protocol):
         """Stops waiting for ranks that may be unreachable."""
 
     def wait(self) -> int:
-        """Waits until all ranks have exited, or are abandoned; the first exit code that is not 0, or 0.
+        """Waits until all ranks have exited, or are abandoned. The first exit code that is not 0, or 0.
 
         A failed rank does not end its peers: they may be saving.
         """
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
-        """How ranks failed, as far as known, once all have exited; the first failure comes first."""
+        """How ranks failed, as far as known, once all have exited. The first failure comes first."""
 
 
 class SlurmLauncher:
@@ -151,7 +151,7 @@ class SlurmLauncher:
                 self.kill()
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
-        """From srun's messages; empty if they cannot be read."""
+        """From srun's messages. Empty if they cannot be read."""
         try:
             return exit_status.of_tasks(self._messages.read_text(errors="replace"))
         except OSError:
@@ -162,7 +162,7 @@ def srun_command(job: Job, logs: Path, placement: Placement = ALL_NODES) -> list
     """srun's part of the ranks' command line.
 
     --cpus-per-task is always given: in 22.05 and 23.02 srun does not inherit the job's. --kill-on-bad-exit: a site's
-    KillOnBadExit would end ranks that are saving; the supervisor ends the peers of a failed rank. --wait: after the
+    KillOnBadExit would end ranks that are saving. The supervisor ends the peers of a failed rank. --wait: after the
     first clean exit the other ranks may take as long as a collective. --nodelist: Slurm sorts the nodes in its own way,
     whatever is given. --overlap: a step with ranks on a lost node keeps its other nodes until that one answers (seen on
     22.05.8).
@@ -198,7 +198,7 @@ def cpus_per_rank(job: Job) -> int:
 class LocalLauncher:
     """The same N x G ranks as processes of this machine, with the environment that they would have on N nodes.
 
-    ``told``: whether the loop has already requested a stop; it signals only ranks that exist.
+    ``told``: whether the loop has already requested a stop. It signals only ranks that exist.
     """
 
     name = "local"
@@ -291,7 +291,7 @@ def _end_orphans() -> None:
 def local_variables(job: Job, rank: int) -> dict[str, str]:
     """torchrun's variables for a rank of this machine, as srun's task environment gives them on a cluster.
 
-    Each "node" gets its share of this machine's GPUs, or of CUDA_VISIBLE_DEVICES if that is set; with AMD GPUs of
+    Each "node" gets its share of this machine's GPUs, or of CUDA_VISIBLE_DEVICES if that is set. With AMD GPUs of
     HIP_VISIBLE_DEVICES. Their numbers count from 0 among those of ROCR_VISIBLE_DEVICES.
     """
     node_rank, local_rank = divmod(rank, job.ranks_per_node)

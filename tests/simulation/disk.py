@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from clusterddp.rundir.files import finite
-from tests.simulation.world import EPOCH, Killed, World
+from tests.simulation.world import EPOCH, Killed, Process, World
 
 #: What `remembered` functions do not read: checkpoints, and files that grow with each step.
 UNSEEN, UNREAD = "/checkpoints/", ("/metrics.jsonl", "/timing.jsonl")
@@ -65,6 +65,8 @@ class Disk:
         #: Until when operations fail, with which error, and how many of a hundred.
         self.broken: tuple[float, int, int] = (0.0, 0, 0)
         self._temporary = 0
+        #: Who holds a file's lock.
+        self.locks: dict[str, Process | None] = {}
         #: Counts the changes of what `remembered` functions read: claims, other files, and these with what is added.
         self.changes = [0, 0, 0]
         #: What they found, at which number of changes, in how many steps, and when the first folder was looked into.
@@ -261,6 +263,15 @@ class Disk:
         self.nodes[new] = node
         self.nodes[_above(new)].names[_name(new)] = None
         self._change(new)
+
+    def write_in_place(self, path: Path, data: bytes, seconds: float) -> None:
+        """As a script does: whoever opens the file meanwhile finds a part of it, and so it stays if the script dies."""
+        self._step(path, write=True)
+        node = self.nodes.get(str(path)) or self._add(str(path))
+        node.data, node.changed = data[: len(data) // 2], self.world.now
+        self.world.sleep(seconds)
+        self._step(path, write=True)
+        node.data, node.changed = data, self.world.now
 
     def write_json(self, path: Path, value: Mapping[str, Any], mode: int | None = None) -> None:
         """As in files.py."""

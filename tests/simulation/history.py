@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -11,18 +12,20 @@ from typing import Any
 
 from clusterddp.cli import tell
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
-from clusterddp.jobdef.job import Job, Watchdog
+from clusterddp.jobdef.job import Done, Job, Resume, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends
+from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends, submission
 from clusterddp.slurm import commands
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
 from clusterddp.supervisor.controller import SlurmController
-from tests.simulation import product
+from tests.simulation import product, sweeps
 from tests.simulation.disk import Disk
 from tests.simulation.invariants import Invariants
-from tests.simulation.ranks import Cluster, Launcher, Rank, Script
+from tests.simulation.memory import NODES, Memory
+from tests.simulation.ranks import MARK, OWN, Cluster, Launcher, Rank, Script
 from tests.simulation.slurm import HAS_NODES, Batch, Settings, Slurm
 from tests.simulation.world import Process, World
 
@@ -74,6 +77,10 @@ class Plan:
     watchdog: bool = False
     waits: bool = False
     skew: tuple[str, float] | None = None
+    #: Whether other runs have failed on nodes.
+    memory: bool = False
+    #: Whether the run is the only member of a sweep.
+    sweep: bool = False
     faults: tuple[Fault, ...] = ()
 
 
@@ -94,9 +101,7 @@ TROUBLE = ("answers lost", "answers lost", "controller slow", "controller away")
 def drawn(seed: int) -> Plan:
     """The plan of a seed. Swarm testing: which kinds of faults may come is drawn first."""
     draw = random.Random(seed)
-    kinds = [
-        kind for kind in FAULTS if kind not in ("drain", "slow node") and draw.random() < SHARE.get(kind, 0.4)
-    ] or ["preempt"]
+    kinds = [kind for kind in FAULTS if kind not in APART and draw.random() < SHARE.get(kind, 0.4)] or ["preempt"]
     script = Script(
         steps=draw.choice((4, 6, 10)),
         step_s=draw.choice((1.0, 3.0, 7.0)),
@@ -125,7 +130,7 @@ def drawn(seed: int) -> Plan:
     outlives = seed % 8 == 4
     if outlives:
         faults = with_lost_nodes(faults, length, random.Random(-seed))
-    return Plan(
+    plan = Plan(
         seed,
         settings,
         script,
@@ -145,6 +150,39 @@ def drawn(seed: int) -> Plan:
         skew=draw.choice((None, None, ("n1", 3.0), ("login", -20.0), ("n2", 40.0))),
         faults=tuple(faults),
     )
+    return with_more(plan, length, random.Random(f"more {seed}"))
+
+
+def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
+    """What is drawn apart, so that it leaves the other histories as they are."""
+    more: list[str] = []
+    settings = replace(plan.settings, min_age_s=draw.choice((math.inf, math.inf, 300.0)))
+    more += ["fork"] * draw.choice((0, 0, 0, 0, 0, 0, 0, 1))
+    if draw.random() < 0.1:
+        settings = replace(settings, by_qos=True)
+        more += ["accounting away"] * draw.choice((0, 1, 1, 2))
+    memory = draw.random() < 0.08
+    if memory:
+        settings = replace(settings, nodes=NODES)
+        more += ["another run fails"] * draw.choice((0, 1, 3))
+    script = replace(plan.script, **_of_script(plan.script, draw))
+    faults = [*plan.faults, *(Fault(length * 1.5 * draw.random(), kind, draw.getrandbits(32)) for kind in more)]
+    return replace(
+        plan,
+        settings=settings,
+        memory=memory,
+        sweep=plan.array and draw.random() < 0.3,
+        script=script,
+        # To a clock that is ahead by more than the run has lasted, the script's files are older than the run.
+        skew=None if script.marks or script.own else plan.skew,
+        faults=tuple(sorted(faults, key=lambda fault: fault.at)),
+    )
+
+
+def _of_script(script: Script, draw: random.Random) -> dict[str, Any]:
+    """One script in twenty has a mark, and most of these end early. One in twelve saves in its own format."""
+    marks, own = draw.random() < 0.05, draw.random() < 0.08 and not script.alone
+    return {"marks": marks, "stint": draw.choice((0, 3, 4)) if marks else 0, "own": own}
 
 
 def in_bursts(faults: Iterable[Fault], draw: random.Random) -> list[Fault]:
@@ -194,7 +232,7 @@ class History:
         self.disk.begin(self.world, plan.lag_s, plan.slow)
         self.slurm = Slurm(self.world, plan.settings, self._launch)
         self.slurm.nodes_needed, self.slurm.time_limit_s = plan.job_nodes, plan.time_limit_s
-        self.slurm.array = plan.array
+        self.slurm.array = plan.array and not plan.sweep
         self.slurm.nodes_needed += plan.spare_nodes
         self.slurm.nodes_least = plan.min_nodes or self.slurm.nodes_needed
         self.slurm.no_kill = bool(plan.spare_nodes or plan.min_nodes)
@@ -215,8 +253,11 @@ class History:
             watchdog=Watchdog(step_s=HUNG_S, start_s=4 * HUNG_S) if plan.watchdog else None,
             hook=("tell-me",) if plan.hook else (),
             policy=plan.policy,  # type: ignore[arg-type]
+            done=Done(f"{{run_dir}}/{MARK}") if plan.script.marks else None,
+            resume=Resume((f"{{run_dir}}/{OWN}/*.pt",)) if plan.script.own else None,
         )
         self.run = RunDirectory(RUN)
+        self.memory = Memory(self)
         self.invariants = Invariants(self)
         self.world.on_crash = self._on_crash
         self._users = 0
@@ -229,10 +270,18 @@ class History:
         """Plays until the run is over and quiet, or the bound has passed."""
         world, plan = self.world, self.plan
         product.use(world, self.slurm, self.cluster, self.disk)
-        for folder in (RUN, RUN / "checkpoints", RUN / "logs", RUN / "private"):
+        for folder in (
+            RUN,
+            RUN / "checkpoints",
+            RUN / "logs",
+            RUN / "private",
+            *([RUN / OWN] if plan.script.own else []),
+        ):
             self.disk.make_folder(folder)
         for name in ("job.yaml", "job.sbatch"):
             self.disk.write_atomically(RUN / name, "x")
+        if plan.memory:
+            self.memory.begin(random.Random(-plan.seed))
         for node in self.disk.nodes.values():
             node.created = -1e9
         self.user("submit", self._begin)
@@ -309,9 +358,13 @@ class History:
 
     def _is_submitted(self) -> bool:
         try:
+            if self.plan.sweep:
+                return sweeps.submit(self) == 0
             self._submit()
-        except (SlurmError, OSError) as error:
+        except (ClusterddpError, OSError) as error:
             self.world.tell(self.world.process.name, str(error))
+            if self.plan.sweep:  # the same command settles what became of the array
+                return False
         return bool(self.slurm.jobs)  # none if another command was just submitting it, in vain
 
     def _submit(self) -> int:
@@ -329,7 +382,8 @@ class History:
             self.invariants.submitted()
             if self.run.outcome() is not None:
                 self.disk.remove(self.run.outcome_file)
-            job_id = commands.submit(self.run.batch_script, timeout_s=None)
+            nodes = submission.nodes_to_avoid(self.run, self.job) if self.plan.memory else []
+            job_id = commands.submit(self.run.batch_script, *exclusion.option(None, nodes), timeout_s=None)
             lease.submitted(self.run, job_id if job_id in self.slurm.jobs else f"{job_id}_0")
         return 0
 
@@ -438,7 +492,11 @@ def _cancel(history: History, draw: random.Random) -> None:
 
 
 def _submit_again(history: History, draw: random.Random) -> None:
-    history.user("submit", history._submit)
+    if history.plan.sweep:
+        retry = draw.choice(((), ("failed",), ("failed", "cancelled")))
+        history.user("submit", lambda: sweeps.submit(history, retry))
+    else:
+        history.user("submit", history._submit)
 
 
 def _lose_node(history: History, draw: random.Random) -> None:
@@ -578,7 +636,19 @@ def _limited(history: History, draw: random.Random) -> None:
     history.slurm.limited_until = history.world.now + draw.choice((20.0, 300.0))
 
 
-#: What can happen, by name. Draining is drawn for jobs that outlive their nodes.
+def _another_run_fails(history: History, draw: random.Random) -> None:
+    history.memory.strike(draw)
+
+
+def _fork(history: History, draw: random.Random) -> None:
+    history.user("fork", lambda: sweeps.fork_run(history, draw.getrandbits(16)))
+
+
+def _accounting_away(history: History, draw: random.Random) -> None:
+    history.slurm.unaccounted_until = history.world.now + draw.choice((20.0, 600.0))
+
+
+#: What can happen, by name.
 FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "preempt": _preempt,
     "suspend": _suspend,
@@ -604,8 +674,13 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "hang": _hang,
     "kill a command": _kill_command,
     "drain": _drain,
+    "another run fails": _another_run_fails,
+    "accounting away": _accounting_away,
+    "fork": _fork,
     "slow node": _slow_node,
 }
+#: What is drawn in certain histories only, each by its own rule.
+APART = {"drain", "slow node", "another run fails", "accounting away", "fork"}
 
 
 def play(seed_or_plan: int | Plan, traced: bool = False) -> Result:

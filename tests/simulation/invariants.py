@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import WAITED
 from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
+from clusterddp.rundir import records
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
-from tests.simulation.ranks import Rank, sample_of, trained
+from tests.simulation.ranks import MARK, Rank, sample_of, trained
 from tests.simulation.slurm import HAS_NODES, REGISTERS_S, Batch
 from tests.simulation.world import EPOCH, Process
 
@@ -50,6 +52,9 @@ HARMLESS = frozenset(
             "prune",
             "hang",
             "kill a command",
+            "another run fails",
+            "accounting away",
+            "fork",
         ),
     )
 )
@@ -61,8 +66,8 @@ HINDERING = frozenset(
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: The same, and the ranks restart in the same job.
 MOVES = frozenset((Cause.DRAIN_REQUESTED.value, Cause.SLOW_NODE.value))
-#: How often an attempt's supervisor may ask Slurm: so many times, and once in so many seconds.
-ASKED, ASKED_EVERY_S = 45, 10.0
+#: How often a supervisor may ask Slurm: so many times, for each attempt that trains, and once in so many seconds.
+ASKED, ASKED_AGAIN, ASKED_EVERY_S = 40, 5, 10.0
 
 
 @lru_cache(4096)
@@ -87,6 +92,12 @@ class Trained:
     since: float
     resumed: int
     reached: int
+
+
+def server_of(rank: Rank) -> Process:
+    """The supervisor that a rank has joined."""
+    assert rank.server is not None
+    return rank.server.process
 
 
 class Invariants:
@@ -132,10 +143,8 @@ class Invariants:
         node = self._history.disk.nodes.get(f"{self._history.run.path}/events.jsonl")
         found = []
         for line in (node.data if node else b"").split(b"\n")[:-1]:
-            try:
-                found.append(_loaded(line))
-            except ValueError:  # torn
-                continue
+            if (event := records.parse(line, records.EVENT)[0]) is not None:  # else torn
+                found.append(event)
         return found
 
     @property
@@ -153,6 +162,17 @@ class Invariants:
         """Whether a user has stopped the run by ``tell stop`` in an earlier attempt, and not submitted it since."""
         asked = (event for event in self.events() if event["event"] == "requested" and event["request"] == "stop")
         return any(self._submitted_after < event["attempt"] < number for event in asked)
+
+    def forked(self, into: RunDirectory, begun: float) -> None:
+        """``submit --fork``, begun at this time, has copied a checkpoint into a new run."""
+        nodes, cluster = self._history.disk.nodes, self._history.cluster
+        names = list(nodes[str(into.checkpoints)].names)
+        state = _loaded(nodes[f"{into.checkpoints}/{names[0]}"].data)
+        if len(names) != 1 or state["weights"] != weights_after(state["step"]):
+            self._violated("I5", f"{into.path.name} begins with {names}")
+        saved = [each for each in cluster.committed if each.at < begun - self._lag_s - SLOW_S]
+        if saved and saved[0].attempt == cluster.committed[-1].attempt and state["step"] < saved[-1].step:
+            self._violated("I4", f"{into.path.name} begins at step {state['step']}, and {saved[-1].step} was committed")
 
     def asked_to_save(self, at: float, code: int) -> None:
         """``tell save``, begun at this time, has ended with this exit code."""
@@ -225,6 +245,8 @@ class Invariants:
         hidden = hidden or (over is not None and over.created < stood_until and self._world.now < stood_until + SLOW_S)
         if (outcome := self.outcome()) is not None and outcome["state"] == "completed" and not hidden:
             self._violated("I10", f"attempt {number} trains, and the run has completed")
+        if self._is_done_before(number, server_of(rank)):
+            self._violated("I10", f"attempt {number} trains, and the mark of `done` is there")
         if self._is_held(number):
             self._violated("I9", f"attempt {number} trains, and the run was stopped by `clusterddp tell stop`")
         if self._marked:
@@ -240,9 +262,16 @@ class Invariants:
                 and self._counts(saved.attempt, saved.at)
             ):
                 self._violated("I4", f"attempt {number} resumes at step {step}, and {saved.step} was committed before")
-        server = rank.server
-        assert server is not None
-        self.attempts[number] = Trained(number, server.process, rank.step._batch.id, self._world.now, step, step)
+        self.attempts[number] = Trained(number, server_of(rank), rank.step._batch.id, self._world.now, step, step)
+
+    def _is_done_before(self, number: int, supervisor: Process) -> bool:
+        """Whether the script had written its mark long before this attempt was begun, by a supervisor that never
+        stood still."""
+        mark = self._history.disk.nodes.get(f"{self._history.run.path}/{MARK}")
+        seen = {fault.kind for fault in self._history.plan.faults}.isdisjoint(("disk errors",))
+        if mark is None or not seen or supervisor.stopped_until:
+            return False
+        return self._claimed_at(number) > mark.created + self._lag_s + 2 * SLOW_S
 
     @property
     def _lag_s(self) -> float:
@@ -270,6 +299,10 @@ class Invariants:
             elif self._cancelled_at is not None and self._could_not_know(who):
                 self.windows += 1
                 self._cancelled_at = None  # the known window: nobody can tell any more
+        elif what == "submit":
+            if self._history.plan.memory:
+                for wrong in self._history.memory.submitted(job, self.events()):
+                    self._violated("nodes", wrong)
         elif what == "revoked":
             self._violated("hold", f"job {job.id} was released within a second of its requeue, and failed")
         elif what == "start" and self._is_unneeded(job):
@@ -441,7 +474,9 @@ class Invariants:
             self._check_causes(events)
         self._check_events(events, faults)
         for name, (first, last, count) in history.slurm.asked.items():
-            if name.startswith("job ") and count > ASKED + (last - first) / ASKED_EVERY_S:
+            begun = sum(attempt.supervisor.name == name for attempt in self.attempts.values())
+            most = ASKED + begun * ASKED_AGAIN + (last - first) / ASKED_EVERY_S
+            if name.startswith("job ") and count > most:
                 self._violated("budget", f"{name} asked Slurm {count} times in {last - first:.0f} s")
         if outcome is None and faults <= HARMLESS and history.plan.resubmitters:
             self._violated("progress", "the run has not completed, and nothing continues it")
@@ -477,6 +512,12 @@ class Invariants:
             self._violated("I5", "the run completed without its last checkpoint")
         elif saved[-1].weights != weights_after(steps) or saved[-1].samples != tuple(map(sample_of, range(steps))):
             self._violated("I3", "the final weights are not those of an uninterrupted run")
+        if (
+            script := self._history.plan.script
+        ).marks and f"{self._history.run.path}/{MARK}" not in self._history.disk.nodes:
+            self._violated("done", "the run completed, and the mark of `done` is missing")
+        if script.own:
+            return
         folder = self._history.disk.nodes[f"{self._history.run.path}/checkpoints"]
         if not any(name.startswith(f"step-{steps:012}") for name in folder.names):
             self._violated("I5", "the last checkpoint was deleted")

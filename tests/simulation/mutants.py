@@ -14,6 +14,7 @@ from clusterddp.runs import resubmission
 from clusterddp.slurm import commands
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import decide, lease, main, monitor, recovery, requests, verdict
+from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
@@ -271,6 +272,17 @@ def _unjoined_ranks_are_waited_for() -> Patches:
     return [(decide, "_lose_unjoined", lambda state, _: state)]
 
 
+def _the_history_waits_for_slurm() -> Patches:
+    """An attempt records nothing until Slurm has told the grace period (seed 16819)."""
+    tell, record = Attempt._tell_notice, Attempt._record_start
+
+    def record_start(attempt: Attempt) -> None:
+        tell(attempt)
+        record(attempt)
+
+    return [(Attempt, "_record_start", record_start), (Attempt, "_tell_notice", lambda _: None)]
+
+
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -312,6 +324,7 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_frozen_start_begins_an_attempt,
         _a_started_successor_survives_scancel,
         _unjoined_ranks_are_waited_for,
+        _the_history_waits_for_slurm,
     )
 }
 

@@ -9,6 +9,8 @@ the control server, and what ``NAMED`` lists, which is no part of the protocol. 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fnmatch
 import gc
 import importlib
 import io
@@ -35,16 +37,17 @@ from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import claims, files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends
+from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends, submission
 from clusterddp.slurm import commands, preemption_policy, shared_queue
-from clusterddp.supervisor import attempt, controller, hook, lease, main, recovery
+from clusterddp.supervisor import attempt, controller, done, hook, lease, main, own_checkpoints, recovery
+from tests.simulation import sweeps
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
 from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (cancellation, run_ends, resubmission, requeue_command, tell, claims, hook, recovery)
+LOADED = (submission, cancellation, run_ends, resubmission, requeue_command, tell, claims, hook, recovery)
 #: Packages whose modules run in the simulated world.
 ROOMS = (
     "supervisor",
@@ -184,14 +187,17 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield shared_queue, "_file", lambda: None
     yield attempt, "ControlServer", lambda *args: Server(_now.cluster, *args)
     yield from NAMED
+    yield from sweeps.patches(_now)
     yield from _remembered()
 
 
 class _Call:
-    """A call of the user's hook: ``subprocess.Popen`` for the product. Some fail, and some never end."""
+    """A call of the user's hook: ``subprocess.Popen`` for the product. Some cannot start, fail, or never end."""
 
     def __init__(self, command: object, env: Mapping[str, str], **_: object) -> None:
         world: World = _now.world
+        if world.random.random() < 0.08:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "tell-me")
         self._world, self._attempt, self.pid, self.returncode = world, env[ATTEMPT], world.next_pid(), 0
         self._lasts_s = world.random.choice((0.1, 0.1, 5.0, 1e6))
 
@@ -214,6 +220,37 @@ def _unreachable(run: object, *_: object) -> Iterator[dict[str, Any]]:
     raise RunDirectoryError(f"{run}: its supervisor cannot be reached")
 
 
+def _paths(pattern: str, recursive: bool = False) -> list[str]:
+    """``glob.glob``, which takes a file that it cannot look at for a missing one."""
+    disk, (folder, _, name) = _now.disk, pattern.rpartition("/")
+    try:
+        return [f"{folder}/{each}" for each in disk.names_in(Path(folder)) if fnmatch.fnmatch(each, name)]
+    except OSError:
+        return []
+
+
+def _is_too_old(path: Path, since: float) -> str | None:
+    """For ``done``: the script's mark is empty."""
+    try:
+        return "it is older than this run" if _now.disk.status(path).st_mtime < since else None
+    except OSError as error:
+        return str(error.strerror)
+
+
+def _match(path: str) -> own_checkpoints._Match | None:
+    try:
+        return own_checkpoints._Match(path, int(_now.disk.status(Path(path)).st_mtime * 1e9))
+    except OSError:
+        return None
+
+
+def _why_incomplete(path: str) -> str | None:
+    try:
+        return None if _now.disk.read_bytes(Path(path)).endswith(b"}") else "truncated"
+    except OSError as error:
+        return str(error.strerror)
+
+
 #: What is left out: git's state of the code, its snapshot, the ranks' command line, old logs, when slurmstepd began,
 #: who owns files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
 NAMED: tuple[tuple[Any, str, Any], ...] = (
@@ -234,6 +271,12 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (main, "delete_old_logs", lambda *_: None),
     (controller, "batch_step_began", lambda: _current["time"].time()),
     (lease, "owner_of", lambda _: "ddp"),
+    (done, "glob", SimpleNamespace(glob=_paths)),
+    (done, "_why_not", _is_too_old),
+    (own_checkpoints, "glob", SimpleNamespace(glob=_paths)),
+    (own_checkpoints, "_match", _match),
+    (own_checkpoints, "why_incomplete", _why_incomplete),
+    (own_checkpoints, "_content", lambda path: hash(path)),
 )
 
 
@@ -265,6 +308,7 @@ _parse = records.parse
 
 def _parsed_line(line: bytes, schema: records.Schema | None) -> tuple[Any, str | None]:
     """``records.parse``. No line's value is changed by those who read it."""
+    line = line.removesuffix(b"\n")
     known = _lines.setdefault(id(schema), {})
     if (found := known.get(line)) is None:
         found = known[line] = _parse(line, schema)
@@ -309,7 +353,12 @@ def _attempts(run: RunDirectory) -> list[int]:
 
 def _remembered() -> Iterator[tuple[Any, str, Any]]:
     """Functions of the product whose results are remembered. What Slurm answers has unix times, which need no clock."""
-    unix_time, parse_job = commands.unix_time, commands.parse_job
+    unix_time, parse_job, real_policy = commands.unix_time, commands.parse_job, preemption_policy.policy
+    known_policy = lru_cache(256)(real_policy)
+
+    def policy(configuration: str, *rest: Any) -> preemption_policy.Preemption:
+        asks = "preempt/qos" in configuration  # the accounting
+        return real_policy(configuration, *rest) if asks else known_policy(configuration, *rest)
 
     @lru_cache(4096)
     def time_of(text: str | None) -> float | None:
@@ -334,7 +383,7 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield commands, "parse_job", job
     yield commands, "for_parsing", lambda _: {}  # the model's answers do not depend on the environment
     yield commands, "cluster_name", lambda _: CLUSTER
-    yield preemption_policy, "policy", lru_cache(256)(preemption_policy.policy)
+    yield preemption_policy, "policy", policy
     yield secrets, "is_secret", cache(secrets.is_secret)
     yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
     yield records, "parse", _parsed_line

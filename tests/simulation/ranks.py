@@ -22,6 +22,7 @@ from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.errors import Superseded
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job, Keep
+from clusterddp.protocol import CHECKPOINT
 from clusterddp.rundir.claims import Address
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.control_server import Handlers
@@ -39,6 +40,8 @@ LATENCY_S = 0.02
 ASK_AGAIN_S = 5.0
 #: How often slurmd tries again to say that a rank has ended.
 HEARS_S = 10.0
+#: The mark of a script that is done, and where it saves in its own format, in the run's folder.
+MARK, OWN = "done", "own"
 #: Where a rank waits for others.
 MEETS = "all_reduce"
 
@@ -55,6 +58,11 @@ class Script:
     keep: int = 3
     #: Whether rank 0 catches the error of a collective that has lost a peer, and trains on alone.
     alone: bool = False
+    #: After so many steps of an attempt it ends with exit code 0, as at a limit of its own; 0 without one.
+    stint: int = 0
+    #: Whether it writes a mark once it is done, and whether it saves in its own format.
+    marks: bool = False
+    own: bool = False
 
 
 def sample_of(step: int) -> int:
@@ -447,25 +455,27 @@ class Rank:
         state: dict[str, Any] = {}
         if self.number == 0:
             state = self._restore(store)
-            name = "resumed" if state["parent"] else "training"
-            parent = {"parent": state["parent"], "inexact": None} if state["parent"] else {}
-            self.report(name, step=state["step"], **parent)
+            if state["parent"]:
+                self.report("resumed", step=state["step"], parent=state["parent"], inexact=None)
+            else:
+                self.report("training", step=state["step"])
             self.report("progress", step=state["step"], steps=script.steps)
         state = group.meet(self, state)[0]
         step, weights = state["step"], state["weights"]
         samples: tuple[int, ...] = tuple(state["samples"])
         self.training = True
         self.cluster.listener("trains", self, {"step": step, "weights": weights})
-        saved = self.at = step
+        saved = self.at = first = step
         self.moved = self.world.now
         if self.cluster.beats:
             Thread(self.process, self._beat, "heartbeat").start()
+        stops: list[str] = []
         while step < script.steps:
             self._accident()
             self.place = MEETS
             stops = self._agree(group)
             self.place, self.moved = "", self.world.now
-            if stops:
+            if stops or (script.stint and step - first >= script.stint):
                 break
             world.sleep(script.step_s * (0.8 + 0.4 * world.random.random()))
             sample = sample_of(step)
@@ -478,7 +488,8 @@ class Rank:
                 if (asked or step - saved >= script.save_every) and step < script.steps:
                     saved = self._save(store, step, weights, samples, saved)
         self.training = False
-        stopped = step < script.steps
+        left_loop = step < script.steps and not stops
+        stopped = step < script.steps and not left_loop
         if self.number == 0:
             self.report("stopping", step=step, reason=self.stop or "peer") if stopped else self.report(
                 "finishing", step=step
@@ -492,11 +503,11 @@ class Rank:
                 "error": "CheckpointError: the last checkpoint was not saved",
                 "traceback": "",
             }, 1
-        return (
-            {"end": "stopped", "step": step, "reason": self.stop or "peer"}
-            if stopped
-            else {"end": "done", "step": step}
-        ), 0
+        if stopped:
+            return {"end": "stopped", "step": step, "reason": self.stop or "peer"}, 0
+        if script.marks and not left_loop and self.number == 0:
+            self.cluster.disk.write_atomically(self.run.path / MARK, "")
+        return {"end": "done", "step": step, **({"left_loop": True} if left_loop else {})}, 0
 
     def _agree(self, group: Group) -> list[str]:
         """The reasons of all ranks to stop."""
@@ -543,6 +554,10 @@ class Rank:
             self.world.park()
 
     def _restore(self, store: Checkpoints) -> dict[str, Any]:
+        if self.cluster.script.own:
+            path = self.step.environment.get(CHECKPOINT)
+            saved: dict[str, Any] = json.loads(self.cluster.disk.read_bytes(Path(path))) if path else {}
+            return {"step": 0, "weights": "0", "samples": (), **saved, "parent": None}
         found: Checkpoint | None = next(iter(store.candidates()), None)
         if found is None:
             store.record_resume(None)
@@ -561,6 +576,9 @@ class Rank:
     def _save(self, store: Checkpoints, step: int, weights: str, samples: tuple[int, ...], before: int) -> int:
         """Returns the step of the newest checkpoint."""
         disk = self.cluster.disk
+        if self.cluster.script.own:
+            self._save_own({"attempt": self.attempt, "step": step, "weights": weights, "samples": samples})
+            return step
         try:
             temporary = store.temporary(step)
             content = json.dumps({"step": step, "weights": weights, "samples": samples})
@@ -581,6 +599,16 @@ class Rank:
         save_s = self.cluster.script.save_s
         self.report("checkpoint", step=step, blocked_s=0.0, durable_s=save_s, bytes=100)
         return step
+
+    def _save_own(self, state: Mapping[str, Any]) -> None:
+        """In the script's own format. Without an answer of the disk it fails."""
+        path = self.run.path / OWN / f"ckpt-{state['step']:04}.pt"
+        save_s = self.cluster.script.save_s * (0.5 + self.world.random.random())
+        self.cluster.disk.write_in_place(path, json.dumps(state).encode(), save_s)
+        committed = Committed(self.attempt, state["step"], state["weights"], state["samples"], self.world.now)
+        self.cluster.committed.append(committed)
+        self.world.tell(self.process.name, f"{path.name} written")
+        self.report("wrote", file=str(path))
 
 
 class _Accident(Exception):
@@ -608,7 +636,7 @@ class Launcher:
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts the ranks on the job's nodes."""
-        self.attempt = int(environment["CLUSTERDDP_ATTEMPT"])
+        self.attempt, self.environment = int(environment["CLUSTERDDP_ATTEMPT"]), environment
         self.server = self.world.process.server  # type: ignore[attr-defined]
         for number in range(self._job.world_size):
             gone = self._batch.batch is not self.world.process or self._batch.state not in ("RUNNING", "SUSPENDED")

@@ -6,6 +6,7 @@ tests/unit/recorded. What is left out: het jobs, priorities other than the order
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,10 @@ class Settings:
     nodes: int = 4
     #: MaxBatchRequeue: how often a job may end by itself within a grace, from 24.05 on; then it is held.
     max_requeues: int = 5
+    #: MinJobAge: for how long the controller knows a job that has ended.
+    min_age_s: float = math.inf
+    #: Whether preemption goes by QOS, which only the accounting knows.
+    by_qos: bool = False
 
 
 @dataclass
@@ -69,6 +74,8 @@ class Batch:
     preempt_time: float | None = None
     began: float | None = None
     ended: float | None = None
+    #: When the controller forgets it.
+    forgotten: float = math.inf
     begin: float = 0.0
     nodes: list[str] = field(default_factory=list)
     #: Where its batch step runs.
@@ -107,6 +114,8 @@ class Slurm:
         self.down: set[str] = set()
         self.cut: set[str] = set()
         self.away_until = 0.0
+        #: Until when the accounting is away.
+        self.unaccounted_until = 0.0
         #: Until when answers are lost, and how many of a hundred before and after they took effect.
         self.lossy: tuple[float, int, int] = (0.0, 0, 0)
         self.latency_s = 0.02
@@ -178,36 +187,47 @@ class Slurm:
             self.unanswered -= {answer.stdout, f"{answer.stdout}_0"}
         return answer
 
-    def _named(self, job_id: str) -> Batch:
+    def _known(self, job_id: str) -> Batch | None:
+        """The job, until the controller forgets it."""
+        job = self.jobs.get(job_id)
+        return None if job is None or job.forgotten < self.world.now else job
+
+    def _named(self, job_id: str) -> Batch | None:
         """The job of this id. That of an array stands for all of its tasks, of which only one is the run's."""
         if job_id not in self.jobs and f"{job_id}_0" in self.jobs:
             self.world.violations.append(f"array: {self.world.process.name} names all tasks of array {job_id}")
             return self.jobs[f"{job_id}_0"]
-        return self.jobs[job_id]
+        return self._known(job_id)
 
     def _answer(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         match [str(word) for word in command]:
             case ["scontrol", "show", "job", "-o", job_id]:
-                job = self.jobs.get(job_id)
+                job = self._known(job_id)
                 self.shown_at[self.world.process.name] = self.world.now
                 self.requests[self.world.process.name] = 0
                 return _done(command, self.shown(job)) if job else _failed(command, "Invalid job id specified")
             case ["scontrol", "show", "config"]:
                 return _done(command, self._configuration())
             case ["scontrol", "show", "partition", "-o", _]:
-                return _done(
-                    command, f"PartitionName=low GraceTime={self.settings.grace_s} PreemptMode={self.settings.mode}"
-                )
+                grace_s, mode = (0, "OFF") if self.settings.by_qos else (self.settings.grace_s, self.settings.mode)
+                return _done(command, f"PartitionName=low GraceTime={grace_s} PreemptMode={mode}")
             case ["scontrol", "show", "node", "-o", node]:
                 return _done(command, f"NodeName={node} NodeAddr={node} NodeHostName={node}\n")
             case ["scontrol", "requeue", job_id]:
-                return self._requeue(command, self._named(job_id))
+                job = self._named(job_id)
+                return self._requeue(command, job) if job else _failed(command, "Invalid job id specified")
             case ["scontrol", "update", what, change]:
-                return self._update(command, self._named(what.removeprefix("JobId=")), change)
+                job = self._named(what.removeprefix("JobId="))
+                return self._update(command, job, change) if job else _failed(command, "Invalid job id specified")
             case ["scancel", *ids]:
-                for job_id in ids:
-                    self.cancel(self._named(job_id))
+                for job in filter(None, map(self._named, ids)):
+                    self.cancel(job)
                 return _done(command, "")
+            case ["sacctmgr", "-nP", "show", "qos", *_]:
+                if self.world.now < self.unaccounted_until:
+                    return _failed(command, "Problem talking to the database: Connection refused")
+                minutes, seconds = divmod(self.settings.grace_s, 60)
+                return _done(command, f"{self.settings.mode.lower()}|00:{minutes:02}:{seconds:02}\n")
             case ["sbatch", "--parsable", *options, script]:
                 return _done(command, self.submit(options, script))
             case ["sinfo", "-h", "-N", "-o", "%R|%P|%N|%T"]:
@@ -215,11 +235,14 @@ class Slurm:
                 return _done(command, "\n".join(lines) + "\n")
             case ["sinfo", "-h", "-o", "%P"]:
                 return _done(command, "low*\n")
-            case ["squeue", "--noheader", "--me", "--format=%F|%o"]:
-                live = [job for job in self.jobs.values() if job.state in ("PENDING", *HAS_NODES)]
-                return _done(command, "".join(f"{job.id.partition('_')[0]}|{job.script}\n" for job in live))
+            case ["squeue", "--noheader", "--me", *states, "--format=%F|%o"]:
+                jobs = [job for job in self.jobs.values() if self._known(job.id) and (states or is_live(job))]
+                return _done(command, "".join(f"{job.id.partition('_')[0]}|{job.script}\n" for job in jobs))
             case ["squeue", *options]:
-                return _done(command, self._queue(options[options.index("-j") + 1].split(",")))
+                ids = options[options.index("-j") + 1].split(",")
+                if len(ids) == 1 and self._known(ids[0]) is None:
+                    return _failed(command, "Invalid job id specified")
+                return _done(command, self._queue(ids))
         raise AssertionError(f"the model knows no {command}")
 
     def shown(self, job: Batch) -> str:
@@ -247,7 +270,7 @@ class Slurm:
         )
 
     def _queue(self, ids: Sequence[str]) -> str:
-        known = [self.jobs[job_id] for job_id in ids if job_id in self.jobs]
+        known = filter(None, map(self._known, ids))
         return "".join(
             f"{job.id}|{job.state}|{','.join(job.nodes)}|{_time(job.began)}|1:00:00|low|{job.reason}\n" for job in known
         )
@@ -258,8 +281,8 @@ class Slurm:
         if settings.release == "26.05":
             expires = f"AuthInfo = cred_expire=119\nSchedulerParameters = requeue_delay={settings.hold_s - 1}"
         return (
-            f"{expires}\nKillWait = {settings.kill_wait_s} sec\n"
-            f"PreemptType = preempt/partition_prio\nPreemptMode = {settings.mode}\n"
+            f"{expires}\nMaxArraySize = 1001\nKillWait = {settings.kill_wait_s} sec\n"
+            f"PreemptType = preempt/{'qos' if settings.by_qos else 'partition_prio'}\nPreemptMode = {settings.mode}\n"
         )
 
     def _update(self, command: Sequence[str], job: Batch, change: str) -> subprocess.CompletedProcess[str]:
@@ -283,8 +306,9 @@ class Slurm:
         words = dict(option.removeprefix("--").partition("=")[::2] for option in options)
         job_id = str(self._next_id)
         is_task = self.array and not self.jobs
+        of_sweep = script.endswith("array.sbatch")
         job = Batch(
-            f"{job_id}_0" if is_task else job_id,
+            f"{job_id}_0" if is_task or of_sweep else job_id,
             self.nodes_needed,
             self.nodes_least,
             self.time_limit_s,
@@ -298,6 +322,7 @@ class Slurm:
             job.reason = "Dependency"
         job.exclude = frozenset(words.get("exclude", "").split(",")) - {""}
         self.jobs[job.id] = job
+        self.listener("submit", job, job.by)
         self.unanswered.add(job.id)
         self._tell(f"job {job.id} submitted{f', after {job.after}' if job.after else ''}")
         self._wake()
@@ -441,6 +466,7 @@ class Slurm:
 
     def _end(self, job: Batch, state: str) -> None:
         job.era += 1
+        job.forgotten = math.inf
         if state == "PENDING":
             held = job.left_in_grace >= self.settings.max_requeues
             job.state, job.reason, job.nodes = "PENDING", HELD if held else "BeginTime", []
@@ -451,6 +477,7 @@ class Slurm:
         else:
             job.state = state
             job.ended = self.world.now
+            job.forgotten = max(job.ended, self.away_until) + self.settings.min_age_s
             self._tell(f"job {job.id}: {state}")
             self.listener("end", job, state)
         self._wake()
@@ -622,6 +649,11 @@ class Slurm:
             over = job.era != era or job.state not in ("RUNNING", "SUSPENDED") or node in job.lost
             if process.node == node and process.alive and over:
                 process.kill()
+
+
+def is_live(job: Batch) -> bool:
+    """Whether it runs or may yet run."""
+    return job.state == "PENDING" or job.state in HAS_NODES
 
 
 def _done(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:

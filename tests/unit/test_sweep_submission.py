@@ -205,12 +205,28 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
 
 
 def test_a_member_whose_job_is_just_ending_is_not_retried_yet(slurm: Slurm) -> None:
-    """Two jobs must not train one run."""
+    """Two jobs must not train the same run."""
     sweep("seed=0..1")
     end(member(0), "failed")
     slurm.tasks["41_0"] = "COMPLETING"
     sweep("seed=0..1", "--retry", "failed")
     assert len(slurm.scripts) == 1
+
+
+def test_a_member_that_completes_while_slurm_is_asked_is_not_submitted_again(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job has ended by then, and its outcome must stay."""
+    sweep("seed=0..1")
+    lease.take(member(0), member(0).create_attempt(), lease.of_job("41_0"))
+
+    def squeue(*_: str) -> str:
+        end(member(0), "completed")
+        return "41_0|COMPLETED||N/A|1:00|low|None\n41_1|RUNNING||N/A|1:00|low|None\n"
+
+    monkeypatch.setattr(slurm, "squeue", squeue)
+    sweep("seed=0..1")
+    assert len(slurm.scripts) == 1 and member(0).outcome_file.exists()
 
 
 def test_arrays_are_split_evenly_above_the_largest_size(slurm: Slurm) -> None:
