@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import WAITED
 from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
+from clusterddp.rundir import records
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from tests.simulation.ranks import MARK, Launcher, Rank, sample_of, trained
@@ -147,10 +148,8 @@ class Invariants:
         node = self._history.disk.nodes.get(f"{self._history.run.path}/events.jsonl")
         found = []
         for line in (node.data if node else b"").split(b"\n")[:-1]:
-            try:
-                found.append(_loaded(line))
-            except ValueError:  # torn
-                continue
+            if (event := records.parse(line, records.EVENT)[0]) is not None:  # else torn
+                found.append(event)
         return found
 
     @property

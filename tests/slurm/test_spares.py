@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,21 @@ def test_a_drained_node_is_left_without_repeating_a_step(
 
 
 @pytest.mark.product
+def test_a_node_that_hangs_is_left_for_the_spare_one(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """Its ranks are stopped, with their heartbeats; Slurm still gets answers from it."""
+    hangs = [*SPARE, "--set", "watchdog.step_s=4"]
+    training = Training.submit(cluster, runs, "--pause", "0.2", options=hangs)
+    wait_for_step(training.run, 10)  # the attempt is past its start, for which the watchdog waits longer
+    for rank in ranks_on(cluster, "n2"):
+        rank.kill(signal.SIGSTOP)
+    check_continued(training, uninterrupted_training)
+    assert nodes_of(training) == [["n1", "n2"], ["n1", "n3"]]
+    assert reasons(training) == ["node n2 hangs: the ranks continue on the spare node n3"]
+
+
+@pytest.mark.product
 def test_a_slow_node_is_left_for_the_spare_one_without_repeating_a_step(cluster: Cluster, runs: Path) -> None:
     """Four nodes and a spare one. After two seconds in place of ten minutes, the slow one is named with its load."""
     site = runs / "site"
@@ -178,19 +193,28 @@ def test_without_a_spare_node_that_is_left_the_run_continues_in_a_new_job(
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("dies", [False, True], ids=["cut off", "dead"])
+@pytest.mark.parametrize(
+    ("lose", "lost"),
+    [(Cluster.cut, ["n1"]), (die, ["n1"]), (die, ["n1", "n2"])],
+    ids=["cut off", "dead", "dead together with a guard's node"],
+)
 def test_a_job_that_loses_its_batch_host_is_requeued(
-    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, dies: bool
+    cluster: Cluster,
+    runs: Path,
+    uninterrupted_training: RunDirectory,
+    lose: Callable[[Cluster, str], None],
+    lost: list[str],
 ) -> None:
-    """Slurm leaves it RUNNING on the other nodes, without a batch step; the guard on one of them requeues it."""
+    """Slurm leaves it RUNNING on the other nodes, without a batch step; a guard on one of them requeues it."""
     training = Training.submit(cluster, runs, "--pause", "0.2", options=SPARE)
     wait_for_step(training.run, 7)
-    (die if dies else Cluster.cut)(cluster, "n1")
+    for node in lost:
+        lose(cluster, node)
     training.wait(lambda: 1 in training.run.attempts(), "attempt 1", 150)
     training.wait(lambda: not ranks_on(cluster, "n1"), "the ranks on n1 to end", 60)
     check_continued(training, uninterrupted_training)
     assert cluster.job(training.job_id)["Restarts"] == "1"
-    assert "n1" not in nodes_of(training)[1]
+    assert not {*lost} & {*nodes_of(training)[1]}
 
 
 @pytest.mark.product

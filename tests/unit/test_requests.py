@@ -407,7 +407,7 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
     again = done(state, dataclasses.replace(drain("n2"), client=9))
     assert not any(isinstance(one, Record | Broadcast) for one in again)
     [refusal] = answers(done(state, dataclasses.replace(drain("n1"), client=9)), 9)
-    assert refusal["refused"] == "not drained: the run is already leaving n2. Try again afterwards"
+    assert refusal["refused"] == "not drained: the run is already leaving n2. Try again after that"
 
 
 @pytest.mark.parametrize(

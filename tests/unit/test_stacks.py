@@ -107,7 +107,7 @@ def test_ranks_in_different_collectives_are_named_with_their_lines() -> None:
     """Of a crash in gloo, and of torch's timeout, which may also mean that one of them was late."""
     assert (users_line(RAISED), users_line(CRASHED)) == ("train.py:40 (step)", "train.py:52 (train)")
     assert users_line(RAISED.replace("/home/me/", "/home/me/clusterddp/")) == "train.py:40 (step)"  # a folder's name
-    order = "Every rank must call the same ones in the same order"
+    order = "Every rank must call the same collectives in the same order"
     where = "(rank 1 in train.py:52 (train), rank 0 in train.py:40 (step))"
     texts = {1: CRASHED, 0: RAISED}
     assert different_calls(GLOO, texts) == f"the ranks called different collectives {where}. {order}"

@@ -205,7 +205,7 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
 
 
 def test_a_member_whose_job_is_just_ending_is_not_retried_yet(slurm: Slurm) -> None:
-    """Two jobs must not train one run."""
+    """Two jobs must not train the same run."""
     sweep("seed=0..1")
     end(member(0), "failed")
     slurm.tasks["41_0"] = "COMPLETING"
