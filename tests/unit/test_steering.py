@@ -230,7 +230,7 @@ def test_the_stacks_of_many_ranks_are_grouped_and_a_silent_rank_is_named(
 
 def test_ranks_that_do_not_exist_are_refused(run: RunDirectory, supervised: Callable[[int], StubRanks]) -> None:
     supervised(2)
-    with pytest.raises(RunDirectoryError, match="there is no rank 2 in this run: expected 0 to 1"):
+    with pytest.raises(RunDirectoryError, match="there is no rank 2 in this run. Expected 0 to 1"):
         command(["stacks", str(run), "--rank", "2"])
     with pytest.raises(UsageError, match="--rank x: 'x' is neither a rank nor a range. .* or all"):
         command(["stacks", str(run), "--rank", "x"])
