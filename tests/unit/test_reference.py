@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 import clusterddp
-from clusterddp import errors, events
-from clusterddp.cli.command_line import check_name, parser, split_at_dashes
-from clusterddp.jobdef.schema import READERS
+from clusterddp import errors
+from clusterddp.cli.command_line import parser, split_at_dashes
 from clusterddp.rundir.run_directory import RunDirectory
 from docs.reference import generate as reference
-from docs.reference import messages, python_api
+from docs.reference import python_api
 from docs.reference.examples import EXAMPLES
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
@@ -101,26 +100,8 @@ def test_every_error_is_listed_with_its_exit_code() -> None:
         assert getattr(error, "exit_code", 75 if issubclass(error, errors.Stopped) else 1) == int(code)
 
 
-def test_exit_codes_that_answer_are_listed_for_existing_commands_and_are_no_errors() -> None:
-    """Those of `wait` are in the same page as all others, from the same source."""
-    assert errors.ANSWERS.keys() <= reference.commands().keys()
-    own = {*errors.WAITED.values(), errors.TIMED_OUT}
-    assert len(own) == 6 and not own & errors.MEANINGS.keys()
-    of_check = {errors.RESUME_DIFFERS, errors.NOT_REPEATABLE}
-    of_all = {0, 1, 2, errors.INTERNAL_ERROR, errors.STOPPED, errors.INTERRUPTED, errors.BROKEN_PIPE}
-    assert errors.MEANINGS.keys() - {"128 + N"} == of_all | of_check
-    assert all(re.search(rf"\b{code}\b", errors.ANSWERS["wait"]) for code in own)
-
-
 def page(name: str) -> str:
     return (FOLDER / name).read_text()
-
-
-def test_every_key_of_a_job_definition_has_a_type_and_a_meaning() -> None:
-    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \| (.*) \| (.*) \|$", page("job-definition.md"), re.MULTILINE)
-    assert {name.split(".")[0] for name, *_ in rows} == READERS.keys()
-    assert {"checkpoint.keep.best", "watchdog.step_s", "stop.signal"} <= {name for name, *_ in rows}
-    assert not [name for name, kind, _, meaning in rows if not kind or not meaning]
 
 
 def test_the_page_of_the_run_directory_names_every_file_outside_private() -> None:
@@ -129,50 +110,6 @@ def test_the_page_of_the_run_directory_names_every_file_outside_private() -> Non
     paths = {str(getattr(run, name).relative_to("/run")) for name in names}
     listed = set(re.findall(r"^\| \[?`([^`]+)`", page("run-directory.md"), re.MULTILINE))
     assert listed == {path for path in paths if not path.startswith("private/")}
-
-
-def texts(source: str, package: str = "training") -> list[str]:
-    return [message.text for message in messages.Module(package, ast.parse(source)).messages()]
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("def f(): raise UsageError(f'{a!r}: expected {b}')", ["...: expected ..."]),
-        ("def f():\n  text = f'cannot read {x}'\n  raise SlurmError(text)", ["cannot read ..."]),
-        ("def f(): say('saved' if x else f'lost {n} steps')", ["saved", "lost ... steps"]),
-        ("TEXT = 'remove {name}'\ndef f(): show(TEXT.format(name=1))", ["remove ..."]),
-        ("def f():\n  hint = '; use --x' if a else ''\n  raise UsageError(f'no {b}{hint}')", ["no ...; use --x"]),
-        ("def f(): raise ValueError(g())\ndef g():\n  return 'one' + f' and {b}'", ["one and ..."]),
-        ("def f(): other('a reason that says what went wrong')", ["a reason that says what went wrong"]),
-        ("def f(): open('some/file.txt', 'r')", []),
-    ],
-)
-def test_the_text_of_a_message_is_found_with_dots_for_values(source: str, expected: list[str]) -> None:
-    assert texts(source) == expected
-
-
-def test_messages_that_commands_and_events_print_are_in_the_page() -> None:
-    """Of errors that are raised here, the page has the text, and how it appears."""
-    rows = re.findall(r"^\| `+ ?(.*?) ?`+ \| (.*) \|$", page("messages.md"), re.MULTILINE)
-    assert len(rows) > 900
-    with pytest.raises(errors.UsageError) as no_command:
-        check_name("sumbit")
-    found = [kind for text, kind in rows if fits(str(no_command.value), text)]
-    assert found == ["`UsageError`, exit code 2"]
-    hung = events.EVENTS["requeue_refused"]({"attempt": 0, "error": "busy"}).sentence()
-    assert [kind for text, kind in rows if fits(str(hung), text)] == ["history, event `requeue_refused`"]
-
-
-def fits(message: str, row: str) -> bool:
-    fixed = row.replace("\\|", "|").split("...")
-    return re.fullmatch(".*".join(map(re.escape, fixed)), message, re.DOTALL) is not None
-
-
-def test_messages_are_sorted_by_their_first_words() -> None:
-    for found in messages.found().values():
-        words = [re.sub(r"\.\.\.|[^a-z0-9 ]", "", message.text.lower()).strip() for message in found]
-        assert words == sorted(words)
 
 
 def test_every_argument_of_a_command_has_a_help_text() -> None:
