@@ -43,31 +43,6 @@ def test_a_better_interval_is_advised_if_it_saves_something() -> None:
     assert advised(training(5, every=500, blocked=3)) == []
 
 
-def test_saves_that_are_recorded_at_the_same_moment_are_not_an_interval() -> None:
-    """As in a history in which another program doubled the lines."""
-    events = training(5, every=60, blocked=3)
-    for event in events:
-        event["time"] = BEGAN + 36_000.0 * event["attempt"]
-    assert not any("checkpoint.every" in words for words in advised(events))
-
-
-def test_a_hold_that_takes_long_is_named() -> None:
-    events = [
-        {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
-        {"time": 1000.0, "attempt": 0, "event": "requeued", "reason": "preempted"},
-        {"time": 1130.0, "attempt": 1, "event": "started", "job": "7"},
-        {"time": 1130.0, "attempt": 1, "event": "allocated", "eligible": 1121.0, "begun": 1125.0},
-        {"time": 2000.0, "attempt": 1, "event": "completed"},
-    ]
-    (words,) = advised(events)
-    assert "held the run 1 time after a requeue, for 2 min on average, 6% of its time" in words
-    assert "With `policy: resubmit`, the run continues in a new job" in words
-    (words,) = advised(events, replace(JOB, policy="resubmit"))  # which is set: a preemption without grace
-    by_slurm = {**events[1], "event": "stopped", "then": "requeued by Slurm"}
-    assert [words] == advised([events[0], by_slurm, *events[2:]])
-    assert words.endswith("`clusterddp resubmit` lifts the hold")
-
-
 def test_steps_that_are_lost_in_spite_of_a_notice_are_named() -> None:
     events = [
         {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},

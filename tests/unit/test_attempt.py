@@ -26,7 +26,6 @@ from clusterddp.failures.hangs import Hang
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.process import started_at
-from clusterddp.report.booking import book
 from clusterddp.rundir import files
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -37,13 +36,11 @@ from clusterddp.slurm.preemption_policy import Preemption
 from clusterddp.supervisor import decide, lease, monitor, recovery
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController, allocated
-from clusterddp.supervisor.launcher import LocalLauncher, SlurmLauncher, srun_command
+from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
-from clusterddp.supervisor.state import ConnectionLost, Notice, PerRank, RankEvent, State, Stop
-from clusterddp.training.saving import between_interruptions_s
+from clusterddp.supervisor.state import ConnectionLost, Notice, PerRank, RankEvent, State
 from clusterddp.worker.control_channel import ControlChannel
-from tests.waiting import wait_until
 
 
 class FakeController:
@@ -217,22 +214,6 @@ def test_a_requeue_without_an_answer_that_was_carried_out_is_not_repeated(run: R
     assert (end["cause"], end["then"]) == ("preempted", "requeued by Slurm")
 
 
-@pytest.mark.parametrize(
-    ("notice", "cause"),
-    [(Notice(None), "requeued, by `scontrol requeue`"), (Notice(None, Stop.PREEMPTION), "preempted without grace")],
-)
-def test_a_job_that_outlives_its_grace_is_preempted_and_one_without_an_announcement_is_requeued(
-    run: RunDirectory, notice: Notice, cause: str
-) -> None:
-    """Slurm's record of the job does not tell one from the other. Slurm continues both by itself."""
-    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.REQUEUED))
-    attempt.post(notice)
-    assert attempt.supervise() == 3
-    end = run.events()[-1]
-    assert (end["event"], end["then"]) == ("stopped", "requeued by Slurm")
-    assert end["cause"].startswith(cause)
-
-
 def test_a_scancel_just_before_the_requeue_is_respected(run: RunDirectory) -> None:
     """The controller is queried right before the request, not only when the ranks have exited."""
     controller = FakeController(Cause.PREEMPTED, Cause.CANCELLED)
@@ -280,16 +261,6 @@ def test_a_full_disk_does_not_prevent_the_requeue(run: RunDirectory, monkeypatch
     controller = FakeController(Cause.PREEMPTED)
     assert supervised(run, controller)[0] == 4
     assert controller.asked == ["requeue"]
-
-
-def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only window that can be closed is closed."""
-    cancelled: list[str] = []
-    monkeypatch.setattr("clusterddp.slurm.commands.cancel", cancelled.append)
-    job = dataclasses.replace(JOB, policy="resubmit")
-    controller = FakeController(Cause.PREEMPTED, Cause.ENDED_IN_GRACE)
-    assert supervised(run, controller, job=job) == (1, ["started", "cancelled"])
-    assert cancelled == ["42"]
 
 
 def test_scancel_ends_the_new_job_even_if_that_has_begun_an_attempt(
@@ -349,19 +320,6 @@ def test_a_failure_names_the_step_of_the_rank_that_failed(
     assert f"attempt 0 at step {expected}, " in capsys.readouterr().err
 
 
-def test_a_failure_before_the_next_step_is_at_the_step_that_was_resumed(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not at step 0, as it has made none itself: so do failures behind a loop that was already done."""
-    resumed = RankEvent(0, "resumed", {"step": 12, "parent": {"attempt": 0, "step": 12}, "inexact": []})
-    raised = {"end": "exception", "error": "ValueError: no"}
-    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, raised), FakeController())
-    attempt.post(resumed)
-    attempt.supervise()
-    (failed,) = [event for event in run.events() if event["event"] == "rank_failed"]
-    assert failed["step"] == 12 and "attempt 0 at step 12, " in capsys.readouterr().err
-
-
 def test_a_killed_ranks_step_is_that_of_the_ranks_that_waited_for_it(run: RunDirectory) -> None:
     """It has no record of its end."""
 
@@ -410,25 +368,6 @@ def test_a_superseded_attempt_writes_nothing_and_requeues_nothing(run: RunDirect
     assert "requeued" not in [event["event"] for event in run.events()]
 
 
-def test_a_supervisor_that_stood_still_while_the_run_was_submitted_again_leaves_it_at_that(run: RunDirectory) -> None:
-    """Its node was frozen for longer than its time limit. It would continue a run that the user had ended meanwhile. A
-    job that was submitted before this attempt, and never started one, changes nothing."""
-
-    class Frozen(FakeRanks):
-        def wait(self) -> int:
-            lease.submitted(self._run, "43")
-            return super().wait()
-
-    lease.submitted(run, "40")
-    controller = FakeController(Cause.TIMED_OUT)
-    assert supervised(run, controller)[1] == ["started", "resubmitted"]
-    assert Attempt(run, JOB, run.create_attempt(), Frozen(run, STOPPED), controller).supervise() == 3
-    assert controller.asked == ["resubmit"]
-    assert run.events()[-1]["reason"] == "time limit reached. The run was submitted again as job 43"
-    alive = FakeController(Cause.PREEMPTED)  # the other job has ended as it started
-    assert Attempt(run, JOB, run.create_attempt(), Frozen(run, STOPPED), alive).supervise() == 4
-
-
 def test_a_supervisor_that_stood_still_while_its_job_was_restarted_begins_no_attempt(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -474,19 +413,6 @@ def test_a_start_while_the_controller_is_busy_asks_again_who_holds_the_run(
     assert (run.outcome() or {})["state"] == "completed"
 
 
-def test_a_run_that_completes_while_another_job_starts_is_not_trained_again(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The controller takes seconds to say that the first job has ended; its outcome stays."""
-    lease.take(run, run.create_attempt(), lease.of_job("40"))
-    outcome = {"state": "completed", "step": 9, "attempts": 1, "reason": "all ranks finished"}
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: write_json(run.outcome_file, outcome))
-    ranks = FakeRanks(run, {"end": "done", "used_clusterddp": True})
-    assert supervise(run, JOB, lambda *_: ranks, FakeController(Cause.NONE)) == 0
-    assert run.attempts() == [0]
-    assert run.outcome() == outcome
-
-
 def test_an_outcome_that_is_written_while_a_start_stands_still_is_kept(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,22 +428,6 @@ def test_an_outcome_that_is_written_while_a_start_stands_still_is_kept(
     assert (run.outcome() or {})["state"] == "completed"
 
 
-def test_an_outcome_that_is_written_while_a_start_looks_at_the_last_one_is_kept(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its node froze between two looks, and it removed the outcome of the job that had completed the run, which then
-    seemed to be stopped."""
-    real = lease.held_before
-
-    def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
-        write_json(run.outcome_file, {"state": "completed", "step": 9, "attempts": 1, "reason": "all ranks finished"})
-        return real(run, attempt, me)
-
-    monkeypatch.setattr(lease, "held_before", held_before)
-    supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), FakeController(Cause.PREEMPTED))
-    assert (run.outcome() or {})["state"] == "completed"
-
-
 def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_checkpoint(run: RunDirectory) -> None:
     """Each start is an attempt of its own in the same job; then the run has failed, and says why."""
     killed = FakeRanks(run, {"end": "died", "error": "killed"})
@@ -525,29 +435,6 @@ def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_chec
     names = [event["event"] for event in run.events() if event["event"] != "not_excluded"]
     assert names == ["started", "rank_failed", "restarted"] * 2 + ["started", "rank_failed", "failed"]
     assert "3 consecutive attempts failed without saving a new checkpoint" in (run.outcome() or {})["reason"]
-
-
-def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirectory) -> None:
-    """Only failures without progress count."""
-    ends = iter([{"end": "died", "error": "killed"}] * 5 + [{"end": "done"}])
-
-    def ranks(*_: object) -> FakeRanks:
-        if before := run.newest_attempt():
-            append_line(run.events_file, {"time": 1.0, "attempt": before, "event": "checkpoint", "step": 1})
-            (run.checkpoints / f"step-000000000001.attempt-{before}.safetensors").touch()
-        return FakeRanks(run, next(ends))
-
-    assert supervise(run, JOB, ranks, FakeController(Cause.NONE)) == 0
-    assert run.outcome() == {"state": "completed", "step": 1, "attempts": 6, "reason": "all ranks finished"}
-
-
-def test_an_attempt_deletes_the_logs_of_old_ones(run: RunDirectory) -> None:
-    """Its own and the first attempt's stay, and the numbers of all."""
-    ends = iter([{"end": "died", "error": "killed"}] * 2 + [{"end": "done"}])
-    job = dataclasses.replace(JOB, keep_logs=1)
-    assert supervise(run, job, lambda *_: FakeRanks(run, next(ends)), FakeController(Cause.NONE)) == 0
-    wait_until(lambda: not run.attempt_logs(1).exists(), "the logs of attempt 1 to be deleted")
-    assert run.attempt_logs(0).exists() and run.attempt_logs(2).exists() and run.attempts() == [0, 1, 2]
 
 
 # ---- nodes that fail
@@ -581,29 +468,6 @@ def test_a_rank_is_looked_for_on_its_own_node(hosts: dict[int, str], rank: int, 
     assert State(job, nodes=("n1", "n2"), hosts=PerRank(hosts)).node_of(rank) == node
 
 
-def test_a_bad_node_is_excluded_where_fewer_suffice(run: RunDirectory) -> None:
-    """A run that started on two of ``nodes: 1-2`` continues with one."""
-    killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
-    controller = FakeController(Cause.NONE)
-    controller.nodes = ["n1", "n2"]
-    job = as_started(dataclasses.replace(JOB, nodes=2, min_nodes=1, gpus_per_node=1), {"SLURM_JOB_NUM_NODES": "2"})
-    assert supervise(run, job, lambda *_: killed, controller) == 4
-    assert controller.asked == ["resubmit n1"]
-
-
-def test_where_too_few_nodes_would_remain_slurms_choice_is_kept_and_reported(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The run continues in place."""
-    killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
-    controller = FakeController(Cause.NONE)
-    assert supervise(run, JOB, lambda *_: killed, controller) == 1
-    assert controller.asked == []
-    said = capsys.readouterr().out
-    words = "no further node is excluded, because without n1 the partition has 0 usable nodes, but the run needs 1"
-    assert f"attempt 1: {words}" in said
-
-
 class Killed(FakeRanks):
     """Ranks that are killed, the second one first, and leave no record."""
 
@@ -611,16 +475,6 @@ class Killed(FakeRanks):
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
         return {1: ExitStatus(signal=9), 0: ExitStatus(signal=9)}
-
-
-def test_only_a_rank_that_its_launcher_did_not_kill_is_told_to_check_its_memory(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first that ended; the other one was killed for it."""
-    supervise(run, JOB, lambda *_: Killed(run, {"end": "died"}), FakeController(Cause.NONE))
-    shown = capsys.readouterr().err
-    assert "| rank 1 (n1) was killed by SIGKILL, probably out of memory\n" in shown
-    assert "| as a result: rank 0 (n1) was ended by clusterddp after rank 1 failed\n" in shown
 
 
 TIMEOUT = (
@@ -801,23 +655,6 @@ def test_a_submission_without_an_answer_is_looked_for_before_another_one_is_made
     assert [entry["job"] for entry in lease.holders(run)] == [job for job in (end[1],) if job]
 
 
-def test_a_new_job_is_recorded_once_the_disk_answers(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else no file would name the job that continues the run, and the supervisor would end with this error."""
-    real, errors = lease.submitted, [OSError(errno.EIO, "Input/output error"), None]
-
-    def submitted(run: RunDirectory, job_id: str) -> None:
-        if error := errors.pop(0):
-            raise error
-        real(run, job_id)
-
-    monkeypatch.setattr(lease, "submitted", submitted)
-    monkeypatch.setattr(slurm, "run", lambda *command, timeout_s=None: "42\n")
-    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
-    run.batch_script.write_text("#!/bin/sh\n")
-    assert SlurmController({"SLURM_JOB_ID": "41"}, run, JOB).resubmit() == "42"
-    assert lease.holders(run)[0]["job"] == "42"
-
-
 def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without grace only Slurm itself starts it again after a preemption."""
     asked = []
@@ -891,21 +728,6 @@ def test_a_hung_run_is_killed_and_then_restarted_or_ended_as_its_definition_says
     reason = run.events()[-1]["reason"]
     assert reason == ("rank 1 (n1) hung" if watchdog.on_hang == "restart" else hang.what)
     assert "as a result: rank 0 (n1) was ended by clusterddp after rank 1 hung\n" in capsys.readouterr().err
-
-
-def test_a_local_rank_that_outlives_a_kill_is_abandoned(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one in state D would; the other one's end is known."""
-    logs = run.attempt_logs(run.create_attempt())
-    launcher = LocalLauncher(JOB)
-    launcher.start(["/bin/sh", "-c", "[ $RANK = 0 ] || exec sleep 60; exit 3"], os.environ, logs)
-    failed: list[int] = []
-    launcher.failed = lambda rank: (failed.append(rank), launcher.abandon())
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalLauncher, "_signal_all", lambda *_: None)
-        patch.setattr("clusterddp.supervisor.launcher._end_orphans", lambda: None)
-        assert launcher.wait() == 3
-    assert failed == [0] and launcher.exit_statuses() == {0: ExitStatus(exit_code=3)}
-    launcher.kill()
 
 
 def test_a_disk_that_delays_the_history_is_no_hang_of_the_ranks(
@@ -1246,15 +1068,6 @@ def test_of_a_range_of_nodes_the_job_has_what_slurm_gave_it(monkeypatch: pytest.
         srun_command(given, Path("/logs"))
     )
     assert as_started(JOB, {}) is JOB
-
-
-def test_a_result_may_have_any_name_of_the_scripts_own(run: RunDirectory) -> None:
-    """The history stays readable: ``run.log(ranks=0.5)`` after the loop is not a number of ranks."""
-    names = {"ranks": 0.5, "redone": "twice", "job": None, "nodes": 3.5, "suspect": 1.0, "reason": 2.0}
-    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "result", "step": 7, **names})
-    _, events = supervised(run, FakeController(Cause.NONE), {"end": "died", "error": "killed"})
-    assert events == ["result", "started", "rank_failed", "restarted"]
-    assert book(run.events(), time.time()).total_s and between_interruptions_s(run.events(), time.time())
 
 
 def test_time_in_the_queue_is_not_charged(run: RunDirectory) -> None:

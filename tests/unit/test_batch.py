@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
-from submitit import SlurmExecutor
 
 from clusterddp.jobdef.job import Job, Timeouts
 from clusterddp.rundir.run_directory import RunDirectory
@@ -59,15 +57,6 @@ def test_the_whole_script_is_as_a_cluster_engineer_would_write_it() -> None:
     assert script(job).rstrip("\n") + "\n" == GOLDEN
 
 
-def test_the_script_needs_no_slurm_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is what submitit's private method is used for, with the arguments that all allowed versions take."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    text = script(Job(name="net", script="/net.py"), run=str(tmp_path / "net-0"))
-    assert list(tmp_path.iterdir()) == []
-    assert text.index("trap '' TERM") < text.index("exec ") and "srun" not in text
-    assert list(inspect.signature(SlurmExecutor._make_submission_file_text).parameters) == ["self", "command", "uid"]
-
-
 def test_cpu_jobs_request_no_gpu_and_a_missing_limit_is_left_to_the_partition() -> None:
     """submitit's default would be five minutes."""
     text = script(Job(name="net", script="/net.py", device="cpu", gpus_per_node=4))
@@ -114,10 +103,3 @@ def test_slurms_own_warning_is_a_late_fallback_and_leaves_a_short_limit_its_time
     """With a limit of two minutes, a warning two minutes before the end would come at the start."""
     job = Job(name="net", script="/net.py", time_s=time_s, timeouts=Timeouts(notice_s=120))
     assert f"--signal=USR2@{notice}\n" in script(job)
-
-
-def test_a_folder_with_blanks_and_quotes_stays_one_word() -> None:
-    """Shell words are quoted."""
-    text = script(Job(name="net", script="/net.py", python="/a b/python"), run="/runs/it's mine")
-    assert text.splitlines()[-1].startswith("exec '/a b/python' -u -c ")
-    assert """'/runs/it'"'"'s mine'""" in text

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from clusterddp.checkpoint.best import BestSoFar, with_best
-from clusterddp.checkpoint.store import Checkpoints, choose, with_recorded_best
+from clusterddp.checkpoint.store import Checkpoints, choose
 from clusterddp.cli import export
 from clusterddp.cli.command_line import command
 from clusterddp.cli.status import described
-from clusterddp.errors import CheckpointError, UsageError
+from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import best_saved
@@ -24,30 +24,6 @@ from clusterddp.runs import fork
 from clusterddp.slurm import commands as slurm
 from tests.checkpoint_files import save
 from tests.runs_on_disk import event, recorded_run, started
-
-
-@pytest.mark.parametrize(
-    ("best", "rule"),
-    [
-        ("accuracy", "accuracy max"),
-        ("-loss", "loss min"),
-        ("loss", "loss min"),
-        ("val_loss", "val_loss min"),
-        ("score min", "score min"),
-        ("loss max", "loss max"),
-        ("top-1", "top-1 max"),
-        ("lossless", "lossless max"),
-    ],
-)
-def test_the_smallest_loss_is_best_and_the_largest_of_others_unless_the_rule_says_so(best: str, rule: str) -> None:
-    assert with_best(Keep(2), best).best_rule == rule
-    assert with_best(Keep(2), best).last == 2
-
-
-@pytest.mark.parametrize("best", ["", "-", "-loss min", "a b"])
-def test_a_rule_that_names_no_metric_is_refused(best: str) -> None:
-    with pytest.raises(ValueError, match=r"run\(best="):
-        with_best(Keep(), best)
 
 
 def test_the_job_definition_takes_precedence_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,20 +84,6 @@ def test_the_best_is_exported_by_the_rule_in_its_files(tmp_path: Path, capsys: p
         exported(run, "newest", tmp_path / "d.pt")
     found, step = fork.parse(f"{run}@best")
     assert choose(found, step).step == 20
-
-
-def test_the_job_definitions_rule_counts_for_files_of_older_versions(tmp_path: Path) -> None:
-    run = run_with(tmp_path / "run", {10: 0.5, 20: 0.875}, rule=None)
-    assert choose(run, "best", Keep(best="f1", best_is="min")).step == 10
-    with pytest.raises(CheckpointError, match=r"keeps no best checkpoint. Name its metric in ctx.run\(best=...\)"):
-        choose(run, "best")
-    with pytest.raises(
-        CheckpointError, match="has no checkpoint with a value of loss. Its script has logged no metrics"
-    ):
-        choose(run, "best", Keep(best="loss"))
-    written = run_with(tmp_path / "other", {10: 0.5})
-    assert with_recorded_best(Keep(), Checkpoints(written, 0, Keep()).candidates()).best_rule == "f1 max"
-    assert with_recorded_best(Keep(best="x"), Checkpoints(written, 0, Keep()).candidates()).best == "x"
 
 
 def test_status_and_list_name_the_best_by_the_number_that_export_takes(

@@ -23,11 +23,6 @@ def test_a_large_tensor_is_alone_in_its_block_and_a_small_one_is_not() -> None:
     assert sum(len(view) for view in memory.views(0, SIZE)) == SIZE
 
 
-def test_only_the_first_to_ask_for_a_block_is_told_that_it_is_alone() -> None:
-    memory = of(FIRST)
-    assert [memory.bytes_of(*FIRST)[1] for _ in range(2)] == [True, False]
-
-
 def test_only_the_largest_tensors_have_blocks_where_there_are_very_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may have so many mappings."""
     monkeypatch.setattr(memory_blocks, "MOST", 1)

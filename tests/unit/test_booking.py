@@ -6,7 +6,6 @@ The simulation shares no code with ``clusterddp/report``: it writes the history 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,9 +14,8 @@ from typing import Any
 import pytest
 
 from clusterddp.events import BY_SLURM
-from clusterddp.jobdef.job import Job
-from clusterddp.report.booking import CATEGORIES, HOLD_S, Booking, Wait, book
-from clusterddp.report.efficiency import advice, spent
+from clusterddp.report.booking import CATEGORIES, Booking, Wait, book
+from clusterddp.report.efficiency import spent
 from clusterddp.training import timing
 from tests.histories import check_history
 
@@ -244,18 +242,6 @@ def test_each_second_is_booked_to_what_the_run_was_doing(seed: int) -> None:
     assert not booking.provisional
 
 
-def test_the_ratios_and_repeated_steps_are_those_of_the_simulation() -> None:
-    world = simulated(4)
-    counts = Counter(world.did)
-    made = spent(book(world.events, now=world.now), world.events)
-    assert made is not None
-    productive = counts["training"] + counts["evaluating"]
-    away = counts["queued"] + counts["held"] + counts["down"]
-    assert made.ettr == pytest.approx(productive / len(world.did))
-    assert made.goodput == pytest.approx(productive / (len(world.did) - away))
-    assert made.repeated == counts["repeating"] + world.first_steps > 0
-
-
 @pytest.mark.parametrize("state", ["running", "pending", "held", "stopped", "unknown", "failed"])
 def test_a_history_that_ends_anywhere_is_booked(state: str) -> None:
     """As of a run that is live, or whose supervisor was killed, or whose file is torn."""
@@ -279,22 +265,6 @@ def test_what_was_booked_before_an_attempt_does_not_depend_on_what_follows(seed:
         assert by_second(booking)[: max(0, known)] == world.did[: max(0, known)]
 
 
-@pytest.mark.parametrize("seed", range(15))
-def test_lost_foreign_and_disordered_events_change_nothing_but_categories(seed: int) -> None:
-    world, draw = simulated(seed, interruptions=4), random.Random(seed)
-    events = [event for event in world.events if draw.random() < 0.8]
-    for event in draw.sample(events, len(events) // 4):
-        name = draw.choice(list(event))
-        if name not in ("event", "time", "attempt"):
-            event[name] = draw.choice([None, -1, "x", 1e300, [], {}, True, 2**62, BEGAN + 40.5])
-    draw.shuffle(events)
-    events.append({"time": BEGAN + 3.0, "attempt": 2**40, "event": "from the future"})
-    for state in ("running", "unknown"):
-        booking = book(events, now=world.now, state=state)
-        check_shape(booking)
-        assert booking.total_s <= len(world.did) + 1
-
-
 def test_a_live_attempt_counts_up_to_now_and_a_dead_one_to_its_last_step() -> None:
     world = World(random.Random(1))
     world.launch(submitted=world.now)
@@ -304,13 +274,6 @@ def test_a_live_attempt_counts_up_to_now_and_a_dead_one_to_its_last_step() -> No
     dead = book(world.events, later, state="unknown", newest_step=world.now).seconds()
     assert (live["training"], live["unknown"]) == (150, 0)
     assert (dead["training"], dead["unknown"]) == (50, 100)
-
-
-def test_a_run_that_waits_for_its_first_start_is_queued_or_held() -> None:
-    for state, category in {"pending": "queued", "held": "held", "stopped": "down"}.items():
-        seconds = book([], BEGAN + 60, state=state, submitted=BEGAN).seconds()
-        assert {name: value for name, value in seconds.items() if value} == {category: 60}
-    assert spent(book([], BEGAN), []) is None
 
 
 def test_steps_wait_for_a_straggler_from_its_report_until_it_keeps_up() -> None:
@@ -346,32 +309,6 @@ def test_what_was_measured_replaces_the_estimate() -> None:
     assert estimated["straggler"] == 15, "of 30 s"
     nothing = book(world.events, world.now, state="running", waited=[Wait(begun - 5, begun + 99, 0.0)]).seconds()
     assert nothing["straggler"] == 0
-
-
-def test_a_script_without_a_loop_is_not_importing_for_days() -> None:
-    """Nobody knows what it does; unless it failed before its loop."""
-    events = [
-        {"time": 0.0, "attempt": 0, "event": "started", "pid": 7},
-        {"time": 5.0, "attempt": 0, "event": "phase", "phase": "importing"},
-    ]
-    assert book(events, 105.0, state="running").seconds()["unknown"] == 100
-    failed = {"time": 15.0, "attempt": 0, "event": "rank_failed", "since": 12.0}
-    assert book([*events, failed], 15.0, state="failed").seconds()["importing"] == 7
-
-
-def test_a_script_whose_steps_are_known_by_its_output_alone_trains_from_the_first_on() -> None:
-    """As one that starts its own processes per GPU: no optimizer steps in its rank."""
-    events = [
-        {"time": 0.0, "attempt": 0, "event": "started", "pid": 7},
-        {"time": 5.0, "attempt": 0, "event": "phase", "phase": "importing"},
-        {"time": 20.0, "attempt": 0, "event": "training", "rank": 0, "step": 0, "log": 0},
-        {"time": 90.0, "attempt": 0, "event": "phase", "phase": "ending"},
-    ]
-    completed = {"time": 95.0, "attempt": 0, "event": "completed", "step": 9}
-    seconds = book([*events, completed], 95.0, "completed").seconds()
-    assert (seconds["importing"], seconds["training"]) == (15, 70)
-    late = [*events[:2], events[3], {**events[2], "time": 91.0}]
-    assert book(late, 95.0, "completed").seconds()["training"] == 0
 
 
 def test_work_since_a_scripts_own_checkpoint_is_booked_as_repeated() -> None:
@@ -414,24 +351,6 @@ def test_ranks_that_wait_for_a_dead_node_hang_until_they_have_exited() -> None:
     assert (seconds["training"], seconds["hung"], seconds["launching"]) == (15, 18, 5)
 
 
-def test_a_run_hangs_from_the_last_step_of_any_rank() -> None:
-    """The rank at fault has made steps after its last heartbeat. Older versions did not record when they ended."""
-    for known, hung in (({"stalled_s": 30.0}, 30), ({}, 32)):
-        events = [
-            {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
-            {"time": 5.0, "attempt": 0, "event": "phase", "phase": "training"},
-            {"time": 50.0, "attempt": 0, "event": "hung", "seconds": 32.0, **known},
-        ]
-        assert book(events, 50.0, state="running").seconds()["hung"] == hung
-    for seen, hung in ((21.0, 29), (18.0, 32), (15.0, 32)):
-        later = [*events, {"time": 60.0, "attempt": 1, "event": "started", "job": "7", "seen": seen}]
-        assert book(later, 60.0, state="running").seconds()["hung"] == hung, "its last step was recorded"
-    events[-1]["stalled_s"] = 31.0
-    for seen, hung in ((18.0, 32), (16.0, 31)):  # a heartbeat may be 2 s younger than the step; more is no error of its
-        later = [*events, {"time": 60.0, "attempt": 1, "event": "started", "job": "7", "seen": seen}]
-        assert book(later, 60.0, state="running").seconds()["hung"] == hung
-
-
 def test_a_run_that_slurm_requeues_by_itself_is_held_not_down() -> None:
     """From the moment its ranks have stopped, while it waits, too."""
     events = [
@@ -447,28 +366,6 @@ def test_a_run_that_slurm_requeues_by_itself_is_held_not_down() -> None:
     ]
     seconds = book([*events, *again], 33.0, state="running").seconds()
     assert seconds["held"] == pytest.approx(8.6) and (seconds["queued"], seconds["down"]) == (2, 0)
-
-
-def test_a_run_begins_when_its_submission_says_rather_than_slurms_whole_seconds() -> None:
-    """A submission by hand is known to Slurm alone."""
-    submitted = {"time": 12.0, "attempt": 0, "event": "submitted", "job": "7", "submitted": 10.7}
-    started = {"time": 12.0, "attempt": 0, "event": "started", "job": "7"}
-    allocated = {"time": 12.0, "attempt": 0, "event": "allocated", "submitted": 10.0, "begun": 11.0}
-    late = {**submitted, "submitted": 11.4}  # sbatch took a while to return
-    histories = ([submitted, started, allocated], [late, started, allocated], [started, allocated])
-    assert [book(events, 12.0).intervals[0].begin for events in histories] == [10.7, 11.0, 10.0]
-
-
-def test_a_run_that_is_continued_is_not_over() -> None:
-    """It failed, was submitted again a minute later, and waits in the queue."""
-    failed = [
-        {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
-        {"time": 10.0, "attempt": 0, "event": "failed", "reason": "x"},
-    ]
-    over = book(failed, 100.0)
-    assert (over.total_s, over.provisional) == (10, False)
-    again = book(failed, 100.0, state="pending", submitted=70.0)
-    assert (again.seconds()["down"], again.seconds()["queued"], again.provisional) == (60, 30, True)
 
 
 # --- ETTR
@@ -532,36 +429,3 @@ def test_short_evaluations_are_reported_together_and_nested_ones_once(monkeypatc
     assert reported[1:] == [pytest.approx(4.4)]
     measuring.report()
     assert len(reported) == 2
-
-
-def test_a_local_run_has_no_queue() -> None:
-    """Its loop starts the next attempt at once, unless the user stopped it."""
-    for ended, category in {"requeued": "launching", "restarted": "launching", "stopped": "down"}.items():
-        events = [
-            {"time": 0.0, "attempt": 0, "event": "started", "pid": 7},
-            {"time": 10.0, "attempt": 0, "event": ended},
-            {"time": 30.0, "attempt": 1, "event": "started", "pid": 8},
-        ]
-        between = [one for one in book(events, 30.0, state="running").intervals if one.begin >= 10]
-        assert [(one.category, one.seconds) for one in between] == [(category, 20)], ended
-
-
-def test_a_wait_for_other_members_of_a_sweep_is_no_hold() -> None:
-    """With --max-running, at first and after a requeue, whose hold is booked as such; while it lasts, too."""
-    limit = {"event": "allocated", "limit": 2}
-    events = [
-        {"time": 0.0, "attempt": 0, "event": "submitted", "job": "7_1", "submitted": 0.0},
-        {"time": 305.0, "attempt": 0, "event": "started", "job": "7_1"},
-        {"time": 305.0, "attempt": 0, "submitted": 0.0, "eligible": 300.0, "begun": 304.0, **limit},
-        {"time": 310.0, "attempt": 0, "event": "requeued", "job": "7_1", "reason": "preempted"},
-        {"time": 1000.0, "attempt": 1, "event": "started", "job": "7_1"},
-        {"time": 1000.0, "attempt": 1, "submitted": 310.0, "eligible": 990.0, "begun": 999.0, **limit},
-    ]
-    found = book(events, 1000.0, state="running")
-    seconds = found.seconds()
-    assert {name: seconds[name] for name in ("limited", "held", "queued", "launching")} == {
-        "limited": 300 + (990 - 310 - HOLD_S), "held": HOLD_S, "queued": 4 + 9, "launching": 1 + 5 + 1
-    }  # fmt: skip
-    (words,) = advice(Job(name="net", module="net"), found, events)
-    assert words.startswith("Slurm held the run 1 time after a requeue, for 2 min on average, 12% of its time")
-    assert book(events[:1], 50.0, state="limited").seconds()["limited"] == 50.0

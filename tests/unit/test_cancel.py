@@ -48,30 +48,6 @@ def test_several_need_a_yes_where_nobody_can_be_asked(three: list[RunDirectory])
     assert states(three) == [None, "completed", None]
 
 
-def test_with_yes_each_tells_its_end_and_one_that_is_over_is_no_error(
-    three: list[RunDirectory], capsys: Captured
-) -> None:
-    assert command(["cancel", "?", "--yes"]) == 0
-    assert states(three) == ["cancelled", "completed", "cancelled"]
-    shown = capsys.readouterr().out
-    assert f"{three[1]}: already completed at step 7\n" in shown
-    assert f"{three[2]}: cancelled. The run will not start again\n" in shown
-    assert command(["cancel", "?"]) == 0, "there is nothing to ask"
-
-
-@pytest.mark.parametrize("word", ["only", "onl*"])
-def test_the_one_run_of_a_folder_or_pattern_needs_a_yes_as_nobody_has_named_it(
-    three: list[RunDirectory], word: str
-) -> None:
-    run = RunDirectory(three[0].path.parent / "only" / "only-0")
-    run.create()
-    run.job_file.write_text("module: x\n")
-    with pytest.raises(UsageError, match="cancel: 1 run to cancel and no terminal to ask on. Add --yes"):
-        command(["cancel", word])
-    assert command(["cancel", word, "--yes"]) == 0
-    assert states([run]) == ["cancelled"]
-
-
 @pytest.mark.parametrize("answer", [True, False])
 def test_on_a_terminal_the_runs_are_listed_and_the_answer_counts(
     three: list[RunDirectory], answer: bool, monkeypatch: pytest.MonkeyPatch, capsys: Captured

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from clusterddp import protocol
-from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
 from clusterddp.jobdef.checkout import changed_code, checkout_of
 from clusterddp.jobdef.code_snapshot import Code, current, described, present, unused, use
 from clusterddp.jobdef.job import Job
-from clusterddp.jobdef.load import from_values, load_resolved
-from clusterddp.rundir.ownership import check_run
+from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import Content, present_code, recorded, write_code
 from clusterddp.supervisor.main import with_snapshot
@@ -150,24 +148,6 @@ def test_another_submission_takes_the_present_code_and_names_what_changed(reposi
     assert unused(run) == []
 
 
-def test_prune_deletes_the_code_that_a_run_does_not_use_any_more(
-    repository: Path, run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With nothing behind its links."""
-    run.job_file.write_text(job().to_yaml())
-    run.outcome_file.write_text('{"state": "completed", "step": 1, "reason": ""}')
-    write(repository, {"data/images": "big"})
-    submit(run)
-    old = folder_of(run)
-    write(repository, {"src/net.py": "WIDTH = 2"})
-    submit(run)
-    assert command(["prune", str(run)]) == 0
-    said = capsys.readouterr()
-    assert f"code/{old.name}/" in said.out and "To delete 1 unused snapshot of the code of 1 run" in said.err
-    assert command(["prune", str(run), "--yes"]) == 0
-    assert not old.exists() and folder_of(run).exists() and (repository / "data/images").exists()
-
-
 def test_a_submission_without_a_snapshot_returns_the_run_to_its_checkout(repository: Path, run: RunDirectory) -> None:
     """And says so, once."""
     submit(run)
@@ -261,15 +241,6 @@ def test_code_that_is_too_large_is_refused_and_the_message_names_what_is_large(r
     assert found is not None and "weights.bin" in found.linked
 
 
-def test_many_small_files_are_large_too(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes at least a block of the disk."""
-    monkeypatch.setattr("clusterddp.jobdef.checkout.MOST_BYTES", 4 * 4096)
-    assert checkout_of(job(), []) is not None
-    write(repository, {"a": "", "b": ""})
-    with pytest.raises(UsageError, match=r"The largest: ./ \(0.0123 MB in 3 files\)"):
-        checkout_of(job(), [])
-
-
 @pytest.mark.parametrize("where", ["outside", "ignored", "packaged", "module elsewhere"])
 def test_a_program_that_is_no_file_of_a_repository_has_no_snapshot(
     repository: Path, tmp_path: Path, where: str
@@ -307,25 +278,6 @@ def test_without_git_a_job_is_submitted_as_before_unless_it_asks_for_a_snapshot(
         checkout_of(job(snapshot=True), [])
 
 
-def test_variables_of_a_git_hook_do_not_lead_to_another_repository(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as those of a push that submits a job."""
-    monkeypatch.setenv("GIT_DIR", "/nowhere")
-    monkeypatch.setenv("GIT_INDEX_FILE", "/nowhere/index")
-    found = checkout_of(job(), [])
-    assert found is not None and "scripts/train.py" in found.copied
-
-
-def test_a_repository_without_a_commit_has_a_snapshot(tmp_path: Path, run: RunDirectory) -> None:
-    """All its files are new."""
-    folder = tmp_path / "fresh"
-    folder.mkdir()
-    git(folder, "init", "-q")
-    write(folder, {"train.py": ""})
-    assert submit(run, script=str(folder / "train.py")).startswith("code: no commit + 1 changed file, snapshot code/")
-
-
 def test_a_shared_run_shares_its_code_but_no_file_that_was_closed(repository: Path, tmp_path: Path) -> None:
     """Folders and files are as readable as the run, and no more than the original."""
     run = RunDirectory(tmp_path / "shared")
@@ -336,24 +288,6 @@ def test_a_shared_run_shares_its_code_but_no_file_that_was_closed(repository: Pa
     modes = [path.stat().st_mode & 0o777 for path in (run.code, folder / "src", folder / "scripts/train.py")]
     assert modes == [0o750, 0o750, 0o640]
     assert (folder / "src/net.py").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_snapshot_that_others_can_write_is_not_executed(run: RunDirectory) -> None:
-    """Like any other part of the run directory that is."""
-    submit(run)
-    run.path.chmod(0o750)
-    check_run(run)
-    folder_of(run).chmod(0o777)
-    with pytest.raises(RunDirectoryError, match="can be written by others"):
-        check_run(run)
-
-
-def test_a_record_leads_nowhere_else(run: RunDirectory) -> None:
-    """Its name of a folder is checked."""
-    submit(run)
-    run.code_file.write_text(run.code_file.read_text().replace(folder_of(run).name, "../../../../x"))
-    with pytest.raises(RunDirectoryError, match="snapshot"):
-        current(run)
 
 
 def test_an_attempt_runs_the_script_in_the_snapshot_with_everything_else_as_submitted(
@@ -416,19 +350,3 @@ def test_the_code_of_a_run_is_named_with_and_without_a_snapshot(run: RunDirector
     state = snapshot.state()
     assert changed_code({"commit": state["commit"], "changes": None}, state) == []
     assert changed_code({**state, "snapshot": "old"}, state) == [f"snapshot old -> {snapshot.snapshot}"]
-
-
-@pytest.mark.parametrize(
-    ("given", "read"), [("true", True), ("false", False), ("500M", "500M"), ("2G", "2G"), (None, None)]
-)
-def test_the_key_is_true_false_or_a_size(given: str | None, read: Sequence[object]) -> None:
-    """And is recorded only if it is given."""
-    found = from_values({"script": __file__, "job_name": "x"}, overrides={"snapshot": given} if given else None)
-    assert found.snapshot == read
-    assert ("snapshot: " in found.to_yaml()) == (given is not None)
-
-
-def test_a_wrong_size_is_refused() -> None:
-    """With what is right."""
-    with pytest.raises(UsageError, match="snapshot=100: expected true, false, or a size such as 500M or 2G, got '100'"):
-        from_values({"script": __file__}, overrides={"snapshot": "100"})

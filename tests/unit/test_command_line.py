@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import __version__
 from clusterddp.cli.command_line import COMMANDS, DESCRIPTIONS, command, parser
 from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.runs.local import Moment
-from clusterddp.runs.recording import choose_run_directory
 from clusterddp.slurm.resources import fit_to_cluster
 
 
@@ -41,12 +39,6 @@ def test_a_misspelled_command_gets_the_right_one_suggested(word: str, answer: st
 def test_a_script_option_before_the_dashes_gets_a_hint() -> None:
     with pytest.raises(UsageError, match=r"submit: unknown arguments --lr. .*Put the script's arguments after --$"):
         command(["submit", "train.py", "--lr"])
-
-
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exited:
-        command(["--version"])
-    assert (exited.value.code, capsys.readouterr().out) == (0, f"clusterddp {__version__}\n")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -85,9 +77,3 @@ def test_a_preemption_at_an_empty_expression_is_a_mistake() -> None:
     """Every line would match."""
     with pytest.raises(UsageError, match="--preempt-at '': expected a regular expression: got nothing"):
         Moment.parse("--preempt-at", "")
-
-
-def test_an_empty_variable_is_no_folder_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for `list`: otherwise it would not find what submit starts."""
-    monkeypatch.setenv("CLUSTERDDP_RUNS", "")
-    assert choose_run_directory(None, Job(name="net", script="net.py")).path == Path("runs/net-0").absolute()

@@ -47,15 +47,6 @@ def test_bash_completes_commands_options_and_words(tmp_path: Path) -> None:
     assert complete(tmp_path, "submit", "--device", "c") == ["cpu", "cuda"]
 
 
-def test_bash_completes_runs_as_folders(tmp_path: Path) -> None:
-    """A file is no run; a job definition is a file."""
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "rules.yaml").touch()
-    assert complete(tmp_path, "status", "ru") == ["runs"]
-    assert complete(tmp_path, "submit", "--run-dir", "ru") == ["runs"]
-    assert "rules.yaml" in complete(tmp_path, "config", "validate", "ru")
-
-
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_zsh_accepts_its_file() -> None:
     """Without running it: completion needs a terminal."""

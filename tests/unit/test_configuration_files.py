@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.command_line import parser
-from clusterddp.cli.options import resolve_job
 from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef import configuration_files
 from clusterddp.jobdef.configuration_files import ConfigurationFile, find_configuration_files, read_configuration_files
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values
 from clusterddp.runs.submission import describe
-from clusterddp.slurm import commands
-from clusterddp.slurm.commands import submission_cluster
 from tests.other_user import UID
 
 SITE = """\
@@ -165,42 +160,3 @@ def test_a_file_that_another_user_may_have_written_is_refused(
     with pytest.raises(JobDefinitionError, match=why):
         read_configuration_files([ConfigurationFile(owner, path)], None)
     assert read_configuration_files([ConfigurationFile("user", path)], None).keys() == {"setup"}
-
-
-def test_the_page_shows_a_valid_configuration_file(tmp_path: Path) -> None:
-    """For several clusters."""
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "job-definition.md").read_text()
-    path = write(tmp_path / "config.yaml", re.findall(r"```yaml\n(defaults.*?)```", page, re.DOTALL)[0])
-    assert job_of(path, "alps").gpu_request == "gres"
-    assert job_of(path, "clariden").srun["container-image"] == "/images/train.sqsh"
-
-
-def job_of(path: Path, cluster: str) -> Job:
-    return from_values({"module": "m"}, defaults=read_configuration_files([ConfigurationFile("user", path)], cluster))
-
-
-def test_submit_names_the_configuration_files_that_it_has_read(
-    environ: dict[str, str], checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """They change a job without being on its command line."""
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(checkout)
-    arguments = parser(["submit"]).parse_args(["submit", "-m", "net"])
-    assert resolve_job(arguments, None).partition == "site"
-    named = [f"site {environ['CLUSTERDDP_SITE_CONFIG']}", f"user {environ['XDG_CONFIG_HOME']}/clusterddp/config.yaml"]
-    assert (
-        capsys.readouterr().err
-        == f"configuration files: {', '.join(named)}, project {checkout}/.clusterddp/config.yaml\n"
-    )
-
-
-def test_the_cluster_is_also_known_where_slurmctld_distributes_its_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A login node then has no /etc/slurm/slurm.conf."""
-    cached = write(tmp_path / "run" / "slurm.conf", "SlurmctldHost=c\nClusterName=alps\n")
-    monkeypatch.setattr(commands, "CONFIGURATION_FILES", (str(tmp_path / "etc" / "slurm.conf"), str(cached)))
-    assert submission_cluster({}) == "alps"
-    assert submission_cluster({"SLURM_CONF": "/nonexistent"}) is None
-    assert submission_cluster({"SLURM_CONF": str(cached), "SLURM_CLUSTERS": "other"}) == "other"

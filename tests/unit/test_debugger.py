@@ -66,12 +66,3 @@ def test_a_rank_waits_in_breakpoint_for_any_number_of_terminals(tmp_path: Path) 
     finally:
         rank.kill()
         rank.wait()
-
-
-def test_the_client_ends_if_the_rank_has_ended_without_a_breakpoint(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.rank_record(0, 1).parent.mkdir(parents=True)
-    run.rank_record(0, 1).write_text("{}")
-    with attached(run) as terminal:
-        terminal.wait_for("rank 1 has exited without reaching breakpoint()")
-        assert terminal.process.wait() == 1

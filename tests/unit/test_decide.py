@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.failures.hangs import Hang, Slow, Watch
+from clusterddp.failures.hangs import Hang, Watch
 from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
 from clusterddp.supervisor.decide import (
     ASK_AGAIN_S,
@@ -145,13 +145,6 @@ def test_after_a_notice_the_peers_of_a_failed_rank_have_the_rest_of_it(events: S
     assert actions(state, Timer.DISMISS, NOW + notice_s - END_S) == ended
 
 
-def test_when_rank_0_stops_alone_its_peers_are_ended_at_once() -> None:
-    """It has called a callable's checkpoint(): the others have nothing to save, however long the notice is."""
-    end = {"rank": 0, "host": "n1", "end": "stopped", "alone": True}
-    state = after(TermNotice(600), PREEMPTED, TOLD, RankEvent(0, "left", end), ConnectionLost(0), RankFailed(0))
-    assert actions(state, Timer.DISMISS, NOW) == [Broadcast("leave", "rank 0 (n1) exited"), KILL]
-
-
 @pytest.mark.parametrize("exits", [(ConnectionLost(0), RankFailed(0)), (RankFailed(0), ConnectionLost(0))])
 def test_when_rank_0_exits_as_no_step_ended_its_peers_are_ended_at_once(exits: Sequence[Event]) -> None:
     """The notice has few seconds left for the requeue, and only rank 0 saves."""
@@ -176,12 +169,6 @@ def test_the_peers_of_a_rank_that_exits_unfinished_get_time_until_the_controller
     """It may have exited for a signal that only the controller knows of, which is asked at once."""
     timer, ask = actions(after(), RankEvent(1, "left", {"host": "n2", "end": "unfinished"}))
     assert isinstance(timer, StartTimer) and timer.seconds > PEER_GRACE_S and ask is Do.ASK_CONTROLLER
-
-
-def test_the_first_record_of_a_ranks_end_counts() -> None:
-    """The second one comes from its exit handlers."""
-    state = after(FAILED, RankEvent(1, "left", {"host": "n2", "end": "done"}))
-    assert state.ends[1]["end"] == "exception"
 
 
 def test_peers_are_not_told_to_exit_when_the_rank_reconnects() -> None:
@@ -263,13 +250,6 @@ def test_a_rank_that_joins_after_a_stop_is_told_of_it() -> None:
         assert not actions(state, late)
         state, _ = step(state, event, NOW)
     assert actions(state, late) == [Broadcast("stop", Stop.PREEMPTION.value, frozenset((1,)))]
-
-
-def test_a_rank_that_is_told_to_exit_when_it_is_done_counts_as_told() -> None:
-    """Its exit code is that of the order: the run had failed, "all ranks finished, but the launcher returned 1"."""
-    done, told = ({"rank": 0, "host": "n1", "end": end} for end in ("done", "dismissed"))
-    state = after(RankEvent(0, "left", done), RankEvent(0, "left", told))
-    assert state.ends[0]["end"] == "dismissed"
 
 
 def test_nodes_that_fall_silent_while_the_controller_is_queried_are_lost_together() -> None:
@@ -473,11 +453,6 @@ def test_ranks_that_outlive_others_are_watched() -> None:
         watch._clock.now = now
         watch.update(0, "n0", {**beat, "age_s": now, "allowed_s": 600.0})
         assert [found.late for found in watch.look(gone={1}) if isinstance(found, Hang)] == late
-
-
-def test_a_slow_rank_is_recorded() -> None:
-    """It is not ended."""
-    assert recorded(after(), Slow(1, "n2", 0.5, 2.0)) == ["slow"]
 
 
 def test_a_slow_rank_that_keeps_up_again_is_recorded_once() -> None:

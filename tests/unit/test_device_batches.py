@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from clusterddp.data import device as device_module
-from clusterddp.data.device import ToDevice, mapped, to_device
+from clusterddp.data.device import ToDevice, mapped
 from clusterddp.data.loader import EvalLoader, Loader
 from clusterddp.data.sample_orders import Sequential
 
@@ -114,10 +114,6 @@ def test_with_workers_a_batch_is_copied_a_step_ahead_but_the_first_step_waits_fo
     ]
 
 
-def test_without_workers_nothing_is_read_ahead(gpu: FakeGpu) -> None:
-    assert order(gpu, ahead=False) == [entry for number in range(4) for entry in (("read", number), ("step", number))]
-
-
 def test_tensors_in_any_nest_are_copied_and_other_objects_stay() -> None:
     one = torch.ones(1)
     packed = pack_sequence([torch.ones(2)])
@@ -152,7 +148,3 @@ def test_the_loaders_hand_out_batches_on_the_device(gpu: FakeGpu) -> None:
         ("main", "wait"),
         ("main", "uses"),
     ] * 2
-
-
-def test_on_a_cpu_there_is_nothing_to_copy() -> None:
-    assert to_device(torch.device("cpu")) is None and to_device(None) is None

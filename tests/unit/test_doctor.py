@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clusterddp.checks import folder, login_node
-from clusterddp.checks.check import Check, failed, guarded, ok, warning, worst
+from clusterddp.checks.check import ok, warning, worst
 from clusterddp.checks.folder import Mount, mount_of
 from clusterddp.cli import doctor
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable, UsageError
@@ -161,17 +161,6 @@ def test_what_is_missing_of_accounting_is_told(
     assert accounts.state == state and words in accounts.found
 
 
-def test_a_user_without_a_name_is_a_row(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container."""
-
-    def unknown() -> str:
-        raise KeyError("getpwuid(): uid not found")
-
-    monkeypatch.setattr("getpass.getuser", unknown)
-    (accounts,) = (check for check in login_node.slurm_checks(None, None)[0] if check.name == "accounts")
-    assert accounts.state == "warning" and "has no name on this host" in accounts.found
-
-
 @pytest.mark.parametrize(
     ("command", "error", "name", "state", "rows"),
     [
@@ -222,37 +211,6 @@ def test_the_file_system_of_a_folder_is_found_in_the_mount_table(path: str, moun
     assert login_node.judge_mount(path, found).state == ("ok" if shared else "warning")
 
 
-def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path: Path) -> None:
-    assert folder.existing(tmp_path / "a" / "b") == tmp_path
-    names = [check.name for check in login_node.of_the_runs_folder(tmp_path / "a" / "runs", MOUNTS)]
-    assert names == ["runs folder", "free space", "writes"]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    check = guarded("writes", "choose another", lambda: login_node.timed_write(file))
-    assert (check.state, check.advice) == ("failed", "choose another")
-    assert "NotADirectoryError" in check.found
-
-
-@pytest.mark.parametrize(
-    ("places", "words"),
-    [
-        ({"python": Path("/home/me/venv/bin/python")}, ""),
-        ({"python": Path("/usr/bin/python3")}, ""),
-        ({"python": Path("/tmp/venv/bin/python")}, "Each node has its own /tmp"),
-        ({"python": Path("/home/me/python"), "clusterddp": Path("/root/clusterddp")}, "Each node has its own /root"),
-        ({"python": Path("/srv/venv/bin/python")}, "doctor --nodes 2"),
-    ],
-)
-def test_an_environment_that_nodes_may_not_have_is_told(places: dict[str, Path], words: str) -> None:
-    check = login_node.judge_places(places, MOUNTS)
-    assert check.state == ("warning" if words else "ok")
-    assert words in check.advice
-
-
 def test_a_submission_warns_of_paths_that_only_this_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `doctor` does: the job would fail before anything can say why. A file system that is mounted there counts."""
     table = tmp_path / "mounts"
@@ -263,36 +221,6 @@ def test_a_submission_warns_of_paths_that_only_this_host_has(tmp_path: Path, mon
     (warning,) = folder.only_here({**places, "clusterddp": Path("/home/me/clusterddp")})
     assert warning.startswith("the run directory (/tmp/runs/a), Python (/tmp/venv/bin/python): usually each node")
     assert folder.only_here({"the run directory": Path("/tmp/shared/runs/a")}) == []
-
-
-BUILD = """from typing import Optional
-__all__ = ['__version__', 'debug', 'cuda', 'git_version', 'hip']
-__version__ = '2.9.1+cu128'
-debug = False
-cuda: Optional[str] = '12.8'
-git_version = '5811a8d7da873dd699ff6687092c225caffcf1bb'
-hip: Optional[str] = None
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "state", "words"),
-    [
-        (BUILD, "ok", "2.9.1+cu128, CUDA 12.8, NCCL 2.27.5"),
-        (BUILD.replace("'12.8'", "None"), "warning", "built without CUDA"),
-        (
-            BUILD.replace("'12.8'", "None").replace("hip: Optional[str] = None", "hip: Optional[str] = '6.4'"),
-            "ok",
-            "ROCm 6.4",
-        ),
-        (BUILD.replace("2.9.1", "2.16.0"), "warning", "2.16.0"),
-        (BUILD.replace("2.9.1", "2.4.0"), "warning", "2.4.0"),
-        ("", "warning", "unknown version"),
-    ],
-)
-def test_the_build_of_torch_is_read_from_its_files(text: str, state: str, words: str) -> None:
-    check = login_node.judge_build(text, "2.27.5", "<2.16,>=2.4.1")
-    assert check.state == state and words in check.found
 
 
 def test_doctor_does_not_import_torch_and_works_without_slurm(tmp_path: Path) -> None:
@@ -329,10 +257,3 @@ def test_options_of_the_job_without_nodes_are_refused() -> None:
     given = {"nodes": None, "gpus_per_node": "2", "device": "cpu", "account": None, "partition": None, "qos": None}
     with pytest.raises(UsageError, match="--gpus and --device without --nodes. Add --nodes N"):
         doctor.run(argparse.Namespace(json=False, **given), None)
-
-
-def test_a_check_survives_json() -> None:
-    """With its figures."""
-    check = failed("device", "no GPU", "request one", visible=0)
-    assert Check.from_json(json.loads(json.dumps(check.as_json()))) == check
-    assert Check.from_json({"name": "x", "state": "splendid", "found": ""}).state == "failed"

@@ -22,16 +22,13 @@ from clusterddp.checks.nodes_job import nodes_of, summary
 from clusterddp.errors import PreflightError, SlurmError
 from clusterddp.events import sentence
 from clusterddp.failures.exclusion import failures, unchecked
-from clusterddp.jobdef.job import Job
-from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.queue import QueuedJob
-from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.training import preflight
 from clusterddp.training.settings import read as read_settings
-from tests.unit.test_attempt import FakeController, FakeRanks
 
 CPU = torch.device("cpu")
 
@@ -224,27 +221,7 @@ def test_a_job_without_results_is_an_error_with_its_log(tmp_path: Path, job_stat
         nodes_job._await_results("7", run)
 
 
-def test_a_job_that_does_not_start_is_given_up(
-    tmp_path: Path, job_states: list[QueuedJob], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job_states.append(info("PENDING", "Priority"))
-    monkeypatch.setattr(nodes_job, "QUEUE_S", -1.0)
-    with pytest.raises(
-        SlurmError, match=r"did not start within -0 minutes \(waits: jobs with a higher .*\) and was cancelled"
-    ):
-        nodes_job._await_results("7", RunDirectory(tmp_path))
-
-
 # --- single checks
-
-
-def test_the_product_of_the_matrices_is_known_without_torch() -> None:
-    """Small whole numbers, exact in float16, and not all alike."""
-    tile = torch.tensor(compute.product_tile(16))
-    index = torch.arange(16)
-    left, right = (index[:, None] + index) % 8 < 4, (3 * index[:, None] + index) % 8 < 4
-    assert torch.equal((left.long() @ right.long())[:8, :8], tile)
-    assert len(tile.unique()) > 2 and max(map(max, compute.product_tile(compute.GPU_SIZE))) <= 2048
 
 
 def test_a_wrong_element_of_the_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,24 +315,6 @@ def test_a_node_is_checked_before_its_first_attempt_and_after_a_failure(
     assert unchecked(history, ["n1", "n2"]) == left
 
 
-def test_an_attempt_on_nodes_that_have_passed_is_not_checked_again(tmp_path: Path) -> None:
-    """The history decides; the fake controller's node is n1."""
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    assert attempt_of(run)._on_new_nodes()
-    for event in events(("started", 0, "n1"), ("preflight", 0, [])):
-        append_line(run.events_file, event)
-    assert not attempt_of(run)._on_new_nodes()
-    append_line(run.events_file, *events(("rank_failed", 0, "n1")))
-    assert attempt_of(run)._on_new_nodes()
-
-
-def attempt_of(run: RunDirectory) -> Attempt:
-    """The next attempt of the run, which is not started."""
-    job = Job("x", module="x", device="cpu", preflight=True)
-    return Attempt(run, job, 1, FakeRanks(run, {}), FakeController())
-
-
 @pytest.mark.parametrize(
     ("message", "of_the_node"),
     [
@@ -413,12 +372,6 @@ def test_a_run_directory_that_one_node_cannot_write_is_that_nodes_fault(
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def test_a_device_that_never_answers_fails_the_check() -> None:
-    """The thread is left behind."""
-    check = preflight.bounded("compute", lambda: time.sleep(60) or ok("compute", "right"), 0.01)
-    assert (check.state, check.found) == ("failed", "no result within 0.01 s")
 
 
 def test_a_passed_preflight_is_told_with_its_warnings() -> None:

@@ -51,12 +51,6 @@ def test_a_file_counts_if_it_is_whole_and_not_older_than_the_run(run: RunDirecto
     assert looked(run, mark) == (False, f"{second} does not count: it is older than this run")
 
 
-def test_a_mark_in_the_run_directory_may_be_empty(run: RunDirectory) -> None:
-    """As of `touch`, or a folder."""
-    (run.path / "training.done").touch()
-    assert looked(run, Done(file="{run_dir}/*.done")) == (True, "training.done exists")
-
-
 def test_a_folder_that_exists_before_the_run_is_no_mark(run: RunDirectory, tmp_path: Path) -> None:
     """It is as new as the newest file in it."""
     (tmp_path / "out-1").mkdir()

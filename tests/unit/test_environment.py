@@ -7,7 +7,7 @@ import pytest
 
 from clusterddp.environment import RankEnvironment, default_port, read
 from clusterddp.errors import LauncherEnvironmentError
-from clusterddp.slurm.commands import for_parsing, scrub
+from clusterddp.slurm.commands import scrub
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -65,25 +65,9 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def test_nothing_set_is_a_single_process() -> None:
-    """A plain ``python train.py`` is rank 0 of 1."""
-    assert read({"HOME": "/"}) == RankEnvironment(0, 0, 1, 1, 0, (), None, None, "single")
-
-
-def test_torchruns_names_are_read_as_they_are() -> None:
-    """Every name torchrun sets has its place."""
-    assert read(TORCHRUN) == RankEnvironment(5, 1, 8, 4, 1, (), "n1", 29400, "torchrun")
-
-
 def test_torchrun_inside_a_slurm_task_wins() -> None:
     """With one torchrun per node under srun, Slurm's ranks are the torchruns, not the processes."""
     assert read({**STEP, **TORCHRUN}) == read(TORCHRUN)
-
-
-def test_the_local_launcher_wins_inside_a_job() -> None:
-    """``--local`` inside an allocation is no Slurm step."""
-    found = read({**step(), **without(TORCHRUN, "TORCHELASTIC_RUN_ID"), "CLUSTERDDP_LAUNCHER": "local"})
-    assert (place(found), found.launcher) == ((5, 1, 8, 4, 1), "local")
 
 
 def test_processes_spawned_within_a_task_can_override_the_launcher() -> None:
@@ -157,13 +141,6 @@ def test_open_mpis_variables_are_read_also_in_a_slurm_step() -> None:
     found = read({**step(), **OPENMPI, "MASTER_ADDR": "n1", "MASTER_PORT": "5000"})
     assert (place(found), found.launcher) == ((2, 0, 4, 2, 1), "openmpi")
     assert (found.master_addr, found.master_port) == ("n1", 5000)
-
-
-def test_open_mpis_ranks_of_one_node_find_each_other_by_the_jobs_name() -> None:
-    """All derive the same port, below the ephemeral ones; another job another."""
-    ports = {read({**OPENMPI_ON_ONE_NODE, "PMIX_NAMESPACE": name}).master_port for name in ("a", "a", "b")}
-    assert len(ports) == 2
-    assert all(port is not None and 10000 <= port < 30000 for port in ports)
 
 
 @pytest.mark.parametrize(
@@ -303,12 +280,6 @@ def test_a_contradictory_slurm_step_is_named(environ: dict[str, str], message: s
     assert "slurm" in str(caught.value) or "host list" in str(caught.value)
 
 
-@pytest.mark.parametrize("names", [{"WORLD_SIZE": "16"}, {"RANK": "0"}, {"RANK": "2", "WORLD_SIZE": "4"}])
-def test_incomplete_or_equal_variables_do_not_disturb_slurms(names: dict[str, str]) -> None:
-    """Batch scripts often export WORLD_SIZE; a rank exports all."""
-    assert read({**step(), **names}) == read(step())
-
-
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
@@ -328,24 +299,6 @@ def test_a_batch_shell_is_not_a_rank(environ: dict[str, str], words: str) -> Non
         read(environ)
 
 
-@pytest.mark.parametrize("environ", [TORCHRUN, STEP, {}, {"RANK": "1", "WORLD_SIZE": "2"}])
-def test_exported_variables_read_back_as_the_same_environment(environ: dict[str, str]) -> None:
-    """A script that only knows torchrun's names sees the same ranks; what is not known is left out."""
-    found = read(environ)
-    again = read({**found.exports()})
-    assert place(again) == place(found)
-    assert (again.master_addr, again.master_port) == (found.master_addr, found.master_port)
-    assert read({**environ, **found.exports()}) == found or not environ
-
-
-def test_reading_and_scrubbing_change_nothing() -> None:
-    """Both take what they need and leave the mapping alone."""
-    environ = {**STEP, "RANK": "2", "WORLD_SIZE": "4"}
-    before = dict(environ)
-    read(environ), scrub(environ), for_parsing(environ)
-    assert environ == before
-
-
 KEPT = ["PATH", "SBATCH_ACCOUNT", "SLURM_CONF", "SLURM_CLUSTERS", "SLURM_ACCOUNT", "CLUSTERDDP_RUNS", "LOCAL_SCRATCH"]
 DROPPED = [
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_MEM_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS"),
@@ -360,15 +313,3 @@ FORMATS = ["SQUEUE_FORMAT", "SACCT_FORMAT", "SINFO_FORMAT", "SCONTROL_ALL", "SLU
 def test_a_new_submission_inherits_only_what_was_exported_on_purpose() -> None:
     """What the surrounding job set is dropped, what people export for Slurm is kept."""
     assert list(scrub(dict.fromkeys([*KEPT, *DROPPED, *FORMATS], "x"))) == [*KEPT, *FORMATS]
-
-
-def test_output_to_parse_has_its_default_format() -> None:
-    """The variables that change Slurm's output are dropped as well."""
-    assert list(for_parsing(dict.fromkeys([*KEPT, *DROPPED, *FORMATS], "x"))) == KEPT
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
-def test_a_number_of_five_thousand_digits_is_an_error_that_names_the_variable(name: str) -> None:
-    """Python reads none of more than 4300."""
-    with pytest.raises(LauncherEnvironmentError, match=name):
-        read({**TORCHRUN, name: "9" * 5000})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.failures.exclusion import FOR_S, Choice, choose, excluded, letter, option
+from clusterddp.failures.exclusion import FOR_S, Choice, choose, excluded, letter
 from clusterddp.slurm.commands import parse_usable
 
 NOW = 1_000_000.0
@@ -58,12 +58,6 @@ def test_of_more_lost_nodes_than_may_be_excluded_some_are() -> None:
     assert choose(failed("n1", "n1"), ["n2", "n3", "n4"], ALL, 2, NOW) == Choice(("n2", "n3"), (), words)
 
 
-def test_two_events_of_one_attempt_are_one_failure() -> None:
-    """A node that is lost takes its rank with it."""
-    events = failed("n2", kind="node_lost") + failed("n2")
-    assert choose(events, [], ALL, 2, NOW) == Choice()
-
-
 @pytest.mark.parametrize(
     ("events", "lost", "usable", "words"),
     [
@@ -89,13 +83,6 @@ def test_the_text_for_the_administrator_says_what_failed_and_when() -> None:
     assert text.startswith("Node n2 failed one of our training runs 2 times:\n")
     assert text.count("job 41: killed by signal 9") == 2
     assert "sbatch --exclude=n2" in text
-
-
-def test_what_the_job_definition_excludes_stays_excluded() -> None:
-    """sbatch's option replaces the one in the script."""
-    assert option("rack[1-2]", ["n2", "n3"]) == ["--exclude=rack[1-2],n2,n3"]
-    assert option(None, ["n2"]) == ["--exclude=n2"]
-    assert option("rack1", []) == []
 
 
 def test_usable_nodes_are_those_that_answer_and_take_jobs() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from clusterddp.checkpoint import transfer
 from clusterddp.data.training_loader import TrainingLoader, training_loader
 from clusterddp.errors import CheckpointError
 from tests.letters import Letters
@@ -85,20 +84,6 @@ def test_batches_of_a_loader_without_a_state_are_read_again_and_are_the_same(sto
     assert take(made(Plain(), checkpoint(stopped, stop)), stop, 17 - stop) == whole[stop:]
 
 
-def test_it_says_how_long_reading_again_took_and_what_to_use_instead(capfd: pytest.CaptureFixture[str]) -> None:
-    stopped = made(Plain())
-    assert "Plain has no state_dict(), so a resume reads its batches again from the start" in capfd.readouterr().err
-    take(stopped, 0, 7)
-    assert capfd.readouterr().err == ""
-    resumed = made(Plain(), checkpoint(stopped, 7))
-    take(resumed, 7, 3)
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == 2 and "Reading its first 7 batches again took 0.0 s. ctx.loader() resumes" in said[1]
-    assert resumed.inexact == ["Plain has no state, so a resume is exact only if it repeats its batches"]
-    take(made(Plain(), rank=1, ranks=2), 0, 1)
-    assert capfd.readouterr().err == "", "only rank 0"
-
-
 def test_a_second_loop_continues_where_the_first_ended_and_repeats_a_step_that_was_left(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -121,18 +106,6 @@ def test_the_loader_its_sampler_and_its_dataset_are_told_the_number_of_the_pass(
         of_pass = [batch.tolist() for batches in passes for batch in batches[2 * number : 2 * number + 2]]
         assert sorted(itertools.chain(*of_pass)) == data
     assert passes[0][0].tolist() != passes[0][2].tolist()
-
-
-def test_a_shuffled_data_loader_is_read_again() -> None:
-    data = torch.arange(12)
-
-    def loader() -> Any:
-        return DataLoader(data, 4, shuffle=True)  # type: ignore[arg-type]
-
-    whole = [batch.tolist() for batch in take(made(loader()), 0, 6)]
-    stopped = made(loader())
-    take(stopped, 0, 4)
-    assert [batch.tolist() for batch in take(made(loader(), checkpoint(stopped, 4)), 4, 2)] == whole[4:]
 
 
 def test_skipped_batches_are_passed_over_and_a_resume_finds_the_place(capfd: pytest.CaptureFixture[str]) -> None:
@@ -167,14 +140,6 @@ def test_the_run_can_stop_while_batches_are_read_again() -> None:
         next(resumed.batches(7, stop_at_the_fourth))
     whole = take(made(Plain()), 0, 9)
     assert take(made(Plain(), checkpoint(resumed, 7)), 7, 2) == whole[7:]
-
-
-def test_a_stop_before_the_step_repeats_its_batch() -> None:
-    """As in an evaluation: the batch is handed out, and the step not made."""
-    whole = take(made(Plain()), 0, 9)
-    loader = made(Plain())
-    take(loader, 0, 5)
-    assert take(made(Plain(), checkpoint(loader, 4)), 4, 2) == whole[4:6]
 
 
 @pytest.mark.parametrize(
@@ -229,11 +194,6 @@ def test_a_batch_that_was_fetched_early_belongs_to_the_next_loop() -> None:
     assert next(loader.batches(1, nothing)) == "b"
 
 
-def test_the_end_of_a_pass_is_unknown_before_the_first_batch() -> None:
-    with pytest.raises(RuntimeError, match="unknown before the first batch of Letters"):
-        made(Letters()).ends_epoch(0)
-
-
 # --- with a state, on other ranks
 
 
@@ -250,37 +210,6 @@ def test_a_loader_that_takes_over_the_states_of_other_ranks_continues_on_any_num
     take(stopped, 0, 3)
     resumed = made(Elastic(), checkpoint(stopped, 3), rank=1, ranks=2)
     assert take(resumed, 3, 2) == ["d", "e"]
-
-
-def test_a_state_with_tensors_is_restored_as_a_copy() -> None:
-    class Tensors(Letters):
-        def state_dict(self) -> dict[str, Any]:
-            return {"place": torch.tensor(self.place), "order": torch.arange(5)}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            state["order"].zero_()
-            self.place = int(state["place"])
-
-    stopped = made(Tensors())
-    take(stopped, 0, 2)
-    saved = checkpoint(stopped, 2)
-    assert take(made(Tensors(), saved), 2, 2) == ["c", "d"]
-    assert saved["loaders"][0]["order"].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_what_has_not_changed_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    send = transfer._gather_bytes
-    monkeypatch.setattr(transfer, "_gather_bytes", lambda own, *rest: sizes.append(len(own)) or send(own, *rest))
-    gathering = transfer.Gathering(torch.device("cpu"))
-    large = torch.arange(1000)
-    for place in (1, 2, 2):
-        (found,) = gathering({"place": place, "order": large}) or []
-        assert found["place"] == place and torch.equal(found["order"], large)
-    described = sizes[0]
-    assert sizes == [described, 8000, described, 0, 0, 0]
-    (found,) = gathering({"place": 2, "order": large + 1}) or []
-    assert found["order"][0] == 1 and sizes[6:] == [0, 8000]
 
 
 # --- the libraries themselves

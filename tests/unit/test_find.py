@@ -47,17 +47,6 @@ def test_a_link_whose_end_cannot_be_seen_hides_no_run(here: Path) -> None:
     assert names() == ["lr=0.1", "lr=0.2", "train-0", "train-1"]
 
 
-@pytest.mark.parametrize("words", [(), ("runs",), ("runs/*",)])
-def test_a_folder_with_nothing_but_a_job_definition_is_no_run_unless_it_is_named(
-    here: Path, words: tuple[str, ...]
-) -> None:
-    """It may be the user's own."""
-    (here / "runs/mine").mkdir()
-    (here / "runs/mine/job.yaml").touch()
-    assert names(*words) == ["lr=0.1", "lr=0.2", "train-0", "train-1"]
-    assert names("runs/mine") == ["mine"]
-
-
 def test_the_runs_folder_is_the_one_of_new_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty variable counts as unset; a folder that does not exist yet has no runs."""
     monkeypatch.setenv("CLUSTERDDP_RUNS", str(here / "runs/lr"))
@@ -71,13 +60,6 @@ def test_words_are_runs_folders_and_patterns_and_each_run_is_found_once(here: Pa
     """A pattern may also match what is no run."""
     assert names("runs/train-1", "runs/lr", "runs/train-*") == ["train-1", "lr=0.1", "lr=0.2", "train-0"]
     assert names(f"{here}/runs/*") == ["lr=0.1", "lr=0.2", "train-0", "train-1"]
-
-
-def test_a_folder_that_looks_like_a_pattern_is_itself(here: Path) -> None:
-    """Shells leave such names alone, too."""
-    (here / "runs/lr[1] ä").mkdir()
-    (here / "runs/lr[1] ä/job.yaml").touch()
-    assert names("runs/lr[1] ä") == ["lr[1] ä"]
 
 
 def test_a_pattern_that_is_none_is_reported_as_such(here: Path) -> None:
@@ -146,20 +128,3 @@ def test_the_nearest_run_is_proposed_for_a_wrong_path(here: Path, path: str, pro
     with pytest.raises(RunDirectoryError) as error:
         find_runs([path])
     assert proposal in str(error.value) and f"{path}: no run there" in str(error.value)
-
-
-def test_the_current_folder_is_not_proposed_for_a_job_definition_of_the_user(here: Path) -> None:
-    """A project may keep its job.yaml beside its runs."""
-    (here / "job.yaml").touch()
-    with pytest.raises(RunDirectoryError, match=". Did you mean runs/train-0?"):
-        open_run("runs/trian-0")
-    with pytest.raises(RunDirectoryError, match="zzz: no run there. Expected a run directory or a folder of runs"):
-        find_runs(["zzz"])
-
-
-def test_without_a_similar_run_the_message_says_what_is_expected(here: Path) -> None:
-    """Nothing is proposed at random."""
-    with pytest.raises(RunDirectoryError, match="Expected the path that `clusterddp submit` printed"):
-        open_run("zzz")
-    with pytest.raises(RunDirectoryError, match="zzz: no run there. Expected a run directory or a folder of runs"):
-        find_runs(["zzz"])

@@ -8,7 +8,6 @@ import os
 import queue
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.run_states import RunState
 from clusterddp.supervisor.decide import step
 from clusterddp.supervisor.failure_box import FirstFailure, failure_box
-from clusterddp.supervisor.state import FAULT_S, Broadcast, GpuFigures, RankEvent, Record, State
+from clusterddp.supervisor.state import FAULT_S, Broadcast, RankEvent, Record, State
 from clusterddp.supervisor.verdict import RankEnd, judge
 from clusterddp.worker import gpus, node_facts
 from tests.timings import write_timings
@@ -146,34 +145,6 @@ def test_without_the_package_there_is_no_thread_and_no_message(tmp_path: Path) -
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_without_a_driver_nothing_is_reported(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NVML_STATE")
-    before = threading.active_count()
-    reports: list[str] = []
-    gpus.start({}, ranks(), lambda event, **_: reports.append(event), "n3")
-    for thread in threading.enumerate():
-        if thread.name == "gpus":
-            thread.join(20)
-    assert (reports, threading.active_count()) == ([], before)
-
-
-def test_the_stand_in_has_the_names_and_numbers_of_the_real_package(driver: Driver) -> None:
-    """If that is installed: its functions need a driver, its names do not."""
-    code = (
-        "import json, pynvml; print(json.dumps({name: value if isinstance(value, int) else 'function'"
-        " for name, value in vars(pynvml).items() if name.startswith(('nvml', 'NVML_'))}))"
-    )
-    real = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if real.returncode:
-        pytest.skip("nvidia-ml-py is not installed")
-    names = json.loads(real.stdout)
-    import pynvml
-
-    own = {name: value for name, value in vars(pynvml).items() if name.startswith(("nvml", "NVML_"))}
-    expected = {name: value if isinstance(value, int) else "function" for name, value in own.items()}
-    assert {name: names.get(name) for name in expected} == expected
-
-
 @pytest.mark.parametrize(
     ("gpu", "problems"),
     [
@@ -225,12 +196,6 @@ def test_an_interval_has_the_mean_or_the_largest_of_what_was_reported_in_it(tmp_
         "rank 1 (n3): 1 uncorrectable memory error"
     )
     assert report_gpus.newest([timed(run)]) == []
-
-
-@pytest.mark.parametrize("figures", [None, 7, [1, 2], ["1"] * 6, [-1] * 6])
-def test_malformed_figures_are_refused(figures: Any) -> None:
-    with pytest.raises(ValueError, match="'figures' is"):
-        TimingLines(0, 2, began=0.0).update_gpus(0, figures)
 
 
 @pytest.mark.parametrize(
@@ -294,11 +259,6 @@ def test_a_hang_of_a_gpu_with_a_fault_names_it_and_its_node(tmp_path: Path) -> N
     found = Hang(**{**dataclasses.asdict(HANG), "late": (0, 1)})
     record = next(action for action in step(state, found, NOW + 60)[1] if isinstance(action, Record))
     assert record.values["what"] == f"{HANG.what}. {WORDS}" and record.values["suspect"] == "n2"
-
-
-def test_figures_are_for_the_file_of_step_times_and_not_for_the_history() -> None:
-    values = {"figures": [1, 2, 3, 4, 5, 6]}
-    assert step(after(), RankEvent(1, "gpu", values), NOW)[1] == [GpuFigures(1, values)]
 
 
 # --- a slow node

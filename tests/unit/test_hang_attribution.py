@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.failures.flight_records import compare, is_outline, outline
+from clusterddp.failures.flight_records import is_outline, outline
 from clusterddp.failures.hangs import Hang, RankStatus, Watch, find_hang
 from clusterddp.protocol import IDLE, OWN, WAIT
 
@@ -198,11 +198,3 @@ def test_the_rank_that_all_others_wait_for_is_named_when_a_step_outlasts_the_not
     for rank in range(3):
         watch.update(rank, f"n{rank}", {**beat, "place": "train.py:20 (load)", "waits": False, "line": ""})
     assert watch.behind() == ""
-
-
-def test_records_of_ranks_without_a_difference_name_nobody() -> None:
-    """Nor do those of different groups, or of ranks that wait for nothing."""
-    assert compare({0: [["0", 3, 4, REDUCE]], 1: [["0", 3, 5, REDUCE]]}) is None
-    assert compare({0: [["0", 3, 3, ""]], 1: [["0", 9, 9, ""]]}) is None
-    assert compare({0: [["1", 3, 4, REDUCE]], 1: [["2", 3, 4, BARRIER]]}) is None
-    assert compare({0: [], 1: []}) is None

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef.job import Job, Limits
-from clusterddp.jobdef.load import from_values, load_resolved
-from clusterddp.process import descendants, process_start
+from clusterddp.process import process_start
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import hook as hooks
-from clusterddp.supervisor import launcher
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.hook import Hook, hook_event
-from clusterddp.supervisor.launcher import LocalLauncher
+from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.state import Notice, Stop
 from tests.unit.test_attempt import JOB, STOPPED, FakeController, FakeRanks
@@ -136,70 +130,3 @@ def test_a_hook_that_is_slow_does_not_hold_the_nodes_of_a_preempted_job(
     said = capsys.readouterr().err
     assert "hook killed ('preempted'), because it was still running when this job had to end" in said
     assert "hook failed" not in said
-
-
-def test_a_running_hook_is_none_of_the_processes_that_a_local_run_ends(run: RunDirectory) -> None:
-    """When its ranks have exited, they are killed."""
-    os.mkfifo(run.path / "go")
-    hook = Hook(run, dataclasses.replace(JOB, hook=("/bin/sh", "-c", f"echo > {run.path}/here; cat {run.path}/go")), 0)
-    hook.call("resumed", {})
-    wait_until((run.path / "here").exists, "the hook to run")
-    assert not [command for command in descendants(os.getpid()).values() if str(run.path) in command]
-    (run.path / "go").write_text("")
-    hook.finish()
-
-
-def test_a_hook_that_fails_while_local_ranks_run_is_reported(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launcher waits for its ranks alone, and leaves the hook's exit code to the hook."""
-    monkeypatch.setattr(launcher, "_end_orphans", lambda: None)  # which would end other children of the tests' process
-    os.mkfifo(run.path / "go")
-    ranks = LocalLauncher(JOB)
-    ranks.start(["/bin/sh", "-c", f"cat {run.path}/go"], {}, run.attempt_logs(run.create_attempt()))
-    waiting = threading.Thread(target=ranks.wait, daemon=True)
-    waiting.start()
-    try:
-        hook = Hook(run, dataclasses.replace(JOB, hook=("/bin/sh", "-c", "exit 3")), 0)
-        hook.call("resumed", {})
-        hook._calls[0][1].join(timeout=20)
-    finally:
-        ranks.kill()
-    waiting.join(timeout=20)
-    assert not waiting.is_alive()
-    assert "hook failed with exit code 3 ('resumed')" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("event", "word"),
-    [
-        ({"event": "resumed"}, "resumed"),
-        ({"event": "requeued", "cause": "preempted"}, "preempted"),
-        ({"event": "requeued", "cause": "stopped before the time limit"}, None),
-        ({"event": "resubmitted", "cause": "preempted"}, "preempted"),
-        ({"event": "resubmitted", "cause": "time limit reached"}, None),
-        ({"event": "stopped", "cause": "preempted without grace", "then": "requeued by Slurm"}, "preempted"),
-        ({"event": "stopped", "cause": "preempted without grace", "then": "stopped"}, "stopped"),
-        ({"event": "stopped", "cause": "interrupted"}, "stopped"),
-        ({"event": "cancelled"}, "cancelled"),
-        ({"event": "restarted"}, None),
-        ({"event": "checkpoint"}, None),
-    ],
-)
-def test_what_the_hook_is_told(event: dict[str, Any], word: str | None) -> None:
-    """Neither a restart in place nor a time limit after which the run continues."""
-    assert hook_event(event) == word
-
-
-def test_a_hook_is_a_list_of_words_or_a_line_for_the_shell(tmp_path: Path) -> None:
-    """Both survive job.yaml."""
-    line = from_values({"script": __file__, "hook": "curl -sd @- $URL"})
-    assert line.hook == ("/bin/sh", "-c", "curl -sd @- $URL")
-    words = from_values({"script": __file__}, overrides={"hook": f"[{sys.executable}, notify.py]"})
-    assert words.hook == (sys.executable, "notify.py")
-    for job in (line, words):
-        (tmp_path / "job.yaml").write_text(job.to_yaml())
-        assert load_resolved(tmp_path / "job.yaml").hook == job.hook
-    assert "hook" not in from_values({"script": __file__, "job_name": "x"}).to_yaml().replace(__file__, "")
-    with pytest.raises(JobDefinitionError, match=r"hook: expected a command such as \[python, notify.py\], or "):
-        from_values({"script": __file__, "hook": []})

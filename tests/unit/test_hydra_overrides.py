@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterddp.cli.command_line import command
 from clusterddp.jobdef import program, yaml12
 from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.program import is_hydra_app, with_overrides
@@ -109,20 +108,6 @@ def test_a_sweep_of_a_hydra_app_writes_overrides(tmp_path: Path) -> None:
         for lr in ("1e-3", "0.1")
     ]  # fmt: skip
     assert [one.seed for one in jobs] == [5, 5]  # a key of the job definition; args.seed is the app's
-
-
-def test_a_sweep_file_of_a_hydra_app_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "app.py").write_text(APP)
-    (tmp_path / "lr.yaml").write_text("job: {script: app.py}\ngrid: {+model.betas: [[0.9, 0.95], [0.9, 0.99]]}\n")
-    assert command(["config", "validate", str(tmp_path / "lr.yaml")]) == 0
-    assert "valid sweep of 2 members" in capsys.readouterr().out
-
-
-def test_null_and_booleans_are_values_for_hydra(tmp_path: Path) -> None:
-    (tmp_path / "app.py").write_text(APP)
-    job = describe(str(tmp_path / "app.py"), {}, {})
-    jobs = jobs_of(job, of_options(["sched=null", "amp=true,false"]))
-    assert [one.args for one in jobs] == [("sched=null", "amp=true"), ("sched=null", "amp=false")]
 
 
 def test_an_attempt_resumes_with_an_override_among_the_others() -> None:

@@ -100,10 +100,3 @@ def test_a_run_directory_that_no_batch_script_can_hold_is_refused(name: str, tmp
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("values", [{"python": "-c"}, {"partition": "a b"}, {"account": "a'b"}, {"job_name": "$(x)"}])
-def test_what_would_be_an_option_or_several_words_is_refused(values: dict[str, str]) -> None:
-    """Before anything is written."""
-    with pytest.raises(JobDefinitionError):
-        from_values({"module": "net", **values})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clusterddp.training import timing
-from clusterddp.training.timing import SAMPLE_STEPS, SAMPLES, HostClock, InputWait, StepTimes
+from clusterddp.training.timing import SAMPLE_STEPS, HostClock, InputWait, StepTimes
 
 
 def told(shares: list[float], seconds: float = 60.0, workers: int = 0) -> list[dict[str, Any]]:
@@ -25,16 +25,6 @@ def test_waiting_for_more_than_a_tenth_of_the_time_is_said_once() -> None:
     (event,) = told([0.2] * 50)
     assert (event["event"], event["step"], event["percent"]) == ("waits_for_data", 500, 20)
     assert not told([0.09] * 50)
-
-
-def test_what_counts_is_the_time_since_the_last_samples() -> None:
-    assert not told([0.9] + [0.0] * 50), "the start of the workers"
-    assert told([0.0] * 50 + [0.3] * SAMPLES)
-
-
-def test_a_short_run_is_not_told() -> None:
-    assert not told([0.5] * 50, seconds=0.1)
-    assert told([0.5] * 50, seconds=1.0)
 
 
 def test_the_advice_depends_on_workers_and_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,27 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
-from clusterddp.training.saving import between_interruptions_s, interval_s
-
-
-@pytest.mark.parametrize(
-    ("stall_s", "durable_s", "between_s", "seconds"),
-    [
-        (0.5, 1.0, 10_000.0, 100.0),  # sqrt(2 x 0.5 x 10,000)
-        (2.0, 1.0, 10_000.0, 200.0),
-        (0.0001, 0.1, 3600.0, 10.0),  # not more often than every 10 s
-        (0.0001, 30.0, 3600.0, 60.0),  # half of the time the disk rests
-        (600.0, 600.0, 1e6, 3600.0),  # an hour at most
-    ],
-)
-def test_the_interval_balances_what_saves_and_interruptions_cost(
-    stall_s: Any, durable_s: Any, between_s: Any, seconds: Any
-) -> None:
-    assert interval_s(stall_s, durable_s, between_s) == pytest.approx(seconds)
+from clusterddp.training.saving import between_interruptions_s
 
 
 def test_only_interruptions_that_cost_steps_count() -> None:

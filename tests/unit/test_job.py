@@ -288,15 +288,6 @@ def test_a_program_is_needed(folder: Path) -> None:
     assert "expected a module such as package.train" in found
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("- a", "job.yaml:1:1: expected 'key: value' lines, got a list"), ("a: [", "job.yaml:1:5: while parsing")],
-)
-def test_a_file_that_is_no_definition_is_refused(folder: Path, text: str, message: str) -> None:
-    """Another shape, or broken YAML."""
-    assert mistakes(folder, text)[0].startswith(message)
-
-
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """Absent, a folder, or not text."""
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
@@ -466,17 +457,6 @@ def test_layers_win_in_order_and_are_all_checked(folder: Path) -> None:
     ]
 
 
-def test_the_command_lines_mistakes_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values from elsewhere have a source instead of a line."""
-    monkeypatch.chdir(folder)
-    with pytest.raises(JobDefinitionError) as caught:
-        from_values({"script": "train.py", "nodes": "two", "partitoin": "x"})
-    assert str(caught.value).splitlines() == [
-        "command line: nodes: expected a whole number from 1 to 65536, or a range such as 2-4, got 'two'",
-        "command line: unknown key 'partitoin'. Did you mean 'partition'?",
-    ]
-
-
 AWKWARD = [
     "",
     " ",
@@ -540,13 +520,6 @@ def test_a_resolved_definition_reads_back_as_an_equal_job(tmp_path: Path, job: J
         assert load(path) == job
 
 
-def test_a_loaded_definition_reads_back_as_an_equal_job(folder: Path, tmp_path: Path) -> None:
-    """From a user's file to the run directory's."""
-    job = read(folder, EVERYTHING)
-    (tmp_path / "resolved.yaml").write_text(job.to_yaml())
-    assert load_resolved(tmp_path / "resolved.yaml") == job
-
-
 def test_differences_are_listed_one_a_line() -> None:
     """In the words of the file, the recorded value first."""
     recorded = Job(name="x", module="m", nodes=2, args=("--lr", "1 2"), env={"A": "1", "B": "2"}, time_s=600)
@@ -563,16 +536,6 @@ def test_differences_are_listed_one_a_line() -> None:
         "checkpoint.keep: 3 recorded, 5 given",
     ]
     assert list_differences(recorded, dataclasses.replace(recorded)) == []
-
-
-def test_of_two_long_argument_lines_only_what_differs_is_shown() -> None:
-    """An option with its value, however long the rest; a secret stays masked."""
-    recorded = Job(name="x", module="m", args=("--data", "/d", "--lr", "0.1", "--api-key", "s3cret", "--fast", "a.txt"))
-    args = ("--data", "/d", "--lr", "-2", "--api-key", "other1", "--fast", "a.txt", "b.txt")
-    (line,) = list_differences(recorded, dataclasses.replace(recorded, args=args))
-    assert line == "args: --lr 0.1 --api-key '***' recorded, --lr -2 --api-key '***' b.txt given"
-    (line,) = list_differences(recorded, dataclasses.replace(recorded, args=recorded.args[2:]))
-    assert line == "args: --data /d recorded, none given"
 
 
 def test_set_takes_lists_and_mappings_for_the_fields_that_are_such(folder: Path) -> None:
@@ -597,15 +560,6 @@ def test_every_difference_is_found(folder: Path) -> None:
     unchanged = {item.name for item in dataclasses.fields(Job)} - keys
     assert unchanged == {"name", "time_s", "gpu_type", "min_nodes", "see_steps", "step_log"}
     assert keys - {item.name for item in dataclasses.fields(Job)} == {"job_name", "time"}
-
-
-def test_reading_a_definition_leaves_torch_alone() -> None:
-    """The command line runs on login nodes, where importing torch takes seconds."""
-    import subprocess
-    import sys
-
-    code = "import sys, clusterddp.jobdef.load, clusterddp.environment; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_an_impossible_file_name_is_a_missing_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 
 from clusterddp.report.booking import book
 from clusterddp.report.curves import curves, read_metrics
 from clusterddp.rundir import records
-from clusterddp.rundir.find import find_runs
-from clusterddp.rundir.summary import best_saved, summarize
+from clusterddp.rundir.summary import best_saved
 from tests.instructions import Instructions
-from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
+from tests.runs_on_disk import BEGAN, event, recorded_run, steps
 
 FEW, MANY = 500, 2000
 #: Of an attempt of the history: saves, and steps from one to the next.
@@ -81,28 +80,3 @@ def test_lines_of_all_kinds_are_read_as_one_by_one(tmp_path: Path) -> None:
     assert sorted(set(found.not_finite["loss"])) == [3, 5]
     assert list(found.values) == ["loss"] and max(found.values["loss"][0].values) == 1e300
     assert any("the last line of metrics.jsonl is incomplete" in note for note in found.notes)
-
-
-def test_of_each_listed_run_only_the_ends_of_its_files_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long it is; and a run costs few instructions, so that ten thousand are listed in seconds."""
-    metrics = steps(range(MANY), loss=0.5, accuracy=0.9)
-    saves = [event("checkpoint", step=step, blocked_s=0.1, durable_s=0.2, bytes=9) for step in range(FEW)]
-    for number in range(3):
-        begun = [started(), event("training", step=0), *saves]
-        recorded_run(tmp_path / f"run-{number}", begun, holder=of_job(), metrics=metrics)
-    read = 0
-
-    def counted(path: Path, file: BinaryIO, position: int, size: int) -> bytes:
-        nonlocal read
-        read += size
-        return one(path, file, position, size)
-
-    one = records._read_at
-    monkeypatch.setattr(records, "_read_at", counted)
-    runs = find_runs([str(tmp_path)])
-    summaries = [summarize(run) for run in runs]
-    assert [summary.step for summary in summaries] == [MANY] * 3
-    assert read <= 3 * ((1 << 16) + (1 << 14))
-    assert instructions(lambda: [summarize(run) for run in find_runs([str(tmp_path)])]) / 3 < 30_000

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,11 +15,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from clusterddp import Handle
 from clusterddp.cli import table
 from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
-from clusterddp.reporter import speed
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
@@ -79,17 +76,6 @@ def test_a_run_is_a_line_with_all_that_is_asked_for(runs: Path, capsys: pytest.C
     assert "x" * 200 in "\n".join(lines)
 
 
-def test_a_column_that_is_there_is_not_replaced_by_a_metric_that_nobody_logged(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("step", "state", "run"):
-        assert said(capsys, "list", "--show", name) == said(capsys, "list")
-    assert said(capsys, "list", "--show", "step,acc,speed") == said(capsys, "list", "--show", "acc")
-    capsys.readouterr()
-    command(["list", "--show", "step,loss"])
-    assert capsys.readouterr().err == ""
-
-
 def test_newest_runs_are_first_or_those_with_the_lowest_value(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a column or a metric, which is shown then; runs without a value, or with NaN, are last."""
 
@@ -123,12 +109,6 @@ def test_json_follows_the_committed_schema(runs: Path, capsys: pytest.CaptureFix
         check.validate(more)
         assert more.keys() == SCHEMA["properties"].keys()
         assert {key: more[key] for key in one} == one
-
-
-def test_a_handles_state_is_that_of_the_list(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of every state."""
-    for one in json.loads(said(capsys, "list", "--json")):
-        assert Handle(one["run"]).status().state == one["state"]
 
 
 def test_csv_has_a_line_per_run_and_all_metrics(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,55 +218,6 @@ def test_odd_names_are_shown_in_one_line_as_they_are(
     assert {one["name"] for one in json.loads(said(capsys, "list", "--json"))} == set(ODD)
 
 
-def test_a_metric_that_no_run_has_logged_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And those that were; the other metrics are shown."""
-    command(["list", "--show", "los,acc"])
-    printed = capsys.readouterr()
-    assert "--show los: no run has logged this. Logged: acc, loss" in printed.err
-    assert "ACC" in printed.out and "LOS" not in printed.out
-
-
-def test_members_of_a_sweep_stay_together_in_the_order_of_their_newest(tmp_path: Path, monkeypatch: Any) -> None:
-    """Although other runs began between them."""
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: "")
-    for place, name in enumerate(["lr/a", "net-0", "lr/b", "net-1", "lr/c", "net-2"]):
-        run = recorded_run(tmp_path / name, [started()])
-        run.events_file.write_text(json.dumps({"time": BEGAN + place, **started()}) + "\n")
-    (tmp_path / "lr/sweep.yaml").touch()
-    summaries = [summarize(run) for run in find_runs([str(tmp_path)])]
-    shown = [table.Row(*pair) for pair in zip(summaries, run_states(summaries), strict=True)]
-    newest_first = ["net-2", "lr/c", "lr/b", "lr/a", "net-1", "net-0"]
-    assert [row.summary.name for row in table.ordered(shown, None, False)] == newest_first
-    assert [row.summary.name for row in table.ordered(shown, None, True)] == newest_first[::-1]
-
-
-def test_a_long_reason_widens_no_other_row_of_a_pipe(runs: Path) -> None:
-    """And is not clipped there; on a terminal it is."""
-    long = "rank 1 (n2) failed: " + "y" * 300
-    recorded_run(runs / "often", [started(), event("restarted", reason=long, cause="failed", step=1, checkpoint=0)])
-    piped = table.table(rows(runs), table.columns([]))
-    assert sum(long in line for line in piped) == 1
-    assert all(len(line) < 250 for line in piped if long not in line and "x" * 200 not in line)
-    assert all(len(line) <= 150 for line in table.table(rows(runs), table.columns([]), 150))
-
-
-def test_at_80_columns_long_paths_leave_room_for_more_than_the_state(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of runs elsewhere; those in the folder for new runs have short names, by which commands find them."""
-    elsewhere = tmp_path / ("a-long-name-of-a-project-on-a-shared-file-system/" * 2)
-    elsewhere.parent.mkdir(parents=True)
-    runs.rename(elsewhere)
-    monkeypatch.chdir("/")
-    heading, *lines = table.table(rows(elsewhere), table.columns(["loss", "acc"]), 80)
-    assert {"STATE", "STEP", "LEFT", "LOSS", "ACC", "REASON"} <= set(heading.split())
-    assert len({line.split()[0] for line in lines}) == 6
-    monkeypatch.setenv("CLUSTERDDP_RUNS", str(elsewhere))
-    assert {line.split()[0] for line in table.table(rows(elsewhere), table.columns([]), 80)[1:]} == {
-        "running", "pending", "held", "completed", "failed", "stopped"
-    }  # fmt: skip
-
-
 def rows(runs: Path) -> list[table.Row]:
     summaries = [summarize(run) for run in find_runs([str(runs)])]
     return [table.Row(*pair) for pair in zip(summaries, run_states(summaries), strict=True)]
@@ -299,13 +230,6 @@ def test_a_table_fits_the_terminal(runs: Path, width: int) -> None:
     assert max(map(len, lines)) <= width
     assert all(word in lines[0].split() for word in ("RUN", "STATE", "STEP"))
     assert ("REASON" in lines[0].split()) == (width > 40)
-
-
-def test_runs_with_long_paths_are_told_apart_on_a_narrow_terminal(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the ends of their paths: the beginning is the same for all runs of a folder."""
-    monkeypatch.chdir("/")
-    shown = [line.split()[0] for line in table.table(rows(runs), table.columns([]), 40)[1:]]
-    assert len(set(shown)) == 6 and all(name.startswith("...") for name in shown)
 
 
 def test_colours_change_no_text(runs: Path) -> None:
@@ -354,24 +278,3 @@ def test_a_list_opens_at_most_five_files_of_a_run_and_no_job_definition(
     most = max(sum(path.is_relative_to(folder / f"net-{number}") for path in of_runs) for number in range(50))
     assert 2 <= most <= 5
     assert not any(path.suffix == ".yaml" for path in of_runs)
-
-
-def test_a_list_without_sweeps_loads_no_yaml(tmp_path: Path) -> None:
-    """Nor torch, nor rich: they would take longer than reading hundreds of runs."""
-    recorded_run(tmp_path / "runs" / "net", [started()], outcome={"state": "completed"})
-    code = (
-        "import sys; from clusterddp.cli.command_line import command; command(['list', 'runs'])\n"
-        "sys.exit(str({'yaml', 'torch', 'rich', 'numpy'} & sys.modules.keys()).replace('set()', '') or None)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done
-    assert "runs/net  completed" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("seconds_per_step", "shown"),
-    [(None, ""), (0.08, "12.5/s"), (0.00124, "806/s"), (0.0009, "1,111/s"), (3.14, "3.14 s/step"), (75, "75 s/step")],
-)
-def test_speed_is_shown_per_second_or_per_step(seconds_per_step: float | None, shown: str) -> None:
-    """Never with an exponent."""
-    assert speed(seconds_per_step) == shown

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import pty
-import re
 import struct
 import subprocess
 import sys
@@ -18,11 +16,9 @@ import pytest
 
 from clusterddp.cli import live
 from clusterddp.cli.command_line import command
-from clusterddp.cli.live import EVENTS, MOST_LINES, Size, composed, fact_lines, labelled, sparkline
+from clusterddp.cli.live import Size, composed, fact_lines, labelled
 from clusterddp.errors import INTERRUPTED, UsageError
-from clusterddp.reporter import clipped
-from clusterddp.rundir.progress import curve, main_metric
-from clusterddp.runs.run_report import moment
+from clusterddp.rundir.progress import curve
 from clusterddp.slurm import commands as slurm
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps, write_lines
 
@@ -31,17 +27,6 @@ HAPPENED = [f"11-22 08:00:0{number}  attempt {number}: started" for number in ra
 
 
 # --- curves
-
-
-def test_a_curve_has_a_character_for_each_part_of_the_steps() -> None:
-    """The mean of a part, the part before where there is none, and "x" where nothing is finite."""
-    assert sparkline([(step, step // 8) for step in range(64)], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([(step, step // 8) for step in range(64)], 8, "ascii") == "_.-=+*#@"
-    assert sparkline([(0, 0.0), (1, 1.0)], 40) == "▁█", "no more characters than points"
-    assert sparkline([(0, 1.0), (1, 3.0), (90, math.nan), (99, 2.0)], 4) == "▄▄▄▄"
-    assert sparkline([(0, 0.0), (50, math.inf), (99, 1.0)], 3) == "▁x█"
-    assert sparkline([(0, 1e-3), (1, 1e-2), (2, 1e-1)], 3) == "▁▅█", "logarithmic from a ratio of 30 on"
-    assert sparkline([(0, -1e308), (1, 1e308)], 2) == "▁█"
 
 
 def test_a_curve_is_labelled_with_its_first_and_its_newest_value() -> None:
@@ -76,14 +61,6 @@ def test_a_curve_leaves_out_what_a_later_attempt_discarded(tmp_path: Path) -> No
     assert [value for step, value in curve(path, "loss", 10, events) if step > 3] == [2.0, 2.0]
 
 
-def test_the_loss_is_drawn_unless_another_metric_is_named() -> None:
-    """Else what has loss in its name, else the first metric."""
-    assert main_metric({"step": 1, "acc": 1, "train_loss": 1, "loss": 1}) == "loss"
-    assert main_metric({"step": 1, "acc": 1, "Loss/train": 1}) == "Loss/train"
-    assert main_metric({"step": 1, "time": 1, "attempt": 0, "acc": 1}) == "acc"
-    assert main_metric({"step": 1}) is None
-
-
 # --- a screen
 
 
@@ -97,37 +74,6 @@ def test_a_screen_is_filled_with_the_newest_events_and_never_exceeded(columns: i
     if columns == 40:
         assert shown[1:3] == ["time      ETTR 91% of 2 h 05 min so far,", "          goodput 97%"]
         assert len(shown) == lines
-
-
-def test_a_pipe_gets_whole_lines_and_few_events() -> None:
-    """Nothing is wrapped or clipped there."""
-    shown = composed(fact_lines([("name", "word " * 99)]), HAPPENED, "the end", None).split("\n")
-    assert shown == [f"name      {'word ' * 99}", *HAPPENED[-EVENTS:], "the end"]
-
-
-def test_a_very_long_fact_does_not_push_the_others_off_the_screen() -> None:
-    """Such as a hundred metrics."""
-    shown = fact_lines([("steps", ", ".join(f"metric{number} 0.5" for number in range(100)))], 80)
-    assert len(shown) == MOST_LINES and shown[-1].endswith(" ...")
-
-
-@pytest.mark.parametrize(
-    ("text", "keep_end", "shown"),
-    [
-        ("runs/net-0", False, "runs..."),
-        ("runs/net-0", True, "...et-0"),
-        ("日本語日本語", False, "日本..."),  # two columns each
-        ("日本語日本語", True, "...本語"),
-        ("e\u0301" * 8, False, "e\u0301" * 4 + "..."),
-    ],
-)
-def test_a_text_is_clipped_to_columns_of_a_terminal(text: str, keep_end: bool, shown: str) -> None:
-    assert clipped(text, 7, keep_end) == shown
-
-
-def test_clipping_a_very_long_text_takes_as_long_as_reading_it() -> None:
-    """Such as a message with a megabyte of somebody's letters: it took hours."""
-    assert clipped("é" * 1_000_000, 80) == "é" * 77 + "..."
 
 
 # --- the commands
@@ -223,9 +169,3 @@ def _until(terminal: int, words: str) -> str:
 
 def _modified(run: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in run.rglob("*")}
-
-
-def test_a_moment_of_another_year_has_the_year() -> None:
-    """Also with a time zone, in which 1970 may not have begun."""
-    assert re.fullmatch(r"(1969|1970)-\d\d-\d\d \d\d:\d\d:\d\d", moment(0.0))
-    assert re.fullmatch(r"\d\d-\d\d \d\d:\d\d:\d\d", moment(time.time()))

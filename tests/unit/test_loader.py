@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from contextlib import suppress
 from functools import partial
 from multiprocessing import connection
@@ -23,9 +22,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from clusterddp.data.loader import EvalLoader, Loader
-from clusterddp.data.loaders import Loaders
 from clusterddp.data.sample_orders import Sequential, Shuffled
-from clusterddp.data.samplers import chosen
 from clusterddp.data.training_loader import training_loader
 from clusterddp.errors import CheckpointError
 
@@ -75,11 +72,6 @@ def test_any_number_of_ranks_shares_the_global_batch_evenly() -> None:
     assert [len(batch) for batch in indices(1, 6)] == [6] * 5
 
 
-def test_a_dataset_smaller_than_the_global_batch_is_repeated() -> None:
-    (batch,) = take(loader(length=4, batch_size=10), 1)
-    assert sorted(batch[0]) == sorted([*range(4), *range(4), *batch[0][8:]])
-
-
 def test_a_samples_randomness_is_the_same_in_any_worker_and_new_in_every_epoch() -> None:
     none, two = take(loader(), 7), take(loader(num_workers=2), 7)
     assert none == two
@@ -100,30 +92,6 @@ def test_loading_in_this_process_leaves_the_users_generators_alone() -> None:
     assert before == torch.default_generator.initial_seed()
     batches.close()  # type: ignore[attr-defined]
     assert random.random() == expected[1]
-
-
-@pytest.mark.parametrize("seeds_steps", [True, False])
-def test_a_batch_is_not_kept_while_the_next_is_made(seeds_steps: bool) -> None:
-    """Its memory is used again: twice as much does not fit into the CPU's cache."""
-    last: list[weakref.ref[torch.Tensor]] = []
-    kept: list[bool] = []
-
-    class Looking(Numbers):
-        def __getitem__(self, index: int) -> tuple[int, float, float]:
-            kept.extend(batch() is not None for batch in last)
-            return super().__getitem__(index)
-
-    batches = Loader(Looking(9), 3, order=Shuffled(), seed=1, rank=0, world_size=1).batches(0, seeds_steps)
-    for _ in range(3):
-        last[:] = [weakref.ref(next(batches)[0])]
-    assert len(kept) == 6 and not any(kept)
-
-
-def test_epochs_and_steps() -> None:
-    data = loader(length=10, batch_size=3)
-    assert len(data) == data.steps_in(1) == 4 and data.steps_in(3) == 10
-    assert [data.epoch(step) for step in (0, 3, 4, 6)] == [0, 0, 1, 1]
-    assert [step for step in range(10) if data.ends_epoch(step)] == [3, 6, 9]
 
 
 def test_evaluation_sees_each_sample_once_and_every_rank_has_as_many_stop_points() -> None:
@@ -154,37 +122,6 @@ def test_workers_ignore_the_stop_signals_and_end_with_their_loop() -> None:
         next(batches)
     batches.close()  # type: ignore[attr-defined]
     assert len(workers) == 2 and not children() & workers
-
-
-NOT_FORKED = """
-import multiprocessing, os, signal, sys
-
-from tests.unit.test_loader import Numbers
-from clusterddp.data.loader import Loader
-from clusterddp.data.samplers import chosen
-from clusterddp.data.sample_orders import Sequential
-
-if __name__ == "__main__":
-    options = {"order": Sequential(), "seed": 1, "rank": 0, "world_size": 1, "num_workers": 2}
-    batches = Loader(Numbers(1000), 4, multiprocessing_context=sys.argv[1], **options).batches(0)
-    next(batches)
-    workers = [worker.pid for worker in multiprocessing.active_children()]
-    for worker in workers:
-        os.kill(worker, signal.SIGTERM)
-    made = [next(batches) for _ in range(20)]
-    batches.close()
-    print(f"{len(workers)} workers, {len(made)} batches")
-"""
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_that_are_not_forked_ignore_a_term_too(method: str, tmp_path: Path) -> None:
-    """In a process of its own: what Python starts for the first of them stays, and would hide the fault."""
-    script = tmp_path / "workers.py"
-    script.write_text(NOT_FORKED)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, str(script), method], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and done.stdout == "2 workers, 20 batches\n", done.stdout + done.stderr
 
 
 KILLED = """
@@ -266,14 +203,6 @@ def test_what_cannot_be_ordered_is_refused(dataset: Any, options: Any, message: 
         Loader(dataset, **{"batch_size": 2, "order": Shuffled(), "seed": 0, "rank": 0, "world_size": 1, **options})
 
 
-def test_switches_are_true_or_false() -> None:
-    """Else ``shuffle=0`` would shuffle."""
-    of = Loaders()
-    for make, name, value in ((of.loader, "shuffle", 0), (of.loader, "to_device", 1), (of.eval_loader, "to_device", 1)):
-        with pytest.raises(TypeError, match=f"{name} is {value}, expected True or False"):
-            make(Numbers(5), 2, **{name: value})  # type: ignore[arg-type]
-
-
 def test_an_evaluation_takes_no_order() -> None:
     with pytest.raises(TypeError, match=r"order: ctx.eval_loader\(\) takes each sample once, in the dataset's order"):
         EvalLoader(Numbers(5), 1, rank=0, world_size=1, at_batch=lambda: None, order=Sequential())
@@ -323,13 +252,6 @@ def test_drop_last_ends_each_epoch_at_a_whole_global_batch() -> None:
         len(resumed)
     resumed.restore(data.progress(4))  # of a run with fewer ranks
     assert take(resumed, 1, step=4) == take(data, 1, step=4)
-
-
-def test_two_orders_are_refused() -> None:
-    with pytest.raises(TypeError, match="shuffle and order each set .* Give ctx.loader.. one of them"):
-        chosen(Numbers(2), 1, shuffle=True, order=Sequential())
-    with pytest.raises(TypeError, match=r"order is \[1, 0\], expected one of clusterddp.orders"):
-        chosen(Numbers(2), 1, order=[1, 0])  # type: ignore[arg-type]
 
 
 def test_a_rank_with_another_dataset_is_named() -> None:

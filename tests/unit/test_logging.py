@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import threading
 from collections.abc import Callable
@@ -160,20 +159,6 @@ def test_a_checkpoint_has_all_lines_before_it_and_waits_for_no_later_step(tmp_pa
     assert reported == [("not_finite", {"step": 1, "metrics": {"loss": "NaN"}, "count": 1})]
 
 
-def test_only_so_many_steps_wait_for_a_gpu(tmp_path: Path, open_metrics: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MOST_PENDING", 3)
-    gpu, metrics = Gpu(), open_metrics()
-    for step in range(5):
-        metrics.add(step, gpu.step(float(step)))
-    assert written(tmp_path) == [0.0, 1.0] and [event.waited for event in gpu.events] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
-
-
 def test_the_lines_of_a_failed_gpu_are_reported_as_lost(
     tmp_path: Path, open_metrics: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,14 +289,6 @@ def test_a_rank_that_hangs_is_not_waited_for_without_end(tmp_path: Path, world: 
     assert written(tmp_path) == [1.5, 1.5, 3.0]
 
 
-def test_values_that_arrive_when_the_time_is_over_count(said: list[str]) -> None:
-    """The thread has taken them, and has not yet looked which steps are complete."""
-    receiver = Receiver(HashStore(), 3, lambda: None)
-    receiver._through = {1: 4, 2: 4}
-    receiver.wait(3, 0.0)
-    assert receiver.has(3) and not receiver.has(4) and said == []
-
-
 def test_the_thread_of_a_rank_asks_a_gpu_only_while_no_step_ends(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,34 +337,6 @@ def test_values_that_rank_0_does_not_reduce_are_dropped_with_a_warning(
         world.senders[1].flush()
     assert said == ["rank 0 never called run.log(reduce=...), so values of other ranks are dropped. Call it on rank 0"]
     assert world.store.num_keys() <= 2
-
-
-def test_a_lost_store_ends_no_training(tmp_path: Path, world: World, said: list[str]) -> None:
-    class Lost(HashStore):
-        def check(self, keys: Any) -> bool:
-            raise RuntimeError("connection reset")
-
-    world.receiver._store = Lost()  # no public way to lose it
-    world.log(0, 0, {"loss": 1.0})
-    world.metrics.settle(1, 60)
-    assert written(tmp_path) == [1.0] and "the store is unreachable" in said[0]
-
-
-def test_closing_leaves_no_thread_behind(open_metrics: Any) -> None:
-    before = threading.active_count()
-    world = World(open_metrics(), 2)
-    world.log(0, 0, {"loss": 1.0})
-    world.log(1, 0, {"loss": 1.0})
-    world.close()
-    world.metrics.close()
-    assert threading.active_count() == before
-    assert json.loads((world.metrics._path).read_text())["loss"] == 1.0
-
-
-def test_one_rank_reduces_its_own_value(tmp_path: Path, open_metrics: Any) -> None:
-    metrics = open_metrics()
-    metrics.add(0, Logged({"loss": 3, "lr": 1}, {"loss": "mean"}))
-    assert written(tmp_path) == [3.0] and written(tmp_path, "lr") == [1]
 
 
 @pytest.mark.parametrize(("method", "given"), [(Run.log, {"loss": 0.5}), (Run.every, 1)])

@@ -100,30 +100,3 @@ def test_the_shares_after_a_change_are_the_new_ones() -> None:
     assert resumed(loader(changes={1000: [1, 1]}), other, 500) is None
     assert {index < 70 for _, index in samples(other, 6000, 20_000)} == {False}
     assert sum(index < 70 for _, index in samples(other, 0, 6000)) == pytest.approx(4500, abs=40)
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (
-            {"changes": {4: [1, 1]}},
-            "Weights may change only from step 5 on, at which the run resumes, but those of step 4",
-        ),
-        ({"weights": [1, 1]}, "those of step 0 differ. Give earlier weights and changes as they were, or start"),
-        ({"shuffle": False}, "Use the same datasets, num_samples, drop_last and shuffle"),
-        ({"num_samples": 3}, "Use the same datasets, num_samples, drop_last and shuffle"),
-        (
-            {"data": {"books": TensorDataset(torch.zeros(8)), "web": TensorDataset(torch.zeros(71))}},
-            "the same datasets",
-        ),
-    ],
-)
-def test_a_change_of_the_past_or_of_the_datasets_is_refused(options: dict[str, Any], why: str) -> None:
-    assert why in str(resumed(loader(), loader(**options), 5))
-
-
-def test_a_checkpoint_of_an_older_version_accepts_no_change() -> None:
-    progress = {name: value for name, value in loader().progress(5).items() if name != "schedule"}
-    with pytest.raises(CheckpointError, match="Use the same order and weights, or start a new run"):
-        loader(changes={9: [1, 1]}).restore(progress)
-    loader().restore(progress)

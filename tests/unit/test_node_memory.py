@@ -83,21 +83,6 @@ def test_entries_of_more_than_a_week_are_deleted_with_the_next(run: RunDirectory
     assert "-n3-" in left.name
 
 
-def test_members_of_a_sweep_share_the_folder_beside_the_sweep(tmp_path: Path) -> None:
-    (tmp_path / "sweep" / "lr=1").mkdir(parents=True)
-    (tmp_path / "sweep" / "sweep.yaml").touch()
-    assert memory_of(RunDirectory(tmp_path / "sweep" / "lr=1")) == tmp_path / node_memory.FOLDER
-
-
-def test_a_damaged_entry_and_a_name_that_is_no_node_are_skipped(run: RunDirectory) -> None:
-    remember(run, "7", lost("n2"))
-    folder = memory_of(run)
-    (folder / "9999999999-n3-0.json").write_text("{")
-    whole = next(folder.glob("*-n2-*")).read_text()
-    (folder / "9999999999-n4-0.json").write_text(whole.replace('"n2"', '"n4,n[1-9]"'))
-    assert [entry.node for entry in recall(folder, False, NOW)] == ["n2"]
-
-
 def test_entries_of_other_users_count_only_for_a_shared_run_and_members_of_the_group(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,12 +96,6 @@ def test_entries_of_other_users_count_only_for_a_shared_run_and_members_of_the_g
     monkeypatch.setattr(node_memory.pwd, "getpwuid", lambda _: SimpleNamespace(pw_gid=group + 1, pw_name="eve"))
     monkeypatch.setattr(node_memory.grp, "getgrgid", lambda _: SimpleNamespace(gr_mem=["ann"]))
     assert recall(memory_of(run), True, NOW) == []
-
-
-def test_the_folder_is_open_to_those_who_may_create_runs_beside_it(run: RunDirectory) -> None:
-    run.path.parent.chmod(0o2770)
-    remember(run, "7", lost("n2"))
-    assert memory_of(run).stat().st_mode & 0o7777 == 0o3770
 
 
 def test_a_new_job_says_which_nodes_it_avoids_and_asks_slurm_only_then(

@@ -51,15 +51,3 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(
     collected([RunDirectory(folder / "net-1")], BEGAN + 60)
     assert "Traceback" not in capfd.readouterr().err
     pipe.unlink()
-
-
-@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "outcome.json", "private/submitted.json"])
-def test_a_file_that_seems_to_have_terabytes_does_not_hide_other_runs(
-    folder: Path, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """As a sparse file does, which takes no room."""
-    (folder / "net-1" / name).touch()
-    os.truncate(folder / "net-1" / name, 1 << 42)
-    assert run_command("list", str(folder)) == 0
-    assert "net-0" in capfd.readouterr().out
-    os.truncate(folder / "net-1" / name, 0)

@@ -106,23 +106,3 @@ def test_trials_are_runs_with_the_values_that_optuna_chose(
     assert [trial.value for trial in study.trials] == [0.0, None, None, pytest.approx(0.6)]
     assert [run.cancelled for run in runs] == [False, True, False, False]
     assert [step for step, _ in study.trials[3].reported] == [19, 39]
-
-
-def test_a_search_that_was_stopped_continues_its_trials(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run that is still under way is watched, and the one that has stopped is launched again."""
-    launched: list[str] = []
-
-    def launch(job: Path, *words: Any, run_dir: Path, local: bool) -> Run:
-        launched.append(f"{run_dir.name} {words[4:]}")
-        return Run(run_dir, "completed")
-
-    states = {"trial-0": ["held", "running", "completed"], "trial-1": ["stopped"]}
-    known = {name: Run(tmp_path / name, *found) for name, found in states.items()}
-    handle = lambda path: known[path.name]  # noqa: E731
-    monkeypatch.setattr(script, "clusterddp", SimpleNamespace(launch=launch, Handle=handle))
-    study = Study(Trial(0, {"lr": 0.1}), Trial(1, {"lr": 0.2}))
-    script.search(study, tmp_path, trials=2, at_once=2, look_s=0)
-    assert launched == ["trial-1 ('--lr', 0.2)"]
-    assert [trial.state for trial in study.trials] == [State.COMPLETE, State.COMPLETE]

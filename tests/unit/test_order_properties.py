@@ -185,17 +185,6 @@ def test_a_mixture_has_each_sample_once_in_every_pass_through_its_dataset(case: 
 
 
 @settings(deadline=None, max_examples=100)
-@given(cases([kind for kind in KINDS if kind != "mixture"]), st.integers(0, 30))
-def test_epochs_are_counted_as_the_samples_say(case: Case, step: int) -> None:
-    """``run.epoch``, ``run.end_of_epoch``, ``len(loader)``."""
-    loader = case.loader(0, case.ranks)
-    now, after = case.steps(step, 2, case.ranks)
-    assert loader.epoch(step) == now[0][0]
-    assert loader.ends_epoch(step) == (after[0][0] > now[0][0])
-    assert len(loader) == loader.steps_in(1)
-
-
-@settings(deadline=None, max_examples=100)
 @given(cases(), st.integers(0, 30), st.sampled_from([1, 7, sample_order._AT_ONCE]))
 def test_steps_that_are_drawn_together_have_the_same_samples(case: Case, first: int, at_once: int) -> None:
     """``at_once``: how many samples may be drawn in one call."""
@@ -235,10 +224,3 @@ def test_the_number_of_workers_changes_nothing(kind: str, workers: int) -> None:
 
     plain = taken(0, 12)
     assert taken(5, 7, num_workers=workers) == plain[5:]
-
-
-def test_a_sample_that_is_drawn_twice_in_an_epoch_is_augmented_in_two_ways() -> None:
-    """Its seed has the number of the draw, too."""
-    loader = Loader(Numbers(2), 8, order=orders.weighted([1, 0]), seed=0, rank=0, world_size=1)
-    indices, drawn = next(loader.batches(0))
-    assert set(indices.tolist()) == {0} and len(set(drawn.tolist())) == 8

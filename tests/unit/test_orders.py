@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ import torch
 from torch.utils.data import ConcatDataset, TensorDataset
 
 from clusterddp import orders
-from clusterddp.data import randomness
 from clusterddp.data import sample_orders as by_weight
 from clusterddp.data.loader import Loader
 from clusterddp.data.sample_order import Binding, BoundOrder, Order, Permutation
@@ -39,12 +37,6 @@ def test_every_epoch_has_each_sample_once_in_its_own_order() -> None:
     assert epochs[0] != epochs[1] and bound(Shuffled(), 10, seed=2).samples(0, 10) != epochs[0]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 10, 4096, 4097, 5000, 65536, 100_003])
-def test_a_permutation_has_each_place_once(length: int) -> None:
-    images = Permutation(length, "key")(np.arange(length))
-    assert (np.sort(images) == np.arange(length)).all()
-
-
 def test_the_order_of_a_run_never_changes() -> None:
     """These numbers are in no library's hands: a run resumes by them with any version of numpy or torch."""
     assert [index for _, index in bound(Shuffled(), 10).samples(0, 10)] == [2, 4, 3, 8, 6, 5, 7, 0, 9, 1]
@@ -53,17 +45,6 @@ def test_the_order_of_a_run_never_changes() -> None:
         529347960,
         826923720,
     ]
-
-
-def test_small_steps_that_share_a_call_have_the_same_samples() -> None:
-    small, large = (indices_of(bound(Shuffled(), 5000, batch), 4000, 12_000) for batch in (1, 4000))
-    assert small == large
-
-
-def test_a_run_that_started_with_randperm_keeps_it() -> None:
-    order = Shuffled().bind(Binding(None, 10, 1, 4), "shuffled-1")
-    generator = torch.Generator().manual_seed(randomness.hash32("order", 1, 3))
-    assert order.samples(30, 40) == [(3, i) for i in torch.randperm(10, generator=generator).tolist()]
 
 
 def deviation(counts: npt.NDArray[Any], expected: npt.NDArray[Any], freedom: int) -> float:
@@ -85,19 +66,6 @@ def test_shuffled_brings_each_sample_to_each_place_equally_often(length: int) ->
     assert abs(deviation(counts, np.outer(sizes, sizes) * epochs / length, (classes - 1) ** 2)) < 5
 
 
-@pytest.mark.parametrize("length", [64, 4097, 10_000])
-def test_shuffled_separates_neighbours(length: int) -> None:
-    """The distance of two neighbours' places, modulo the length, is uniform: no trace of the order before."""
-    epochs, classes = 400_000 // length, 16
-    counts = np.zeros(classes)
-    for epoch in range(epochs):
-        images = Permutation(length, "key", epoch)(np.arange(length))
-        counts += np.bincount(((np.diff(images) % length - 1) * classes // (length - 1)), minlength=classes)
-    sizes = np.bincount(np.arange(length - 1) * classes // (length - 1))
-    expected = sizes * (counts.sum() / (length - 1))
-    assert abs(deviation(counts, expected, classes - 1)) < 5
-
-
 def indices_of(order: BoundOrder, start: int, stop: int) -> list[int]:
     return [sample[1] for sample in order.samples(start, stop)]
 
@@ -111,23 +79,6 @@ def test_weighted_draws_in_proportion_to_the_weights(blocks: int, monkeypatch: p
     assert not counts[weights == 0].any()
     expected = (weights / weights.sum() * 300_000)[weights > 0]
     assert abs(deviation(counts[weights > 0], expected, expected.size - 1)) < 5
-
-
-def test_weighted_draws_are_independent_of_the_one_before() -> None:
-    draws = np.array(indices_of(bound(orders.weighted([1, 2, 3]), 3), 0, 300_000))
-    counts = np.bincount(draws[:-1] * 3 + draws[1:], minlength=9)
-    shares = np.array([1, 2, 3]) / 6
-    assert abs(deviation(counts, np.outer(shares, shares).ravel() * 299_999, 4)) < 5
-
-
-def test_sums_over_blocks_find_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there are too many weights for a sum each."""
-    weights = np.random.default_rng(0).random(1000) * (np.arange(1000) % 3 > 0)
-    weights[-40:] = 0
-    whole = indices_of(bound(orders.weighted(weights), 1000), 0, 10_000)
-    monkeypatch.setattr(by_weight, "_BLOCKS", 64)
-    monkeypatch.setattr(by_weight, "_CHUNK", 160)
-    assert indices_of(bound(orders.weighted(weights), 1000), 0, 10_000) == whole
 
 
 def test_weights_of_classes_are_those_of_their_samples(tmp_path: Path) -> None:
@@ -235,13 +186,6 @@ _WITH_EMPTY: list[Any] = [[1], [], [1]]
 def test_weights_that_fit_no_mixture_are_refused(datasets: Any, weights: Any, changes: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         Loader(datasets, 1, order=orders.mixture(weights, changes=changes), seed=0, rank=0, world_size=1)
-
-
-@pytest.mark.parametrize("make", [orders.weighted, orders.mixture])
-def test_a_number_of_samples_from_numpy_can_be_recorded_in_a_checkpoint(make: Any) -> None:
-    data = [[1, 2], [3]] if make is orders.mixture else [1, 2]
-    source = Loader(data, 1, order=make([1, 1], num_samples=np.int64(8)), seed=0, rank=0, world_size=1)
-    assert json.loads(json.dumps(source.progress(9)))["epoch"] == 1
 
 
 def test_several_datasets_without_a_mixture_are_refused_and_a_dict_of_samples_is_not() -> None:

@@ -89,25 +89,6 @@ def test_a_line_that_is_kept_is_not_added_again_and_there_is_a_limit(pair: Pair)
     assert pair.outbox.send(pair.ours, b'{"leave": "rank 2 (n1) failed"}\n')
 
 
-def test_a_connection_that_is_writable_and_takes_nothing_is_tried_again_later(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when the kernel has no memory: the selector would return at once, for ever."""
-    lines = pair.fill()
-    pair.outbox.on_writable(pair.ours)
-    assert pair.selector.get_key(pair.ours).events == selectors.EVENT_READ
-    assert pair.outbox.retry_s is not None and 0 < pair.outbox.retry_s <= outbox.RETRY_S
-    received = b""
-    monkeypatch.setattr(outbox, "RETRY_S", 0.0)
-    pair.outbox._retry_at = 0.0
-    while len(received) < sum(map(len, lines)):
-        received += pair.theirs.recv(4096)
-        pair.outbox.retry()
-        if pair.selector.get_key(pair.ours).events != selectors.EVENT_READ:
-            pair.outbox.on_writable(pair.ours)
-    assert received == b"".join(lines)
-
-
 def test_a_broken_connection_keeps_nothing(pair: Pair) -> None:
     pair.fill()
     pair.theirs.close()  # with unread data: a reset

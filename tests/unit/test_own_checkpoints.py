@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from clusterddp.events import sentence
-from clusterddp.jobdef.job import Job, Limits, Resume
+from clusterddp.jobdef.job import Job, Resume
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.failure_box import added_arguments
 from clusterddp.supervisor.limits import exceeded, progress
 from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
-from clusterddp.worker.own_saves import SavedFile
 
 ARGS = ("--resume", "{checkpoint}")
 
@@ -101,20 +100,6 @@ def test_a_file_that_is_not_whole_is_passed_over(run: RunDirectory) -> None:
     assert newest(run, "{run_dir}/a8.pth") == (None, [("a8.pth", "a dangling link")])
 
 
-def test_each_way_to_be_cut_off_has_its_reason(run: RunDirectory) -> None:
-    (run.path / "zip.pt").write_bytes(zipped(run.path / "x")[:-30])
-    (run.path / "empty.pt").touch()
-    (run.path / "cut.safetensors").write_bytes(safetensors(100)[:-1])
-    (run.path / "odd.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
-    reasons = {name: newest(run, f"{{run_dir}}/{name}*")[1][0][1] for name in ("zip", "empty", "cut", "odd")}
-    assert reasons == {
-        "zip": "truncated: the directory at the end of the zip is missing",
-        "empty": "empty",
-        "cut": "truncated: its size does not match its header",
-        "odd": "damaged: its header is not valid",
-    }
-
-
 def test_a_folder_is_complete_with_all_that_the_one_before_has(run: RunDirectory) -> None:
     """Numbers in names, such as ranks, may differ; files that hold no state may be empty."""
     for step, files in (
@@ -136,16 +121,6 @@ def test_a_folder_is_complete_with_all_that_the_one_before_has(run: RunDirectory
     assert ("step_12", "model.pt: empty") in newest(run, "{run_dir}/step_*")[1]
 
 
-def test_the_folder_of_all_checkpoints_is_no_older_one(run: RunDirectory) -> None:
-    """A script may name it in `requeue(saved=...)`, as one with SpeechBrain's Checkpointer does."""
-    for number in (1, 2):
-        zipped(run.path / "save" / f"CKPT+{number}" / "model.ckpt")
-    also = [str(run.path / "save")]
-    found = find(Resume(("{run_dir}/save/CKPT*",)), str(run), 0.0, also)
-    assert found.newest is not None and found.newest.path == f"{run.path}/save/CKPT+2"
-    assert found.passed_over == ()
-
-
 def test_a_folder_of_torchs_distributed_checkpoint_needs_its_metadata(run: RunDirectory) -> None:
     """It is written last."""
     (run.path / "dcp").mkdir()
@@ -153,17 +128,6 @@ def test_a_folder_of_torchs_distributed_checkpoint_needs_its_metadata(run: RunDi
     assert newest(run, "{run_dir}/dcp") == (None, [("dcp", ".metadata, which is written last, is missing")])
     (run.path / "dcp" / ".metadata").write_bytes(b"x")
     assert newest(run, "{run_dir}/dcp") == ("dcp", [])
-
-
-def test_a_relative_pattern_is_relative_to_the_current_folder(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`{checkpoint}` is absolute; a link keeps its name."""
-    zipped(run.path / "out" / "epoch_3.pth")
-    (run.path / "out" / "last.pth").symlink_to("epoch_3.pth")
-    monkeypatch.chdir(run.path / "out")
-    found = find(Resume(("last.pth",)), "/elsewhere", 0.0).newest
-    assert found is not None and found.path == str(run.path / "out" / "last.pth")
 
 
 def test_a_file_from_before_the_run_is_not_its_checkpoint(run: RunDirectory) -> None:
@@ -214,46 +178,6 @@ def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> N
     at(run.path / "a.pt", 40)
     (run.path / "b.pt").unlink()
     assert begun(run, 0, [])[1] == "attempt 0: Not used: a.pt: it is older than this run"
-
-
-@pytest.mark.parametrize("step", [None, 0, 35])
-def test_the_end_of_an_attempt_names_the_scripts_checkpoint(step: int | None) -> None:
-    """Also if the run's steps are known, from the output or from torch."""
-    ended = event(0, 120.0, "requeued", reason="preempted", step=step, checkpoint=None, file="out/a.pt")
-    at_step = " at step 35" if step else ""
-    assert sentence(ended) == f"attempt 0: preempted{at_step}. The newest checkpoint is out/a.pt. The job is requeued"
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (
-            {"step": 35, "checkpoint": 30},
-            "The attempt ended at step 35. The newest checkpoint is 30, so 5 steps will be repeated",
-        ),
-        ({"step": None, "checkpoint": None, "file": "a.pt"}, "The newest checkpoint is a.pt"),
-        ({"step": None, "checkpoint": None, "made": 14}, "It made at least 14 steps"),
-        ({"step": None, "checkpoint": None}, "No step was recorded"),
-    ],
-)
-def test_a_failure_and_what_follows_are_two_sentences(values: dict[str, Any], words: str) -> None:
-    """What is advised about it does not run into the rest."""
-    ended = event(0, 120.0, "restarted", reason="rank 1 (n1) killed by signal 9. Check memory", **values)
-    said = f"attempt 0: rank 1 (n1) killed by signal 9. Check memory. {words}. Restarting all ranks in place"
-    assert sentence(ended) == said
-
-
-@pytest.mark.parametrize(
-    ("reason", "said"),
-    [
-        ("stopped, cause unknown", "stopped at step 35, cause unknown"),
-        ("rank 1 (n1.hpc) exited", "rank 1 (n1.hpc) exited at step 35"),
-        ("rank 1 (n1) raised ValueError: a, b", "rank 1 (n1) raised ValueError: a, b. The attempt ended at step 35"),
-    ],
-)
-def test_the_step_at_which_an_attempt_ended_follows_what_happened(reason: str, said: str) -> None:
-    ended = event(0, 120.0, "requeued", reason=reason, step=35, checkpoint=35)
-    assert sentence(ended) == f"attempt 0: {said}. Checkpoint 35 is saved. The job is requeued"
 
 
 def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> None:
@@ -352,17 +276,6 @@ def test_a_pattern_that_matches_none_of_the_saved_files_is_told(run: RunDirector
     assert watched(other) == []
 
 
-def test_the_supervisor_opens_the_checkpoint_that_it_continues_from_once(run: RunDirectory) -> None:
-    """Later, an open shows that the script reads it."""
-    zipped(run.path / "a.pt")
-    own, _ = begun(run, 1, [event(0, 50.0, "started")])
-    seen = SavedFile(f"{run.path}/a.pt")
-    assert watched(own) == []
-    assert seen.was_opened() is False
-    zipped(run.path / "a.pt", "later")
-    assert watched(own) == ["attempt 1: own_checkpoint a.pt"]
-
-
 def test_a_state_that_is_saved_again_is_no_new_checkpoint(run: RunDirectory) -> None:
     """nanoGPT saves what it has just loaded: that is no progress."""
     zipped(run.path / "a.pt", "step 10")
@@ -428,9 +341,3 @@ def test_a_failure_says_which_arguments_were_added(run: RunDirectory) -> None:
     assert added_arguments(run, [none], 1) == "`resume` added no arguments, because there was no complete checkpoint"
     saved = event(1, 1.0, "own_checkpoint", file="a.pt", written=1.0)
     assert added_arguments(run, [resumed, saved], 1) == added_arguments(run, [resumed], 2) == ""
-
-
-def test_limits_of_the_job_still_hold() -> None:
-    saved = event(0, 5.0, "own_checkpoint", file="a.pt", written=5.0)
-    events = [event(0, 0.0, "started"), saved, event(0, 10.0, "restarted")]
-    assert exceeded(job(limits=Limits(attempts=1)), events, 20.0) == "limits.attempts (1) reached"

@@ -105,16 +105,6 @@ def test_what_is_no_file_is_left_to_the_function_itself(save: Save, tmp_path: Pa
         save(b"x", tmp_path)
 
 
-def test_what_killed_ranks_of_earlier_attempts_left_is_removed(save: Save, tmp_path: Path) -> None:
-    """That of this attempt and of other runs stays: they may be saving."""
-    for name in ("0123abcd-0-aa", "0123abcd-1-bb", "0123abcd-2-cc", "ffffffff-0-dd"):
-        (tmp_path / f"{SAVING}{name}").mkdir()
-        (tmp_path / f"{SAVING}{name}" / "ckpt.pt").write_bytes(b"half")
-    save(LARGE, tmp_path / "ckpt.pt")
-    left = sorted(path.name.removeprefix(SAVING) for path in tmp_path.iterdir())
-    assert left == ["0123abcd-2-cc", "ckpt.pt", "ffffffff-0-dd"]
-
-
 IN_A_PROCESS = """
 import os, signal, sys, threading
 from clusterddp.worker import own_saves

@@ -11,7 +11,7 @@ from clusterddp.errors import SlurmUnavailable
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import pace
-from clusterddp.slurm.pace import QUIET_S, SILENT_AFTER_S, SILENT_S, Activity, Pace, PacedQueue
+from clusterddp.slurm.pace import QUIET_S, SILENT_AFTER_S, Activity, Pace, PacedQueue
 
 
 class Clock:
@@ -59,10 +59,6 @@ def test_a_change_is_asked_about_at_once_but_not_more_than_once_a_second(clock: 
     assert one.due("started")
 
 
-def test_what_is_imminent_is_asked_about_often(clock: Clock) -> None:
-    assert asked_in(clock, 600, lambda: "silent", SILENT_S) > 600 / 1.25 / SILENT_S
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "run")
@@ -104,14 +100,6 @@ def test_a_run_is_silent_after_a_minute_or_after_three_times_its_longest_pause(r
     assert not activity.silent
     clock.now += 60
     assert activity.silent
-
-
-def test_a_run_that_waits_in_the_queue_is_not_silent(run: RunDirectory, clock: Clock) -> None:
-    activity = Activity(run)
-    event(run, "requeued")
-    activity.seen()
-    clock.now += 10_000
-    assert not activity.silent
 
 
 def test_a_refreshed_view_keeps_slurms_last_answer_and_its_last_error(

@@ -58,15 +58,6 @@ def test_random_generators_continue_where_they_were(make: Any, draw: Any) -> Non
     assert draw(other) == wanted
 
 
-def test_the_states_are_copies() -> None:
-    """What the ranks do after the save does not change it."""
-    numbers = Numbers(1, 2)
-    own = PerRank({"env": numbers}, group())
-    own.gather()
-    numbers.numbers.append(3)
-    assert own.progress() == {"per_rank": [{"env": {"numbers": [1, 2]}}]}
-
-
 def test_too_large_states_are_refused_with_their_size_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """On all ranks, before anything is sent."""
     monkeypatch.setattr(transfer, "MOST_BYTES", 1_000_000)
@@ -119,26 +110,3 @@ def test_a_part_that_can_be_split_continues_on_another_number_of_ranks(ranks: in
         PerRank({"env": env}, group(rank, ranks)).restore(progress)
         found += env.numbers
     assert sorted(found) == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    ("progress", "given", "message"),
-    [
-        ({}, {"env": Numbers()}, r"has per-rank state of nothing, but ctx.run\(per_rank=...\) received env"),
-        (
-            {"per_rank": [{"env": {}}]},
-            None,
-            "has per-rank state of env, but .* received nothing. Pass the parts",
-        ),
-        ({"per_rank": [{"env": {}}]}, {"env": Numbers()}, "the checkpoint does not fit per_rank env: KeyError"),
-        (
-            {"per_rank": [{"gen": {}}, {"gen": {}}]},
-            {"gen": torch.Generator()},
-            r"the state of gen for 2 ranks, but there are now 1. Use 2 ranks, or give gen a method load_state_dicts",
-        ),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_is_refused(progress: Any, given: Any, message: str) -> None:
-    """With the names on both sides."""
-    with pytest.raises(CheckpointError, match=message):
-        PerRank(given, group()).restore(progress)

@@ -145,11 +145,6 @@ def test_only_known_names_in_braces_are_replaced(text: str, filled: str) -> None
     assert program.fill(text, {"run_dir": "/r", "attempt": "3"}) == filled
 
 
-def test_a_value_is_not_filled_in_again_and_is_no_pattern() -> None:
-    assert program.fill("{run_dir}", {"run_dir": "/{attempt}", "attempt": "3"}) == "/{attempt}"
-    assert program.fill_pattern("{run_dir}/*", "/a[1]") == "/a[[]1]/*"
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -15,9 +15,8 @@ from clusterddp.distributed.store import StoreAddress
 from clusterddp.environment import RankEnvironment
 from clusterddp.jobdef.job import Job, ProfiledSteps
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training.profiling import Profiling, activities
+from clusterddp.training.profiling import Profiling
 from clusterddp.training.settings import Settings
-from tests.waiting import wait_until
 
 CPU, CUDA = ProfilerActivity.CPU, ProfilerActivity.CUDA
 Told = list[tuple[str, dict[str, Any]]]
@@ -43,12 +42,6 @@ def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "run")
     run.create()
     return run
-
-
-def test_a_gpu_is_recorded_where_the_rank_has_one_and_torch_can() -> None:
-    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
-    assert activities(gpu, {CPU, CUDA}) == [CPU, CUDA]
-    assert activities(gpu, {CPU}) == activities(cpu, {CPU, CUDA}) == [CPU]
 
 
 def test_a_profile_that_ends_with_the_training_has_the_steps_until_there(run: RunDirectory) -> None:
@@ -102,20 +95,6 @@ def test_a_stop_drops_what_is_being_recorded(run: RunDirectory, monkeypatch: pyt
     assert not run.profiles.exists()
 
 
-def test_a_stop_drops_what_is_being_stored(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is ended, and leaves nothing."""
-    endless = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr("clusterddp.training.profiling.module_command", lambda _: endless)
-    profiling, told = rank_of(run)
-    profiling.request("7", 1)
-    make_steps(profiling, 3, 2)
-    profiling.drop("preemption")
-    wait_until(lambda: len(told) == 2, "the thread to report")
-    file = "profiles/attempt-1/rank-0-step-3.pt.trace.json.gz"
-    words = f"could not store {file}: the run stopped (preemption)"
-    assert told[1] == ("not_profiled", {"reason": words, "request": "7"})
-
-
 def test_a_failed_script_does_not_wait_for_its_profile_and_says_what_became_of_it(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,14 +119,6 @@ def test_a_failed_script_does_not_wait_for_its_profile_and_says_what_became_of_i
         assert profiling._process is None or profiling._process.poll() is not None
 
 
-def test_a_request_that_waits_for_a_step_is_answered_when_there_is_none(run: RunDirectory) -> None:
-    for end, words in (("drop", "the run stopped (TERM)"), ("close", "its training has ended")):
-        profiling, told = rank_of(run)
-        assert profiling.request("7", 2) is None
-        profiling.drop("TERM") if end == "drop" else profiling.close(wait=True)
-        assert told == [("not_profiled", {"reason": f"{words} before its next step", "request": "7"})]
-
-
 def test_a_profiler_of_the_script_is_left_alone(run: RunDirectory) -> None:
     profiling, told = rank_of(run)
     with profile(activities=[CPU]) as own:
@@ -158,13 +129,3 @@ def test_a_profiler_of_the_script_is_left_alone(run: RunDirectory) -> None:
     ]
     assert any(event.key == "aten::sum" for event in own.key_averages())
     assert profiling.request("8", 2) is None
-
-
-def test_a_profile_that_cannot_be_stored_says_why(run: RunDirectory) -> None:
-    """Training continues."""
-    run.profiles.write_text("not a folder")
-    profiling, told = rank_of(run)
-    profiling.request("7", 1)
-    make_steps(profiling, 3, 2)
-    profiling.close(wait=True)
-    assert told[1][0] == "not_profiled" and "could not store " in told[1][1]["reason"]

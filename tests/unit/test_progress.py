@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from clusterddp.rundir.progress import Recent, recent
+from clusterddp.rundir.progress import Recent
 from clusterddp.runs import progress
 from clusterddp.runs.progress import Progress, Shown
 from clusterddp.training import progress_lines
@@ -26,14 +26,6 @@ def test_a_line_has_the_step_the_speed_the_time_left_and_three_metrics() -> None
     assert found.line(5000) == "step 1200/5000, 2 steps/s, 32 min left, loss 0.4124, lr 0.001, acc nan"
     assert Recent(0, 1200, {}, 3.0).line(None) == "step 1200, 3 s/step"
     assert Recent(0, 1, {}, None).line(5) == "step 1/5"
-
-
-def test_the_newest_metrics_are_those_of_the_newest_step_that_logged_any(tmp_path: Path) -> None:
-    """The speed is the newest attempt's."""
-    path = tmp_path / "metrics.jsonl"
-    assert recent(path) is None
-    write_lines(path, [*steps(range(50), loss=9.0), *steps(range(40, 60), 1, 2.0, loss=1.0), *steps([60, 61], 1, 2.0)])
-    assert recent(path) == Recent(1, 62, {"loss": 1.0}, 2.0)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clusterddp import errors, protocol
-from clusterddp.events import EVENTS, RUN_ENDS, Event
+from clusterddp.events import RUN_ENDS
 from clusterddp.supervisor import control_server
 from clusterddp.worker import control_channel
 from tests.histories import EVERY, check_event, fields
@@ -51,25 +51,6 @@ def test_every_event_in_the_code_is_listed_with_its_fields() -> None:
             found.add(str(name.value))
     elsewhere = {"joined", "rejoined", "forked", "committing", *RUN_ENDS}
     assert found | elsewhere == EVERY.keys()
-
-
-def compared(tree: ast.AST) -> Iterator[str]:
-    """The names that ``event["event"]`` is compared with."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith("['event']"):
-            for item in ast.walk(node.comparators[0]):
-                if isinstance(item, ast.Constant):
-                    yield str(item.value)
-
-
-def test_every_event_that_is_read_or_shown_is_listed() -> None:
-    for tree in SOURCES.values():
-        assert set(compared(tree)) <= EVERY.keys()
-
-
-def test_no_field_hides_what_every_line_has() -> None:
-    for event in EVENTS.values():
-        assert not fields(event.fields)[1] & {"time", "attempt", "event"}
 
 
 def test_the_messages_of_the_control_channel_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +111,3 @@ def test_an_exit_code_is_written_as_its_name() -> None:
     for path, tree in SOURCES.items():
         literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int}
         assert not literals & codes or path.name in ("errors.py", "main.py"), (path, literals & codes)
-
-
-def test_every_event_says_what_it_means() -> None:
-    for event in EVENTS.values():
-        assert event.__doc__ and event.__doc__ != Event.__doc__

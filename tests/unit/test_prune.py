@@ -13,13 +13,11 @@ from clusterddp import reporter
 from clusterddp.checkpoint.store import Checkpoints, choose
 from clusterddp.cli import prune
 from clusterddp.cli.command_line import command
-from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.files import write_json
-from clusterddp.rundir.ownership import delete_folder, delete_old_logs, old_logs
+from clusterddp.rundir.ownership import delete_old_logs, old_logs
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.pruning import size_text
-from clusterddp.supervisor import lease
 from tests.checkpoint_files import save
 
 Captured = pytest.CaptureFixture[str]
@@ -90,20 +88,6 @@ def test_the_newest_and_the_best_checkpoint_stay(run: RunDirectory, capsys: Capt
     assert capsys.readouterr().out == f"{run} has nothing to delete\n"
 
 
-def test_profiles_are_deleted_on_request(run: RunDirectory, capsys: Captured) -> None:
-    trace = run.profile_file(2, 0, 5)
-    trace.parent.mkdir(parents=True)
-    trace.write_bytes(b"x" * 1000)
-    assert command(["prune", str(run), "--yes"]) == 0
-    assert trace.exists()
-    assert command(["prune", str(run), "--profiles"]) == 0
-    shown = capsys.readouterr()
-    assert "1000 B  profiles/" in shown.out
-    assert shown.err.endswith("To delete profiles of 1 run, 1000 B, add --yes\n")
-    assert command(["prune", str(run), "--profiles", "--yes"]) == 0
-    assert not run.profiles.exists()
-
-
 def test_more_checkpoints_stay_on_request(run: RunDirectory) -> None:
     assert command(["prune", str(run), "--yes", "--keep-checkpoints", "3", "--logs"]) == 0
     assert (steps(run), logs(run)) == ([2, 4, 5, 6], ["attempt-0", "attempt-2"])
@@ -144,16 +128,6 @@ def test_live_runs_are_refused_and_others_pruned(run: RunDirectory, capsys: Capt
     assert steps(run) == [2, 6]
 
 
-def test_a_failed_run_that_is_being_continued_is_refused(run: RunDirectory, capsys: Captured) -> None:
-    over(run, "failed")
-    lease.take(run, 2, lease.of_this_process())
-    assert command(["prune", str(run), "--yes"]) == 1
-    assert f"is being continued (held by process {os.getpid()} on this machine)" in capsys.readouterr().err
-    lease.let_go(run, 2)
-    assert command(["prune", str(run), "--yes"]) == 0
-    assert steps(run) == [2, 6]
-
-
 def test_a_run_that_starts_while_the_question_is_open_is_left_alone(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,18 +159,6 @@ def test_links_are_not_followed(run: RunDirectory, tmp_path: Path) -> None:
     assert sorted(path.name for path in outside.iterdir()) == ["data", "five"]
 
 
-def test_nothing_behind_a_folder_that_is_a_link_is_deleted(run: RunDirectory, tmp_path: Path, capsys: Captured) -> None:
-    """And it says so."""
-    for folder in (run.checkpoints, run.logs):
-        folder.rename(tmp_path / folder.name)
-        folder.symlink_to(tmp_path / folder.name)
-    before = set(tmp_path.rglob("*"))
-    assert command(["prune", str(run), "--logs", "--yes"]) == 0
-    said = capsys.readouterr().err
-    assert said.count("is a symbolic link. Files behind it are not deleted") == 2
-    assert set(tmp_path.rglob("*")) == before
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 def test_what_belongs_to_another_user_stays(run: RunDirectory, capsys: Captured) -> None:
     """Files, and whole runs."""
@@ -209,14 +171,6 @@ def test_what_belongs_to_another_user_stays(run: RunDirectory, capsys: Captured)
     os.chown(run.path, 12345, -1)
     assert command(["prune", str(run), "--yes"]) == 1
     assert f"{run} belongs to user 12345. Only its owner can prune it" in capsys.readouterr().err
-
-
-def test_a_run_whose_records_are_lost_keeps_what_it_resumes_from(run: RunDirectory) -> None:
-    """Without the private folder the newest attempt in the names of the files counts."""
-    for number in range(3):
-        delete_folder(run.attempt_private(number))
-    assert command(["prune", str(run), "--yes"]) == 0
-    assert 6 in steps(run) and choose(run, None).step == 6
 
 
 @pytest.mark.parametrize(
@@ -253,58 +207,3 @@ def test_the_first_and_the_newest_attempts_keep_their_logs(many: Callable[[int],
     assert run.create_attempt() == 7
     delete_old_logs(run, 1)
     assert logs(run) == ["attempt-0", "attempt-7"]
-
-
-@pytest.mark.parametrize("attempts", [0, 1, 2, 3])
-def test_few_attempts_keep_all(many: Callable[[int], RunDirectory], attempts: int) -> None:
-    assert old_logs(many(attempts), 2) == []
-
-
-def test_what_cannot_be_deleted_does_not_stop_the_attempt(
-    many: Callable[[int], RunDirectory], capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = many(4)
-
-    def fail(folder: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr("clusterddp.rundir.ownership.delete_folder", fail)
-    delete_old_logs(run, 1)
-    assert capsys.readouterr().err == f"clusterddp: could not delete old logs in {run.logs}: Permission denied\n"
-
-
-def test_a_link_in_place_of_an_attempt_stays(many: Callable[[int], RunDirectory], tmp_path: Path) -> None:
-    run = many(1)
-    (run.logs / "attempt-5").symlink_to(run.attempt_logs(0))
-    delete_folder(run.logs / "attempt-5")
-    assert logs(run) == ["attempt-0", "attempt-5"] and (run.attempt_logs(0) / "rank-0.out").exists()
-
-
-def test_two_that_delete_at_once_do_not_disturb_each_other(
-    many: Callable[[int], RunDirectory], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A superseded supervisor, and the newer one."""
-    run, unlink = many(3), os.unlink
-
-    def unlink_after_the_other(name: str, *, dir_fd: int) -> None:
-        unlink(name, dir_fd=dir_fd)
-        unlink(name, dir_fd=dir_fd)
-
-    monkeypatch.setattr(os, "unlink", unlink_after_the_other)
-    delete_old_logs(run, 1)
-    assert logs(run) == ["attempt-0", "attempt-2"]
-
-
-def test_a_run_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="no run there"):
-        command(["prune", str(tmp_path / "none")])
-
-
-def test_a_run_that_is_deleted_in_the_meantime_does_not_keep_the_others_from_being_pruned(
-    run: RunDirectory, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deleted = RunDirectory(run.path.with_name("deleted"))
-    monkeypatch.setattr(prune, "find_runs", lambda _: [deleted, run])
-    assert command(["prune", str(run), "--yes"]) == 1
-    assert steps(run) == [2, 6]
-    assert f"clusterddp: {deleted}: No such file or directory" in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 
 from clusterddp.cli import logs as logs_command
 from clusterddp.cli.command_line import command
-from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.errors import RunDirectoryError
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
@@ -86,30 +84,6 @@ def test_grep_prints_the_lines_that_match_and_tells_if_none_did(run: RunDirector
     assert capsys.readouterr() == ("", "clusterddp: no line matches 'nothing'\n")
 
 
-def test_lines_longer_than_a_block_are_whole(
-    run: RunDirectory, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are read in pieces; of one that matches in a piece, that piece is printed."""
-    monkeypatch.setattr(logs_command, "BLOCK", 8)
-    attempt(run, r0="0123456789abcdef\nx\n")
-    assert logs(run, "--rank", "0") == 0
-    assert capsys.readouterr().out == "0123456789abcdef\nx\n"
-    assert logs(run, "--rank", "0", "--grep", "9") == 0
-    assert capsys.readouterr().out == "89abcdef"
-
-
-def test_more_ranks_than_a_process_may_open_files(run: RunDirectory, capsys: Captured) -> None:
-    """One file is open at a time."""
-    attempt(run, **{f"r{rank}": f"{rank}\n" for rank in range(200)})
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, before[1]))
-    try:
-        assert logs(run, "--rank", "all", "--grep", "9") == 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert capsys.readouterr().out.count("==> rank") == 38
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -137,13 +111,6 @@ def test_ranks_and_attempts_that_do_not_exist_are_refused(run: RunDirectory) -> 
     }.items():
         with pytest.raises(RunDirectoryError, match=message):
             logs(run, *words)
-
-
-def test_a_rank_that_the_run_has_not_is_not_waited_for(run: RunDirectory) -> None:
-    """The job definition says how many it has."""
-    attempt(run, r0="zero\n")
-    with pytest.raises(UsageError, match="--rank 0,16: .* has 16 ranks, numbered from 0"):
-        logs(run, "-f", "--rank", "0,16")
 
 
 def test_ranks_without_output_are_named(run: RunDirectory, capsys: Captured) -> None:
@@ -204,35 +171,6 @@ def test_a_job_without_a_supervisor_shows_its_own_log(run: RunDirectory, capsys:
     assert logs(run) == 0
     captured = capsys.readouterr()
     assert captured.out == "zero\n" and str(run.logs / "job-41.log") in captured.err
-
-
-def test_a_run_that_failed_without_a_rank_that_did_shows_rank_0(run: RunDirectory, capsys: Captured) -> None:
-    """As at the limit of its attempts."""
-    attempt(run, r0="x\n")
-    over(run, "failed", "limits.attempts (1) reached")
-    assert logs(run) == 0
-    assert capsys.readouterr() == ("x\n", f"{run} failed: limits.attempts (1) reached\n")
-
-
-def test_a_hang_is_shown_as_the_first_failure(run: RunDirectory, capsys: Captured) -> None:
-    """With the stack that its rank's log ends with."""
-    stack = 'Timeout (0:00:09)!\nThread 0x1 (most recent call first):\n  File "train.py", line 9 in main\n'
-    attempt(run, r0="x\n", e0=stack)
-    event = {
-        "event": "hung",
-        "attempt": 0,
-        "time": 1.0,
-        "rank": 0,
-        "late": [0],
-        "host": "n1",
-        "step": 4,
-        "seconds": 9.0,
-    }
-    append_line(run.events_file, {**event, "what": "rank 0 (n1) has been stuck at step 4 for 9 s"})
-    over(run, "failed")
-    assert logs(run) == 0
-    shown = capsys.readouterr().out
-    assert "| rank 0 (n1) has been stuck at step 4 for 9 s\n" in shown and "line 9 in main" in shown
 
 
 def test_the_ranks_that_failed_by_themselves(run: RunDirectory, capsys: Captured) -> None:
@@ -300,18 +238,6 @@ def test_lines_of_several_ranks_are_labelled_as_they_arrive_across_attempts(
     assert shown.err == "==> attempt 1 <==\n"
 
 
-def test_following_one_rank_prints_its_streams_apart_and_filtered(
-    run: RunDirectory, capsys: Captured, meanwhile: Callable[..., None]
-) -> None:
-    attempt(run, r0="loss 1\n")
-    meanwhile(
-        lambda: (add(run, 0, "rank-0.out", "lr 2\nloss 3\n"), add(run, 0, "rank-0.err", "loss!\n")),
-        lambda: over(run, "completed"),
-    )
-    assert logs(run, "-f", "--grep", "loss") == 0
-    assert capsys.readouterr() == ("loss 1\nloss 3\n", "loss!\n")
-
-
 def test_a_followed_run_that_fails_shows_its_first_failure(
     run: RunDirectory, capsys: Captured, meanwhile: Callable[..., None]
 ) -> None:
@@ -325,18 +251,6 @@ def test_a_followed_run_that_fails_shows_its_first_failure(
     assert shown.out.startswith("x\n+---") and "clusterddp logs" in shown.err
 
 
-def test_following_one_attempt_ends_with_it(
-    run: RunDirectory, capsys: Captured, meanwhile: Callable[..., None]
-) -> None:
-    attempt(run, r0="a\n")
-    meanwhile(lambda: attempt(run, r0="b\n"))
-    assert logs(run, "-f", "--attempt", "0") == 0
-    assert capsys.readouterr().out == "a\n"
-    meanwhile(lambda: over(run, "completed"))
-    assert logs(run, "-f", "--attempt", "all") == 0
-    assert capsys.readouterr().out == "a\nb\n"
-
-
 @pytest.mark.parametrize("begun", [True, False])
 def test_following_a_run_ends_when_its_directory_is_deleted(
     run: RunDirectory, begun: bool, meanwhile: Callable[..., None]
@@ -346,37 +260,3 @@ def test_following_a_run_ends_when_its_directory_is_deleted(
     meanwhile(lambda: shutil.rmtree(run.path))
     with pytest.raises(RunDirectoryError, match="was deleted"):
         logs(run, "-f")
-
-
-def test_the_failed_ranks_of_a_live_run_cannot_be_followed(run: RunDirectory) -> None:
-    attempt(run, r0="a\n")
-    with pytest.raises(UsageError, match="--rank failed: the run is not over. With -f, name ranks such as"):
-        logs(run, "-f", "--rank", "failed")
-
-
-@pytest.mark.parametrize(
-    ("environment", "terminal", "label"),
-    [
-        ({"TERM": "xterm"}, True, "\x1b[33m[rank 1]\x1b[0m line\n"),
-        ({"TERM": "xterm"}, False, "[rank 1] line\n"),
-        ({"TERM": "xterm", "NO_COLOR": "1"}, True, "[rank 1] line\n"),
-        ({"TERM": "dumb"}, True, "[rank 1] line\n"),
-    ],
-)
-def test_labels_are_coloured_on_a_terminal_unless_colours_are_unwanted(
-    run: RunDirectory,
-    capsys: Captured,
-    monkeypatch: pytest.MonkeyPatch,
-    meanwhile: Callable[..., None],
-    environment: dict[str, str],
-    terminal: bool,
-    label: str,
-) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
-    attempt(run, r1="line\n")
-    meanwhile(lambda: over(run, "completed"))
-    assert logs(run, "-f", "--rank", "all") == 0
-    assert capsys.readouterr().out == label

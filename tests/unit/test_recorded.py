@@ -11,9 +11,8 @@ import pytest
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration
 from clusterddp.slurm.commands import JobInfo, NodeShape
-from clusterddp.slurm.configuration import largest_array
 from clusterddp.slurm.preemption_policy import preemption, qos_preemption
-from clusterddp.slurm.queue import is_hold, jobs_by_script, queued_jobs, why_waiting
+from clusterddp.slurm.queue import is_hold, queued_jobs, why_waiting
 from tests import record
 from tests.transcript import Transcript
 
@@ -123,16 +122,6 @@ def test_a_hold_is_told_from_a_place_in_the_queue(ids: dict[str, str]) -> None:
     waiting = {name for name in ids if jobs[ids[name]].state in ("PENDING", "REQUEUE_HOLD")}
     assert {name for name in waiting if is_hold(jobs[ids[name]], False)} == held
     assert is_hold(jobs[ids["requeued"]], True)
-
-
-def test_a_script_leads_to_its_job(ids: dict[str, str]) -> None:
-    """Also one whose path has spaces, and imitates fields; the others came on standard input."""
-    script = f"/shared/{record.ODD_FOLDER}/job.sbatch"
-    with_arguments = " ".join([script, *record.ODD_ARGUMENTS])  # as 22.05 prints it
-    found = jobs_by_script()
-    assert found.get(script, found.get(with_arguments)) == ids["script"]
-    assert found.keys() <= {script, with_arguments, "(null)"}
-    assert largest_array() == 1001
 
 
 @pytest.mark.usefixtures("ids")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from clusterddp import entry
 from clusterddp.cli.command_line import command
 from clusterddp.cli.report import collected
 from clusterddp.errors import UsageError
@@ -23,7 +19,7 @@ from clusterddp.report.page import page
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.runs.sweep_folder import Record
 from clusterddp.slurm import commands as slurm
-from tests.long_run import EVERY, HELD_S, QUEUED_S, REPEATED, SLOW, STEP_S, long_run
+from tests.long_run import HELD_S, QUEUED_S, REPEATED, SLOW, STEP_S, long_run
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/report.schema.json").read_text())
@@ -81,15 +77,6 @@ def test_an_attempt_that_failed_before_the_run_was_continued_is_an_interruption(
     assert "interrupted once (rank 1 (n2) failed: ValueError: no)" in found["verdict"]
 
 
-@pytest.mark.parametrize(("job", "how"), [("41", "node n1 probably lost"), ("42", "ended without a record")])
-def test_an_attempt_without_an_end_whose_job_slurm_restarted_lost_its_batch_host(
-    tmp_path: Path, job: str, how: str
-) -> None:
-    """The supervisor ran there, and could record nothing; another job says nothing about that."""
-    found = data_of(recorded_run(tmp_path / "run", [started(), started(1, job=job)]))
-    assert found["attempts"][0]["how"] == how
-
-
 def test_steps_that_were_repeated_are_apart(tmp_path: Path) -> None:
     """The curve over steps has each step once; what attempt 1 lost is a curve of its own."""
     loss = data_of(long_run(tmp_path / "run"))["metrics"][0]
@@ -113,31 +100,7 @@ def test_points_keep_the_least_and_the_largest_of_their_values(tmp_path: Path) -
     assert [point for point in loss["steps"] if point[3] == 50.0] == [[3332, 10.8, 1.0, 50.0]]
 
 
-def test_saves_are_summed_up(tmp_path: Path) -> None:
-    """How many, how large, and how long they blocked training."""
-    found = data_of(long_run(tmp_path / "run", attempts=1, steps=5 * EVERY))["checkpoints"]
-    assert (found["number"], found["newest"]["step"]) == (5, 5 * EVERY)
-    assert found["bytes"]["newest"] == 1.2e9
-    assert 0.02 <= found["blocked_s"]["median"] <= found["blocked_s"]["most"] < 0.03
-
-
-def test_a_failure_has_its_box(tmp_path: Path) -> None:
-    """As the supervisor printed it: with the end of the rank's log."""
-    failure = event("rank_failed", rank=0, host="n1", error="killed by signal KILL", step=3)
-    run = recorded_run(tmp_path / "run", [started(), failure])
-    (run.attempt_logs(0)).mkdir(exist_ok=True)
-    (run.attempt_logs(0) / "rank-0.err").write_text("slurmstepd: Detected 1 oom_kill event\n")
-    (found,) = data_of(run)["failures"]
-    assert found["words"].startswith("first failure at step 3: rank 0 (n1) ")
-    assert "oom_kill" in found["box"]
-
-
 # --- damaged runs
-
-
-def emptied(run: RunDirectory) -> None:
-    for file in (run.events_file, run.metrics_file, run.timing_file):
-        file.write_bytes(b"")
 
 
 def cut(run: RunDirectory) -> None:
@@ -148,61 +111,6 @@ def cut(run: RunDirectory) -> None:
 def binary(run: RunDirectory) -> None:
     for file in (run.events_file, run.metrics_file, run.timing_file, run.job_file):
         file.write_bytes(bytes(range(256)) * 20 + b"\n")
-
-
-def half_foreign(run: RunDirectory) -> None:
-    for file in (run.events_file, run.metrics_file, run.timing_file):
-        file.write_bytes(file.read_bytes().replace(b'"step": 2', b'"step": "two', 1) + b'[1]\n{"time": "now"}\n')
-
-
-def other_types(run: RunDirectory) -> None:
-    """Lines that are events, with values that this version never writes."""
-    lines = [json.loads(line) for line in run.events_file.read_text().splitlines()]
-    for line in lines:
-        line.update({name: {"a": None} for name in line if name not in ("time", "attempt", "event", "step")})
-    run.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def foreign_outcome(run: RunDirectory) -> None:
-    run.outcome_file.write_text("[1, 2")
-
-
-def no_files(run: RunDirectory) -> None:
-    for file in (run.events_file, run.metrics_file, run.timing_file, run.outcome_file):
-        file.unlink()
-
-
-@pytest.mark.parametrize(
-    ("damage", "note"),
-    [
-        (emptied, "has no history"),
-        (cut, "incomplete"),
-        (binary, "expected UTF-8 text"),
-        (half_foreign, "because another program wrote them"),
-        (other_types, ""),
-        (foreign_outcome, "outcome.json"),
-        (no_files, "has no history"),
-    ],
-)
-def test_a_damaged_run_is_reported_with_what_is_missing(
-    tmp_path: Path, damage: Callable[[RunDirectory], None], note: str
-) -> None:
-    """The page opens whatever is in the files, and its data follow the schema."""
-    run = long_run(tmp_path / "run", steps=60)
-    damage(run)
-    found = collected([run], NOW)
-    assert note in "\n".join(found["runs"][0]["notes"])
-    assert [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(found)] == []
-    assert page(found).rstrip().endswith("</html>")
-
-
-def test_a_foreign_definition_hides_only_itself(tmp_path: Path) -> None:
-    """The rest of the report is there, and the note names the mistake."""
-    run = long_run(tmp_path / "run", steps=60)
-    run.job_file.write_text("nodes: [several\n")
-    found = data_of(run)
-    assert any("job.yaml" in note for note in found["notes"])
-    assert found["job"]["shape"] is None and len(found["attempts"]) == 3
 
 
 # --- the command
@@ -251,18 +159,6 @@ def test_members_of_a_sweep_have_their_values(tmp_path: Path) -> None:
     assert ">0.2</td>" in text
 
 
-def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    """Nor is a device: root's ``-o /dev/null`` must not make it a file."""
-    recorded_run(tmp_path / "net-0", [started()])
-    os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
-    assert command(["report", str(tmp_path / "net-0"), "-o", str(tmp_path / "pipe")]) == 0
-    assert (tmp_path / "pipe").is_fifo()
-    assert os.read(reader, 1 << 20).startswith(b"<!doctype html>")
-    os.close(reader)
-
-
 def test_report_list_and_status_name_the_same_newest_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -300,18 +196,3 @@ def test_report_list_and_status_name_the_same_newest_values(
     accuracy = next(one for one in reported[1]["metrics"] if one["name"] == "accuracy")
     assert [point[:2] for point in accuracy["steps"]] == [[1, 0.4], [3, 0.9]]
     assert [point[:2] for tail in reported[2]["metrics"][1]["discarded"] for point in tail["points"]] == [[3, 0.9]]
-
-
-def test_a_folder_of_another_user_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Without a traceback in a file, which would say no more."""
-    run = long_run(tmp_path / "net-0", steps=60)
-    denied = PermissionError(13, "Permission denied", str(tmp_path / ".page.html.0123abcd.tmp"))
-
-    def refuse(*_: object) -> None:
-        raise denied
-
-    monkeypatch.setattr("clusterddp.cli.report.write_atomically", refuse)
-    with pytest.raises(SystemExit) as ended:
-        entry.exit_with(lambda: command(["report", "-o", str(tmp_path / "page.html"), str(run)]))
-    assert ended.value.code == 1
-    assert capsys.readouterr().err.endswith(f"clusterddp: {tmp_path}/page.html: Permission denied\n")

@@ -9,8 +9,6 @@ import re
 import resource
 import subprocess
 import sys
-import tracemalloc
-from collections import Counter
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,11 +20,7 @@ import pytest
 from clusterddp.cli.report import collected
 from clusterddp.jobdef.job import Job
 from clusterddp.report import theme
-from clusterddp.report.booking import CATEGORIES
-from clusterddp.report.charts import Curve, chart, lane
-from clusterddp.report.curves import read_metrics
 from clusterddp.report.page import SCRIPT, page
-from clusterddp.report.theme import Axis, axis_of, escaped, number, tag, time_axis
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.runs.sweep_folder import Record
 from tests.long_run import long_run
@@ -36,7 +30,6 @@ from tests.unit.test_report_ranks import hosts, interval
 NOW = BEGAN + 1e6
 #: The most bytes of a page.
 MOST = 500_000
-BYTES_OF_A_NUMBER = 8
 #: What a page consists of. None of these runs or loads anything without a script, a style of its own, or an address.
 TAGS = set(
     "html head meta title style script body header footer main nav section h1 h2 h3 p a b ul li dl dt dd div span i "
@@ -150,48 +143,7 @@ def test_the_only_script_that_runs_is_the_one_for_zooming(tmp_path: Path) -> Non
     assert not re.search(r"</|<!--|innerHTML|outerHTML|document\.write|eval|Function|import|fetch|XMLHttp", script)
 
 
-def test_each_drawing_is_well_formed(hostile: str, tmp_path: Path) -> None:
-    """As XML, so that it can also be taken out of the page; each has a name for those who cannot see it."""
-    found = [*drawings(hostile), *drawings(page_of(long_run(tmp_path / "run")))]
-    assert len(found) > 20
-    assert all(one.get("aria-label") or one.get("aria-hidden") for one in found)
-    for one in found:
-        for path in one.iter("path"):
-            assert re.fullmatch(r"[MlhvzV0-9 +H-]+", path.get("d", "")), path.get("d")
-
-
-def test_colours_of_drawings_are_defined(tmp_path: Path) -> None:
-    """Each category has one, and each class of the page a rule."""
-    assert set(theme.GROUP_OF) == set(CATEGORIES)
-    assert theme.LIGHT.keys() == theme.DARK.keys()
-    assert set(theme.SERIES) <= set(theme.GROUPS) <= set(theme.LIGHT)
-    text = page_of(long_run(tmp_path / "run"))
-    style = theme.style_sheet()
-    used = {name for classes in re.findall(r'class="([^"]+)"', text) for name in classes.split()}
-    assert [name for name in sorted(used - {"x", "y", "rules", "hint"}) if f".{name}" not in style] == []
-
-
-def test_the_ratios_can_be_checked_with_the_times_beside_them(tmp_path: Path) -> None:
-    """In seconds, minutes or hours, whichever the run took."""
-    for length, unit in ((30, "s"), (6000, "min"), (80_000, "h")):
-        text = page_of(long_run(tmp_path / unit, attempts=2, steps=length))
-        found = re.findall(rf"= ([\d,.]+) {unit} / ([\d,.]+) {unit} = ([\d.]+)%", text)
-        assert len(found) == 2
-        for part, whole, share in found:
-            assert float(part.replace(",", "")) / float(whole.replace(",", "")) == pytest.approx(
-                float(share) / 100, abs=0.006
-            )
-
-
 # --- size
-
-
-def test_a_long_run_stays_small(tmp_path: Path) -> None:
-    """Its metrics are reduced, and of many attempts the newest are drawn."""
-    text = page_of(long_run(tmp_path / "run", attempts=70, steps=2800))
-    assert len(text.encode()) < MOST
-    assert "The first 10 attempts are left out" in text
-    drawings(text)
 
 
 def test_texts_without_end_stay_small(tmp_path: Path) -> None:
@@ -228,17 +180,6 @@ def test_a_hundred_thousand_steps_of_fifty_attempts_stay_small(tmp_path: Path) -
     assert (tmp_path / "page.html").stat().st_size < MOST
 
 
-def test_a_longer_run_needs_little_more_memory(tmp_path: Path) -> None:
-    """Three numbers are kept of each value; neither the file nor its lines are in memory as a whole."""
-    run = long_run(tmp_path / "run", attempts=2, steps=10_000)
-    tracemalloc.start()
-    found = read_metrics(run)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    values = found.lines * len(found.values)
-    assert most < 2 * values * 3 * BYTES_OF_A_NUMBER  # an array grows ahead of its use
-
-
 # --- several runs
 
 
@@ -273,22 +214,6 @@ def test_a_sweeps_page_names_the_winner_ranks_the_runs_and_plots_the_parameters(
     assert text.index(">1e-4<", text.index("loss over lr")) < text.index(">1e-2<", text.index("loss over lr"))
 
 
-def test_of_many_runs_the_best_have_colours_and_the_others_are_grey(tmp_path: Path) -> None:
-    """No colour stands for two runs, and the time of training has no queue in it."""
-    runs = sweep_of(tmp_path / "sweep", [f"{n}e-4" for n in range(1, 7)], ("64", "128"))
-    text = page_of(*runs)
-    curves = text[text.index('id="metrics"') : text.index('id="timeline"')]
-    legend = re.findall(r'<i class="f-(\w+)"></i>([^<]*)</li>', curves)
-    assert len({colour for colour, _ in legend}) == len(legend) == 7 and legend[-1] == ("queued", "6 other runs")
-    assert legend[0][1] == "lr=4e-4, size=128"
-    loss = curves[: curves.index("<h3>", curves.index("<h3>") + 1)]
-    drawn = re.findall(r'class="curve s-(\w+)( back)?"', loss)
-    assert Counter(kind for _, kind in drawn) == {" back": 12, "": 12}, "over steps, and over time"
-    assert drawn[-1] == ("training", ""), "the best in front"
-    seconds = float(re.findall(r'data-axis="time" data-from="0.0" data-to="([\d.]+)"', loss)[0])
-    assert seconds < 100, "40 steps of half a second, without the hours before them"
-
-
 def test_a_runs_page_begins_with_its_best_value_and_reads_as_sentences(tmp_path: Path) -> None:
     """The metric of its best checkpoint comes first; a reason is a sentence of its own, and its code is code."""
     run = long_run(tmp_path / "net-0", steps=60)
@@ -300,73 +225,3 @@ def test_a_runs_page_begins_with_its_best_value_and_reads_as_sentences(tmp_path:
     assert "<dt>Best accuracy</dt><dd>0.75, checkpoint 60</dd>" in text
     assert re.findall(r'<div class="metric"><h3>(\w+)', text)[0] == "accuracy"
     assert "after its submission. Rank 1 (n2) failed: call <code>init()</code> first. It was " in text
-
-
-# --- colours
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance, as WCAG 2.2 defines it."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    darker, lighter = sorted((luminance(one), luminance(other)))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-@pytest.mark.parametrize("colours", [theme.LIGHT, theme.DARK])
-def test_texts_and_drawings_have_contrast(colours: dict[str, str]) -> None:
-    """4.5 for text and 3 for parts of drawings, on each surface: level AA."""
-    for surface in theme.SURFACES:
-        for name in theme.TEXTS:
-            assert contrast(colours[name], colours[surface]) >= 4.5, (name, surface)
-        for name in theme.GROUPS:
-            assert contrast(colours[name], colours[surface]) >= 3, (name, surface)
-
-
-# --- drawing
-
-
-def test_a_larger_value_is_higher() -> None:
-    """And a later step further right; the ends of the scale are the ends of the drawing."""
-    curve = Curve([[[0, 1.0, 1.0, 1.0], [5, 3.0, 3.0, 3.0], [10, 2.0, 2.0, 2.0]]], "training", "loss")
-    (drawn,) = drawings(chart([curve], Axis(0, 10), [], "loss", 100))
-    (line,) = drawn.iter("path")
-    assert line.get("d") == "M0 1000l1000-1000 1000+500"
-
-
-def test_time_that_alternates_is_drawn_as_a_share_of_the_height() -> None:
-    """Training, and waiting for a straggler in each of many short intervals; a long wait is a part of the bar."""
-    spans = [[at + part, at + end, name] for at in range(9) for part, end, name in _PARTS]
-    (drawn,) = drawings(lane([*spans, [9, 50, "training"], [50, 99, "straggler"]], Axis(0, 100), {}, "lane"))
-    training, waiting = (path.get("d") for path in drawn.iter("path"))
-    assert training == "M0 0h180V100H0zM180 0h820V100H180z"
-    assert waiting == "M0 75h180V100H0zM1000 0h980V100H1000z"
-
-
-_PARTS = ((0, 0.75, "training"), (0.75, 1, "straggler"))
-
-
-def test_scales() -> None:
-    """Round numbers; logarithmic where values are far apart; one value is in the middle."""
-    assert [text for _, text in Axis(0, 20_000).ticks()] == ["0", "5,000", "10,000", "15,000", "20,000"]
-    assert axis_of([0.001, 0.5]).logarithmic and not axis_of([0.5, 2]).logarithmic and not axis_of([0, 2]).logarithmic
-    assert axis_of([7.0, 7.0]).at(7.0) == 0.5
-    assert len({text for _, text in axis_of([1.00000001, 1.00000002]).ticks()}) > 1
-    for low, high in ((-1e300, 1e300), (0.0, 5e-324), (1e-300, 1e300), (2**62, 2**63)):
-        assert axis_of([low, high]).ticks()
-    assert [text for _, text in axis_of([0.0003, 2.0]).ticks()] == ["0.001", "0.01", "0.1", "1"]
-    assert [text for _, text in axis_of([0.015, 0.9]).ticks()] == ["0.02", "0.05", "0.1", "0.2", "0.5"]
-    assert [text for _, text in time_axis(7200.0)[1]][:2] == ["0", "50 min"]
-    assert [number(value) for value in (0.25, 1e-7, 1234.0, 20_000_000.0)] == ["0.25", "1e-7", "1,234", "2e7"]
-
-
-def test_markup_is_escaped_once() -> None:
-    """Text becomes markup by ``tag`` alone."""
-    inner = tag("b", "a<b&c")
-    assert tag("p", inner, "<") == "<p><b>a&lt;b&amp;c</b>&lt;</p>"
-    assert tag("p", title='"') == '<p title="&quot;"></p>'
-    assert escaped("\x00\ud800\u202e") == "???"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from clusterddp.report.heatmap import ranks_over_time as section
-from clusterddp.report.ranks import PARTS, ROWS, ranks_over_time
+from clusterddp.report.ranks import ROWS, ranks_over_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import PHASES, TimedInterval, read_timings
 from tests.runs_on_disk import BEGAN, write_lines
@@ -95,39 +92,6 @@ def test_of_many_ranks_each_host_has_a_row_with_its_slowest(tmp_path: Path) -> N
     assert rows[9]["excess"] == [0.5] * 10 and rows[-1]["host"] is None and len(rows[-1]["ranks"]) == 2 * ROWS + 1
 
 
-def test_what_is_not_known_stays_unknown(tmp_path: Path) -> None:
-    """A rank without times has a row, but is not compared; a host that is not recorded has no name."""
-    found = data(tmp_path, interval(0, 100, [0.1, None, 0.1]))
-    assert found["rows"][1]["excess"] == [None] * 10 == found["rows"][1]["own_s"]
-    assert {row["host"] for row in found["rows"]} == {""}
-    assert data(tmp_path, interval(0, 100, [0.1]))["rows"][0]["excess"] == [None] * 10
-    assert ranks_over_time(()) is None
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        interval(9, 0, [0.1]),
-        interval(0, 9, [0.1]) | {"own_s": [1, 2]},
-        interval(0, 9, [0.1]) | {"own_s": [float("nan")]},
-        interval(0, 9, [0.1]) | {"own_s": ["1"]},
-        interval(0, 9, [0.1]) | {"steps": [-1]},
-        {"attempt": 0, "begin": 5, "steps": [1]},
-        {"attempt": 0, "hosts": [1]},
-        {"hosts": ["n1"]},
-        [],
-    ],
-)
-def test_a_line_of_another_program_is_left_out_and_counted(tmp_path: Path, line: Any) -> None:
-    """The lines around it are read."""
-    run = RunDirectory(tmp_path)
-    good = json.dumps(interval(0, 9, [0.1, 0.1]))
-    run.timing_file.write_text(f'{good}\n{json.dumps(line)}\n{{"attempt": 0, "news": 1}}\n{good}\n{good[:-9]}')
-    found = read_timings(run)
-    assert found.skipped == 1
-    assert len(found.intervals) == 2
-
-
 def test_the_map_shows_hosts_and_names_the_slow_rank(tmp_path: Path) -> None:
     """A drawing per host; a sentence about the rank for which the others wait."""
     lines = [hosts("n1", "n1", "<n2>"), interval(0, 100, [0.1, 0.1, 0.2])]
@@ -138,15 +102,3 @@ def test_the_map_shows_hosts_and_names_the_slow_rank(tmp_path: Path) -> None:
     assert "<b>Rank 2 on &lt;n2&gt;</b>: 200 ms per step instead of 100 ms" in part.body
     alone = section({"ranks": data(tmp_path, interval(0, 100, [0.1])), "began": BEGAN})
     assert alone is not None and "median rank" not in alone.body
-
-
-def test_the_map_is_bounded(tmp_path: Path) -> None:
-    """Of ranks whose level changes in each part of the time."""
-    within = (BEGAN, BEGAN + PARTS)
-    lines = [
-        interval(part, part + 1, [0.1 * (1 + (rank + part) % 5 / 4) for rank in range(ROWS)]) for part in range(PARTS)
-    ]
-    found = ranks_over_time(read(tmp_path, *lines), within)
-    part = section({"ranks": found, "began": BEGAN})
-    assert part is not None and len(part.body) < 180_000
-    assert set(found["rows"][0]) == {"host", "ranks", "excess", *PHASES} if found else None

@@ -13,7 +13,6 @@ from clusterddp.events import sentence
 from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import described, grouped, summary
-from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.jobdef.job import ProfiledSteps
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
@@ -139,14 +138,6 @@ def test_many_ranks_with_few_stacks_are_described_in_a_few_lines() -> None:
     assert summary([]) == "no rank has answered"
 
 
-def test_ranks_are_named_as_ranges() -> None:
-    assert ranks_in("0,3-5, 5") == [0, 3, 4, 5]
-    assert ranges(ranks_in("0,3-5")) == "0,3-5"
-    for wrong in ("", "a", "5-3", "1-", "-1"):
-        with pytest.raises(ValueError, match="neither a rank nor a range"):
-            ranks_in(wrong)
-
-
 # ---- save
 
 
@@ -244,12 +235,6 @@ def test_ranks_that_refuse_or_do_not_answer_have_no_profile() -> None:
     assert answer["profiles"]["1"]["reason"].startswith("no answer within 5 s")
 
 
-def test_profiles_that_are_not_stored_when_the_ranks_exit_are_looked_up_in_the_history() -> None:
-    state = after(PROFILE, will_profile(0), will_profile(1), profiled(1))
-    [answer] = answers(done(state, RanksExited(0)), 5)
-    assert answer == {"profiles": {"1": STORED}, "ended": True, "request": 5}
-
-
 @pytest.mark.parametrize(
     ("events", "values", "why"),
     [
@@ -269,12 +254,6 @@ def test_profiles_that_are_not_stored_when_the_ranks_exit_are_looked_up_in_the_h
 def test_an_impossible_profile_is_refused(events: Sequence[Event], values: dict[str, Any], why: str) -> None:
     [refusal] = answers(done(after(*events), Request(9, "profile", values)), 9)
     assert why in refusal["refused"]
-
-
-def test_a_profile_of_the_job_definition_answers_no_request() -> None:
-    planned = RankEvent(0, "profiled", {"step": 7, "steps": 20, "file": "x"})
-    state = after(PROFILE, will_profile(0), will_profile(1))
-    assert done(state, planned) == [Record("profiled", {"rank": 0, **planned.values})]
 
 
 @pytest.mark.parametrize(
@@ -327,10 +306,6 @@ def test_a_skip_is_ordered_from_rank_0_and_answered_by_the_checkpoint_that_has_i
     assert refusal["refused"].startswith("500 batches were skipped, but checkpoint 8 was not saved: No space left")
 
 
-def test_a_skip_that_is_not_answered_when_the_ranks_exit_is_looked_up_in_the_history() -> None:
-    assert answers(done(after(SKIP, WILL_SKIP, skipped()), RanksExited(0)), 6) == [{"ended": True, "request": 6}]
-
-
 @pytest.mark.parametrize(
     ("events", "event", "why"),
     [
@@ -344,12 +319,6 @@ def test_a_skip_that_is_not_answered_when_the_ranks_exit_is_looked_up_in_the_his
 def test_an_impossible_skip_is_refused(events: Sequence[Event], event: Event, why: str) -> None:
     [refusal] = answers(done(after(*events), event, NOW + ANSWER_S), 6)
     assert refusal["refused"].startswith(why)
-
-
-def test_a_skip_of_the_script_answers_no_request() -> None:
-    own = RankEvent(0, "skipped", {"step": 8, "batches": 2, "batch": 10})
-    state = after(SKIP, WILL_SKIP, own)
-    assert answers(done(state, checkpoint(9)), 6) == []
 
 
 # ---- stop and requeue
@@ -489,12 +458,6 @@ def test_a_requeue_continues_the_run_though_nothing_preempted_it(run: RunDirecto
     assert (code, controller.asked) == (controller.again_code, ["requeue"])
     assert [event["event"] for event in events] == ["requested", "requeued"]
     assert not held(events)
-
-
-def test_a_requeue_after_scancel_is_none(run: RunDirectory) -> None:
-    controller = FakeController(Cause.CANCELLED)
-    assert ended(run, controller, REQUEUE)[1][-1]["event"] == "cancelled"
-    assert controller.asked == []
 
 
 def test_a_requeue_without_some_nodes_is_a_new_job(run: RunDirectory) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job
-from clusterddp.slurm.commands import NodeShape, parse_node_sizes
+from clusterddp.slurm.commands import NodeShape
 from clusterddp.slurm.resources import check_gpus, check_micro, check_nodes, share_of_node
 
 NODES = [NodeShape(32, 64000, {"a100": 4}), NodeShape(32, 64000, {"a100": 4}), NodeShape(8, 8000, {})]
@@ -29,19 +29,6 @@ def test_of_a_range_the_fewest_nodes_must_be_there() -> None:
         check_gpus(job(nodes=9, min_nodes=3), NODES)
     fitted, _ = share_of_node(job(nodes=9, min_nodes=2), NODES)
     assert (fitted.cpus_per_task, fitted.mem, fitted.nodes_text) == (8, "64000M", "2-9")
-
-
-def test_a_rank_with_several_gpus_gets_the_cpus_that_go_with_all_of_them() -> None:
-    """The node's share is the same, in half as many tasks."""
-    fitted, _ = share_of_node(job(gpus_per_rank=2), NODES)
-    assert (fitted.cpus_per_task, fitted.mem) == (16, "64000M")
-
-
-def test_what_is_reserved_on_a_node_is_not_for_jobs() -> None:
-    """Releases before 22.05 print no CPUEfctv; CoreSpecCount counts cores."""
-    size = "RealMemory=9000 CoreSpecCount=1 MemSpecLimit=1000 ThreadsPerCore=2"
-    old, new = f"NodeName=old CPUTot=8 {size} Reason=a CPUTot=1\nb\n", f"NodeName=new-1 CPUEfctv=6 CPUTot=8 {size}\n"
-    assert parse_node_sizes(old + new) == {"old": (6, 8000), "new-1": (6, 8000)}
 
 
 CALLS = "for batch in run.steps(9):\n    for micro in run.micro(batch): pass\n"

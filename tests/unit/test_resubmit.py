@@ -16,7 +16,6 @@ from clusterddp.errors import INTERRUPTED, RunDirectoryError, SlurmError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.summary import summarize
 from clusterddp.runs import resubmission
 from clusterddp.runs.resubmission import Hold, Resubmitter
 from clusterddp.slurm.cause import Cause
@@ -129,21 +128,6 @@ def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_waitin
     assert lease.holders(run) == []
 
 
-def test_an_attempt_whose_holder_a_shared_disk_does_not_show_yet_is_held_by_its_submission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node that looked into the attempt's folder in its first moment sees its files up to a minute later:
-    `resubmit` and `wait` took the run for stopped, and a second submission would have been accepted."""
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    lease.submitted(run, "41")
-    lease.take(run, run.create_attempt(), lease.of_job("41"))
-    run.holder_file(0).unlink()
-    assert [entry["job"] for entry in lease.holders(run)] == ["41"]
-    assert [claim["job"] for claim in summarize(run).claims] == ["41"]
-    assert look(run, info("RUNNING"), monkeypatch).result is None
-
-
 def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,27 +140,6 @@ def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
     assert not resubmitter.look()
     now += 40
     assert resubmitter.look() and resubmitter.result == 1
-
-
-@pytest.mark.parametrize(
-    ("events", "job", "over"),
-    [
-        ([], "COMPLETED", True),
-        (["started"], "COMPLETED", True),  # a full disk did not take the end
-        (["started"], "FAILED", False),
-        (["started", "stopped"], "COMPLETED", False),
-        (["started", "completed"], "CANCELLED", True),
-    ],
-)
-def test_a_run_may_be_over_before_its_outcome_can_be_seen(
-    tmp_path: Path, events: list[str], job: str, over: bool
-) -> None:
-    """`resubmit` and `wait` then wait for the outcome. They said that a completed run was stopped."""
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    for event in events:
-        append_line(run.events_file, {"event": event, "attempt": 0, "time": 1.0})
-    assert run.may_be_over(job) is over
 
 
 def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_waiting(
@@ -246,21 +209,6 @@ def test_of_two_resubmitters_at_the_same_moment_one_resubmits(
     assert "job 42: RUNNING" in capsys.readouterr().err
 
 
-def test_a_resubmitter_that_learned_of_the_end_before_another_resubmitted_leaves_it_at_that(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It decided by the old claims."""
-
-    def show_job(job_id: str) -> JobInfo:
-        lease.submitted(run, "42")  # by the other resubmitter, meanwhile
-        return info("NODE_FAIL", job=job_id)
-
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
-    resubmitter = Resubmitter(run, JOB)
-    resubmitter.look()
-    assert submitted == [] and resubmitter.result is None
-
-
 @pytest.mark.parametrize("earlier", [True, False])
 def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_and_its_log_is_shown(
     run: RunDirectory,
@@ -281,25 +229,6 @@ def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_a
     assert "job 42 ended (FAILED) before it started the supervisor: slurm_script: line 20: python: not found" in said
 
 
-def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_run(run: RunDirectory) -> None:
-    """Its folder is there, its entry not yet: the one before still holds the run."""
-    run.create_attempt()
-    assert lease.holders(run) == [lease.of_job("41")]
-
-
-def test_a_run_that_another_job_continues_is_left_to_it(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job whose submission got no answer existed after all: the one submitted in its place has exited."""
-    lease.take(run, run.create_attempt(), lease.of_job("42"))
-    lease.submitted(run, "43")
-    states = {"42": "RUNNING", "43": "FAILED"}
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda job: info(states[job], job=job))
-    resubmitter = Resubmitter(run, JOB)
-    resubmitter.look()
-    assert (submitted, resubmitter.result) == ([], None)
-
-
 def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,27 +238,6 @@ def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
     assert capsys.readouterr().err == "run: waiting for the run's next job after job 41\n"
     assert look(run, info("COMPLETED"), monkeypatch).result == 1
     assert submitted == []
-
-
-@pytest.mark.parametrize(
-    ("state", "ends", "continues"),
-    [("NODE_FAIL", [], True), ("CANCELLED", [], False), ("NODE_FAIL", ["stopped"], False)],
-)
-def test_a_run_whose_job_died_while_it_submitted_the_next_one_is_submitted(
-    run: RunDirectory,
-    submitted: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    state: str,
-    ends: list[str],
-    continues: bool,
-) -> None:
-    """It had released the run, so that the command took it for stopped. One that has recorded its end is stopped."""
-    lease.let_go(run, 0)
-    for end in ends:
-        append_line(run.events_file, {"event": end, "attempt": 0, "time": 2.0, "reason": "x"})
-    monkeypatch.setattr(resubmission, "state_of", lambda _: ("stopped", "stopped"))
-    resubmitter = look(run, info(state), monkeypatch)
-    assert (submitted == ["job.sbatch"], resubmitter.result) == (continues, None if continues else 1)
 
 
 def test_a_resubmitter_retries_what_slurm_refuses(
@@ -418,20 +326,6 @@ def test_a_run_that_cannot_be_read_does_not_end_the_waiting_for_the_others(
     assert f"damaged: no longer waiting for this run: {damaged.outcome_file} is not JSON" in capsys.readouterr().err
     with pytest.raises(RunDirectoryError, match="is not JSON"):
         resubmission.wait_and_resubmit([damaged])
-
-
-@pytest.mark.parametrize(("others", "code"), [([], 14), (["completed"], 14), (["completed", "failed"], 1)])
-def test_a_completion_that_is_not_confirmed_has_an_exit_code_of_its_own(
-    run: RunDirectory, others: list[str], code: int
-) -> None:
-    """As of `submit --wait`; a failed run counts for more."""
-    runs = [run, *(RunDirectory(run.path.with_name(state)) for state in others)]
-    for one, state in zip(runs, ["completed", *others], strict=True):
-        one.create()
-        one.job_file.write_text("module: x\n")
-        write_json(one.outcome_file, {"state": state, "step": None, "reason": "why"})
-    write_json(run.outcome_file, {"state": "completed", "step": None, "reason": "unconfirmed: why", "confirmed": False})
-    assert resubmission.wait_and_resubmit(runs) == code
 
 
 def test_each_event_of_several_runs_names_its_run(

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from clusterddp.api import Handle
-from clusterddp.checkpoint.store import lineage
 from clusterddp.cli.status import show
-from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir import files, run_directory
-from clusterddp.rundir.files import append_line, make_folder, write_atomically, write_json
-from clusterddp.rundir.records import drop_torn_line, read_backwards, read_json, read_lines
+from clusterddp.rundir.files import append_line, write_atomically
+from clusterddp.rundir.records import drop_torn_line, read_backwards, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.cancellation import cancel_run
-from clusterddp.runs.progress import Progress
-from clusterddp.runs.recording import claim
 from clusterddp.supervisor.attempt import last_line
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.verdict import RankEnd
@@ -57,17 +50,6 @@ def test_an_attempt_that_cannot_be_seen_yet_is_skipped(run: RunDirectory, monkey
     run.create_attempt()
     monkeypatch.setattr(run_directory, "names_in", lambda _: names)
     assert run.create_attempt() == 2
-
-
-def test_no_attempt_before_the_first(tmp_path: Path) -> None:
-    """A run that does not exist has no attempts, events, metrics or outcome."""
-    run = RunDirectory(tmp_path / "none")
-    assert (run.exists(), run.attempts(), run.events(), run.metrics(), run.outcome()) == (False, [], [], [], None)
-
-
-def test_private_is_closed_to_others(run: RunDirectory) -> None:
-    """Tokens and records are the owner's."""
-    assert run.private.stat().st_mode & 0o777 == 0o700
 
 
 def test_metrics_repeated_by_a_later_attempt_do_not_count(run: RunDirectory) -> None:
@@ -124,27 +106,6 @@ def test_lines_lost_in_a_machine_crash_are_dropped(tmp_path: Path) -> None:
     assert next(read_backwards(path)) == {"a": 1}
 
 
-def test_metrics_count_by_the_record_when_the_event_was_never_written(run: RunDirectory) -> None:
-    """The supervisor was killed before it read that attempt 1 resumed at 2; the attempt's own record is there."""
-    for attempt, steps in ((0, range(4)), (1, range(2, 5))):
-        assert run.create_attempt() == attempt
-        for step in steps:
-            append_line(run.metrics_file, {"step": step, "attempt": attempt})
-    write_json(run.resume_record(1), {"attempt": 1, "step": 2, "parent": {"attempt": 0, "step": 2}})
-    assert [(line["step"], line["attempt"]) for line in run.metrics()] == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 1)]
-
-
-def test_a_folder_is_created_with_its_parents_and_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
-    """As mkdir -p does."""
-    make_folder(tmp_path / "a" / "b")
-    make_folder(tmp_path / "a" / "b")
-    with pytest.raises(FileExistsError):
-        make_folder(tmp_path / "a" / "b", exist_ok=False)
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        make_folder(tmp_path / "file" / "b", exist_ok=False)
-
-
 @pytest.mark.parametrize(
     "line",
     ["nonsense", "1", "[]", "null", '{"attempt": 0}', '{"step": "1", "attempt": 0}', '{"step": -1, "attempt": 0}',
@@ -174,17 +135,6 @@ def test_reading_backwards_sees_what_reading_forwards_does(run: RunDirectory, mo
             assert list(read_backwards(run.metrics_file)) == list(read_lines(run.metrics_file))[::-1], (block, size)
     drop_torn_line(run.metrics_file)
     assert run.metrics_file.read_bytes() == content.removesuffix(b"torn")
-
-
-@pytest.mark.parametrize("torn", ["", '{"step": 8'])
-def test_a_metrics_line_of_any_length_is_read(run: RunDirectory, torn: str) -> None:
-    """A thousand values a step, or a file of an earlier version, which had no limit."""
-    long = {"step": 7, "attempt": 0, "note": "x" * 3_000_000}
-    run.metrics_file.write_text(f'{{"step": 6, "attempt": 0}}\n{json.dumps(long)}\n{torn}')
-    assert run.last_metrics() == run.newest_metrics() == long
-    drop_torn_line(run.metrics_file)
-    append_line(run.metrics_file, {"step": 8, "attempt": 0})
-    assert [line["step"] for line in run.metrics()] == [6, 7, 8]
 
 
 def test_the_newest_metrics_are_the_last_that_count(run: RunDirectory) -> None:
@@ -241,14 +191,6 @@ def test_a_read_error_that_passes_is_retried(run: RunDirectory, monkeypatch: pyt
         run.events()
 
 
-def test_an_unreadable_logs_folder_supersedes_no_attempt(run: RunDirectory) -> None:
-    """A temporarily unreachable disk is not a newer attempt."""
-    assert run.create_attempt() == 0
-    assert not run.superseded(0)
-    run.logs.rename(run.path / "away")
-    assert not run.superseded(0)
-
-
 def test_a_failed_write_keeps_the_old_file_and_leaves_no_temporary_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,63 +208,12 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_temporary_one(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_changed_json_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """It was written atomically, so another program changed it."""
-    path = tmp_path / "outcome.json"
-    path.write_text("{")
-    with pytest.raises(RunDirectoryError, match="outcome.json is not JSON"):
-        read_json(path)
-
-
-def test_a_resume_record_that_points_to_itself_is_an_error_and_no_loop(run: RunDirectory) -> None:
-    """The walk along an attempt's parents must end."""
-    assert run.create_attempt() == 0
-    write_json(run.resume_record(0), {"attempt": 0, "step": 0, "parent": {"attempt": 0, "step": 3}})
-    with pytest.raises(RunDirectoryError, match="a later attempt"):
-        list(lineage(run, 0))
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"kind": "local", "host": "x", "pid": 0, "process_start": "1"},
-        {"kind": "local", "host": "x", "pid": -1, "process_start": "1"},
-        {"kind": "slurm", "job": "--user=all"},
-        {"kind": "slurm", "job": 3},
-        {"kind": "other"},
-    ],
-)
-def test_a_holder_that_is_neither_a_job_nor_a_process_is_never_ended(run: RunDirectory, entry: dict[str, Any]) -> None:
-    """``cancel`` would end every process of the user, or hand scancel an option."""
-    write_json(run.submitted_file, entry)
-    with pytest.raises(RunDirectoryError, match="submitted.json"):
-        cancel_run(run)
-
-
 def test_a_ranks_record_that_cannot_be_read_is_a_rank_that_died(run: RunDirectory) -> None:
     """It must not end the supervisor: the run would not be requeued."""
     run.create_attempt()
     run.rank_record(0, 1).write_text('{"end": 5}')
     end = RankEnd.read(1, "n1", 1.0, run.rank_record(0, 1))
     assert (end.end, end.failed, "rank-1.json" in end.sentence()) == ("died", True, True)
-
-
-def test_a_reader_skips_a_line_that_is_not_json(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """It must not end the local command."""
-    progress = Progress(run, None)
-    run.events_file.write_text('nonsense\n[]\n{"time": 1.0, "attempt": 0, "event": "submitted", "job": "7"}\n')
-    run.metrics_file.write_text('{"step": []}\n{"step": 4, "attempt": 0}\n')
-    progress.update()
-    assert (progress.steps_done, capsys.readouterr().err) == (5, "attempt 0: submitted as job 7\n")
-
-
-def test_a_dangling_link_with_the_name_of_a_new_run_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of a run that was moved to another file system and deleted there."""
-    monkeypatch.setenv("CLUSTERDDP_RUNS", str(tmp_path))
-    (tmp_path / "x-0").symlink_to(tmp_path / "nowhere")
-    assert claim(None, Job(name="x", module="x"))[0].path == tmp_path / "x-1"
 
 
 def test_an_attempt_can_be_claimed_in_a_run_whose_private_folder_was_deleted(run: RunDirectory) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from clusterddp.process import process_start
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm.queue import QueuedJob, is_hold, parse_queue, why_waiting
+from clusterddp.slurm.queue import QueuedJob, parse_queue, why_waiting
 from clusterddp.slurm.run_states import RunState, run_states
 from tests.runs_on_disk import event, of_job, recorded_run, started
 
@@ -140,15 +139,6 @@ def test_squeue_is_called_once_for_all_runs_and_not_at_all_without_jobs(tmp_path
     assert len(calls) == 1
 
 
-def test_thousands_of_jobs_are_listed_without_naming_them(tmp_path: Path, squeue: Squeue) -> None:
-    """Their ids could be longer than a command line."""
-    calls = squeue("17|RUNNING|n1|N/A|1:00|gpu|None\n99999|RUNNING|n1|N/A|1:00|gpu|None\n")
-    summary = summarize(recorded_run(tmp_path / "a", submitted=of_job()))
-    many = [dataclasses.replace(summary, claims=(of_job(str(number)),)) for number in range(3000)]
-    assert [state.word for state in run_states(many)].count("running") == 1
-    assert len(calls) == 1 and "-j" not in calls[0]
-
-
 def test_an_unreachable_controller_leaves_only_live_runs_unknown(tmp_path: Path, squeue: Squeue) -> None:
     """A single job that it does not know is another matter."""
     over = recorded_run(tmp_path / "a", [started()], outcome={"state": "completed"})
@@ -159,22 +149,6 @@ def test_an_unreachable_controller_leaves_only_live_runs_unknown(tmp_path: Path,
     assert states[1].reason == "Slurm controller unreachable: error: Unable to contact slurm controller"
     squeue("error: slurm_load_jobs error: Invalid job id specified")
     assert state_of(live).word == "stopped"
-
-
-def test_squeue_that_cannot_be_understood_is_no_proof_that_a_job_ended(tmp_path: Path, squeue: Squeue) -> None:
-    """A wrong line must not make a run look stopped; lines of a site's wrapper are no jobs."""
-    squeue("41|RUNNING\n")
-    found = state_of(recorded_run(tmp_path / "b", submitted=of_job()))
-    assert found.word == "unknown" and "could not parse the output of squeue" in found.reason
-    assert parse_queue("CLUSTER: here\nWelcome | to 41\n\n") == {}
-
-
-def test_a_job_of_another_cluster_is_not_looked_up_here(tmp_path: Path, squeue: Squeue) -> None:
-    """Job ids are unique within a cluster."""
-    calls = squeue("41|RUNNING|n1|N/A|1:00|gpu|None\n")
-    found = state_of(recorded_run(tmp_path / "b", submitted={**of_job(), "cluster": "there"}))
-    assert (found.word, found.reason) == ("unknown", "job 41 of cluster there cannot be reached from here")
-    assert calls == []
 
 
 def local(pid: int, **changed: Any) -> dict[str, Any]:
@@ -194,26 +168,6 @@ def test_a_local_run_runs_as_long_as_its_processes(tmp_path: Path, squeue: Squeu
     elsewhere = state_of(recorded_run(tmp_path / "d", [begun], holder=local(7, host="other")))
     assert (elsewhere.word, elsewhere.nodes) == ("unknown", "other")
     assert calls == []
-
-
-def test_a_cancelled_run_whose_outcome_nobody_wrote_is_cancelled(tmp_path: Path, squeue: Squeue) -> None:
-    """As on a full disk: nothing will start it again."""
-    squeue("")
-    run = recorded_run(tmp_path / "a", submitted=of_job())
-    run.mark_cancelled()
-    assert state_of(run).word == "cancelled"
-
-
-def test_another_users_run_is_known_by_the_job_in_its_history(tmp_path: Path, squeue: Squeue) -> None:
-    """Who holds it is the owner's alone to read."""
-    run = recorded_run(tmp_path / "a", REQUEUED)
-    hidden = dataclasses.replace(summarize(run), readable=False, claims=(of_job(),))
-    squeue("41|RUNNING|n1|N/A|1:00|gpu|None\n")
-    assert run_states([hidden])[0].word == "running"
-    squeue("")
-    assert run_states([hidden])[0] == RunState(
-        "unknown", "only its owner can see which job or process trains it", "41", job=None
-    )
 
 
 # An array, a het job and free text in the reason, by squeue --array --states=all -o "%i|%T|%N|%S|%l|%P|%r".
@@ -270,19 +224,6 @@ def test_a_reason_is_said_in_words_with_a_remedy(reason: str, words: str, remedy
     why = why_waiting(waiting(reason), begun=False)
     assert words in why.words and remedy in why.remedy
     assert "JOB" not in why.remedy
-
-
-def test_a_remedy_names_the_run() -> None:
-    """To be pasted as it is."""
-    assert "--run-dir runs/net-0 --change" in why_waiting(waiting("BadConstraints"), False, "runs/net-0").remedy
-
-
-def test_a_hold_is_told_from_waiting() -> None:
-    """Whoever holds the job: nothing starts it before the hold ends."""
-    held = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "launch failed requeued held")
-    assert all(is_hold(waiting(reason), begun=False) for reason in held)
-    assert not any(is_hold(waiting(reason), begun=False) for reason in ("Priority", "BeginTime", "Dependency"))
-    assert is_hold(waiting("BeginTime"), begun=True)
 
 
 def test_a_controller_that_does_not_answer_is_asked_again_if_there_is_time(

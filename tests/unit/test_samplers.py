@@ -171,17 +171,6 @@ def test_a_sampler_within_a_batch_sampler_is_told_the_epoch_whatever_its_class()
     assert [indices(source, 12 * epoch, 12 * epoch + 3) for epoch in (0, 1, 5)] == [[0, 1, 2], [1, 2, 3], [5, 6, 7]]
 
 
-def test_a_sampler_that_changes_its_length_later_is_refused_then() -> None:
-    class Growing(Told):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(12 + (self._times > 2)))
-
-    source = loader(sampler=Growing())
-    indices(source, 0, 36)
-    with pytest.raises(ValueError, match="Growing yields 13 samples in epoch 3, but 12 in epoch 0"):
-        indices(source, 36, 37)
-
-
 def test_a_step_takes_whole_batches_of_a_batch_sampler() -> None:
     """Two ranks, two batches; the third batch of an epoch shares a step with the first of the next epoch."""
     batches = [[0, 4, 8, 1], [5, 9, 2, 6], [10, 3, 7, 11]]

@@ -3,8 +3,6 @@ then has the same bytes, whichever way they are copied."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 import json
 import os
 from collections import Counter, OrderedDict
@@ -17,10 +15,9 @@ import pytest
 import torch
 
 from clusterddp.checkpoint import file_format, snapshot
-from clusterddp.checkpoint.save_plan import MOST_WITHOUT, Packer, Plan
+from clusterddp.checkpoint.save_plan import Packer
 from clusterddp.checkpoint.snapshot import Snapshot
 from clusterddp.checkpoint.state import pack, state_of, tensor_facts
-from clusterddp.errors import CheckpointError
 from tests.instructions import Instructions
 
 
@@ -159,37 +156,6 @@ def test_a_state_that_the_plan_does_not_fit_is_packed_without_it(change: Callabl
     assert same(packer(state), state)
 
 
-@pytest.mark.parametrize(
-    "value", [torch.ones(2).to_sparse(), torch.nn.UninitializedBuffer(), object()], ids=["sparse", "subclass", "object"]
-)
-def test_what_cannot_be_saved_is_refused_with_a_plan_too(value: Any) -> None:
-    packer, state = Packer(), a_state()
-    packer(state)
-    for place in (state["mixed"]["a"], state["progress"]):
-        broken = copy.copy(state)
-        place["b"] = value
-        with pytest.raises(CheckpointError, match="cannot save the state of"):
-            packer(broken)
-        place["b"] = torch.ones(2)
-
-
-def test_a_state_that_always_changes_gets_fewer_and_fewer_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan takes several times as long as packing."""
-    made: list[int] = []
-    make = Plan.of
-
-    def counted(state: Any, layout: Any) -> Plan | None:
-        made.append(len(state["grows"]) - 1)
-        return make(state, layout)
-
-    monkeypatch.setattr(Plan, "of", counted)
-    packer = Packer()
-    for number in range(300):
-        packer({"grows": [torch.ones(1)] * (number + 1)})
-    assert made[:6] == [0, 2, 6, 14, 30, 62]
-    assert max(later - earlier for earlier, later in itertools.pairwise(made)) == MOST_WITHOUT + 1
-
-
 def test_a_plan_takes_no_python_code_per_tensor() -> None:
     counts = []
     for number in (10, 1000):
@@ -245,10 +211,3 @@ def test_what_the_kernel_does_not_copy_is_copied_by_torch(tmp_path: Path, monkey
         assert bytes_in_snapshot(tmp_path, state, together=True) == wanted
     monkeypatch.setattr(snapshot, "_LIBC", object())
     assert bytes_in_snapshot(tmp_path, state, together=True) == wanted
-
-
-def test_elements_that_are_negated_when_read_are_copied_by_torch(tmp_path: Path) -> None:
-    negated = torch.tensor([1 + 2j]).conj().imag
-    assert negated.is_contiguous() and negated.is_neg()
-    state = {"negated": negated}
-    assert bytes_in_snapshot(tmp_path, state, together=True) == torch.tensor([-2.0]).numpy().tobytes()

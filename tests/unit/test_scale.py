@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -36,7 +34,6 @@ from clusterddp.supervisor.state import (
     State,
 )
 from clusterddp.supervisor.verdict import RankEnd, judge
-from clusterddp.training import log_reduction
 from clusterddp.training.exactness import Divergence
 from clusterddp.training.heartbeat import phase
 from clusterddp.training.log_reduction import Receiver
@@ -174,22 +171,6 @@ def test_the_history_has_an_event_of_each_of_a_few_ranks_only() -> None:
     assert said == "64 ranks have reported 'signal' in this attempt. Further reports are not recorded"
 
 
-def test_equal_stacks_are_kept_once() -> None:
-    asked, _ = handled(state(64), [ASK])
-    some, _ = handled(asked, [stacks(rank, "read" if rank == 5 else "all_reduce") for rank in range(63)])
-    assert len({id(values) for values in some.pending[1].answers.values()}) == 2
-
-
-def test_the_median_of_the_others_is_that_of_statistics() -> None:
-    generator = random.Random(0)
-    for ranks in range(2, 12):
-        times = [generator.choice([0.1, 0.2, 0.3, 0.9]) for _ in range(ranks)]
-        statuses = [status(rank, own_s=times[rank], step_s=1.0) for rank in range(ranks)]
-        usual = {rank: statistics.median(times[:rank] + times[rank + 1 :]) for rank in range(ranks)}
-        slow = {slow.rank for slow in find_slow(statuses)}
-        assert slow == {r for r, own in enumerate(times) if own > 1.5 * usual[r] and own - usual[r] > 0.1}
-
-
 def test_heartbeats_of_many_ranks_are_rarer_and_spread_evenly() -> None:
     watchdog = Watchdog()
     assert [watchdog.period_s(ranks) for ranks in (1, 2048, 4096, 16384)] == [2.0, 2.0, 4.0, 16.0]
@@ -220,10 +201,6 @@ except Exception as error:
     first, second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.splitlines()
     assert first == "[1024, 2256, 4096]"
     assert second.startswith("LauncherEnvironmentError rank 0 needs 4,256 open files for the store of 2,000 ranks")
-
-
-def test_ranks_pass_on_logged_values_less_often_if_there_are_very_many() -> None:
-    assert [log_reduction.period_s(ranks) for ranks in (2, 256, 1024, 4096, 16384)] == [0.25, 0.25, 1.0, 4.0, 5.0]
 
 
 def test_a_stop_takes_a_number_of_store_operations_in_proportion_to_the_ranks_and_a_step_none() -> None:
@@ -273,8 +250,3 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._value = state["value"]
-
-
-def test_very_many_ranks_get_longer_to_answer_with_their_stacks() -> None:
-    waits = [handled(state(ranks), [ASK])[0].pending[1].until - NOW for ranks in (64, 4000, 16384)]
-    assert waits == pytest.approx([5.0, 5.0, 20.48])

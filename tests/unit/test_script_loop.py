@@ -10,8 +10,6 @@ import pytest
 
 from clusterddp.errors import Stopped
 from clusterddp.training.script_loop import ScriptLoop
-from clusterddp.worker import own_saves
-from clusterddp.worker.own_saves import SavedFile
 
 
 def test_only_a_file_that_is_there_has_been_saved_and_it_is_told_once(tmp_path: Path) -> None:
@@ -30,22 +28,3 @@ def test_only_a_file_that_is_there_has_been_saved_and_it_is_told_once(tmp_path: 
         with pytest.raises(Stopped):
             loop.requeue(file)
     assert told == [f"no_save {file}", f"saved {file}"]
-
-
-@pytest.mark.parametrize(("opened", "items"), [(True, 7), (False, 0)])
-def test_whether_the_save_was_read_still_counts_once_its_watch_has_ended(
-    opened: bool, items: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A script may make steps before the loop of `continue_epoch`."""
-    file, kept = tmp_path / "last.pt", dict[str, bytes]()
-    file.touch()
-    store = SimpleNamespace(set=lambda name, text: kept.update({name: text.encode()}), get=kept.__getitem__)
-    agreement, heartbeat = SimpleNamespace(boundary=lambda: False), SimpleNamespace(begin=lambda: None)
-    group = SimpleNamespace(rank=0, store=store)
-    loop = ScriptLoop(cast(Any, group), cast(Any, agreement), cast(Any, heartbeat), lambda *_, **__: None)
-    monkeypatch.setattr(own_saves, "saved_file", SavedFile(str(file)))
-    if opened:
-        file.read_bytes()
-    for _ in range(2):
-        loop.stop_requested()
-    assert loop.items_done(7) == items

@@ -92,29 +92,3 @@ def test_workers_of_a_data_loader_ignore_the_stop_of_their_rank() -> None:
     """Their death would raise in the rank while it saves; Slurm may signal all processes of a step."""
     done = run("USR1", LOADER)
     assert done.returncode == 0, done.stderr
-
-
-ERRORS = """
-for wrong in (lambda: signal.signal(signal.SIGTERM, 3), lambda: signal.signal(signal.SIGTERM, "x")):
-    try:
-        wrong()
-    except (TypeError, ValueError) as error:
-        caught.append(error)
-def other():
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    except ValueError as error:
-        caught.append(error)
-thread = threading.Thread(target=other)
-thread.start(); thread.join()
-assert len(caught) == 3, caught
-stop.release()
-assert signal.signal is not stop._note and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
-"""
-
-
-def test_its_errors_are_those_of_python_and_it_can_be_released() -> None:
-    """``clusterddp.init()`` releases it."""
-    done = run("USR1", ERRORS)
-    assert done.returncode == 0, done.stderr

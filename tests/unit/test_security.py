@@ -19,12 +19,10 @@ from urllib.parse import quote, quote_plus
 import pytest
 
 from clusterddp import entry
-from clusterddp.cli import status
 from clusterddp.cli.command_line import command as run_command
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import load
 from clusterddp.jobdef.job import Job, Resume
-from clusterddp.jobdef.load import list_differences
 from clusterddp.jobdef.secrets import (
     MASK,
     _forms,
@@ -37,11 +35,9 @@ from clusterddp.jobdef.secrets import (
 )
 from clusterddp.rundir.files import append_line, write_atomically, write_json
 from clusterddp.rundir.find import open_run
-from clusterddp.rundir.ownership import check_own
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import run_status
 from clusterddp.runs.recording import recorded
-from clusterddp.supervisor.launcher import rank_command
 from clusterddp.supervisor.main import load_trusted
 from clusterddp.supervisor.verdict import RankEnd
 from tests.runs_on_disk import event, recorded_run, started, steps
@@ -113,21 +109,6 @@ def test_a_recorded_job_has_its_secrets_in_the_private_folder_alone(tmp_path: Pa
         load_trusted(run)
 
 
-def test_differences_are_listed_without_the_secrets() -> None:
-    """`submit` lists it on the terminal."""
-    other = Job(
-        name="net", module="net", args=("--api-key", "s3cret-other"), env={"HF_TOKEN": "s3cret-new"}, device="cpu"
-    )
-    lines = list_differences(JOB, other)
-    assert f"env.HF_TOKEN: {MASK} recorded, {MASK} given" in lines
-    assert "s3cret" not in "".join(lines)
-
-
-def test_no_command_line_has_a_secret() -> None:
-    """Everyone on a node may see those of all processes."""
-    assert "s3cret" not in " ".join([*rank_command(JOB, False), *rank_command(JOB, True)])
-
-
 def test_a_secret_in_a_mistake_is_not_repeated() -> None:
     """Nor in what `--set` says is wrong."""
     with pytest.raises(JobDefinitionError) as caught:
@@ -148,12 +129,6 @@ def test_a_secret_is_refused_where_the_batch_script_would_have_it(values: dict[s
     with pytest.raises(JobDefinitionError, match="under env:") as caught:
         load.from_values({"module": "net", **values})
     assert "s3cret" not in str(caught.value)
-
-
-def test_a_setup_line_may_read_a_secret_from_a_file() -> None:
-    """Then the script has none."""
-    lines = ["export HF_TOKEN=$(cat ~/.hf)", 'export API_KEY="$OTHER"', "MAX_TOKENS=5", "KEYS=a"]
-    assert load.from_values({"module": "net", "setup": lines}).setup == tuple(lines)
 
 
 def test_a_failure_is_shown_without_the_secrets(tmp_path: Path) -> None:
@@ -294,32 +269,6 @@ def test_what_others_may_have_written_is_not_run(tmp_path: Path) -> None:
     assert load_trusted(run) == SHARED
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_what_another_user_has_written_is_not_run(tmp_path: Path) -> None:
-    """Not even if it cannot be changed any more."""
-    path = tmp_path / "job.yaml"
-    path.write_text("")
-    path.chmod(0o644)
-    check_own(path)
-    os.chown(path, 65534, -1)
-    with pytest.raises(RunDirectoryError, match=r"belongs to user 65534 \(mode 0644\).*Expected user 0 or root"):
-        check_own(path)
-
-
-def test_a_run_that_others_can_write_is_neither_continued_nor_resubmitted(tmp_path: Path) -> None:
-    """Reported at once by submit, and again by the job that Slurm starts later."""
-    run = RunDirectory(tmp_path / "run")
-    with recorded(run, SHARED, created=True):
-        pass
-    run.job_file.chmod(0o666)
-    for command in (["clusterddp.submit", "--local", "--run-dir"], ["clusterddp.supervisor", "--local"]):
-        done = subprocess.run(
-            [sys.executable, "-m", *command, str(run)], capture_output=True, text=True, timeout=60, check=False
-        )
-        assert (done.returncode, "can be written by others" in done.stderr) == (1, True), done.stderr
-    assert json.loads((run.private / "secrets.json").read_text())
-
-
 def test_a_reader_without_permission_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A closed run names the remedy; a shared one shows all but who holds it, which is in `private`."""
     run = RunDirectory(tmp_path / "run")
@@ -336,24 +285,6 @@ def test_a_reader_without_permission_gets_a_sentence(tmp_path: Path, monkeypatch
     hidden = lambda folder: None if folder == run.private else os.listdir(folder)  # noqa: E731
     monkeypatch.setattr("clusterddp.rundir.summary._names_in", hidden)
     assert run_status.state_of(run) == ("unknown", "unknown: only its owner can see which job or process trains it")
-
-
-def test_anothers_history_sends_no_control_characters_to_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Clearing the screen, setting a title: control characters are shown as question marks."""
-    run = RunDirectory(tmp_path / "run")
-    with recorded(run, JOB, created=True):
-        pass
-    bad = "\x1b[2J\x9bx\udcff"
-    event = {"time": 1.0, "attempt": 0, "event": "rank_failed", "rank": 0, "host": bad, "error": bad}
-    append_line(run.events_file, event)
-    append_line(run.metrics_file, {"step": 0, "attempt": 0, bad: bad})
-    write_json(run.outcome_file, {"state": "failed", "step": 0, "attempts": 1, "reason": bad})
-    status.show(run)
-    shown = capsys.readouterr().out
-    assert shown.replace("\n", "").isprintable(), shown
-    assert shown.count("?[2J?x") == 5
 
 
 HOSTILE = "\x1b[2J\x9b\x07\u202ex"

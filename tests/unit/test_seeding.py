@@ -122,36 +122,11 @@ def test_samples_that_draw_nothing_are_read_once_and_of_others_only_the_first_tw
         assert dataset.reads == reads
 
 
-def test_a_dataset_that_reads_whole_batches_is_asked_for_them() -> None:
-    asked: list[list[int]] = []
-
-    class Noted(Batched):
-        def __getitems__(self, indices: list[int]) -> list[Any]:
-            asked.append(indices)
-            return super().__getitems__(indices)
-
-    with randomness.preserved():
-        SeededSamples(Noted(["nothing"] * 5), 7).__getitems__(columns([(0, index) for index in range(5)]))
-    assert asked == [[0], [1, 2, 3, 4]]
-
-
 def test_an_error_of_a_sample_is_raised_whether_it_draws_or_not() -> None:
     for kind in ("nothing", "torch"):
         read = SeededSamples(Failing([kind] * 4), 7)
         with randomness.preserved(), pytest.raises(LookupError, match="sample 2"):
             read.__getitems__(columns([(0, index) for index in range(4)]))
-
-
-def test_a_dataset_that_seeds_the_generators_itself_is_noticed() -> None:
-    class Seeding(Drawing):
-        def __getitem__(self, index: int) -> tuple[int, float]:
-            torch.manual_seed(5)
-            return super().__getitem__(index)
-
-    dataset = Seeding(["nothing"] * 3)
-    with randomness.preserved():
-        SeededSamples(dataset, 7).__getitems__(columns([(0, index) for index in range(3)]))
-    assert dataset.reads == [0, 0, 1, 2]
 
 
 def take(workers: int, kinds: list[str], steps: range, progress: dict[str, Any] | None = None) -> list[Any]:
@@ -191,12 +166,6 @@ def seeds_seen(kind: str, seeded: str | None) -> int:
     loader.restore({key: value for key, value in progress.items() if value is not None})
     assert loader.progress(2)["seeded"] == (seeded or "always")
     return len({int(seed) for _, column in itertools.islice(loader.batches(0), 2) for seed in column})
-
-
-def test_a_run_of_an_older_version_keeps_seeding_as_it_began() -> None:
-    """Every sample, if the checkpoint does not say, or all generators once a sample has drawn from one."""
-    assert [seeds_seen("nothing", seeded) for seeded in (None, "drawing", "drawn")] == [4, 1, 1]
-    assert [seeds_seen("random", seeded) for seeded in (None, "drawing", "drawn")] == [4, 4, 1]
 
 
 def test_a_way_of_seeding_that_is_not_known_is_refused() -> None:

@@ -73,17 +73,6 @@ def test_restored_gradients_wait_until_their_optimizer_steps() -> None:
     assert saved(restored) == []
 
 
-def test_an_optimizer_that_does_not_tell_its_parameters_may_train_all() -> None:
-    """Its step uses the gradients of all models."""
-    given = parts()
-    given = {"a": given["a"], "b": given["b"], "optimizer": Foreign(given["a"].parameters())}
-    gradients = Gradients(given, world_size=1)
-    backward(given["b"])
-    assert saved(gradients) == ["b"]
-    gradients.stepped(given["optimizer"])
-    assert saved(gradients) == []
-
-
 def test_steps_of_each_optimizer_are_noticed() -> None:
     """Of another library's too, and of one that a GradScaler skips; what such a step returns is not changed."""
     given = parts()

@@ -59,18 +59,6 @@ def test_sharing_a_run_follows_no_link_out_of_it(run: RunDirectory, tmp_path: Pa
         assert {path: mode(path) for path in before} == before
 
 
-def test_a_script_in_a_run_can_still_be_run_after_it_is_shared(run: RunDirectory) -> None:
-    """By those who may read it."""
-    script, text = run.path / "bin" / "train.sh", run.path / "notes"
-    script.parent.mkdir()
-    for path, own in ((script, 0o755), (text, 0o600)):
-        path.touch()
-        path.chmod(own)
-    for share, of_script, of_text in (("group", 0o750, 0o640), ("private", 0o700, 0o600)):
-        record(run, share)
-        assert (mode(script), mode(text)) == (of_script, of_text)
-
-
 def test_a_mode_that_cannot_be_changed_is_one_sentence_and_the_next_call_does_the_rest(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,17 +110,6 @@ def test_a_run_directory_is_closed_from_the_moment_it_is_made(tmp_path: Path, mo
     finally:
         os.umask(before)
     assert dict(seen)[run.path] == 0o700
-
-
-def test_a_user_without_a_name_and_a_home_has_no_defaults(open_folder: Path) -> None:
-    """And still submits, also under a umask that removes the user's own permissions."""
-    (open_folder / "train.py").write_text("print('trained')\n")
-    words = ("submit", open_folder / "train.py", "--local", "--device", "cpu", "--run-dir", open_folder / "runs" / "a")
-    done = run_as_other(sys.executable, "-m", "clusterddp", *words, umask=0o277)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    run = RunDirectory(open_folder / "runs" / "a")
-    assert (run.outcome() or {})["state"] == "completed"
-    assert (run.attempt_logs(0) / "rank-0.out").read_text() == "trained\n"
 
 
 def test_another_member_of_the_group_can_fork_and_export_a_shared_run(open_folder: Path) -> None:
@@ -213,11 +190,3 @@ def test_a_place_that_another_user_has_prepared_is_refused_unchanged(open_folder
             with pytest.raises(RunDirectoryError, match=f"{open_folder}/place is a symbolic link"):
                 claim(None, JOB)
     assert found() == before
-
-
-def test_a_users_own_link_to_a_folder_holds_their_run(tmp_path: Path) -> None:
-    """Such as one to a larger file system."""
-    (tmp_path / "large").mkdir()
-    (tmp_path / "run").symlink_to(tmp_path / "large")
-    run, created = claim(str(tmp_path / "run"), JOB)
-    assert (run.path, created) == (tmp_path / "run", False)

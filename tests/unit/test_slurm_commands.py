@@ -38,14 +38,6 @@ def test_a_jobs_fields_are_read_despite_the_users_own_text() -> None:
     assert job.live
 
 
-def test_a_preempted_jobs_time_is_read() -> None:
-    """PreemptTime distinguishes a preemption from a scancel."""
-    text = RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-20T06:36:02")
-    job = slurm.parse_job(text)
-    assert job is not None
-    assert job.preempt_time is not None
-
-
 #: Where clocks are put back, and when: the hour before is repeated.
 PUT_BACK = {"Europe/Berlin": 1792890000, "America/New_York": 1793512800, "Australia/Sydney": 1775318400}
 
@@ -79,15 +71,6 @@ echo '{RUNNING}' | sed "s/EndTime=[^ ]*/EndTime=$(date -d @$4 "+${{SLURM_TIME_FO
         assert job is not None and job.end_time == end
 
 
-def test_a_job_does_not_inherit_the_form_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own squeue would print unix seconds."""
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text("#!/bin/sh\necho 41${SLURM_TIME_FORMAT:+0}\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert slurm.submit(Path("x")) == "41"
-
-
 @pytest.mark.parametrize("asked_before_s", [-7200, 7200])
 def test_a_local_time_of_that_hour_is_read_by_what_is_known_besides(put_back: int, asked_before_s: int) -> None:
     """From a wrapper that ignores the form of times; glibc's own reading depends on what it was asked before."""
@@ -114,13 +97,6 @@ def _clock(seconds: float) -> str:
     return f"{hours // 24}-{hours % 24:02}:{minute:02}:{second:02}"
 
 
-def test_a_jobs_record_reads_as_text() -> None:
-    """What is known of it, for the log of a job whose end nothing explains."""
-    text = str(slurm.parse_job(RUNNING))
-    assert text.startswith("job_id 12, state RUNNING, reason None, nodes n[1-2], restarts 2, end_time ")
-    assert "preempt_time" not in text and "(" not in text
-
-
 def test_an_arrays_member_keeps_its_own_id() -> None:
     """The bare id would requeue all members."""
     job = slurm.parse_job(RUNNING.replace("JobId=12 ", "JobId=14 ArrayJobId=12 ArrayTaskId=3 "))
@@ -131,21 +107,6 @@ def test_an_arrays_member_keeps_its_own_id() -> None:
     environ = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
     assert slurm.own_job_id(environ) == "12_3"
     assert slurm.own_job_id({"SLURM_JOB_ID": "14"}) == "14"
-
-
-@pytest.mark.parametrize(
-    ("gres", "gpus"),
-    [
-        ("gpu:2", {"": 2}),
-        ("gpu:a100:4(S:0-1),shard:8", {"a100": 4}),
-        ("gpu:a100:4,gpu:v100:2", {"a100": 4, "v100": 2}),
-        ("(null)", {}),
-        ("shard:8", {}),
-    ],
-)
-def test_gpus_are_counted_by_type(gres: str, gpus: dict[str, int]) -> None:
-    """As sinfo prints a node's GRES."""
-    assert slurm.parse_gres(gres) == gpus
 
 
 @pytest.mark.parametrize(
@@ -207,16 +168,6 @@ def test_an_answer_in_an_unknown_form_is_a_slurm_error_that_quotes_it(old: str, 
         slurm.parse_job(RUNNING.replace(f" {old} ", f" {new} "))
 
 
-def test_a_partition_in_an_unknown_form_is_a_slurm_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a ValueError at submit time."""
-    answers = {"sinfo": "low|low*|n1|gpu:many\n", "scontrol": "NodeName=n1 CPUEfctv=many\n"}
-    monkeypatch.setattr(slurm, "run", lambda command, *_: answers[command])
-    for command, instead in (("sinfo", "low|low*|n1|gpu:2\n"), ("scontrol", "")):
-        with pytest.raises(SlurmError, match=f"could not parse the output of {command}"):
-            slurm.partition_nodes("low")
-        answers[command] = instead
-
-
 def test_a_command_that_temporarily_cannot_start_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As without memory or file descriptors: it is no reason for a supervisor to end."""
     broken = tmp_path / "scontrol"
@@ -225,22 +176,6 @@ def test_a_command_that_temporarily_cannot_start_is_retried(tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmUnavailable, match="could not start `scontrol show job`"):
         slurm.run("scontrol", "show", "job")
-
-
-def test_output_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An administrator's comment in Latin-1 does not end a run."""
-    told = tmp_path / "scontrol"
-    told.write_bytes(b"#!/bin/sh\nprintf 'AdminComment=gr\\374n'\n")
-    told.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert slurm.run("scontrol") == "AdminComment=gr\N{REPLACEMENT CHARACTER}n"
-
-
-def test_nodes_in_an_unknown_form_do_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor continues without an answer."""
-    monkeypatch.setattr(slurm, "run", lambda *_: "low n1 idle\n")
-    with pytest.raises(SlurmError, match="could not parse the output of sinfo"):
-        slurm.usable_nodes(None)
 
 
 @pytest.mark.parametrize("answer", ["41", "41;alpha", "Welcome to alpha\n41;alpha\nhave a nice day"])

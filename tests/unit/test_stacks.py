@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from clusterddp.events import sentence
 from clusterddp.failures.exit_status import ExitStatus
-from clusterddp.failures.stack_traces import MOST_FRAMES, different_calls, end_of_log, users_line
+from clusterddp.failures.stack_traces import different_calls, end_of_log, users_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.failure_box import FirstFailure, failure_box
 from clusterddp.supervisor.verdict import RankEnd
@@ -43,13 +40,6 @@ def test_a_crash_in_a_thread_without_python_shows_its_message_and_the_main_threa
     assert shown == f"{said}Fatal Python error: Aborted\n\nThread 0x3 (most recent call first):\n{USER.rstrip()}"
 
 
-def test_a_deep_stack_is_cut_and_a_log_without_one_shows_its_end() -> None:
-    deep = "".join(f'  File "a.py", line {number} in f\n' for number in range(50))
-    shown = end_of_log(f"Fatal Python error: Aborted\n\nCurrent thread 0x2 (most recent call first):\n{deep}")
-    assert shown.endswith(f"line {MOST_FRAMES - 1} in f\n  ... {50 - MOST_FRAMES} more")
-    assert end_of_log("\n".join(map(str, range(20)))) == "\n".join(map(str, range(8, 20)))
-
-
 def test_ranks_that_were_ended_for_a_peer_are_not_reported_as_out_of_memory(tmp_path: object) -> None:
     """Killed by the launcher, or told to exit; a rank whose node ran out of memory still is."""
     others = [
@@ -62,26 +52,6 @@ def test_ranks_that_were_ended_for_a_peer_are_not_reported_as_out_of_memory(tmp_
     assert "| as a result: rank 0 (n1) was ended by clusterddp after rank 1 failed\n" in box
     assert "| as a result: rank 2 (n2) was ended by clusterddp after rank 1 failed\n" in box
     assert "| also failed: rank 3 (n2) killed: out of memory\n" in box
-
-
-def test_the_last_line_of_a_failed_run_has_the_reason() -> None:
-    """Cut, where it is endless."""
-    event = {
-        "event": "failed",
-        "attempt": 2,
-        "step": 5,
-        "reason": "3 consecutive attempts failed; last attempt: rank 1 ...",
-    }
-    assert sentence(event) == f"attempt 2: failed at step 5: {event['reason']}"
-    assert len(sentence({**event, "reason": "x" * 10_000}) or "") < 600
-
-
-@pytest.mark.parametrize(
-    ("steps", "words"), [(0, "repeating 0 steps"), (1, "repeating 1 step"), (2, "repeating 2 steps")]
-)
-def test_repeated_steps_are_singular_or_plural(steps: int, words: str) -> None:
-    event = {"event": "resumed", "attempt": 1, "step": 5, "redone": steps}
-    assert sentence(event) == f"attempt 1: resumed from step 5, {words}"
 
 
 RAISED = """Traceback (most recent call last):
@@ -127,17 +97,3 @@ def test_the_box_of_a_crash_in_mismatched_collectives_says_what_to_do(tmp_path: 
     box = failure_box(run, 0, FirstFailure(failure, [other], 4), 2.0)
     said = " ".join(line.strip("|").strip() for line in box.splitlines())
     assert "the ranks called different collectives (rank 1 in train.py:52 (train), rank 0 in train.py:40" in said, box
-
-
-def test_a_box_names_the_log_that_has_the_reason(tmp_path: Path) -> None:
-    """Some programs write errors to their stdout."""
-    run = RunDirectory(tmp_path / "run")
-    run.attempt_logs(0).mkdir(parents=True)
-    out, err = (run.attempt_logs(0) / f"rank-1.{kind}" for kind in ("out", "err"))
-    out.write_text("Error: no such data set: mnits\n")
-    err.write_text("\n")
-    failure = RankEnd(1, "n1", "exited", 1.0, error="exit code 3")
-    box = failure_box(run, 0, FirstFailure(failure), 2.0)
-    assert f"log: {out}" in box and "Error: no such data set: mnits" in box
-    err.write_text("Traceback: here\n")
-    assert f"log: {err}" in failure_box(run, 0, FirstFailure(failure), 2.0)

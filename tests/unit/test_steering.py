@@ -6,9 +6,7 @@ import json
 import os
 import queue
 import re
-import shlex
 import socket
-import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,17 +16,17 @@ from typing import Any
 import pytest
 
 from clusterddp import protocol
-from clusterddp.cli import requeue, status
+from clusterddp.cli import requeue
 from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.events import BY_SLURM
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.claims import Address, read_address, write_address
+from clusterddp.rundir.claims import Address, write_address
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import requests
-from clusterddp.runs.client import ask, relay
+from clusterddp.runs.client import ask
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.attempt import Attempt
@@ -86,17 +84,6 @@ def test_a_request_without_the_token_is_no_request(server: Server) -> None:
     assert server.requests.empty()
 
 
-def test_a_user_who_does_not_wait_for_the_answer_is_forgotten(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
-        connection.sendall(json.dumps({"token": TOKEN, "request": "save"}).encode() + b"\n")
-        number, _, _ = server.requests.get(timeout=10)
-    wait_until(lambda: not server.server._clients, "the connection to be dropped")
-    server.server.answer(number, {"checkpoint": 7}, last=True)
-    heard = server.ask()
-    server.server.answer(server.requests.get(timeout=10)[0], {"checkpoint": 8}, last=True)
-    assert heard.get(timeout=10) == [{"checkpoint": 8}]
-
-
 def test_too_many_requests_at_a_time_are_refused(server: Server) -> None:
     waiting = [server.ask() for _ in range(16)]
     taken = [server.requests.get(timeout=10)[0] for _ in waiting]
@@ -115,13 +102,6 @@ def test_a_supervisor_that_exits_ends_the_wait(monkeypatch: pytest.MonkeyPatch) 
     server.requests.get(timeout=10)
     threading.Thread(target=server.server.close, daemon=True).start()
     assert heard.get(timeout=10) == []
-
-
-def test_the_address_is_for_the_runs_owner_alone(run: RunDirectory) -> None:
-    number = run.create_attempt()
-    write_address(run, number, Address("n1", 20001, TOKEN, "41"))
-    assert read_address(run, number) == Address("n1", 20001, TOKEN, "41")
-    assert stat.S_IMODE(run.control_file(number).stat().st_mode) == 0o600
 
 
 # ---- a supervisor with stub ranks
@@ -281,60 +261,6 @@ def test_a_stop_is_answered_once_the_attempt_has_ended(
     check_history(run.events(), complete=False)
 
 
-def test_a_profile_is_ordered_of_some_ranks_and_its_files_are_named(
-    run: RunDirectory, supervised: Callable[[int], StubRanks], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A rank without a run, and one that has a reason, say so."""
-    ranks = supervised(3)
-    wait_until(lambda: len(ranks.channels) == 3, "all ranks to join")
-
-    def begin(rank: int, request: str, steps: int) -> str | None:
-        if rank == 2:
-            return "why not"
-        file = f"profiles/attempt-0/rank-{rank}-step-7.pt.trace.json.gz"
-        threading.Timer(
-            0.1, lambda: ranks.channels[rank].send("profiled", request=request, step=7, steps=steps, file=file)
-        ).start()
-        return None
-
-    def obey_profile(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
-        channel.run = None if rank == 1 else taking(profile=partial(begin, rank))
-        obey(channel, order, {})
-
-    ranks._obey = obey_profile  # type: ignore[method-assign]
-    assert command(["tell", str(run), "profile=3", "--rank", "0"]) == 0
-    shown = capsys.readouterr()
-    trace = run.path / "profiles/attempt-0/rank-0-step-7.pt.trace.json.gz"
-    assert shown.out.endswith(f"rank 0, steps 7 to 9: {trace}\n")
-    assert "run: rank 0 will record 3 steps from the next step boundary on\n" in shown.err
-    assert "Open a trace at https://ui.perfetto.dev" in shown.err
-    assert command(["tell", str(run), "profile", "--rank", "0-2"]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
-    assert lines[0].startswith("rank 0, steps 7 to 26: ")
-    assert lines[1:] == [
-        "rank 1 recorded no profile: the script has not called ctx.run() yet",
-        "rank 2 recorded no profile: why not",
-    ]
-
-
-def test_a_rank_that_exits_without_its_profile_is_named(
-    run: RunDirectory, supervised: Callable[[int], StubRanks], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The history may have it nevertheless: ranks report it after the record of their end."""
-    ranks = supervised(1)
-
-    def store_and_exit(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
-        request = order["profile"].split()[0]
-        channel.send("will_profile", request=request)
-        channel.send("left", rank=rank, host="n1", end="done", used_clusterddp=True)
-        ranks.exited.set()
-        wait_until(lambda: run.outcome() is not None or channel._closed, "the ranks to be seen as exited")
-
-    ranks._obey = store_and_exit  # type: ignore[method-assign]
-    assert command(["tell", str(run), "profile=3"]) == 1
-    assert capsys.readouterr().out.endswith("\nrank 0 recorded no profile: it has exited\n")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -409,15 +335,6 @@ def test_a_run_that_takes_no_orders_says_why(
     for order in (["stacks"], ["tell", "stop"]):
         with pytest.raises(RunDirectoryError, match=words):
             command([order[0], str(run), *order[1:]])
-
-
-def test_a_command_in_a_message_can_be_copied_also_for_a_path_with_blanks(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    moved = RunDirectory(run.path.rename(run.path.with_name("it's my run")))
-    assert command(["status", str(moved)]) == 0
-    line = capsys.readouterr().out.partition("Continue with: ")[2].partition("\n")[0]
-    assert shlex.split(line) == ["clusterddp", "submit", "--run-dir", str(moved)]
 
 
 def test_requeue_of_a_failed_run_says_how_to_continue_it(run: RunDirectory) -> None:
@@ -511,15 +428,6 @@ def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
 # ---- how
 
 
-def test_status_says_why_a_node_is_excluded() -> None:
-    requested = {"time": 1.0, "attempt": 0, "event": "requested", "request": "requeue", "nodes": ["n3"]}
-    failed = {"time": 1.0, "attempt": 0, "event": "excluded", "nodes": ["n1"], "failures": [2]}
-    assert status._excluded([requested, failed], 2.0) == [
-        ("excluded", "n1: failed this run repeatedly"),
-        ("excluded", "n3: by `clusterddp requeue --exclude`"),
-    ]
-
-
 def in_a_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, port: int, folder: Path, srun: str) -> None:
     """Attempt 0 trains as job 41, at an address that cannot be reached from here; ``srun`` is a script."""
     lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
@@ -554,17 +462,6 @@ def test_where_neither_way_works_both_reasons_are_given(
     in_a_job(run, monkeypatch, server.server.port, tmp_path, "echo 'srun: error: Job is completing' >&2; exit 1")
     with pytest.raises(RunDirectoryError, match=r"refused\), and from a step of job 41 \(srun: .* completing"):
         requests.request(run, "save")
-
-
-def test_a_step_that_finds_no_supervisor_says_so(run: RunDirectory) -> None:
-    """In the place of a traceback, which the command quotes."""
-    run.create_attempt()
-    with pytest.raises(RunDirectoryError, match="attempt 0 of .* has no supervisor that accepts requests"):
-        relay(str(run), 0, "save", "{}")
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        write_address(run, 0, Address("n1", closed.getsockname()[1], TOKEN))
-    with pytest.raises(RunDirectoryError, match=r"no answer at port \d+ of this node: Connection refused"):
-        relay(str(run), 0, "save", "{}")
 
 
 def test_an_unreachable_controller_does_not_keep_a_request_from_the_supervisor(

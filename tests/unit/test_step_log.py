@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,16 +61,3 @@ def test_a_number_that_starts_over_is_told_once_and_left_out(tmp_path: Path, cap
     assert followed.prints("Epoch: [1][30/100]\nEpoch: [1][95/100]\n") == [89, 94]
     said = capfd.readouterr().err
     assert said.count("went back from 90 to 10. Smaller numbers are ignored. Have `steps: {log: ...}` match") == 1
-
-
-@pytest.mark.parametrize(("line", "steps"), [("step x", []), (f"step {'9' * 30}", []), ("step 5", [4])])
-def test_what_is_no_number_is_left_out(tmp_path: Path, line: str, steps: list[Any]) -> None:
-    assert Followed(tmp_path, r"step (\S+)").prints(f"{line}\n") == steps
-
-
-def test_it_is_known_whether_there_was_a_step(tmp_path: Path) -> None:
-    followed = Followed(tmp_path, r"iter (\d+)")
-    followed.prints("step 5\n")
-    assert not followed.found()
-    followed.prints("iter 0\n")
-    assert followed.found()

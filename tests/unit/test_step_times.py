@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -17,7 +16,7 @@ from clusterddp.distributed import torch_patches
 from clusterddp.distributed.buffers import Buffers
 from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.training import timing
-from clusterddp.training.timing import BATCH, MOST_PENDING, SAMPLE_STEPS, SAMPLES, HostClock, StepTimes, StreamClock
+from clusterddp.training.timing import BATCH, MOST_PENDING, SAMPLE_STEPS, SAMPLES, StepTimes, StreamClock
 
 
 class Stream:
@@ -148,37 +147,6 @@ def test_what_ddp_broadcasts_is_a_wait_in_the_forward_and_elsewhere(monkeypatch:
         del model, copied, module, parts, times
     finally:
         dist.destroy_process_group()
-
-
-def test_a_rank_alone_waits_for_nobody_and_others_only_know_what_ddp_reduced() -> None:
-    clock = Stream()
-    alone, several = StepTimes([], clock, alone=True), StepTimes([], clock)
-    for times in (alone, several):
-        make(times, clock, 1.0, 1.0)
-        make(times, clock, 1.0, 2.0)
-        times.leave()
-    assert told(alone) == [1, 1.0, 2.0, 0.0, 0.0]
-    assert told(several) == [1, 1.0, None, None, 0.0]
-
-
-def test_a_step_that_is_cut_by_a_stop_or_an_exception_does_not_count() -> None:
-    clock = Stream()
-    times = StepTimes([], clock)
-    make(times, clock, 1.0, 1.0)
-    times.ask()
-    times.begin()
-
-    def fail() -> None:
-        raise RuntimeError
-
-    with contextlib.suppress(RuntimeError):
-        backward(times, fail)
-    times.leave()
-    times.leave()
-    times.end()
-    make(times, clock, 1.0, 1.0)
-    times.leave()
-    assert told(times)[0] == 1
 
 
 def test_the_pace_is_the_median_of_means_of_data_and_own_work() -> None:
@@ -360,44 +328,6 @@ def test_no_event_is_recorded_while_a_graph_is_captured(gpu: Gpu) -> None:
     gpu.work_off("the usual")
     times.leave()
     assert told(times) == [1, 1.5, 1.5, 0.0, 1.5]
-
-
-def test_a_mark_on_another_stream_that_is_not_passed_yet_raises_nothing(gpu: Gpu) -> None:
-    """A script may evaluate on a stream of its own, which the usual one never waits for."""
-    times = timing.step_times([], torch.device("cuda:1"), world_size=1)
-    gpu_step(times)
-    times.ask()
-    times.begin()
-    gpu.stream = "for evaluations"
-    with times.aside():
-        gpu.stream = "the usual"
-    times.end()
-    times.ask()
-    gpu.work_off("the usual")
-    times.leave()
-    assert told(times)[0] == 0
-    gpu.work_off("for evaluations")
-    times.leave()
-    assert told(times)[0] == 1
-
-
-def test_an_error_of_cuda_does_not_hide_the_scripts_own(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call fails after it, also those at the end of the process."""
-    times = timing.step_times([], torch.device("cuda:1"), world_size=1)
-    gpu_step(times)
-    times.ask()
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    for name in ("record", "query", "elapsed_time"):
-        monkeypatch.setattr(Event, name, fail)
-    times.close()
-    assert told(times)[0] == 0
-
-
-def test_the_hosts_clock_is_the_steps_clock_on_a_cpu() -> None:
-    assert isinstance(timing.step_times([], torch.device("cpu"), 2)._clock, HostClock)
 
 
 def test_a_loop_of_which_only_the_boundaries_are_known_is_timed_between_them() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.store import Checkpoints, lineage
-from clusterddp.errors import CheckpointError, Superseded
+from clusterddp.errors import Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import save
@@ -110,16 +110,6 @@ def test_a_temporarily_unreadable_checkpoint_is_not_skipped(
     assert newest.read().facts["step"] == "2" and not errors
 
 
-def test_the_remains_of_an_attempt_killed_in_its_first_save_are_removed(directory: RunDirectory) -> None:
-    """It is in no lineage; and what a newer attempt writes is not touched."""
-    attempt(directory)
-    left, newer = (directory.checkpoints / f".step-000000000002.attempt-{n}.safetensors.0f.tmp" for n in (0, 9))
-    for path in (left, newer):
-        path.write_bytes(b"half")
-    save(directory, attempt(directory), 3, CONTENT)
-    assert not left.exists() and newer.exists()
-
-
 def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_counts(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -171,34 +161,3 @@ def test_the_lineage_excludes_what_was_written_after_the_run_continued_elsewhere
     fourth = Checkpoints(directory, directory.create_attempt(), Keep())
     assert list(lineage(directory, 4)) == [(3, float("inf")), (1, 20), (0, 10)]
     assert [(one.attempt, one.step) for one in fourth.candidates()] == [(1, 20), (0, 10)]
-
-
-def test_deleting_stays_within_the_lineage(directory: RunDirectory) -> None:
-    first = attempt(directory)
-    save(directory, first, 10, CONTENT)
-    second = attempt(directory, (0, 10))
-    save(directory, first, 15, CONTENT, fenced=False)
-    save(directory, second, 20, CONTENT, keep=Keep(1))
-    assert steps(directory) == [15, 20]
-
-
-def test_a_file_under_another_steps_name_is_not_that_step(directory: RunDirectory) -> None:
-    """Someone put a copy there by hand."""
-    checkpoint = save(directory, attempt(directory), 1, CONTENT)
-    checkpoint.path.rename(checkpoint.path.with_name("step-000000000009.attempt-0.safetensors"))
-    (found,) = Checkpoints(directory, 0, Keep()).candidates()
-    with pytest.raises(CheckpointError, match="was renamed. It has the state after step 1"):
-        found.read()
-
-
-@pytest.mark.parametrize("name", ["step-000000000007.attempt-0.pt", "step-000000000007.attempt-0.safetensors"])
-def test_a_file_of_another_format_is_an_error_that_says_so(directory: RunDirectory, name: Any) -> None:
-    """A run of an older version must not restart from step 0 because its checkpoints have another name."""
-    attempt(directory)
-    (directory.checkpoints / name).write_bytes(b"PK\x03\x04 something else")
-    (found,) = Checkpoints(directory, 0, Keep()).candidates()
-    with pytest.raises(
-        CheckpointError,
-        match="has format 1, which this version cannot read|is damaged: truncated, or not a checkpoint",
-    ):
-        found.read()

@@ -72,13 +72,6 @@ def test_small_differences_are_no_news(tmp_path: Path, slow: dict[int, tuple[str
     assert found.sentence() == ""
 
 
-def test_many_slow_ranks_are_counted_and_the_slowest_come_first(tmp_path: Path) -> None:
-    slow = {rank: ("own_s", 2.0 + rank) for rank in range(5)}
-    found = scored(tmp_path, [f"n{rank}" for rank in range(8)], slow=slow)
-    assert found.sentence().startswith("n4: 5.9 times") or found.sentence().startswith("n4: 6.0 times")
-    assert found.sentence().endswith(". 2 others")
-
-
 def test_only_the_newest_attempt_counts_and_unknown_work_has_no_score(tmp_path: Path) -> None:
     simulated(tmp_path, slow={3: OWN})
     timed = simulated(tmp_path, attempt=1, begin=BEGAN + 1000.0)
@@ -89,13 +82,6 @@ def test_only_the_newest_attempt_counts_and_unknown_work_has_no_score(tmp_path: 
     unknown = [replace(one, seconds={**one.seconds, "own_s": (None,) * 6}) for one in timed]
     assert scores(unknown) is scores([]) is None
     assert list(waits(unknown)) == []
-
-
-def test_a_rank_alone_is_compared_with_itself(tmp_path: Path) -> None:
-    found = scored(tmp_path, ["n1"], slow={0: OWN}, after=100.0)
-    (one,) = found.ranks
-    assert one.relative is None and one.slow
-    assert found.sentence() == "rank 0 (n1): 2.0 times as long per step as when it was fastest, in compute"
 
 
 def test_the_others_wait_for_the_share_of_a_step_that_a_straggler_takes_longer(tmp_path: Path) -> None:

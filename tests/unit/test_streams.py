@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import tarfile
-import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,11 +113,6 @@ def test_sizes_in_pax_records_and_of_8_gib_are_read() -> None:
         assert found.name == "large.bin" and found.stop - found.data == entry.size and found.data == len(start)
 
 
-def test_decode_gets_the_files_of_a_sample(tars: Path) -> None:
-    data = streams.TarShards(tars / "train-*.tar", lambda sample: len(sample["txt"]))
-    assert data[1] == 2 * len("txt of 1")
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -160,32 +154,6 @@ def test_lines_are_parsed_and_empty_ones_left_out(tmp_path: Path, monkeypatch: p
     assert streams.JsonLines(tmp_path / "*.jsonl", decode=len)[0] == 8
 
 
-def test_an_index_of_many_lines_is_built_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows have 16 MB."""
-    monkeypatch.setattr(shard_formats, "_CHUNK", 1 << 16)
-    for shard in "ab":
-        (tmp_path / f"{shard}.jsonl").write_bytes(b"1\n" * 500_000)
-    tracemalloc.start()
-    try:
-        assert len(streams.JsonLines(tmp_path / "*.jsonl")) == 10**6
-        assert tracemalloc.get_traced_memory()[1] < 12 << 20
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"n": 0}\n{"n": \n')
-    data = streams.JsonLines(tmp_path / "a.jsonl")
-    with pytest.raises(ValueError, match=r"a\.jsonl, line at byte 9: Expecting value"):
-        data[1]
-
-
-def test_compressed_lines_are_refused_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
-    with pytest.raises(ValueError, match=r"is compressed \(gzip\), and can only be read from its start. Unpack it"):
-        streams.JsonLines(tmp_path / "*.gz")
-
-
 # --- tokens
 
 
@@ -220,13 +188,6 @@ def test_wrong_tokens_are_refused(tmp_path: Path, options: Any, message: str) ->
 # --- files
 
 
-def test_files_are_sorted_and_each_is_taken_once(tars: Path) -> None:
-    given: list[Any] = [tars / "train-2.tar", str(tars / "train-*.tar"), tars / "train-0.tar"]
-    assert [Path(path).name for path in streams.TarShards(given).shards] == [
-        f"train-{number}.tar" for number in range(3)
-    ]
-
-
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -239,13 +200,6 @@ def test_files_are_sorted_and_each_is_taken_once(tars: Path) -> None:
 def test_what_is_no_file_is_refused(given: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         streams.TarShards(given)
-
-
-def test_a_shard_that_becomes_shorter_is_an_error_and_no_crash(tars: Path) -> None:
-    data = streams.TarShards(tars / "train-*.tar")
-    os.truncate(tars / "train-2.tar", 1000)
-    with pytest.raises(ValueError, match=r"train-2\.tar is too short for the sample at byte"):
-        data[6]
 
 
 def test_more_shards_than_a_process_keeps_open_are_read(tmp_path: Path) -> None:
@@ -289,26 +243,6 @@ def test_the_index_is_built_once_and_then_only_for_shards_that_changed(
     (tars / "train-0.tar").unlink()
     assert len(streams.TarShards(pattern)) == 7 and len(scanned) == 5
     assert len(indexes(tars)) == 1
-
-
-def test_a_shard_with_another_time_of_modification_is_read_again(tars: Path, scanned: list[str]) -> None:
-    """Its size may be the same."""
-    streams.TarShards(tars / "train-*.tar")
-    os.utime(tars / "train-0.tar", ns=(1, 1))
-    streams.TarShards(tars / "train-*.tar")
-    assert scanned[3:] == ["train-0.tar"]
-
-
-@pytest.mark.parametrize("damage", ["shorter", "longer", "empty", "description"])
-def test_a_damaged_index_is_built_again(tars: Path, scanned: list[str], damage: str) -> None:
-    whole = list(map(streams.TarShards(tars / "train-*.tar").__getitem__, range(7)))
-    (path,) = indexes(tars)
-    data = path.read_bytes()
-    at = data.index(b"train-0")
-    ruined = {"shorter": data[16:], "longer": bytes(16) + data, "empty": b""}
-    path.write_bytes(ruined.get(damage, data[:at] + b"X" + data[at + 1 :]))
-    assert list(map(streams.TarShards(tars / "train-*.tar").__getitem__, range(7))) == whole
-    assert len(scanned) == 6 and path.read_bytes() == data
 
 
 def test_each_dataset_has_its_own_index_beside_the_data_or_in_a_folder(tars: Path, tmp_path_factory: Any) -> None:
@@ -381,20 +315,6 @@ def test_by_shard_reads_a_window_of_neighbours_and_shuffles_the_shards() -> None
     for start in range(0, 5000, 50):
         assert len(set(shards[start : start + 50])) <= 3
     assert sum(abs(one - two) == 1 for one, two in itertools.pairwise(epoch)) < 500, "not shuffled"
-
-
-def test_a_seek_in_many_shards_is_the_same_as_reading_on() -> None:
-    lengths = np.full(10_000, 10_000)
-    bound = orders.by_shard().bind(Binding(SimpleNamespace(shard_lengths=lengths), 10**8, 3, 8))
-    near = bound.samples(10**8 - 5, 10**8 + 5)
-    assert [sample[0] for sample in near] == [0] * 5 + [1] * 5
-    assert near[3:] == bound.samples(10**8 - 2, 10**8 + 5)
-
-
-@pytest.mark.parametrize(("window", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
-def test_a_window_is_a_number_of_samples(window: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="expected a number of samples"):
-        orders.by_shard(window=window)
 
 
 def test_by_shard_needs_shards() -> None:

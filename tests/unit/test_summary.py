@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.rundir.run_directory import SWEEP_FILE
 from clusterddp.rundir.summary import summarize
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps, write_lines
 
@@ -44,26 +43,6 @@ def test_lines_of_steps_that_are_repeated_do_not_count(tmp_path: Path) -> None:
     assert (found.step, found.metrics["step"]) == (100, 99)
 
 
-def test_a_long_pause_does_not_change_the_speed(tmp_path: Path) -> None:
-    """An evaluation of an hour, in the middle of the newest steps."""
-    lines = steps(range(120), pace_s=2.0)
-    for line in lines[90:]:
-        line["time"] += 3600
-    found = summarize(recorded_run(tmp_path / "net-0", HISTORY[:4], metrics=lines))
-    assert found.seconds_per_step == pytest.approx(2.0)
-
-
-def test_the_ends_of_a_long_history_are_enough(tmp_path: Path) -> None:
-    """The number of steps is at its beginning, the newest attempt at its end; the number of attempts follows."""
-    saves = [event("checkpoint", 0, step=step, blocked_s=0.1, durable_s=0.2, bytes=9) for step in range(4000)]
-    history = [*HISTORY[:4], *saves, *HISTORY[5:]]
-    run = recorded_run(tmp_path / "net-0", history)
-    assert run.events_file.stat().st_size > 10 * (1 << 15)
-    found = summarize(run)
-    assert (found.steps, found.attempts, found.ends) == (500, 2, ("preempted",))
-    assert found.saved is not None and found.saved["step"] == 3999
-
-
 def test_a_metric_that_few_steps_log_is_found_in_earlier_lines(tmp_path: Path) -> None:
     """If it is asked for. What the script logs after its last step counts, too."""
     lines = steps(range(300), loss=0.5)
@@ -75,14 +54,6 @@ def test_a_metric_that_few_steps_log_is_found_in_earlier_lines(tmp_path: Path) -
     assert found["accuracy"] == 0.9 and found["step"] == 299 and math.isnan(found["nan"]) and "never" not in found
     write_lines(run.events_file, [{**event("result", step=300, rank=0, test=0.8), "time": BEGAN + 1e6}])
     assert summarize(run).metrics["test"] == 0.8
-
-
-def test_a_run_without_any_record_is_one_that_has_not_started(tmp_path: Path) -> None:
-    """Submitted, and waiting for its first start: the time is that of its job definition."""
-    run = recorded_run(tmp_path / "net-0", submitted=of_job("7"))
-    found = summarize(run)
-    assert (found.step, found.steps, found.attempts, found.job_id, found.begun) == (None, None, 0, "7", False)
-    assert found.started == found.updated == run.job_file.stat().st_mtime
 
 
 def test_the_jobs_that_may_train_a_run_are_named_the_newest_first(tmp_path: Path) -> None:
@@ -104,11 +75,3 @@ def test_a_damaged_record_is_reported_and_nothing_else_is_lost(tmp_path: Path) -
     assert found.attempts == 2
     run.events_file.write_bytes(b'\0\0{"event": "started"}\n[]\n{"time": 1, "attempt": 0, "event": "started"}\ntorn')
     assert summarize(run).attempts == 1
-
-
-def test_a_member_of_a_sweep_has_its_name(tmp_path: Path) -> None:
-    """Its folder's name alone says only the values."""
-    run = recorded_run(tmp_path / "lr" / "lr=0.1")
-    assert (summarize(run).name, summarize(run).sweep) == ("lr=0.1", None)
-    (tmp_path / "lr" / SWEEP_FILE).touch()
-    assert (summarize(run).name, summarize(run).sweep) == ("lr/lr=0.1", "lr")

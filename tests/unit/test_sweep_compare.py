@@ -13,7 +13,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
-from clusterddp.runs.sweep_comparison import best, common_steps, compare, metric_of
+from clusterddp.runs.sweep_comparison import best, common_steps, compare
 from clusterddp.runs.sweep_folder import Record, SweepFolder
 from clusterddp.slurm.run_states import RunState
 
@@ -64,29 +64,6 @@ def test_metrics_are_those_after_the_steps_that_all_members_under_way_have_done(
     assert compared.sentence == "Metrics after 12 steps, which all members in progress have reached"
 
 
-def test_without_a_member_under_way_each_has_its_newest_metrics(members: list[tuple[Summary, RunState]]) -> None:
-    ended = [(summary, RunState("completed", "")) for summary, _ in members]
-    compared = compare(ended, ["loss"])
-    assert compared is not None and compared.steps is None and compared.members == ended
-
-
-def test_the_values_of_each_key_are_found_by_member(members: list[tuple[Summary, RunState]]) -> None:
-    compared = compare(members, [])
-    assert compared is not None
-    by_name = {key: {path.name: value for path, value in values.items()} for key, values in compared.values.items()}
-    assert by_name["lr="] == {name: name[3] for name in STEPS} and by_name["seed="] == {
-        name: name[-1] for name in STEPS
-    }
-
-
-def test_runs_that_are_not_of_one_sweep_are_not_compared(
-    members: list[tuple[Summary, RunState]], tmp_path: Path
-) -> None:
-    other = Summary(RunDirectory(tmp_path / "other"), "other")
-    assert compare([*members, (other, RunState("running", ""))], []) is None
-    assert compare([], []) is None
-
-
 def test_the_best_member_is_named_at_equal_steps(members: list[tuple[Summary, RunState]]) -> None:
     """The one that has trained for longer has no advantage; one that failed does not win."""
     compared = compare(members, ["loss", "accuracy"])
@@ -100,21 +77,6 @@ def test_the_best_member_is_named_at_equal_steps(members: list[tuple[Summary, Ru
         best(members, "f1")
     with pytest.raises(UsageError, match="expected the name of a metric"):
         best(members, "f1 maximum")
-
-
-@pytest.mark.parametrize(
-    ("text", "smallest"),
-    [
-        ("val_loss", True),
-        ("trainloss", True),
-        ("eval/ppl", True),
-        ("accuracy", False),
-        ("power", False),
-        ("f1 min", True),
-    ],
-)
-def test_of_a_loss_the_smallest_value_is_best(text: str, smallest: bool) -> None:
-    assert metric_of(text)[1] is smallest
 
 
 def listed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[list[str]], str]:

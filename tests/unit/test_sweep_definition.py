@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,14 +11,13 @@ from clusterddp.errors import JobDefinitionError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values
 from clusterddp.jobdef.yaml12 import node_of
-from clusterddp.runs.sweep_folder import Record, SweepFolder, default_name, read_record
+from clusterddp.runs.sweep_folder import Record, SweepFolder, read_record
 from clusterddp.runs.sweep_members import (
     LONGEST_NAME,
     jobs_of,
     member_name,
     named,
     of_options,
-    of_python,
     read_definition,
 )
 from clusterddp.runs.sweep_submission import check_marks
@@ -79,17 +77,6 @@ def test_options_give_the_same_members() -> None:
         of_options(["lr=1", "lr=2"])
 
 
-def test_python_values_stay_what_they_are() -> None:
-    grid: dict[str, list[Any]] = {"lr": [1e-3], "sizes": [(64, 64), (8,)]}
-    assert of_python(grid) == [
-        {"lr": 1e-3, "sizes": (64, 64)},
-        {"lr": 1e-3, "sizes": (8,)},
-    ]
-    assert of_python([{"lr": 1}, {"lr": 2}]) == [{"lr": 1}, {"lr": 2}]
-    with pytest.raises(UsageError, match="this sweep has no members"):
-        of_python({})
-
-
 def test_names_are_safe_bounded_and_different() -> None:
     """A name that had to be changed ends in a hash of the values."""
     assert member_name({"data": "a/b"}) != member_name({"data": "a b"})
@@ -104,11 +91,6 @@ def test_different_members_of_one_name_are_refused() -> None:
     with pytest.raises(JobDefinitionError, match="two members would have the name 'a=1,b=2'"):
         named(members)
     assert len(named([members[1], members[1]])) == 1
-
-
-def test_keys_that_end_alike_are_named_in_full() -> None:
-    (name,) = named(of_options(["args.seed=1", "seed=2"]))
-    assert name == "args.seed=1,seed=2"
 
 
 def test_values_go_to_the_script_or_into_the_job() -> None:
@@ -152,11 +134,6 @@ def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert found is not None and "secret-value" not in folder.record_file.read_text()
     assert (found.members, found.left) == (members, {"lr=1": {"args.lr": "1"}})
     assert found.job == Job(name="train", script="/t.py", env={"HF_TOKEN": "***", "A": "null"}, setup=("a: b", "'"))
-
-
-def test_the_default_folder_depends_on_the_keys_alone() -> None:
-    """So that the same command finds it again, and more values extend it."""
-    assert default_name(BASE, ["args.lr", "seed"]) == "train-by-args.lr-seed"
 
 
 def test_members_may_not_share_the_file_that_shows_that_they_are_done() -> None:

@@ -140,17 +140,6 @@ def test_nothing_is_submitted_twice(slurm: Slurm) -> None:
     assert len(slurm.scripts) == 1
 
 
-def test_a_value_that_is_given_twice_makes_one_member(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
-    """And the command says so: it may be a typo."""
-    assert sweep("seed=1,2,1") == 0
-    assert submitted(slurm) == [["seed=1", "seed=2"]]
-    said = capsys.readouterr().err
-    assert "1 combination given more than once. Each runs once" in said
-    assert "seed is a key of the job definition. To set the script's own --seed, write args.seed" in said
-    assert sweep("seed=1,2") == 0
-    assert "is a key of the job definition" not in capsys.readouterr().err
-
-
 def test_more_values_extend_it_and_removed_ones_are_left_as_they_are(
     slurm: Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,30 +192,12 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
     )
 
 
-def test_a_member_whose_job_is_just_ending_is_not_retried_yet(slurm: Slurm) -> None:
-    """Two jobs must not train one run."""
-    sweep("seed=0..1")
-    end(member(0), "failed")
-    slurm.tasks["41_0"] = "COMPLETING"
-    sweep("seed=0..1", "--retry", "failed")
-    assert len(slurm.scripts) == 1
-
-
 def test_arrays_are_split_evenly_above_the_largest_size(slurm: Slurm) -> None:
     """All together may run as many as one would."""
     slurm.max_array = 10
     sweep("seed=0..23", "--max-running", "7")
     assert [len(names) for names in submitted(slurm)] == [8, 8, 8]
     assert sum(int(re.findall(r"--array=0-7%(\d+)", text)[0]) for text in slurm.texts.values()) == 7
-
-
-def test_members_that_request_other_resources_are_in_another_array(slurm: Slurm) -> None:
-    sweep("seed=0..1", "--sweep", "gpus_per_node=1,2")
-    assert submitted(slurm) == [
-        ["seed=0,gpus_per_node=1", "seed=1,gpus_per_node=1"],
-        ["seed=0,gpus_per_node=2", "seed=1,gpus_per_node=2"],
-    ]
-    assert "--ntasks-per-node=2" in slurm.texts["42"]
 
 
 def test_at_the_submit_limit_as_many_as_possible_are_submitted(
@@ -273,20 +244,6 @@ def test_an_array_that_was_submitted_but_not_recorded_is_found(slurm: Slurm, mon
     assert sweep("seed=0..3") == 0
     assert [entry["job"] for entry in holders(member(1))] == ["41_1"]
     assert submitted(slurm) == [["seed=0", "seed=1", "seed=2"], ["seed=3"]]
-
-
-def test_an_array_that_was_not_submitted_is_made_again(slurm: Slurm) -> None:
-    """The command was killed before sbatch."""
-
-    def killed() -> None:
-        raise KeyboardInterrupt
-
-    slurm.on_sbatch = killed
-    with pytest.raises(KeyboardInterrupt):
-        sweep("seed=0..2")
-    slurm.on_sbatch = lambda: None
-    assert sweep("seed=0..2") == 0
-    assert submitted(slurm) == [["seed=0", "seed=1", "seed=2"]]
 
 
 def test_without_an_answer_nothing_is_undone_and_nothing_submitted(slurm: Slurm) -> None:

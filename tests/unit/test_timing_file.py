@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.timing import PARTS, TimingFile, TimingLines, interval_s, read_timings
+from clusterddp.rundir.timing import TimingFile, TimingLines, read_timings
 from tests.timings import BEGAN, timing_lines, write_timings
 
 HOSTS = ["n1", "n1", "n2", "n2"]
@@ -50,14 +50,6 @@ def test_while_no_step_ends_an_interval_is_not_due_with_each_heartbeat(run: RunD
     assert not timing.due(16.0)
 
 
-def test_an_attempt_that_ends_before_its_first_step_leaves_nothing(run: RunDirectory) -> None:
-    timing = TimingLines(0, 1, began=0.0)
-    timing.update(0, {"timing": [0, 0.0, None, None, 0.0]}, 5.0)
-    assert not timing.due(1e9)
-    assert timing.interval(20.0, ["n1"]) == []
-    assert read_timings(run).intervals == ()
-
-
 @pytest.mark.parametrize(
     "beat",
     [
@@ -71,20 +63,6 @@ def test_an_attempt_that_ends_before_its_first_step_leaves_nothing(run: RunDirec
 def test_a_malformed_heartbeat_is_refused(beat: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="is "):
         TimingLines(0, 2, began=0.0).update(0, beat, 1.0)
-
-
-def test_the_file_of_a_week_with_many_attempts_stays_small() -> None:
-    """64 ranks and 50 attempts: 3 MB. The intervals of 4,096 ranks are longer."""
-    now, week, lines = 0.0, 7 * 86400.0, 0
-    while now < week:
-        now += interval_s(now, 64)
-        lines += 1
-    hosts = [f"node{rank // 8:03}" for rank in range(64)]
-    simulated = timing_lines(hosts, 90_000.0, beat_s=900.0)
-    interval = len(json.dumps(simulated[-1]))
-    begins = len(json.dumps(simulated[0]))
-    assert lines * interval + 50 * (begins + interval) < 3e6
-    assert week / PARTS == interval_s(week, 64) < interval_s(week, 4096)
 
 
 def test_torn_foreign_and_unknown_lines_are_skipped(run: RunDirectory) -> None:

@@ -16,12 +16,11 @@ import pytest
 from clusterddp.errors import RunDirectoryError, Superseded, UsageError
 from clusterddp.jobdef.job import Job, Mlflow, Wandb, check_packages
 from clusterddp.rundir.files import append_line, write_json
-from clusterddp.rundir.records import counts
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers import sent
 from clusterddp.trackers.__main__ import main as send_rest
 from clusterddp.trackers.follower import Follower
-from clusterddp.trackers.sent import Lines, Sent, config, overview, read_sent, wanted, write_sent
+from clusterddp.trackers.sent import Sent, config, overview, read_sent, wanted, write_sent
 from clusterddp.training import tracking
 from clusterddp.training.tracking import Tracking
 from tests import packages, tracker_files
@@ -100,29 +99,6 @@ def test_lines_of_earlier_attempts_count_up_to_where_a_later_one_resumed(run: Ru
     assert tracker.steps == list(range(8))
 
 
-def test_a_line_that_is_being_written_is_read_once_it_is_complete(run: RunDirectory) -> None:
-    """And the file may be replaced by a copy, as after a failed fsync."""
-    found = Lines(run.metrics_file, counts({}), 0)
-    assert list(found.below(9)) == []
-    text = '{"step": 0, "attempt": 0, "loss": "NaN"}\n{"step": 1, "attempt": 0}\n'
-    run.metrics_file.write_text(text[:-9])
-    (line,) = found.below(9)
-    assert line["loss"] != line["loss"]
-    copy = run.metrics_file.with_name("copy")
-    copy.write_text(text)
-    copy.replace(run.metrics_file)
-    assert [line["step"] for line in found.below(9)] == [1]
-
-
-def test_a_long_file_is_read_in_blocks(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which end within lines."""
-    monkeypatch.setattr(sent, "BLOCK", 150)
-    number = attempt(run, 0, *range(100))
-    found = Lines(run.metrics_file, counts({number: 0}), 7)
-    assert [line["step"] for line in found.below(50)] == list(range(7, 50))
-    assert [line["step"] for line in found.below(99)] == list(range(50, 99))
-
-
 def test_a_superseded_attempt_sends_nothing_more(run: RunDirectory) -> None:
     """On a node that was cut off, while the run goes on elsewhere; nor does it record anything."""
     number = attempt(run, 0, 0, 1)
@@ -136,13 +112,6 @@ def test_a_superseded_attempt_sends_nothing_more(run: RunDirectory) -> None:
         follower.close(clean=True)
     assert tracker.steps == [0]
     assert read_sent(run.wandb) == Sent(1)
-
-
-def test_steps_that_a_later_attempt_repeated_are_lacking() -> None:
-    """Even where the attempt that repeated them recorded nothing: a tracker may have failed in it."""
-    recorded = Sent(step=150, attempt=3)
-    assert recorded.lacks_from({2: 60, 3: 120}) == 150
-    assert recorded.lacks_from({3: 120, 4: 100, 5: 200}) == 100
 
 
 # --- TensorBoard
@@ -205,15 +174,6 @@ def test_a_wandb_folder_that_was_not_closed_is_written_again(run: RunDirectory) 
     packages.require("wandb")
     assert written_to_wandb(run, "written") == []
     assert written_to_wandb(run, "moved") == [[0, 1, 2, 3]]
-
-
-def test_a_wandb_folder_that_was_closed_is_not_written_again(run: RunDirectory) -> None:
-    """Even if the process was killed before it could move it: the next one does."""
-    packages.require("wandb")
-    assert written_to_wandb(run, "closed") == []
-    number = attempt(run, 0)
-    assert read_sent(run.wandb) == replace(read_sent(run.wandb) or Sent(), step=4, attempt=number, mode="offline")
-    assert written_to_wandb(run, "written") == [[0, 1, 2, 3]]
 
 
 # --- MLflow
@@ -292,19 +252,6 @@ def test_a_tracker_that_hangs_is_killed_in_time(run: RunDirectory, monkeypatch: 
     assert begun[0].returncode == -9
 
 
-def test_a_tracker_of_a_complete_run_that_needs_longer_is_in_the_history(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the command that sends the rest, as no attempt follows."""
-    monkeypatch.setattr(tracking, "module_command", lambda _: [sys.executable, "-c", "import time; time.sleep(600)"])
-    events: list[dict[str, Any]] = []
-    rank0 = Tracking(run, Job("digits", tensorboard=True), attempt(run, 0), lambda event, **rest: events.append(rest))
-    rank0.begin(0)
-    rank0.close(0.0, complete=True)
-    then = f"did not take all values in time. To send the rest, run `python -m clusterddp.trackers {run}`"
-    assert events == [{"tracker": "TensorBoard", "problem": then}]
-
-
 def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -322,15 +269,6 @@ def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
         assert tracker_files.scalars(run, "loss") == [(0, 0.0), (1, 0.5), (2, 1.0)]
     assert len(list(run.tensorboard.glob("events.*"))) == 1
     assert capsys.readouterr().err == 2 * "clusterddp: TensorBoard has all steps below 3\n"
-
-
-def test_a_script_without_run_directory_has_no_trackers() -> None:
-    """Nor has a rank other than 0."""
-    none = Tracking(None, Job("digits", tensorboard=True), 0, lambda *_, **__: None)
-    none.begin(0)
-    none.committed(3)
-    none.end(clean=True)
-    none.close(0.0)
 
 
 def test_wandb_and_mlflow_runs_have_the_scripts_options_without_secrets() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,15 +82,6 @@ def test_the_verdict_follows_from_the_ranks_and_the_controller(
 ) -> None:
     """Completed means that every rank exited without being stopped; requeued only as the controller says."""
     assert judge([end(what, rank) for rank, what in enumerate(ends)], exit_code, True, lambda: cause).action is action
-
-
-def test_a_completed_run_does_not_query_the_controller() -> None:
-    """Finished work stays finished, whatever Slurm reports."""
-
-    def ask() -> Cause:
-        raise AssertionError("asked")
-
-    assert judge([end("done")], 0, True, ask).action is Action.COMPLETE
 
 
 def test_exit_0_after_a_notice_is_stopped_not_done_for_a_script_without_clusterddp() -> None:
@@ -241,10 +231,6 @@ def test_sys_exit_with_an_error_restarts_like_an_exception(
         assert verdict.reason == words
 
 
-def test_the_message_of_sys_exit_follows_its_code() -> None:
-    assert replace(EXIT, exit_code=1, error="loss is NaN").words() == "exited with code 1: loss is NaN"
-
-
 LACKING = end("exception", 1, error="DeviceError: needs 8 GPUs on node n1, Slurm gave 7")
 MEMORY = replace(EIO, error="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", step=None)
 
@@ -269,14 +255,6 @@ def test_out_of_memory_before_the_first_step_of_a_later_attempt_passes() -> None
     assert judge([MEMORY], 1, False, lambda: Cause.NONE).action is Action.FAIL
     without_steps = replace(again, steps=None, seconds=1200.0)  # such attempts are never counted as fruitless
     assert judge([MEMORY], 1, False, lambda: Cause.NONE, without_steps).action is Action.FAIL
-
-
-def test_an_exception_is_known_by_its_type_the_scripts_line_and_the_step() -> None:
-    """Lines of libraries do not count; an exception outside of the loop has no step."""
-    assert EIO.raised == "OSError at train.py:12 (main), step 1200"
-    assert replace(EIO, step=None).raised == "OSError at train.py:12 (main)"
-    assert end("died").raised is None
-    assert end("exception", 1, error="KeyboardInterrupt: ").words() == "raised KeyboardInterrupt"
 
 
 def history(*lines: tuple[int, float, str, dict[str, object]]) -> list[dict[str, object]]:
@@ -330,29 +308,6 @@ def test_a_rank_without_a_record_is_named_with_what_killed_it(death: ExitStatus 
     assert RankEnd.from_record(3, "n2", 1.0, None, death).sentence() == f"rank 3 (n2) {sentence}"
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        ("MemoryError: ", "ran out of memory: MemoryError"),
-        ("RuntimeError: [enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: you tried to "
-         "allocate 9 bytes. Error code 12", "ran out of memory: RuntimeError: "),
-        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "ran out of memory: OutOfMemoryError: "),
-        ("ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
-         "  File 'x'\nValueError: bad sample 7\n",
-         "raised ValueError: Caught ValueError in DataLoader worker process 0. ... ValueError: bad sample 7"),
-    ],
-)  # fmt: skip
-def test_an_exception_is_named_in_one_line(error: str, words: str) -> None:
-    """Out of memory as such; a worker's own exception behind torch's."""
-    assert end("exception", error=error).words().startswith(words)
-
-
-@pytest.mark.parametrize(("code", "name"), [(-11, "SIGSEGV"), (-37, "Real-time signal 3")])
-def test_every_signal_has_a_name(code: int, name: str) -> None:
-    """Also one that Python has none for."""
-    assert ExitStatus.of_code(code).words() == f"was killed by signal {-code} ({name})"
-
-
 def test_srun_tells_how_each_task_ended() -> None:
     """As seen on 22.05.8; what --kill-on-bad-exit did to the others comes after the first failure."""
     exit_statuses = of_tasks(
@@ -399,27 +354,6 @@ def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_told
     killed = end("died", 1, float("inf"), death=in_order({1: ExitStatus(signal=9), 0: ExitStatus(exit_code=1)})[1])
     verdict = judge([dismissed, killed], 137, False, lambda: Cause.NONE)
     assert (verdict.first_failure, verdict.action) == (killed, Action.RESTART)
-
-
-def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_killed_for_it() -> None:
-    """They joined after the order to exit was sent, and did not get it. Else the wrong node would count as suspect."""
-    killed = in_order({1: ExitStatus(signal=9), 0: ExitStatus(signal=9)})
-    ends = [RankEnd.from_record(rank, "n1", lost_at, None, killed[rank]) for rank, lost_at in ((0, 6.0), (1, math.inf))]
-    failure = judge(ends, 137, False, lambda: Cause.NONE).first_failure
-    assert failure is not None and failure.rank == 1
-
-
-def test_a_rank_whose_record_cannot_be_read_keeps_how_its_process_ended(tmp_path: Path) -> None:
-    """Else it seemed to have been killed after its peer, and the peer's name, node and error were shown."""
-    for rank in (0, 1):
-        (tmp_path / f"rank-{rank}.json").mkdir()  # EISDIR; a disk that fails gives EIO
-    ends = [
-        RankEnd.read(rank, "n1", lost_at, tmp_path / f"rank-{rank}.json", ExitStatus(signal=signum))
-        for rank, lost_at, signum in ((0, 4.0, 9), (1, 4.1, 11))
-    ]
-    failure = judge(ends, 139, False, lambda: Cause.NONE).first_failure
-    assert failure is not None and failure.rank == 1
-    assert failure.error.startswith("was killed by signal 11 (SIGSEGV). Could not read its record: ")
 
 
 def test_a_segfault_comes_before_the_kills_that_it_caused() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from clusterddp.cli.command_line import command
-from clusterddp.errors import RunDirectoryError
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
@@ -81,12 +79,6 @@ def test_it_waits_for_all_and_says_how_each_ended(world: World, capsys: Captured
     assert capsys.readouterr() == ("", f"{b}: completed at step 7: why\n{a}: completed at step 7: why\n")
 
 
-def test_runs_that_are_over_need_no_controller(world: World) -> None:
-    world.add("a")
-    world.over("a", "completed")
-    assert (command(["wait", "a"]), world.asked) == (0, [])
-
-
 @pytest.mark.parametrize(
     ("ends", "code"),
     [
@@ -123,13 +115,6 @@ def test_the_time_is_up(world: World, capsys: Captured) -> None:
     assert command(["wait", "--timeout", "0.5h", "r*"]) == 124
     assert 1800 <= world.now - 1000 < 1802
     assert capsys.readouterr().err.endswith("timed out: 6 of 7 runs have not ended (r1, r2, r3, r4, r5, ...)\n")
-
-
-def test_a_controller_that_does_not_answer_delays_no_timeout(world: World) -> None:
-    world.add("a", "unknown")
-    world.blocked = True
-    assert command(["wait", "--timeout", "15s", "a"]) == 124
-    assert 15 <= world.now - 1000 < 17
 
 
 def test_the_controller_is_asked_once_for_all_and_not_often(world: World) -> None:
@@ -179,17 +164,6 @@ def test_an_unreachable_controller_is_not_the_end(world: World, capsys: Captured
     assert capsys.readouterr().err.count("state unknown, retrying: reason\n") == 1
 
 
-def test_a_run_that_ends_while_the_controller_does_not_answer_has_not_ended_unknown(world: World) -> None:
-    """The last question may take 20 s, in which the outcome was written: it is read again."""
-    world.add("a", "unknown")
-    world.blocked = True
-    assert command(["wait", "a"]) == 13
-    last = world.asked[-1][0]
-    world.add("b", "unknown")
-    world.events = {int(world.now - 1000 + last) - 1: lambda: world.over("b", "completed")}
-    assert command(["wait", "b"]) == 0
-
-
 def test_a_run_that_is_submitted_again_while_the_controller_takes_its_time_has_not_stopped(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,53 +182,3 @@ def test_a_run_that_is_submitted_again_while_the_controller_takes_its_time_has_n
     monkeypatch.setattr(run_ends, "run_states", slow)
     world.events = {300: lambda: world.over("a", "completed")}
     assert command(["wait", "a"]) == 0
-
-
-def test_a_cancelled_run_without_an_outcome_has_ended(world: World) -> None:
-    """Its supervisor was killed, and `cancel` could not write on a full disk."""
-    world.add("a", "cancelled")
-    assert command(["wait", "a"]) == 11
-
-
-def test_nothing_in_a_run_changes(world: World) -> None:
-    """Unlike with `resubmit`."""
-    run = world.add("a", "stopped")
-
-    def files() -> Mapping[Path, float]:
-        return {path: path.stat().st_mtime_ns for path in [run.path, *run.path.rglob("*")]}
-
-    before = files()
-    assert command(["wait", "a"]) == 12
-    assert files() == before
-
-
-@pytest.mark.parametrize("text", ["5", "1:30:00", "-1s", "2 h", "1w"])
-def test_a_timeout_has_a_unit(world: World, text: str, capsys: Captured) -> None:
-    """A bare number would be minutes to Slurm, and seconds to timeout(1)."""
-    with pytest.raises(SystemExit) as exited:
-        command(["wait", "a", f"--timeout={text}"])
-    assert exited.value.code == 2
-    assert f"expected a time with its unit, such as 90s, 30m, 2h or 1d, got {text!r}" in capsys.readouterr().err
-
-
-def test_a_word_that_names_no_run_is_refused(world: World) -> None:
-    world.add("a")
-    with pytest.raises(RunDirectoryError, match="b: no run there"):
-        command(["wait", "a", "b"])
-
-
-def test_a_damaged_record_of_one_run_leaves_it_unknown_and_the_others_are_waited_for(
-    world: World, capsys: Captured
-) -> None:
-    a, b = world.add("a", "unknown"), world.add("b")
-    a.outcome_file.write_text("garbage")
-    world.events = {3: lambda: world.over("b", "completed")}
-    assert command(["wait", "a", "b"]) == 13
-    assert capsys.readouterr().err.splitlines()[1:] == [f"{b}: completed at step 7: why", f"{a}: unknown: reason"]
-
-
-def test_a_run_directory_that_is_deleted_is_not_called_stopped(world: World, capsys: Captured) -> None:
-    a = world.add("a", "stopped")
-    world.events = {1: lambda: shutil.rmtree(a.path)}
-    assert command(["wait", "a"]) == 13
-    assert capsys.readouterr().err == f"{a}: unknown: its run directory was deleted\n"

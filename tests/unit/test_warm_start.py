@@ -79,19 +79,6 @@ def test_safetensors_of_other_programs_are_read(tmp_path: Path, weights: dict[st
     assert (found.part, found.missing, found.unexpected) == ("net", [], ["odd"]) and same(model, weights)
 
 
-def test_a_file_for_each_part(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Parts that are no modules too: they load what the file holds."""
-    torch.save(weights, tmp_path / "net.pt")
-    optimizer = torch.optim.SGD(net().parameters(), lr=1.0)
-    torch.save({"optimizer": {**optimizer.state_dict(), "param_groups": [{"lr": 0.5, "params": [0, 1, 2, 3]}]}},
-               tmp_path / "sgd.pt")  # fmt: skip
-    parts: dict[str, Any] = {"a": net(), "b": net(), "optimizer": optimizer}
-    files = {"a": tmp_path / "net.pt", "b": tmp_path / "net.pt", "optimizer": tmp_path / "sgd.pt"}
-    assert [one.part for one in loaded(files, **parts)] == ["a", "b", "optimizer"]
-    assert same(parts["a"], weights) and same(parts["b"], weights)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
 def test_names_on_one_side_only_are_an_error_unless_they_are_expected(
     tmp_path: Path, weights: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
 ) -> None:

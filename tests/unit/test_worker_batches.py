@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from clusterddp.data.loader import Loader
 from clusterddp.data.sample_orders import Shuffled
@@ -74,13 +74,3 @@ def test_what_a_worker_begins_with_is_left_out_of_its_garbage_collections() -> N
         found.append(next(stream).item())
         stream.close()  # type: ignore[attr-defined]
     assert found[0] == 0 and found[1] > 1000
-
-
-def collate_of_a_script(samples: list[Any]) -> Any:
-    whole = default_collate(samples)[0]
-    return {"whole": whole, "same": whole, "others": (whole, "text", list(range(100)))}
-
-
-def test_batches_of_a_collate_fn_are_the_same() -> None:
-    options: dict[str, Any] = {"collate_fn": collate_of_a_script}
-    assert batches("large", 1, **options) == batches("large", 0, **options)
