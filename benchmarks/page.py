@@ -1,7 +1,7 @@
-"""The pages with figures of several benchmarks: ``python -m benchmarks.page``.
+"""The page with figures of several benchmarks: ``python -m benchmarks.page``.
 
-Fills in the tables of docs/measurements/README.md and of the README from the JSON files in benchmarks/results/. Each
-row is from its own benchmark, or, where that has not been run alone, from ``make bench``.
+Fills in the tables of docs/measurements/README.md from the JSON files in benchmarks/results/. Each row is from
+its own benchmark, or, where that has not been run alone, from ``make bench``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ from typing import Any
 
 from benchmarks import report, rows
 
-PAGE, README = Path("docs/measurements/README.md"), Path("README.md")
-#: The figures that the README shows, and what they are called there.
-CHOICE = {
-    "hand-over: TERM to free nodes": "preemption: from TERM to free nodes",
-    "resume: batch script to first step": "resume: from the batch script to the first step",
-}
+PAGE = Path("docs/measurements/README.md")
 #: The figures of the page of costs.
 HEADLINES = (
-    *CHOICE,
+    "hand-over: TERM to free nodes",
+    "resume: batch script to first step",
     "no progress around a preemption, GraceTime=0",
     "wall time, a preemption every 60 s, GraceTime=0",
     "wall time, a rank killed (SIGKILL) every 90 s",
@@ -51,7 +47,7 @@ def gathered(folder: Path) -> list[dict[str, Any]]:
 
 
 def tables(found: Sequence[dict[str, Any]], folder: str) -> dict[str, str]:
-    """By name: the headlines, each benchmark's bars, the bars not met, and the README's choice."""
+    """By name: the headlines, each benchmark's bars, and the bars not met."""
     chosen = sorted((row for row in found if row["row"] in HEADLINES), key=lambda row: HEADLINES.index(row["row"]))
     failures = [row for row in found if "failed" in row]
     bars = [row for row in found if row.get("allowed") is not None]
@@ -59,20 +55,15 @@ def tables(found: Sequence[dict[str, Any]], folder: str) -> dict[str, str]:
     for name in sorted({row["from"] for row in bars}):
         met = [row["met"] for row in bars if row["from"] == name]
         counts.append([f"[{name}]({folder}/{name}.md)", len(met), *map(met.count, (True, False, None))])
-    choice = [[CHOICE[row["row"]], *rows.cells(row)[1:4]] for row in chosen if row["row"] in CHOICE]
     return {
         "figures": rows.table([*chosen, *failures]),
         "bars": report.table(["benchmark", "bars", "met", "missed", "undecided"], counts),
         "missed": report.table(rows.HEAD[:-1], [rows.cells(row)[:-1] for row in bars if row["met"] is False]),
-        "choice": report.table(["", "clusterddp", "limit", "ratio (95% interval)"], choice),
     }
 
 
-def write(page: Path = PAGE, readme: Path = README, folder: Path = report.RESULTS) -> None:
-    """Both pages."""
-    found = gathered(folder)
-    report.fill(page, tables(found, "../../benchmarks/results"))
-    report.fill(readme, tables(found, "benchmarks/results"))
+def write(page: Path = PAGE, folder: Path = report.RESULTS) -> None:
+    report.fill(page, tables(gathered(folder), "../../benchmarks/results"))
 
 
 if __name__ == "__main__":

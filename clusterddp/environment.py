@@ -240,7 +240,14 @@ def _from_slurm(environ: Environ) -> RankEnvironment:
     if len(hosts) != nodes:
         _contradiction(environ, "slurm", f"{len(hosts)} hosts for {nodes} nodes", hosts_name, nodes_name)
     if len(counts) != nodes or sum(counts) != world_size:
-        _contradiction(environ, "slurm", "the tasks do not add up", tasks_name, size_name, nodes_name)
+        _contradiction(
+            environ,
+            "slurm",
+            "the tasks per node do not match the numbers of tasks and nodes",
+            tasks_name,
+            size_name,
+            nodes_name,
+        )
     if local_rank >= counts[node_rank]:
         _contradiction(environ, "slurm", "this node has no such task", local_name, node_name, tasks_name)
     torchruns = (environ.get("RANK"), environ.get("WORLD_SIZE"))

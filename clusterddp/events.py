@@ -760,17 +760,21 @@ class Slow(Event):
 
 
 class SlowNode(Event):
-    """the rank has been a straggler for `seconds`; `facts`: what may slow its node or its GPUs down"""
+    """the rank has been slow for `seconds`; `facts`: what may slow its node or its GPUs down; `nodes`: the run
+    continues on a spare node in place of this one, which its next jobs exclude for a day"""
 
     host: str
     ratio: float
     seconds: float
     facts: Sequence[str]
+    nodes: Sequence[str] = ()
 
     def sentence(self) -> str:
         since = duration(self.seconds)
         facts = f". {'. '.join(self.facts)}" if self.facts else ""
-        return f"rank {self.rank} ({self.host}) has been slow for {since}, {self.ratio:.1f} times the others{facts}"
+        left = f". All ranks save, and continue on a spare node instead of {self.nodes[0]}" if self.nodes else ""
+        slow = f"rank {self.rank} ({self.host}) has been slow for {since}, {self.ratio:.1f} times the others"
+        return f"{slow}{facts}{left}"
 
 
 class GpuFault(Event):
@@ -852,7 +856,7 @@ class Excluded(Event):
     def sentence(self) -> str:
         times = f"{' and '.join(map(str, self.failures))} {'time' if self.failures == [1] else 'times'}"
         be = "is" if len(self.nodes) == 1 else "are"
-        return f"{' and '.join(self.nodes)} failed this run {times} and {be} excluded from its jobs for 24 hours"
+        return f"{' and '.join(self.nodes)} failed {times} in this run and {be} excluded from its jobs for 24 hours"
 
 
 class NotExcluded(Event):

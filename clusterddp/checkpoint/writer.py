@@ -190,7 +190,7 @@ class Writer:
                 with suppress(FileNotFoundError), open(self._metrics, "rb") as file:  # rank 0 has written them
                     os.fsync(file.fileno())
             except OSError as error:
-                raise _MetricsNotSynced(f"could not sync the metrics before it ({error.strerror})") from error
+                raise _MetricsNotSynced(f"could not sync the metrics up to this step ({error.strerror})") from error
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise

@@ -149,8 +149,9 @@ def _no_results(job_id: str, state: str, nodes: str, folder: RunDirectory) -> st
         log = []
     said = f". Its log ends with: {' '.join(log[-3:])}" if log else ""
     return (
-        f"job {job_id} ended ({state}) on {nodes or 'no node'}. It left no results in {folder.path.parent}{said}. The "
-        "nodes must see that folder, the Python environment and the folder that you submit in, at the same paths"
+        f"job {job_id} ended ({state}) {f'on {nodes}' if nodes else 'before it got a node'}. It left no results in "
+        f"{folder.path.parent}{said}. The nodes must see that folder, the Python environment and the folder that you "
+        "submit in, at the same paths"
     )
 
 

@@ -114,7 +114,8 @@ def verdict(preemption: Preemption, first: Found, second: Found, save_s: float |
     if "scontrol" in first["missing"]:
         return "scontrol is missing on the nodes. Keep `clusterddp resubmit` running on a login node"
     if not second and not preemption.must_resubmit:
-        return f"the requeue does not restart the job: {first.get('requeue_error') or 'it did not start again'}"
+        error = first.get("requeue_error")
+        return "the requeued job did not start again" + (f": {error}" if error else "")
     if save_s is not None and preemption.notice_s < 2 * save_s + 2:
         return "a save may not finish within the notice. Save more often to repeat fewer steps"
     return None

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     _, answer = request(run, "stacks", ranks=None if ranks == "all" else ranks)
     if not answer:
         raise RunDirectoryError(
-            f"the supervisor of {run} has exited. See its state with: clusterddp status {run.quoted}"
+            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
         )
     if arguments.json:
         print(json.dumps(answer))

@@ -244,7 +244,7 @@ def _excluded(events: Sequence[Event], now: float) -> Sequence[Fact]:
     """The nodes that the next jobs exclude."""
     failed = exclusion.excluded(events, now)
     wanted = [node for node in exclusion.left_out(events, now) if node not in failed]
-    reasons = ((failed, "failed this run repeatedly"), (wanted, "by `clusterddp requeue --exclude`"))
+    reasons = ((failed, "failed repeatedly in this run"), (wanted, "by `clusterddp requeue --exclude`"))
     return [("excluded", f"{', '.join(nodes)}: {reason}") for nodes, reason in reasons if nodes]
 
 

@@ -133,7 +133,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
     run, job_id = submit_to_slurm(job, arguments.run_dir, Content(fork=arguments.fork, debug_rank=rank))
     if not sys.stdout.isatty():
         print(job_id, flush=True)
-    show(f"See its state with: clusterddp status {run.quoted}")
+    show(f"See the run's state with: clusterddp status {run.quoted}")
     if rank is not None:
         from clusterddp.cli.shell import debug
 

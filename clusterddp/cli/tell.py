@@ -94,7 +94,7 @@ def record(run: RunDirectory, steps: int, ranks: str) -> int:
     attempt, answer = request(run, "profile", steps=steps, ranks=ranks)
     if not answer:
         raise RunDirectoryError(
-            f"the supervisor of {run} has exited. See its state with: clusterddp status {run.quoted}"
+            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
         )
     profiles: dict[str, Mapping[str, Any]] = answer["profiles"]
     if "ended" in answer:  # some may have been stored at the end of the attempt
@@ -125,7 +125,7 @@ def skip(run: RunDirectory, batches: int) -> int:
     attempt, answer = request(run, "skip", batches=batches)
     if not answer:
         raise RunDirectoryError(
-            f"the supervisor of {run} has exited. See its state with: clusterddp status {run.quoted}"
+            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
         )
     if "checkpoint" in answer:
         skipped = sentence({**answer["skipped"], "event": "skipped", "attempt": attempt})

@@ -189,7 +189,9 @@ def array_of(values: Any, name: str) -> Array:
         values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     found = np.asanyarray(values)
     if found.ndim != 1 or found.dtype.kind not in "biuf":
-        raise TypeError(f"{name}: expected numbers in one dimension, got {type(values).__name__} of {_shape(found)}")
+        raise TypeError(
+            f"{name}: expected a one-dimensional array of numbers, got {type(values).__name__} of {_shape(found)}"
+        )
     return cast(Array, found)
 
 
@@ -209,7 +211,7 @@ def count_of(value: Any, name: str, meaning: str) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{name} is {value!r}, expected {meaning}, a whole number")
+        raise TypeError(f"{name} is {value!r}, expected {meaning} as a whole number")
     if number < 1:
         raise ValueError(f"{name} is {number}, expected {meaning}, 1 or more")
     return number

@@ -237,7 +237,9 @@ def mapped(path: Path, samples: int, tail: bytes) -> Rows:
     with open(path, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL.size))
         if file.read() != tail:
-            raise ValueError(f"{path} was rebuilt, because shards changed while a run reads them. Restart the script")
+            raise ValueError(
+                f"{path} was rebuilt, because shards changed while a run was reading them. Restart the script"
+            )
         return _mapped(file, samples)
 
 

@@ -81,8 +81,8 @@ def excluded(events: Iterable[Event], now: float) -> list[str]:
 
 
 def left_out(events: Iterable[Event], now: float) -> list[str]:
-    """All nodes that are excluded now: those that failed, and those that the user does not want."""
-    return _named(events, ("excluded", "requested"), now)
+    """All nodes that are excluded now: those that failed or were slow, and those that the user does not want."""
+    return _named(events, ("excluded", "requested", "slow_node"), now)
 
 
 def _named(events: Iterable[Event], kinds: Sequence[str], now: float) -> list[str]:

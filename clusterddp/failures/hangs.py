@@ -22,14 +22,15 @@ from clusterddp.failures.flight_records import Apart, Row, compare, is_outline
 from clusterddp.process import RunningClock
 from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, schema_error
-from clusterddp.rundir.timing import is_slow
+from clusterddp.rundir.timing import SLOW_RATIO, is_slow
 
 #: Heartbeats between a rank's timeout and the verdict that the run hangs. Meanwhile the ranks write their stacks.
 PATIENCE_BEATS = 3
 #: A rank is silent after this many missing heartbeats.
 SILENCE_BEATS = 4
-#: A straggler is explained once it has been one for so many seconds.
-EXPLAINED_S = 600.0
+#: A rank is explained once its work has taken this many times as long as the others' for so many seconds. What varies
+#: from step to step does not last so long, so that the ratio is smaller than that of a straggler.
+LASTING_RATIO, EXPLAINED_S = 1.2, 600.0
 #: The most ranks that a message lists.
 NAMED = 4
 _PASSED_ON = ("count", "step", "allowed_s", "place", "waits", "line", "own_s", "step_s", "still_s")
@@ -87,7 +88,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class StillSlow:
-    """A rank has been a straggler for EXPLAINED_S."""
+    """A rank has been slow by LASTING_RATIO for EXPLAINED_S."""
 
     rank: int
     ratio: float
@@ -319,7 +320,7 @@ def _most_common(statuses: list[RankStatus]) -> str:
     return places.most_common(1)[0][0] if places else ""
 
 
-def find_slow(statuses: Iterable[RankStatus]) -> list[Slow]:
+def find_slow(statuses: Iterable[RankStatus], least_ratio: float = SLOW_RATIO) -> list[Slow]:
     """The ranks whose compute time is much longer than the others' median, by a good part of the step."""
     statuses = list(statuses)
     times = sorted(status.own_s for status in statuses if status.own_s is not None)
@@ -328,7 +329,7 @@ def find_slow(statuses: Iterable[RankStatus]) -> list[Slow]:
         if len(times) < 2 or status.own_s is None or status.step_s is None:
             continue
         usual = _median_without(times, status.own_s)
-        if is_slow(status.own_s, usual, status.step_s):
+        if is_slow(status.own_s, usual, status.step_s, least_ratio):
             ratio = status.own_s / max(usual, 1e-3 * status.step_s)
             found.append(Slow(status.rank, status.host, round(status.own_s, 4), round(ratio, 2)))
     return found
@@ -390,7 +391,7 @@ class Watch:
                 self._warned[slow.rank] = slow.ratio
                 self._slow.add(slow.rank)
                 found.append(slow)
-        found += self._still_slow(slow_now)
+        found += self._still_slow({slow.rank: slow for slow in find_slow(statuses, LASTING_RATIO)})
         hang = self.confirmed_hang(statuses, self._clock.now)
         return [*found, hang] if hang else found
 

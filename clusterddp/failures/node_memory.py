@@ -75,7 +75,7 @@ def remember(run: RunDirectory, job: str | None, event: Mapping[str, Any]) -> No
         write_json(folder / f"{at:.0f}-{event['suspect']}-{secrets.token_hex(4)}.json", value)
         _delete_old(folder, at)
     except OSError as error:
-        say(f"Could not remember the failure of {event['suspect']} in {folder}: {error.strerror}")
+        say(f"Could not record the failure of {event['suspect']} in {folder}: {error.strerror}")
 
 
 def _delete_old(folder: Path, now: float) -> None:

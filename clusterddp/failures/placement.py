@@ -87,7 +87,8 @@ def place(
     moves = [event for event in events if event["event"] == "moved" and event["attempt"] in own]
     if moves:
         return every.moved(moves[-1]["nodes"], [node for event in moves for node in event["aside"]])
-    doubtful = {*exclusion.failed(events, now), *exclusion.left_out(events, now)}
+    before = [event for event in events if event["attempt"] not in own]
+    doubtful = {*exclusion.failed(events, now), *exclusion.left_out(before, now)}
     chosen = sorted(allocated, key=lambda node: node in doubtful)[: job.nodes]  # others keep their order
     return every.moved(chosen, ())
 

@@ -171,7 +171,9 @@ def command(node: Node) -> tuple[str, ...]:
     if isinstance(node.value, list) and node.value:
         return arguments(node)
     if isinstance(node.value, (dict, list)) or not node.text:
-        raise Wrong(f"expected a command such as [python, notify.py], or one line for sh, got {quoted(node)}")
+        raise Wrong(
+            f"expected a command as a list, such as [python, notify.py], or as a line for sh, got {quoted(node)}"
+        )
     return ("/bin/sh", "-c", text(node))
 
 

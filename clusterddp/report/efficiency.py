@@ -191,6 +191,6 @@ def _notice(job: Job, events: Sequence[Event]) -> Iterator[str]:
     if len(lost) > late and longest:
         yield (
             f"{counted(len(lost) - late, 'announced stop')} lost steps, because the last save was not committed in "
-            f"time. The longest save took {longest:.3g} s. Preemptions need a longer grace time than that, and time "
+            f"time. The longest save took {longest:.3g} s. Preemptions need a longer grace period than that, and time "
             f"limits a longer notice (timeouts.notice_s, {job.timeouts.notice_s:.0f} s)"
         )

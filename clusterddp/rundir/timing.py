@@ -48,12 +48,12 @@ _FEW_RANKS, _MANY_RANKS = 64, 1024
 _END_BYTES = 1 << 17
 
 
-def is_slow(work_s: float, usual_s: float, step_s: float) -> bool:
+def is_slow(work_s: float, usual_s: float, step_s: float, ratio: float = SLOW_RATIO) -> bool:
     """Whether a rank is slow, for the watchdog, ``status``, the booking of time and the report.
 
     All three are seconds per step: of its own work, of the work that it is compared with, and of the whole step.
     """
-    return work_s > SLOW_RATIO * usual_s and work_s - usual_s > SLOW_SHARE * step_s
+    return work_s > ratio * usual_s and work_s - usual_s > SLOW_SHARE * step_s
 
 
 def interval_s(age_s: float, ranks: int) -> float:

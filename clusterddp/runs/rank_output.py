@@ -100,7 +100,7 @@ def find_log(run: RunDirectory, rank: int, attempt: int | None) -> tuple[int, Pa
 def started(run: RunDirectory, attempt: int | None) -> int:
     if attempt is None:
         raise RunDirectoryError(
-            f"{run} has not started yet and has no output. See its state with: clusterddp status {run.quoted}"
+            f"{run} has not started yet and has no output. See the run's state with: clusterddp status {run.quoted}"
         )
     return attempt
 
@@ -108,6 +108,6 @@ def started(run: RunDirectory, attempt: int | None) -> int:
 def check_not_deleted(run: RunDirectory, attempt: int) -> None:
     if not run.attempt_logs(attempt).exists():
         raise RunDirectoryError(
-            f"the logs of attempt {attempt} of {run} were deleted. A run keeps those of its first attempt, and of as "
-            "many of its newest attempts as the key keep_logs sets"
+            f"the logs of attempt {attempt} of {run} were deleted. A run keeps the logs of its first attempt and "
+            "of its newest attempts. The key keep_logs sets how many"
         )

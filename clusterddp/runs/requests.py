@@ -222,6 +222,6 @@ def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
                 return event
         time.sleep(LOOK_S)
     raise RunDirectoryError(
-        f"{run}: all ranks have exited, but attempt {attempt} has not ended. Its supervisor waits for Slurm, or was "
-        f"killed. See its state with: clusterddp status {run.quoted}"
+        f"{run}: all ranks have exited, but attempt {attempt} has not ended. Its supervisor is waiting for Slurm, or "
+        f"was killed. See the run's state with: clusterddp status {run.quoted}"
     )

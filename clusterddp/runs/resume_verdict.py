@@ -250,8 +250,8 @@ def success(check: Check) -> str:
     epochs = epochs_of(check.uninterrupted)
     steps, resumes = counted(len(epochs), "step"), _COUNTS[len(check.stops)]
     parts, values = parts_of(check.uninterrupted)
-    logged = _listed(values) if values else "no logged values"
-    compared = f"Compared batches, {logged} and the state of {_listed(parts)}"
+    logged = f", {_listed(values)}" if values else ""
+    compared = f"Compared batches{logged} and the state of {_listed(parts)}"
     ranks = counted(len(check.uninterrupted), "rank")
     stops = f"(after {joined(check.stops)} steps)"
     ends = crossed(epochs, check.stops)
@@ -327,10 +327,11 @@ def _words(difference: Difference) -> str:
     if difference.kind == RESTORED:
         return f"the state of {names}{values} was not restored before step {difference.step} on rank {difference.rank}"
     if difference.kind == LOGGED:
-        return f"the logged {names} {where} differs{values}"
+        differ = "differs" if len(difference.names) == 1 else "differ"
+        return f"the logged {names} {where} {differ}{values}"
     if difference.kind == STATE:
         return f"the state of {names}{values} differs after step {difference.step} on rank {difference.rank}"
-    return f"rank {difference.rank} makes a different number of steps. Only one of the runs has step {difference.step}"
+    return f"rank {difference.rank} runs a different number of steps. Only one of the runs has step {difference.step}"
 
 
 def _shown(difference: Difference) -> bool:

@@ -4,7 +4,7 @@ Preemption, time limit and scancel all reach the ranks as the same TERM. Only th
 only while the job is in that state (seen on Slurm 22.05.8 and 24.11.5):
 
     JobState     PreemptTime   meaning
-    RUNNING      a time        a preemption's grace time. The job will not run again unless it is requeued
+    RUNNING      a time        a preemption's grace period. The job will not run again unless it is requeued
     COMPLETING   a time        a preemption without grace, or after its grace, which the time limit may shorten: Slurm
                                is already requeueing or cancelling the job. Within the grace, scancel
     COMPLETING   None          scancel, or the time limit if it has passed. With more restarts than the attempt's, a
@@ -34,12 +34,13 @@ class Cause(enum.Enum):
     TIME_LIMIT = "stopped before the time limit"
     TIMED_OUT = "time limit reached"
     CANCELLED = "cancelled"
-    ENDED_IN_GRACE = "ended within the grace time of a preemption, as by scancel"
+    ENDED_IN_GRACE = "ended within the grace period of a preemption, probably by scancel"
     ENDED_OTHERWISE = "the job ended, but not by preemption, time limit or scancel"
     INTERRUPTED = "interrupted"
     STOP_REQUESTED = "stopped by `clusterddp tell stop`"
     REQUEUE_REQUESTED = "stopped by `clusterddp requeue`"
     DRAIN_REQUESTED = "stopped by `clusterddp tell drain`"
+    SLOW_NODE = "stopped to leave a slow node"
     SUPERSEDED = "superseded"
     UNKNOWN = "stopped, cause unknown"
     NONE = "stopped by a signal, but not by preemption, time limit or cancellation"
@@ -49,7 +50,7 @@ def read_cause(job: JobInfo | None, restarts: int, notice_s: float, grace_s: Cal
     """The cause, from the controller's record of this job.
 
     ``restarts``: those of the calling attempt. A record with more describes a later start of the job. ``notice_s``:
-    seconds before EndTime at which the ranks stop. ``grace_s``: the grace time of a preemption, infinite without one.
+    seconds before EndTime at which the ranks stop. ``grace_s``: the grace period of a preemption, infinite without one.
     It is called only if it matters.
     """
     if job is None:
@@ -63,7 +64,7 @@ def read_cause(job: JobInfo | None, restarts: int, notice_s: float, grace_s: Cal
         time_left = float("inf") if job.end_time is None else job.end_time - now
         return Cause.TIME_LIMIT if time_left <= notice_s + EARLY_S else Cause.NONE
     if job.preempt_time is not None and job.state == "COMPLETING":
-        # Slurm ends a grace time late, never early, apart from the time limit. Its times are whole seconds.
+        # Slurm ends a grace period late, never early, apart from the time limit. Its times are whole seconds.
         early = now < job.preempt_time + grace_s() - 1 and not job.ran_out
         return Cause.ENDED_IN_GRACE if early else Cause.PREEMPTED_WITHOUT_GRACE
     if job.state == "TIMEOUT" or job.ran_out:

@@ -252,7 +252,7 @@ def lift_hold(job_id: str) -> None:
 
 
 def set_requeue(job_id: str, allowed: bool) -> None:
-    """Whether Slurm may requeue the job by itself (24.11 requeues one that ends within a grace time)."""
+    """Whether Slurm may requeue the job by itself (24.11 requeues one that ends within a grace period)."""
     run("scontrol", "update", f"JobId={job_id}", f"Requeue={allowed:d}")
 
 

@@ -51,7 +51,7 @@ class Preemption:
             return f"{self.partition} suspends preempted jobs, which keep their memory and resume later"
         notice = f"with {self.grace_s} s of notice"
         if not self.grace_s:
-            notice = f"without a grace time. A run has {self.kill_wait_s} s (KillWait) to save"
+            notice = f"without a grace period. A run has {self.kill_wait_s} s (KillWait) to save"
         return f"{self.partition} preempts {notice}. {self._continuation(job)}"
 
     def _continuation(self, job: Job) -> str:
@@ -96,7 +96,7 @@ def policy(configuration: str, shown: str, partition: str, qos: str | None) -> P
 
 
 def qos_preemption(name: str, default_mode: str) -> tuple[str, int]:
-    """Mode and grace time of a QOS; ``cluster`` stands for the configuration's mode."""
+    """Mode and grace period of a QOS; ``cluster`` stands for the configuration's mode."""
     line = slurm.run("sacctmgr", "-nP", "show", "qos", f"name={name}", "format=PreemptMode,GraceTime").strip()
     mode, _, grace = line.partition("|")
     units = zip(reversed(grace.split(":")), (1, 60, 3600), strict=False)

@@ -110,7 +110,9 @@ class Attempt:
         self._seen = before.get("time") if is_time(before.get("time")) else None
         placement = placement or Placement(nodes_of(controller), nodes_of(controller))
         nodes, steps = NodeNames(placement.nodes), before.get("step", -1) + 1
-        self._state = State(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement)
+        events = self._history.events
+        swapped = frozenset(event["rank"] for event in events if event["event"] == "slow_node" and event.get("nodes"))
+        self._state = State(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement, swapped)
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
         #: When each running timer expires, on the monotonic clock.
         self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}

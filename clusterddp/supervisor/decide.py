@@ -12,6 +12,7 @@ from typing import Any
 
 from clusterddp.events import GpuFault, gpu_fault
 from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered
+from clusterddp.failures.placement import Course, choose
 from clusterddp.rundir.records import is_count, is_time, optional, schema_error
 from clusterddp.supervisor import requests
 from clusterddp.supervisor.state import (
@@ -112,6 +113,8 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
         values["redone"] = max(0, state.steps_before - values["step"])
     if event.name == "gpu_fault" and values["hardware"] and rank not in state.gpu_faults:
         state = replace(state, gpu_faults=state.gpu_faults.put(rank, (now, gpu_fault(GpuFault(values)))))
+    if event.name == "slow_node":
+        return _on_slow_node(state, values, now)
     state, actions = _note(state, event)
     state, more = _record(state, event.name, values)
     return state, [*actions, *more]
@@ -458,6 +461,21 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
     orders = [Broadcast("flight_record", hang.what), Broadcast("leave", hang.what)]
     actions: list[Action] = [record, *orders, StartTimer(Timer.KILL, HANG_GRACE_S)]
     return replace(state, hang=hang, hung_at=now, watched=False), actions
+
+
+def _on_slow_node(state: State, values: Mapping[str, Any], now: float) -> Step:
+    """A slow rank has reported facts about its node, which all ranks leave if the job definition wants it.
+
+    Only a run that saves when it stops repeats no step. A rank that is slow again on another node is not slow because
+    of its node. A run that is stopping, or has lost a rank, is about to start again in any case.
+    """
+    node, rank = state.node_of(values["rank"]), values["rank"]
+    stops = state.wanted or state.due or state.told or state.lost_at or state.dismissal
+    wanted = state.job.swap_slow_nodes and state.unfinished and not stops and rank not in state.swapped
+    if not wanted or choose(state.job, state.placement, {node: "is slow"}, None).course is not Course.SPARE:
+        return _record(state, "slow_node", values)
+    state, more = _look(replace(state, wanted=Stop.SWAP, drained=node), now)
+    return state, [Record("slow_node", {**values, "nodes": [node]}), *more]
 
 
 def _on_watchdog(state: State, _now: float) -> Step:

@@ -119,4 +119,4 @@ def _other_end(end: RankEnd, failure: RankEnd) -> str:
         return f"as a result: {end.sentence()}"
     hung, exited = failure.end.startswith("hung"), failure.end in ("early", "unfinished")
     what = "hung" if hung else "exited" if exited else "failed"
-    return f"as a result: rank {end.rank} ({end.host}) was ended by clusterddp after rank {failure.rank} {what}"
+    return f"as a result: rank {end.rank} ({end.host}) was killed by clusterddp after rank {failure.rank} {what}"

@@ -122,7 +122,7 @@ def doubt(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
     begin = f"unconfirmed: the script exited with code 0 after {duration(ran[attempt])}"
     if any(_made_steps(by_attempt[number]) for number in [*before, attempt]):
         idle = not _made_steps(by_attempt[attempt])
-        return f"{begin} without making a step, although an earlier attempt made some" if idle else None
+        return f"{begin} without completing a step, although an earlier attempt completed some" if idle else None
     last = max(before)
     if ran[attempt] >= SHORT * ran[last]:
         return None
@@ -221,8 +221,8 @@ def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:
 def _failed(event: Mapping[str, Any]) -> bool:
     """A resubmission for a cause unknown to the controller follows the failure of a node, which is excluded."""
     elsewhere = event["event"] == "resubmitted" and event.get("cause") == Cause.NONE.value
-    drained = event.get("cause") == Cause.DRAIN_REQUESTED.value
-    return (event["event"] == "restarted" and not drained) or elsewhere
+    moved = event.get("cause") in (Cause.DRAIN_REQUESTED.value, Cause.SLOW_NODE.value)
+    return (event["event"] == "restarted" and not moved) or elsewhere
 
 
 def _timed(event: Mapping[str, Any]) -> bool:

@@ -33,6 +33,11 @@ RESTART = -1
 FIRST_PAUSE_S = 0.5
 #: For how long nodes are held while the run directory cannot be written, in seconds.
 OUTAGE_S = 600.0
+_WISHES = {
+    Stop.REQUEUE: Cause.REQUEUE_REQUESTED,
+    Stop.DRAIN: Cause.DRAIN_REQUESTED,
+    Stop.SWAP: Cause.SLOW_NODE,
+}
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,7 @@ class Recovery:
             # The limit was extended since, or the job was suspended, which does not use it up. The run continues.
             if cause is Cause.NONE and Stop.TIME_LIMIT.value in self._state.told:
                 return Cause.TIME_LIMIT
-            wishes = {Stop.REQUEUE: Cause.REQUEUE_REQUESTED, Stop.DRAIN: Cause.DRAIN_REQUESTED}
-            return wishes.get(self._state.wanted, cause) if self._state.wanted and cause is Cause.NONE else cause
+            return _WISHES.get(self._state.wanted, cause) if self._state.wanted and cause is Cause.NONE else cause
 
         try:
             return _until_answered(ask)
@@ -197,7 +201,7 @@ class Recovery:
             return self._restart_ranks(verdict)
         if self._controller.resubmits and self._controller.starts_again:
             excluded = self._choose_nodes(lost)
-            if lost or self._state.drained:
+            if lost or self._state.wanted is Stop.DRAIN:
                 return self._resubmit(verdict, excluded.nodes, node_lost=bool(lost))
             if any(self._state.node_of(rank) in excluded.nodes for rank in range(self._job.world_size)):
                 try:
@@ -220,12 +224,12 @@ class Recovery:
         state, now = self._state, time.time()
         leave = dict.fromkeys(lost, "is lost")
         if state.drained:
-            leave.setdefault(state.drained, "is drained")
+            leave.setdefault(state.drained, "is slow" if state.wanted is Stop.SWAP else "is drained")
         if state.job.outlives_nodes:
             suspects = {event.get("suspect") for event in self._history.events if event["attempt"] == self._number}
             for node in exclusion.failed(self._history.events, now):
                 if node in suspects:
-                    leave.setdefault(node, "failed this run repeatedly")
+                    leave.setdefault(node, "failed repeatedly in this run")
             for end in self._ends:
                 if end.death is not None and end.death.not_started:
                     leave.setdefault(state.node_of(end.rank), "does not start its ranks")
@@ -233,7 +237,12 @@ class Recovery:
             if state.placement.spares and (hung := hung_node(state)):
                 leave.setdefault(hung, "hangs")
         needed = state.job.outlives_nodes and any(node in state.placement.nodes for node in leave)
-        return choose(state.job, state.placement, leave, self._usable_nodes() if needed else None)
+        usable = self._usable_nodes() if needed else None
+        choice = choose(state.job, state.placement, leave, usable)
+        if choice.course is not Course.SPARE and leave.get(state.drained) == "is slow":
+            del leave[state.drained]  # the spare node has failed, and a slow node is better than none
+            choice = choose(state.job, state.placement, leave, usable)
+        return choice
 
     def _record_lost(self, nodes: Sequence[str]) -> None:
         """Records the nodes that stopped responding after the first one, while the ranks were exiting."""

@@ -324,7 +324,8 @@ def _drain(state: State, request: Request, now: float) -> Step:
     if node not in state.placement.nodes:
         return _refuse(state, request, f"not drained: no rank runs on {node}, only on {', '.join(state.nodes)}")
     if state.wanted not in (None, Stop.DRAIN):
-        return _refuse(state, request, f"not drained: the run is being stopped by `{state.wanted.value}`")
+        by = "to leave a slow node" if state.wanted is Stop.SWAP else f"by `{state.wanted.value}`"
+        return _refuse(state, request, f"not drained: the run is being stopped {by}")
     if state.drained not in ("", node):
         return _refuse(state, request, f"not drained: the run is already leaving {state.drained}. Try again afterwards")
     choice = choose(state.job, state.placement, {node: "is drained"}, None)
@@ -360,7 +361,8 @@ def _stop_late(state: State, waiting: Pending) -> Step:
         return state, []
     text = (
         "no rank has confirmed the request yet. It stays in force. The script is still starting, or it does not use "
-        "clusterddp: then it stops only at its end, unless its job definition has `stop: {signal: ...}`"
+        "clusterddp. A script without clusterddp stops only at its end, unless its job definition has `stop: "
+        "{signal: ...}`"
     )
     return state, [Answer(waiting.request.client, {"news": text}, last=False)]
 

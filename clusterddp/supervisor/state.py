@@ -34,10 +34,11 @@ class Stop(enum.Enum):
     HOLD = "clusterddp tell stop"
     REQUEUE = "clusterddp requeue"
     DRAIN = "clusterddp tell drain"
+    SWAP = "slow node"
 
 
-#: The reasons that come from the user: a stop for one of them has no deadline.
-WISHES = frozenset((Stop.HOLD.value, Stop.REQUEUE.value, Stop.DRAIN.value))
+#: The reasons that come from the user, or the job definition: a stop for one of them has no deadline.
+WISHES = frozenset((Stop.HOLD.value, Stop.REQUEUE.value, Stop.DRAIN.value, Stop.SWAP.value))
 #: A reason for which ranks stop without being asked: a signal, before its meaning is known.
 SIGNAL = "signal"
 
@@ -315,7 +316,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class State:
-    """The state of an attempt. The first six fields do not change."""
+    """The state of an attempt. The first seven fields do not change."""
 
     job: Job
     #: The nodes with ranks in Slurm's order; empty where they are unknown.
@@ -328,6 +329,8 @@ class State:
     restartable: bool = True
     #: The nodes of the job in groups.
     placement: Placement = field(default_factory=Placement)
+    #: The ranks for which an attempt of the run has left a slow node.
+    swapped: frozenset[int] = frozenset()
 
     hosts: PerRank[str] = field(default_factory=PerRank[str])
     #: When each rank's connection broke, or it reported a failure, in unix seconds.
@@ -384,7 +387,8 @@ class State:
     hung_at: float = 0.0
     #: The requests of the user that are not answered yet, by connection.
     pending: Mapping[int, Pending] = field(default_factory=dict)
-    #: Whether the user wants the run to stop (Stop.HOLD), to be requeued, or to leave the node ``drained``.
+    #: Whether the run is to stop (Stop.HOLD), to be requeued, or to leave the node ``drained``, which the user has
+    #: asked for, or which is slow (Stop.SWAP).
     wanted: Stop | None = None
     drained: str = ""
     superseded: bool = False

@@ -235,8 +235,11 @@ class Verdict:
         return (self.first_failure and self.first_failure.exit_code) or 1
 
 
-#: What the user asks of a run without ending it.
-_BY_USER = (Cause.INTERRUPTED, Cause.STOP_REQUESTED, Cause.REQUEUE_REQUESTED, Cause.DRAIN_REQUESTED)
+#: Causes other than the end of the job.
+_BY_REQUEST = (
+    *(Cause.INTERRUPTED, Cause.STOP_REQUESTED, Cause.REQUEUE_REQUESTED),
+    *(Cause.DRAIN_REQUESTED, Cause.SLOW_NODE),
+)
 #: After any other cause the job ends, and the run does not.
 _FOLLOWS = {
     Cause.PREEMPTED: Action.AGAIN,
@@ -247,6 +250,7 @@ _FOLLOWS = {
     Cause.CANCELLED: Action.CANCEL,
     Cause.REQUEUE_REQUESTED: Action.AGAIN,
     Cause.DRAIN_REQUESTED: Action.RESTART,
+    Cause.SLOW_NODE: Action.RESTART,
 }
 
 
@@ -275,7 +279,7 @@ def judge(
     if cause is Cause.TIME_LIMIT and not told:
         cause = Cause.NONE
     # A script that does not use clusterddp, or left its loop, also exits with code 0 after a notice: it was stopped.
-    if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause in _BY_USER):
+    if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause in _BY_REQUEST):
         cause = Cause.NONE
     if cause is not Cause.NONE and not (raised and not restarts and cause is Cause.UNKNOWN):
         return Verdict(_FOLLOWS.get(cause, Action.LEAVE), cause.value, cause, raised, others if raised else ())

@@ -133,11 +133,11 @@ LOOK_STEPS = 32
 _KEY = "shapes_changed"
 #: The module in which torch records shapes since 2.6.
 _PGO = "torch._dynamo.pgo"
-REASON = "torch.compile chooses among its graphs by the order in which shapes came"
+REASON = "torch.compile chooses among its graphs by the order in which it saw shapes"
 _SHAPES_CHANGED = (
-    "torch.compile has seen changing shapes, and chooses among its graphs by the order in which they came, so a resume "
-    "will not be exact. Pass torch.compile(..., dynamic=False), which compiles for each shape, or evaluate with the "
-    "training's batch size or without torch.compile"
+    "torch.compile has seen changing shapes, and chooses among its graphs by the order in which it saw them, so a "
+    "resume will not be exact. Pass torch.compile(..., dynamic=False), which compiles for each shape, or evaluate "
+    "with the training's batch size or without torch.compile"
 )
 _COMPILED_AGAIN = (
     "torch.compile has compiled a function more than once, either for changing shapes, after which a resume will not "

@@ -302,7 +302,7 @@ class Saver:
         try:
             self._flush_metrics(step)
         except OSError as error:
-            return self._say_failed(step, f"could not write the metrics before it ({error.strerror})")
+            return self._say_failed(step, f"could not write the metrics up to this step ({error.strerror})")
         self._new_best = self._best.save()
         seconds = WAIT_S if urgent else BESIDE_S
         before = partial(self._complete, step, seconds)
@@ -324,7 +324,7 @@ class Saver:
         try:
             self._flush_metrics(step)
         except OSError as error:
-            raise NotSaved(step, f"could not write the metrics before it ({error.strerror})") from error
+            raise NotSaved(step, f"could not write the metrics up to this step ({error.strerror})") from error
         except Superseded as error:  # the next save raises it, in the main thread
             raise NotSaved(step, str(error)) from error
 

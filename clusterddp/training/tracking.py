@@ -102,7 +102,7 @@ class _Process:
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            problem = f"did not take all values in time. {then or 'The next attempt sends the rest'}"
+            problem = f"did not receive all values in time. {then or 'The next attempt sends the rest'}"
             say(f"{self._tracker} {problem}")
             if then is not None:
                 self._report("tracker", tracker=self._tracker, problem=problem)

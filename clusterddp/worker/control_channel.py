@@ -481,7 +481,9 @@ def _receive_line(connection: socket.socket, timeout: float, give_up: Callable[[
             return b""
         data += chunk
         if len(data) > LONGEST_LINE:
-            raise LauncherEnvironmentError(f"not a clusterddp supervisor, as it sent no line end in {data[:80]!r}...")
+            raise LauncherEnvironmentError(
+                f"not a clusterddp supervisor, because it sent no newline in {data[:80]!r}..."
+            )
     return data
 
 

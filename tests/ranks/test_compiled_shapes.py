@@ -1,4 +1,4 @@
-"""torch.compile chooses among its graphs by the order in which shapes came, which a resume changes."""
+"""torch.compile chooses among its graphs by the order in which it saw shapes, which a resume changes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ torch.save({"losses": torch.tensor(losses[-4:]), **net.state_dict()}, f"{folder}
 """
 #: Since torch 2.6. Before it, a graph for training and one for evaluation are reported like changing shapes.
 TORCH_RECORDS_SHAPES = importlib.util.find_spec("torch._dynamo.pgo") is not None
-REASON = "torch.compile chooses among its graphs by the order in which shapes came"
+REASON = "torch.compile chooses among its graphs by the order in which it saw shapes"
 
 
 def start(folder: Path, run: str, *arguments: object) -> ddp.Ranks:

@@ -37,7 +37,7 @@ the middle with [the lines that save at a stop](../../docs/guide/existing-reposi
 SLURM = """\
 ## On a real Slurm
 
-The same preemptions on the test cluster, by a job of higher priority with a grace time of 20 s.
+The same preemptions on the test cluster, by a job of higher priority with a grace period of 20 s.
 """
 
 

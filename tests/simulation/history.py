@@ -94,7 +94,9 @@ TROUBLE = ("answers lost", "answers lost", "controller slow", "controller away")
 def drawn(seed: int) -> Plan:
     """The plan of a seed. Swarm testing: which kinds of faults may come is drawn first."""
     draw = random.Random(seed)
-    kinds = [kind for kind in FAULTS if kind != "drain" and draw.random() < SHARE.get(kind, 0.4)] or ["preempt"]
+    kinds = [
+        kind for kind in FAULTS if kind not in ("drain", "slow node") and draw.random() < SHARE.get(kind, 0.4)
+    ] or ["preempt"]
     script = Script(
         steps=draw.choice((4, 6, 10)),
         step_s=draw.choice((1.0, 3.0, 7.0)),
@@ -159,8 +161,8 @@ def in_bursts(faults: Iterable[Fault], draw: random.Random) -> list[Fault]:
 
 
 def with_lost_nodes(faults: Iterable[Fault], length: float, draw: random.Random) -> list[Fault]:
-    """One to three nodes are lost, or drained by the user, too."""
-    kinds = [draw.choice(("lose a node", "drain")) for _ in range(draw.choice((1, 1, 2, 3)))]
+    """One to three nodes are lost, drained by the user, or slow, too."""
+    kinds = [draw.choice(("lose a node", "drain", "slow node")) for _ in range(draw.choice((1, 1, 2, 3)))]
     more = [Fault(length * 1.5 * draw.random(), kind, draw.getrandbits(32)) for kind in kinds]
     return sorted([*faults, *more], key=lambda fault: fault.at)
 
@@ -205,6 +207,7 @@ class History:
             nodes=plan.job_nodes,
             min_nodes=plan.min_nodes,
             spare_nodes=plan.spare_nodes,
+            swap_slow_nodes=plan.spare_nodes > 0,
             gpus_per_node=plan.per_node,
             time_s=plan.time_limit_s,
             partition="low",
@@ -499,6 +502,13 @@ def _drain(history: History, draw: random.Random) -> None:
         history.user("tell drain", lambda: tell.drain(history.run, draw.choice(nodes)))
 
 
+def _slow_node(history: History, draw: random.Random) -> None:
+    """A rank is told to explain why it is slow, and does."""
+    if history.training:
+        rank = draw.choice(sorted(history.training, key=lambda rank: rank.number))
+        rank.report("slow_node", host=rank.process.node, ratio=1.3, seconds=600.0, facts=[])
+
+
 def _tell_save(history: History, draw: random.Random) -> None:
     def work() -> int:
         before = history.world.now
@@ -593,6 +603,7 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "hang": _hang,
     "kill a command": _kill_command,
     "drain": _drain,
+    "slow node": _slow_node,
 }
 
 

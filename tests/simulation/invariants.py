@@ -59,6 +59,8 @@ HINDERING = frozenset(
 )
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
+#: The same, and the ranks restart in the same job.
+MOVES = frozenset((Cause.DRAIN_REQUESTED.value, Cause.SLOW_NODE.value))
 #: How often an attempt's supervisor may ask Slurm: so many times, and once in so many seconds.
 ASKED, ASKED_EVERY_S = 45, 10.0
 
@@ -492,13 +494,14 @@ class Invariants:
                     self._violated(
                         "I8", f"rank {rank} failed first in attempt {number}, and rank {event['rank']} is shown"
                     )
-            told = name in ("requeued", "resubmitted") and event.get("cause") in IN_TIME
+            moves = name == "restarted" and event.get("cause") in MOVES
+            told = moves or (name in ("requeued", "resubmitted") and event.get("cause") in IN_TIME)
             after = [other for other in trained_in if other > number]
             if not told or faults & HINDERING or not after or number not in self.attempts:
                 continue
             script, grace_s = self._history.plan.script, self._history.plan.settings.grace_s
             reached, resumed = self.attempts[number].reached, self.attempts[after[0]].resumed
-            if resumed < reached and (grace_s > 20 or script.step_s < 5) and "preempt" in faults:
+            if resumed < reached and (moves or ((grace_s > 20 or script.step_s < 5) and "preempt" in faults)):
                 self._violated(
                     "I4", f"attempt {number} had notice and reached {reached}, {after[0]} begins at {resumed}"
                 )

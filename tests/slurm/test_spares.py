@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.hostlist import expand
+from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.conftest import Clusters
@@ -83,6 +84,30 @@ def test_a_drained_node_is_left_without_repeating_a_step(
 
 
 @pytest.mark.product
+def test_a_slow_node_is_left_for_the_spare_one_without_repeating_a_step(cluster: Cluster, runs: Path) -> None:
+    """Four nodes and a spare one. After two seconds in place of ten minutes, the slow one is named with its load."""
+    site = runs / "site"
+    site.mkdir()
+    lowered = "import clusterddp.failures.hangs\nclusterddp.failures.hangs.EXPLAINED_S = 2.0\n"
+    (site / "sitecustomize.py").write_text(lowered)
+    run, shape = RunDirectory(runs / "run"), ["--nodes", "4", "--gpus", "1", "--device", "cpu", "--partition", "low"]
+    command = [cluster.python, "-m", "clusterddp.submit", "tests/scripts/slow_node.py", "--run-dir", run.path, *shape]
+    options, steps = ["--spare-nodes", "1", "--set", "swap_slow_nodes=true", "--set", "checkpoint.every=never"], 400
+    env = {"PYTHONPATH": f"{site}:{cluster.source}"}
+    done = cluster.run([*command, *options, "--", str(steps), "n3"], cwd=cluster.source, env=env)
+    training = Training(cluster, runs, run, done.stdout.strip())
+    assert training.finish() == "completed", story(training.run)
+    assert nodes_of(training) == [["n1", "n2", "n3", "n4"], ["n1", "n2", "n4", "n5"]], story(training.run)
+    assert {event["job"] for event in events_of(training.run, "started")} == {training.job_id}
+    assert [event["redone"] for event in events_of(training.run, "resumed")] == [0]
+    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(steps))
+    (event,) = events_of(training.run, "slow_node")
+    assert (event["rank"], event["host"], event["nodes"]) == (2, "n3", ["n3"])
+    assert event["facts"][0].startswith("The load is ")
+    assert reasons(training) == ["node n3 is slow: the ranks continue on the spare node n5"]
+
+
+@pytest.mark.product
 def test_a_node_whose_rank_fails_twice_is_left_for_the_spare_one(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
@@ -94,7 +119,7 @@ def test_a_node_whose_rank_fails_twice_is_left_for_the_spare_one(
         training.wait_for_attempt(attempt + 1)
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
-    assert reasons(training) == ["node n2 failed this run repeatedly: the ranks continue on the spare node n3"]
+    assert reasons(training) == ["node n2 failed repeatedly in this run: the ranks continue on the spare node n3"]
 
 
 @pytest.mark.product

@@ -727,7 +727,7 @@ def test_a_hung_run_is_killed_and_then_restarted_or_ended_as_its_definition_says
     assert [event["event"] for event in run.events()] == names
     reason = run.events()[-1]["reason"]
     assert reason == ("rank 1 (n1) hung" if watchdog.on_hang == "restart" else hang.what)
-    assert "as a result: rank 0 (n1) was ended by clusterddp after rank 1 hung\n" in capsys.readouterr().err
+    assert "as a result: rank 0 (n1) was killed by clusterddp after rank 1 hung\n" in capsys.readouterr().err
 
 
 def test_a_disk_that_delays_the_history_is_no_hang_of_the_ranks(

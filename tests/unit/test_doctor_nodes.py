@@ -216,7 +216,8 @@ def test_a_job_without_results_is_an_error_with_its_log(tmp_path: Path, job_stat
     (run.logs / "job-7.log").write_text("bash: /opt/venv/bin/python: No such file or directory\n")
     job_states.append(info("FAILED"))
     with pytest.raises(
-        SlurmError, match=r"job 7 ended \(FAILED\) on no node. It left no results in .*: No such file or directory"
+        SlurmError,
+        match=r"job 7 ended \(FAILED\) before it got a node. It left no results in .*: No such file or directory",
     ):
         nodes_job._await_results("7", run)
 

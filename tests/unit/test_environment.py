@@ -260,7 +260,7 @@ def test_default_ports_differ_where_two_stores_can_meet() -> None:
         (step(NODEID=2), "SLURM_NODEID=2, SLURM_STEP_NUM_NODES=2 contradict"),
         (step(LOCALID=2), "SLURM_LOCALID=2, SLURM_NODEID=1, SLURM_STEP_TASKS_PER_NODE=2(x2) contradict"),
         (step(STEP_TASKS_PER_NODE="2,1"), "SLURM_STEP_TASKS_PER_NODE=2,1, SLURM_STEP_NUM_TASKS=4"),
-        (step(STEP_TASKS_PER_NODE="4"), "the tasks do not add up"),
+        (step(STEP_TASKS_PER_NODE="4"), "the tasks per node do not match the numbers of tasks and nodes"),
         (
             step(STEP_NODELIST="n[1-3]"),
             "SLURM_STEP_NODELIST=n[1-3], SLURM_STEP_NUM_NODES=2 contradict each other: 3 hosts",

@@ -17,7 +17,7 @@ import pytest
 from clusterddp.cli import table
 from clusterddp.environment import RankEnvironment
 from clusterddp.failures import exclusion
-from clusterddp.failures.hangs import EXPLAINED_S, Hang, StillSlow, Watch
+from clusterddp.failures.hangs import EXPLAINED_S, Hang, Slow, StillSlow, Watch
 from clusterddp.report import gpus as report_gpus
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import GPU_FIGURES, TimedInterval, TimingLines, read_timings
@@ -280,6 +280,21 @@ def test_a_straggler_is_explained_once_after_ten_minutes(tmp_path: Path) -> None
     assert (found.rank, round(found.seconds)) == (1, EXPLAINED_S + 1)
     assert look(3 * EXPLAINED_S + 9, 0.5) == []
     assert step(State(JOB), found, NOW)[1] == [Broadcast("explain", "5.0 601", frozenset((1,)))]
+
+
+@pytest.mark.parametrize(("own_s", "explained"), [(0.62, True), (0.59, False)])
+def test_a_rank_is_explained_from_a_fifth_more_work_on(own_s: float, explained: bool) -> None:
+    """Although it is no straggler: the work of single steps varies as much."""
+    watch = Watch(beat_s=2.0)
+    found = []
+    for now in (0.0, EXPLAINED_S):
+        watch._clock.now = now
+        for rank, seconds in enumerate((0.5, own_s, 0.5)):
+            beat = {"count": 9, "step": 8, "age_s": 0.0, "allowed_s": 60.0, "own_s": seconds, "step_s": 1.0}
+            watch.update(rank, f"n{rank}", beat)
+        found += watch.look()
+    assert [(one.rank, one.ratio) for one in found if isinstance(one, StillSlow)] == ([(1, 1.24)] if explained else [])
+    assert not any(isinstance(one, Slow) for one in found)
 
 
 def test_the_facts_of_a_slow_node_are_its_clocks_its_load_and_processes_of_others(

@@ -117,6 +117,14 @@ def test_a_fragment_uses_names_and_arguments_that_exist(text: str) -> None:
     check_fragment(textwrap.dedent(text))
 
 
+def test_the_readmes_costs_are_what_was_measured() -> None:
+    (sentences,) = re.findall(r"^A preempted job freed .*?\n\n", PAGES[0].read_text(), re.DOTALL | re.MULTILINE)
+    found = json.loads((REPOSITORY / "benchmarks" / "results" / "handover.json").read_text())["rows"]
+    figures = {row["row"]: (row["ours"], row["limit"]) for row in found}
+    names = "hand-over: TERM to free nodes", "resume: batch script to first step"
+    assert re.findall(r"[\d.]+ s\b", sentences) == [f"{value:.2f} s" for name in names for value in figures[name]]
+
+
 def check_fragment(text: str) -> None:
     tree = ast.parse(text)
     for node in ast.walk(tree):

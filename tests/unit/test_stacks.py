@@ -49,8 +49,8 @@ def test_ranks_that_were_ended_for_a_peer_are_not_reported_as_out_of_memory(tmp_
     ]
     first = RankEnd(1, "n1", "exception", 1.0, error="ValueError: x")
     box = failure_box(RunDirectory(str(tmp_path)), 0, FirstFailure(first, others), 3.0)
-    assert "| as a result: rank 0 (n1) was ended by clusterddp after rank 1 failed\n" in box
-    assert "| as a result: rank 2 (n2) was ended by clusterddp after rank 1 failed\n" in box
+    assert "| as a result: rank 0 (n1) was killed by clusterddp after rank 1 failed\n" in box
+    assert "| as a result: rank 2 (n2) was killed by clusterddp after rank 1 failed\n" in box
     assert "| also failed: rank 3 (n2) killed: out of memory\n" in box
 
 

@@ -212,5 +212,5 @@ def test_an_index_that_was_built_again_is_not_read_by_a_process_that_starts_late
     write_tar(tmp_path / "a.tar", samples(0, 3))
     assert len(streams.TarShards(pattern)) == 6
     assert data[0]["__key__"] == "003"
-    with pytest.raises(ValueError, match="was rebuilt, because shards changed while a run reads them"):
+    with pytest.raises(ValueError, match="was rebuilt, because shards changed while a run was reading them"):
         pickle.loads(sent)[0]

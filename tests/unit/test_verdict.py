@@ -388,7 +388,7 @@ def ran(attempt: int, begin: float, end: float, last: str = "requeued", *more: s
         ([*ran(0, 0, 100), *ran(1, 200, 209, "completed")], "after 9 s, less than a tenth of the 100 s of attempt 0"),
         ([*ran(0, 0, 100), *ran(1, 200, 211, "completed")], None),
         ([*ran(0, 0, 100), *ran(1, 200, 201, "completed"), *ran(2, 300, 301)], "of the 100 s of attempt 0"),
-        ([*ran(0, 0, 100, "requeued", "training"), *ran(1, 200, 290)], "without making a step"),
+        ([*ran(0, 0, 100, "requeued", "training"), *ran(1, 200, 290)], "without completing a step"),
         ([*ran(0, 0, 100, "requeued", "training"), *ran(1, 200, 201, "requeued", "training")], None),
         ([{"attempt": 0, "event": "started", "time": 0}, *ran(1, 200, 201)], None),
         ([*ran(0, 0, 20, "failed"), *ran(1, 200, 201, "completed")], None),
