@@ -9,6 +9,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import json
 import re
 import shlex
 import textwrap
