@@ -100,6 +100,14 @@ def _ended_threads() -> Iterator[None]:
     assert len(left()) <= MOST_LEFT, f"threads that this file's tests have started and not ended: {left()}"
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run that has only just been created."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    return run
+
+
 @pytest.fixture(scope="session")
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
     """The session's clusters; for tests that need a configuration of their own."""

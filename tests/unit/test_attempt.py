@@ -136,13 +136,6 @@ JOB = Job(name="x", module="x", gpus_per_node=2, device="cpu")
 STOPPED = {"end": "stopped", "step": 7}
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
-
-
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(recovery, "FIRST_PAUSE_S", 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.state import Notice, Stop
 from tests.unit.test_attempt import JOB, STOPPED, FakeController, FakeRanks
 from tests.waiting import wait_until
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
 
 
 def telling(run: RunDirectory, job: Job = JOB) -> Job:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -57,13 +56,6 @@ def test_a_change_is_asked_about_at_once_but_not_more_than_once_a_second(clock: 
     assert not one.due("started")
     clock.now += pace.SOON_S
     assert one.due("started")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
 
 
 def event(run: RunDirectory, name: str, attempt: int = 0) -> None:

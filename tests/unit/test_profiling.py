@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,13 +34,6 @@ def make_steps(profiling: Profiling, begin: int, count: int) -> None:
     for step in range(begin, begin + count):
         profiling.at_boundary(step)
         torch.ones(4).sum()
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
 
 
 def test_a_profile_that_ends_with_the_training_has_the_steps_until_there(run: RunDirectory) -> None:
