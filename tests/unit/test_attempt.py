@@ -292,15 +292,6 @@ def test_a_scancel_of_the_new_job_without_an_answer_is_repeated_and_its_start_fi
     assert (code, events[-1], tried) == (1, "cancelled", ["cancelled"] * 2)
 
 
-def test_an_exception_is_shown_even_when_the_job_is_preempted_meanwhile(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A save that raises at every preemption is not a run without anything to save."""
-    raised = {"end": "exception", "error": "ValueError: no", "traceback": "Traceback: no", "used_clusterddp": False}
-    assert supervised(run, FakeController(Cause.PREEMPTED), raised)[1] == ["started", "rank_failed", "requeued"]
-    assert "raised ValueError: no" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("step", "expected"), [(30, 30), (None, 22)])
 def test_a_failure_names_the_step_of_the_rank_that_failed(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], step: int | None, expected: int
@@ -431,19 +422,6 @@ def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_chec
 
 
 # ---- nodes that fail
-
-
-def test_a_node_that_failed_twice_is_excluded_from_the_next_job(run: RunDirectory) -> None:
-    """Restarted in place once; then the run continues in a new job, and status has a text for the administrator."""
-    killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
-    controller = FakeController(Cause.NONE)
-    controller.nodes = ["n1", "n2", "n3"]
-    assert supervise(run, JOB, lambda *_: killed, controller) == 4
-    names = [event["event"] for event in run.events()]
-    assert names == [
-        *("started", "rank_failed", "restarted"), *("started", "rank_failed", "excluded", "resubmitted"),
-    ]  # fmt: skip
-    assert controller.asked == ["resubmit n1"]
 
 
 @pytest.mark.parametrize(

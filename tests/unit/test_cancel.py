@@ -36,12 +36,6 @@ def states(runs: list[RunDirectory]) -> list[str | None]:
     return [(run.outcome() or {"state": None})["state"] for run in runs]
 
 
-def test_one_run_is_cancelled_without_a_question(three: list[RunDirectory], capsys: Captured) -> None:
-    assert command(["cancel", "a"]) == 0
-    assert states(three) == ["cancelled", "completed", None]
-    assert capsys.readouterr().out.endswith(f"{three[0]}: cancelled. The run will not start again\n")
-
-
 def test_several_need_a_yes_where_nobody_can_be_asked(three: list[RunDirectory]) -> None:
     with pytest.raises(UsageError, match="cancel: 2 runs to cancel and no terminal to ask on. Add --yes"):
         command(["cancel", "."])

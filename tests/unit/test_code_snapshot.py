@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -20,7 +18,6 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import Content, present_code, recorded, write_code
 from clusterddp.supervisor.main import with_snapshot
-from clusterddp.worker import code_paths
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -308,34 +305,6 @@ def test_an_attempt_runs_the_script_in_the_snapshot_with_everything_else_as_subm
         RunDirectoryError, match="does not exist. To take a new one of .*, use: clusterddp submit --run-dir"
     ):
         present(run)
-
-
-def test_imports_come_from_the_snapshot_wherever_they_came_from_the_checkout(
-    repository: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PYTHONPATH, editable installs of either kind, the current folder; not what is only linked, or elsewhere."""
-    write(repository, {"data/lib/x": "", "lib/tool/__init__.py": ""})
-    submit(run)
-    folder = folder_of(run)
-    finder = ModuleType("__editable___tool_finder")
-    finder.MAPPING = {"tool": str(repository / "lib/tool")}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, finder.__name__, finder)
-    hook = type("_EditableFinder", (), {"__module__": finder.__name__})
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, hook])
-    elsewhere = ["/usr/lib/python3", str(repository / "data/lib"), "__editable__.tool.finder.__path_hook__"]
-    monkeypatch.setattr(sys, "path", [str(repository / "src"), "", *elsewhere])
-    given = {"PYTHONPATH": f"{repository}/src:/opt/lib:"}
-    variables = code_paths.mapped_variables(given, str(repository.resolve()), str(folder))
-    assert variables["PYTHONPATH"] == f"{folder}/src:/opt/lib:{folder}"
-    code_paths.use_snapshot()
-    assert sys.path[0] == str(repository / "src")  # an attempt without a snapshot
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    code_paths.use_snapshot()
-    assert sys.path == [str(folder / "src"), str(folder), *elsewhere, str(folder / "lib")]
-    before = list(sys.path)
-    code_paths.use_snapshot()
-    assert sys.path == before
 
 
 def test_the_code_of_a_run_is_named_with_and_without_a_snapshot(run: RunDirectory) -> None:

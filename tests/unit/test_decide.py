@@ -12,7 +12,7 @@ import pytest
 from clusterddp.events import sentence
 from clusterddp.failures.hangs import Hang, Watch
 from clusterddp.failures.placement import Placement
-from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
+from clusterddp.jobdef.job import Job, StopSignal, Watchdog
 from clusterddp.supervisor.decide import (
     ASK_AGAIN_S,
     END_S,
@@ -397,17 +397,6 @@ def test_the_time_limit_is_watched_while_the_controller_does_not_answer() -> Non
     state = after(Notice(NOW + 9000), AWAY)
     assert actions(state, Timer.LOOK) == [AGAIN]
     assert Broadcast("stop", "time limit") in actions(state, Timer.LOOK, NOW + 8990)
-
-
-@pytest.mark.parametrize(
-    ("time_s", "last_save_s", "margin"), [(None, 0.0, 120), (86400, 100.0, 310), (120, 0.0, 30), (120, 100.0, 30)]
-)
-def test_slow_saves_get_more_notice_and_short_limits_keep_most_of_their_time(
-    time_s: int | None, last_save_s: float, margin: float
-) -> None:
-    """Three times the last save and ten seconds, at least as asked for, at most a quarter of the limit."""
-    job = Job(name="x", module="x", time_s=time_s, timeouts=Timeouts(notice_s=120))
-    assert State(job, last_save_s=last_save_s).stop_margin_s == margin
 
 
 # ---- the controller, newer attempts

@@ -21,12 +21,10 @@ from clusterddp.checks.check import Check, failed, ok, warning
 from clusterddp.checks.nodes_job import nodes_of, summary
 from clusterddp.errors import PreflightError, SlurmError
 from clusterddp.events import sentence
-from clusterddp.failures.exclusion import failures, unchecked
+from clusterddp.failures.exclusion import unchecked
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.queue import QueuedJob
-from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.training import preflight
 from clusterddp.training.settings import read as read_settings
 
@@ -316,44 +314,12 @@ def test_a_node_is_checked_before_its_first_attempt_and_after_a_failure(
     assert unchecked(history, ["n1", "n2"]) == left
 
 
-@pytest.mark.parametrize(
-    ("message", "of_the_node"),
-    [
-        ("node n2 failed the check 'compute' on cuda:3: no result within 120 s", True),
-        ("node n2 failed the check 'folder': could not write to /runs/a: Input/output error", True),
-        ("could not write to /runs/a: No space left on device", False),
-        (f"an all-reduce gave a wrong sum on all 4 ranks. {preflight.FEWER}", False),
-    ],
-)
-def test_a_failed_preflight_restarts_the_run_and_counts_against_its_node(message: str, of_the_node: bool) -> None:
-    """As other failures of nodes, unless no single node is at fault."""
-    end = RankEnd(1, "n2", "exception", 1.0, error=f"{PreflightError.__name__}: {message}", used_clusterddp=True)
-    assert end.of_the_node is of_the_node
-    assert judge([end], 1, False, lambda: Cause.NONE).action is Action.RESTART
-    event = {"event": "rank_failed", "attempt": 0, "time": 5.0, "suspect": "n2", "error": end.words()}
-    assert failures([event], "n2", 6.0) == [event]
-
-
 def settings_of(run: RunDirectory | None, world_size: int, local_world_size: int) -> Any:
     """Of rank 0, on a node h0."""
     read = read_settings({"CLUSTERDDP_PREFLIGHT": "on"})
     ranks = environment.RankEnvironment(0, 0, world_size, local_world_size, 0, ("h0", "h1"), None, None, "slurm")
     assert read.preflight
     return dataclasses.replace(read, ranks=ranks, run_dir=run)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "world_size", "local", "words"),
-    [
-        (1, 4, 2, "node h0 failed the check 'all-reduce': wrong sum on 1 of 4 ranks"),
-        (4, 4, 2, f"an all-reduce gave a wrong sum on all 4 ranks. {preflight.FEWER}"),
-        (2, 2, 2, "node h0 failed the check 'all-reduce': wrong sum on 2 of 2 ranks"),
-    ],
-)
-def test_a_wrong_sum_is_the_fault_of_the_node_that_has_it_alone(
-    wrong: int, world_size: int, local: int, words: str
-) -> None:
-    assert preflight.wrong_sum(settings_of(None, world_size, local), wrong) == words
 
 
 def test_a_run_directory_that_one_node_cannot_write_is_that_nodes_fault(

@@ -108,23 +108,6 @@ def test_the_loader_its_sampler_and_its_dataset_are_told_the_number_of_the_pass(
     assert passes[0][0].tolist() != passes[0][2].tolist()
 
 
-def test_skipped_batches_are_passed_over_and_a_resume_finds_the_place(capfd: pytest.CaptureFixture[str]) -> None:
-    whole = take(made(Plain()), 0, 20)
-    loader = made(Plain())
-    batches = loader.batches(0, nothing)
-    first = [next(batches) for _ in range(3)]
-    loader.skip(3, 6)
-    capfd.readouterr()
-    assert [*first, next(batches), next(batches)] == [*whole[:3], *whole[9:11]]
-    assert capfd.readouterr().err == "", "a skip reads nothing again"
-    resumed = made(Plain(), checkpoint(loader, 5))
-    assert take(resumed, 5, 3) == whole[11:14]
-    at_skip = made(Plain(), checkpoint(loader, 3))
-    batches = at_skip.batches(3, nothing)
-    assert next(batches) == whole[9]
-    assert at_skip.epochs_before(3, 1), "the pass ended within what was skipped"
-
-
 def test_the_run_can_stop_while_batches_are_read_again() -> None:
     stopped = made(Plain())
     take(stopped, 0, 7)
@@ -247,21 +230,3 @@ def test_torchdatas_loader_continues_from_its_state(kind: str, workers: int) -> 
 def numbers(shards: list[int]) -> Iterator[dict[str, int]]:
     for shard in shards:
         yield from ({"n": 10 * shard + line} for line in range(10))
-
-
-def test_hugging_faces_streaming_dataset_continues_from_its_state() -> None:
-    """Repeated by itself: after a resume, datasets 5.2 begins later passes where the state was."""
-    require("datasets", "torchdata")
-    import datasets
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    def loader() -> Any:
-        data = datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shards": [0, 1, 2]})
-        return StatefulDataLoader(data.repeat(None), 5)
-
-    whole = [batch["n"].tolist() for batch in take(made(loader()), 0, 12)]
-    assert sorted(itertools.chain(*whole[:6])) == list(range(30))
-    stopped = made(loader())
-    assert [batch["n"].tolist() for batch in take(stopped, 0, 5)] == whole[:5]
-    resumed = take(made(loader(), checkpoint(stopped, 5)), 5, 7)
-    assert [batch["n"].tolist() for batch in resumed] == whole[5:]

@@ -13,7 +13,6 @@ from clusterddp.jobdef import program, yaml12
 from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.program import is_hydra_app, with_overrides
 from clusterddp.runs.submission import describe
-from clusterddp.runs.sweep_members import jobs_of, of_options
 from tests.packages import require
 
 APP = "import hydra\n@hydra.main(version_base=None)\ndef main(cfg):\n    pass\nmain()\n"
@@ -90,24 +89,6 @@ def test_the_key_of_the_job_definition_wins_over_the_source(tmp_path: Path, monk
     assert describe(None, {"module": "app"}, {}).hydra is True
     assert describe("app.py", {}, {"hydra": "false"}).hydra is False
     assert describe("plain.py", {}, {}).hydra is None
-
-
-def test_a_sweep_of_a_hydra_app_writes_overrides(tmp_path: Path) -> None:
-    """Between the overrides that all members have and the options that follow them."""
-    (tmp_path / "app.py").write_text(APP)
-    job = describe(str(tmp_path / "app.py"), {"args": ["epochs=3", "--config-name", "small"]}, {})
-    members = of_options(
-        ["model.lr=1e-3,0.1", "args.seed=0", "+experiment=a b", "model.betas=[[0.9, 0.95]]", "db@source=x", "seed=5"]
-    )
-    jobs = jobs_of(job, members)
-    assert [one.args for one in jobs] == [
-        (
-            "epochs=3", f"model.lr={lr}", "seed=0", "+experiment='a b'", "model.betas=[0.9,0.95]", "db@source=x",
-            "--config-name", "small",
-        )
-        for lr in ("1e-3", "0.1")
-    ]  # fmt: skip
-    assert [one.seed for one in jobs] == [5, 5]  # a key of the job definition; args.seed is the app's
 
 
 def test_an_attempt_resumes_with_an_override_among_the_others() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import sys
@@ -109,18 +107,6 @@ def test_json_follows_the_committed_schema(runs: Path, capsys: pytest.CaptureFix
         check.validate(more)
         assert more.keys() == SCHEMA["properties"].keys()
         assert {key: more[key] for key in one} == one
-
-
-def test_csv_has_a_line_per_run_and_all_metrics(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the keys of the JSON."""
-    found = {line["name"]: line for line in csv.DictReader(io.StringIO(said(capsys, "list", "--csv")))}
-    assert len(found) == 6
-    assert (found["running"]["state"], found["running"]["steps"], found["running"]["metrics.acc"]) == (
-        "running",
-        "400",
-        "0.9",
-    )
-    assert found["pending"]["metrics.acc"] == "" and found["failed"]["ends"] == "preempted"
 
 
 def test_a_folder_without_runs_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -21,20 +21,10 @@ from clusterddp.data.loader import Loader
 from clusterddp.data.sample_order import Binding, BoundOrder, Order, Permutation
 from clusterddp.data.sample_orders import Shuffled
 from clusterddp.data.samplers import chosen
-from clusterddp.errors import CheckpointError
 
 
 def bound(order: Order, length: int, batch: int = 4, seed: int = 1, drop_last: bool = False) -> BoundOrder:
     return order.bind(Binding(None, length, seed, batch, drop_last))
-
-
-def test_every_epoch_has_each_sample_once_in_its_own_order() -> None:
-    order = bound(Shuffled(), 10)
-    epochs = [order.samples(10 * epoch, 10 * epoch + 10) for epoch in range(3)]
-    for number, epoch in enumerate(epochs):
-        assert {sample[0] for sample in epoch} == {number}
-        assert sorted(sample[1] for sample in epoch) == list(range(10))
-    assert epochs[0] != epochs[1] and bound(Shuffled(), 10, seed=2).samples(0, 10) != epochs[0]
 
 
 def test_the_order_of_a_run_never_changes() -> None:
@@ -115,20 +105,6 @@ def most_memory(limit: int) -> Iterator[None]:
         tracemalloc.stop()
 
 
-def test_shares_of_a_mixture_are_kept_in_every_block() -> None:
-    """Even such that are no whole number of samples per block, and a change in the middle of one."""
-    order = orders.mixture([1, 1e-4, 2], changes={3000: [0, 0, 5]})
-    stream = order.bind(Binding(order.dataset([range(10**6), range(10), range(10**6)]), 2 * 10**6 + 10, 1, 2))
-    edges = np.array([10**6, 10**6 + 10])
-
-    def counts(start: int, stop: int) -> list[int]:
-        datasets = np.searchsorted(edges, indices_of(stream, start, stop), "right")
-        return list(np.bincount(datasets, minlength=3))
-
-    assert counts(0, 6000) == [2000, 0, 4000] or counts(0, 6000) == [2000, 1, 3999]
-    assert counts(6000, 12_000) == [0, 0, 6000]
-
-
 _FLOAT: Any = 1.5
 
 
@@ -198,39 +174,3 @@ def test_several_datasets_without_a_mixture_are_refused_and_a_dict_of_samples_is
     assert isinstance(chosen({0: 1.0, 1: 2.0}, 1), Shuffled)
     mixture = orders.mixture([1, 1])
     assert chosen({"a": [1], "b": [1]}, 1, order=mixture) is mixture
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (orders.weighted([1, 2]), orders.weighted([1, 3])),
-        (orders.weighted([1, 2]), orders.weighted([1, 2], num_samples=3)),
-        (orders.bucketed([1, 2]), orders.bucketed([2, 1])),
-        (orders.bucketed([1, 2]), orders.shuffled()),
-        (orders.shuffled(version=1), orders.shuffled(version=2)),
-    ],
-)
-def test_a_resume_with_another_order_is_refused_and_names_both(one: Order, other: Order) -> None:
-    def loader(order: Order) -> Loader:
-        return Loader(TensorDataset(torch.zeros(2)), 1, order=order, seed=0, rank=0, world_size=1)
-
-    labels = [loader(order).progress(0)["order"] for order in (one, other)]
-    expected = f"the run started with the order {labels[0]!r}, but the loader's order is now {labels[1]!r}"
-    with pytest.raises(CheckpointError, match=re.escape(expected)):
-        loader(other).restore(loader(one).progress(5))
-    loader(one).restore(loader(one).progress(5))
-
-
-def test_other_weights_of_a_mixture_are_another_order() -> None:
-    def label(weights: Any = (1, 1), **options: Any) -> str:
-        order = orders.mixture(weights, **options)
-        return order.bind(Binding(order.dataset([range(2), range(3)]), 5, 0, 1)).label
-
-    others: list[dict[str, Any]] = [
-        {"weights": [1, 2]},
-        {"changes": {4: [1, 2]}},
-        {"shuffle": False},
-        {"num_samples": 3},
-    ]
-    assert len({label(), *(label(**options) for options in others)}) == 5
-    assert label() == label(weights=[2.0, 2.0])

@@ -15,7 +15,7 @@ from clusterddp.process import process_start
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm.queue import QueuedJob, parse_queue, why_waiting
+from clusterddp.slurm.queue import QueuedJob, why_waiting
 from clusterddp.slurm.run_states import RunState, run_states
 from tests.runs_on_disk import event, of_job, recorded_run, started
 
@@ -168,26 +168,6 @@ def test_a_local_run_runs_as_long_as_its_processes(tmp_path: Path, squeue: Squeu
     elsewhere = state_of(recorded_run(tmp_path / "d", [begun], holder=local(7, host="other")))
     assert (elsewhere.word, elsewhere.nodes) == ("unknown", "other")
     assert calls == []
-
-
-# An array, a het job and free text in the reason, by squeue --array --states=all -o "%i|%T|%N|%S|%l|%P|%r".
-LINES = """\
-12_0|COMPLETED|n1|2026-11-22T08:00:00|30:00|low|None
-12_3|PENDING||2026-11-22T09:00:00|1-00:00:00|low,high|Priority
-13+0|RUNNING|n[1-2]|2026-11-22T08:00:00|UNLIMITED|low|None
-13+1|RUNNING|n3|2026-11-22T08:00:00|UNLIMITED|low|None
-14|PENDING||N/A|30:00|\u00fcber|ReqNodeNotAvail, UnavailableNodes:n[1-2] | sp\u00e4ter
-"""
-
-
-def test_the_jobs_of_arrays_and_het_jobs_are_told_apart() -> None:
-    """A het job is known by the id of its first component, too; the reason may contain the separator."""
-    jobs = parse_queue(LINES)
-    assert sorted(jobs) == ["12_0", "12_3", "13", "13+0", "13+1", "14"]
-    assert (jobs["12_0"].live, jobs["12_3"].live) == (False, True)
-    assert jobs["13"].nodes == "n[1-2]"
-    assert jobs["14"].start is None and jobs["14"].reason.endswith("n[1-2] | sp\u00e4ter")
-    assert jobs["12_3"].start is not None and jobs["12_3"].partition == "low,high"
 
 
 def waiting(reason: str) -> QueuedJob:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,18 +23,6 @@ RUNNING = (
     "SuspendTime=None SecsPreSuspend=0 Partition=low NodeList=n[1-2] BatchHost=n1 NumNodes=2 NumCPUs=4 NumTasks=4 "
     "Command=/x JobState=FAILED PreemptTime=2026-11-20T06:35:09 WorkDir=/tmp "
 )
-
-
-def test_a_jobs_fields_are_read_despite_the_users_own_text() -> None:
-    """Name and command are the user's text and must not be read as Slurm's."""
-    job = slurm.parse_job(RUNNING)
-    assert job is not None
-    assert (job.job_id, job.state, job.nodes, job.restarts) == ("12", "RUNNING", "n[1-2]", 2)
-    assert job.preempt_time is None
-    assert job.end_time is not None and job.start_time is not None and job.submit_time is not None
-    assert (job.end_time - job.start_time, job.start_time - job.submit_time) == (1800, 1)
-    assert job.eligible_time == job.submit_time
-    assert job.live
 
 
 #: Where clocks are put back, and when: the hour before is repeated.
@@ -69,25 +56,6 @@ echo '{RUNNING}' | sed "s/EndTime=[^ ]*/EndTime=$(date -d @$4 "+${{SLURM_TIME_FO
     for end in range(put_back - 5400, put_back + 5400, 1500):
         job = slurm.show_job(str(end))
         assert job is not None and job.end_time == end
-
-
-@pytest.mark.parametrize("asked_before_s", [-7200, 7200])
-def test_a_local_time_of_that_hour_is_read_by_what_is_known_besides(put_back: int, asked_before_s: int) -> None:
-    """From a wrapper that ignores the form of times; glibc's own reading depends on what it was asked before."""
-
-    def shown(at: float) -> str:
-        return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at))
-
-    time.mktime(time.localtime(put_back + asked_before_s))
-    for end in range(put_back - 5400, put_back + 5400, 300):
-        assert slurm.unix_time(shown(end), near=end + 1500) == slurm.unix_time(shown(end), near=end - 1500) == end
-        start = end - 1800
-        times = {"StartTime": start, "EndTime": end}
-        text = RUNNING.replace("RunTime=00:00:07", f"RunTime={_clock(time.time() - start - 60)}")
-        for name, at in times.items():
-            text = re.sub(rf" {name}=\S+", f" {name}={shown(at)}", text)
-        job = slurm.parse_job(text)
-        assert job is not None and (job.start_time, job.end_time) == (start, end)
 
 
 def _clock(seconds: float) -> str:

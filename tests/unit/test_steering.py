@@ -35,7 +35,7 @@ from clusterddp.supervisor.controller import LocalController
 from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
 from clusterddp.worker.thread_stacks import stacks
-from tests.histories import check_history, fields
+from tests.histories import fields
 from tests.waiting import wait_until
 
 TOKEN = "secret of this attempt"
@@ -240,25 +240,6 @@ def test_a_script_that_saves_on_its_own_is_told_so(
     ranks.channels[0].run = taking(progress=lambda: (8, 8), save=save)
     assert command(["tell", str(run), "save"]) == 0
     assert asked == ["save"]
-
-
-def test_a_stop_is_answered_once_the_attempt_has_ended(
-    run: RunDirectory, supervised: Callable[[int], StubRanks], capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks = supervised(2)
-
-    def stop(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
-        channel.send("left", rank=rank, host="n1", end="stopped", used_clusterddp=True)
-        ranks.exited.set()
-
-    ranks._obey = stop  # type: ignore[method-assign]
-    assert command(["tell", str(run), "stop"]) == 0
-    shown = capsys.readouterr()
-    stopped = "attempt 0: stopped by `clusterddp tell stop`. No step was recorded"
-    words = f"{stopped}. The run is held until it is submitted again"
-    assert words in shown.out
-    assert f"Continue it with: clusterddp submit --run-dir {run}" in shown.err
-    check_history(run.events(), complete=False)
 
 
 @pytest.mark.parametrize(

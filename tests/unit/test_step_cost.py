@@ -11,19 +11,11 @@ import gc
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 import clusterddp
-from clusterddp.data import randomness
-from clusterddp.data.loader import Loader
-from clusterddp.data.sample_order import _AT_ONCE
-from clusterddp.data.sample_orders import Shuffled
-from clusterddp.data.training_loader import training_loader
 from clusterddp.training.timing import BATCH, SAMPLE_STEPS
 from tests.instructions import Instructions
 
@@ -108,25 +100,3 @@ class Drawing:
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor]:
         return (torch.rand(()),)
-
-
-def batch_read(dataset: Any, batch_size: int) -> float:
-    """The instructions of a batch, read without workers."""
-    loader = Loader(dataset, batch_size, order=Shuffled(), seed=0, rank=1, world_size=2)
-    batches = training_loader(loader, SimpleNamespace(rank=0, store=HashStore()), 0, True).batches(0, lambda: None)  # type: ignore[arg-type]
-    together = _AT_ONCE // batch_size
-    with randomness.preserved(), Instructions() as instructions:
-        for number in range(3 * together):
-            instructions.counting = together <= number < 2 * together
-            next(batches)
-    return instructions.by_module.total() / together
-
-
-def test_a_batch_without_workers_takes_few_instructions() -> None:
-    """Drawing it from the order, watching the generators, and collating; to read a sample from a list takes none."""
-    plain, drawing = [(torch.zeros(2), torch.zeros(()))] * 10**6, Drawing()
-    small, large, seeded = batch_read(plain, 64), batch_read(plain, 1024), batch_read(drawing, 64)
-    per_sample = (large - small) / (1024 - 64)
-    assert SAMPLE_READ / 2 < per_sample <= SAMPLE_READ
-    assert BATCH_READ / 2 < small - 64 * per_sample <= BATCH_READ
-    assert SAMPLE_SEEDED / 2 < (seeded - small) / 64 <= SAMPLE_SEEDED

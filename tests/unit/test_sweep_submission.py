@@ -192,14 +192,6 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
     )
 
 
-def test_arrays_are_split_evenly_above_the_largest_size(slurm: Slurm) -> None:
-    """All together may run as many as one would."""
-    slurm.max_array = 10
-    sweep("seed=0..23", "--max-running", "7")
-    assert [len(names) for names in submitted(slurm)] == [8, 8, 8]
-    assert sum(int(re.findall(r"--array=0-7%(\d+)", text)[0]) for text in slurm.texts.values()) == 7
-
-
 def test_at_the_submit_limit_as_many_as_possible_are_submitted(
     slurm: Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:

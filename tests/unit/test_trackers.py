@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -112,30 +111,6 @@ def test_a_superseded_attempt_sends_nothing_more(run: RunDirectory) -> None:
         follower.close(clean=True)
     assert tracker.steps == [0]
     assert read_sent(run.wandb) == Sent(1)
-
-
-# --- TensorBoard
-
-
-def test_tensorboard_reads_the_newest_attempt_last_whatever_the_clocks(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It reads files in the order of their names, which begin with a time. A torn record ends a killed writer's."""
-    packages.require("tensorboard")
-    from clusterddp.trackers.tensorboard import TensorBoard
-
-    attempts = [(5000.0, 0, 0, 8, 0.5), (4000.0, 1, 5, 9, 0.25), (4500.0, 2, 7, 9, 0.125)]
-    for clock, number, first, steps, loss in attempts:
-        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
-        writer = TensorBoard(run.tensorboard, Sent(first, number), first, number)
-        for step in range(first, steps):
-            writer.add(step, 100.0, {"loss": loss})
-        assert writer.flush(None) == Sent(first, number)
-        assert writer.close(steps, clean=True) == Sent(steps, number)
-    with open(next(run.tensorboard.glob("*attempt-0")), "ab") as file:
-        file.write(b"\x18\0\0")
-    expected = [(step, 0.5 if step < 5 else 0.25 if step < 7 else 0.125) for step in range(9)]
-    assert tracker_files.scalars(run, "loss") == expected
 
 
 # --- W&B
