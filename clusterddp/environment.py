@@ -114,10 +114,11 @@ def read(environ: Mapping[str, str]) -> RankEnvironment:
 
 def _from_torchrun(environ: Environ, launcher: Launcher) -> RankEnvironment:
     if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in environ]:
-        known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or "none of the others"
+        known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or "none"
         raise LauncherEnvironmentError(
-            f"launcher {launcher}: {' and '.join(missing)} not set, but {known}. Set RANK and WORLD_SIZE "
-            "(and LOCAL_RANK, LOCAL_WORLD_SIZE) as torchrun does, or unset all of them for a single process"
+            f"launcher {launcher}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set (found: "
+            f"{known}). Set RANK and WORLD_SIZE (and LOCAL_RANK, LOCAL_WORLD_SIZE) as torchrun does, or unset all of "
+            "them for a single process"
         )
     rank, world_size = _number(environ, "RANK", launcher), _number(environ, "WORLD_SIZE", launcher)
     _check_below(environ, rank, "RANK", world_size, "WORLD_SIZE", launcher)
@@ -172,7 +173,7 @@ def _refuse_guess(environ: Environ, launcher: Launcher, *names: str) -> NoReturn
     missing = " and ".join(name for name in names if name not in environ)
     known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     raise LauncherEnvironmentError(
-        f"launcher {launcher}: {missing} not set, and cannot be inferred from {known}. Set {missing} as torchrun does"
+        f"launcher {launcher}: could not infer {missing} from {known}. Set {missing} as torchrun does"
     )
 
 

@@ -251,7 +251,7 @@ class Training(Event):
     log: int | None = None
 
     def sentence(self) -> str | None:
-        return None if self.log is None else f"rank 0 prints steps from {self.log} on{_repeated(self.redone)}"
+        return None if self.log is None else f"rank 0 prints step numbers from {self.log} on{_repeated(self.redone)}"
 
 
 class Resumed(Event):
@@ -289,8 +289,8 @@ class NotRead(Event):
 
     def sentence(self) -> str:
         return (
-            f"the script made its first step without opening {self.file}, which it saved at its last stop. It may have "
-            "started from an older checkpoint or from the beginning. Make the script resume from that file"
+            f"the script completed its first step without opening {self.file}, which it saved at its last stop. It may "
+            "have started from an older checkpoint or from the beginning. Make the script resume from that file"
         )
 
 
@@ -324,7 +324,7 @@ class Apart(Event):
                 f"the script's process group has {counted(self.group, 'rank')}, but the run has {self.ranks}. Each "
                 f"group trains a separate model. {CHECK_SCRIPT}"
             )
-        return f"rank 0 trains alone, in no process group, but the run has {self.ranks} ranks. {CHECK_SCRIPT}"
+        return f"rank 0 trains alone, without a process group, but the run has {self.ranks} ranks. {CHECK_SCRIPT}"
 
 
 class NoRank(Event):
@@ -344,7 +344,7 @@ class MicrobatchingSkipped(Event):
     def sentence(self) -> str:
         return (
             f"each rank takes {self.samples} samples at once, more than its batch_size of {self.most}, because the "
-            "script does not call run.micro(). If memory is short, loop over run.micro(batch)"
+            "script does not call run.micro(). If this runs out of memory, loop over run.micro(batch)"
         )
 
 
@@ -357,7 +357,7 @@ class WaitsForData(Event):
 
     def sentence(self) -> str:
         advice = f"{self.advice[:1].upper()}{self.advice[1:]}"
-        return f"rank 0 waited for data in {self.percent}% of the last steps' time. {advice}"
+        return f"rank 0 waited for data for {self.percent}% of the time of its last steps. {advice}"
 
 
 class Skipped(Event):
@@ -548,8 +548,8 @@ class PerRankGrows(Event):
     def sentence(self) -> str:
         return (
             f"the per-rank state of all ranks ({', '.join(self.names)}) takes {self.bytes / 1e6:,.0f} MB, more than "
-            f"half of the {self.limit / 1e6:,.0f} MB that a checkpoint holds. Beyond the limit the run fails. Leave "
-            "out of state_dict() what can be computed again"
+            f"half of the {self.limit / 1e6:,.0f} MB that a checkpoint can hold. Above this limit, the run fails. "
+            "Leave values that can be recomputed out of state_dict()"
         )
 
 
@@ -658,7 +658,7 @@ class Requested(Event):
             who = "rank" if self.ranks.isdecimal() else "ranks"
             return f"`clusterddp tell profile={self.steps}` requested a profile of {who} {self.ranks}"
         if self.request == "skip":
-            return f"`clusterddp tell skip={self.batches}` requested that all ranks skip batches and save"
+            return f"`clusterddp tell skip={self.batches}` requested that all ranks skip batches and save a checkpoint"
         follows = {
             "save": "a checkpoint at the next step boundary",
             "stop": "that all ranks save and stop",
@@ -679,8 +679,9 @@ class Overdue(Event):
     def sentence(self) -> str:
         behind = f" ({self.behind})" if self.behind else ""
         return (
-            f"the step did not end within {self.seconds:.0f} s of the notice{behind}. Rank 0 exits with the newest "
-            "checkpoint, and its log has its stacks. Make steps shorter, or call ctx.stop_point() in them"
+            f"the step did not end within {self.seconds:.0f} s of the notice{behind}. Rank 0 exits and writes its "
+            "stacks to its log. The run continues from the newest checkpoint. Make steps shorter, or call "
+            "ctx.stop_point() in them"
         )
 
 
@@ -741,7 +742,7 @@ class ControllerMissing(Event):
     error: str
 
     def sentence(self) -> str:
-        return f"{self.error}. The ranks stop only when they receive a signal, and the cause of a stop stays unknown"
+        return f"{self.error}. The ranks stop only when they receive a signal, and the cause of a stop will be unknown"
 
 
 class Slow(Event):
@@ -913,7 +914,11 @@ class _Ended(Event):
         if self.file is not None and checkpoint is None:
             sentences.append(f"The newest checkpoint is {self.file}")
         elif step is None:
-            made = "No step was recorded" if self.made is None else f"It made at least {counted(self.made, 'step')}"
+            made = (
+                "No step was recorded"
+                if self.made is None
+                else f"The attempt completed at least {counted(self.made, 'step')}"
+            )
             sentences.append(made)
         elif step == 0:
             sentences.append("No step was completed")

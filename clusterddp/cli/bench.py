@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
     """Runs ``bench`` and returns the exit code."""
     names = sorted(path.stem for path in BENCHMARKS.glob("*.yaml"))
     if arguments.target not in names:
-        given = f"no benchmark {arguments.target!r}" if arguments.target else "no benchmark given"
+        given = f"unknown benchmark {arguments.target!r}" if arguments.target else "no benchmark given"
         raise UsageError(f"bench: {given}. Available: {', '.join(names)}")
     arguments.target = str(BENCHMARKS / f"{arguments.target}.yaml")
     arguments.follow = not (arguments.local or arguments.here or arguments.dry_run or arguments.sweep)

@@ -64,11 +64,7 @@ def _cancel(runs: Sequence[RunDirectory]) -> bool:
             except ClusterddpError as error:
                 failed.append(run)
                 begun = isinstance(error, SlurmError) and run.cancelled
-                say(
-                    f"{run} will not start again, but has not ended: {error}. Cancel it once more"
-                    if begun
-                    else str(error)
-                )
+                say(f"{run} will not start again, but has not ended: {error}. Cancel it again" if begun else str(error))
             except OSError as error:  # such as another user's run or a full disk: the other runs are still cancelled
                 if len(runs) == 1:
                     raise

@@ -115,7 +115,7 @@ def check_name(word: str) -> None:
         hint = f"To run {word}, use `clusterddp submit {word}`"
     else:
         hint = f"Did you mean {similar[0]}?" if similar else "See `clusterddp --help`"
-    raise UsageError(f"no command {word!r}. Available: {', '.join(COMMANDS)}. {hint}")
+    raise UsageError(f"unknown command {word!r}. Available: {', '.join(COMMANDS)}. {hint}")
 
 
 def parser(complete: Collection[str] = COMMANDS) -> argparse.ArgumentParser:

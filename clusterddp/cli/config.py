@@ -140,7 +140,7 @@ def show_presets(name: str | None) -> int:
         put("\n".join(f"{one:<{width}}  {configuration_files.preset_purpose(one)}" for one in names))
         return 0
     if name not in names:
-        raise UsageError(f"no preset {name!r}{did_you_mean(name, names) or '.'} Presets: {', '.join(names)}")
+        raise UsageError(f"unknown preset {name!r}{did_you_mean(name, names) or '.'} Presets: {', '.join(names)}")
     put(configuration_files.preset_text(name).rstrip("\n"))
     return 0
 

@@ -292,7 +292,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         so_far = "" if run.outcome() else " so far"
         hint = ". To print earlier attempts, use --attempt all" if earlier else ""
         which = "any rank" if ranks.text == _ALL else f"rank {ranks.text}"
-        show(f"no output of {which} in attempt {logs[-1].attempt}{so_far}{hint}")
+        show(f"no output from {which} in attempt {logs[-1].attempt}{so_far}{hint}")
     return 0
 
 
@@ -310,8 +310,8 @@ def _chosen(run: RunDirectory, ranks: Ranks, attempt: int | str | None) -> list[
         started(run, run.newest_attempt())
         logs = [log for number in run.attempts() for log in logs_of(run, number, ranks.__contains__)]
     if not logs:
-        which = "the attempts" if attempt in (_ALL, None) else f"attempt {attempt}"
-        raise RunDirectoryError(f"{which} of {run} have no log of rank {ranks.text}. To print all logs, use --rank all")
+        where = "" if attempt in (_ALL, None) else f" in attempt {attempt}"
+        raise RunDirectoryError(f"{run} has no log of rank {ranks.text}{where}. To print all logs, use --rank all")
     return sorted(logs, key=lambda log: (log.rank, log.attempt))
 
 
@@ -324,13 +324,15 @@ def _failed_logs(run: RunDirectory, attempt: int | str | None) -> list[Log]:
     found = [(int(number), failed_ranks(run, int(number), events)) for number in numbers]
     if not any(ranks for _, ranks in found):
         where = "" if attempt in (_ALL, None) else f" in attempt {attempt}"
-        raise RunDirectoryError(f"no rank of {run} failed{where}. See its history with: clusterddp status {run.quoted}")
+        raise RunDirectoryError(
+            f"no rank of {run} failed{where}. See the run's history with: clusterddp status {run.quoted}"
+        )
     return [log for number, ranks in found for log in logs_of(run, number, ranks.__contains__)]
 
 
 def _follow(run: RunDirectory, ranks: Ranks, attempt: int | str | None, pattern: re.Pattern[str] | None) -> None:
     if ranks.failed:
-        raise UsageError("--rank failed: the run is not over. With -f, name ranks such as 3 or 0,4-7, or all")
+        raise UsageError("--rank failed: the run has not ended. With -f, name ranks such as 3 or 0,4-7, or all")
     size = load_resolved(run.job_file).world_size
     if (highest := ranks.highest) is not None and highest >= size:
         raise UsageError(f"--rank {ranks.text}: {run} has {counted(size, 'rank')}, numbered from 0")
@@ -369,7 +371,7 @@ def _show_job_log(run: RunDirectory) -> bool:
     log = job_log(run, str((claim or {}).get("job")))
     if claim is None or not log.is_file() or not log.stat().st_size or taken_over(run, claim):
         return False
-    show(f"job {claim['job']} has not started its supervisor, or ended before that. See its log: {log}")
+    show(f"job {claim['job']} has not started its supervisor yet, or ended before it could. See the job's log: {log}")
     if run.attempts():
         return False
     put(log.read_text(errors="replace").rstrip())

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         raise UsageError(f"nodes: {folder} is not a folder. Expected the folder that holds your run directories")
     nodes = by_node(recall(folder / FOLDER, arguments.group, now))
     if not nodes:
-        show(f"No node failures of the last week are recorded in {folder}.")
+        show(f"No node failures from the last week are recorded in {folder}.")
         return 0
     for node, failures in nodes.items():
         runs = counted(len({failure.run for failure in failures}), "run")

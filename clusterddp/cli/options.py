@@ -168,13 +168,18 @@ def check_combinations(arguments: argparse.Namespace) -> None:
     debugs = arguments.debug is not None
     if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow or debugs):
         raise UsageError(
-            "--here cannot be combined with --local, --dry-run, --wait, -f or --debug. It runs in this allocation and "
-            "waits"
+            "--here cannot be combined with --local, --dry-run, --wait, -f or --debug, because it runs in this "
+            "allocation and waits for the end of the run"
         )
     if debugs and (arguments.wait or arguments.follow or arguments.dry_run):
-        raise UsageError("--debug cannot be combined with --wait, -f or --dry-run. It connects this terminal to a rank")
+        raise UsageError(
+            "--debug cannot be combined with --wait, -f or --dry-run, because it connects this terminal to a rank"
+        )
     if arguments.fork and (arguments.here or arguments.change):
-        raise UsageError("--fork cannot be combined with --here or --change. It starts a new run, with any arguments")
+        raise UsageError(
+            "--fork cannot be combined with --here or --change, because it starts a new run, which may have other "
+            "arguments"
+        )
     if arguments.take_over and not arguments.run_dir:
         raise UsageError("--take-over requires --run-dir. Name the run to continue")
     if arguments.fork and arguments.run_dir and RunDirectory(arguments.run_dir).exists():
@@ -188,7 +193,7 @@ def check_combinations(arguments: argparse.Namespace) -> None:
 def _check_check_resume(arguments: argparse.Namespace) -> None:
     """Refuses options that do not apply to ``--check-resume``, which runs here and keeps no run."""
     if not arguments.local:
-        raise UsageError("--check-resume requires --local. It starts the ranks on this machine, not in a job")
+        raise UsageError("--check-resume requires --local, because it starts the ranks on this machine, not in a job")
     if arguments.check_resume < LEAST_STEPS:
         raise UsageError(
             f"--check-resume {arguments.check_resume}: expected at least {LEAST_STEPS} steps, because it resumes twice"

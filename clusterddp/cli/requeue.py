@@ -57,11 +57,11 @@ def tell_waiting(run: RunDirectory, job: slurm.JobInfo, exclude: str | None) -> 
     """Handles a run that is already in the queue. Slurm chooses its nodes when it starts."""
     if exclude:
         raise RunDirectoryError(
-            f"{run} waits in the queue (job {job.job_id}, {job.reason}). Exclude nodes with: "
-            f"scontrol update JobId={job.job_id} ExcNodeList={exclude}"
+            f"{run} is waiting in the queue (job {job.job_id}, {job.reason}). Exclude nodes with: scontrol update "
+            f"JobId={job.job_id} ExcNodeList={exclude}"
         )
     held = f". To release Slurm's hold, use: clusterddp resubmit {run.quoted}" if job.reason == "BeginTime" else ""
-    put(f"{run} already waits in the queue (job {job.job_id}, {job.reason}){held}")
+    put(f"{run} is already waiting in the queue (job {job.job_id}, {job.reason}){held}")
     return 0
 
 
@@ -81,5 +81,5 @@ def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
     if len(left) < needed:
         remain = counted(len(left), "usable node")
         raise UsageError(
-            f"--exclude: without {', '.join(nodes)} the partition has {remain}, and the run needs {needed}"
+            f"--exclude: without {', '.join(nodes)} the partition has {remain}, but the run needs {needed}"
         )

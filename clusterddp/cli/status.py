@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         queue = PacedQueue()
         return live.watch(lambda size: _view(run, names, size, queue))
     if arguments.show:
-        raise UsageError("--show requires --watch. Without it, status shows all metrics of the last step")
+        raise UsageError("--show requires --watch. Without --watch, status shows all metrics of the last step")
     if arguments.json:
         print(json.dumps(full_report(run), indent=1))
     else:

@@ -70,7 +70,7 @@ def carry_out(arguments: argparse.Namespace, job: Job, members: Sequence[Values]
     check_options(arguments.max_running, arguments.local)
     by_name = named(members)
     if repeated := len(members) - len(by_name):
-        show(f"{counted(repeated, 'combination')} given more than once. Each runs once")
+        show(f"{counted(repeated, 'combination')} given more than once. Each of them runs once")
     jobs = dict(zip(by_name, jobs_of(job, list(by_name.values())), strict=True))
     check_marks(jobs.values())
     sweep = Sweep(SweepFolder(folder), job, by_name, jobs, arguments.retry, arguments.change, arguments.max_running)

@@ -67,7 +67,7 @@ def order(text: str, ranks: str | None) -> Callable[[RunDirectory], int]:
         check_profiled_ranks(ranks)
         return partial(record, steps=steps, ranks=ranks)
     if ranks is not None:
-        raise UsageError(f"--rank: {text} is for the whole run. Only {PROFILE} takes ranks")
+        raise UsageError(f"--rank: {text} applies to the whole run. Only {PROFILE} accepts --rank")
     if text.startswith("drain="):
         return partial(drain, node=text.partition("=")[2])
     if text.startswith("skip="):

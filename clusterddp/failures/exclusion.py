@@ -35,7 +35,8 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
     """Which nodes the next job excludes.
 
     ``lost``: nodes that do not respond now, with precedence if not all can be excluded. ``usable``: the nodes that
-    Slurm could allocate to the job, which needs ``needed`` of them; if too few would remain, none is added.
+    Slurm could allocate to the job, which needs ``needed`` of them. If too few would remain, none is added, and those
+    excluded before are not either, if too few remain without them.
     """
     events = list(events)
     before = left_out(events, now)
@@ -44,10 +45,12 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
     room = max(0, MOST - len(excluded(events, now)))
     nodes, over = [*before, *fresh[:room]], fresh[room:]
     left = set(usable) - set(nodes)
-    if nodes != before and len(left) < needed:
+    if nodes and len(left) < needed:
         remain = counted(len(left), "usable node")
         reason = f"without {' and '.join(nodes)} the partition has {remain}, but the run needs {needed}"
-        return Choice(tuple(before), refused=reason)
+        if len(set(usable) - set(before)) >= needed:
+            return Choice(tuple(before), refused=reason)
+        return Choice(refused=f"{reason}. The next job excludes no node" if before else reason)
     reason = f"{' and '.join(over)} failed, but {' and '.join(nodes)} are already excluded (at most {MOST} nodes)"
     return Choice(tuple(nodes), tuple(node for node in new if node in nodes), reason if over else None)
 

@@ -116,7 +116,7 @@ def choose(job: Job, placement: Placement, leave: Mapping[str, str], answering: 
         return Choice(Course.SPARE, f"{what}: the ranks continue on the spare {_named(taken)}", following)
     if count in job.node_counts:
         return Choice(Course.SHRINK, f"{what}: the run continues on the other {_counted(count)}", following)
-    return Choice(Course.NEW_JOB, f"{what}: the job has {_counted(count)} left, and the run needs {job.node_counts[0]}")
+    return Choice(Course.NEW_JOB, f"{what}: the job has {_counted(count)} left, but the run needs {job.node_counts[0]}")
 
 
 def _counted(nodes: int) -> str:

@@ -69,7 +69,7 @@ def checkout_of(job: Job, runs: Iterable[Path], source: Path | None = None) -> C
         show(f"no snapshot of the code: {error}. Each attempt uses the code in the checkout when it starts")
         return None
     if found is None and job.snapshot:
-        where = "its program was not found" if program is None else f"{program} is not in one, or is ignored"
+        where = "the program was not found" if program is None else f"{program} is not in one, or is ignored"
         raise UsageError(
             f"snapshot: {job.snapshot} needs a program in a git repository, but {where}. Use --no-snapshot"
         )
@@ -202,7 +202,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
     except FileNotFoundError as error:
         raise _GitFailed(f"git is not installed here, and {folder} is in a git repository") from error
     except subprocess.TimeoutExpired as error:
-        raise _GitFailed(f"git needs more than {GIT_S:.0f} s to list the files of {folder}") from error
+        raise _GitFailed(f"git took more than {GIT_S:.0f} s to list the files of {folder}") from error
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {error.returncode}"]
         advice = next((f" (to trust it: {line.strip()})" for line in lines if "--add safe.directory" in line), "")

@@ -69,8 +69,8 @@ def _definition(path: Path, section: str | None, mistakes: list[Mistake]) -> Fie
     given = get(fields, "format")
     if given is not None and given.value != RUN_FORMAT:
         raise RunDirectoryError(
-            f"{path} has run format {given.text}, but clusterddp {clusterddp.__version__} reads format {RUN_FORMAT}: "
-            "a newer version recorded this run. To continue it, upgrade clusterddp"
+            f"{path} has run format {given.text}, but clusterddp {clusterddp.__version__} reads format {RUN_FORMAT}. A "
+            "newer version recorded this run. To continue it, upgrade clusterddp"
         )
     fields = {key: node for key, node in fields.items() if key != "format"}
     return fields if section is None else fields_of(get(fields, section), mistakes)
@@ -320,7 +320,9 @@ def _check_global_batch(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     unit = math.lcm(*ranks.values())
     nodes_node, batch_node = get(fields, "nodes"), _given_node(fields, "global_batch")
     if nodes_node is not None and len(ranks) > 1 and batch_node is None:
-        wrong = f"the range {nodes_node.text} needs global_batch, the samples per step over all ranks"
+        wrong = (
+            f"the range {nodes_node.text} requires global_batch, which is the number of samples per step over all ranks"
+        )
         fitting = f"A multiple of {unit} fits every number of nodes. A smaller range allows other values"
         mistakes.append(Mistake(nodes_node.place, f"nodes: {wrong}. {fitting}"))
     elif batch_node is not None and batch is not None and batch % unit:

@@ -31,7 +31,7 @@ def text(node: Node) -> str:
         raise Wrong("expected text, got an empty value")
     for character in node.text:  # text after a line break would be an option or a command in the batch script
         if not character.isprintable():
-            raise Wrong(f"expected text without line breaks and control characters, got U+{ord(character):04X}")
+            raise Wrong(f"expected text without line breaks or control characters, got U+{ord(character):04X}")
     return node.text
 
 
@@ -39,7 +39,7 @@ def word(node: Node) -> str:
     """Text without blanks and quotes, which would split it on an #SBATCH line."""
     given = text(node)
     if re.search(r"[\s\"'\\]", given):
-        raise Wrong(f"expected one word without blanks, quotes and backslashes, got {given!r}")
+        raise Wrong(f"expected one word without blanks, quotes or backslashes, got {given!r}")
     return given
 
 
@@ -144,7 +144,7 @@ def truth(node: Node) -> bool:
 
 def _argument(node: Node) -> str:
     if isinstance(node.value, (dict, list)) or (node.value is None and not node.text):
-        raise Wrong(f"expected a list of text and numbers, got {quoted(node)} in it. Quote what is meant as text")
+        raise Wrong(f"expected a list of text and numbers, but it contains {quoted(node)}. Quote what is meant as text")
     if "\0" in node.text:
         raise Wrong("expected arguments without U+0000")
     return node.text
@@ -217,7 +217,7 @@ def time(node: Node) -> int:
     match = _TIME.fullmatch(node.text)
     if not match:
         raise Wrong(
-            "expected a time as sbatch takes it: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 30, 1:30:00 or "
+            "expected a time in sbatch's format (minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S), such as 30, 1:30:00 or "
             f"2-12, got {quoted(node)}"
         )
     days, *parts = (int(part or 0) for part in match.groups())

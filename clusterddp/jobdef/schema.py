@@ -198,7 +198,7 @@ def _step_pattern(node: Node) -> str:
         problem = "has no such group" if "(" not in node.text else "has other groups"
     except re.error as error:
         problem = str(error)
-    expected = "a regular expression with one group, the step, such as 'iter (\\d+)'"
+    expected = "a regular expression with one group, for the step, such as 'iter (\\d+)'"
     raise Wrong(f"expected {expected}, but {node.text!r} {problem}")
 
 
@@ -256,7 +256,7 @@ _UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 
 def _check_variable(name: str, _: Node) -> None:
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise Wrong("not a variable name. Use letters, digits and _, and no digit first")
+        raise Wrong("not a variable name. Use letters, digits and _, and do not begin with a digit")
     if name in SET_FOR_RANKS:
         raise Wrong("clusterddp sets this variable for each rank. Remove it")
 
@@ -268,7 +268,7 @@ def _check_option(name: str, node: Node) -> None:
     if name.startswith("-"):
         raise Wrong(f"write the option without dashes: {name.lstrip('-')}")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-        raise Wrong("expected a long option of Slurm: lower-case letters, digits and dashes")
+        raise Wrong("expected a long Slurm option with lower-case letters, digits and dashes")
     key = name.replace("-", "_")
     if instead := f"use the key {key}" if key in READERS else INSTEAD_OF_OPTION.get(name):
         raise Wrong(f"not allowed here: {instead}")
@@ -301,8 +301,8 @@ INSTEAD_OF_OPTION = {
     **dict.fromkeys(("gpus", "gpus-per-socket"), _GPUS),
     **dict.fromkeys(
         ONE_GPU_PER_TASK,
-        "use gpus_per_node and gpus_per_rank. Where the site's rule is one visible GPU per task, as with AMD GPUs, set "
-        "the option under srun:. With NVIDIA GPUs it breaks NCCL's peer access",
+        "use gpus_per_node and gpus_per_rank. If your site requires one visible GPU per task, as with AMD GPUs, set "
+        "the option under srun:. With NVIDIA GPUs, it breaks NCCL's peer access",
     ),
     **dict.fromkeys(("requeue", "no-requeue", "signal"), _STOPS),
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),

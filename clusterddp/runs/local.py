@@ -78,7 +78,7 @@ class Moment:
     def missed(self, steps_done: int) -> str:
         """The message for an attempt that ended earlier."""
         if self.line is not None:
-            return f"{self} did not fire. The attempt ended, and no line of its ranks' output matched"
+            return f"{self} did not fire. The attempt ended without a matching line in its ranks' output"
         if self.step is None:
             return f"{self} did not fire. The attempt ended earlier"
         if steps_done:

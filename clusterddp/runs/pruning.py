@@ -50,7 +50,7 @@ def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool, profiles: boo
     check_over(run)
     for folder in (run.checkpoints, run.logs):
         if folder.is_symlink():
-            say(f"{folder} is a symbolic link. Files behind it are not deleted")
+            say(f"{folder} is a symbolic link. The files that it points to are not deleted")
     keep = with_recorded_best(load_resolved(run.job_file).checkpoint.keep, of_run(run).candidates())
     checkpoints = Checkpoints(run, run.newest_attempt() or 0, replace(keep, last=keep_checkpoints, every=None))
     old = checkpoints.old()
@@ -72,7 +72,7 @@ def check_over(run: RunDirectory) -> None:
     if owner != os.geteuid():
         raise RunDirectoryError(f"{run} belongs to user {owner}. Only its owner can prune it")
     if outcome is None:
-        raise RunDirectoryError(f"{run} is not over, so no file was deleted. Wait until it ends, or cancel it")
+        raise RunDirectoryError(f"{run} has not ended, so no file was deleted. Wait until it ends, or cancel it")
     if outcome["state"] == "failed" and (held := held_by_other(run)) is not None:
         raise RunDirectoryError(f"{run} failed and is being continued ({held}), so no file was deleted")
 

@@ -91,7 +91,10 @@ def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> No
     """Refuses a run that a job or process other than ``me`` trains. A run has one job at a time."""
     if held := held_by_other(run, me):
         if "cannot be reached from here" in held:
-            remedy = "If that has ended, continue the run with --take-over. If it is still training, it will then exit"
+            remedy = (
+                "If that job or process has ended, continue the run with --take-over. If it is still training, "
+                "--take-over makes it exit"
+            )
         else:
             remedy = (
                 f"Follow it with `clusterddp resubmit {run.quoted}`, or save and stop it with "

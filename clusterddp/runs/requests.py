@@ -63,7 +63,9 @@ def check_trains(run: RunDirectory, kind: str) -> None:
     if job := waiting_job(run):
         may_start = kind == "stop" and job.reason != "JobHeldUser"
         hold = f". To keep it from starting, use: scontrol hold {job.job_id}" if may_start else ""
-        raise RunDirectoryError(f"{run} waits in the queue (job {job.job_id}, {job.reason}) and has no ranks yet{hold}")
+        raise RunDirectoryError(
+            f"{run} is waiting in the queue (job {job.job_id}, {job.reason}) and has no ranks yet{hold}"
+        )
     for entry in lease.holders(run):
         if not lease.reachable(entry):
             where = f"on {entry['host']}" if entry["kind"] == "local" else f"on cluster {entry.get('cluster')}"
@@ -193,7 +195,7 @@ def _through_a_step(
         finally:
             step.terminate()
     if not said:
-        why = problem[-1] if problem else f"srun ended with exit code {step.returncode}"
+        why = problem[-1] if problem else f"srun exited with code {step.returncode}"
         raise RunDirectoryError(
             f"{run}: the supervisor is unreachable on {address.host}, port {address.port} ({direct}), and from a "
             f"step of job {address.job} ({why}). Try again, or see clusterddp status {run.quoted}"

@@ -123,9 +123,10 @@ class Resubmitter:
         newest, job = claims[0]["job"], jobs[0]
         if self._run.outcome() is not None:  # it ended between the two queries
             return SOON_S
-        if self._waits_for_outcome(job):
+        is_unread = self._should_continue(job) and not self._run.events()  # the user may have stopped it
+        if self._is_hidden(is_unread or self._run.may_be_over(job.state if job else None)):
             return self._say(f"job {newest} ended. Waiting until its outcome is visible here")
-        ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without an outcome"
+        ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without recording an outcome"
         if self._should_continue(job):
             return self._resubmit(ended, claims)
         self.result = 1
@@ -134,9 +135,9 @@ class Resubmitter:
             ended = early.reason
         return self._say(f"{ended}. Continue with: clusterddp submit --run-dir {self._run.quoted}")
 
-    def _waits_for_outcome(self, job: JobInfo | None) -> bool:
-        """Whether the run may be over, without a shared disk showing it yet."""
-        if not self._run.may_be_over(job.state if job else None):
+    def _is_hidden(self, may_be: bool) -> bool:
+        """Whether a shared disk may not show yet that the run is over, which ``may_be``."""
+        if not may_be:
             self._hidden_since = None
             return False
         now = time.monotonic()
@@ -156,9 +157,12 @@ class Resubmitter:
         job = slurm.show_job(entry["job"])
         if job is not None and job.live:
             return self._say(f"waiting for the run's next job after job {job.job_id}")
-        ended = any(event["event"] in ATTEMPT_ENDS for event in self._run.events() if event["attempt"] == newest)
+        events = self._run.events()
+        ended = any(event["event"] in ATTEMPT_ENDS for event in events if event["attempt"] == newest)
         if job is None or ended or not self._should_continue(job):
             return self._look_on()
+        if self._is_hidden(not events):
+            return self._say(f"job {job.job_id} ended. Waiting until its history is visible here")
         return self._resubmit(f"job {job.job_id} ended ({job.state}) before it submitted the next one", [])
 
     def _look_on(self) -> float:
@@ -179,7 +183,7 @@ class Resubmitter:
                 QUIET_S if job.state in ("RUNNING", "SUSPENDED") else IMMINENT_S,
             )
         if self._job.lift_hold and self._hold.lift_when_safe(job):
-            return self._say(f"lifted Slurm's hold of job {job.job_id} after the requeue")
+            return self._say(f"lifted Slurm's hold on job {job.job_id} after the requeue")
         held = self._job.lift_hold and job.restarts and job.reason == "BeginTime"
         return self._say(f"job {job.job_id}: PENDING ({job.reason})", SOON_S if held else QUIET_S)
 

@@ -67,9 +67,9 @@ class _Interruptions(LocalRun):
         if outcome is not None and outcome["state"] == "cancelled":
             raise CheckUnfinished(_unfinished(outcome["reason"]))
         if outcome is None or outcome["state"] != "completed":
-            reason = outcome["reason"] if outcome else f"its supervisor ended with exit code {code}"
+            reason = outcome["reason"] if outcome else f"its supervisor exited with code {code}"
             raise ClusterddpError(
-                f"the script failed, so its resume could not be checked: {reason}. To keep its logs, start it without "
+                f"the script failed ({reason}), so its resume could not be checked. To keep its logs, start it without "
                 "--check-resume"
             )
         return False
@@ -142,12 +142,12 @@ def compare(trials: Trials, steps: int) -> resume_verdict.Check:
     epochs = epochs_of(uninterrupted)
     if not epochs:
         raise ClusterddpError(
-            "the check has recorded no step. It needs a script with `run = ctx.run(...)` and a loop over run.steps() "
+            "the check has recorded no steps. It needs a script with `run = ctx.run(...)` and a loop over run.steps() "
             "or run.epochs()"
         )
     if len(epochs) < LEAST_STEPS:
         raise ClusterddpError(
-            f"the script made {counted(len(epochs), 'step')}, but the check needs {LEAST_STEPS} for two resumes"
+            f"the script completed {counted(len(epochs), 'step')}, but the check needs {LEAST_STEPS} for two resumes"
         )
     stops = choose_stops(epochs)
     show(f"resume check: running the same steps, interrupted after {resume_verdict.joined(stops)}")

@@ -300,15 +300,17 @@ def _differs(check: Check, difference: Difference, lost: Sequence[str], causes: 
     nth = ["first", "second", "third"][check.stops.index(resume)] if resume in check.stops else "first"
     text = f"the resumed run differs after the {nth} resume, from step {resume}: {_words(difference)}"
     if difference.kind in (LOGGED, STATE):
-        text += ". The batch is the same, and so was the state of all parts when the step began"
+        text += ". The batch was the same, and so was the state of all parts when the step began"
     if lost:
         text += f". Also, {_lost(lost)}"
     elif causes:
         text += f". When this attempt began, these also differed: {_listed(causes)}"
     elif difference.kind in (LOGGED, STATE):
-        text += ". It depends on something that ctx.run() did not get, such as a generator, a counter or a part"
+        text += (
+            ". The script depends on something that ctx.run() did not receive, such as a generator, a counter or a part"
+        )
     elif difference.kind == BATCH:
-        text += ". The loader, its dataset or its sampler has a state that its state_dict() does not restore"
+        text += ". The loader, its dataset or its sampler has state that state_dict() does not save"
     if check.inexact:
         text += f". The run reported that it is not bit-exact: {', '.join(check.inexact)}"
     return text
@@ -321,17 +323,16 @@ def _words(difference: Difference) -> str:
     if difference.kind == BATCH:
         what = "" if difference.names == ("",) else f" in {names}"
         same = difference.batch_of
-        return f"the batch {where} is different{what}" + (
-            f" (it is the batch of step {same})" if same is not None and same != difference.step else ""
+        return f"the batch {where} was different{what}" + (
+            f" (it was the batch of step {same})" if same is not None and same != difference.step else ""
         )
     if difference.kind == RESTORED:
         return f"the state of {names}{values} was not restored before step {difference.step} on rank {difference.rank}"
     if difference.kind == LOGGED:
-        differ = "differs" if len(difference.names) == 1 else "differ"
-        return f"the logged {names} {where} {differ}{values}"
+        return f"the logged {names} {where} differed{values}"
     if difference.kind == STATE:
-        return f"the state of {names}{values} differs after step {difference.step} on rank {difference.rank}"
-    return f"rank {difference.rank} runs a different number of steps. Only one of the runs has step {difference.step}"
+        return f"the state of {names}{values} differed after step {difference.step} on rank {difference.rank}"
+    return f"rank {difference.rank} ran a different number of steps. Only one of the runs has step {difference.step}"
 
 
 def _shown(difference: Difference) -> bool:
@@ -342,7 +343,7 @@ def _lost(names: Sequence[str]) -> str:
     example = next((name for name in names if name.isidentifier()), None)
     how = f", as in ctx.run({example}={example}, ...)" if example else ""
     return (
-        f"a resume loses the state of {_listed(names)}, which ctx.run() did not get. Pass "
+        f"a resume loses the state of {_listed(names)}, which ctx.run() did not receive. Pass "
         f"{'it' if len(names) == 1 else 'them'} to ctx.run(){how}"
     )
 
@@ -364,7 +365,7 @@ def _not_repeatable(check: Check, difference: Difference) -> str:
 def _unsteady_objects(names: Sequence[str]) -> str:
     return (
         f"the run is not repeatable even without a resume. When it ran again, {_listed(names)}, which ctx.run() did "
-        "not get, had a different state. Batches, logged values and parts were the same in all steps"
+        "not receive, had a different state. Batches, logged values and parts were the same in all steps"
     )
 
 

@@ -35,7 +35,7 @@ class Comparison:
     def sentence(self) -> str:
         """Which metrics are compared, for the user."""
         if self.steps is None:
-            return "Metrics: the newest of each member"
+            return "Metrics: the newest values of each member"
         return f"Metrics after {self.steps} steps, which all members in progress have reached"
 
 
@@ -104,7 +104,7 @@ class Best:
 def metric_of(text: str) -> tuple[str, bool]:
     """The metric in ``accuracy``, ``accuracy max`` or ``loss min``, and whether its smallest value is best."""
     if (found := best_metric(text)) is None:
-        raise UsageError(f"--best {text}: expected the name of a metric, or with max or min, such as 'f1 max'")
+        raise UsageError(f"--best {text}: expected the name of a metric, optionally with max or min, such as 'f1 max'")
     return found
 
 
@@ -118,7 +118,7 @@ def best(members: Sequence[Found], text: str) -> Best:
             ranked.append((float(value or 0), summary.run))
     if not ranked:
         names = sorted({name for summary, _ in members for name in summary.metrics} - NOT_METRICS)
-        raise UsageError(f"--best {text}: no member has a value of {metric}. Logged: {', '.join(names) or 'nothing'}")
+        raise UsageError(f"--best {text}: no member has logged {metric}. Logged: {', '.join(names) or 'nothing'}")
     value, run = (min if smallest else max)(ranked, key=lambda pair: pair[0])
     return Best(run, metric, value, smallest)
 

@@ -137,7 +137,10 @@ class SweepFolder:
                     show(f"Waiting for another command that submits {self}")
                     fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:  # a file system without locks, such as Lustre's by default
-                show(f"could not lock {self}: {error.strerror}. Do not start a second command for this sweep meanwhile")
+                show(
+                    f"could not lock {self}: {error.strerror}. Do not start another command for this sweep until this "
+                    "one has ended"
+                )
             yield
 
     def write(self, record: Record) -> None:

@@ -43,7 +43,7 @@ def expanded(node: Node, mistakes: list[Mistake]) -> list[Node]:
             continue
         low, high = int(match[1]), int(match[2])
         if not 0 <= high - low < MOST_MEMBERS:
-            expected = f"a range from the smaller number to the larger, of at most {MOST_MEMBERS} numbers"
+            expected = f"an ascending range of at most {MOST_MEMBERS} numbers"
             mistakes.append(Mistake(item.place, f"expected {expected}, such as 0..4, got {item.text}"))
             continue
         values += [Node(number, str(number), item.place) for number in range(low, high + 1)]
@@ -290,7 +290,7 @@ def _wrong_keys(members: Sequence[Values], hydra: bool) -> Iterator[Mistake]:
         name, top = argument_of(key), key.partition(".")[0]
         if is_secret(key):
             yield Mistake(
-                node.place, f"{key}: a secret cannot be swept, because its values would be in names of folders"
+                node.place, f"{key}: a secret cannot be swept, because its values would appear in the names of folders"
             )
         elif key == "args":
             yield Mistake(node.place, "args: expected args.NAME, for the script's argument --NAME")

@@ -172,11 +172,11 @@ def tell(sweep: Sweep, plan: Plan) -> None:
         if (names := plan.in_state(state)) and state not in sweep.retry:
             show(f"{state}: {listed(names)}. To submit them again, use {sweep.retry_option.format(state)}")
     if names := plan.in_state(STOPPED_BY_USER):
-        show(f"stopped by their user, continue them with `clusterddp submit --run-dir`: {listed(names)}")
+        show(f"stopped by their user (to continue one, use `clusterddp submit --run-dir`): {listed(names)}")
     if names := plan.in_state("unknown"):
         show(f"not submitted, because their state is unknown (see `clusterddp status`): {listed(names)}")
     if plan.left:
-        show(f"no longer in the sweep, and not touched: {listed(plan.left)}")
+        show(f"no longer in the sweep and left unchanged: {listed(plan.left)}")
 
 
 _TOLD = (*MISSING, "held", "completed", *RETRIED, STOPPED_BY_USER, "unknown")
@@ -327,7 +327,7 @@ def _sbatch(array: Array, options: Sequence[str]) -> str:
         array.remove()
         raise
     except SlurmUnavailable as error:  # it may have the job, and what the job needs must stay
-        again = "Run the same command again, which asks Slurm first"
+        again = "Run the same command again. It asks Slurm first"
         raise RunDirectoryError(f"Slurm may or may not have accepted {array.script}: {error}. {again}") from error
     except SlurmError:
         array.remove()
@@ -412,6 +412,6 @@ def check_marks(jobs: Iterable[Job]) -> None:
     for file, members in marks.items():
         if members > 1:
             raise UsageError(
-                f"done: {file} would be the mark of {members} members of the sweep, and the first to finish would "
-                "complete the others. Name a file of each member, such as {run_dir}/out/done"
+                f"done: {file} would mark {members} members of the sweep as completed, so the first to finish would "
+                "complete the others. Name a different file for each member, such as {run_dir}/out/done"
             )

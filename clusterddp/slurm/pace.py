@@ -87,9 +87,10 @@ class Activity:
 
 
 def _size(file: Path) -> int:
-    with suppress(OSError):
+    try:
         return int(status(file).st_size)
-    return -1
+    except OSError:
+        return -1
 
 
 class PacedQueue:

@@ -56,13 +56,15 @@ class Preemption:
 
     def _continuation(self, job: Job) -> str:
         if self.must_resubmit and not (job.policy == "requeue" and self.grace_s):
-            return "It cancels preempted jobs, so the run continues in a new job"
+            return "Slurm cancels preempted jobs, so the run continues in a new job"
         if job.policy == "resubmit" and self.grace_s:
             return "The run continues in a new job (policy: resubmit)"
         if job.policy is None and job.min_nodes is not None and self.grace_s:
-            return "The run continues in a new job, because a requeued one would wait for as many nodes as it had"
+            return "The run continues in a new job, because a requeued job would wait for as many nodes as before"
         lifted = (
-            "`submit --wait` and `clusterddp resubmit` lift the hold" if job.lift_hold else "lift_hold: false keeps it"
+            "`submit --wait` and `clusterddp resubmit` lift the hold"
+            if job.lift_hold
+            else "With lift_hold: false, the hold stays"
         )
         return f"The run is requeued and then held for {self.hold_s} s. {lifted}"
 

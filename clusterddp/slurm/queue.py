@@ -88,54 +88,57 @@ class Why:
 
 
 def _changed(what: str) -> str:
-    return f"end the job with `scancel JOB`, then `clusterddp submit --run-dir RUN --change` with {what}"
+    return f"end the job with `scancel JOB`, then run `clusterddp submit --run-dir RUN --change` with {what}"
 
 
 _RELEASE = "release it with `scontrol release JOB`"
 _ADMIN = "ask the cluster's administrators"
 _START_NOW = "`scontrol update JobId=JOB StartTime=now`"
 _HELD_AFTER_REQUEUE = Why(
-    "held by Slurm for a while, as after each requeue",
+    "held by Slurm for a while, which happens after each requeue",
     f"`clusterddp resubmit RUN` lifts the hold, and so does {_START_NOW}",
 )
 
 #: By Slurm's reason, in any version. Other reasons are shown unchanged.
 _REASONS: dict[str, Why] = {
-    "None": Why("the scheduler has not considered it yet"),
-    "SchedDefer": Why("the scheduler has not considered it yet"),
-    "Priority": Why("jobs with a higher priority are first"),
+    "None": Why("the scheduler has not considered the job yet"),
+    "SchedDefer": Why("the scheduler has not considered the job yet"),
+    "Priority": Why("jobs with a higher priority start first"),
     "Resources": Why("next in the queue, waiting for nodes to become free"),
     "BeginTime": Why("its begin time is in the future", f"to start it now, use {_START_NOW}"),
-    "Dependency": Why("waits for another job to end"),
+    "Dependency": Why("waiting for another job to end"),
     "DependencyNeverSatisfied": Why(
-        "it will never start, because it waits for a job that did not end as required",
+        "the job will never start, because it depends on a job that did not end as required",
         "end the job with `scancel JOB`, then continue the run with `clusterddp submit --run-dir RUN`",
     ),
     "JobHeldUser": Why("held by its owner", _RELEASE),
     "JobHeldAdmin": Why("held by an administrator", _ADMIN),
-    "JobHoldMaxRequeue": Why("held, because Slurm requeued it more often than MaxBatchRequeue allows", _RELEASE),
+    "JobHoldMaxRequeue": Why("held, because Slurm requeued the job more often than MaxBatchRequeue allows", _RELEASE),
     "JobArrayTaskLimit": Why("its sweep has reached its limit of running members (--max-running)"),
-    "Licenses": Why("waits for a license"),
-    "Reservation": Why("waits for its reservation to begin"),
-    "ReservationDeleted": Why("its reservation was deleted", _changed("another reservation")),
-    "PartitionDown": Why("its partition is down", f"{_ADMIN}, or use another --partition"),
-    "PartitionInactive": Why("its partition is inactive", f"{_ADMIN}, or use another --partition"),
+    "Licenses": Why("waiting for a license"),
+    "Reservation": Why("waiting for its reservation to begin"),
+    "ReservationDeleted": Why("its reservation was deleted", _changed("a different reservation")),
+    "PartitionDown": Why("its partition is down", f"{_ADMIN}, or use a different --partition"),
+    "PartitionInactive": Why("its partition is inactive", f"{_ADMIN}, or use a different --partition"),
     "PartitionNodeLimit": Why(
-        "asks for more nodes than its partition allows or than are up", _changed("fewer --nodes or another --partition")
+        "requests more nodes than its partition allows or than are up",
+        _changed("fewer --nodes or a different --partition"),
     ),
     "PartitionTimeLimit": Why(
-        "asks for more time than its partition allows", _changed("a shorter --time or another --partition")
+        "requests more time than its partition allows", _changed("a shorter --time or a different --partition")
     ),
-    "BadConstraints": Why("no node has what it asks for", _changed("another --constraint, --nodelist or --gpus")),
-    "InvalidAccount": Why("its account is not valid", _changed("another --account")),
+    "BadConstraints": Why(
+        "no node has what the job requests", _changed("a different --constraint, --nodelist or --gpus")
+    ),
+    "InvalidAccount": Why("its account is not valid", _changed("a different --account")),
     "AccountNotAllowed": Why(
-        "its account may not use this partition", _changed("another --account or another --partition")
+        "its account may not use this partition", _changed("a different --account or --partition")
     ),
-    "InvalidQOS": Why("its QOS is not valid", _changed("another --qos")),
-    "QOSNotAllowed": Why("its account or partition may not use this QOS", _changed("another --qos")),
+    "InvalidQOS": Why("its QOS is not valid", _changed("a different --qos")),
+    "QOSNotAllowed": Why("its account or partition may not use this QOS", _changed("a different --qos")),
     "Prolog": Why("its nodes are being prepared"),
     "Cleaning": Why("its previous start is still being cleaned up"),
-    "NodeDown": Why("a node that it asks for is down", _changed("other nodes")),
+    "NodeDown": Why("a node that the job requests is down", _changed("other nodes")),
     "FrontEndDown": Why("the front end of the nodes is down", _ADMIN),
 }
 
@@ -144,20 +147,23 @@ _BEGINNINGS: tuple[tuple[str, Why], ...] = (
     (
         "ReqNodeNotAvail",
         Why(
-            "nodes that it needs are down, drained or reserved, often for maintenance",
+            "nodes that the job needs are down, drained or reserved, often for maintenance",
             "a shorter --time may fit before the maintenance window (see `scontrol show reservation`)",
         ),
     ),
-    ("Nodes required for job are DOWN", Why("nodes that it needs are down, drained or reserved for other partitions")),
+    (
+        "Nodes required for job are DOWN",
+        Why("nodes that the job needs are down, drained or reserved for other partitions"),
+    ),
     (
         "launch failed requeued held",
         Why(
-            "held, because Slurm could not launch it on its node and requeued it",
+            "held, because Slurm could not launch the job on its node and requeued it",
             f"{_RELEASE}. If it happens again, {_ADMIN}",
         ),
     ),
-    ("job requeued in held state", Why("held, because it was requeued with a hold", _RELEASE)),
-    ("BurstBuffer", Why("waits for the burst buffer")),
+    ("job requeued in held state", Why("held, because the job was requeued with a hold", _RELEASE)),
+    ("BurstBuffer", Why("waiting for the burst buffer")),
 )
 
 #: Limits have dozens of names, such as QOSMaxGRESPerUser or QOSMaxWallDurationPerJobLimit: whose limit it is, which
@@ -225,11 +231,11 @@ def _of_limit(reason: str) -> Why | None:
         return None
     whose, kind, per = _WHOSE[limit[1]], limit[2], limit[4]
     if kind == "Min":
-        return Why(f"asks for less than {whose} requires: {what} ({reason})", _changed("a larger request"))
+        return Why(f"requests less than {whose} requires: {what} ({reason})", _changed("a larger request"))
     if per in ("PerJob", "PerNode"):
-        return Why(f"asks for more than {whose} allows: {what} {_OVER[per]} ({reason})", _changed("a smaller request"))
+        return Why(f"requests more than {whose} allows: {what} {_OVER[per]} ({reason})", _changed("a smaller request"))
     over = _OVER[per] if per else "of all its jobs together" if kind == "Grp" else "of all your jobs"
     return Why(
         f"a limit of {whose} is reached: {what} {over} ({reason})",
-        "it starts when jobs that count towards the limit end. Another --qos or --account may have room",
+        "the job starts when others that count towards the limit end. A different --qos or --account may have room",
     )

@@ -32,7 +32,7 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
         nodes = slurm.partition_nodes(job.partition)
     except SlurmUnavailable as error:
         if not required:
-            return job, [f"partition, GPUs, CPUs and memory were not checked: {error}"]
+            return job, [f"could not check partition, GPUs, CPUs and memory: {error}"]
         if isinstance(error, SlurmMissing):
             raise
         raise SlurmUnavailable(f"{error}. To run on this machine without Slurm, add --local") from error
@@ -50,7 +50,7 @@ def bound_gpus(job: Job) -> list[str]:
     if not (given := [name for name in ONE_GPU_PER_TASK if job.srun.get(name)]):
         return []
     return [
-        f"srun.{given[0]}: each rank sees only its own GPUs, as sites with AMD GPUs ask for. With NVIDIA GPUs, remove "
+        f"srun.{given[0]}: each rank sees only its own GPUs, as sites with AMD GPUs require. With NVIDIA GPUs, remove "
         "it, because NCCL then has no peer access between the ranks of a node"
     ]
 
@@ -69,8 +69,8 @@ def check_micro(job: Job) -> list[str]:
         return []
     raise UsageError(
         f"--nodes {job.nodes_text}: {file} never calls run.micro(), and on fewer nodes a rank's share of a step may "
-        "not fit into its memory. Put `for micro in run.micro(batch):` around forward and backward, or request a fixed "
-        "number of nodes"
+        "not fit into its memory. Put `for micro in run.micro(batch):` around the forward and backward passes, or "
+        "request a fixed number of nodes"
     )
 
 
@@ -101,8 +101,8 @@ def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
     most = max(node.gpus_of(job.gpu_type) for node in nodes)
     raise UsageError(
         f"{_partition(job)} has {counted(len(fitting), 'node')} with {job.gpus_per_node} {kind} ({len(nodes)} in "
-        f"total, at most {most} {kind} per node), but the job requests {job.allocated_text}. --gpus counts per node. "
-        "Request fewer GPUs, or add --device cpu for gloo ranks without GPUs"
+        f"total, at most {most} {kind} per node), but the job requests {job.allocated_text}. --gpus is the number per "
+        "node. Request fewer GPUs, or add --device cpu for gloo ranks without GPUs"
     )
 
 

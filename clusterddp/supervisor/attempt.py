@@ -288,12 +288,14 @@ class Attempt:
 
     def _next_event(self) -> tuple[float, Event | BaseException]:
         """The next event and when it came. An expired timer goes before the queue."""
-        timer = min(self._timers, key=self._timers.__getitem__, default=None)
-        if timer is None:
+        if not self._timers:
             return self._events.get()
-        with suppress(queue.Empty):
-            if (left_s := self._timers[timer] - time.monotonic()) > 0:
+        timer, expires = min(self._timers.items(), key=lambda item: item[1])
+        try:
+            if (left_s := expires - time.monotonic()) > 0:
                 return self._events.get(timeout=left_s)
+        except queue.Empty:
+            pass
         del self._timers[timer]
         return time.time(), timer
 

@@ -75,17 +75,17 @@ def test_a_script_that_ends_before_the_wanted_step_is_checked_to_its_end(
 
 
 FAULTS: dict[Callable[[Context], None], tuple[int, str]] = {
-    scripts.unseeded_generator: (4, "the batch in step 0 on rank 0 is different"),
-    scripts.generator_of_the_dataset: (3, "the batch in step 6 on rank 0 is different"),
-    scripts.sampler_with_hidden_state: (3, "the batch in step 6 on rank 0 is different"),
+    scripts.unseeded_generator: (4, "the batch in step 0 on rank 0 was different"),
+    scripts.generator_of_the_dataset: (3, "the batch in step 6 on rank 0 was different"),
+    scripts.sampler_with_hidden_state: (3, "the batch in step 6 on rank 0 was different"),
     scripts.second_resume_starts_over: (3, "after the second resume, from step 8: the batch in step 8 on rank 0"),
-    scripts.short_epochs: (3, "the batch in step 10 on rank 0 is different"),
-    scripts.forgotten_average: (3, "a resume loses the state of ema, which ctx.run() did not get"),
-    scripts.forgotten_scheduler: (3, "a resume loses the state of parts.scheduler, which ctx.run() did not get"),
-    scripts.time_dependent: (4, "the logged loss in step 0 on rank 0 differs"),
+    scripts.short_epochs: (3, "the batch in step 10 on rank 0 was different"),
+    scripts.forgotten_average: (3, "a resume loses the state of ema, which ctx.run() did not receive"),
+    scripts.forgotten_scheduler: (3, "a resume loses the state of parts.scheduler, which ctx.run() did not receive"),
+    scripts.time_dependent: (4, "the logged loss in step 0 on rank 0 differed"),
     scripts.counter_in_a_closure: (3, "count (0 instead of 6)"),
     scripts.running_mean: (3, "When this attempt began, these also differed: mean"),
-    scripts.dropout_generator: (3, "a resume loses the state of model.1.generator, which ctx.run() did not get"),
+    scripts.dropout_generator: (3, "a resume loses the state of model.1.generator, which ctx.run() did not receive"),
 }
 
 

@@ -111,4 +111,4 @@ def test_nothing_is_skipped_if_the_script_has_not_loaded_what_it_saved(tmp_path:
     (tmp_path / "forget").touch()
     run, said = train(tmp_path, 13)
     assert {times for (epoch, _), times in trained_on(run)[0].items() if epoch == 0} == {2}
-    assert "attempt 1: the script made its first step without opening" in said
+    assert "attempt 1: the script completed its first step without opening" in said

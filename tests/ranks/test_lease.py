@@ -83,7 +83,9 @@ def test_a_run_of_an_unreachable_machine_can_be_taken_over(run: RunDirectory, mo
     for _ in range(2):
         lease.take(run, run.create_attempt(), lease.of_this_process())
     be_elsewhere(monkeypatch)
-    words = r"held by process \d+ on .*, which cannot be reached from here. If that has ended, continue .* --take-over"
+    words = (
+        r"held by process \d+ on .*, which cannot be reached from here. If that .* has ended, continue .* --take-over"
+    )
     with pytest.raises(RunDirectoryError, match=words):
         check_not_held(run)
     lease.let_go_unreachable(run)

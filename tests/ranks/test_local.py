@@ -204,7 +204,9 @@ def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run
     os.killpg(os.getsid(ranks_of(run)[0]), signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert re.search(r"attempt 0: preempted\. It made at least \d+ steps?\. The job is requeued", err), err
+    assert re.search(r"attempt 0: preempted\. The attempt completed at least \d+ steps?\. The job is requeued", err), (
+        err
+    )
     assert "attempt 1: completed after 2 attempts" in err
     assert run.outcome() == {"state": "completed", "step": None, "attempts": 2, "reason": "all ranks finished"}
     status = subprocess.run([sys.executable, "-m", "clusterddp", "status", str(run)], capture_output=True, text=True)
@@ -288,7 +290,7 @@ def test_on_a_full_disk_the_end_is_reported_on_the_terminal(
         (["jobs/digits.yaml", "--lr", "0.1"], "--help`. Put the script's arguments after --"),
         (["jobs/digits.yaml", "--sbatch", "mem=1G"], "cannot be combined with --local"),
         (["jobs/digits.yaml", "--set", "nodes"], "--set nodes: expected KEY=VALUE"),
-        (["jobs/digits.yaml", "--nodes", "1-2"], "needs global_batch, the samples per step"),
+        (["jobs/digits.yaml", "--nodes", "1-2"], "requires global_batch, which is the number of samples per step"),
         (["jobs/digits.yaml", "--gpus", "50000"], "100000 ranks with --local on this machine's"),
         (["jobs/digits.yaml", "--nodes", "1-2", "--set", "global_batch=64"], "With --local, give one number"),
     ],

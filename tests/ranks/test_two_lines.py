@@ -41,7 +41,9 @@ def test_a_sharded_script_with_two_lines_loses_no_step(tmp_path: Path) -> None:
     told = [(event["attempt"], event["event"], event["file"]) for event in run.events() if event["event"] in LOOKED_AT]
     file = str(tmp_path / "saved")
     assert told == [(0, "saved", file), (1, "not_read", file), (1, "saved", file)]
-    assert f"attempt 1: the script made its first step without opening {tmp_path / 'saved'}, which it saved" in said
+    assert (
+        f"attempt 1: the script completed its first step without opening {tmp_path / 'saved'}, which it saved" in said
+    )
     assert (run.outcome() or {})["state"] == "completed"
 
 

@@ -51,9 +51,9 @@ def test_a_stop_in_the_middle_of_the_only_checkpoints_save_loses_nothing(run: Ru
     when = ["--preempt-at", "a slow save begins"]
     done = submit(run, "tests/scripts/like_nanogpt.py", *SHAPE, *when, "--", str(out), "40", "25")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"attempt 0: preempted\. It made at least \d+ steps?\. The job is requeued", done.stderr), (
-        done.stderr
-    )
+    assert re.search(
+        r"attempt 0: preempted\. The attempt completed at least \d+ steps?\. The job is requeued", done.stderr
+    ), done.stderr
     assert f"Resuming training from {out} at iter 26" in (run.attempt_logs(1) / "rank-0.out").read_text(), story(run)
     assert torch.load(out / "ckpt.pt", weights_only=False)["iter_num"] == 40
     assert [path.name for path in out.iterdir()] == ["ckpt.pt"]
@@ -136,6 +136,6 @@ def test_ranks_that_train_apart_are_told_and_their_steps_are_still_seen(run: Run
     script.write_text(ALONE)
     done = submit(run, str(script), *SHAPE)
     assert done.returncode == 0, done.stderr
-    assert "rank 0 trains alone, in no process group, but the run has 2 ranks" in done.stderr, done.stderr
+    assert "rank 0 trains alone, without a process group, but the run has 2 ranks" in done.stderr, done.stderr
     assert [one.made for one in read_timings(run).intervals] == [3]
     assert "apart" not in {event["event"] for event in run.events() if event.get("rank") != 0}

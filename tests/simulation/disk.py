@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from json.encoder import c_make_encoder  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,7 +26,7 @@ from tests.simulation.world import EPOCH, Killed, World
 #: What `remembered` functions do not read: checkpoints, and files that grow with each step.
 UNSEEN, UNREAD = "/checkpoints/", ("/metrics.jsonl", "/timing.jsonl")
 #: What they do read: claims and folders of attempts; files in the run's folder; these, and what is added to them.
-CLAIMS, FILES, LINES = slice(0, 1), slice(1, 2), slice(1, 3)
+CLAIMS, FILES, LINES = range(3)
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Disk:
         #: Until when operations fail, with which error, and how many of a hundred.
         self.broken: tuple[float, int, int] = (0.0, 0, 0)
         self._temporary = 0
-        #: Counts the changes of what `remembered` functions read: claims, other files, and what is added to these.
+        #: Counts the changes of what `remembered` functions read: claims, other files, and these with what is added.
         self.changes = [0, 0, 0]
         #: What they found, at which number of changes, in how many steps, and when the first folder was looked into.
         self._known: dict[tuple[Any, ...], tuple[Any, int, int, float]] = {}
@@ -91,7 +92,7 @@ class Disk:
             if (write or code != errno.ENOSPC) and world.random.random() * 100 < percent:
                 raise OSError(code, os.strerror(code), str(path))
 
-    def remembered(self, read: Callable[..., Any], copied: Callable[[Any], Any], what: slice, *names: Any) -> Any:
+    def remembered(self, read: Callable[..., Any], copied: Callable[[Any], Any], what: int, *names: Any) -> Any:
         """What ``read()`` returns, which only reads; the same as before, without reading, if nothing has changed.
 
         ``what`` it reads: ``CLAIMS``, ``FILES`` or ``LINES``. ``names``: of the function, and what it reads.
@@ -101,7 +102,7 @@ class Disk:
         if thread is None or not thread.process.alive or self.broken[0] > world.now:
             return read()
         key = (thread.process.node, *names)
-        now = sum(self.changes[what])
+        now = self.changes[what]
         known = self._known.get(key)
         if known is not None:
             found, changes, steps, looked = known
@@ -134,8 +135,8 @@ class Disk:
 
     def _seen(self, path: str) -> Node | None:
         """What the calling node sees there."""
-        node, thread = self.nodes.get(path), self.world.thread
-        if not self.lag_s or thread is None:
+        node = self.nodes.get(path)
+        if not self.lag_s or (thread := self.world.thread) is None:
             return node
         here = thread.process.node
         looked = self._looked_at(here, _above(path))
@@ -178,8 +179,13 @@ class Disk:
         self._change(name)
 
     def _change(self, name: str) -> None:
-        if UNSEEN not in name:
-            self.changes[not ("/private" in name or "/logs" in name)] += 1
+        if UNSEEN in name:
+            return
+        if "/private" in name or "/logs" in name:
+            self.changes[CLAIMS] += 1
+        else:
+            self.changes[FILES] += 1
+            self.changes[LINES] += 1
 
     # --- clusterddp/rundir/files.py
 
@@ -258,7 +264,7 @@ class Disk:
 
     def write_json(self, path: Path, value: Mapping[str, Any], mode: int | None = None) -> None:
         """As in files.py."""
-        self.write_atomically(path, json.dumps(value), mode)
+        self.write_atomically(path, "".join(_ENCODE(value, 0)), mode)
 
     def append_line(self, path: Path, value: Mapping[str, Any]) -> None:
         """As in files.py: of a process that is killed meanwhile, a part of the line stays."""
@@ -266,8 +272,8 @@ class Disk:
         name = str(path)
         node = self.nodes.get(name) or self._add(name)
         seen = not name.endswith(UNREAD)
-        self.changes[2] += seen
-        before, data = node.data, (_ENCODER.encode(finite(value)) + "\n").encode()
+        self.changes[LINES] += seen
+        before, data = node.data, f"{_encoded(value)}\n".encode()
         if self.slow and self.world.random.random() < self.slow:
             node.data = before + data[: len(data) // 2]
             try:
@@ -276,7 +282,7 @@ class Disk:
                 node.data = before
                 raise
         node.data, node.changed = before + data, self.world.now
-        self.changes[2] += seen
+        self.changes[LINES] += seen
 
     def remove(self, path: Path) -> None:
         """As in files.py."""
@@ -344,8 +350,16 @@ class Disk:
         """As in files.py."""
 
 
-#: As in files.py.
-_ENCODER = json.JSONEncoder(allow_nan=False)
+#: ``json.dumps(value, allow_nan=False)``, made once.
+_ENCODE = c_make_encoder(None, None, json.encoder.encode_basestring_ascii, None, ": ", ", ", False, False, False)
+
+
+def _encoded(value: Mapping[str, Any]) -> str:
+    """As in files.py. Few values are not finite."""
+    try:
+        return "".join(_ENCODE(value, 0))
+    except (ValueError, TypeError):
+        return "".join(_ENCODE(finite(value), 0))
 
 
 @cache
@@ -370,5 +384,5 @@ class _Open(io.BytesIO):
     def truncate(self, size: int | None = None) -> int:
         """As of a file."""
         self._node.data = self._node.data[:size]
-        self._disk.changes[2] += 1
+        self._disk.changes[LINES] += 1
         return super().truncate(size)

@@ -196,6 +196,7 @@ class History:
         self.slurm.nodes_needed, self.slurm.time_limit_s = plan.job_nodes, plan.time_limit_s
         self.slurm.array = plan.array
         self.slurm.nodes_needed += plan.spare_nodes
+        self.slurm.nodes_least = plan.min_nodes or self.slurm.nodes_needed
         self.slurm.no_kill = bool(plan.spare_nodes or plan.min_nodes)
         self.cluster = Cluster(self.world, self.slurm, self.disk, plan.script)
         self.cluster.beats = plan.watchdog

@@ -221,6 +221,8 @@ class Invariants:
         # Or it stood still, once it had looked for a newer attempt and restored.
         restored = self._history.disk.nodes.get(str(self._history.run.resume_record(number)))
         hidden = hidden or (over is not None and restored is not None and restored.created < over.created)
+        stood_until = rank.process.stopped_until
+        hidden = hidden or (over is not None and over.created < stood_until and self._world.now < stood_until + SLOW_S)
         if (outcome := self.outcome()) is not None and outcome["state"] == "completed" and not hidden:
             self._violated("I10", f"attempt {number} trains, and the run has completed")
         if self._is_held(number):
@@ -424,10 +426,8 @@ class Invariants:
         faults = {fault.kind for fault in history.plan.faults}
         ends = [event for event in events if event["event"] in RUN_ENDS]
         # On a full disk the outcome is not written, and the product says that the run may start again. So may one whose
-        # supervisor was killed before it could write it: that start has no step left to do.
-        completed = [
-            event for event in ends if event["event"] == "completed" and not self._was_killed(event["attempt"])
-        ]
+        # supervisor was killed, or stood still, before it could write it: that start has no step left to do.
+        completed = [event for event in ends if event["event"] == "completed" and not self._was_kept(event)]
         if len(completed) > 1 and "disk errors" not in faults and not self._is_one_hidden(completed):
             self._violated("I7", f"{len(ends)} outcomes in the history")
         if outcome is not None and outcome["state"] == "completed":
@@ -450,10 +450,14 @@ class Invariants:
         if faults <= HARMLESS:
             self._violated("progress", f"the run {outcome['state']}: {outcome['reason']}")
 
-    def _was_killed(self, attempt: int) -> bool:
-        """Whether the supervisor of an attempt was killed."""
-        trained = self.attempts.get(attempt)
-        return trained is not None and trained.supervisor.code is None and not trained.supervisor.alive
+    def _was_kept(self, event: Mapping[str, Any]) -> bool:
+        """Whether the supervisor that recorded this end was killed, or stood still afterwards."""
+        trained = self.attempts.get(event["attempt"])
+        if trained is None:
+            return False
+        supervisor = trained.supervisor
+        stood = supervisor.stopped_until > event["time"] - EPOCH
+        return stood or (supervisor.code is None and not supervisor.alive)
 
     def _is_one_hidden(self, completed: list[dict[str, Any]]) -> bool:
         """Whether all but the last attempt completed, on nodes that were cut off, while a newer one was hidden."""

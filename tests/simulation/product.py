@@ -30,12 +30,13 @@ from clusterddp.checkpoint.store import Checkpoint
 from clusterddp.cli import requeue as requeue_command
 from clusterddp.cli import tell
 from clusterddp.errors import RunDirectoryError
+from clusterddp.jobdef import secrets
 from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import claims, files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends
-from clusterddp.slurm import commands
+from clusterddp.slurm import commands, preemption_policy
 from clusterddp.supervisor import attempt, controller, hook, lease, main, recovery
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
@@ -60,7 +61,7 @@ ROOMS = (
 #: The cluster's name.
 CLUSTER = "sim"
 #: Histories between two collections of garbage.
-COLLECTED = 200
+COLLECTED = 1000
 #: Modules of the standard library that are replaced wherever a module of these packages has imported them.
 _MODULES = {
     name: importlib.import_module(name) for name in ("time", "queue", "threading", "random", "secrets", "socket", "os")
@@ -212,8 +213,8 @@ def _unreachable(run: object, *_: object) -> Iterator[dict[str, Any]]:
     raise RunDirectoryError(f"{run}: its supervisor cannot be reached")
 
 
-#: What is left out: git's state of the code, its snapshot, old logs, when slurmstepd began, who owns
-#: files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
+#: What is left out: git's state of the code, its snapshot, the ranks' command line, old logs, when slurmstepd began,
+#: who owns files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
 NAMED: tuple[tuple[Any, str, Any], ...] = (
     (requests, "ask", lambda *args: _now.cluster.ask(*args)),
     (requests, "_through_a_step", _unreachable),
@@ -227,6 +228,7 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (pruning.code_snapshot, "unused", lambda _: []),
     (Checkpoint, "verify", lambda self: _now.disk.read_bytes(self.path)),
     (attempt, "code_state", lambda *_: {}),
+    (attempt, "rank_command", lambda *_: []),
     (attempt, "code_snapshot", SimpleNamespace(present=lambda _: None)),
     (main, "delete_old_logs", lambda *_: None),
     (controller, "batch_step_began", lambda: _current["time"].time()),
@@ -331,13 +333,15 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield commands, "parse_job", job
     yield commands, "for_parsing", lambda _: {}  # the model's answers do not depend on the environment
     yield commands, "cluster_name", lambda _: CLUSTER
+    yield preemption_policy, "policy", lru_cache(256)(preemption_policy.policy)
+    yield secrets, "is_secret", cache(secrets.is_secret)
     yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
     yield records, "parse", _parsed_line
     yield records, "parsed", _parsed
     yield RunDirectory, "attempts", _of_run("attempts", list, CLAIMS, _attempts)
     yield RunDirectory, "events", _of_run("events", list, LINES)
     yield RunDirectory, "outcome", _of_run("outcome", _copied, FILES)
-    for name in ("attempt_logs", "attempt_private", "holder_file", "control_file"):
+    for name in ("attempt_logs", "attempt_private", "holder_file", "control_file", "resume_record"):
         yield RunDirectory, name, _once_per_run(vars(RunDirectory)[name])
 
 
@@ -358,7 +362,7 @@ def _reading() -> dict[int, Callable[..., Any]]:
 
 
 def _of_run(
-    name: str, copied: Callable[[Any], Any], what: slice, method: Callable[[RunDirectory], Any] | None = None
+    name: str, copied: Callable[[Any], Any], what: int, method: Callable[[RunDirectory], Any] | None = None
 ) -> Callable[[RunDirectory], Any]:
     """A method of `RunDirectory` that only reads ``what``."""
     read = method or vars(RunDirectory)[name]

@@ -412,6 +412,7 @@ class Rank:
             end, code = {"end": "superseded", "error": str(error)}, 1
         except OSError as error:
             end, code = {"end": "exception", "error": f"OSError: {error}", "traceback": ""}, 1
+            self.cluster.listener("failed", self, {})
         except _Accident as error:
             end, code = {"end": "exception", "error": f"ValueError: {error}", "traceback": ""}, 1
             self.cluster.listener("failed", self, {})

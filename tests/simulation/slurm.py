@@ -48,6 +48,8 @@ class Batch:
 
     id: str
     nodes_needed: int
+    #: With how many it starts if more are not free.
+    nodes_least: int
     time_limit_s: int
     submitted: float
     by: str = ""
@@ -284,6 +286,7 @@ class Slurm:
         job = Batch(
             f"{job_id}_0" if is_task else job_id,
             self.nodes_needed,
+            self.nodes_least,
             self.time_limit_s,
             self.world.now,
             self.world.process.name,
@@ -301,7 +304,7 @@ class Slurm:
         return job_id
 
     #: What jobs ask for, and whether the first one is a task of an array.
-    nodes_needed = 1
+    nodes_needed = nodes_least = 1
     array = False
     #: Whether they outlive their nodes.
     no_kill = False
@@ -332,7 +335,7 @@ class Slurm:
                 job.reason, later = "Dependency", True
                 continue
             free = [node for node in self.node_names if self._free(node, busy) and node not in job.exclude]
-            if len(free) < job.nodes_needed:
+            if len(free) < job.nodes_least:
                 job.reason, later = "Resources", True
                 continue
             nodes = free[: job.nodes_needed]
@@ -351,7 +354,7 @@ class Slurm:
         job.state, job.reason, job.nodes, job.began, job.ended = "RUNNING", "None", nodes, world.now, None
         job.preempt_time, job.becomes, job.end_time, job.stood_s = None, "", world.now + job.time_limit_s, 0.0
         job.era += 1
-        job.host = nodes[0]
+        job.host, job.nodes_needed, job.nodes_least = nodes[0], len(nodes), len(nodes)  # also of a restart
         job.processes, job.lost, job.signal, job.node_down = [], set(), lambda _: None, lambda _: None
         self._tell(f"job {job.id} starts on {','.join(nodes)}{f' (restart {job.restarts})' if job.restarts else ''}")
         self.listener("start", job, "")

@@ -152,7 +152,7 @@ def test_two_nodes_that_die_at_once_are_both_recorded(cluster: Cluster, runs: Pa
     assert [event["node"] for event in events_of(training.run, "node_lost")] == ["n2", "n3"], story(training.run)
     assert re.search(r"also failed: rank \d \(n\d\) was lost because node n[23] no longer responds", log_of(training))
     (refused,) = events_of(training.run, "not_excluded")
-    assert refused["reason"] == "without n2 and n3 the partition has 2 usable nodes, and the run needs 3"
+    assert refused["reason"] == "without n2 and n3 the partition has 2 usable nodes, but the run needs 3"
     done = cluster.run([cluster.python, "-m", "clusterddp", "cancel", training.run.path], check=False)
     jobs = cluster.root(["scontrol", "show", "job"]).stdout + cluster.root(["sinfo", "-N", "-l"]).stdout
     assert done.returncode == 0, done.stdout + done.stderr + jobs

@@ -57,6 +57,6 @@ def test_a_watcher_lifts_the_hold_after_a_requeue(clusters: Any, runs_on: Any) -
     training.go(0)
     _, words = watcher.communicate(timeout=90)
     assert watcher.returncode == 0, words
-    assert f"lifted Slurm's hold of job {training.job_id} after the requeue" in words
+    assert f"lifted Slurm's hold on job {training.job_id} after the requeue" in words
     assert (training.run.outcome() or {})["attempts"] == 2
     cluster.drain_jobs()

@@ -78,7 +78,7 @@ def test_a_drained_node_is_left_without_repeating_a_step(
     assert "estarting all ranks in place" in tell(training, "drain=n1")  # rank 0's, and the supervisor's
     training.wait_for_a_step_of(1)
     refused = tell(training, "drain=n2", check=False)
-    assert "not drained: the job has 1 node left, and the run needs 2. `clusterddp requeue" in refused
+    assert "not drained: the job has 1 node left, but the run needs 2. `clusterddp requeue" in refused
     check_continued(training, uninterrupted_training, steps=0)
     assert nodes_of(training) == [["n1", "n2"], ["n2", "n3"]]
 

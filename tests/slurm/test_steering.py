@@ -33,7 +33,7 @@ def test_a_run_in_the_queue_is_steered_from_the_login_node_and_keeps_its_bits(
     assert sorted(rank for group in answer["stacks"] for rank in group["ranks"]) == [0, 1], answer
     assert "(n1" in tell("stacks", run)
     assert "is saved. The job is requeued" in tell("requeue", run)
-    assert "already waits in the queue" in tell("requeue", run)
+    assert "is already waiting in the queue" in tell("requeue", run)
     training.wait(lambda: any(line["attempt"] == 1 for line in run.metrics()), "a step of attempt 1")
     assert "held until it is submitted again" in tell("tell", run, "stop")
     assert cluster.wait_job(training.job_id, {"COMPLETED"})["Restarts"] == "1"

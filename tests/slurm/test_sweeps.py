@@ -212,7 +212,7 @@ def test_tasks_are_resubmitted_watched_and_cancelled_as_any_job(
     wait_for_step(watched[0], 3)
     cluster.preempt(seconds=0.1)
     seen = cluster.run([*clusterddp, "resubmit", runs / "again"], cwd=cluster.source, timeout=120)
-    assert re.search(rf"lifted Slurm's hold of job {array}_[01] after the requeue", seen.stderr), seen.stderr
+    assert re.search(rf"lifted Slurm's hold on job {array}_[01] after the requeue", seen.stderr), seen.stderr
     assert [wait_for_outcome(run) for run in watched] == ["completed"] * 2
     assert len(events_of(watched[0], "requeued")) == 1 and watched[0].attempts() == [0, 1]
     cluster.drain_jobs()

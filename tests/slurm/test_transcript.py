@@ -56,7 +56,7 @@ Cell = tuple[int, str]
 
 #: Of a command that asks the ranks, for runs that have none now.
 WITHOUT_RANKS: dict[str, Cell] = {
-    WAITING: (1, r"waits in the queue \(job \d+(_1)?, \w+\) and has no ranks yet"),
+    WAITING: (1, r"is waiting in the queue \(job \d+(_1)?, \w+\) and has no ranks yet"),
     "completed": (1, "already completed at step 10, so it is not running"),
     "failed hung": (1, "already failed.*, so it is not running"),
     "cancelled": (1, "already cancelled.*, so it is not running"),
@@ -136,7 +136,7 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
     },
     "export RUN x.safetensors": {ALL: (1, "no checkpoint")},
     "prune RUN": {
-        f"{WAITING} {RUNNING} forgotten": (1, "is not over, so no file was deleted"),
+        f"{WAITING} {RUNNING} forgotten": (1, "has not ended, so no file was deleted"),
         OVER: (0, "nothing to delete"),
     },
 }
@@ -166,7 +166,7 @@ MORE: dict[str, dict[str, Cell | None]] = {
 CHANGING: dict[str, dict[str, Cell | None]] = {
     "requeue RUN ^C": {
         **WITHOUT_RANKS,
-        WAITING: (0, "already waits in the queue"),
+        WAITING: (0, "is already waiting in the queue"),
         RUNNING: (130, "all ranks stop after their current step(.|\n)*The requeue continues"),
     },
     "tell RUN stop ^C": {
@@ -193,10 +193,10 @@ WITHOUT_RUN: dict[str, Cell] = {
     "config show": (0, "nodes"),
     "config schema": (0, "schema"),
     "doctor": (0, r"partition +low"),
-    "nodes": (0, "No node failures of the last week"),
+    "nodes": (0, "No node failures from the last week"),
     "sweep sweep.yaml": (2, "could not read sweep.yaml: No such file"),
     "": (2, "usage: clusterddp"),
-    "frobnicate": (2, "no command"),
+    "frobnicate": (2, "unknown command"),
     "status runing": (1, "Did you mean running"),
     "wait forgotten": (12, "stopped: not started"),
     "cancel running resumed": (2, "2 runs to cancel and no terminal to ask on. Add --yes"),

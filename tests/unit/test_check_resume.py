@@ -103,15 +103,15 @@ CHANGES: list[tuple[int, dict[str, Any], str, str]] = [
         5,
         {"batch": {"[0]": "#b0"}},
         BATCH,
-        "the batch in step 5 on rank 1 is different in [0] (it is the batch of step 0)",
+        "the batch in step 5 on rank 1 was different in [0] (it was the batch of step 0)",
     ),
-    (5, {"logged": {"loss": "nan"}}, LOGGED, "the logged loss in step 5 on rank 1 differs (nan instead of 0.5)"),
-    (5, {"logged": {}}, LOGGED, "the logged loss in step 5 on rank 1 differs (missing instead of 0.5)"),
+    (5, {"logged": {"loss": "nan"}}, LOGGED, "the logged loss in step 5 on rank 1 differed (nan instead of 0.5)"),
+    (5, {"logged": {}}, LOGGED, "the logged loss in step 5 on rank 1 differed (missing instead of 0.5)"),
     (
         6,
         {"after": States({"model": {"weight": "#x"}})},
         STATE,
-        "after the second resume, from step 5: the state of model.weight differs after step 6 on rank 1",
+        "after the second resume, from step 5: the state of model.weight differed after step 6 on rank 1",
     ),
     (
         3,
@@ -148,7 +148,7 @@ def test_a_run_that_differs_without_a_resume_is_not_the_fault_of_the_resume() ->
     late[1][6] = replace(late[1][6], logged={"loss": "2"})
     error = resume_verdict.failure(check(resumed, early))
     assert (type(error), error.exit_code) == (NotRepeatable, 4)
-    assert "When it ran again, the logged loss in step 2 on rank 1 differs (2 instead of 0.2)" in str(error)
+    assert "When it ran again, the logged loss in step 2 on rank 1 differed (2 instead of 0.2)" in str(error)
     assert "The batches of the resumed run were the same in all steps" in str(error)
     assert type(resume_verdict.failure(check(resumed, late))) is ResumeDiffers
 
@@ -160,7 +160,7 @@ def test_an_object_that_run_did_not_get_counts_if_it_still_differs_at_the_end() 
     lost = {rank: [*steps[:-1], replace(steps[-1], after=replace(steps[-1].after, others={"ema": {"n": "3"}}))]
             for rank, steps in resumed.items()}  # fmt: skip
     assert str(resume_verdict.failure(check(lost))).startswith(
-        "a resume loses the state of ema, which ctx.run() did not get. Pass it to ctx.run(), as in "
+        "a resume loses the state of ema, which ctx.run() did not receive. Pass it to ctx.run(), as in "
         "ctx.run(ema=ema, ...)"
     )
     again = {rank: [replace(one, before=None) for one in steps] for rank, steps in lost.items()}

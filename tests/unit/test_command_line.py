@@ -28,7 +28,7 @@ def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture
         ("train.py", r"To run train.py, use `clusterddp submit train.py`"),
         ("jobs/net.yaml", r"use `clusterddp submit jobs/net.yaml`"),
         ("statsu", r"Available: submit, .*. Did you mean status\?"),
-        ("run", r"no command 'run'. Available: submit, "),
+        ("run", r"unknown command 'run'. Available: submit, "),
     ],
 )
 def test_a_misspelled_command_gets_the_right_one_suggested(word: str, answer: str) -> None:

@@ -199,7 +199,7 @@ def test_the_wait_says_why_and_ends_with_the_results(
     write_json(tmp_path / "results.json", {"over": False})
     assert nodes_job._await_results("7", run)["over"] is False
     assert capsys.readouterr().err.splitlines() == [
-        "doctor: job 7 waits: jobs with a higher priority are first",
+        "doctor: job 7 waits: jobs with a higher priority start first",
         "doctor: job 7 waits: next in the queue, waiting for nodes to become free",
         "doctor: job 7 runs on n[1-2]",
     ]

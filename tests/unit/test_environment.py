@@ -98,20 +98,29 @@ def test_a_home_made_launcher_may_leave_out_what_follows(environ: dict[str, str]
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE not set, but RANK=0"),
-        ({"WORLD_SIZE": "4"}, "RANK not set, but WORLD_SIZE=4"),
-        ({"LOCAL_RANK": "1"}, "RANK and WORLD_SIZE not set, but LOCAL_RANK=1"),
-        ({"TORCHELASTIC_RUN_ID": "x"}, "RANK and WORLD_SIZE not set, but none of the others"),
-        ({"CLUSTERDDP_LAUNCHER": "local", "RANK": "1"}, "launcher local: WORLD_SIZE not set"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set (found: RANK=0)"),
+        ({"WORLD_SIZE": "4"}, "RANK is not set (found: WORLD_SIZE=4)"),
+        ({"LOCAL_RANK": "1"}, "RANK and WORLD_SIZE are not set (found: LOCAL_RANK=1)"),
+        ({"TORCHELASTIC_RUN_ID": "x"}, "RANK and WORLD_SIZE are not set (found: none)"),
+        ({"CLUSTERDDP_LAUNCHER": "local", "RANK": "1"}, "launcher local: WORLD_SIZE is not set"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one', expected a whole number"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2 contradict each other: 2 is not below 2"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0, WORLD_SIZE=0 contradict"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, "LOCAL_RANK and LOCAL_WORLD_SIZE not set"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n1"}, "LOCAL_WORLD_SIZE not set"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, "could not infer LOCAL_RANK and LOCAL_WORLD_SIZE from"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n1"},
+            "could not infer LOCAL_WORLD_SIZE from",
+        ),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank and local rank must be equal"),
-        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, "LOCAL_RANK not set"),
-        ({"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "GROUP_RANK not set"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1"},
+            "could not infer LOCAL_RANK from",
+        ),
+        (
+            {"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            "could not infer GROUP_RANK from",
+        ),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, "more ranks on this node"),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4, LOCAL_WORLD_SIZE=4 contradict"),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT=http is not a port"),
@@ -148,8 +157,8 @@ def test_open_mpis_variables_are_read_also_in_a_slurm_step() -> None:
     [
         (OPENMPI, "4 ranks, 2 of them here, but MASTER_ADDR is not set. Use mpirun -x MASTER_ADDR=HOST"),
         (without(OPENMPI_ON_ONE_NODE, "PMIX_NAMESPACE"), "mpirun -x MASTER_PORT=NUMBER"),
-        ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "1"}, "GROUP_RANK not set"),
-        (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "launcher openmpi: WORLD_SIZE not set"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "1"}, "could not infer GROUP_RANK from"),
+        (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "launcher openmpi: WORLD_SIZE is not set"),
     ],
 )
 def test_what_open_mpi_does_not_set_must_be_given(environ: dict[str, str], message: str) -> None:

@@ -58,6 +58,15 @@ def test_of_more_lost_nodes_than_may_be_excluded_some_are() -> None:
     assert choose(failed("n1", "n1"), ["n2", "n3", "n4"], ALL, 2, NOW) == Choice(("n2", "n3"), (), words)
 
 
+def test_nodes_that_the_user_drained_are_used_again_if_too_few_others_are_left() -> None:
+    """The next job excluded them and waited forever, when another node was lost."""
+    drained = {"event": "requested", "attempt": 1, "time": NOW - 60.0, "request": "drain", "nodes": ["n1", "n2"]}
+    reason = "without n1 and n2 and n3 the partition has 1 usable node, but the run needs 3"
+    refused = f"{reason}. The next job excludes no node"
+    assert choose([drained], ["n3"], ALL, 3, NOW) == Choice(refused=refused)
+    assert choose([drained], ["n3"], [*ALL, "n5"], 3, NOW).nodes == ("n1", "n2")
+
+
 @pytest.mark.parametrize(
     ("events", "lost", "usable", "words"),
     [

@@ -230,7 +230,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("job_name: a/b", "expected a name"),
         ("job_name: my job", "expected a name"),
         ("module: pkg.train", "expected either script or module, got both"),
-        ('partition: "gpu\\n#SBATCH --uid=0"', "expected text without line breaks and control characters, got U+000A"),
+        ('partition: "gpu\\n#SBATCH --uid=0"', "expected text without line breaks or control characters, got U+000A"),
         ('account: "a\\u2028b"', "got U+2028"),
         ("account: x --uid=0", "expected one word without blanks"),
         ("constraint: [a|b]", "expected text, got a list. Quote it"),
@@ -238,23 +238,23 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("mem: 64 GB", "expected memory such as 64G, with a unit"),
         ("args: --lr 1e-3", "expected a list such as [--lr, 1e-3], got '--lr 1e-3'"),
         ("args: [a, ]\nresume:\n  checkpoint: a\n  args:\n    -\n", "5:"),
-        ("args: [{a: 1}]", "got a mapping in it"),
+        ("args: [{a: 1}]", "but it contains a mapping"),
         ("setup: {a: b}", "expected a list of shell lines"),
         ('setup: ["a\\x1bb"]', "expected shell lines without control characters"),
         ("env: [A=1]", "expected a mapping such as {NAME: value}, got a list"),
         ("env: {A-B: 1}", "env.A-B: not a variable name"),
         ("env: {RANK: 1}", "env.RANK: clusterddp sets this variable for each rank"),
         ("env: {A: [1]}", "env.A: expected text"),
-        ("sbatch: {Exclusive: true}", "sbatch.Exclusive: expected a long option"),
+        ("sbatch: {Exclusive: true}", "sbatch.Exclusive: expected a long Slurm option"),
         ("sbatch: {--exclusive: true}", "write the option without dashes: exclusive"),
-        ("sbatch: {'x y': 1}", "expected a long option"),
+        ("sbatch: {'x y': 1}", "expected a long Slurm option"),
         ('sbatch: {comment: "a\\nb"}', "sbatch.comment: expected text without line breaks"),
         ("sbatch: {nodes: 2}", "use the key nodes"),
         ("sbatch: {ntasks-per-node: 2}", "use gpus_per_node"),
         ("sbatch: {signal: USR2@60}", "`timeouts.notice_s`"),
         ("sbatch: {gres: 'gpu:4'}", "use the key gpus_per_node"),
         ("sbatch: {array: 1-4}", "submits many runs as an array"),
-        ("sbatch: {gpus-per-task: 1}", "set the option under srun:. With NVIDIA GPUs it breaks NCCL's peer access"),
+        ("sbatch: {gpus-per-task: 1}", "set the option under srun:. With NVIDIA GPUs, it breaks NCCL's peer access"),
         ("srun: {ntasks: 2}", "srun.ntasks: not allowed here: use gpus_per_node"),
         ("srun: {kill-on-bad-exit: 0}", "clusterddp sets this option itself"),
         ("checkpoint: 5 minutes", "expected a mapping with the keys every, keep, got '5 minutes'"),
@@ -398,7 +398,7 @@ def test_gpus_that_the_ranks_of_a_node_cannot_share_are_refused(values: dict[str
     [
         (
             "nodes: 2-4\ngpus_per_node: 8",
-            "1:8: nodes: the range 2-4 needs global_batch, the samples per step over all ranks. ",
+            "1:8: nodes: the range 2-4 requires global_batch, which is the number of samples per step over all ranks. ",
         ),
         ("nodes: 2-4\ngpus_per_node: 8", "A multiple of 96"),
         (
@@ -587,8 +587,8 @@ def test_a_run_of_a_newer_version_is_refused_in_one_sentence(read: Callable[[Pat
     with pytest.raises(RunDirectoryError) as caught:
         read(path)
     assert str(caught.value) == (
-        f"{path} has run format 2, but clusterddp {__version__} reads format 1: "
-        "a newer version recorded this run. To continue it, upgrade clusterddp"
+        f"{path} has run format 2, but clusterddp {__version__} reads format 1. A newer version recorded this run. To "
+        "continue it, upgrade clusterddp"
     )
     (tmp_path / "train.py").touch()
     path.write_text("format: 1\nscript: train.py\n")

@@ -61,12 +61,12 @@ def at(nodes: str, allocated: str, aside: str = "") -> Placement:
         ),
         pytest.param(
             *(SPARE, at("n1 n3 n4", "n1 n2 n3 n4", "n2"), {"n3": "hangs"}, ALL, Course.NEW_JOB, ""),
-            "node n3 hangs: the job has 2 nodes left, and the run needs 3",
+            "node n3 hangs: the job has 2 nodes left, but the run needs 3",
             id="the spare node is used up",
         ),
         pytest.param(
             *(SPARE, at("n1 n2 n3", "n1 n2 n3 n4"), {**LOST, "n3": "is lost"}, ALL, Course.NEW_JOB, ""),
-            "node n2 is lost and node n3 is lost: the job has 2 nodes left, and the run needs 3",
+            "node n2 is lost and node n3 is lost: the job has 2 nodes left, but the run needs 3",
             id="two nodes with one spare",
         ),
         pytest.param(
@@ -81,7 +81,7 @@ def at(nodes: str, allocated: str, aside: str = "") -> Placement:
         ),
         pytest.param(
             *(replace(RANGE, nodes=2), at("n1 n2", "n1 n2 n3", "n3"), LOST, ALL, Course.NEW_JOB, ""),
-            "node n2 is lost: the job has 1 node left, and the run needs 2",
+            "node n2 is lost: the job has 1 node left, but the run needs 2",
             id="a range at its least",
         ),
         pytest.param(

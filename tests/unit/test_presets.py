@@ -105,7 +105,7 @@ def test_presets_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "some  train.py of somebody/something\n"
     assert command(["config", "presets", "some"]) == 0
     assert capsys.readouterr().out == PRESET
-    with pytest.raises(UsageError, match="no preset 'sone'. Did you mean 'some'?"):
+    with pytest.raises(UsageError, match="unknown preset 'sone'. Did you mean 'some'?"):
         command(["config", "presets", "sone"])
 
 

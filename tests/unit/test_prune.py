@@ -124,7 +124,7 @@ def test_live_runs_are_refused_and_others_pruned(run: RunDirectory, capsys: Capt
     live.create()
     live.job_file.write_text("module: x\n")
     assert command(["prune", str(run.path.parent), "--yes"]) == 1
-    assert f"clusterddp: {live} is not over, so no file was deleted" in capsys.readouterr().err
+    assert f"clusterddp: {live} has not ended, so no file was deleted" in capsys.readouterr().err
     assert steps(run) == [2, 6]
 
 

@@ -106,8 +106,8 @@ def test_ranks_and_attempts_that_do_not_exist_are_refused(run: RunDirectory) -> 
     for words, message in {
         ("--attempt", "1"): "has no attempt 1. Available: 0$",
         ("--rank", "9"): r"attempt 0 of \S+ has no rank 9: \S+ does not exist",
-        ("--rank", "7-9"): r"of \S+ have no log of rank 7-9. To print all logs, use --rank all$",
-        ("--rank", "failed"): r"no rank of \S+ failed. See its history with: ",
+        ("--rank", "7-9"): r"/\S+ has no log of rank 7-9. To print all logs, use --rank all$",
+        ("--rank", "failed"): r"no rank of \S+ failed. See the run's history with: ",
     }.items():
         with pytest.raises(RunDirectoryError, match=message):
             logs(run, *words)
@@ -121,8 +121,8 @@ def test_ranks_without_output_are_named(run: RunDirectory, capsys: Captured) -> 
     over(run, "completed")
     assert logs(run) == 0
     assert capsys.readouterr().err.splitlines() == [
-        "no output of rank 0-1 in attempt 0 so far",
-        "no output of rank 0 in attempt 1. To print earlier attempts, use --attempt all",
+        "no output from rank 0-1 in attempt 0 so far",
+        "no output from rank 0 in attempt 1. To print earlier attempts, use --attempt all",
     ]
 
 
@@ -166,7 +166,7 @@ def test_a_job_without_a_supervisor_shows_its_own_log(run: RunDirectory, capsys:
     assert logs(run) == 0
     captured = capsys.readouterr()
     assert captured.out == "python: not found\n"
-    assert "job 41 has not started its supervisor, or ended before that" in captured.err
+    assert "job 41 has not started its supervisor yet, or ended before it could" in captured.err
     attempt(run, r0="zero\n")
     assert logs(run) == 0
     captured = capsys.readouterr()

@@ -386,7 +386,7 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
         ("n2", [STOP], PLACED, "not drained: the run is being stopped by `clusterddp tell stop`"),
         (
             *("n2", [], dataclasses.replace(PLACED, placement=Placement(("n1", "n2"), ("n1", "n2")))),
-            "not drained: the job has 1 node left, and the run needs 2. "
+            "not drained: the job has 1 node left, but the run needs 2. "
             "`clusterddp requeue RUN --exclude n2` continues the run without n2 in a new job",
         ),
     ],

@@ -111,6 +111,27 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
         assert lease.holders(run)[0]["job"] == "42"
 
 
+@pytest.mark.parametrize("released", [False, True])
+def test_a_run_whose_history_cannot_be_seen_yet_may_have_been_stopped(
+    tmp_path: Path, submitted: list[str], monkeypatch: pytest.MonkeyPatch, released: bool
+) -> None:
+    """A shared disk may hide the first lines of a history. A run was resubmitted that its user had just stopped."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    lease.submitted(run, "41")
+    if released:
+        lease.take(run, run.create_attempt(), lease.of_job("41"))
+        lease.let_go(run, 0)
+    now = 1000.0
+    monkeypatch.setattr(resubmission.time, "monotonic", lambda: now)
+    resubmitter = look(run, info("PREEMPTED"), monkeypatch)
+    now += 60
+    assert not resubmitter.look() and submitted == []
+    now += 40
+    resubmitter.look()
+    assert submitted == ["job.sbatch"]
+
+
 def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +282,7 @@ def test_a_resubmitter_retries_what_slurm_refuses(
         resubmitter.look()
     said = capsys.readouterr().err
     assert said.count("run: retrying: AssocMaxSubmitJobLimit\n") == 1
-    assert "job 41 ended (COMPLETED) without an outcome. Resubmitted as job 42" in said
+    assert "job 41 ended (COMPLETED) without recording an outcome. Resubmitted as job 42" in said
 
 
 def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(

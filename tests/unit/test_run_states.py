@@ -97,13 +97,13 @@ def test_a_job_whose_supervisor_took_the_run_over_is_judged_by_its_history(tmp_p
         ("41|RUNNING|n[1-2]|2026-11-22T08:00:00|1:00:00|gpu|None", "running", ""),
         ("41|CONFIGURING|n1|2026-11-22T08:00:00|1:00:00|gpu|None", "running", ""),
         ("41|SUSPENDED|n1|2026-11-22T08:00:00|1:00:00|gpu|None", "running", "suspended"),
-        (f"{PENDING}Priority", "pending", "jobs with a higher priority are first"),
+        (f"{PENDING}Priority", "pending", "jobs with a higher priority start first"),
         (f"{PENDING}BeginTime", "pending", "its begin time is in the future"),
         (f"{PENDING}JobHeldUser", "held", "held by its owner"),
         (
             "41|REQUEUE_HOLD||N/A|1:00:00|gpu|job requeued in held state",
             "held",
-            "held, because it was requeued with a hold",
+            "held, because the job was requeued with a hold",
         ),
         ("41|TIMEOUT|n1|2026-11-22T08:00:00|1:00:00|gpu|TimeLimit", "stopped", "job 41 ended: TIMEOUT"),
         ("", "stopped", "not started"),
@@ -120,7 +120,7 @@ def test_the_hold_after_a_requeue_is_told_from_a_later_begin(tmp_path: Path, squ
     """The job has run before: its begin time is the end of Slurm's hold, which its owner may lift."""
     squeue(f"{PENDING}BeginTime\n")
     found = state_of(recorded_run(tmp_path / "net 0", REQUEUED, holder=of_job()))
-    assert (found.word, found.reason) == ("held", "held by Slurm for a while, as after each requeue")
+    assert (found.word, found.reason) == ("held", "held by Slurm for a while, which happens after each requeue")
     assert f"`clusterddp resubmit '{tmp_path}/net 0'` lifts the hold" in found.remedy
     assert found.job is not None and found.job.start is not None
 
@@ -178,23 +178,27 @@ def waiting(reason: str) -> QueuedJob:
     ("reason", "words", "remedy"),
     [
         ("Resources", "next in the queue, waiting for nodes to become free", ""),
-        ("PartitionTimeLimit", "asks for more time than its partition allows", "--change` with a shorter --time"),
+        ("PartitionTimeLimit", "requests more time than its partition allows", "--change` with a shorter --time"),
         ("JobHeldUser", "held by its owner", "`scontrol release 41`"),
         (
             "launch failed requeued held",
-            "held, because Slurm could not launch it",
+            "held, because Slurm could not launch the job",
             "`scontrol release 41`. If it happens",
         ),
         ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "down, drained or reserved, often for maintenance (n[1-2])", ""),
         ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", "down,", ""),
         ("QOSMaxGRESPerUser", "a limit of its QOS is reached: GPUs of all your jobs (QOSMaxGRESPerUser)", "--qos"),
         ("AssocGrpCpuLimit", "a limit of its account is reached: CPUs of all its jobs together", "--account"),
-        ("QOSMaxJobsPerUserLimit", "running jobs of all your jobs", "it starts when"),
-        ("QOSMaxWallDurationPerJobLimit", "asks for more than its QOS allows: time of one job", "a smaller request"),
-        ("AssocGrpCPURunMinutesLimit", "CPU minutes of running jobs", "it starts when"),
-        ("QOSMinGRES", "asks for less than its QOS requires: GPUs", "a larger request"),
-        ("MaxGRESPerAccount", "a limit of the cluster is reached: GPUs of all jobs of your account", "it starts when"),
-        ("DependencyNeverSatisfied", "it will never start", "`scancel 41`, then continue"),
+        ("QOSMaxJobsPerUserLimit", "running jobs of all your jobs", "the job starts when"),
+        ("QOSMaxWallDurationPerJobLimit", "requests more than its QOS allows: time of one job", "a smaller request"),
+        ("AssocGrpCPURunMinutesLimit", "CPU minutes of running jobs", "the job starts when"),
+        ("QOSMinGRES", "requests less than its QOS requires: GPUs", "a larger request"),
+        (
+            "MaxGRESPerAccount",
+            "a limit of the cluster is reached: GPUs of all jobs of your account",
+            "the job starts when",
+        ),
+        ("DependencyNeverSatisfied", "the job will never start", "`scancel 41`, then continue"),
         ("SomethingNew", "SomethingNew", ""),
         ("MaxPower", "MaxPower", ""),
     ],

@@ -248,7 +248,7 @@ def test_a_script_that_saves_on_its_own_is_told_so(
         (["profil=3"], "unknown command 'profil=3'. Did you mean 'profile=STEPS'? Expected save, stop, skip=STEPS,"),
         (["dance"], "unknown command 'dance'. Expected save, stop, skip=STEPS, profile=STEPS"),
         (["skip=none"], "skip=none: expected a number of steps from 1 to 1,000,000,000, such as skip=500"),
-        (["skip=1", "--rank", "1"], "--rank: skip=1 is for the whole run. Only profile=STEPS takes ranks"),
+        (["skip=1", "--rank", "1"], "--rank: skip=1 applies to the whole run. Only profile=STEPS accepts --rank"),
         (["profile=0"], "profile=0: expected a number of steps from 1 to 100, such as profile=20"),
         (["profile="], "profile=: expected a number of steps from 1 to 100"),
         (["profile=20.5"], "expected a number of steps"),
@@ -257,7 +257,7 @@ def test_a_script_that_saves_on_its_own_is_told_so(
             "--rank all: 'all' is neither a rank nor a range. Expected",
         ),
         (["profile=2", "--rank", "0-99"], "--rank 0-99: 100 ranks, but at most 32 can record at a time"),
-        (["save", "--rank", "1"], "--rank: save is for the whole run. Only profile=STEPS takes ranks"),
+        (["save", "--rank", "1"], "--rank: save applies to the whole run. Only profile=STEPS accepts --rank"),
     ],
 )
 def test_a_wrong_order_is_refused_before_anyone_is_asked(run: RunDirectory, words: list[str], message: str) -> None:
@@ -304,7 +304,7 @@ def test_who_wants_to_stop_a_run_that_waits_learns_how_to_keep_it_from_starting(
     [
         (lambda run: None, r".* is not running: stopped \(not started\). Continue with: clusterddp submit --run-dir"),
         (over, r"already completed at step 9, so it is not running"),
-        (queued, r"waits in the queue \(job 41, Priority\) and has no ranks yet"),
+        (queued, r"is waiting in the queue \(job 41, Priority\) and has no ranks yet"),
         (of_another_machine, r"is held by process \d+ on other, which cannot be .*\. Run this command on other"),
     ],
 )
@@ -390,7 +390,7 @@ def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
     monkeypatch.setattr("clusterddp.slurm.commands.node_address", lambda _: "10.0.0.1")
     monkeypatch.setattr("clusterddp.slurm.commands.usable_nodes", lambda _: ["n1", "n2", "n3"])
     requeue.check_nodes(run, job, ["n3"])
-    with pytest.raises(UsageError, match="without n2, n3 the partition has 1 usable node, and the run needs 2"):
+    with pytest.raises(UsageError, match="without n2, n3 the partition has 1 usable node, but the run needs 2"):
         requeue.check_nodes(run, job, ["n2", "n3"])
 
     def unknown(node: str) -> str:

@@ -73,7 +73,7 @@ def test_the_best_member_is_named_at_equal_steps(members: list[tuple[Summary, Ru
     assert best(members, "accuracy").run.path.name == "lr=1,seed=0"
     assert best(members, "loss").sentence == "smallest loss: 0.0333333, lr=1,seed=0"
     assert best(members, "loss max").run.path.name == "lr=1,seed=1"
-    with pytest.raises(UsageError, match="no member has a value of f1. Logged: accuracy, loss"):
+    with pytest.raises(UsageError, match="no member has logged f1. Logged: accuracy, loss"):
         best(members, "f1")
     with pytest.raises(UsageError, match="expected the name of a metric"):
         best(members, "f1 maximum")
@@ -100,7 +100,7 @@ def test_list_shows_the_keys_of_a_sweep_and_names_the_best_member(
         ["largest", "accuracy:", "27,", "lr=1,seed=0"],
         ["Export", "it", "with:", "clusterddp", "export", str(tmp_path / "lr=1,seed=0"), "model.safetensors"],
     ]
-    assert said == "Metrics: the newest of each member\n"
+    assert said == "Metrics: the newest values of each member\n"
     assert command(["list", str(tmp_path), "--best", "loss", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert report["run"] == str(tmp_path / "lr=1,seed=0")

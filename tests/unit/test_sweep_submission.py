@@ -147,7 +147,7 @@ def test_more_values_extend_it_and_removed_ones_are_left_as_they_are(
     capsys.readouterr()
     assert sweep("seed=1..4") == 0
     assert submitted(slurm)[1:] == [["seed=3", "seed=4"]]
-    assert "no longer in the sweep, and not touched: seed=0\n" in capsys.readouterr().err
+    assert "no longer in the sweep and left unchanged: seed=0\n" in capsys.readouterr().err
     record = read_record(Path("s"))
     assert record is not None and list(record.left) == ["seed=0"]
     assert slurm.tasks["41_0"] == "PENDING"
@@ -188,7 +188,8 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
     assert sweep("seed=0..1") == 0
     assert submitted(slurm)[1:] == [["seed=1"]]
     assert (
-        "stopped by their user, continue them with `clusterddp submit --run-dir`: seed=0\n" in capsys.readouterr().err
+        "stopped by their user (to continue one, use `clusterddp submit --run-dir`): "
+        "seed=0\n" in capsys.readouterr().err
     )
 
 
