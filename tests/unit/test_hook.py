@@ -30,13 +30,6 @@ from tests.unit.test_attempt import JOB, STOPPED, FakeController, FakeRanks
 from tests.waiting import wait_until
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
-
-
 def telling(run: RunDirectory, job: Job = JOB) -> Job:
     """The job with a hook that writes down what it is told, and where."""
     command = f"cat >> {run.path}/told; echo $CLUSTERDDP_RUN_DIR $CLUSTERDDP_ATTEMPT"

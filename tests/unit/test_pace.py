@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import stat
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
+from clusterddp.slurm.shared_queue import shared_jobs
 
 from clusterddp.errors import SlurmUnavailable
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm import pace
+from clusterddp.slurm import pace, shared_queue
 from clusterddp.slurm.pace import QUIET_S, SILENT_AFTER_S, SILENT_S, Activity, Pace, PacedQueue
+from clusterddp.slurm.queue import QueuedJob
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
 
 class Clock:
+    """Both clocks."""
+
     now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
+
+    time = monotonic
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(pace.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(shared_queue.time, "time", clock.time)
     monkeypatch.setattr(pace.random, "uniform", lambda least, most: most)
     return clock
 
@@ -61,13 +72,6 @@ def test_a_change_is_asked_about_at_once_but_not_more_than_once_a_second(clock: 
 
 def test_what_is_imminent_is_asked_about_often(clock: Clock) -> None:
     assert asked_in(clock, 600, lambda: "silent", SILENT_S) > 600 / 1.25 / SILENT_S
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
 
 
 def event(run: RunDirectory, name: str, attempt: int = 0) -> None:
@@ -126,7 +130,7 @@ def test_a_refreshed_view_keeps_slurms_last_answer_and_its_last_error(
             raise answer
         return answer
 
-    monkeypatch.setattr(pace, "queued_jobs", queued_jobs)
+    monkeypatch.setattr(shared_queue, "queued_jobs", queued_jobs)
     queue = PacedQueue()
     assert queue.jobs("a", ["1"], 1.0) == queue.jobs("a", ["1"], 1.0) == {}
     clock.now += 2
@@ -136,3 +140,85 @@ def test_a_refreshed_view_keeps_slurms_last_answer_and_its_last_error(
     clock.now += 2
     assert queue.jobs("b", ["1"], 1.0) == {}
     assert asked == [1000.0, 1002.0, 1004.0]
+
+
+# --- what the commands of a user share
+
+
+@pytest.fixture
+def asked(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[float, list[str]]]:
+    """When squeue was called, and with which ids. It knows job 1. The answers are shared in ``tmp_path``."""
+    calls: list[tuple[float, list[str]]] = []
+
+    def queued_jobs(ids: Collection[str], timeout_s: float) -> dict[str, QueuedJob]:
+        calls.append((clock.now, sorted(ids)))
+        return {"1": QueuedJob("1", "RUNNING", "n1", 5.0, "1:00", "low", "None")}
+
+    monkeypatch.setattr(shared_queue, "queued_jobs", queued_jobs)
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "Test/1")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return calls
+
+
+def answer_file(folder: Path) -> Path:
+    return folder / f"clusterddp-squeue-{os.geteuid()}-test_1.json"
+
+
+def test_five_commands_ask_as_often_as_one(clock: Clock, asked: list[tuple[float, list[str]]]) -> None:
+    """Once they have run for some minutes."""
+    queues = [PacedQueue() for _ in range(5)]
+    for second in range(2 * 3600):
+        if second == 3600:
+            asked.clear()
+        for queue in queues:
+            assert queue.jobs("trains", ["1"], 1.0)["1"].nodes == "n1"
+            clock.now += 0.2
+    assert 1 <= len(asked) <= 12
+
+
+def test_an_answer_counts_only_if_slurm_was_asked_after_the_last_question_and_the_last_change(
+    clock: Clock, asked: list[tuple[float, list[str]]], tmp_path: Path
+) -> None:
+    """And about these jobs."""
+    first, at = shared_jobs(["1", "2"], 0.0, 1.0)
+    clock.now += 7
+    assert shared_jobs(["1"], 999.0, 1.0) == shared_jobs(["1", "2"], 999.0, 1.0) == (first, at) == (first, 1000.0)
+    assert shared_jobs(["2"], 999.0, 1.0) == ({}, 1000.0)
+    assert len(asked) == 1
+    shared_jobs(["1"], 1000.0, 1.0)
+    shared_jobs(["3"], 999.0, 1.0)
+    assert asked[1:] == [(1007.0, ["1"]), (1007.0, ["3"])]
+    assert stat.S_IMODE(answer_file(tmp_path).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda file: file.write_text("[[1000.0, ["), id="torn"),
+        pytest.param(lambda file: file.write_text('[[1000.0, ["1"], {"1": [1]}]]'), id="of another form"),
+        pytest.param(lambda file: file.chmod(0o622), id="others can write it"),
+        pytest.param(lambda file: file.symlink_to(file.rename(file.with_name("other"))), id="a link"),
+        pytest.param(lambda file: (file.unlink(), file.mkdir()), id="a folder"),
+        pytest.param(lambda file: os.chown(file, 1, -1), id="somebody else's", marks=AS_ROOT),
+    ],
+)
+def test_slurm_is_asked_where_the_file_cannot_be_trusted(
+    clock: Clock, asked: list[tuple[float, list[str]]], tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
+    shared_jobs(["1"], 0.0, 1.0)
+    file = answer_file(tmp_path)
+    spoil(file)
+    jobs, _ = shared_jobs(["1"], 999.0, 1.0)
+    assert (jobs["1"].nodes, len(asked)) == ("n1", 2)
+
+
+def test_answers_of_an_unknown_cluster_and_of_a_clock_that_went_back_are_not_shared(
+    clock: Clock, asked: list[tuple[float, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared_jobs(["1"], 0.0, 1.0)
+    monkeypatch.setattr(shared_queue.time, "time", lambda: clock.now - 60)
+    shared_jobs(["1"], 999.0, 1.0)
+    monkeypatch.setattr(shared_queue.slurm, "cluster_name", lambda _: None)
+    for _ in range(2):
+        shared_jobs(["1"], 999.0, 1.0)
+    assert len(asked) == 4

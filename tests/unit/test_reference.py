@@ -18,7 +18,7 @@ from clusterddp.cli.command_line import check_name, parser, split_at_dashes
 from clusterddp.jobdef.schema import READERS
 from clusterddp.rundir.run_directory import RunDirectory
 from docs.reference import generate as reference
-from docs.reference import messages, python_api
+from docs.reference import python_api
 from docs.reference.examples import EXAMPLES
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
@@ -131,27 +131,6 @@ def test_the_page_of_the_run_directory_names_every_file_outside_private() -> Non
     assert listed == {path for path in paths if not path.startswith("private/")}
 
 
-def texts(source: str, package: str = "training") -> list[str]:
-    return [message.text for message in messages.Module(package, ast.parse(source)).messages()]
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("def f(): raise UsageError(f'{a!r}: expected {b}')", ["...: expected ..."]),
-        ("def f():\n  text = f'cannot read {x}'\n  raise SlurmError(text)", ["cannot read ..."]),
-        ("def f(): say('saved' if x else f'lost {n} steps')", ["saved", "lost ... steps"]),
-        ("TEXT = 'remove {name}'\ndef f(): show(TEXT.format(name=1))", ["remove ..."]),
-        ("def f():\n  hint = '; use --x' if a else ''\n  raise UsageError(f'no {b}{hint}')", ["no ...; use --x"]),
-        ("def f(): raise ValueError(g())\ndef g():\n  return 'one' + f' and {b}'", ["one and ..."]),
-        ("def f(): other('a reason that says what went wrong')", ["a reason that says what went wrong"]),
-        ("def f(): open('some/file.txt', 'r')", []),
-    ],
-)
-def test_the_text_of_a_message_is_found_with_dots_for_values(source: str, expected: list[str]) -> None:
-    assert texts(source) == expected
-
-
 def test_messages_that_commands_and_events_print_are_in_the_page() -> None:
     """Of errors that are raised here, the page has the text, and how it appears."""
     rows = re.findall(r"^\| `+ ?(.*?) ?`+ \| (.*) \|$", page("messages.md"), re.MULTILINE)
@@ -167,12 +146,6 @@ def test_messages_that_commands_and_events_print_are_in_the_page() -> None:
 def fits(message: str, row: str) -> bool:
     fixed = row.replace("\\|", "|").split("...")
     return re.fullmatch(".*".join(map(re.escape, fixed)), message, re.DOTALL) is not None
-
-
-def test_messages_are_sorted_by_their_first_words() -> None:
-    for found in messages.found().values():
-        words = [re.sub(r"\.\.\.|[^a-z0-9 ]", "", message.text.lower()).strip() for message in found]
-        assert words == sorted(words)
 
 
 def test_every_argument_of_a_command_has_a_help_text() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -407,7 +406,7 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
     again = done(state, dataclasses.replace(drain("n2"), client=9))
     assert not any(isinstance(one, Record | Broadcast) for one in again)
     [refusal] = answers(done(state, dataclasses.replace(drain("n1"), client=9)), 9)
-    assert refusal["refused"] == "not drained: the run is already leaving n2. Try again afterwards"
+    assert refusal["refused"] == "not drained: the run is already leaving n2. Try again after that"
 
 
 @pytest.mark.parametrize(
@@ -429,13 +428,6 @@ def test_a_drain_that_is_not_possible_is_refused(node: object, events: list[Even
 
 
 # ---- once the ranks have exited
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
 
 
 STOPPED = {"end": "stopped", "step": 7}

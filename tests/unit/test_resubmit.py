@@ -19,9 +19,11 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
 from clusterddp.runs import resubmission
 from clusterddp.runs.resubmission import Hold, Resubmitter
+from clusterddp.slurm import pace
 from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.pace import Pace
+from clusterddp.slurm.queue import QueuedJob
 from clusterddp.supervisor import lease
 
 JOB = Job(name="x", module="x")
@@ -280,6 +282,34 @@ def test_a_resubmitter_that_learned_of_the_end_before_another_resubmitted_leaves
     resubmitter = Resubmitter(run, JOB)
     resubmitter.look()
     assert submitted == [] and resubmitter.result is None
+
+
+def test_a_job_that_needs_no_help_is_asked_about_by_the_question_that_commands_share(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until squeue shows another state, or another job holds the run."""
+    shown, queued = list[str](), ["RUNNING", "RUNNING", "COMPLETING"]
+
+    def show_job(job_id: str) -> JobInfo:
+        shown.append(job_id)
+        return info("RUNNING" if queued else "COMPLETING", job=job_id)
+
+    def shared_jobs(ids: list[str], since: float, timeout_s: float) -> tuple[dict[str, QueuedJob], float]:
+        return {ids[0]: QueuedJob(ids[0], queued.pop(0), "n1", 5.0, "1:00", "low", "None")}, since + 1
+
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
+    monkeypatch.setattr(pace, "shared_jobs", shared_jobs)
+    monkeypatch.setattr(pace.Pace, "due", lambda *_: True)
+    resubmitter = Resubmitter(run, JOB)
+    for _ in range(3):
+        resubmitter.look()
+    assert shown == ["41"]
+    resubmitter.look()
+    assert (shown, queued) == (["41", "41"], [])
+    lease.submitted(run, "42")
+    resubmitter._quiet = info("RUNNING")
+    resubmitter.look()
+    assert shown == ["41", "41", "42"]
 
 
 @pytest.mark.parametrize("earlier", [True, False])

@@ -31,13 +31,6 @@ from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.training.metrics import Metrics
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
-
-
 def test_attempts_are_numbered_from_zero_without_gaps_or_doubles(run: RunDirectory) -> None:
     """Many processes that claim at once get different numbers: the exclusive mkdir decides."""
     claimed: list[int] = []
@@ -160,7 +153,7 @@ def test_a_line_that_another_program_wrote_is_skipped_with_one_warning(
     assert len(run.metrics()) == 2
     (warning,) = capsys.readouterr().err.splitlines()
     assert f"skipped {run.metrics_file}:2, and 1 other line, " in warning
-    assert "written by a different program" in warning and "Delete this line to fix it" in warning
+    assert "another program wrote it" in warning and "To fix this, delete the line" in warning
 
 
 def test_reading_backwards_sees_what_reading_forwards_does(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

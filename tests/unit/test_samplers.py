@@ -141,7 +141,10 @@ class OfRank(Told):
         ({"sampler": itertools.count()}, "count yielded 1001200 samples"),
         ({"sampler": 3}, "sampler is 3, expected a torch Sampler, or an iterable of indices"),
         ({"batch_sampler": [[1, 2, 3]]}, "list yielded a batch of 3 samples, but batch_size is 4"),
-        ({"batch_sampler": BatchSampler(SequentialSampler(DATA), 3, False)}, "is 4, but that of batch_sampler is 3"),
+        (
+            {"batch_sampler": BatchSampler(SequentialSampler(DATA), 3, False)},
+            "is 4, but batch_sampler has batch_size 3",
+        ),
         ({"sampler": [1], "shuffle": True}, "shuffle and sampler each set the order of the samples"),
     ],
 )

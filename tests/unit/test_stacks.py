@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from clusterddp.events import sentence
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.stack_traces import MOST_FRAMES, different_calls, end_of_log, users_line
@@ -76,14 +74,6 @@ def test_the_last_line_of_a_failed_run_has_the_reason() -> None:
     assert len(sentence({**event, "reason": "x" * 10_000}) or "") < 600
 
 
-@pytest.mark.parametrize(
-    ("steps", "words"), [(0, "repeating 0 steps"), (1, "repeating 1 step"), (2, "repeating 2 steps")]
-)
-def test_repeated_steps_are_singular_or_plural(steps: int, words: str) -> None:
-    event = {"event": "resumed", "attempt": 1, "step": 5, "redone": steps}
-    assert sentence(event) == f"attempt 1: resumed from step 5, {words}"
-
-
 RAISED = """Traceback (most recent call last):
   File "/home/me/train.py", line 99, in <module>
     step()
@@ -107,7 +97,7 @@ def test_ranks_in_different_collectives_are_named_with_their_lines() -> None:
     """Of a crash in gloo, and of torch's timeout, which may also mean that one of them was late."""
     assert (users_line(RAISED), users_line(CRASHED)) == ("train.py:40 (step)", "train.py:52 (train)")
     assert users_line(RAISED.replace("/home/me/", "/home/me/clusterddp/")) == "train.py:40 (step)"  # a folder's name
-    order = "Every rank must call the same ones in the same order"
+    order = "Every rank must call the same collectives in the same order"
     where = "(rank 1 in train.py:52 (train), rank 0 in train.py:40 (step))"
     texts = {1: CRASHED, 0: RAISED}
     assert different_calls(GLOO, texts) == f"the ranks called different collectives {where}. {order}"

@@ -61,7 +61,7 @@ def test_a_number_that_starts_over_is_told_once_and_left_out(tmp_path: Path, cap
     assert followed.prints("Epoch: [1][10/100]\nEpoch: [1][20/100]\n") == [89]
     assert followed.prints("Epoch: [1][30/100]\nEpoch: [1][95/100]\n") == [89, 94]
     said = capfd.readouterr().err
-    assert said.count("went back from 90 to 10. Smaller numbers are ignored. Have `steps: {log: ...}` match") == 1
+    assert said.count("went back from 90 to 10. Smaller numbers are ignored. Make `steps: {log: ...}` match") == 1
 
 
 @pytest.mark.parametrize(("line", "steps"), [("step x", []), (f"step {'9' * 30}", []), ("step 5", [4])])

@@ -124,7 +124,7 @@ def test_decode_gets_the_files_of_a_sample(tars: Path) -> None:
     [
         (
             lambda path: path.write_bytes(b"no archive" * 100),
-            "there is no header at byte 0, so it is not a tar archive",
+            "there is no header at byte 0, so it is damaged or not a tar archive",
         ),
         (lambda path: write_tar(path, samples(0, 2), mode="w:gz"), r"is compressed \(gzip\).*Unpack it"),
         (lambda path: write_tar(path, {"a.x": b"", "b.x": b"", "a.y": b""}), "sample 'a' are not next to each other"),
@@ -232,8 +232,8 @@ def test_files_are_sorted_and_each_is_taken_once(tars: Path) -> None:
     [
         ("nothing-*.tar", FileNotFoundError, "no file matches .*nothing-"),
         ("a-{000..009}.tar", FileNotFoundError, r"\{\} is not expanded: use \* or a list"),
-        ("s3://bucket/a.tar", ValueError, "because it is read at any place. Download it"),
-        ("pipe:cat a.tar", ValueError, "because it is read at any place. Download it"),
+        ("s3://bucket/a.tar", ValueError, "because it is read at arbitrary positions. Download it"),
+        ("pipe:cat a.tar", ValueError, "because it is read at arbitrary positions. Download it"),
     ],
 )
 def test_what_is_no_file_is_refused(given: str, error: type[Exception], message: str) -> None:

@@ -205,7 +205,7 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
 
 
 def test_a_member_whose_job_is_just_ending_is_not_retried_yet(slurm: Slurm) -> None:
-    """Two jobs must not train one run."""
+    """Two jobs must not train the same run."""
     sweep("seed=0..1")
     end(member(0), "failed")
     slurm.tasks["41_0"] = "COMPLETING"
@@ -218,6 +218,7 @@ def test_a_member_that_completes_while_slurm_is_asked_is_not_submitted_again(
 ) -> None:
     """Its job has ended by then, and its outcome must stay."""
     sweep("seed=0..1")
+    lease.take(member(0), member(0).create_attempt(), lease.of_job("41_0"))
 
     def squeue(*_: str) -> str:
         end(member(0), "completed")

@@ -21,7 +21,7 @@ TRACE = json.dumps({"schemaVersion": 1, "traceEvents": [EVENT, EVENT], "traceNam
 def test_a_trace_that_is_cut_off_is_not_stored(cut: int, tmp_path: Path) -> None:
     """As by a full disk: torch does not say so."""
     target = RunDirectory(tmp_path).profile_file(0, 3, 7)
-    with pytest.raises(RunDirectoryError, match="the trace is not complete"):
+    with pytest.raises(RunDirectoryError, match="the trace is incomplete"):
         store(io.BytesIO(TRACE.encode()[:cut]), target)
     assert list(target.parent.iterdir()) == []
 

@@ -321,7 +321,7 @@ def test_a_failure_counts_as_repeated_only_if_no_attempt_made_progress_since() -
         (ExitStatus.of_code(-9), "was killed by SIGKILL, probably out of memory"),
         (ExitStatus.of_code(-11), "was killed by signal 11 (SIGSEGV)"),
         (ExitStatus.of_code(-6), "was killed by signal 6 (SIGABRT)"),
-        (ExitStatus.of_code(3), "exited with code 3 and no traceback, probably by os._exit"),
+        (ExitStatus.of_code(3), "exited with code 3 and no traceback, probably because of os._exit()"),
         (ExitStatus(out_of_memory=True), "was killed because the job ran out of memory. Request more with --mem"),
     ],
 )

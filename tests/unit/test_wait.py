@@ -14,6 +14,7 @@ from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.runs import run_ends
+from clusterddp.slurm.pace import Pace
 from clusterddp.slurm.run_states import RunState
 from clusterddp.supervisor import lease
 
@@ -53,7 +54,7 @@ class World:
             self.events.pop(second - 1000, lambda: None)()
         assert self.now < 10_000, "waits for ever"
 
-    def run_states(self, summaries: Sequence[Summary], timeout_s: float) -> list[RunState]:
+    def run_states(self, summaries: Sequence[Summary], timeout_s: float, queue: Pace) -> list[RunState]:
         """Stands for squeue, which answers at once unless ``blocked``."""
         if self.blocked:
             self.sleep(timeout_s)
@@ -197,8 +198,8 @@ def test_a_run_that_is_submitted_again_while_the_controller_takes_its_time_has_n
     run = world.add("a", "stopped")
     real = world.run_states
 
-    def slow(summaries: Sequence[Summary], timeout_s: float) -> list[RunState]:
-        found = real(summaries, timeout_s)
+    def slow(summaries: Sequence[Summary], timeout_s: float, queue: Pace) -> list[RunState]:
+        found = real(summaries, timeout_s, queue)
         if world.now >= 1000 + run_ends.SETTLE_S and not run.submitted_file.exists():
             world.sleep(30.0)
             lease.submitted(run, "42")
