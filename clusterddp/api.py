@@ -309,7 +309,7 @@ def _submit_all(wanted: Sweep, plan: Plan) -> None:
     done = sweep_submission.submit(wanted, plan)
     if done.refused:
         raise SlurmError(
-            f"{len(done.members)} of {len(plan.submit)} runs submitted, then: {done.refused}"
+            f"submitted {len(done.members)} of {len(plan.submit)} runs before this error: {done.refused}"
         ) from done.refused
 
 

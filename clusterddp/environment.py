@@ -76,9 +76,9 @@ class RankEnvironment:
 def read(environ: Mapping[str, str]) -> RankEnvironment:
     """Reads this process's rank from the variables that a launcher has set.
 
-    Launchers are tried in this order: torchrun (also inside a Slurm task) and ``clusterddp submit --local``; Open MPI's
-    mpirun; a Slurm step; RANK and WORLD_SIZE set by other means; the shell of a Slurm job, which is an error, as it is
-    not a rank; a single process.
+    Launchers are tried in this order: torchrun (also inside a Slurm task) and ``clusterddp submit --local``, Open MPI's
+    mpirun, a Slurm step, RANK and WORLD_SIZE set by other means, the shell of a Slurm job, and a single process. The
+    shell of a job is an error, because it is not a rank.
 
     Args:
         environ: such as ``os.environ``. It is not changed.
@@ -250,7 +250,7 @@ def _from_slurm(environ: Environ) -> RankEnvironment:
             nodes_name,
         )
     if local_rank >= counts[node_rank]:
-        _contradiction(environ, "slurm", "this node has no such task", local_name, node_name, tasks_name)
+        _contradiction(environ, "slurm", "this node has no task with that number", local_name, node_name, tasks_name)
     torchruns = (environ.get("RANK"), environ.get("WORLD_SIZE"))
     if None not in torchruns and torchruns != (str(rank), str(world_size)):  # would merge two ranks, or isolate one
         raise LauncherEnvironmentError(

@@ -69,7 +69,7 @@ CONFIRM = (
 
 
 def sentence(event: Mapping[str, Any]) -> str | None:
-    """One line for an event; None for events that are only recorded."""
+    """One line for an event. None for events that are only recorded."""
     kind = EVENTS.get(event["event"])
     try:
         text = None if kind is None else kind(event).sentence()
@@ -142,7 +142,7 @@ class Submitted(Event):
 
 
 class Started(Event):
-    """the ranks are being started; the job also has the idle nodes `spares`, and `aside`, which the run has left"""
+    """the ranks are being started. The job also has the idle nodes `spares`, and `aside`, which the run has left"""
 
     nodes: str
     ranks: int
@@ -165,7 +165,7 @@ class Started(Event):
 
 
 class Allocated(Event):
-    """when the job was queued, could start, and got its nodes; of a task of an array, how many may run at a time"""
+    """when the job was queued, could start, and got its nodes. Of a task of an array, how many may run at a time"""
 
     begun: float
     submitted: float | None = None
@@ -174,7 +174,7 @@ class Allocated(Event):
 
 
 class OwnResume(Event):
-    """the attempt continues from the script's own checkpoint `file`, with these arguments; without `file`: none of
+    """the attempt continues from the script's own checkpoint `file`, with these arguments. Without `file`: none of
     `patterns` matches a complete one"""
 
     file: str | None = None
@@ -305,7 +305,7 @@ class Progress(Event):
 
 
 class StepsSeen(Event):
-    """rank 0 has made its first step, of unknown number, in a script without clusterddp; `out` and `err`: the sizes of
+    """rank 0 has made its first step, of unknown number, in a script without clusterddp. `out` and `err`: the sizes of
     its output files in bytes"""
 
     out: int | None = None
@@ -349,7 +349,7 @@ class MicrobatchingSkipped(Event):
 
 
 class WaitsForData(Event):
-    """rank 0 waits for batches in `percent` % of its time; recorded once"""
+    """rank 0 waits for batches in `percent` % of its time. Recorded once"""
 
     step: int
     percent: int
@@ -361,7 +361,7 @@ class WaitsForData(Event):
 
 
 class Skipped(Event):
-    """`batches` global batches are skipped, so that `step` takes global batch `batch`; `epoch_steps`: those of an
+    """`batches` global batches are skipped, so that `step` takes global batch `batch`. `epoch_steps`: those of an
     epoch, if more than these are skipped"""
 
     step: int
@@ -408,11 +408,11 @@ class _Explained(Event):
 
 
 class UnevenCalls(_Explained):
-    """some ranks call `run.every()` more often than others; recorded once"""
+    """some ranks call `run.every()` more often than others. Recorded once"""
 
 
 class ShapesChanged(_Explained):
-    """torch.compile has seen changing shapes; recorded once"""
+    """torch.compile has seen changing shapes. Recorded once"""
 
 
 class Diverged(_Explained):
@@ -422,7 +422,7 @@ class Diverged(_Explained):
 
 
 class Tracker(Event):
-    """TensorBoard, W&B or MLflow does not get all values; training continues"""
+    """TensorBoard, W&B or MLflow does not get all values. Training continues"""
 
     tracker: str
     problem: str
@@ -438,7 +438,7 @@ class Evaluated(Event):
 
 
 class Result(Event):
-    """`run.log()` outside a step; what it logs are further fields"""
+    """`run.log()` outside a step. What it logs are further fields"""
 
     step: int
 
@@ -493,7 +493,7 @@ class Interval(Event):
 
 
 class Checkpoint(Event):
-    """a checkpoint is committed; `best`: the metric in which it is the best"""
+    """a checkpoint is committed. `best`: the metric in which it is the best"""
 
     step: int
     blocked_s: float
@@ -503,7 +503,7 @@ class Checkpoint(Event):
 
 
 class RoomMade(Event):
-    """the disk was full; the older checkpoints `deleted` made room for `step`"""
+    """the disk was full. The older checkpoints `deleted` made room for `step`"""
 
     step: int
     deleted: Sequence[int]
@@ -516,7 +516,7 @@ class RoomMade(Event):
 
 
 class CheckpointFailed(Event):
-    """a checkpoint was not saved; training continues"""
+    """a checkpoint was not saved. Training continues"""
 
     step: int
     reason: str
@@ -528,7 +528,7 @@ class CheckpointFailed(Event):
 
 
 class CheckpointDamaged(Event):
-    """a checkpoint cannot be read; the previous one is tried"""
+    """a checkpoint cannot be read. The previous one is tried"""
 
     step: int
     reason: str
@@ -538,7 +538,7 @@ class CheckpointDamaged(Event):
 
 
 class PerRankGrows(Event):
-    """the per-rank state takes more than half of what a checkpoint holds; recorded once"""
+    """the per-rank state takes more than half of what a checkpoint holds. Recorded once"""
 
     step: int
     names: Sequence[str]
@@ -565,7 +565,7 @@ class NoBest(Event):
 
 
 class Saved(Event):
-    """the script has saved its state in `file` and called `requeue(saved=file)`; with `clusterddp.continue_epoch()`
+    """the script has saved its state in `file` and called `requeue(saved=file)`. With `clusterddp.continue_epoch()`
     also the `items` of its epoch that it had trained on, and when the file was `written`"""
 
     file: str
@@ -644,7 +644,7 @@ class Notice(Event):
 
 
 class Requested(Event):
-    """the user asked for `request`; the next jobs exclude `nodes` for a day; a profile records `steps` on `ranks`;
+    """the user asked for `request`. The next jobs exclude `nodes` for a day. A profile records `steps` on `ranks`.
     `batches` are skipped"""
 
     request: str
@@ -671,7 +671,7 @@ class Requested(Event):
 
 
 class Overdue(Event):
-    """no rank's step ended within `seconds` of the notice; rank 0 exits; `behind`: the late ranks"""
+    """no rank's step ended within `seconds` of the notice. Rank 0 exits. `behind`: the late ranks"""
 
     seconds: float
     behind: str | None = None
@@ -696,7 +696,7 @@ class Stopping(Event):
 
 
 class Finishing(Event):
-    """all steps are done; the last checkpoint is being saved"""
+    """all steps are done. The last checkpoint is being saved"""
 
     step: int
 
@@ -721,7 +721,7 @@ class LeftLoop(Event):
 
 
 class ControllerAway(Event):
-    """Slurm's controller is unreachable; training continues"""
+    """Slurm's controller is unreachable. Training continues"""
 
     error: str
 
@@ -761,7 +761,7 @@ class Slow(Event):
 
 
 class SlowNode(Event):
-    """the rank has been slow for `seconds`; `facts`: what may slow its node or its GPUs down; `nodes`: the run
+    """the rank has been slow for `seconds`. `facts`: what may slow its node or its GPUs down. `nodes`: the run
     continues on a spare node in place of this one, which its next jobs exclude for a day"""
 
     host: str
@@ -779,7 +779,7 @@ class SlowNode(Event):
 
 
 class GpuFault(Event):
-    """the driver has reported an error of a GPU of the rank, with its number in NVIDIA's list (`xid`); `hardware`: it
+    """the driver has reported an error of a GPU of the rank, with its number in NVIDIA's list (`xid`). `hardware`: it
     counts against the node"""
 
     host: str
@@ -800,7 +800,7 @@ class StragglerRecovered(Event):
 
 
 class Hung(Event):
-    """a hang: all ranks are being ended; `suspect`: the node whose GPU hung"""
+    """a hang: all ranks are being ended. `suspect`: the node whose GPU hung"""
 
     rank: int
     late: Sequence[int]
@@ -830,7 +830,7 @@ class NodeLost(Event):
 
 
 class RankFailed(Event):
-    """the first failure of the attempt; `raised`: its exception, line and step; `lacks_gpus`: the node has too few;
+    """the first failure of the attempt. `raised`: its exception, line and step. `lacks_gpus`: the node has too few.
     `fault`: of its GPU, which is the cause"""
 
     rank: int
@@ -884,7 +884,7 @@ class Moved(Event):
 
 
 class RequeueRefused(Event):
-    """Slurm refused the requeue; the run is resubmitted"""
+    """Slurm refused the requeue. The run is resubmitted"""
 
     error: str
 
@@ -958,7 +958,7 @@ class Resubmitted(_Ended):
 
 
 class Stopped(_Ended):
-    """the run can be continued; `file`: the script's own checkpoint; `made`: the least number of steps of the attempt;
+    """the run can be continued. `file`: the script's own checkpoint. `made`: the least number of steps of the attempt.
     `refused`: why Slurm refused the run's next job, which `clusterddp resubmit` submits again"""
 
     then: str = "stopped"
@@ -969,7 +969,7 @@ class Stopped(_Ended):
 
 
 class Completed(Event):
-    """all ranks finished; `confirmed` is false if that is doubtful: a restarted script may have exited with code 0
+    """all ranks finished. `confirmed` is false if that is doubtful: a restarted script may have exited with code 0
     without training"""
 
     step: int | None

@@ -125,7 +125,7 @@ class Tokens(Sharded):
         if type(length) is not int or length < 1:
             raise ValueError(f"length is {length!r}: expected the number of tokens per block, 1 or more")
         if self._dtype.kind not in "iu":
-            raise ValueError(f"dtype is {self._dtype}: expected a type of integers, such as uint16")
+            raise ValueError(f"dtype is {self._dtype}: expected an integer type, such as uint16")
         shards = found(patterns_of(files))
         for shard in shards:
             if shard.size % self._dtype.itemsize:

@@ -238,7 +238,9 @@ class ClusterddpLauncher(Launcher):
             show(f"See them with: clusterddp list {as_typed(sweep.folder.path)}")
             if not self._own["wait"]:
                 if done.refused:
-                    raise SlurmError(f"{len(done.members)} of {len(plan.submit)} submitted, then: {done.refused}")
+                    raise SlurmError(
+                        f"submitted {len(done.members)} of {len(plan.submit)} members before this error: {done.refused}"
+                    )
                 return
             awaited = {*done.members, *plan.in_state("held", "unknown")}
             if (

@@ -26,7 +26,7 @@ class CheckpointFolder:
     supersedes it, and the older one can no longer save. Use as a context manager, or call ``close()``.
 
     Args:
-        path: the folder; created if it does not exist.
+        path: the folder. Created if it does not exist.
         keep: the number of newest checkpoints to keep, or a ``Keep``.
 
     Raises:
@@ -56,7 +56,7 @@ class CheckpointFolder:
             parts: what to load, by the names given to ``save``.
 
         Returns:
-            The checkpoint's step, which is the number of completed steps; 0 if there is no checkpoint.
+            The checkpoint's step, which is the number of completed steps. 0 if there is no checkpoint.
 
         Raises:
             TypeError: a part has no ``load_state_dict()``.
@@ -111,7 +111,7 @@ class CheckpointFolder:
             progress.
 
         Raises:
-            CheckpointError: the save failed; earlier checkpoints are not affected.
+            CheckpointError: the save failed. Earlier checkpoints are not affected.
             Superseded: a newer process uses the folder.
         """
         if self._checkpoints is None:

@@ -117,7 +117,7 @@ class CheckpointClient:
         self._requests.put((step, packed, facts, urgent, before, state))
 
     def result(self, wait: bool) -> Saved | None:
-        """The result of the save; None while it is in progress, or if there is none. ``wait`` raises its priority.
+        """The result of the save. None while it is in progress, or if there is none. ``wait`` raises its priority.
 
         Raises NotSaved if it failed, Superseded if a newer attempt exists.
         """

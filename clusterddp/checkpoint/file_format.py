@@ -1,7 +1,7 @@
 """The format of a checkpoint file: reads, writes and verifies its bytes, without torch.
 
 The file is a valid safetensors file: eight bytes with the length of the header (little endian), the header (JSON), and
-the data of all tensors. The header has each tensor's ``dtype``, ``shape`` and ``data_offsets``; its ``__metadata__``
+the data of all tensors. The header has each tensor's ``dtype``, ``shape`` and ``data_offsets``. Its ``__metadata__``
 has ``format`` (``clusterddp 2``), ``step``, ``attempt``, ``metrics`` and ``state``: the nested state as JSON, with
 ``{"$tensor": NAME}`` in place of each tensor. The last tensor, ``checksums``, holds a CRC-32 of all bytes before the
 data, and one of each 4 MiB of the data before itself. Reading a file executes no code from it.
@@ -80,7 +80,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Head:
-    """A file without its data: as in ``Content``; where the data starts and its size; the checksums of its chunks."""
+    """A file without its data: the fields of ``Content``, the place and size of the data, and its chunks' checksums."""
 
     entries: dict[str, dict[str, Any]]
     facts: dict[str, str]
@@ -303,7 +303,7 @@ def _checksum_count(size: int) -> int:
 
 
 def _write_all(file: int, data: memoryview) -> int:
-    """Writes all data; returns the file position after it."""
+    """Writes all data. Returns the file position after it."""
     while data:
         data = data[os.write(file, data) :]
     return os.lseek(file, 0, os.SEEK_CUR)

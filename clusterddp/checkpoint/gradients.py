@@ -153,7 +153,7 @@ class Gradients:
         return any(exchange.apart and exchange.trained_by & self._waiting for exchange in self._exchanges)
 
     def _waiting_parameters(self, before_step: bool) -> tuple[set[torch.Tensor], set[torch.Tensor], set[torch.Tensor]]:
-        """Those whose gradients wait: equal on all ranks; differing; and changed by a step that is not done."""
+        """Parameters whose gradients wait: equal on all ranks, differing, and changed by a step that is not done."""
         self.note()
         waiting = self._waited if before_step else self._waiting
         learned = set().union(*map(self._trained, waiting))
@@ -170,14 +170,14 @@ class Gradients:
         return found
 
     def _trained(self, optimizer: Any) -> set[torch.Tensor]:
-        """The optimizer's parameters; all of the run's if they are unknown."""
+        """The optimizer's parameters. All of the run's if they are unknown."""
         return trained_parameters(optimizer) or set(self._exchange_of)
 
     def restore(self, progress: Mapping[str, Any]) -> list[str]:
         """The inverse of ``progress``. Returns the reasons why the resume is not exact."""
         apart = progress.get("gradients_apart", [])
         if "gradients_lost" in progress or (apart and len(apart) != self._world_size):
-            return ["the checkpoint was taken between a backward and its optimizer's step, without the gradients"]
+            return ["the checkpoint was taken between a backward pass and the optimizer's step, without the gradients"]
         self._load(progress.get("gradients", {}))
         for gradients in apart:  # a parameter may be unused on some ranks
             for parameter in self._parameters(gradients):

@@ -149,7 +149,7 @@ def _create(size: int) -> int | None:
 
 
 def _open(pid: int, number: int, inode: int) -> int | None:
-    """The file of another process; None, with a message, if it cannot be opened."""
+    """The file of another process. None, with a message, if it cannot be opened."""
     if number < 0:
         return None
     file, reason = None, "a different file is there"
@@ -182,7 +182,7 @@ def restore(
     *,
     through: torch.device | None = None,
 ) -> tuple[Any, Place] | None:
-    """The state of the newest undamaged checkpoint, with tensors on the CPU, and its place; None if there is none.
+    """The state of the newest undamaged checkpoint, with tensors on the CPU, and its place. None if there is none.
 
     The tensors are in memory that the ranks of a host share, so load copies of them, and keep none.
 

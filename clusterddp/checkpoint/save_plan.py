@@ -82,7 +82,7 @@ class Plan:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], layout: list[Tensor]) -> Plan | None:
-        """The plan of a state that ``pack`` accepts, with this layout; None for one that no plan can describe."""
+        """The plan of a state that ``pack`` accepts, with this layout. None for one that no plan can describe."""
         mark = uuid.uuid4().hex
         levels, leaf_paths, marked = _surveyed(state, mark)
         if any(not _KEYS.issuperset(level.key_types) for level in levels):
@@ -108,7 +108,7 @@ class Plan:
         self._pieces, self._slots, self._in_leaves = pieces, [int(number) for number in pieces[1::2]], in_leaves
 
     def _set_tensors(self, tensors: list[torch.Tensor], named: Mapping[str, torch.Tensor]) -> bool:
-        """Notes what ``_are_alike`` compares, and which of the tensors the layout has; False if it has complex ones."""
+        """Notes what ``_are_alike`` compares, and which of the tensors the layout has. False if it has complex ones."""
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
         self._order = [places[id(named[tensor.name])] for tensor in self._layout]
         self._dtypes, self._shapes = list(map(_dtype_of, tensors)), list(map(_shape_of, tensors))
@@ -121,7 +121,7 @@ class Plan:
         return not any(dtype.is_complex for dtype in set(self._dtypes))  # a tie also depends on their conjugate bits
 
     def fit(self, state: Mapping[str, Any]) -> Packed | None:
-        """Packs a state that differs from the plan's in values only; None for a different one, or one that cannot be
+        """Packs a state that differs from the plan's in values only. None for a different one, or one that cannot be
         saved.
 
         Raises CheckpointError for a value that cannot be saved.
@@ -149,7 +149,7 @@ class Plan:
         return "".join(self._pieces)
 
     def _values(self, state: Any) -> tuple[list[torch.Tensor], list[Any]] | None:
-        """The tensors and the other values of a state in the plan's order; None if its structure differs."""
+        """The tensors and the other values of a state in the plan's order. None if its structure differs."""
         items: list[Any] = [state]
         tensors: list[torch.Tensor] = []
         leaves: list[Any] = []
@@ -184,7 +184,7 @@ class Plan:
 @dataclass
 class _Level:
     """The values at one depth of a state. A container is opened, to become part of the next level, if it has tensors in
-    it; others are leaves, as plain values are."""
+    it. Others are leaves, as plain values are."""
 
     is_dict: list[bool]
     is_ordered: list[bool]
@@ -222,7 +222,7 @@ class _Level:
         )
 
     def opened(self, items: Sequence[Any]) -> list[Any] | None:
-        """The values in this level's containers: of all dicts, then of all lists; None if the level differs."""
+        """The values in this level's containers: of all dicts, then of all lists. None if the level differs."""
         if not all(map(is_, map(type, compress(items, self.is_fixed)), self.fixed_types)):
             return None
         dicts, lists = list(compress(items, self.is_dict)), list(compress(items, self.is_list))
@@ -286,7 +286,7 @@ def _sharing(addresses: list[int]) -> list[int]:
 
 
 def _literal(plain: Any) -> str:
-    """A plain value within ``file_format.state_literal``; numbers, of which there may be many, without json's calls."""
+    """A plain value within ``file_format.state_literal``. Numbers skip json, because there may be many."""
     if type(plain) is int or type(plain) is float:
         return repr(plain)
     return file_format.state_literal(plain)[1:-1]

@@ -143,7 +143,7 @@ def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> N
 
 
 def _metadata(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The versions of a module's submodules by name; empty if the state has none."""
+    """The versions of a module's submodules by name. Empty if the state has none."""
     return getattr(state, "_metadata", None) or {}
 
 
@@ -367,7 +367,7 @@ class Packing:
         return [[self.walk(key, path), self.walk(value, below(path, key))] for key, value in pairs]
 
     def _numpy(self, item: Any, path: str) -> Any:
-        """The JSON form of a numpy array or scalar; None if it could not be restored exactly."""
+        """The JSON form of a numpy array or scalar. None if it could not be restored exactly."""
         import numpy
 
         if isinstance(item, numpy.generic):

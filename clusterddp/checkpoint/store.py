@@ -91,7 +91,7 @@ class Checkpoint:
             raise CheckpointError(f"could not read {self.path.name}: {error.strerror or error}") from error
 
     def metric(self, name: str) -> float | None:
-        """The value of a metric at the last step before the checkpoint; None if it is missing or unreadable."""
+        """The value of a metric at the last step before the checkpoint. None if it is missing or unreadable."""
         try:
             value = json.loads(file_format.read_facts(self.path)["metrics"])[name]
             return float(value)
@@ -99,7 +99,7 @@ class Checkpoint:
             return None
 
     def best_rule(self) -> str | None:
-        """The rule for the best checkpoint of the run that wrote the file, such as ``f1 max``; None if unknown."""
+        """The rule for the best checkpoint of the run that wrote the file, such as ``f1 max``. None if unknown."""
         try:
             return str(file_format.read_facts(self.path)["best"])
         except (file_format.Damaged, OSError, KeyError, TypeError, RecursionError):
@@ -198,7 +198,7 @@ class Checkpoints:
     def make_room(self, needed: int, full: int | None = errno.ENOSPC) -> int | None:
         """Deletes, on a full disk, the oldest checkpoint that only ``keep.last`` keeps, but not the two newest.
 
-        Returns its step; None if there is none, or if all of them would not free ``needed`` bytes. ``full``: the error
+        Returns its step. None if there is none, or if all of them would not free ``needed`` bytes. ``full``: the error
         number. The rest of a quota is unknown, and the disk's free space does not show it. Raises Superseded if a newer
         attempt exists, OSError.
         """
@@ -249,7 +249,7 @@ def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
 
 
 def _paths_in(folder: Path) -> list[Path]:
-    """The paths of all files in a folder; empty if it does not exist."""
+    """The paths of all files in a folder. Empty if it does not exist."""
     try:
         return [folder / name for name in names_in(folder)]
     except FileNotFoundError:
@@ -346,7 +346,7 @@ def lineage(directory: RunDirectory, attempt: int) -> Iterator[tuple[int, float]
 
 
 def _record(directory: RunDirectory, attempt: int) -> Mapping[str, Any] | None:
-    """An attempt's resume record; None if it has none, ``_UNKNOWN`` if its records cannot be read."""
+    """An attempt's resume record. None if it has none, ``_UNKNOWN`` if its records cannot be read."""
     try:
         record = directory.resumed(attempt)
         return record if record or exists(directory.attempt_private(attempt)) else _UNKNOWN

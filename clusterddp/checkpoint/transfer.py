@@ -36,7 +36,7 @@ def unpacked(content: Content) -> Any:
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
         raise CheckpointError(
             f"the state in the checkpoint of step {content.facts.get('step')} does not match its tensors "
-            f"({error!r:.200}). A different program wrote the file"
+            f"({error!r:.200}). Another program wrote the file"
         ) from error
 
 
@@ -107,7 +107,7 @@ def digest(state: Any) -> bytes:
 
 
 def gather(state: Any, device: torch.device, on_size: Callable[[int], None] = lambda _: None) -> list[Any] | None:
-    """The states of all ranks on rank 0, in rank order; None on the other ranks. Fast if all are empty.
+    """The states of all ranks on rank 0, in rank order. None on the other ranks. Fast if all are empty.
 
     ``on_size`` gets the bytes that they take, unless all are empty. Raises, on all ranks and before they are sent,
     TooLarge, and CheckpointError if a rank's state cannot be saved.
@@ -135,7 +135,7 @@ class Gathering:
         self._all: list[list[Any]] = []
 
     def __call__(self, state: Any) -> list[Any] | None:
-        """The states of all ranks on rank 0, in rank order; None on the other ranks.
+        """The states of all ranks on rank 0, in rank order. None on the other ranks.
 
         Raises CheckpointError on all ranks if a rank's state cannot be saved.
         """

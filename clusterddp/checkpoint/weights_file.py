@@ -61,8 +61,8 @@ def _pickled(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"init_from: {file} is damaged, or has more than tensors, numbers and text, which would execute code. Save "
-            f"the model's state_dict() alone ({_refused(str(error))})"
+            f"init_from: {file} is damaged, or contains more than tensors, numbers and text, and loading that would "
+            f"execute code. Save the model's state_dict() alone ({_refused(str(error))})"
         ) from error
 
 
@@ -118,7 +118,7 @@ def export(
 ) -> str:
     """Writes a part of a checkpoint, or all of it, to the file ``target``. Returns the result in words.
 
-    ``part``: None is ``model``, or the only module. ``step``: the checkpoint's; None is the newest. ``keep``: of the
+    ``part``: None is ``model``, or the only module. ``step``: the checkpoint's. None is the newest. ``keep``: of the
     job definition, for the best. A ``.pt`` or ``.pth`` file is for ``torch.load(weights_only=True)``, a
     ``.safetensors`` file for a part whose values are all tensors. Raises UsageError if the file exists or cannot be
     written, CheckpointError if the run has no such checkpoint or part.
@@ -170,7 +170,7 @@ def _chosen(content: dict[str, Any], part: str | None, file: str) -> str:
 
 def _write_safetensors(path: Path, value: Any, target: Path) -> None:
     if not isinstance(value, dict) or not all(isinstance(item, torch.Tensor) for item in value.values()):
-        raise UsageError(f"{target}: safetensors holds only parts of which all values are tensors. Use .pt")
+        raise UsageError(f"{target}: safetensors supports only parts whose values are all tensors. Use .pt")
     try:
         from safetensors.torch import save_file
     except ImportError as error:

@@ -87,7 +87,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 class ProbeServer(socketserver.ThreadingTCPServer):
-    """Puts what the probes send into a queue; ``heard`` has new probes, and pairs of a rank and its message."""
+    """Puts what the probes send into a queue. ``heard`` has new probes, and pairs of a rank and its message."""
 
     daemon_threads = True
     block_on_close = False
@@ -170,7 +170,7 @@ def results(
 
 
 def check_nodes(folder: RunDirectory) -> int:
-    """The whole batch step; 0 once the results are written."""
+    """The whole batch step. 0 once the results are written."""
     prepare_process()
     job, nodes = load_resolved(folder.path / JOB_FILE), expand(os.environ["SLURM_JOB_NODELIST"])
     server, clock, launcher, exited = ProbeServer(), TimeServer(), SlurmLauncher(job), threading.Event()

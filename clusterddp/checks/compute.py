@@ -81,12 +81,13 @@ def multiply(device: torch.device) -> Check:
         wrong = int((left @ right != tile.to(dtype).repeat(size // PERIOD, size // PERIOD)).sum())
         if wrong:
             found = (
-                f"{wrong:,} of {size * size:,} elements of a product in {str(dtype).removeprefix('torch.')} are wrong"
+                f"{wrong:,} of {size * size:,} elements of a matrix product in {str(dtype).removeprefix('torch.')} are "
+                "wrong"
             )
             return failed("compute", found, REPLACE)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return ok("compute", "products of matrices are right")
+    return ok("compute", "matrix products are correct")
 
 
 def product_tile(size: int) -> list[list[int]]:

@@ -115,7 +115,7 @@ def judge_places(places: Mapping[str, Path], table: str) -> Check:
     for way, path in ways.items():
         mount = folder.mount_of(folder.existing(Path(way).parent), table)
         if mount is not None and mount.shared is False and not way.startswith(tuple(f"{top}/" for top in SYSTEM)):
-            advice = "`clusterddp doctor --nodes 2` tests whether the nodes have it, too"
+            advice = "`clusterddp doctor --nodes 2` tests whether the nodes also have it"
             return warning("python", f"{path} is on a local file system ({mount.kind})", advice, **values)
     return ok("python", found, **values)
 
@@ -273,7 +273,7 @@ def judge_accounts(config: Configuration, associations: Sequence[Association], d
     if not associations:
         found = "this user has no account"
         if config.enforced:
-            return failed("accounts", found, "ask the administrator for one. Slurm refuses jobs without it")
+            return failed("accounts", found, "ask the administrator for an account. Slurm refuses jobs without one")
         return ok("accounts", f"{found}, and the cluster requires none")
     accounts = list(dict.fromkeys(one.account for one in associations))
     qos = list(dict.fromkeys(name for one in associations for name in one.qos))

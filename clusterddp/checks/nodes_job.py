@@ -132,7 +132,7 @@ def _await_results(job_id: str, folder: RunDirectory) -> dict[str, Any]:
             if state != "COMPLETED" or time.monotonic() > ended_at + LATE_S:
                 raise SlurmError(_no_results(job_id, state, job.nodes if job else "", folder))
         if job and (words := progress_of(job)) not in ("", said):
-            show(f"doctor: job {job_id} {words}")
+            show(f"doctor: job {job_id} is {words}")
             said = words
         if state == "PENDING" and time.monotonic() > deadline:
             raise SlurmError(
@@ -163,8 +163,8 @@ def find_job(job_id: str) -> QueuedJob | None:
 def progress_of(job: QueuedJob) -> str:
     """Why the job is pending, or on which nodes it runs, or '' if Slurm does not report that yet."""
     if job.state == "PENDING":
-        return f"waits: {why_waiting(job, begun=False).words}" if job.reason != "None" else ""
-    return f"runs on {job.nodes}" if job.live and job.nodes else ""
+        return f"waiting: {why_waiting(job, begun=False).words}" if job.reason != "None" else ""
+    return f"running on {job.nodes}" if job.live and job.nodes else ""
 
 
 def end_job(job_id: str) -> None:

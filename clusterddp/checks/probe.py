@@ -3,7 +3,7 @@
 It checks its device and its node alone, and then, with the others, what needs several nodes. It reports each check
 at once to the batch step (``checks/batch_step.py``), over one TCP connection with a JSON object per line:
 
-- it sends the job's token with its rank, host and a reserved port; then checks; then whether it can take part;
+- it sends the job's token with its rank, host and a reserved port. Then checks. Then whether it can take part;
 - it gets its place among those that can (``Place``). It sends more checks, and that it is done;
 - it exits when the connection is closed.
 """
@@ -224,9 +224,9 @@ def reduced(ranks: RankEnvironment, place: Place, device: torch.device) -> Check
     if not right:
         return failed("all-reduce", f"wrong sum over {place.world_size} ranks ({used})", compute.REPLACE)
     if place.world_size == 1:
-        return ok("all-reduce", f"right sum, one rank ({used})")
+        return ok("all-reduce", f"correct sum, one rank ({used})")
     speed = all_reduce.bandwidth(group.collective_device, elements)
-    found = f"right sum over {place.world_size} ranks, {speed / 1e9:.2f} GB/s ({used})"
+    found = f"correct sum over {place.world_size} ranks, {speed / 1e9:.2f} GB/s ({used})"
     return ok("all-reduce", found, bus_bytes_per_s=round(speed), ranks=place.world_size)
 
 

@@ -141,7 +141,7 @@ def skip(run: RunDirectory, batches: int) -> int:
 
 
 def drain(run: RunDirectory, node: str) -> int:
-    """Returns once the run has stopped to continue without the node; 0 if all of its steps are saved."""
+    """Returns once the run has stopped to continue without the node. 0 if all of its steps are saved."""
     attempt, _ = request(run, "drain", node=node)
     end = await_end(run, attempt)
     put(sentence(end) or "")

@@ -73,7 +73,7 @@ class ToDevice:
 
 
 def to_device(device: torch.device | None) -> ToDevice | None:
-    """Copies batches to this device; None on a CPU."""
+    """Copies batches to this device. None on a CPU."""
     return ToDevice(device) if device is not None and device.type == "cuda" else None
 
 

@@ -56,7 +56,7 @@ class Passes(ABC):
 
     @property
     def workers(self) -> int:
-        """The number of processes that read for this rank; 0 if that is unknown."""
+        """The number of processes that read for this rank. 0 if that is unknown."""
         return int(getattr(self._loader, "num_workers", 0))
 
     @abstractmethod

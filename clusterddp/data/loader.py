@@ -74,7 +74,7 @@ class Loader:
     Attributes:
         dataset: the dataset, or those of a mixture.
         length: the number of samples.
-        batch_size: samples per rank and step; if the world size changed, or the job sets ``global_batch``, the largest
+        batch_size: samples per rank and step. If the world size changed, or the job sets ``global_batch``, the largest
             number that a rank takes at once (see ``Run.micro``).
         global_batch: samples per step over all ranks. Fixed by the run's first attempt.
         order_changed: the fields of the event, if a resume found that the order's future has changed.
@@ -202,8 +202,8 @@ class Loader:
         """Raises ValueError if epochs are empty, and only here, because a resumed run's global batch may be smaller."""
         if not self._stream.length:
             raise ValueError(
-                f"drop_last=True: an epoch has fewer samples than the global batch of {self.global_batch}, and would "
-                "be empty. Use a smaller batch_size, or leave drop_last out"
+                f"drop_last=True: an epoch has fewer samples than the global batch of {self.global_batch}, so it would "
+                "be empty. Use a smaller batch_size, or omit drop_last"
             )
         return self._stream
 
@@ -212,7 +212,7 @@ class Loader:
 
     @property
     def workers(self) -> int:
-        """The number of processes that read for this rank; 0 if this one does."""
+        """The number of processes that read for this rank. 0 if this one does."""
         return int(self._options.get("num_workers", 0))
 
     @property

@@ -50,15 +50,15 @@ class Loaders:
         Each sample is read with its own seed, so that random augmentation does not depend on the number of workers.
 
         Args:
-            dataset: with ``__len__`` and ``__getitem__``; with ``order=orders.mixture(...)`` a list or dict of these.
+            dataset: with ``__len__`` and ``__getitem__``. With ``order=orders.mixture(...)`` a list or dict of these.
             batch_size: samples per rank and step. If the job sets ``global_batch``, or the number of ranks changed, a
                 rank's share of a step is the global batch divided by the ranks, and ``batch_size`` the most that
                 ``run.micro`` yields at once.
-            shuffle: whether each epoch has its own random order; True if neither it nor an order is given.
+            shuffle: whether each epoch has its own random order. True if neither it nor an order is given.
             order: one of ``clusterddp.orders``, instead of ``shuffle``.
             sampler: a torch Sampler of all samples, instead of an order, that draws an epoch again in the same way:
                 from the global generators, which are seeded, or by ``set_epoch``.
-            batch_sampler: the same for batches of ``batch_size`` samples; a step takes one per rank.
+            batch_sampler: the same for batches of ``batch_size`` samples. A step takes one per rank.
             drop_last: ends each epoch at a whole global batch, and leaves out the rest of its samples. Without it, the
                 last step of an epoch is filled from the next epoch.
             to_device: on a GPU, yields batches whose tensors are on this rank's device, copied on a separate stream,
@@ -68,7 +68,7 @@ class Loaders:
                 A dataset without workers may return tensors on the device.
 
         Raises TypeError for a dataset without a length, for unknown options, switches that are neither True nor False,
-        two orders and a DistributedSampler;
+        two orders and a DistributedSampler.
         ValueError for an empty dataset, an order that does not fit it, a sampler with hidden state, and a global
         batch that the ranks cannot share evenly.
         """
@@ -98,7 +98,7 @@ class Loaders:
 
         Args:
             dataset: with ``__len__`` and ``__getitem__``.
-            batch_size: samples per rank and batch; the last batch may be smaller.
+            batch_size: samples per rank and batch. The last batch may be smaller.
             to_device: on a GPU, yields batches on this rank's device, as ``loader`` does.
             options: of torch's DataLoader, as for ``loader``.
 

@@ -48,7 +48,7 @@ def cut(batch: Any, parts: list[int], name: str = "batch") -> list[Any]:
 
 
 class MicroBatches:
-    """Implements ``Run.micro``; one per run. ``parts``: those of the run; modules and optimizers hold the gradients."""
+    """Implements ``Run.micro``. One per run. ``parts``: those of the run. Modules and optimizers hold the gradients."""
 
     def __init__(self, parts: Mapping[str, Any], loader: TrainingLoader) -> None:
         self._loader = loader
@@ -130,7 +130,7 @@ class MicroBatches:
 
 
 def _length(item: Any) -> int | None:
-    """The first dimension of a tensor or array, or the length of a list or tuple; None for anything else."""
+    """The first dimension of a tensor or array, or the length of a list or tuple. None for anything else."""
     if hasattr(item, "shape"):
         return int(item.shape[0]) if len(item.shape) else None
     return len(item) if isinstance(item, (list, tuple)) else None

@@ -47,7 +47,7 @@ class Mixture(Order):
         self, weights: Weights, changes: Mapping[int, Weights], shuffle: bool, num_samples: int | None
     ) -> None:
         if wrong := [step for step in changes if type(step) is not int or step < 1]:
-            raise ValueError(f"changes: expected the number of a step, 1 or more, got {wrong[0]!r}")
+            raise ValueError(f"changes: expected a step number of at least 1, got {wrong[0]!r}")
         self._weights = [(0, weights), *sorted(changes.items())]
         self._num_samples = optional_count(num_samples, "num_samples", "the number of samples per epoch")
         self._shuffle = shuffle
@@ -144,7 +144,7 @@ def _planned(given: Sequence[Given]) -> list[Planned]:
 
 
 def _first_difference(one: Sequence[Given], other: Sequence[Given]) -> int | None:
-    """The first position at which two runs of weights differ, or one has a change; None if there is none."""
+    """The first position at which two runs of weights differ, or one has a change. None if there is none."""
     for mine, others in zip_longest(one, other):
         if mine != others:
             return min(change[0] for change in (mine, others) if change is not None)
@@ -260,8 +260,9 @@ class _Mixed(ScheduledOrder):
             return self._with(planned), None
         if change < position:
             raise ValueError(
-                f"Weights may change only from step {words.step(position)} on, at which the run resumes, but those of "
-                f"step {words.step(change)} differ. Give earlier weights and changes as they were, or start a new run"
+                f"Weights may change only from step {words.step(position)} on, where the run resumes, but the weights "
+                f"of step {words.step(change)} differ. Keep earlier weights and changes as they were, or start a new "
+                "run"
             )
         now = next(shares for start, shares in reversed(self._given) if start <= change)
         later = [(start, shares) for start, shares in self._given if start > change]

@@ -58,7 +58,7 @@ class BoundOrder(ABC):
 
     Attributes:
         label: recorded in a checkpoint. The same label and length mean the same stream.
-        length: samples per epoch; 0 if ``drop_last`` leaves none.
+        length: samples per epoch. 0 if ``drop_last`` leaves none.
     """
 
     label: str

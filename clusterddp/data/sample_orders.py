@@ -167,13 +167,13 @@ _BATCHES = 4
 
 
 class Bucketed(Order):
-    """``lengths``: of each sample; ``buckets``: how many there are at most."""
+    """``lengths``: of each sample. ``buckets``: how many there are at most."""
 
     def __init__(self, lengths: Any, buckets: int) -> None:
         values = array_of(lengths, "lengths")
         buckets = count_of(buckets, "buckets", "the number of buckets")
         if np.isnan(values).any():
-            raise ValueError(f"lengths: that of sample {np.flatnonzero(np.isnan(values))[0]} is nan")
+            raise ValueError(f"lengths: the length of sample {np.flatnonzero(np.isnan(values))[0]} is nan")
         # Samples of equal length are in a random order, or neighbours in the dataset would share a bucket.
         self._sorted = np.lexsort((mixed(np.arange(values.size, dtype=np.uint64)), values))
         self._buckets = buckets
@@ -332,7 +332,7 @@ class _Table:
         return found
 
     def _in_blocks(self, blocks: Indices) -> Floats:
-        """The weights of all samples in each block; 0 beyond the last sample."""
+        """The weights of all samples in each block. 0 beyond the last sample."""
         found = np.zeros((blocks.size, self._block))
         whole = blocks < len(self._blocks)
         found[whole] = self._weights(self._blocks[blocks[whole]])
@@ -343,7 +343,7 @@ class _Table:
 def _check_weights(values: Floats, start: int) -> None:
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
     if wrong.size:
-        raise ValueError(f"weights: that of sample {start + wrong[0]} is {values[wrong[0]]}, expected 0 or more")
+        raise ValueError(f"weights: the weight of sample {start + wrong[0]} is {values[wrong[0]]}, expected 0 or more")
 
 
 def _labels(values: Any) -> Array:
@@ -354,7 +354,7 @@ def _labels(values: Any) -> Array:
 
 def _check_labels(labels: Array, classes: int) -> None:
     if labels.dtype.kind not in "iu":
-        raise TypeError(f"labels: expected the number of each sample's class, got {labels.dtype}")
+        raise TypeError(f"labels: expected the class number of each sample, got {labels.dtype}")
     if labels.size and (labels.min() < 0 or labels.max() >= classes):
         raise ValueError(
             f"labels are {labels.min()} to {labels.max()}, but there are weights for classes 0 to {classes - 1}"

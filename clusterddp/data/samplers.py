@@ -59,12 +59,12 @@ class Sampled(Order):
         if len(first) != len(second):
             raise ValueError(
                 f"{self._argument}: {self._name} yields {len(first)} samples in epoch 0 but {len(second)} in epoch 1. "
-                "Expected the same number in every epoch, by which a resumed run finds its place"
+                "Expected the same number in every epoch, because a resumed run finds its place by that number"
             )
         if first != self._draw(0, seed):
             raise ValueError(
                 f"{self._argument}: {self._name} is not deterministic: epoch 0 differed when redrawn, so a resumed run "
-                f"could not continue it. It has a hidden state or generator. {_REMEDY}"
+                f"could not continue it. It has hidden state or its own generator. {_REMEDY}"
             )
         self._checked = True
 
@@ -102,7 +102,7 @@ class Sampled(Order):
             if len(batch) != self._batch_size:
                 raise ValueError(
                     f"batch_sampler: {self._name} yielded a batch of {len(batch)} samples, but batch_size is "
-                    f"{self._batch_size}. Expected only batches of that size: have it drop a smaller last batch"
+                    f"{self._batch_size}. Expected only batches of that size. Make it drop a smaller last batch"
                 )
             yield from map(_plain, batch)
 
@@ -195,7 +195,7 @@ def _of_batch_sampler(sampler: Any, batch_size: int, dataset: Any) -> Order:
     if type(sampler) is not BatchSampler or sampler.drop_last:
         return Sampled(sampler, batch_size)
     if sampler.batch_size != batch_size:
-        raise ValueError(f"batch_size is {batch_size}, but that of batch_sampler is {sampler.batch_size}")
+        raise ValueError(f"batch_size is {batch_size}, but batch_sampler has batch_size {sampler.batch_size}")
     return _of_sampler(sampler.sampler, dataset)
 
 

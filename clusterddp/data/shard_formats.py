@@ -72,7 +72,7 @@ class Sharded(Dataset[Any]):
 
 
 class Indexed(Sharded):
-    """Samples that are stretches of bytes; the index is memory-mapped, by each worker for itself."""
+    """Samples that are stretches of bytes. The index is memory-mapped, by each worker for itself."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ Read = Callable[[int, int], bytes]
 
 
 class Member(NamedTuple):
-    """A file in an archive. ``start``: of its headers; ``stop``: of its data, without padding."""
+    """A file in an archive. ``start``: of its headers. ``stop``: of its data, without padding."""
 
     name: str
     start: int
@@ -229,7 +229,7 @@ def _size(header: bytes, position: int) -> int:
     except ValueError:
         expected = -1
     if len(header) < _BLOCK or expected != sum(header) - sum(header[148:156]) + 8 * ord(" "):
-        raise ValueError(f"there is no header at byte {position}, so it is not a tar archive, or damaged")
+        raise ValueError(f"there is no header at byte {position}, so it is damaged or not a tar archive")
     field = header[124:136]
     if field[0] & 0x80:  # GNU: 8 GiB and more
         return int.from_bytes(field[1:], "big")
@@ -243,7 +243,7 @@ def _number(digits: bytes, base: int, position: int) -> int:
             raise ValueError
         return int(digits, base)
     except ValueError:
-        raise ValueError(f"the header at byte {position} has the size {digits[:40]!r}, which is no number") from None
+        raise ValueError(f"the header at byte {position} has the size {digits[:40]!r}, which is not a number") from None
 
 
 def _name(header: bytes) -> str:
@@ -256,7 +256,7 @@ def _text(field: bytes) -> str:
 
 
 def _pax(data: bytes, position: int) -> dict[str, str]:
-    """The records ``LENGTH NAME=VALUE``; zeros end them, as tarfile has it."""
+    """The records ``LENGTH NAME=VALUE``. Zeros end them, as tarfile has it."""
     found, at = {}, 0
     while data[at : at + 1].strip(b"\0"):
         digits = data[at : at + 20].partition(b" ")[0]
@@ -279,7 +279,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 def scan_archive(path: str) -> Iterator[Rows]:
     """Where each sample of an archive is, in pieces. Raises ValueError if it is not an archive, or damaged."""
-    check_uncompressed(path, "Unpack it, as most images, sounds and videos are already compressed")
+    check_uncompressed(path, "Unpack it, because most images, sounds and videos are already compressed")
     try:
         places = _places(path)
         while rows := list(islice(places, _AT_ONCE)):
@@ -328,5 +328,5 @@ def sample(data: bytes, start: int) -> tuple[str, dict[str, bytes]]:
             raise ValueError(f"sample {key_of_file!r} has two files .{extension}")
         key, files[extension] = key_of_file, data[member.data - start : member.stop - start]
     if not files:
-        raise ValueError("there is no file, so the archive has changed since it was indexed")
+        raise ValueError("this sample has no file, so the archive has changed since it was indexed")
     return key, files

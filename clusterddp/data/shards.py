@@ -71,7 +71,8 @@ def patterns_of(given: Paths) -> list[str]:
     for text in texts:
         if "://" in text or text.startswith("pipe:"):
             raise ValueError(
-                f"{text}: a shard must be a file, because it is read at any place. Download it, or mount its store"
+                f"{text}: a shard must be a local file, because it is read at arbitrary positions. Download it, or "
+                "mount its store"
             )
     return [os.path.normpath(Path(text).absolute()) for text in texts]
 
@@ -254,7 +255,7 @@ def _no_rows() -> Rows:
 
 
 def _read(path: Path) -> _Found | None:
-    """The index; None if there is none, or it is damaged."""
+    """The index. None if there is none, or it is damaged."""
     try:
         with open(path, "rb") as file, named(str(path)):
             size = file.seek(0, os.SEEK_END)

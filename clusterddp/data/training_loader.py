@@ -64,7 +64,7 @@ class TrainingLoader:
 
     @property
     def workers(self) -> int:
-        """The number of processes that read for this rank; 0 if this one does."""
+        """The number of processes that read for this rank. 0 if this one does."""
         return self._source.workers
 
     @property
@@ -101,7 +101,7 @@ class TrainingLoader:
 
     @property
     def epoch_steps(self) -> int | None:
-        """The number of steps in an epoch; None of a loader without a length."""
+        """The number of steps in an epoch. None of a loader without a length."""
         try:
             return self._source.steps_in(1)
         except TypeError:
@@ -113,7 +113,7 @@ class TrainingLoader:
         return not isinstance(self._source, NoLoader)
 
     def why_not_skip(self, batches: object) -> str | None:
-        """Why this many batches cannot be skipped; None if they can."""
+        """Why this many batches cannot be skipped. None if they can."""
         if not self.can_skip:
             return "the run has no loader whose batches could be skipped"
         if type(batches) is not int or not 1 <= batches <= MOST_SKIPPED:
@@ -216,5 +216,5 @@ def _check_same(stream: str, group: ProcessGroup) -> None:
     elif (of_rank_0 := group.store.get(_STREAM).decode()) != stream:
         raise ValueError(
             f"rank {group.rank} has {stream}, but rank 0 has {of_rank_0}. Give ctx.loader() the same dataset and order "
-            "on every rank. It gives each rank its part"
+            "on every rank. ctx.loader() gives each rank its part"
         )

@@ -152,7 +152,7 @@ class Buffers:
 
     @torch.no_grad()
     def rewind(self) -> bool:
-        """Restores the buffers from before the step; False if one that is too large for a copy has changed."""
+        """Restores the buffers from before the step. False if one that is too large for a copy has changed."""
         for (module, name), buffer in zip(self._names, self._before, strict=True):
             module._buffers[name] = buffer
         for buffers, copies in self._copies:

@@ -22,14 +22,14 @@ _AT_ONCE = 1 << 16
 
 
 def all_reduce_sum(value: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
-    """The sum over all ranks: for a tensor, a tensor of its dtype and device; for a number, a float."""
+    """The sum over all ranks, as a tensor of the same dtype and device for a tensor, or a float for a number."""
     if not isinstance(value, torch.Tensor):
         return float(_summed(torch.tensor(value, dtype=torch.float64), device))
     return _summed(value.detach().clone(), device).to(value.device)
 
 
 def all_reduce_mean(value: torch.Tensor | float, weight: float, device: torch.device) -> float:
-    """The weighted mean of one number per rank; nan if all weights are 0."""
+    """The weighted mean of one number per rank. NaN if all weights are 0."""
     total, weights = _summed(torch.tensor([float(value) * weight, weight], dtype=torch.float64), device).tolist()
     return float(total / weights) if weights else float("nan")
 
@@ -47,7 +47,7 @@ def gather(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def all_gather_numbers(numbers: list[int], device: torch.device) -> list[list[int]]:
-    """Each rank's integers, equally many, in rank order; without a process group, this process's."""
+    """Each rank's integers, equally many, in rank order. Without a process group, this process's."""
     if not dist.is_initialized():
         return [numbers]
     found = [torch.zeros(len(numbers), dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
@@ -56,7 +56,7 @@ def all_gather_numbers(numbers: list[int], device: torch.device) -> list[list[in
 
 
 def gather_numbers(numbers: list[int], device: torch.device) -> list[list[int]] | None:
-    """``all_gather_numbers`` for rank 0 alone; None on other ranks, which do not wait."""
+    """``all_gather_numbers`` for rank 0 alone. None on other ranks, which do not wait."""
     if device.type != "cpu":  # NCCL would have to connect all ranks to rank 0
         found = all_gather_numbers(numbers, device)
         return found if dist.get_rank() == 0 else None
@@ -70,7 +70,7 @@ def gather_numbers(numbers: list[int], device: torch.device) -> list[list[int]] 
 
 
 def broadcast_json(value: Any, device: torch.device) -> Any:
-    """Rank 0's JSON value on every rank; without a process group, the value itself.
+    """Rank 0's JSON value on every rank. Without a process group, the value itself.
 
     Unlike torch's ``broadcast_object_list``, it never unpickles.
     """

@@ -49,7 +49,7 @@ def choose_devices(
     """The ``per_rank`` devices of a rank. ``asked`` is "cpu", "cuda", "cuda:N" (the first one), or None: a GPU if any
     is visible.
 
-    If Slurm bound each task to its own GPUs, exactly ``per_rank`` are visible, from index 0; otherwise the local rank
+    If Slurm bound each task to its own GPUs, exactly ``per_rank`` are visible, from index 0. Otherwise the local rank
     selects them. On a CPU all are the same device. ``named`` is CUDA_VISIBLE_DEVICES. Raises DeviceError when CUDA is
     requested but absent, or has fewer GPUs than the ranks need.
     """
@@ -86,7 +86,7 @@ def choose_devices(
 
 
 def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host: str) -> str | None:
-    """The rank's own of the several MIG devices that CUDA_VISIBLE_DEVICES lists; None if it lists anything else.
+    """The rank's own of the several MIG devices that CUDA_VISIBLE_DEVICES lists. None if it lists anything else.
 
     CUDA shows a process only the first MIG device of the list, so that all ranks of a node would use that one. Raises
     DeviceError if the node has too few for its ranks.
@@ -96,8 +96,8 @@ def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host
         return None
     if per_rank > 1:
         raise DeviceError(
-            f"gpus_per_rank is {per_rank}, but node {host} has MIG devices, of which a process can use only one. Leave "
-            "gpus_per_rank out"
+            f"gpus_per_rank is {per_rank}, but node {host} has MIG devices, of which a process can use only one. Omit "
+            "gpus_per_rank"
         )
     if len(devices) < environment.local_world_size:
         raise DeviceError(f"needs {environment.local_world_size} GPUs on node {host}, but it has {len(devices)} (MIG)")
@@ -105,7 +105,7 @@ def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host
 
 
 def visible_gpus() -> int:
-    """How many GPUs this process can use. torch before 2.6 also counts those that ROCR_VISIBLE_DEVICES hides; HIP's own
+    """How many GPUs this process can use. torch before 2.6 also counts those that ROCR_VISIBLE_DEVICES hides. HIP's own
     count does not."""
     if not torch.cuda.is_available():
         return 0
@@ -157,7 +157,7 @@ GIB = 2**30
 
 
 def wait_until_free(devices: Sequence[torch.device], wanted: int, patience_s: float = PATIENCE_S) -> bool:
-    """Waits until each device has ``wanted`` free bytes, as the attempt before used; False after ``patience_s``."""
+    """Waits until each device has ``wanted`` free bytes, as the attempt before used. False after ``patience_s``."""
     deadline, said = time.monotonic() + patience_s, False
     while (least := min((torch.cuda.mem_get_info(device)[0], str(device)) for device in devices))[0] < wanted:
         free = f"{least[0] / GIB:.2f} GiB are free on {least[1]}, but the previous attempt used {wanted / GIB:.2f} GiB"
@@ -165,7 +165,7 @@ def wait_until_free(devices: Sequence[torch.device], wanted: int, patience_s: fl
             say(f"{free}. Continuing anyway after {patience_s:.0f} s. Find other processes with nvidia-smi or rocm-smi")
             return False
         if not said:
-            say(f"{free}: waiting")
+            say(f"{free}. Waiting")
             said = True
         time.sleep(LOOK_S)
     return True

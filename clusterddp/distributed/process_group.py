@@ -35,11 +35,12 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     for one that cannot work here.
     """
     if asked == "nccl" and device.type != "cuda":
-        raise DeviceError(f"backend nccl needs a GPU per rank, but the device is {device}. Leave it out, or use gloo")
+        raise DeviceError(f"backend nccl needs a GPU per rank, but the device is {device}. Omit backend, or use gloo")
     # One backend, or one per device type as in "cpu:gloo,cuda:nccl". torch 2.4's own check supports only the former.
     if asked is not None and not all(dist.is_backend_available(one.rpartition(":")[2]) for one in asked.split(",")):
         raise DeviceError(
-            f"backend {asked}: this torch was built without it. Leave it out for gloo on CPUs, NCCL on GPUs"
+            f"backend {asked}: this build of torch does not support it. Omit backend to use gloo on CPUs and NCCL on "
+            "GPUs"
         )
     return asked or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
@@ -54,7 +55,7 @@ def backend_of(backend: str, device_type: str) -> str:
 
 
 def flight_recorder(version: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that turns on NCCL's flight recorder in this torch; none if the user set one, or it is already on.
+    """The variable that turns on NCCL's flight recorder in this torch. Empty if the user set one, or it is already on.
 
     torch 2.8 renamed it, and warns about the older name.
     """
@@ -159,7 +160,7 @@ class ProcessGroup:
         if ignored and self.rank == 0 and self.world_size > 1:
             say(
                 f"torch {torch.__version__} cannot change gloo's timeout after the start, so a collective that hangs "
-                f"times out after {self._start_s:g} s, not {step_s:g} s. torch 2.9 and newer can"
+                f"times out after {self._start_s:g} s, not {step_s:g} s. torch 2.9 and newer can change it"
             )
 
     def close(self) -> None:
@@ -171,7 +172,7 @@ class ProcessGroup:
         self.attempt_store.close()
 
     def _refuse_shared_gpu(self, host: str) -> None:
-        """NCCL needs one GPU per rank; with two ranks on one it fails with 'Duplicate GPU detected' at best."""
+        """NCCL needs one GPU per rank. With two ranks on one it fails with 'Duplicate GPU detected' at best."""
         if not self.over_nccl or self.world_size == 1:
             return
         mine = gpu_identity(self.device)

@@ -29,7 +29,7 @@ def _steps(name: str, part: Any) -> bool:
 
 
 def trained_parameters(optimizer: Any) -> set[torch.Tensor]:
-    """All parameters of an optimizer; empty if they are unknown, as in some other libraries."""
+    """All parameters of an optimizer. Empty if they are unknown, as in some other libraries."""
     groups = getattr(optimizer, "param_groups", ())
     return {parameter for group in groups for parameter in group["params"]}
 
@@ -67,7 +67,7 @@ class _SumOfParameters(torch.nn.Module):
 def wrap(
     model: torch.nn.Module, devices: Sequence[torch.device], *, all_used_once: bool = False, **options: Any
 ) -> DistributedDataParallel:
-    """The model in DDP, with its gradient buckets in their final order; moved to its device if there is only one.
+    """The model in DDP, with its gradient buckets in their final order. It is moved to a single device.
 
     DDP rebuilds its buckets after the first iteration, in the order in which gradients arrived. A resumed run would do
     so after step S, sum step S in the old order, and differ from the uninterrupted run from there on (seen at 3 and
@@ -86,7 +86,7 @@ def wrap(
     _check_trained(model)
     static_graph = options.get("static_graph", False)
     if all_used_once and not static_graph:
-        raise TypeError("all_used_once=True is only for static_graph=True. Without that, a resume is exact anyway")
+        raise TypeError("all_used_once=True requires static_graph=True. Without static_graph, a resume is exact anyway")
     if len(devices) == 1:
         model = model.to(devices[0])
         if devices[0].type == "cuda":
@@ -129,7 +129,7 @@ def _is_wrapped(model: torch.nn.Module) -> bool:
 
 
 def doubt(wrapped: DistributedDataParallel) -> str | None:
-    """Why a resume may sum gradients in a different order, at 3 and more ranks; None if it does not."""
+    """Why a resume may sum gradients in a different order, at 3 and more ranks. None if it does not."""
     rebuilds = wrapped.static_graph or not wrapped.find_unused_parameters
     if wrapped in _settled or not rebuilds:
         return None

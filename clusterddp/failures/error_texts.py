@@ -42,7 +42,7 @@ _NCCL = "ncclGetErrorString, NCCL 2.13 to 2.28 and RCCL; torch 2.4 to 2.13, NCCL
 _WATCHDOG = "torch 2.4 to 2.13, ProcessGroupNCCL.cpp"
 _DEVICE_MEMORY = "the device's memory is full. Use a smaller batch, or stop other processes that use this GPU"
 _REMOTE = "another rank exited, failed or lost its network first"
-_KERNEL = "a kernel read or wrote outside of its tensors. Find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer"
+_KERNEL = "a kernel read or wrote outside its tensors. Find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer"
 
 TABLE = (
     # Out of memory, which many libraries report in their own words.
@@ -107,7 +107,8 @@ TABLE = (
     ErrorText(
         r"Watchdog caught collective operation timeout|Operation timed out after \d+ ms"
         r"|Aborting process on rank \d+ due to timeout", Blame.PEER,
-        "a rank did not reach a collective in time. Look for one that hung, or called a different one", _WATCHDOG,
+        "a rank did not reach a collective in time. Look for a rank that hung or called a different "
+        "collective", _WATCHDOG,
     ),
     ErrorText(
         r"gloo/transport/|[Gg]loo connectFullMesh failed", Blame.PEER, "a rank exited, or did not answer in time",
@@ -157,7 +158,7 @@ TABLE = (
     # Connections between ranks, and clusterddp's own.
     ErrorText(
         r"^DeviceError: (needs|device \S+ requested, but no GPU)", Blame.NODE,
-        "a GPU of the node is missing, or the job asks for more than it was given", "clusterddp",
+        "a GPU of the node is missing, or the job needs more GPUs than it was given", "clusterddp",
     ),
     ErrorText(r"^PreflightError: node ", Blame.NODE, "the node did not pass the preflight", "clusterddp"),
     ErrorText(r"^PreflightError: ", Blame.PEER, "the nodes did not pass the preflight together", "clusterddp"),
@@ -176,5 +177,5 @@ _ROWS = [(re.compile(row.pattern), row) for row in TABLE]
 
 @functools.lru_cache(maxsize=1024)  # many ranks may have the same error
 def find(text: str) -> ErrorText | None:
-    """The row of an error with this text, ``TYPE: MESSAGE``; None if there is none, as for the script's own errors."""
+    """The row of an error with this text, ``TYPE: MESSAGE``. None if there is none, as for the script's own errors."""
     return next((row for pattern, row in _ROWS if pattern.search(text)), None)

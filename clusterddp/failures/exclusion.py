@@ -112,7 +112,7 @@ def letter(events: Iterable[Event], node: str, now: float) -> str:
     events = list(events)
     jobs = {event["attempt"]: event["job"] for event in events if event["event"] == "started" and "job" in event}
     found = [(event["time"], jobs.get(event["attempt"]), what(event)) for event in failures(events, node, now)]
-    return letter_about(node, f"failed one of our training runs {counted(len(found), 'time')}", found)
+    return letter_about(node, f"caused {counted(len(found), 'failure')} in one of our training runs", found)
 
 
 def letter_about(node: str, failed: str, found: Iterable[tuple[float, str | None, str]]) -> str:
@@ -123,7 +123,7 @@ def letter_about(node: str, failed: str, found: Iterable[tuple[float, str | None
             f"Node {node} {failed}:",
             *(f"  {when}  job {job or 'unknown'}: {error}" for when, job, error in times),
             "Ranks on other nodes did not fail first. Could you check this node (memory, GPUs, network, disk)?",
-            f"Until then our jobs exclude it (sbatch --exclude={node}).",
+            f"Until then, our jobs exclude this node (sbatch --exclude={node}).",
         ]
     )
 

@@ -53,7 +53,7 @@ class ExitStatus:
             return "was killed by SIGKILL, probably out of memory"
         if self.signal is not None:
             return f"was killed by signal {self.signal} ({_name(self.signal)})"
-        return f"exited with code {self.exit_code} and no traceback, probably by os._exit"
+        return f"exited with code {self.exit_code} and no traceback, probably because of os._exit()"
 
 
 def in_order(exit_statuses: Mapping[int, ExitStatus]) -> dict[int, ExitStatus]:
@@ -64,7 +64,7 @@ def in_order(exit_statuses: Mapping[int, ExitStatus]) -> dict[int, ExitStatus]:
 def of_tasks(messages: str) -> dict[int, ExitStatus]:
     """The ends of tasks, by rank, from srun's messages such as ``srun: error: n2: task 3: Killed``.
 
-    Tasks that could not be started come first, then the order is that of the messages; a task's first one counts.
+    Tasks that could not be started come first, then the order is that of the messages. A task's first one counts.
     """
     exit_statuses = {
         rank: ExitStatus(not_started=why) for tasks, why in _LAUNCH.findall(messages) for rank in _numbers(tasks)
@@ -85,7 +85,7 @@ def _death(what: str) -> ExitStatus | None:
 
 
 def _name(number: int) -> str | None:
-    """``SIGSEGV``, for example; most real-time signals have only a description."""
+    """``SIGSEGV``, for example. Most real-time signals have only a description."""
     return next((known.name for known in signal.Signals if known == number), signal.strsignal(number))
 
 

@@ -25,7 +25,7 @@ Row = Sequence[Any]
 
 @dataclass(frozen=True)
 class Apart:
-    """Ranks that differ. ``groups``: ranks, and what they did, in words. ``late``: those at fault; none if unknown.
+    """Ranks that differ. ``groups``: ranks, and what they did, in words. ``late``: those at fault. Empty if unknown.
     ``different``: whether they called different collectives."""
 
     groups: tuple[tuple[tuple[int, ...], str], ...]
@@ -75,7 +75,7 @@ def _words(entry: Mapping[str, Any]) -> str:
 
 
 def compare(outlines: Mapping[int, Sequence[Row]]) -> Apart | None:
-    """The first difference between ranks, by the group's name; None if there is none."""
+    """The first difference between ranks, by the group's name. None if there is none."""
     by_group: dict[str, dict[int, Row]] = {}
     for rank, rows in sorted(outlines.items()):
         for row in rows:

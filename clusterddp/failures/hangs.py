@@ -5,7 +5,7 @@ may take, and where the main thread is meanwhile. On a GPU that is rarely where 
 ahead of their devices, by different numbers of steps, and wait for them in any line. After a timeout the heartbeat
 therefore also has where the device is, and which collective is not complete.
 
-Time is measured by the supervisor's clock, which stops while the supervisor itself is stopped (a suspended job); clocks
+Time is measured by the supervisor's clock, which stops while the supervisor itself is stopped (a suspended job). Clocks
 of different hosts are never compared.
 """
 
@@ -43,12 +43,12 @@ class RankStatus:
     """A rank's last heartbeat. ``moved`` (to its last boundary) and ``heard`` are seconds on the supervisor's clock.
 
     ``count``: the boundaries it has reached. ``step``: the steps it has completed. ``allowed_s``: the timeout to the
-    next boundary; None before training, infinity while the watchdog is suspended. ``place``: where its main thread is,
+    next boundary. None before training, infinity while the watchdog is suspended. ``place``: where its main thread is,
     '' while it makes progress. ``waits``: whether it waits there for other ranks. ``line``: of the script, then.
     ``own_s``, ``step_s``: its compute time in a step, and the whole step. ``still_s``: for how long its main thread has
     been at one place.
     ``device``: the step that its device is in, and whether it does its OWN work there, WAITs for other ranks or is
-    IDLE; None if unknown, and on a CPU. ``device_still_s``: for how long. ``collectives``: of its flight record.
+    IDLE. None if unknown, and on a CPU. ``device_still_s``: for how long. ``collectives``: of its flight record.
     ``of_attempt``: whether steps are counted from the attempt's beginning, as their numbers in the run are unknown.
     """
 
@@ -105,7 +105,7 @@ class StragglerRecovered:
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks at fault, in order; the host and step of the first; ``what``: the message.
+    """The ranks at fault, in order. The host and step of the first. ``what``: the message.
 
     ``step`` is None if its number in the run is unknown.
 
@@ -234,7 +234,10 @@ def _different(apart: Apart, statuses: list[RankStatus], now: float) -> Hang:
     return _hang(late, seconds, f"{_CALLED}: {where}. They have waited for {seconds:.0f} s. {_ORDER}", statuses, now)
 
 
-_CALLED, _ORDER = "the ranks called different collectives", "Every rank must call the same ones in the same order"
+_CALLED, _ORDER = (
+    "the ranks called different collectives",
+    "Every rank must call the same collectives in the same order",
+)
 
 
 def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) -> Hang | None:
@@ -242,7 +245,7 @@ def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) ->
     all wait in the same step, but in different places.
 
     All ranks take part in a collective, so those ahead skipped it, or those behind call one too many. The smaller group
-    is at fault; if there is none, that is unknown.
+    is at fault. If there is none, that is unknown.
     """
     least = min(status.count for status in statuses)
     behind, ahead = [s for s in statuses if s.count == least], [s for s in statuses if s.count > least]
@@ -371,7 +374,7 @@ class Watch:
         self._statuses[rank] = RankStatus(rank, host, moved=now - beat["age_s"], heard=now, **values)
 
     def look(self, counts: bool = True, gone: Collection[int] = ()) -> list[Found]:
-        """What has been found by now; to be called every ``beat_s`` seconds.
+        """What has been found by now. Call this every ``beat_s`` seconds.
 
         ``gone``: the ranks that have ended regularly. Others may work alone from then on, but they send heartbeats.
         """
@@ -396,7 +399,7 @@ class Watch:
         return [*found, hang] if hang else found
 
     def _still_slow(self, slow_now: Mapping[int, Slow]) -> Iterator[StillSlow]:
-        """The ranks that have been slow long enough; each once."""
+        """The ranks that have been slow long enough, each once."""
         now = self._clock.now
         self._slow_since = {rank: self._slow_since.get(rank, now) for rank in slow_now}
         for rank, since in self._slow_since.items():
@@ -405,7 +408,7 @@ class Watch:
                 yield StillSlow(rank, slow_now[rank].ratio, now - since)
 
     def behind(self) -> str:
-        """Which ranks all others wait for at this moment, and where they are, in words; empty if that is unknown.
+        """Which ranks all others wait for at this moment, and where they are, in words. Empty if that is unknown.
 
         Hosts with GPUs run ahead of their devices and do not wait for other ranks, so that none is named there.
         """

@@ -45,7 +45,7 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class NodeFailure:
-    """A failure of a node in a run; ``what`` is the event's own text, such as the error of the rank."""
+    """A failure of a node in a run. ``what`` is the event's own text, such as the error of the rank."""
 
     time: float
     node: str
@@ -128,7 +128,7 @@ def by_node(failures: Iterable[NodeFailure]) -> dict[str, list[NodeFailure]]:
 
 
 def weight(failures: Sequence[NodeFailure], now: float) -> float:
-    """What the newest failures of two different runs within a day of each other weigh together; 0 if there are none."""
+    """What the newest failures of two different runs within a day of each other weigh together. 0 if there are none."""
     newest: dict[str, NodeFailure] = {}
     for failure in sorted(failures, key=lambda failure: failure.time, reverse=True):
         newest.setdefault(failure.run, failure)
@@ -172,7 +172,7 @@ def avoided(
         given = [*excluded, *expand(job.exclude or "")]
         nodes = choose(failures, usable(), given, job.least_allocated, now)
     except (SlurmError, LauncherEnvironmentError) as error:  # no answer, or `exclude` names a file
-        say(f"Could not list the usable nodes, so remembered node failures are ignored: {error}")
+        say(f"Could not list the usable nodes, so recorded node failures are ignored: {error}")
         return []
     if nodes:
         them = "it" if len(nodes) == 1 else "them"
@@ -187,4 +187,4 @@ def letter(node: str, failures: Sequence[NodeFailure]) -> str:
     """A text that a user can send to the cluster's administrator."""
     runs = counted(len({failure.run for failure in failures}), "of our training runs", "of our training runs")
     found = [(failure.time, failure.job, failure.what) for failure in failures]
-    return exclusion.letter_about(node, f"failed {runs} {counted(len(failures), 'time')}", found)
+    return exclusion.letter_about(node, f"caused {counted(len(failures), 'failure')} in {runs}", found)

@@ -96,7 +96,7 @@ def place(
 def choose(job: Job, placement: Placement, leave: Mapping[str, str], answering: Collection[str] | None) -> Choice:
     """How the run continues without the nodes ``leave``, each of which has its reason, such as "is lost".
 
-    ``job``: as the attempt ran it. ``answering``: the nodes that can be given work now; None if that is unknown. The
+    ``job``: as the attempt ran it. ``answering``: the nodes that can be given work now. None if that is unknown. The
     run moves to spares first, then shrinks as far as ``nodes: 6-8`` allows, and leaves the job only if too few nodes
     remain. A spare that cannot be used is left aside, too.
     """

@@ -56,12 +56,12 @@ def users_line(text: str) -> str | None:
 
 
 def different_calls(error: str, texts: Mapping[int, str]) -> str:
-    """A message if ``error`` comes of ranks in different collectives; '' if not. ``texts``: the ranks' tracebacks."""
+    """A message if ``error`` comes of ranks in different collectives. '' if not. ``texts``: the ranks' tracebacks."""
     lines = {rank: line for rank, text in texts.items() if (line := users_line(text))}
     apart = len(set(lines.values())) > 1
     where = ", ".join(f"rank {rank} in {line}" for rank, line in list(lines.items())[:_NAMED])
     if _MISMATCH.search(error):
-        order = "Every rank must call the same ones in the same order"
+        order = "Every rank must call the same collectives in the same order"
         return f"the ranks called different collectives{f' ({where})' if apart else ''}. {order}"
     if apart and _TIMEOUT.search(error):
         return f"the ranks waited in different calls ({where}). One was late, or they called different collectives"
@@ -88,7 +88,7 @@ def without_advice(error: str) -> str:
 
 
 def after_suspension(error: str, stood_s: float, timeout_s: float) -> str:
-    """A message if ``error`` is a timeout of a collective that may have ended while the job was suspended; '' if not.
+    """A message if ``error`` is a timeout of a collective that may have ended while the job was suspended. '' if not.
 
     The clocks of NCCL's watchdog and of gloo keep running meanwhile. After the resume, collectives that are still under
     way count as late. In torch 2.4 and 2.6, unlike 2.9 and 2.15, so do those that the GPUs completed meanwhile.
@@ -97,8 +97,8 @@ def after_suspension(error: str, stood_s: float, timeout_s: float) -> str:
     if stood_s < timeout_s or not _TIMEOUT.search(error):
         return ""
     return (
-        f"the ranks had been stopped for {stood_s:.0f} s, as by scontrol suspend, and that time counts against "
-        f"timeouts.step_s ({timeout_s:g} s). If this happens often, raise it"
+        f"the ranks had been stopped for {stood_s:.0f} s, for example by scontrol suspend, and that time counts "
+        f"against timeouts.step_s ({timeout_s:g} s). If this happens often, raise timeouts.step_s"
     )
 
 

@@ -41,7 +41,7 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
     "use_srun": (True, "clusterddp always starts the ranks with srun"),
     "gpus_per_task": (
         None,
-        "give gpus_per_node. A task sees all GPUs of its node and uses that of its local rank",
+        "give gpus_per_node. A task sees all GPUs of its node and uses the one with the number of its local rank",
     ),
 }
 
@@ -88,7 +88,7 @@ class ClusterddpExecutor(SlurmExecutor):
                 if jobs:
                     made = ", ".join(job.job_id for job in jobs)
                     raise UsageError(
-                        f"{len(jobs)} of {len(delayed_submissions)} runs were submitted ({made}), then: {error}"
+                        f"submitted {len(jobs)} of {len(delayed_submissions)} runs ({made}) before this error: {error}"
                     ) from error
                 raise
         return jobs
@@ -153,7 +153,8 @@ def _ranks(given: dict[str, Any]) -> dict[str, Any]:
     kind, _, number = gpus.rpartition(":")
     if not number.isdigit() or int(number) % tasks:
         raise UsageError(
-            f"tasks_per_node={tasks} with gpus_per_node={gpus}: expected as many tasks as GPUs, or a divisor of them"
+            f"tasks_per_node={tasks} with gpus_per_node={gpus}: expected as many tasks as GPUs, or a divisor of that "
+            "number"
         )
     if int(number) == 0:
         return {"gpus_per_node": tasks, "device": "cpu"}

@@ -263,7 +263,7 @@ RECORDED_PACKAGES = ("clusterddp", "torch", "numpy")
 
 
 def code_state(job: Job, submitted: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The state of the script's folder and the versions; ``commit`` and ``changes`` are None outside a git checkout.
+    """The state of the script's folder and the versions. ``commit`` and ``changes`` are None outside a git checkout.
 
     ``submitted``: of an attempt that uses a snapshot, the state of the repository when it was taken, with its name.
     """

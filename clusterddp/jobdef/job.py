@@ -401,7 +401,7 @@ class Job:
         return f"{nodes} x {per_node} per node = {ranks}{f' ({note})' if note else ''}"
 
     def to_yaml(self) -> str:
-        """The definition as YAML, including built-in defaults; ``load_resolved`` reads it back as an equal object."""
+        """The definition as YAML, including built-in defaults. ``load_resolved`` reads it back as an equal object."""
         values = {key: value for key, value in written(self).items() if value not in (None, (), {})}
         return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
 

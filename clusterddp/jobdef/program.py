@@ -111,7 +111,7 @@ def calls_method(file: Path, folder: Path, name: str) -> bool:
 
 
 def is_hydra_app(file: Path) -> bool:
-    """Whether a program's own file has a function that ``hydra.main`` decorates; False if it cannot be read."""
+    """Whether a program's own file has a function that ``hydra.main`` decorates. False if it cannot be read."""
     try:
         nodes = list(ast.walk(_parse(file)))
     except (UsageError, OSError, ValueError):

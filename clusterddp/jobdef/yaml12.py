@@ -64,7 +64,7 @@ class Mistake:
 
 
 def load(text: str, source: str, mistakes: list[Mistake] | None = None) -> Node:
-    """Parses the single document in ``text``; ``source`` names it in messages.
+    """Parses the single document in ``text``. ``source`` names it in messages.
 
     Raises JobDefinitionError for a syntax error. Duplicate keys and unknown tags are appended to ``mistakes`` and left
     out of the result. Without ``mistakes`` they raise, too.

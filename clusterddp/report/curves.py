@@ -44,7 +44,7 @@ class _Values:
 
 @dataclass
 class Metrics:
-    """All values by metric and attempt. ``first``: the first step of each attempt that has lines; ``notes``: what
+    """All values by metric and attempt. ``first``: the first step of each attempt that has lines. ``notes``: what
     could not be read."""
 
     values: dict[str, dict[int, _Values]] = field(default_factory=dict)

@@ -62,7 +62,7 @@ class Spent:
         return f"ETTR {100 * self.ettr:.0f}% of {of}{goodput}, {repeated}"
 
     def idle(self) -> str:
-        """``spare nodes: 2.5 node-hours idle``; empty if there were none."""
+        """``spare nodes: 2.5 node-hours idle``. Empty if there were none."""
         return f"spare nodes: {self.idle_node_s / 3600:.3g} node-hours idle" if self.idle_node_s else ""
 
     def breakdown(self) -> str:

@@ -200,7 +200,7 @@ class Markup(str):
 
 
 def escaped(value: object) -> Markup:
-    """A value as text for an element or an attribute; ``Markup`` stays as it is."""
+    """A value as text for an element or an attribute. ``Markup`` stays as it is."""
     if isinstance(value, Markup):
         return value
     return Markup(html.escape(_REORDERING.sub("?", _NOT_XML.sub("?", str(value)))))

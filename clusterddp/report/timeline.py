@@ -99,7 +99,7 @@ def _not_started() -> dict[str, Any]:
 
 
 def _attempt(events: Sequence[Event], sentence: Sentence, state: str, following: Event | None) -> dict[str, Any]:
-    """An attempt, from its events. ``how``: a word or two about its end; ``words``: the sentence. ``state``: of the
+    """An attempt, from its events. ``how``: a word or two about its end. ``words``: the sentence. ``state``: of the
     run. ``following``: the next attempt's start. None for the newest attempt."""
     started = _newest(events, ("started",)) or {}
     begun = _newest(events, ("training", "resumed")) or {}

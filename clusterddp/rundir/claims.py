@@ -57,7 +57,7 @@ def create_claim(path: Path, run: RunDirectory, claim: Mapping[str, Any]) -> boo
 
 
 def read_claim(path: Path, run: RunDirectory) -> dict[str, Any] | None:
-    """A claim; None if there is none, or it came with a copy of another run's directory.
+    """A claim. None if there is none, or it came with a copy of another run's directory.
 
     RunDirectoryError unless it names a job or a process.
     """
@@ -65,13 +65,13 @@ def read_claim(path: Path, run: RunDirectory) -> dict[str, Any] | None:
     if claim is None:
         return None
     if wrong := schema_error(claim, _JOB if claim["kind"] == "slurm" else _PROCESS):
-        raise RunDirectoryError(f"{path}: {wrong}. A different program changed the file")
+        raise RunDirectoryError(f"{path}: {wrong}. Another program changed the file")
     written_for = claim.pop("run", None)
     return claim if not isinstance(written_for, dict) or _is_of(run, written_for) else None
 
 
 def waiting_claim(run: RunDirectory, attempts: Sequence[int]) -> dict[str, Any] | None:
-    """The claim of a submission that has started none of these attempts yet, whose claims are visible; None if there is
+    """The claim of a submission that has started none of these attempts yet, whose claims are visible. None if there is
     none.
 
     A node that has looked into a folder of a shared disk may not see new files for a minute. Until it sees the
@@ -125,7 +125,7 @@ def write_address(run: RunDirectory, attempt: int, address: Address) -> None:
 
 
 def read_address(run: RunDirectory, attempt: int) -> Address | None:
-    """The address of an attempt's supervisor; None if it has recorded none."""
+    """The address of an attempt's supervisor. None if it has recorded none."""
     values = read_json(run.control_file(attempt), _ADDRESS)
     return Address(values["host"], values["port"], values["token"], values.get("job")) if values else None
 
@@ -150,7 +150,7 @@ class EarlyEnd:
 
 
 def early_end(run: RunDirectory, claim: Mapping[str, Any], state: str | None) -> EarlyEnd | None:
-    """How a job ended that never started the supervisor; None if it did, or was ended from outside.
+    """How a job ended that never started the supervisor. None if it did, or was ended from outside.
 
     ``claim``: the newest of the run, which is that of a submission until the supervisor has taken it over. ``state``:
     how the job ended, None if Slurm has forgotten it.
@@ -176,7 +176,7 @@ def taken_over(run: RunDirectory, claim: Mapping[str, Any]) -> bool:
 
 
 def _last_lines(path: Path) -> tuple[str, ...]:
-    """The last lines of a log that are not empty; none if it cannot be read."""
+    """The last lines of a log that are not empty. Empty if it cannot be read."""
     try:
         with open_binary(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _BYTES))

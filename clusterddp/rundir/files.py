@@ -188,7 +188,7 @@ def exists(path: Path) -> bool:
 
 
 def status(path: Path) -> os.stat_result:
-    """The file's status; FileNotFoundError if there is none."""
+    """The file's status. FileNotFoundError if there is none."""
     return path.stat()
 
 

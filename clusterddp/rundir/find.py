@@ -30,7 +30,7 @@ def runs_folder(environ: Mapping[str, str]) -> Path:
 
 
 def find_runs(words: Sequence[str]) -> list[RunDirectory]:
-    """The runs that ``words`` name, each once; without words, those of the folder for new runs, which may not exist.
+    """The runs that ``words`` name, each once. Without words, those of the folder for new runs, which may not exist.
 
     A word is a run directory, a folder of runs or of folders of runs (as sweeps are), or a pattern, which may also
     match what is no run. It may be relative to the folder for new runs instead of the current one. NEWEST is the user's
@@ -102,7 +102,7 @@ def _named(word: str) -> Iterator[RunDirectory]:
 
 
 def _runs_in(folder: Path, deeper: bool = True) -> Iterator[RunDirectory]:
-    """The runs in a folder and, if ``deeper``, in its folders that are not runs; none if it cannot be read.
+    """The runs in a folder and, if ``deeper``, in its folders that are not runs. Empty if it cannot be read.
 
     Links in these are left out: the arrays of a sweep have links to its members.
     """
@@ -145,7 +145,7 @@ def _proposal(path: Path) -> str:
 
 
 def _nearest(name: str, runs: Iterable[RunDirectory]) -> Path | None:
-    """The run with the most similar name; None if none is similar."""
+    """The run with the most similar name. None if none is similar."""
     paths = {run.path.name: run.path for run in runs}
     similar = get_close_matches(name, paths, 1)
     return paths[similar[0]] if similar else None

@@ -38,8 +38,8 @@ def check_place(path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
         if found == path and status.st_uid not in (os.geteuid(), 0):
             raise RunDirectoryError(
-                f"{path} is a symbolic link of user {status.st_uid}, expected user {os.geteuid()}. Choose a different "
-                "run directory"
+                f"{path} is a symbolic link that belongs to user {status.st_uid}, expected user {os.geteuid()}. Choose "
+                "a different run directory"
             )
         if not found.exists():
             raise RunDirectoryError(
@@ -72,7 +72,7 @@ def check_own(path: Path, closed: bool = False) -> None:
 
 
 def why_foreign(path: Path, instead: str, closed: bool = False) -> str | None:
-    """The message of ``check_own``; None if the path passes. ``instead``: the remedy if it belongs to a different
+    """The message of ``check_own``. None if the path passes. ``instead``: the remedy if it belongs to a different
     user."""
     try:
         status = path.stat()
@@ -83,8 +83,9 @@ def why_foreign(path: Path, instead: str, closed: bool = False) -> str | None:
         return _of_another(path, status, instead)
     if status.st_mode & 0o022 and not closed:
         return (
-            f"{path} (user {status.st_uid}, mode {mode}) can be written by others, but clusterddp executes what is in "
-            f"it. Expected write permission only for the owner. If you trust the contents, run: chmod -R go-w {path}"
+            f"{path} (user {status.st_uid}, mode {mode}) can be written by others, but clusterddp executes its "
+            "contents. Expected write permission only for the owner. If you trust the contents, run: chmod -R go-w "
+            f"{path}"
         )
     return None
 
@@ -92,7 +93,7 @@ def why_foreign(path: Path, instead: str, closed: bool = False) -> str | None:
 def _of_another(path: Path, status: os.stat_result, instead: str) -> str:
     return (
         f"{path} belongs to user {status.st_uid} (mode {stat.S_IMODE(status.st_mode):04o}), but clusterddp executes "
-        f"what is in it. Expected user {os.geteuid()} or root. {instead}"
+        f"its contents. Expected user {os.geteuid()} or root. {instead}"
     )
 
 
@@ -143,7 +144,7 @@ def _delete(name: str, folder: int) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """The bytes in a folder's files; links are not followed."""
+    """The bytes in a folder's files. Links are not followed."""
     return sum(
         os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_size
         for _, _, files, descriptor in os.fwalk(folder)

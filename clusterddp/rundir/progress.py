@@ -86,7 +86,7 @@ SAMPLES, MOST_METRICS = 12, 3
 
 @dataclass(frozen=True)
 class Recent:
-    """``done``: steps; ``values``: the metrics of the newest step that logged any."""
+    """``done``: steps. ``values``: the metrics of the newest step that logged any."""
 
     attempt: int
     done: int
@@ -94,7 +94,7 @@ class Recent:
     seconds_per_step: float | None
 
     def words(self, steps: int | None) -> str:
-        """``2.1 steps/s, 30 min left, loss 0.412, accuracy 0.91``; ``steps``: of the whole run."""
+        """``2.1 steps/s, 30 min left, loss 0.412, accuracy 0.91``. ``steps``: of the whole run."""
         rate = speed(self.seconds_per_step)
         parts = [f"{rate.removesuffix('/s')} steps/s" if rate.endswith("/s") else rate] if rate else []
         if self.seconds_per_step and steps is not None:
@@ -111,7 +111,7 @@ class Recent:
 
 
 def recent(path: Path) -> Recent | None:
-    """The values at the end of metrics.jsonl; None if there is no line yet, or it cannot be read."""
+    """The values at the end of metrics.jsonl. None if there is no line yet, or it cannot be read."""
     try:
         texts = records.last_lines(path, _RECENT_BYTES)
     except OSError:

@@ -80,7 +80,7 @@ RESUMED: Schema = {
 
 
 def schema_error(value: Any, schema: Schema) -> str | None:
-    """What is wrong with a value that should be an object of this schema; None if it is one."""
+    """What is wrong with a value that should be an object of this schema. None if it is one."""
     if not isinstance(value, dict):
         return f"expected an object, got {json.dumps(value)[:60]}"
     for key, check in schema.items():
@@ -113,7 +113,7 @@ def with_floats(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def retrying(path: Path, read: Callable[[], _T]) -> _T:
-    """Returns the result of ``read``, which reads ``path``; transient OSErrors are retried for one second."""
+    """Returns the result of ``read``, which reads ``path``. Transient OSErrors are retried for one second."""
     for pause_s in _PAUSES_S:
         try:
             return read()
@@ -127,7 +127,7 @@ def retrying(path: Path, read: Callable[[], _T]) -> _T:
 
 
 def read_json(path: Path, schema: Schema | None = None) -> dict[str, Any] | None:
-    """The JSON object in ``path``; None if the file does not exist.
+    """The JSON object in ``path``. None if the file does not exist.
 
     Raises RunDirectoryError if the content is not JSON or does not match the schema.
     """
@@ -136,18 +136,18 @@ def read_json(path: Path, schema: Schema | None = None) -> dict[str, Any] | None
     except FileNotFoundError:
         return None
     except MemoryError as error:  # a sparse file may seem to have terabytes
-        raise RunDirectoryError(f"{path} is too large to be a record. A different program changed it") from error
+        raise RunDirectoryError(f"{path} is too large to be a record. Another program changed it") from error
     try:
         value: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(f"{path} is not JSON ({error}). A different program changed it") from error
+        raise RunDirectoryError(f"{path} is not JSON ({error}). Another program changed it") from error
     if wrong := schema_error(value, schema or {}):
-        raise RunDirectoryError(f"{path}: {wrong}. A different program changed it")
+        raise RunDirectoryError(f"{path}: {wrong}. Another program changed it")
     return value
 
 
 def read_lines(path: Path, schema: Schema | None = None) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file, oldest first; none if the file does not exist.
+    """The objects of a JSON lines file, oldest first. Empty if the file does not exist.
 
     Lines that do not match the schema are skipped, with one warning that names the first of them.
     """
@@ -165,7 +165,7 @@ def read_lines(path: Path, schema: Schema | None = None) -> Iterator[dict[str, A
 
 
 def read_backwards(path: Path, schema: Schema | None = None) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file, newest first; skips the same lines as ``read_lines``.
+    """The objects of a JSON lines file, newest first. Skips the same lines as ``read_lines``.
 
     Reads block by block from the end, so that the newest lines of a long file cost little.
     """
@@ -191,7 +191,7 @@ def last_lines(path: Path, size: int) -> list[bytes]:
 
 
 def both_ends(path: Path, size: int, first: int | None = None) -> tuple[list[bytes], list[bytes]]:
-    """The complete lines in the first and in the last ``size`` bytes of a file, oldest first; of a small file, none and
+    """The complete lines in the first and in the last ``size`` bytes of a file, oldest first. Of a small file, none and
     all. The file is opened once. If one line fills the last bytes, more are read. ``first``: the number of bytes at
     the beginning, if it differs."""
     try:
@@ -251,7 +251,7 @@ def drop_torn_line(path: Path) -> None:
 
 
 def parse(line: bytes, schema: Schema | None) -> tuple[dict[str, Any] | None, str | None]:
-    """A line's object, or what is wrong with the line; neither if the line was lost in a machine crash."""
+    """A line's object, or what is wrong with the line. Neither if the line was lost in a machine crash."""
     # Blocks that the machine did not write read as NUL, which JSON never contains.
     written = line.rpartition(b"\0")[2] if b"\0" in line else line
     try:
@@ -263,7 +263,7 @@ def parse(line: bytes, schema: Schema | None) -> tuple[dict[str, Any] | None, st
 
 
 class WholeLines:
-    """The lines of an open JSON lines file but an incomplete last one; ``torn``: whether there was one."""
+    """The lines of an open JSON lines file but an incomplete last one. ``torn``: whether there was one."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.torn = file, False
@@ -306,4 +306,6 @@ def _warn(path: Path, skipped: list[tuple[int, str]]) -> None:
     if new:
         (number, wrong), more = new[0], len(new) - 1
         others = f", and {more} other line{'s'[: more != 1]}" if more else ""
-        say(f"skipped {path}:{number}{others}, written by a different program ({wrong}). Delete this line to fix it")
+        say(
+            f"skipped {path}:{number}{others}, because another program wrote it ({wrong}). To fix this, delete the line"
+        )

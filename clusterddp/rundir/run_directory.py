@@ -29,7 +29,7 @@ from clusterddp.rundir.files import (
 
 
 def share_run(top: Path, share: str, closed: Path) -> None:
-    """Opens the run's folder ``top`` to its group (``share`` is "group") or closes it ("private"); not ``closed``.
+    """Opens the run's folder ``top`` to its group (``share`` is "group") or closes it ("private"), but not ``closed``.
 
     Only this user's own folders and files change. Symbolic links and hard links may lead outside the run and are left
     unchanged. An executable file stays executable. Raises RunDirectoryError if a mode cannot be changed. A second call
@@ -92,7 +92,8 @@ def make_private(path: Path) -> None:
         status = os.fstat(descriptor)
         if status.st_uid not in (os.geteuid(), 0):
             raise RunDirectoryError(
-                f"{path} belongs to user {status.st_uid}, expected user {os.geteuid()}. Choose another run directory"
+                f"{path} belongs to user {status.st_uid}, expected user {os.geteuid()}. Choose a different run "
+                "directory"
             )
         if stat.S_IMODE(status.st_mode) & 0o777 != 0o700 and status.st_uid == os.geteuid():
             os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & 0o7000 | 0o700)
@@ -238,9 +239,9 @@ class RunDirectory:
             ) from error
 
     def create(self, share: str | None = None) -> None:
-        """Creates the folders, durably; existing ones are kept.
+        """Creates the folders, durably. Existing ones are kept.
 
-        ``share``: who may read the run, "private" (its owner alone) or "group" (its group, all but ``private``); None
+        ``share``: who may read the run, "private" (its owner alone) or "group" (its group, all but ``private``). None
         leaves the permissions of the run's folder as they are.
         """
         make_folder(self.path, mode=0o777 if share is None else 0o700)  # 0o700: other users cannot add files first
@@ -333,7 +334,7 @@ class RunDirectory:
         return self.attempt_private(attempt) / "resumed.json"
 
     def resumed(self, attempt: int) -> dict[str, Any] | None:
-        """An attempt's resume record: "step", and "parent" with "attempt" and "step"; None if it has none."""
+        """An attempt's resume record: "step", and "parent" with "attempt" and "step". None if it has none."""
         record = records.read_json(self.resume_record(attempt), records.RESUMED)
         if record and record.get("parent") and record["parent"]["attempt"] >= attempt:
             raise RunDirectoryError(f"{self.resume_record(attempt)}: an attempt cannot resume from a later attempt")
@@ -362,16 +363,16 @@ class RunDirectory:
         return self._counted(line for event in self.events() if (line := records.result_line(event)) is not None)
 
     def newest_metrics(self) -> dict[str, Any] | None:
-        """The last of ``metrics()``, or None; reads only the end of the file."""
+        """The last of ``metrics()``, or None. Reads only the end of the file."""
         lines = filter(self._counts(), records.read_backwards(self.metrics_file, records.METRICS))
         return next(map(records.with_floats, lines), None)
 
     def last_metrics(self) -> dict[str, Any] | None:
-        """The last metrics line, whether or not it counts; None before the first."""
+        """The last metrics line, whether or not it counts. None before the first."""
         return next(records.read_backwards(self.metrics_file, records.METRICS), None)
 
     def most_steps(self) -> int:
-        """The most steps that an attempt has made, saved or not; 0 if the records cannot be read.
+        """The most steps that an attempt has made, saved or not. 0 if the records cannot be read.
 
         The last line of the metrics is the last attempt's. Earlier attempts may have made more steps.
         """
@@ -404,7 +405,7 @@ class RunDirectory:
         return begun
 
     def outcome(self) -> dict[str, Any] | None:
-        """How the run ended ("state", "step", "reason"); None until then."""
+        """How the run ended ("state", "step", "reason"). None until then."""
         outcome = records.read_json(self.outcome_file, records.OUTCOME)
         return outcome and {"step": None, **outcome}
 
@@ -423,7 +424,7 @@ class RunDirectory:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """The names in a folder; none if it does not exist."""
+    """The names in a folder. Empty if it does not exist."""
     try:
         return records.retrying(folder, lambda: names_in(folder))
     except FileNotFoundError:

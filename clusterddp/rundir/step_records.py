@@ -52,7 +52,7 @@ class States:
 class StepRecord:
     """One step of one rank.
 
-    ``epoch``: of its first sample; None without a loader. ``epoch_steps``: steps per epoch, if known. ``batch``: by the
+    ``epoch``: of its first sample. None without a loader. ``epoch_steps``: steps per epoch, if known. ``batch``: by the
     place in it. ``variables``: plain values of the script, with its batch in hand, to name what may be the cause of a
     difference. ``before``: only in the first step of an attempt.
     """

@@ -93,7 +93,7 @@ class Summary:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds of training that are left; None if unknown."""
+        """Seconds of training that are left. None if unknown."""
         if self.seconds_per_step is None or self.step is None or self.steps is None:
             return None
         return max(0, self.steps - self.step) * self.seconds_per_step
@@ -279,7 +279,7 @@ def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Mapping[str, 
 
 
 def _tried(read: Callable[[], _T | None], problems: list[str]) -> _T | None:
-    """The result of ``read``; None, and a line in ``problems``, if a record is damaged or cannot be read."""
+    """The result of ``read``. None, and a line in ``problems``, if a record is damaged or cannot be read."""
     try:
         return read()
     except (RunDirectoryError, OSError) as error:
@@ -288,7 +288,7 @@ def _tried(read: Callable[[], _T | None], problems: list[str]) -> _T | None:
 
 
 def _names_in(folder: Path) -> list[str] | None:
-    """The names in a folder; None if they cannot be read."""
+    """The names in a folder. None if they cannot be read."""
     try:
         return names_in(folder)
     except FileNotFoundError:
@@ -304,7 +304,7 @@ def _changed(path: Path) -> float:
 
 
 def best_saved(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The best checkpoint of the history that counts: its step, the metric and the value; None if there is none."""
+    """The best checkpoint of the history that counts: its step, the metric and the value. None if there is none."""
     found: list[Mapping[str, Any]] = []
     for event in events:
         if event["event"] == "checkpoint":

@@ -3,7 +3,7 @@
 Ranks send totals with their heartbeats, so that the supervisor does nothing per step. It writes a line per interval,
 with an array over all ranks for each phase. Intervals grow with the age of the run: the file of a run of T seconds has
 at most about PARTS x (1 + ln(T / (PARTS x SHORTEST_S))) of these lines and one more per attempt. With 64 ranks that is
-2 MB after a week, and 20 kB more for each attempt; with more ranks there are fewer lines.
+2 MB after a week, and 20 kB more for each attempt. With more ranks there are fewer lines.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class TimingLines:
         ]
 
     def due(self, now: float) -> bool:
-        """Whether an interval ends; takes the same time for any number of ranks."""
+        """Whether an interval ends. Takes the same time for any number of ranks."""
         return self._begin is not None and now - self._written_at >= interval_s(now - self._began, self._ranks)
 
     def interval(self, now: float, hosts: Sequence[str]) -> list[dict[str, Any]]:
@@ -131,7 +131,7 @@ class TimingLines:
         return [*first, line | phases | made | self._gpu_line()]
 
     def _gpu_line(self) -> dict[str, Any]:
-        """The figures of each rank's GPUs since the last line; empty if there are none."""
+        """The figures of each rank's GPUs since the last line. Empty if there are none."""
         gathered, self._figures = self._figures, {}
         if not gathered:
             return {}
@@ -204,14 +204,14 @@ class TimedInterval:
     gpus: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
 
     def per_step(self, phase: str, rank: int) -> float | None:
-        """The mean seconds of a rank's steps in a phase; None if unknown."""
+        """The mean seconds of a rank's steps in a phase. None if unknown."""
         steps, seconds = self.steps[rank], self.seconds[phase][rank]
         return seconds / steps if steps and seconds is not None else None
 
 
 @dataclass(frozen=True)
 class Timings:
-    """All of the file, oldest first. ``skipped``: how many lines are of a different form;
+    """All of the file, oldest first. ``skipped``: how many lines are of a different form.
     ``torn``: whether the last one is incomplete."""
 
     intervals: tuple[TimedInterval, ...] = ()
@@ -243,7 +243,7 @@ def read_timings(run: RunDirectory) -> Timings:
 
 
 def newest_interval(run: RunDirectory) -> TimedInterval | None:
-    """The last one of the file, of which only the end is read; without hosts. None if there is none."""
+    """The last one of the file, of which only the end is read. Without hosts. None if there is none."""
     for text in reversed(last_lines(run.timing_file, _END_BYTES)):
         line, _ = parse(text, {"attempt": is_count})
         if line is not None and (interval := _interval(line, ())) is not None:

@@ -70,6 +70,8 @@ class Resubmitter:
         self._hold = Hold()
         self._pace, self._activity = Pace(), Activity(run)
         self._words = ""
+        #: The job, as it was at the last look, if it needed no help.
+        self._quiet: JobInfo | None = None
         #: The time since which the run seems to be over, without an outcome.
         self._hidden_since: float | None = None
         #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if it is not confirmed.
@@ -115,6 +117,8 @@ class Resubmitter:
             return self._look_on()
         if not (claims := self._claims()):
             return self._help_released()
+        if (quiet := self._quiet) and quiet.job_id == claims[0]["job"] and self._is_as_before(quiet):
+            return QUIET_S
         jobs = []
         for entry in claims:  # all of them, as an unknown job may have started before a resubmission
             jobs.append(job := slurm.show_job(entry["job"]))
@@ -134,6 +138,15 @@ class Resubmitter:
             show("\n".join(early.lines))
             ended = early.reason
         return self._say(f"{ended}. Continue with: clusterddp submit --run-dir {self._run.quoted}")
+
+    def _is_as_before(self, quiet: JobInfo) -> bool:
+        """Whether the job still needs no help, by an answer of squeue that other commands share."""
+        self._quiet = None  # until the next look
+        job = self._pace.jobs(None, [quiet.job_id], slurm.TIMEOUT_S).get(quiet.job_id)
+        if job is None or (job.state, job.reason) != (quiet.state, quiet.reason):
+            return False
+        self._quiet = quiet
+        return True
 
     def _is_hidden(self, may_be: bool) -> bool:
         """Whether a shared disk may not show yet that the run is over, which ``may_be``."""
@@ -176,6 +189,8 @@ class Resubmitter:
         return IMMINENT_S
 
     def _help_live(self, job: JobInfo) -> float:
+        if job.state in ("RUNNING", "SUSPENDED") or (job.state == "PENDING" and job.reason != "BeginTime"):
+            self._quiet = job
         if job.state != "PENDING":
             where = f" on {job.nodes}" if job.nodes else ""
             return self._say(

@@ -102,7 +102,7 @@ def wait(runs: Sequence[RunDirectory], timeout_s: float | None, for_any: bool) -
             one.look()
         if len(waits) - len(_left(waits)) < enough and pace.due(tuple(one.activity.seen() for one in _left(waits))):
             left_s = TIMEOUT_S if deadline is None else deadline - time.monotonic()
-            _ask(_left(waits), min(TIMEOUT_S, max(LOOK_S, left_s)))
+            _ask(_left(waits), pace, min(TIMEOUT_S, max(LOOK_S, left_s)))
             pace.asked(_longest_pause_s(_left(waits)))
         left = _left(waits)
         if len(waits) - len(left) >= enough:
@@ -125,10 +125,10 @@ def _longest_pause_s(left: Sequence[_Wait]) -> float:
     return SILENT_S if any(one.activity.silent or one.in_doubt for one in left) else QUIET_S
 
 
-def _ask(left: Sequence[_Wait], timeout_s: float) -> None:
-    """Finds the states of the runs that have not ended, by one call of squeue for all."""
+def _ask(left: Sequence[_Wait], pace: Pace, timeout_s: float) -> None:
+    """Finds the states of the runs that have not ended, by at most one call of squeue for all."""
     summaries = [summarize(one.run) for one in left]
-    states = run_states(summaries, timeout_s=timeout_s)
+    states = run_states(summaries, timeout_s=timeout_s, queue=pace)
     for one, summary in zip(left, summaries, strict=True):
         one.claims = summary.claims
     now = time.monotonic()

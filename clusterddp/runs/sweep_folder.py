@@ -1,7 +1,7 @@
 """A sweep's folder: its record ``sweep.yaml``, its lock, a run directory per member, and its job arrays.
 
 An array is recorded in three steps, so a crash at any moment leaves no unknown job: its folder, with the
-batch script and a symbolic link to each member, before sbatch; the members' leases after it; last, ``submitted.json``.
+batch script and a symbolic link to each member, before sbatch. The members' leases after it. Last, ``submitted.json``.
 """
 
 from __future__ import annotations

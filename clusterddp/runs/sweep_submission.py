@@ -150,10 +150,12 @@ def _states(sweep: Sweep) -> dict[str, str]:
     seen = run_states(list(summaries.values()))
     found = dict(zip(summaries, map(_state, summaries.values(), seen), strict=True))
     for name, state in found.items():
+        if state not in (*MISSING, *sweep.retry):
+            continue
         run = sweep.folder.member(name)
-        if state in MISSING and (outcome := run.outcome()):  # written while the controller was asked
-            found[name] = str(outcome["state"])
-        elif state in sweep.retry and held_by_other(run):  # its job is just ending
+        if outcome := run.outcome():  # written while the controller was asked
+            found[name] = state = str(outcome["state"])
+        if state in sweep.retry and held_by_other(run):  # its job is just ending
             found[name] = "held"
     return {name: found.get(name, "new") for name in sweep.members}
 

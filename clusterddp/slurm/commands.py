@@ -151,7 +151,7 @@ def cluster_name(environ: Mapping[str, str]) -> str | None:
 
 
 def own_job_id(environ: Mapping[str, str]) -> str | None:
-    """The id of the job that this process runs in; ``<array>_<task>`` for a task of an array.
+    """The id of the job that this process runs in. ``<array>_<task>`` for a task of an array.
 
     The array's id alone would requeue or cancel all of its tasks.
     """
@@ -171,7 +171,7 @@ def require(*commands: str) -> None:
 
 
 def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
-    """A command's standard output; SlurmError with Slurm's message when it fails or does not answer."""
+    """A command's standard output. SlurmError with Slurm's message when it fails or does not answer."""
     require(command[0])
     shown = " ".join(word if len(word) < 200 else f"{word[:60]}..." for word in command)  # such as the ids of many jobs
     try:
@@ -384,7 +384,7 @@ def parse_job(text: str) -> JobInfo | None:
 
 
 def _seconds(text: str | None) -> float:
-    """Seconds in Slurm's D-HH:MM:SS; 0 for UNLIMITED and the like."""
+    """Seconds in Slurm's D-HH:MM:SS. 0 for UNLIMITED and the like."""
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9}):(\d{1,9}):(\d{1,9})", text or "")
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
     return 86400 * days + 3600 * hours + 60 * minutes + seconds

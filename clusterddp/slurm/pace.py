@@ -17,7 +17,8 @@ from clusterddp.events import ATTEMPT_ENDS
 from clusterddp.rundir.files import status
 from clusterddp.rundir.records import read_backwards
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.queue import QueuedJob, queued_jobs
+from clusterddp.slurm.queue import QueuedJob
+from clusterddp.slurm.shared_queue import shared_jobs
 
 #: The pause after a change, in seconds. Each further pause is twice as long, and random by a quarter, so that the
 #: questions of many commands spread out.
@@ -33,19 +34,27 @@ class Pace:
 
     def __init__(self) -> None:
         self._seen: Hashable = None
-        self._asked_at = self._at = -float("inf")
+        self._asked_at = self._at = self._since = -float("inf")
+        self._answered_at: float | None = None
         self._pause_s = SOON_S
 
     def due(self, seen: Hashable) -> bool:
-        """Whether to ask now. ``seen``: all that is known without a question; a change makes the next one soon."""
+        """Whether to ask now. ``seen``: all that is known without a question. A change makes the next one soon."""
         if seen != self._seen:
-            self._seen, self._pause_s = seen, SOON_S
+            self._seen, self._pause_s, self._since = seen, SOON_S, time.monotonic()
             self._at = min(self._at, self._asked_at + SOON_S)
         return time.monotonic() >= self._at
 
+    def jobs(self, _seen: Hashable, ids: Collection[str], timeout_s: float) -> Mapping[str, QueuedJob]:
+        """The jobs with these ids, as in ``queued_jobs``: the answer to another command, if it has asked since the last
+        question and the last change."""
+        jobs, self._answered_at = shared_jobs(ids, self._since, timeout_s)
+        return jobs
+
     def asked(self, most_s: float = QUIET_S) -> None:
-        """The controller has been asked; ``most_s``: the longest pause until the next question."""
-        self._asked_at = time.monotonic()
+        """The controller has been asked. ``most_s``: the longest pause until the next question."""
+        self._asked_at = self._since = time.monotonic() if self._answered_at is None else self._answered_at
+        self._answered_at = None
         self._at = self._asked_at + min(self._pause_s, most_s) * random.uniform(1.0, 1.25)
         self._pause_s = min(2 * self._pause_s, QUIET_S)
 
@@ -105,7 +114,7 @@ class PacedQueue:
         """The jobs with these ids, as in ``queued_jobs``. SlurmError if the last question had no answer."""
         if self._pace.due((seen, frozenset(ids))):
             try:
-                self._jobs, self._error = queued_jobs(ids, timeout_s), None
+                self._jobs, self._error = self._pace.jobs(seen, ids, timeout_s), None
             except SlurmError as error:
                 self._error = error
             self._pace.asked(QUIET_S if self._error is None else SILENT_S)

@@ -18,7 +18,7 @@ class Preemption:
     """The preemption policy for a job of one partition (and QOS).
 
     ``mode``: REQUEUE, CANCEL, SUSPEND or OFF. ``grace_s``: seconds between TERM and KILL while the job counts as
-    running; 0: Slurm ends it at once, with ``kill_wait_s`` between the two. ``hold_s``: how long a requeued job is held
+    running. 0: Slurm ends it at once, with ``kill_wait_s`` between the two. ``hold_s``: how long a requeued job is held
     (AuthInfo's cred_expire + 1 s, 121 s by default. From 25.11 on SchedulerParameters' requeue_delay goes before).
     """
 
@@ -98,7 +98,7 @@ def policy(configuration: str, shown: str, partition: str, qos: str | None) -> P
 
 
 def qos_preemption(name: str, default_mode: str) -> tuple[str, int]:
-    """Mode and grace period of a QOS; ``cluster`` stands for the configuration's mode."""
+    """Mode and grace period of a QOS. ``cluster`` stands for the configuration's mode."""
     line = slurm.run("sacctmgr", "-nP", "show", "qos", f"name={name}", "format=PreemptMode,GraceTime").strip()
     mode, _, grace = line.partition("|")
     units = zip(reversed(grace.split(":")), (1, 60, 3600), strict=False)

@@ -14,7 +14,7 @@ from clusterddp.rundir.find import as_typed
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
-from clusterddp.slurm.pace import PacedQueue
+from clusterddp.slurm.pace import Pace, PacedQueue
 from clusterddp.slurm.queue import QueuedJob, is_hold, queued_jobs, why_waiting
 
 #: The run is over.
@@ -46,12 +46,13 @@ def run_states(
     summaries: Sequence[Summary],
     patience_s: float = 0.0,
     timeout_s: float = slurm.TIMEOUT_S,
-    queue: PacedQueue | None = None,
+    queue: PacedQueue | Pace | None = None,
 ) -> list[RunState]:
     """The state of each run. Calls squeue once, and not at all if no run can have a job.
 
     ``patience_s``: seconds for which to retry a controller that does not answer. ``timeout_s``: for each answer.
-    ``queue``: that of a refreshed view. It decides when to call squeue, and is not retried without an answer.
+    ``queue``: that of a command which asks repeatedly. It decides whether to call squeue, and is not retried without an
+    answer.
     """
     cluster = slurm.cluster_name(os.environ)
     ids = {claim["job"] for summary in summaries for claim in _jobs(summary) if _reachable(claim, cluster)}

@@ -86,7 +86,7 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Re
 class Attempt:
     """Supervises an attempt whose number is already claimed. ``submission``: the lease entry of its job.
 
-    ``placement``: which nodes of the job have ranks; None: all.
+    ``placement``: which nodes of the job have ranks. None: all.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Attempt:
         return Watch(watchdog.period_s(self._job.world_size)) if watchdog else None
 
     def supervise(self) -> int:
-        """Runs the attempt to its end; returns this process's exit code, or RESTART.
+        """Runs the attempt to its end. Returns this process's exit code, or RESTART.
 
         Raises the error of a failed thread, because without that thread it would miss a stop or the end of a rank.
         """
@@ -150,7 +150,7 @@ class Attempt:
         return code
 
     def post(self, event: Event) -> None:
-        """Adds an event to the queue; from any thread."""
+        """Adds an event to the queue. From any thread."""
         self._events.put((time.time(), event))
 
     # --- while the ranks run
@@ -476,7 +476,7 @@ class Attempt:
 
 
 def last_line(run: RunDirectory) -> Mapping[str, Any]:
-    """The metrics of a run's last step; empty if there is none."""
+    """The metrics of a run's last step. Empty if there is none."""
     try:
         return run.last_metrics() or {}
     except OSError as error:
@@ -494,7 +494,7 @@ def tracker_id(run: RunDirectory) -> str:
 
 
 def nodes_of(controller: Controller) -> tuple[str, ...]:
-    """The nodes of the job in Slurm's order; none if they are unknown."""
+    """The nodes of the job in Slurm's order. Empty if they are unknown."""
     try:
         return tuple(expand(controller.describe()["nodes"]))
     except ClusterddpError:

@@ -1,4 +1,4 @@
-"""The supervisor's side of the control channel; ``worker/control_channel.py`` has the ranks' side and the protocol.
+"""The supervisor's side of the control channel. ``worker/control_channel.py`` has the ranks' side and the protocol.
 
 Each request of the user comes over its own connection (``runs/client.py``).
 """
@@ -46,7 +46,7 @@ _MOST_CLIENTS, _READ_S = 16, 10.0
 
 @dataclass
 class _Peer:
-    """A connection; ``rank`` and ``client`` are None until it has sent the token."""
+    """A connection. ``rank`` and ``client`` are None until it has sent the token."""
 
     connection: socket.socket
     address: str
@@ -76,7 +76,7 @@ class Handlers:
 class ControlServer:
     """Answers ranks once rank 0's address is known, and passes their events to the handlers.
 
-    ``ranks``: the number of ranks; None for any number. Each may join once, and rejoin (event ``rejoined``) after its
+    ``ranks``: the number of ranks. None for any number. Each may join once, and rejoin (event ``rejoined``) after its
     connection broke, but not after its node was silent, because it may have been declared lost.
 
     The time for a message does not grow with the number of ranks, except for one to all of them and rank 0's first.
@@ -124,7 +124,7 @@ class ControlServer:
         self._request(lambda: self._send_to_all(words, ranks))
 
     def answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:
-        """Answers a request; the ``last`` answer closes its connection. Never waits."""
+        """Answers a request. The ``last`` answer closes its connection. Never waits."""
         self._request(lambda: self._answer(client, values, last))
 
     def _request(self, act: Callable[[], None]) -> None:
@@ -139,7 +139,7 @@ class ControlServer:
         line = encoded(words)
         for rank in list(self._joined) if ranks is None else ranks:
             if (peer := self._joined.get(rank)) is not None and not self._outbox.send(peer.connection, line):
-                say(f"rank {rank} does not read its connection. This message to it was dropped: {line[:200]!r}")
+                say(f"rank {rank} is not reading from its connection. Dropped a message to this rank: {line[:200]!r}")
 
     def close(self) -> None:
         """Reads the last reports of ranks that have exited, then closes all connections.
@@ -293,7 +293,7 @@ class ControlServer:
             return False
 
     def _hear(self, rank: int, line: bytes | None) -> None:
-        """Passes a rank's report on; ``line`` is None if it was too long. Malformed reports are skipped."""
+        """Passes a rank's report on. ``line`` is None if it was too long. Malformed reports are skipped."""
         self._known[rank] += 1
         event = "unknown"
         try:
@@ -367,7 +367,7 @@ class ControlServer:
         return True
 
     def _refusal(self, rank: Any, port: Any, process: Any) -> str | None:
-        """Why this rank may not join; None if it may."""
+        """Why this rank may not join. None if it may."""
         if type(rank) is not int or rank < 0 or (self._ranks is not None and rank >= self._ranks):
             return f"there is no rank {rank}" + ("" if self._ranks is None else f" among {self._ranks} ranks")
         if rank in self._taken and (process is None or self._taken[rank] != process):

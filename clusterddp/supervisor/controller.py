@@ -56,7 +56,7 @@ class Controller(Protocol):
         """Why the ranks were asked to stop, if they were. ``notice_s``: how long before the time limit that happens."""
 
     def term_notice_s(self) -> float | None:
-        """Seconds from a TERM to the KILL; None if unknown."""
+        """Seconds from a TERM to the KILL. None if unknown."""
         return None
 
     def ends_what_it_preempts(self) -> bool:
@@ -71,11 +71,11 @@ class Controller(Protocol):
         return
 
     def usable_nodes(self) -> list[str]:
-        """The nodes that the job could be given, busy ones included; none if it cannot be resubmitted."""
+        """The nodes that the job could be given, busy ones included. Empty if it cannot be resubmitted."""
         return []
 
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
-        """Submits the run as a new job ``without`` some nodes, to start after this one; returns the new job's id."""
+        """Submits the run as a new job ``without`` some nodes, to start after this one. Returns the new job's id."""
 
     def successor(self) -> str | None:
         """The new job, if a submission that Slurm did not answer was carried out nevertheless."""
@@ -162,7 +162,7 @@ class SlurmController(Controller):
         period.
         """
         if not exists(self._run.batch_script):
-            raise SlurmError(f"{self._run.batch_script} is missing. A resubmission needs it")
+            raise SlurmError(f"{self._run.batch_script} is missing, but a resubmission needs it")
         with suppress(SlurmError):  # refused if the job is ending already, and will not be requeued
             slurm.set_requeue(self._job_id, allowed=False)
         dependency = [f"--dependency=afterany:{self._job_id}"] if after_this else []
@@ -237,7 +237,7 @@ class LocalController(Controller):
         return {"pid": os.getpid(), "nodes": socket.gethostname()}
 
     def notice(self) -> Notice:
-        """The loop's notice; a local run has no time limit."""
+        """The loop's notice. A local run has no time limit."""
         return Notice(None, _stop_said(self._notice))
 
     def why(self, notice_s: float) -> Cause:
@@ -255,7 +255,7 @@ class LocalController(Controller):
 
 
 def batch_step_began() -> float:
-    """When Slurm started the slurmstepd of this batch step; when this process started if that is not its parent."""
+    """When Slurm started the slurmstepd of this batch step. If that is not the parent: when this process started."""
     parent = os.getppid()
     with suppress(OSError):
         if Path(f"/proc/{parent}/comm").read_text(errors="replace").strip() == "slurmstepd":
@@ -264,7 +264,7 @@ def batch_step_began() -> float:
 
 
 def allocated(job: JobInfo, batch_step: float) -> dict[str, float] | None:
-    """When the job was queued, could start, and got its nodes, and how many tasks of its array may run at a time; None
+    """When the job was queued, could start, and got its nodes, and how many tasks of its array may run at a time. None
     if the time at which it got them is unknown.
 
     Slurm's times are whole seconds: it got them before the batch step started, and within a second of StartTime.
@@ -291,4 +291,4 @@ def give_notice(run: RunDirectory, cause: Cause) -> None:
     try:
         write_json(run.notice_file, {"cause": cause.value}, mode=0o600)
     except OSError as error:
-        say(f"could not write {run.notice_file} ({error.strerror}). The history will lack the reason of this stop")
+        say(f"could not write {run.notice_file} ({error.strerror}). The history will lack the reason for this stop")

@@ -343,7 +343,9 @@ def _on_controller_failed(state: State, event: ControllerFailed, _now: float) ->
         return state, [*actions, *lost]
     if not state.cut_off:
         node = state.node_of(min(state.silent))
-        actions.append(Say(f"neither {node} nor Slurm's controller responds. Waiting: check this node's network"))
+        actions.append(
+            Say(f"neither {node} nor Slurm's controller responds. Waiting for one of them. Check this node's network")
+        )
     return replace(state, cut_off=True), [*actions, StartTimer(Timer.ASK, ASK_AGAIN_S)]
 
 

@@ -42,7 +42,7 @@ def added_arguments(run: RunDirectory, events: Iterable[Mapping[str, Any]], atte
 
 @dataclass(frozen=True)
 class FirstFailure:
-    """An attempt's first failure: how its rank ended, and then the others; how many steps were completed, if known."""
+    """An attempt's first failure: how its rank ended, and then the others. How many steps were completed, if known."""
 
     end: RankEnd
     others: Sequence[RankEnd] = ()
@@ -79,7 +79,7 @@ def failure_box(
 
 
 def end_of_file(log: Path) -> str:
-    """The last MiB of a log; empty if it cannot be read."""
+    """The last MiB of a log. Empty if it cannot be read."""
     try:
         with open_binary(log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
@@ -92,7 +92,7 @@ def _who_waited(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
     """The traceback of a rank that waited for one that exited early, as the latter has none."""
     exited = failure.end in ("early", "unfinished")
     waiting = next((end for end in others if end.traceback), None) if exited else None
-    return [f"rank {waiting.rank} waited for it:", *waiting.traceback.splitlines(), ""] if waiting else []
+    return [f"rank {waiting.rank} waited for this rank:", *waiting.traceback.splitlines(), ""] if waiting else []
 
 
 def _different_calls(failure: RankEnd, others: Sequence[RankEnd], body: str) -> list[str]:

@@ -1,9 +1,9 @@
 """The guard of a job that outlives its nodes: ``python -m clusterddp.supervisor.guard RUN ATTEMPT PORT``, no torch.
 
 If such a job loses its batch host, and the supervisor with it, Slurm leaves it RUNNING without a batch step until its
-time limit, and reports no failure (seen on 22.05.8 and 26.05.5). The guard is a step on another node. It holds a
-connection to the supervisor's node, and requeues the job if that breaks and Slurm takes the node out of the job: just
-as Slurm itself requeues a job without ``--no-kill``.
+time limit, and reports no failure (seen on 22.05.8 and 26.05.5). A guard is a step on another node; there are two, as
+one may be lost together with the supervisor. It holds a connection to the supervisor's node, and requeues the job if
+that breaks and Slurm takes the node out of the job: just as Slurm itself requeues a job without ``--no-kill``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def await_break(host: str, port: int) -> None:
 
 
 def watch(run: RunDirectory, attempt: int, job_id: str, restarts: int) -> None:
-    """Requeues this start of the job once Slurm has taken its batch host out of it; returns then, or when a newer
+    """Requeues this start of the job once Slurm has taken its batch host out of it. Returns then, or when a newer
     attempt exists."""
     ask_at = time.monotonic() + random.uniform(*ASK_S)
     while True:

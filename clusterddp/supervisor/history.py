@@ -49,7 +49,7 @@ class History:
         self.events = run.events()
 
     def add(self, event: str, at: float | None = None, /, **values: Any) -> None:
-        """Appends one event, unless the history was closed. ``at``: when it happened, in unix seconds; now if None."""
+        """Appends one event, unless the history was closed. ``at``: when it happened, in unix seconds. Now if None."""
         line = {
             "time": time.time() if at is None else at,
             "attempt": self._attempt,
@@ -127,5 +127,5 @@ class History:
 
 
 def highest(steps: Iterable[int | None]) -> int | None:
-    """The highest step; None if there is none."""
+    """The highest step. None if there is none."""
     return max((step for step in steps if step is not None), default=None)

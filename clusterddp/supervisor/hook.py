@@ -33,7 +33,7 @@ _PREEMPTED = (Cause.PREEMPTED.value, Cause.PREEMPTED_WITHOUT_GRACE.value)
 
 
 def hook_event(event: Mapping[str, Any]) -> str | None:
-    """The word of ``events.HOOK_EVENTS`` for an event of the history; None if the hook is not called for it."""
+    """The word of ``events.HOOK_EVENTS`` for an event of the history. None if the hook is not called for it."""
     name = event["event"]
     if name == "stopped" and event.get("then") != BY_SLURM:
         return "stopped"

@@ -55,13 +55,13 @@ class Launcher(Protocol):
         """Stops waiting for ranks that may be unreachable."""
 
     def wait(self) -> int:
-        """Waits until all ranks have exited, or are abandoned; the first exit code that is not 0, or 0.
+        """Waits until all ranks have exited, or are abandoned. The first exit code that is not 0, or 0.
 
         A failed rank does not end its peers: they may be saving.
         """
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
-        """How ranks failed, as far as known, once all have exited; the first failure comes first."""
+        """How ranks failed, as far as known, once all have exited. The first failure comes first."""
 
 
 class SlurmLauncher:
@@ -74,7 +74,7 @@ class SlurmLauncher:
     def __init__(self, job: Job, placement: Placement = ALL_NODES) -> None:
         self._job, self._placement = job, placement
         self.failed: Callable[[int], object] = lambda _: None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guards: list[subprocess.Popen[bytes]] = []
         self._listener: socket.socket | None = None
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
@@ -93,25 +93,28 @@ class SlurmLauncher:
                 stderr=messages,
             )
         if self._job.outlives_nodes:
-            self._start_guard(environment)
+            self._start_guards(environment)
 
-    def _start_guard(self, environment: Mapping[str, str]) -> None:
-        """On the last node with ranks, whose loss ends the attempt: the next one has another guard."""
+    def _start_guards(self, environment: Mapping[str, str]) -> None:
+        """On the last node with ranks, whose loss ends the attempt, so that the next one has another guard, and on one
+        in the middle, which may be lost together with neither: racks are neighbours in Slurm's order."""
         own = os.environ.get("SLURMD_NODENAME")
         others = [node for node in (*self._placement.spares, *self._placement.nodes) if node != own]
         if not others:
             return
         # The kernel completes the guard's connection, and answers its probes while this node and this process live.
         self._listener = socket.create_server(("", 0))
-        port = self._listener.getsockname()[1]
-        command = guard_command(environment[RUN_DIR], int(environment[ATTEMPT]), port, others[-1])
-        null = subprocess.DEVNULL
-        self._guard = subprocess.Popen(command, env=guard_environment(), stdin=null, stdout=null, stderr=null)
+        port, null = self._listener.getsockname()[1], subprocess.DEVNULL
+        for node in dict.fromkeys((others[-1], others[(len(others) - 1) // 2])):
+            command = guard_command(environment[RUN_DIR], int(environment[ATTEMPT]), port, node)
+            started = subprocess.Popen(command, env=guard_environment(), stdin=null, stdout=null, stderr=null)
+            self._guards.append(started)
 
-    def _end_guard(self) -> None:
-        if self._guard is not None and self._listener is not None:
+    def _end_guards(self) -> None:
+        if self._listener is not None:
             self._listener.close()
-            self._guard.send_signal(signal.SIGQUIT)
+        for guard in self._guards:
+            guard.send_signal(signal.SIGQUIT)
 
     def notify(self) -> None:
         """srun forwards the signal to every task."""
@@ -136,7 +139,7 @@ class SlurmLauncher:
         while True:
             try:
                 code = self._srun.wait(timeout=LOOK_S)
-                self._end_guard()
+                self._end_guards()
                 return code
             except subprocess.TimeoutExpired:
                 statuses = self.exit_statuses()
@@ -148,7 +151,7 @@ class SlurmLauncher:
                 self.kill()
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
-        """From srun's messages; empty if they cannot be read."""
+        """From srun's messages. Empty if they cannot be read."""
         try:
             return exit_status.of_tasks(self._messages.read_text(errors="replace"))
         except OSError:
@@ -159,7 +162,7 @@ def srun_command(job: Job, logs: Path, placement: Placement = ALL_NODES) -> list
     """srun's part of the ranks' command line.
 
     --cpus-per-task is always given: in 22.05 and 23.02 srun does not inherit the job's. --kill-on-bad-exit: a site's
-    KillOnBadExit would end ranks that are saving; the supervisor ends the peers of a failed rank. --wait: after the
+    KillOnBadExit would end ranks that are saving. The supervisor ends the peers of a failed rank. --wait: after the
     first clean exit the other ranks may take as long as a collective. --nodelist: Slurm sorts the nodes in its own way,
     whatever is given. --overlap: a step with ranks on a lost node keeps its other nodes until that one answers (seen on
     22.05.8).
@@ -195,7 +198,7 @@ def cpus_per_rank(job: Job) -> int:
 class LocalLauncher:
     """The same N x G ranks as processes of this machine, with the environment that they would have on N nodes.
 
-    ``told``: whether the loop has already requested a stop; it signals only ranks that exist.
+    ``told``: whether the loop has already requested a stop. It signals only ranks that exist.
     """
 
     name = "local"
@@ -288,7 +291,7 @@ def _end_orphans() -> None:
 def local_variables(job: Job, rank: int) -> dict[str, str]:
     """torchrun's variables for a rank of this machine, as srun's task environment gives them on a cluster.
 
-    Each "node" gets its share of this machine's GPUs, or of CUDA_VISIBLE_DEVICES if that is set; with AMD GPUs of
+    Each "node" gets its share of this machine's GPUs, or of CUDA_VISIBLE_DEVICES if that is set. With AMD GPUs of
     HIP_VISIBLE_DEVICES. Their numbers count from 0 among those of ROCR_VISIBLE_DEVICES.
     """
     node_rank, local_rank = divmod(rank, job.ranks_per_node)

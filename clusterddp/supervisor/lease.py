@@ -85,7 +85,7 @@ def loop_here(run: RunDirectory) -> bool:
 
 @contextmanager
 def submitting(run: RunDirectory) -> Iterator[str | None]:
-    """Lets one process at a time submit a job of the run, or start its loop; yields who else does, in words, or None.
+    """Lets one process at a time submit a job of the run, or start its loop. Yields who else does, in words, or None.
 
     The claims are numbered. Each is created exclusively, after those of processes that died, and counts if it is the
     newest.
@@ -116,7 +116,7 @@ def submitting(run: RunDirectory) -> Iterator[str | None]:
 
 
 def being_submitted(run: RunDirectory, claims: Mapping[int, Path] | None = None) -> str | None:
-    """Which process submits the run now, as a sentence; None if none does. ``claims``: if they are known already."""
+    """Which process submits the run now, as a sentence. None if none does. ``claims``: if they are known already."""
     paths = (_submissions(run) if claims is None else claims).values()
     other = next(filter(None, (_submitted_by(run, path) for path in paths)), None)
     return f"{run} is being submitted by {other}" if other else None
@@ -131,7 +131,7 @@ def _submissions(run: RunDirectory) -> dict[int, Path]:
 
 
 def _submitted_by(run: RunDirectory, path: Path) -> str | None:
-    """The process that claims to submit the run; None if it has ended."""
+    """The process that claims to submit the run. None if it has ended."""
     try:
         recent = time.time() - status(path).st_mtime < SUBMISSION_S
         entry = read_claim(path, run)
@@ -146,7 +146,7 @@ def _submitted_by(run: RunDirectory, path: Path) -> str | None:
 
 
 def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An attempt's supervisor takes the lease; returns the entry of the submission that led to it.
+    """An attempt's supervisor takes the lease. Returns the entry of the submission that led to it.
 
     The entry stays, with the attempt's number. It counts where the attempt is not visible yet.
     """
@@ -222,7 +222,7 @@ def holders(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str | None:
-    """Who else holds the run, as ``held by job 41 (RUNNING on n1,n2)``; None if it is free.
+    """Who else holds the run, as ``held by job 41 (RUNNING on n1,n2)``. None if it is free.
 
     ``me``: this job's or process's own entry, which a requeued job finds.
     """

@@ -31,10 +31,10 @@ LONG_S = 600.0
 class Progress:
     """A run's progress, from its history, when an attempt fails.
 
-    ``steps``: how many this attempt has made; None if it has begun no loop over ``run.steps()``. ``seconds``: since its
+    ``steps``: how many this attempt has made. None if it has begun no loop over ``run.steps()``. ``seconds``: since its
     start. ``saved``: whether the script has written a new checkpoint. ``earlier``: whether an attempt before
     it made progress. ``last_failure``: the exception of the last attempt that failed, its line and step, as
-    ``RankEnd.raised``; None if one has made progress since. ``quickly``: how many attempts in a row, up to the one
+    ``RankEnd.raised``. None if one has made progress since. ``quickly``: how many attempts in a row, up to the one
     before, ended by this exception in less than LONG_S.
     """
 
@@ -86,13 +86,13 @@ def own_checkpoint(events: Iterable[Mapping[str, Any]], attempt: int) -> str | N
 
 
 def began(events: Iterable[Mapping[str, Any]]) -> int | None:
-    """The step at which an attempt's loop began, of the attempt's events; None if it has begun none."""
+    """The step at which an attempt's loop began, of the attempt's events. None if it has begun none."""
     steps = [event.get("step") for event in events if event["event"] in ("training", "resumed")]
     return steps[0] if steps and is_count(steps[0]) else None
 
 
 def _progressed(events: list[Mapping[str, Any]]) -> bool:
-    """Whether an attempt has made a step or a checkpoint; if it records neither, whether it ran for a minute."""
+    """Whether an attempt has made a step or a checkpoint. If it records neither, whether it ran for a minute."""
     if any(event["event"] in SAVED_ITSELF for event in events):
         return True
     if (first := began(events)) is None:
@@ -107,7 +107,7 @@ SHORT = 0.1
 
 
 def doubt(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
-    """Why the exit of a script with code 0, in this attempt, may not mean that it is done; None if it does.
+    """Why the exit of a script with code 0, in this attempt, may not mean that it is done. None if it does.
 
     Some scripts do so when they are started again and find what they wrote before. A script whose steps are seen must
     have made one. Of any other only the time counts: an attempt's, from the start of the script to its end.
@@ -130,7 +130,7 @@ def doubt(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
 
 
 def _script_s(events: list[Mapping[str, Any]]) -> float | None:
-    """For how long an attempt's script ran on rank 0; None if it was not started."""
+    """For how long an attempt's script ran on rank 0. None if it was not started."""
     starts = [event["time"] for event in events if (event["event"], event.get("phase")) == ("phase", "importing")]
     ends = [event["time"] for event in events if (event["event"], event.get("phase")) == ("phase", "ending")]
     return (ends or [events[-1]["time"]])[-1] - starts[0] if starts else None
@@ -147,7 +147,7 @@ def _made_steps(events: list[Mapping[str, Any]]) -> bool:
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:
-    """Why there must not be another attempt; None if there may be one."""
+    """Why there must not be another attempt. None if there may be one."""
     events = list(events)
     made = attempts_made(events)
     if job.limits.attempts is not None and made >= job.limits.attempts:
@@ -172,7 +172,7 @@ def attempts_made(events: Iterable[Mapping[str, Any]]) -> int:
 
 
 def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size: int) -> float:
-    """Hours times ranks, from each attempt's first event to its last; the newest attempt's last to now.
+    """Hours times ranks, from each attempt's first event to its last. The newest attempt's last to now.
 
     ``world_size``: for attempts whose record lacks it.
     """

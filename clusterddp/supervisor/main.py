@@ -1,6 +1,6 @@
 """The supervisor: ``python -m clusterddp.supervisor RUN_DIRECTORY``, one process per attempt, no torch.
 
-In a Slurm job it is the batch step: it starts the ranks with srun and handles their events; when they have exited it
+In a Slurm job it is the batch step: it starts the ranks with srun and handles their events. When they have exited it
 asks Slurm why, requeues or writes the outcome, and exits at once, because a lingering batch step keeps the nodes. Under
 ``--local`` a loop starts the same program once per attempt, with another launcher and controller.
 """
@@ -56,7 +56,7 @@ BUT_SUBMIT = "but `clusterddp submit --run-dir` does"
 
 
 def supervise_slurm(run_directory: str) -> int:
-    """Runs one attempt in the batch step of a Slurm job, or in salloc's shell; returns the exit code."""
+    """Runs one attempt in the batch step of a Slurm job, or in salloc's shell. Returns the exit code."""
     prepare_process()
     run = RunDirectory(run_directory)
     _open_own_log(run)
@@ -76,7 +76,7 @@ def _open_own_log(run: RunDirectory) -> None:
 
 
 def load_trusted(run: RunDirectory) -> Job:
-    """The job definition, with its secrets; RunDirectoryError if another user can have written it."""
+    """The job definition, with its secrets. RunDirectoryError if another user can have written it."""
     check_run(run)
     job = load_resolved(run.job_file)
     check_revealed(job, run.job_file)
@@ -125,7 +125,7 @@ def as_debugged(job: Job, rank: int | None) -> Job:
 
 
 def supervise_local(run_directory: str, debug_rank: int | None) -> int:
-    """Runs one attempt as processes of this machine; returns the exit code."""
+    """Runs one attempt as processes of this machine. Returns the exit code."""
     die_with_parent()
     prepare_process()
     run = RunDirectory(run_directory)
@@ -143,7 +143,7 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
 def prepare_process() -> None:
     """Sets this process's signals and limits. TERM is ignored, also by srun: ranks need the supervisor while they save.
 
-    USR2 and CONT, from a time-limit warning and a preemption, have no effect; they are handled rather than ignored, so
+    USR2 and CONT, from a time-limit warning and a preemption, have no effect. They are handled rather than ignored, so
     that srun does not inherit that. Every rank has a connection: the default limit of 1024 open files may be too low.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -176,14 +176,14 @@ def supervise_one(
     me = controller.holder()
     # If this job ended because the controller is busy, the run would stop. So it asks until the controller answers.
     if other := slurm.patiently(partial(lease.held_by_other, run, me), math.inf, FIRST_PAUSE_S):
-        raise RunDirectoryError(f"{run} is {other}. Two jobs must not train one run")
+        raise RunDirectoryError(f"{run} is {other}. Two jobs must not train the same run")
     # Another job may have completed it, which ended while the controller was asked.
     if (code := finished(run, controller, run.outcome())) is not None:
         return code
     of_run(run).check_present()
     reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
     if lease.restarted(run, me):
-        say(f"Slurm has restarted job {me['job']} since it started this process, which exits")
+        say(f"Slurm has restarted job {me['job']} since it started this process, so this process exits")
         return 1
     number = run.create_attempt()
     outcome = run.outcome()  # read once: a node may freeze between any two looks, and another job complete the run
@@ -213,7 +213,7 @@ def supervise_one(
 
 
 def conclude(run: RunDirectory, job: Job, number: int, action: Action, reason: str) -> int:
-    """Ends the run with an attempt that starts no ranks; returns the exit code."""
+    """Ends the run with an attempt that starts no ranks. Returns the exit code."""
     history, hook = History(run, number), Hook(run, job, number)
     history.listener = hook.notify
     history.conclude(action.value, reason)
@@ -222,7 +222,7 @@ def conclude(run: RunDirectory, job: Job, number: int, action: Action, reason: s
 
 
 def finished(run: RunDirectory, controller: Controller, outcome: Mapping[str, Any] | None) -> int | None:
-    """The exit code if the run is over; None if it may continue, as one that failed, or whose completion is not
+    """The exit code if the run is over. None if it may continue, as one that failed, or whose completion is not
     confirmed, may on a user's request. ``outcome``: the run's, as it was read.
 
     Slurm 24.11 restarts a job that had been requeued within a grace period, however it ended. That is no request.

@@ -16,7 +16,7 @@ _FALLING_SILENT = 2
 
 
 class Outbox:
-    """Sends lines over non-blocking connections that ``selector`` has for reading; of one thread.
+    """Sends lines over non-blocking connections that ``selector`` has for reading. Not thread-safe.
 
     Most lines are taken by the kernel at once. The others are kept, in their order, and sent when the connection is
     writable (``on_writable``), or answers again (``retry``). A line that is already kept is not added a second time.
@@ -56,7 +56,7 @@ class Outbox:
 
     @property
     def retry_s(self) -> float | None:
-        """How soon to call ``retry``; None if that is not needed."""
+        """How soon to call ``retry``. None if that is not needed."""
         return max(0.0, self._retry_at - time.monotonic()) if self._paused else None
 
     def forget(self, connection: socket.socket) -> None:

@@ -237,7 +237,7 @@ def find(
 
 
 def _content(path: str) -> int | None:
-    """A hash of the checksums of the tensors in a file of ``torch.save``; None if there are none."""
+    """A hash of the checksums of the tensors in a file of ``torch.save``. None if there are none."""
     try:
         with zipfile.ZipFile(path) as file:
             parts = [(entry.filename.partition("/")[2], entry.CRC) for entry in file.infolist()]
@@ -262,7 +262,7 @@ def _without_numbers(path: str) -> str:
 
 
 def _files(folder: str) -> list[Path]:
-    """All files below a folder, sorted, without those in hidden folders; none of a file."""
+    """All files below a folder, sorted, without those in hidden folders. Empty for a file."""
     found: list[Path] = []
     for inner, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -275,11 +275,11 @@ def _what_is_missing(match: _Match, older: Sequence[_Match]) -> str | None:
     alike = (one for one in older if one.names and one.beside == match.beside)
     before = next((one for one in alike if why_incomplete(one.path) is None), None)
     lacking = sorted(before.names - match.names) if before is not None and match.names else []
-    return f"{lacking[0]} is missing, although {os.path.basename(before.path)} has it" if before and lacking else None  # noqa: PTH119
+    return f"{lacking[0]} is missing, but {os.path.basename(before.path)} has it" if before and lacking else None  # noqa: PTH119
 
 
 def why_incomplete(path: str) -> str | None:
-    """Why a file or folder is no complete checkpoint; None if it may be one."""
+    """Why a file or folder is no complete checkpoint. None if it may be one."""
     try:
         if not Path(path).is_dir():
             return _why_file(Path(path))

@@ -60,7 +60,7 @@ class Recovery:
         self._state, self._job, self._ends, self._made = result.state, result.state.job, result.ends, result.made
 
     def act(self) -> int:
-        """Restarts, requeues, resubmits or ends the run; returns this process's exit code, or RESTART."""
+        """Restarts, requeues, resubmits or ends the run. Returns this process's exit code, or RESTART."""
         reached = highest([self._history.saved()["step"], *(end.step for end in self._ends)])
         self._progress = progress(self._history.events, self._number, reached, time.time())
         # A launcher that was ended for a lost node has no exit code of its own.
@@ -82,7 +82,7 @@ class Recovery:
         return Verdict(Action.RESTART, f"{reason}. If the training is complete, correct `done`")
 
     def _doubt(self) -> str | None:
-        """Why exit code 0 may not mean that the script is done; None if it probably is.
+        """Why exit code 0 may not mean that the script is done. None if it probably is.
 
         A script that was stopped at its last step, reads what it saved there and has no step left is done.
         """
@@ -253,7 +253,7 @@ class Recovery:
                 self._history.add("node_lost", node=node, suspect=node)
 
     def _choose_nodes(self, lost: Sequence[str]) -> exclusion.Choice:
-        """Which nodes the next job excludes; records new ones, and those that cannot be excluded."""
+        """Which nodes the next job excludes. Records new ones, and those that cannot be excluded."""
         events, now = self._history.events, time.time()
         if not lost and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
             return exclusion.Choice()
@@ -273,7 +273,7 @@ class Recovery:
         return exclusion.still_excluded(self._history.events, time.time(), self._usable_nodes, needed)
 
     def _usable_nodes(self) -> list[str] | None:
-        """The nodes that the job could be given; None if unknown."""
+        """The nodes that the job could be given. None if unknown."""
         try:
             return self._controller.usable_nodes()
         except ClusterddpError as error:  # Slurm does not answer, or the job's `exclude` names a file
@@ -281,14 +281,14 @@ class Recovery:
             return None
 
     def _bounded(self, event: str, verdict: Verdict) -> bool:
-        """Ends the run as failed if it must not have another attempt; returns whether it did."""
+        """Ends the run as failed if it must not have another attempt. Returns whether it did."""
         reason = self._exceeded(event, verdict)
         if reason is not None:
             self._history.conclude(Action.FAIL.value, f"{reason}. Last attempt: {verdict.reason}")
         return reason is not None
 
     def _exceeded(self, event: str, verdict: Verdict) -> str | None:
-        """Why the run must not have another attempt after this one has ended with ``event``; None if it may."""
+        """Why the run must not have another attempt after this one has ended with ``event``. None if it may."""
         end = {"event": event, "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
         return exceeded(self._job, [*self._history.events, end], time.time())
 
@@ -385,7 +385,7 @@ class Recovery:
         return _until_answered(ask)
 
     def _is_cancelled(self) -> bool:
-        """Whether this job or the run was cancelled; the job that it has submitted may have begun an attempt."""
+        """Whether this job or the run was cancelled. The job that it has submitted may have begun an attempt."""
 
         def ask() -> bool:
             ends = (Cause.CANCELLED, Cause.ENDED_IN_GRACE)
@@ -440,7 +440,7 @@ def hung_node(state: State) -> str | None:
 
 
 def _until_answered(ask: Callable[[], _T], patience_s: float = math.inf) -> _T:
-    """The result of ``ask``, once the controller and the run directory answer; RunDirectoryError if one never will."""
+    """The result of ``ask``, once the controller and the run directory answer. RunDirectoryError if one never will."""
 
     def answer() -> _T:
         try:

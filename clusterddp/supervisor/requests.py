@@ -232,7 +232,7 @@ def on_skipped(state: State, values: Mapping[str, Any]) -> State:
 
 
 def _profile(state: State, request: Request, now: float) -> Step:
-    """Has ranks record a profile from their next step boundary on; only one request at a time."""
+    """Has ranks record a profile from their next step boundary on. Only one request at a time."""
     steps = request.values.get("steps")
     try:
         asked = _wanted(state, request)
@@ -327,7 +327,7 @@ def _drain(state: State, request: Request, now: float) -> Step:
         by = "to leave a slow node" if state.wanted is Stop.SWAP else f"by `{state.wanted.value}`"
         return _refuse(state, request, f"not drained: the run is being stopped {by}")
     if state.drained not in ("", node):
-        return _refuse(state, request, f"not drained: the run is already leaving {state.drained}. Try again afterwards")
+        return _refuse(state, request, f"not drained: the run is already leaving {state.drained}. Try again after that")
     choice = choose(state.job, state.placement, {node: "is drained"}, None)
     if choice.course is Course.NEW_JOB:
         instead = f"`clusterddp requeue RUN --exclude {node}` continues the run without {node} in a new job"

@@ -47,8 +47,8 @@ SIGNAL = "signal"
 class Notice:
     """When a job ends: ``end_time`` in unix seconds (None: no time limit), and why it must stop now, if it must.
 
-    ``allocated``: when it was submitted, could start and started, the values of that event; None if unknown. ``nodes``:
-    those of a job that outlives its nodes; None if unknown.
+    ``allocated``: when it was submitted, could start and started, the values of that event. None if unknown. ``nodes``:
+    those of a job that outlives its nodes. None if unknown.
     """
 
     end_time: float | None
@@ -68,7 +68,7 @@ class RankEvent:
 
 @dataclass(frozen=True)
 class ConnectionLost:
-    """The connection to a rank broke. ``silent``: the rank did not close it; its node stopped answering."""
+    """The connection to a rank broke. ``silent``: the rank did not close it. Its node stopped answering."""
 
     rank: int
     silent: bool = False
@@ -111,7 +111,7 @@ class RunRemoved:
 
 @dataclass(frozen=True)
 class RanksExited:
-    """All ranks have exited; ``exit_code`` is the launcher's."""
+    """All ranks have exited. ``exit_code`` is the launcher's."""
 
     exit_code: int
 
@@ -126,7 +126,7 @@ class Request:
 
 
 class Timer(enum.Enum):
-    """A timer; as an event: it has expired."""
+    """A timer. As an event, it has expired."""
 
     LOOK = "compare the time limit with the clock"
     WATCHDOG = "look for hung and slow ranks"
@@ -287,7 +287,7 @@ class PerRank(Mapping[int, _V], Generic[_V]):
 
 
 class NodeNames(tuple[str, ...]):
-    """Names of nodes, in an order; ``in`` takes the same time for any number of them."""
+    """Names of nodes, in an order. ``in`` takes the same time for any number of them."""
 
     _known: frozenset[str]
 
@@ -422,7 +422,7 @@ class State:
         return tuple(dict.fromkeys(self.node_of(rank) for rank in sorted(self.silent)))
 
     def gpu_fault_of(self, rank: int, at: float) -> str:
-        """The fault of a rank's GPU that may be why the rank failed at ``at``; empty if there is none."""
+        """The fault of a rank's GPU that may be why the rank failed at ``at``. Empty if there is none."""
         time, fault = self.gpu_faults.get(rank, (-math.inf, ""))
         return fault if at - time <= FAULT_S else ""
 

@@ -64,8 +64,8 @@ class StepLog:
                 elif step < self._step and not self._warned:
                     self._warned = True
                     say(
-                        f"the step in rank 0's output went back from {self._step} to {step}. Smaller numbers "
-                        "are ignored. Have `steps: {log: ...}` match a number that grows over the whole run"
+                        f"the step in rank 0's output went back from {self._step} to {step}. Smaller numbers are "
+                        "ignored. Make `steps: {log: ...}` match a number that grows over the whole run"
                     )
                 self._step = max(step, self._step or 0)
             if self._step and self._step in steps:
@@ -75,7 +75,7 @@ class StepLog:
             say(f"could not follow the steps in rank 0's output ({error})")
 
     def _steps_in(self, line: str) -> list[int]:
-        """The last step in a line, as a list; empty if there is none."""
+        """The last step in a line, as a list. Empty if there is none."""
         found = [match[1] for match in self._pattern.finditer(line)]
         digits = (found[-1] or "").replace(",", "").replace("_", "") if found else ""
         return [int(digits)] if digits.isdecimal() and len(digits) <= 18 else []

@@ -62,7 +62,7 @@ class RankEnd:
     ranks had to be ended), hung for good (and are not to be restarted), dismissed (asked to exit, as another was lost),
     silent (its node does not respond), early (it exited with code 0 while others waited for it), or died (it left no
     record: killed by a signal, or os._exit).
-    ``lost_at``: unix seconds on the supervisor's clock when it reported its failure, or its connection broke; infinity
+    ``lost_at``: unix seconds on the supervisor's clock when it reported its failure, or its connection broke. Infinity
     if it never joined.
     """
 
@@ -172,7 +172,7 @@ class RankEnd:
 
     @property
     def raised(self) -> str | None:
-        """An exception's type, line of the script and step: ``OSError at a.py:17 (read), step 9``; of ``sys.exit``, the
+        """An exception's type, line of the script and step: ``OSError at a.py:17 (read), step 9``. Of ``sys.exit``, the
         code and the step. None if neither."""
         step = "" if self.step is None else f", step {self.step}"
         if self.end == "exit":
@@ -260,8 +260,8 @@ def judge(
     """The verdict. ``ask`` queries the controller and is called only where its answer matters.
 
     ``exit_code`` is the launcher's (srun's): it shows a crash during the interpreter's shutdown, after the records.
-    ``told``: whether ranks were asked to stop; a crash just before the time limit is not a consequence of the limit.
-    ``progress``: of this attempt and those before; None if there was none.
+    ``told``: whether ranks were asked to stop. A crash just before the time limit is not a consequence of the limit.
+    ``progress``: of this attempt and those before. None if there was none.
     """
     all_done = exit_code == 0 and all(end.end == "done" for end in ends)
     left_loop = any(end.left_loop for end in ends)

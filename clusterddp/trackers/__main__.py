@@ -28,7 +28,9 @@ def main() -> int:
     run = RunDirectory(sys.argv[1])
     check_run(run)
     if not run.exists() or run.outcome() is None:
-        raise RunDirectoryError(f"{run} is not over. When it continues, it sends the missing values by itself")
+        raise RunDirectoryError(
+            f"{run} has not ended. When the run continues, it sends the missing values automatically"
+        )
     job = load_resolved(run.job_file)
     check_packages(job)
     trackers = wanted(job, run.path.name, os.environ)

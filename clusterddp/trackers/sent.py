@@ -53,7 +53,7 @@ class Sent:
 
 
 def read_sent(folder: Path) -> Sent | None:
-    """The record of the tracker with this folder; None if there is none. Raises RunDirectoryError."""
+    """The record of the tracker with this folder. None if there is none. Raises RunDirectoryError."""
     record = read_json(_file(folder), _SCHEMA)
     if record is None:
         return None

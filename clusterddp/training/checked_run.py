@@ -81,7 +81,7 @@ class CheckedRun(Run):
         self._recorded = True
 
     def _epoch(self) -> tuple[int | None, int | None]:
-        """The epoch of the step, and the steps of an epoch; None if there is none, or it is unknown."""
+        """The epoch of the step, and the steps of an epoch. None if there is none, or it is unknown."""
         epoch = steps = None
         with suppress(TypeError):
             epoch = self.epoch
@@ -111,7 +111,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def of_batch(batch: Any) -> dict[str, str]:
-    """The digest of each entry of a batch by its place in it, such as ``[0]`` or ``['labels']``; else of all of it."""
+    """The digest of each entry of a batch by its place in it, such as ``[0]`` or ``['labels']``, or of all of it."""
     if isinstance(batch, Mapping):
         return {f"[{key!r}]": of_value(entry) for key, entry in batch.items()}
     if isinstance(batch, (list, tuple)):
@@ -143,7 +143,7 @@ def of_value(value: Any) -> str:
 
 
 def _leaves(plain: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The values in the JSON form of a state by their path; tensors are elsewhere."""
+    """The values in the JSON form of a state by their path. Tensors are elsewhere."""
     if isinstance(plain, dict) and "$tensor" not in plain:
         for key, value in plain.items():
             yield from _leaves(value, path if key.startswith("$") else f"{path}.{key}" if path else key)
@@ -240,7 +240,7 @@ class Surroundings:
 
 
 class _Search:
-    """One search through variables and attributes; each object is visited once, under its first name."""
+    """One search through variables and attributes. Each object is visited once, under its first name."""
 
     def __init__(self, known: set[int]) -> None:
         self.others: dict[str, dict[str, str]] = {}

@@ -64,15 +64,15 @@ def init(
     its main thread.
 
     Args:
-        seed: for the order of samples and all random numbers; the job's, or 0, if None.
-        device: "cpu", "cuda" or "cuda:N"; in a job, the job's device applies. A GPU if one is visible, if None.
-        backend: of torch.distributed, such as "gloo"; if None the job's, or NCCL for tensors on GPUs and gloo for those
+        seed: for the order of samples and all random numbers. The job's, or 0, if None.
+        device: "cpu", "cuda" or "cuda:N". In a job, the job's device applies. A GPU if one is visible, if None.
+        backend: of torch.distributed, such as "gloo". If None the job's, or NCCL for tensors on GPUs and gloo for those
             on CPUs.
         run_dir: where to save if no ``clusterddp submit`` started this process. If None, the run is not saved.
-        checkpoint: how often to save there; in a job, the job definition applies.
+        checkpoint: how often to save there. In a job, the job definition applies.
 
-    Raises RuntimeError outside the main thread and when called twice; TypeError for a seed that is no number;
-    LauncherEnvironmentError when the launcher's variables are contradictory or rank 0 cannot be reached; DeviceError
+    Raises RuntimeError outside the main thread and when called twice. TypeError for a seed that is no number.
+    LauncherEnvironmentError when the launcher's variables are contradictory or rank 0 cannot be reached. DeviceError
     when there are too few GPUs.
     """
     global _current
@@ -185,12 +185,12 @@ class Context(Loaders):
 
     @property
     def run_dir(self) -> Path | None:
-        """The run directory, which scripts may use for their own files; None if there is none."""
+        """The run directory, which scripts may use for their own files. None if there is none."""
         return self._settings.run_dir.path if self._settings.run_dir is not None else None
 
     @property
     def attempt(self) -> int:
-        """The number of this attempt, from 0; always 0 without a run directory."""
+        """The number of this attempt, from 0. Always 0 without a run directory."""
         return self._history.number
 
     # --- what all ranks do together
@@ -243,7 +243,7 @@ class Context(Loaders):
                 checkpointing). A broken promise raises in one of the first two steps.
             options: of DistributedDataParallel, such as ``find_unused_parameters=True``.
 
-        Returns the DDP module; the model itself is its ``module``.
+        Returns the DDP module. The model itself is its ``module``.
 
         Raises TypeError for anything but a module that is not in DDP yet, and for ``all_used_once`` alone.
         """
@@ -267,7 +267,7 @@ class Context(Loaders):
             value: this rank's number, or a tensor of one element.
             weight: its weight, usually the number of samples behind it.
 
-        Returns the mean; nan if all weights are 0.
+        Returns the mean. NaN if all weights are 0.
         """
         with self._waiting():
             return collectives.all_reduce_mean(value, weight, self._group.collective_device)
@@ -276,7 +276,7 @@ class Context(Loaders):
         """Concatenates the tensors of all ranks along the first dimension, in rank order, on every rank. Collective.
 
         Args:
-            tensor: with at least one dimension; the first may differ between ranks, the others and the dtype may not.
+            tensor: with at least one dimension. The first may differ between ranks, the others and the dtype may not.
 
         Returns the concatenation, on the tensor's device.
         """
@@ -297,13 +297,13 @@ class Context(Loaders):
         best: str | Parts = None,
         **parts: Parts,
     ) -> Run:
-        """The run, restored from its newest checkpoint if there is one. Collective; once per process.
+        """The run, restored from its newest checkpoint if there is one. Collective. Once per process.
 
         Args:
             loader: from ``ctx.loader()``, or any iterable of this rank's batches. With ``state_dict`` and
-                ``load_state_dict``, as torchdata's StatefulDataLoader, it is resumed by them; else its batches are read
+                ``load_state_dict``, as torchdata's StatefulDataLoader, it is resumed by them. Else its batches are read
                 again from the start. Without a loader, ``run.steps(n)`` yields the number of each step.
-            rng: "step" seeds all generators before each step, by seed, step and rank; "user" leaves them to the script,
+            rng: "step" seeds all generators before each step, by seed, step and rank. "user" leaves them to the script,
                 and a resume is then not exact.
             per_rank: state that each rank has for itself, such as environments, replay buffers or random generators: a
                 part, or a dict of them. All of it is in rank 0's checkpoints, at most 1 GiB. To continue on another
@@ -318,7 +318,7 @@ class Context(Loaders):
                 the largest value, "-score" or "loss" for the smallest. Anything but text is a part of that name.
             parts: what is saved and restored, under names that you choose, such as ``model=``, ``optimizer=``,
                 ``scheduler=`` or ``ema=``: modules, optimizers, and any objects with ``state_dict`` and
-                ``load_state_dict``; also lists, tuples and dicts of them, whose members are parts such as ``nets.0``.
+                ``load_state_dict``. Also lists, tuples and dicts of them, whose members are parts such as ``nets.0``.
                 None is ignored. Random generators of torch, numpy and ``random`` are parts, too.
 
         Raises TypeError for a part without a state and for a value that cannot be saved, ValueError for a wrong
@@ -400,14 +400,14 @@ class Context(Loaders):
         step, evaluate before its training (a resume repeats the step) or after its optimizer and scheduler have stepped
         (a resume continues with the next step).
 
-        Raises Stopped, on all ranks at the same call, when the run must stop; RuntimeError before ``ctx.run()``.
+        Raises Stopped, on all ranks at the same call, when the run must stop. RuntimeError before ``ctx.run()``.
         """
         if self._run is None:
             raise RuntimeError("ctx.stop_point() saves the run. Call ctx.run() first, or use ctx.stop_requested()")
         self._run.stop_point()
 
     def request_stop(self, reason: str) -> None:
-        """Asks all ranks to save and stop at their next boundary, as a preemption does. One rank suffices; any thread.
+        """Asks all ranks to save and stop at their next boundary, as a preemption does. One rank suffices. Any thread.
 
         Args:
             reason: why, for the message and the history.
@@ -458,7 +458,7 @@ class Context(Loaders):
         self._close(clean=not failed and not rank_exit.exited_in_loop, restore_handlers=False)
 
     def _close(self, *, clean: bool, restore_handlers: bool) -> None:
-        """Closes everything; unless ``clean``, without waiting: other ranks may be stuck in a collective."""
+        """Closes everything. Waits only if ``clean``, because other ranks may be stuck in a collective."""
         global _current
         if self._closed:
             return

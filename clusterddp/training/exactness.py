@@ -96,7 +96,7 @@ def explanation_of_calls(counts: Mapping[int, int]) -> str:
 
 
 def _digest(part: Stateful) -> str | None:
-    """Equal on two ranks for equal states, practically never for others; None if this rank cannot compute it.
+    """Equal on two ranks for equal states, practically never for others. None if this rank cannot compute it.
 
     For a model in DDP it covers the parameters: buffers are rank 0's, or the run reports them on its own.
     """
@@ -152,7 +152,7 @@ def explanation_of_shapes() -> str:
 
 
 class CompiledShapes:
-    """Whether compiled functions have seen changing shapes; each rank looks at those of its process."""
+    """Whether compiled functions have seen changing shapes. Each rank looks at those of its process."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -161,7 +161,7 @@ class CompiledShapes:
         self.changed = False
 
     def look(self) -> bool:
-        """Whether this is news, for rank 0; the other ranks pass theirs on to it."""
+        """Whether this is news, for rank 0. The other ranks pass theirs on to it."""
         dynamo = sys.modules.get("torch._dynamo.utils")
         if self.changed or dynamo is None or dynamo.counters["stats"]["unique_graphs"] == self._graphs:
             return False
@@ -184,7 +184,7 @@ class CompiledShapes:
         return {_KEY: True} if self.changed else {}
 
     def restore(self, progress: Mapping[str, Any]) -> list[str]:
-        """The inverse of ``progress``; returns the reason why the resume is not exact."""
+        """The inverse of ``progress``. Returns the reason why the resume is not exact."""
         self.changed = progress.get(_KEY, False)
         return [REASON] if self.changed else []
 

@@ -64,7 +64,7 @@ class Pace:
         self.allowed_s: float | None = None
 
     def look(self, now: float, count: int, begun_at: int | None, paused: bool) -> float:
-        """Seconds since the rank last made progress; the arguments are those of ``Heartbeat``."""
+        """Seconds since the rank last made progress. The arguments are those of ``Heartbeat``."""
         seen = (count, begun_at, paused)
         if seen == self._seen:
             return now - self._moved
@@ -104,7 +104,7 @@ class Heartbeat:
     """One per process. The rank is watched from ``begin`` to ``rest``, and never if the script calls neither.
 
     Args:
-        watchdog: the settings; None turns it off.
+        watchdog: the settings. None turns it off.
         watched: the training that it reports.
         send: sends an event to the supervisor.
         flight_record: the file for torch's record of the last collectives after a timeout.
@@ -226,7 +226,7 @@ class Heartbeat:
             self._stacks_at = math.inf
             say(
                 "the stacks above were written because no step was completed within the watchdog's timeout. This rank "
-                "may hang. If it is only slow, it continues"
+                "may be hanging. If it is only slow, it continues"
             )
 
     def _set_timer(self, allowed_s: float | None) -> None:
@@ -239,7 +239,7 @@ class Heartbeat:
             self._stacks_at = time.monotonic() + allowed_s
 
     def write_flight_record(self) -> None:
-        """Writes the last collectives, and which of them are not complete; torch itself does not print them.
+        """Writes the last collectives, and which of them are not complete. torch itself does not print them.
 
         Once per timeout. Waits at most RECORD_S, because the file system or torch may hang.
         """
@@ -268,7 +268,7 @@ class Heartbeat:
 
 
 def flight_record(bound: Any) -> dict[str, Any] | None:
-    """torch's flight record of the last collectives, at most RECORDED of each backend; None if there is none.
+    """torch's flight record of the last collectives, at most RECORDED of each backend. None if there is none.
 
     ``bound`` is torch._C._distributed_c10d. NCCL has a separate record, which torch 2.4 has only pickled. In torch 2.15
     NCCL's usual process group is a different one, whose record has a different name. torch 2.9 has no record for gloo.

@@ -10,7 +10,7 @@ exactly rounded (``math.fsum``), the result does not depend on where chunks are 
 
 **Complete at each checkpoint.** The writer commits checkpoint S only after the lines below S are on the disk
 (``saving.py``). Where all ranks know of a save (a stop, the end of the loop, ``every: N steps``, a metric of
-``keep.best``), the ranks pass on their values at once; other saves become durable up to a moment later.
+``keep.best``), the ranks pass on their values at once. Other saves become durable up to a moment later.
 
 **What is missing** is reported, once per name:
 
@@ -98,7 +98,7 @@ class Sender:
             self._publish(wait=True)
 
     def close(self) -> None:
-        """Passes on the rest; in bounded time."""
+        """Passes on the rest, in bounded time."""
         self._ending = True
         self._wake.set()
         self._thread.join(timeout=5)
@@ -125,7 +125,7 @@ class Sender:
         self._active = self._active or self._store.check([_WANTED])
 
     def _publish(self, wait: bool) -> None:
-        """Passes on what has arrived from a GPU; all, if ``wait``."""
+        """Passes on what has arrived from a GPU. All, if ``wait``."""
         with self._publishing:
             if not self._active or not self._has_room():
                 return
@@ -227,7 +227,7 @@ class Receiver:
         return values
 
     def close(self) -> None:
-        """Ends the thread; in bounded time."""
+        """Ends the thread, in bounded time."""
         self._ending = True
         self._wake.set()
         if self._thread is not None:
@@ -312,7 +312,7 @@ class Receiver:
         missing = sorted({*range(self._world_size)} - {*found})
         say(
             f"{_ranks(missing)} of {counted(self._world_size, 'rank')} did not call run.log({name}=..., reduce=...) in "
-            f"step {step}, so it is reduced over the other ranks. Call it on every rank"
+            f"step {step}, so the value is reduced over the other ranks. Make this call on every rank"
         )
 
 

@@ -131,7 +131,7 @@ class Logged:
 
 
 class Values:
-    """The values logged in a step, merged; the last value of each name counts.
+    """The values logged in a step, merged. The last value of each name counts.
 
     ``keeps_own``: whether values that are not reduced are kept, which is so on rank 0.
     """

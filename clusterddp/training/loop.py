@@ -107,7 +107,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of completed steps; inside the loop, therefore, the number of the current step, from 0."""
+        """The number of completed steps. Inside the loop, therefore, the number of the current step, from 0."""
         return self._state.step
 
     @property
@@ -147,8 +147,8 @@ class Run:
                 pass over it.
             steps: true in the steps whose number is a multiple of it, except step 0.
 
-        Raises TypeError unless one of them is given, and for epochs without a loader; ValueError for anything but a
-        whole number of at least 1; RuntimeError outside a step.
+        Raises TypeError unless one of them is given, and for epochs without a loader. ValueError for anything but a
+        whole number of at least 1. RuntimeError outside a step.
         """
         if unnamed or (epochs is None) == (steps is None):
             raise TypeError("run.every(): expected epochs or steps, as in run.every(epochs=1) or run.every(steps=500)")
@@ -162,16 +162,16 @@ class Run:
     def steps(self, total: int | None = None) -> Iterator[Any]:
         """Yields this rank's batch of each step, from the step that the run resumed at.
 
-        Ends once all steps are done, or after ``finish``, when the last checkpoint is committed; immediately if that
+        Ends once all steps are done, or after ``finish``, when the last checkpoint is committed. Immediately if that
         was already so before. ``break`` ends the loop and the watchdog's supervision without a save. If the script
         holds the iterator in a variable, call its ``close()`` after ``break``, or use ``Context.unwatched``. Otherwise
         the code that follows looks like a long step.
 
         Args:
-            total: the number of steps of the whole run; the job's ``steps`` if None.
+            total: the number of steps of the whole run. The job's ``steps`` if None.
 
-        Raises Stopped, on all ranks after the same step and with the state saved, when the run must stop;
-        CheckpointError when the last checkpoint cannot be written; TypeError and ValueError for a wrong ``total``.
+        Raises Stopped, on all ranks after the same step and with the state saved, when the run must stop.
+        CheckpointError when the last checkpoint cannot be written. TypeError and ValueError for a wrong ``total``.
         """
         return self._steps(self._total(total))
 
@@ -218,10 +218,10 @@ class Run:
         rank_exit.complete_loop()
 
     def epochs(self, count: float) -> Iterator[Any]:
-        """``steps`` for ``count`` passes over the dataset; the last step is filled from the next epoch.
+        """``steps`` for ``count`` passes over the dataset. The last step is filled from the next epoch.
 
         Args:
-            count: the number of epochs of the whole run; need not be whole.
+            count: the number of epochs of the whole run. Need not be whole.
 
         Raises ValueError for a wrong ``count``, TypeError for a loader without a length, and what ``steps`` raises.
         """
@@ -230,7 +230,7 @@ class Run:
         return self.steps(math.ceil(self._loader.steps_in(count)))
 
     def micro(self, batch: Any) -> Iterator[Any]:
-        """Yields the step's batch in pieces of at most the loader's ``batch_size`` samples; in one piece if it fits.
+        """Yields the step's batch in pieces of at most the loader's ``batch_size`` samples. In one piece if it fits.
 
         The body of the loop is the forward and ``loss.backward()``, with the mean loss over the piece. After the loop
         the gradients are those of the mean over the global batch, as without pieces, on any number of ranks. Zero the
@@ -320,7 +320,7 @@ class Run:
         Args:
             reason: why, for the message and the history.
 
-        Raises Stopped, always; CheckpointError or Superseded, on all ranks, when this attempt can no longer save.
+        Raises Stopped, always. CheckpointError or Superseded, on all ranks, when this attempt can no longer save.
         """
         self._stopping = True
         self._profiling.drop(reason)
@@ -545,7 +545,7 @@ class Run:
         if self._saver.saves and committed != self.step:
             raise CheckpointError(
                 f"all {self.step} steps are done, but the last checkpoint was not saved: {problem}. Once that is "
-                "fixed, submit the run again: it repeats the steps since the newest checkpoint"
+                "fixed, submit the run again. It repeats the steps since the newest checkpoint"
             )
         self._report("progress", step=self.step, steps=self.step)
         self._enter("after_loop")

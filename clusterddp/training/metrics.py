@@ -44,7 +44,7 @@ class _Line:
 
 
 class Metrics:
-    """Appends to ``metrics.jsonl``. Each line is written once its values are there; the checkpoint writer makes them
+    """Appends to ``metrics.jsonl``. Each line is written once its values are there. The checkpoint writer makes them
     durable.
 
     A full disk does not stop training. The lines are kept, and written as soon as there is space again.

@@ -76,7 +76,7 @@ def bounded(name: str, check: Callable[[], Check], seconds: float, device: torch
 
 
 def check_ranks(read: Settings, group: ProcessGroup) -> list[str]:
-    """In the process group: the nodes' clocks, and a sum over all ranks. Collective; returns warnings, on rank 0."""
+    """In the process group: the nodes' clocks, and a sum over all ranks. Collective. Returns warnings, on rank 0."""
     ranks, store = read.ranks, group.store
     server = clock.TimeServer() if ranks.rank == 0 else None
     try:
@@ -99,7 +99,7 @@ def check_ranks(read: Settings, group: ProcessGroup) -> list[str]:
 
 
 def clock_warning(read: Settings, port: int) -> str:
-    """A warning if this node's clock differs from the first node's; '' if it does not."""
+    """A warning if this node's clock differs from the first node's. '' if it does not."""
     if read.ranks.rank == 0:
         return ""
     try:
@@ -127,7 +127,7 @@ def wrong_sum(read: Settings, wrong: int) -> str:
 
 
 def run(read: Settings, group: ProcessGroup, report: Callable[..., None], before_s: float) -> None:
-    """``check_ranks``, and its result for the history; ``before_s``: the seconds of ``check_node``."""
+    """``check_ranks``, and its result for the history. ``before_s``: the seconds of ``check_node``."""
     started = time.monotonic() - before_s
     warnings = check_ranks(read, group)
     if read.ranks.rank == 0:

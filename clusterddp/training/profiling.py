@@ -33,7 +33,7 @@ DROP_S = 1.0
 
 @dataclass(frozen=True)
 class _Wish:
-    """A requested profile. ``request``: the user's request; None for the job definition's profile."""
+    """A requested profile. ``request``: the user's request. None for the job definition's profile."""
 
     steps: int
     request: str | None = None
@@ -103,7 +103,7 @@ class Profiling:
         return None
 
     def at_boundary(self, step: int) -> None:
-        """Between two steps; ``step`` comes next."""
+        """Between two steps. ``step`` comes next."""
         if self._wish is None and self._recording is None and step != self._planned_at:
             return
         if (recording := self._recording) is not None:
@@ -140,7 +140,7 @@ class Profiling:
             self._process.terminate()
 
     def close(self, *, wait: bool) -> None:
-        """The script has ended. ``wait``: for its profile; not after an error."""
+        """The script has ended. ``wait``: for its profile. Not after an error."""
         if self._dropped:
             return
         if wait:

@@ -30,7 +30,7 @@ Randomness = Literal["step", "user"]
 
 @dataclass(frozen=True)
 class Given:
-    """What the script gave to ``ctx.run()``. ``parts`` are saved and restored by name; ``per_rank`` is each rank's own.
+    """What the script gave to ``ctx.run()``. ``parts`` are saved and restored by name. ``per_rank`` is each rank's own.
 
     ``warm_start`` loads the weights to start from, unless the run resumes.
     """
@@ -166,7 +166,9 @@ class RunState:
             self.inexact.append(reason + (f", and {waiting} had not stepped" if waiting else ""))
         if progress.get("buffers_changed"):
             size = f"{LARGEST_COPY_BYTES >> 20} MiB"
-            self.inexact.append(f"step {step} was stopped after a forward that changed a buffer of over {size}")
+            self.inexact.append(
+                f"step {step} was stopped after a forward pass that changed a buffer larger than {size}"
+            )
         if progress.get("begun"):
             self.inexact.append(f"step {step} was stopped in an evaluation, and is repeated from its beginning")
         self.finished = list(progress.get("finished", []))

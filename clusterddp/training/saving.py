@@ -96,7 +96,7 @@ class Saver:
         self._answering = threading.Lock()
 
     def restore(self) -> tuple[dict[str, Any], Place] | None:
-        """The newest complete checkpoint and its place, on all ranks; None on a fresh start. Collective.
+        """The newest complete checkpoint and its place, on all ranks. None on a fresh start. Collective.
 
         Only rank 0 reads the disk. Raises CheckpointError, on all ranks, if there are checkpoints but none is complete.
         """
@@ -136,7 +136,7 @@ class Saver:
             self._checkpoint_client.prepare(state())
 
     def log(self, step: int, logged: Logged, best_is_older: bool = False) -> None:
-        """Takes the values of a completed step, on all ranks; rank 0 notes whether the step is the best so far.
+        """Takes the values of a completed step, on all ranks. Rank 0 notes whether the step is the best so far.
 
         ``best_is_older``: the metric of the best checkpoint, if it is among them, is that of the state before the step.
         """
@@ -264,7 +264,7 @@ class Saver:
         self._take_answer(wait=True)
 
     def close(self, clean: bool = True, complete: bool = False) -> None:
-        """Lets the writer finish its last save; unless ``clean``, without waiting for other ranks.
+        """Lets the writer finish its last save. Unless ``clean``, without waiting for other ranks.
 
         ``complete``: whether the run is complete.
         """
@@ -274,7 +274,7 @@ class Saver:
             best = self._best.metric
             if best is not None and self._logged and not self._best.found:  # a misspelled metric, perhaps
                 logged = ", ".join(sorted(self._logged))
-                say(f"no step has logged {best!r} yet, the metric of the best checkpoint, only {logged}")
+                say(f"no step has logged {best!r}, the metric of the best checkpoint. Logged so far: {logged}")
                 if complete:
                     self._report("no_best", metric=best, logged=sorted(self._logged))
             self._checkpoint_client.close()

@@ -52,7 +52,7 @@ class EpochItems:
 
     @property
     def done(self) -> int | None:
-        """The items of this epoch that have been trained on, in this attempt or before; None outside of an epoch.
+        """The items of this epoch that have been trained on, in this attempt or before. None outside of an epoch.
 
         Also None if two loops take turns, as in ``zip``, because the one that continues ignores the other.
         """
@@ -75,7 +75,7 @@ class EpochItems:
             if skip:
                 say(f"continue_epoch: {loop.done} items of this epoch were trained on before the stop, and are skipped")
             if loop.taken < skip:
-                say(f"continue_epoch: expected at least {skip} items. Has the data changed, or the batch size?")
+                say(f"continue_epoch: expected at least {skip} items. Did the data or the batch size change?")
             for item in rest:
                 skipped.clear()
                 loop.taken += 1
@@ -211,8 +211,8 @@ def stop_requested() -> bool:
 
     Returns False in a process that no ``clusterddp submit`` has started, unless ``clusterddp.init()`` was called.
 
-    Raises RuntimeError outside the main thread; LauncherEnvironmentError when rank 0 cannot be reached at the first
-    call; ClusterddpError when a stop was requested and rank 0 is lost.
+    Raises RuntimeError outside the main thread. LauncherEnvironmentError when rank 0 cannot be reached at the first
+    call. ClusterddpError when a stop was requested and rank 0 is lost.
 
     Example::
 
@@ -309,7 +309,9 @@ def _begin() -> ScriptLoop:
     """Connects this rank with the others, as ``clusterddp.init()`` does, but for the process group."""
     global _loop
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("clusterddp.stop_requested() must be called in the main thread: it installs handlers")
+        raise RuntimeError(
+            "clusterddp.stop_requested() must be called in the main thread, because it installs signal handlers"
+        )
     read = settings.of_rank()
     assert read.attempt is not None
     _tell_of_handlers()

@@ -55,7 +55,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Values:
-    """The dict or dataclass instance that the script gave, and may change at any time; None if there is none.
+    """The dict or dataclass instance that the script gave, and may change at any time. None if there is none.
 
     Raises TypeError for anything else, and for a value that a checkpoint cannot hold.
     """
@@ -152,7 +152,7 @@ SPLIT = "load_state_dicts"
 
 
 class PerRank:
-    """The parts of ``ctx.run(per_rank=...)``; false if there are none. Made by all ranks together.
+    """The parts of ``ctx.run(per_rank=...)``. False if there are none. Made by all ranks together.
 
     Raises TypeError for a part without a state, and for names that differ from rank 0's.
     """
@@ -169,7 +169,7 @@ class PerRank:
         if others != sorted(self._parts):
             raise TypeError(
                 f"run(per_rank=...): rank {group.rank} has {_listed(self._parts)}, but rank 0 has {_listed(others)}. "
-                "All ranks save together: pass the same names on every rank"
+                "All ranks save together. Pass the same names on every rank"
             )
 
     def __bool__(self) -> bool:

@@ -27,7 +27,7 @@ _NOTICES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """``attempt`` is None without a supervisor; ``run_dir`` is None if there is nowhere to save.
+    """``attempt`` is None without a supervisor. ``run_dir`` is None if there is nowhere to save.
 
     ``job``: with the script's seed, if it gives one. Without a supervisor it has the defaults, and no watchdog.
     ``preflight``: whether the nodes are checked before training. ``profile``: whether the job's is not recorded yet.

@@ -102,7 +102,7 @@ LARGEST_COPY_BYTES = 1 << 20
 
 
 class BeforeStep:
-    """``begin_step`` keeps the script's own values in each step; ``keep``, at the place for an evaluation, all else."""
+    """``begin_step`` keeps the script's own values in each step. ``keep``, at the place for an evaluation, all else."""
 
     def __init__(self, parts: Mapping[str, Stateful], values: Values) -> None:
         self._parts, self._own, self._has_values = parts, values, bool(values)
@@ -122,7 +122,7 @@ class BeforeStep:
         self._kept = {name: _small_state(part) for name, part in self._parts.items()}
 
     def state_of(self, name: str) -> dict[str, Any]:
-        """A part's state when the step began, as far as it was kept; its present state otherwise."""
+        """A part's state when the step began, as far as it was kept. Its present state otherwise."""
         part, kept = self._parts[name], self._kept.get(name)
         if not kept:
             return state_of(part)
@@ -134,7 +134,7 @@ class BeforeStep:
 
 
 def _small_state(part: Stateful) -> dict[str, Any]:
-    """The kept state of a part; empty for a module and for a large part."""
+    """The kept state of a part. Empty for a module and for a large part."""
     if isinstance(part, torch.nn.Module):
         return {}
     state = state_of(part)

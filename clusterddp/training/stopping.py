@@ -2,13 +2,13 @@
 
 All ranks carry out a request, a stop or a skip of batches, at the same boundary, without any communication per step. A
 *boundary* is a call of ``Agreement.boundary``. All ranks make the same sequence of these calls, numbered 0, 1, 2 ...:
-the step loop makes one before its first step and one after each; evaluations and other loops make their own.
+the step loop makes one before its first step and one after each. Evaluations and other loops make their own.
 
 Requests are numbered, too, and each is a key in the store. Each rank has a watcher thread with its own store
 connection, blocked on the key of the next request, which any rank sets. Every watcher then *first raises a local flag,
 then reads and publishes the number of the last boundary that its main thread entered* (-1: none yet). The main thread,
 at a boundary, *first writes its number, then reads the flag*. So if a main thread saw no flag at boundary n, its
-watcher publishes n or more; if it saw the flag, it does not pass its published number until it knows the maximum over
+watcher publishes n or more. If it saw the flag, it does not pass its published number until it knows the maximum over
 all ranks. All ranks carry out the request at the boundary after that maximum: none can have passed it, and every rank
 will reach it. At most one extra step is made.
 """
@@ -93,7 +93,7 @@ OnSkip = Callable[[int, str], None]
 
 
 class Vote:
-    """One rank's part of the protocol for one request. Each method is one atomic action; their order matters."""
+    """One rank's part of the protocol for one request. Each method is one atomic action. Their order matters."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.request = request
@@ -159,13 +159,13 @@ class Agreement:
     def listen(self, signals: SignalPipe, on_replaced: Callable[[signal.Signals, object], None]) -> None:
         """From now on, a stop signal to this process is a request to stop all ranks.
 
-        ``on_replaced``: see ``SignalPipe.listen``; the handlers are checked at each boundary.
+        ``on_replaced``: see ``SignalPipe.listen``. The handlers are checked at each boundary.
         """
         signals.listen(self._on_signal, on_replaced)
         self._signals = signals
 
     def on_notice(self, reason: str) -> None:
-        """Handles the supervisor's notice to stop. Any thread; does not wait for the store."""
+        """Handles the supervisor's notice to stop. Any thread. Does not wait for the store."""
         self._report("notified", reason=reason)
         threading.Thread(target=self._ask, args=(reason,), name="notice", daemon=True).start()
 
@@ -216,7 +216,7 @@ class Agreement:
             self._put({"reason": reason})
 
     def request_skip(self, batches: int, by: str) -> None:
-        """Asks all ranks to skip batches from their next common boundary on. Any thread; does not wait for the store.
+        """Asks all ranks to skip batches from their next common boundary on. Any thread. Does not wait for the store.
 
         ``by``: unique among the requests.
         """

@@ -357,7 +357,7 @@ class StepTimes:
 
 
 def _doing(step: _Step, clock: Clock) -> str | None:
-    """Whether a device that is in this step does its OWN work there or WAITs; None if it has passed all marks."""
+    """Whether a device that is in this step does its OWN work there or WAITs. None if it has passed all marks."""
     late = len(step.waits) if step.late is None else step.late
     in_order = [(step.asked, OWN), (step.begun, OWN)]
     in_order += [(mark, WAIT if number % 2 else OWN) for number, mark in enumerate(step.waits)]
@@ -441,6 +441,6 @@ class InputWait:
         if not self._workers:
             return f"the training process reads the samples itself. Pass num_workers={min(4, cpus)} to the loader"
         if self._workers < cpus:
-            return f"pass more than num_workers={self._workers} to the loader, as this process may use {cpus} CPUs"
+            return f"pass more than num_workers={self._workers} to the loader, because this process may use {cpus} CPUs"
         most = f"{self._workers} workers share {cpus} CPUs"
         return f"{most}. Request more (cpus_per_task), or make the samples cheaper to read"

@@ -35,7 +35,7 @@ class Tracking:
         self._processes: list[_Process] = []
 
     def begin(self, committed: int) -> None:
-        """Starts the processes; ``committed``: the checkpoint that the attempt resumed from, or 0."""
+        """Starts the processes. ``committed``: the checkpoint that the attempt resumed from, or 0."""
         if self._directory is None:
             return
         for tracker, options in wanted(self._job, self._directory.path.name, os.environ).items():

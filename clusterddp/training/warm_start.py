@@ -40,7 +40,7 @@ class Loaded:
 def load(files: Files, strict: bool, parts: Mapping[str, Stateful], group: ProcessGroup) -> list[Loaded]:
     """Loads the files into the parts. Collective: only rank 0 reads them.
 
-    Raises CheckpointError on all ranks for a file that cannot be read or does not fit; names that are missing on either
+    Raises CheckpointError on all ranks for a file that cannot be read or does not fit. Names that are missing on either
     side are accepted unless ``strict``. Raises TypeError for a part that the run does not have.
     """
     chosen = _by_part(files, parts)

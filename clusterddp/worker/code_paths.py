@@ -12,7 +12,7 @@ from clusterddp import protocol
 
 
 def mapped(path: str, checkout: str, snapshot: str) -> str:
-    """The snapshot's copy of a file or folder in the checkout; the path itself if it is elsewhere, or not copied.
+    """The snapshot's copy of a file or folder in the checkout. The path itself if it is elsewhere, or not copied.
 
     An empty path is the current folder, as on sys.path.
     """

@@ -78,7 +78,7 @@ Answer: TypeAlias = "tuple[str, int, float | None, bool, int]"
 class RunRequests:
     """The user's requests that the run in this process serves, from any thread.
 
-    ``progress`` returns how many steps are done and the newest checkpoint's step; ``save`` has the next step boundary
+    ``progress`` returns how many steps are done and the newest checkpoint's step. ``save`` has the next step boundary
     save. ``profile`` and ``skip`` take a request and a number of steps, and return why it is refused, if so.
     ``profile`` records these steps from the next boundary on. ``skip``, on rank 0, has all ranks skip this many
     batches.
@@ -210,7 +210,7 @@ class ControlChannel:
                     break
 
     def on_stop(self, act: Callable[[str], None] | None) -> None:
-        """Calls ``act`` once with each reason for which the supervisor orders a stop; at once if it already has."""
+        """Calls ``act`` once with each reason for which the supervisor orders a stop. At once if it already has."""
         with self._stopping:
             self._on_stop = act
             if act is not None:
@@ -297,7 +297,7 @@ def variables() -> Mapping[str, str]:
 
 
 def on_stop(act: Callable[[str], None] | None) -> None:
-    """Calls ``act`` once with each reason for which the supervisor orders a stop; at once if it already has."""
+    """Calls ``act`` once with each reason for which the supervisor orders a stop. At once if it already has."""
     if current is not None:
         current.on_stop(act)
 
@@ -329,7 +329,7 @@ def tell_of_child(environ: Mapping[str, str]) -> None:
 
 
 def await_store(seconds: float) -> bool:
-    """Waits until rank 0's store is open or the supervisor is unreachable; returns False on timeout."""
+    """Waits until rank 0's store is open or the supervisor is unreachable. Returns False on timeout."""
     return current is None or current.store_open.wait(seconds)
 
 
@@ -366,11 +366,11 @@ def _obey(order: Mapping[str, Any], on_order: Callable[[Mapping[str, Any]], None
     try:
         on_order(order)
     except Exception as error:
-        say(f"could not carry out the supervisor's order {dict(order)!r:.200}: {error!r}")
+        say(f"could not carry out the supervisor's request {dict(order)!r:.200}: {error!r}")
 
 
 def _order(line: bytes) -> dict[str, Any]:
-    """The order in a line; empty if it cannot be parsed."""
+    """The order in a line. Empty if it cannot be parsed."""
     try:
         order = json.loads(line)
     except (ValueError, RecursionError):
@@ -398,7 +398,7 @@ def _answer(line: bytes, address: str) -> Answer:
 def _greet(
     address: str, hello: Mapping[str, Any], timeout: float, give_up: Callable[[], bool]
 ) -> tuple[socket.socket, bytes] | None:
-    """A connection to the supervisor and its answer; None after ``give_up``."""
+    """A connection to the supervisor and its answer. None after ``give_up``."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
     attempts = 0
@@ -455,13 +455,13 @@ def _connect(host: str, port: int, timeout: float) -> socket.socket:
             if time.monotonic() > deadline:
                 raise LauncherEnvironmentError(
                     f"could not connect to the supervisor at {host}:{port} within {timeout:.0f} s ({error}). Every "
-                    "node of a job must be able to reach its first node: check the network and firewalls"
+                    "node of a job must be able to reach its first node. Check the network and firewalls"
                 ) from error
             time.sleep(0.2)
 
 
 def _receive_line(connection: socket.socket, timeout: float, give_up: Callable[[], bool]) -> bytes | None:
-    """The first line and what was received with it; empty if the peer closed without one, None after ``give_up``.
+    """The first line and what was received with it. Empty if the peer closed without one, None after ``give_up``.
 
     Raises TimeoutError after ``timeout`` seconds.
     """

@@ -1,6 +1,6 @@
 """A launched Python function: ``python -m clusterddp.worker -m clusterddp.function`` on every rank.
 
-The function is pickled in the run's ``private/function.pkl``; the return value of each rank is written next to the
+The function is pickled in the run's ``private/function.pkl``. The return value of each rank is written next to the
 rank's record. Unpickling executes code, so a file is loaded only if no other user can have written it.
 
 The ``checkpoint()`` of a callable (submitit's contract) is called on a preemption or a near time limit as submitit
@@ -118,7 +118,7 @@ def function_of(run: RunDirectory, attempt: int, rank: int) -> Path:
     if checkpoint_of(delayed) is None:
         return newest
     if rank == 0:
-        say(f"attempt {before[-1]} ended without a call of checkpoint(). Calling it now")
+        say(f"attempt {before[-1]} ended without calling checkpoint(). Calling it now")
         save_function(begun, pickled(continued(delayed)))
     while begun.name not in os.listdir(begun.parent):  # lists the folder, because a shared disk caches absent files
         time.sleep(0.1)

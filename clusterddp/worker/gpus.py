@@ -124,7 +124,7 @@ class Gpu:
 
 
 def library() -> Any | None:
-    """The module ``pynvml`` once it has found a driver; None without either."""
+    """The module ``pynvml`` once it has found a driver. None without either."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -188,7 +188,7 @@ class Xids:
                 self._nvml.nvmlDeviceRegisterEvents(gpu.handle, self._nvml.nvmlEventTypeXidCriticalError, self._set)
 
     def next(self, seconds: float) -> tuple[int | None, int] | None:
-        """The number of a GPU and its Xid, as soon as there is one; None after so many seconds."""
+        """The number of a GPU and its Xid, as soon as there is one. None after so many seconds."""
         began = time.monotonic()
         try:
             event = self._nvml.nvmlEventSetWait_v2(self._set, int(1000 * seconds))

@@ -1,4 +1,4 @@
-"""What may make a rank slow: facts about its node and its GPUs, in words. Linux; no torch."""
+"""What may make a rank slow: facts about its node and its GPUs, in words. Linux. No torch."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def protect(run: str, attempt: int, handles_stops: Callable[[], bool], stop_sign
 
     ``run``: the run directory. With the attempt's number, it identifies files that a killed rank has left.
     ``handles_stops``: whether a stop does not end this process at once, so that it need not wait. ``stop_signal``: the
-    signal that the script expects at a stop (key ``stop``), without SIG; then TERM and USR2 lead to it.
+    signal that the script expects at a stop (key ``stop``), without SIG. Then TERM and USR2 lead to it.
     """
     if stop_signal is not None:
         _this.deferred = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.Signals[f"SIG{stop_signal}"]})
@@ -147,7 +147,7 @@ _this = _Process()
 
 
 def _replaceable(path: Any) -> Path | None:
-    """The regular file that a save to ``path`` writes, after symbolic links; None if it is not one, or the save will
+    """The regular file that a save to ``path`` writes, after symbolic links. None if it is not one, or the save will
     fail."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or text.endswith("/") or str(Path(text).absolute()).startswith(_OPEN_FILES):
@@ -163,7 +163,7 @@ def _replaceable(path: Any) -> Path | None:
         return target
     if target.exists() and folder not in _this.swept:
         _this.swept.add(folder)
-        say(f"saves of {target} are not protected, because this user may not create files in {folder}")
+        say(f"saves of {target} are not protected, because this user cannot create files in {folder}")
     return None
 
 
@@ -189,8 +189,8 @@ def _replacing(target: Path) -> Iterator[str]:
     except BaseException as error:
         if _is_full(error, beside):
             say(
-                f"no room to save {target}. A save needs room for the new file beside the old one, which is unchanged. "
-                "Make room, or set `protect_saves: false` to overwrite files in place"
+                f"not enough space to save {target}. A save needs space for the new file in addition to the old one, "
+                "which is unchanged. Free space, or set `protect_saves: false` to overwrite files in place"
             )
         raise
     finally:
@@ -307,7 +307,7 @@ _EVENT = struct.Struct("iIII")  # followed by the name, whose length is the last
 
 
 class SavedFile:
-    """Whether this attempt opens the file that the script saved at its last stop; otherwise steps are lost unnoticed.
+    """Whether this attempt opens the file that the script saved at its last stop. Otherwise steps are lost unnoticed.
 
     Watches a file, or the files in a folder and in its folders, from its creation on. Linux reports each open of the
     file (inotify), by any process of this node and any library: Python's ``open``, a reader in C++ or Rust, ``mmap``.

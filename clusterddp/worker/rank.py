@@ -164,7 +164,7 @@ def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
-    """Joins the supervisor and sets torchrun's environment; returns the socket that reserves rank 0's port.
+    """Joins the supervisor and sets torchrun's environment. Returns the socket that reserves rank 0's port.
 
     Has no effect if a stop signal arrives before all ranks have joined.
     """
@@ -320,7 +320,7 @@ def _done() -> tuple[dict[str, Any], int]:
     After ``break`` it is done, unless the supervisor has a reason to stop.
     """
     if Stopped.latest is not None:
-        say("the script caught clusterddp.Stopped. The run is stopped, not completed. Let this exception pass")
+        say("the script caught clusterddp.Stopped. The run is stopped, not completed. Let this exception propagate")
         return _stopped(Stopped.latest)
     if rank_exit.told_to_stop is not None:
         say("the script exited without requeue() after stop_requested() was true. The run is stopped, not completed")

@@ -149,7 +149,7 @@ def finish_child(exit_code: int) -> NoReturn:
 def exit_now(exit_code: int) -> NoReturn:
     """Ends this process and its children now."""
     if left := end_children():
-        say(f"ended child processes at exit: {_listed(left)}")
+        say(f"killed child processes at exit: {_listed(left)}")
     _exit(exit_code)
 
 

@@ -68,7 +68,7 @@ def _do_nothing(number: int, _: object) -> None:
 
 
 class SignalPipe:
-    """Catches the stop signals from its construction on; ``listen`` receives all of them, in order.
+    """Catches the stop signals from its construction on. ``listen`` receives all of them, in order.
 
     Construct it in the main thread. USR2 is blocked in all threads except the listening one: programs that the script
     starts inherit the mask, so that a USR2 to all processes of the step does not kill them.
@@ -123,7 +123,7 @@ class SignalPipe:
                 os.write(self._write, bytes([number]))
 
     def check(self) -> None:
-        """Checks, at each step boundary in the main thread, that the handlers are still installed; takes 0.1 us
+        """Checks, at each step boundary in the main thread, that the handlers are still installed. Takes 0.1 us
         in a tight loop, 3 to 6 us after a step that has displaced the CPU caches.
 
         A default action or SIG_IGN is replaced by our handler again: asyncio restores the default when it ends. A

@@ -95,7 +95,7 @@ def place_of(frame: FrameType, sleeping: bool) -> tuple[str, bool]:
 
 
 def _of_the_user(frames: list[FrameType]) -> FrameType:
-    """The innermost frame of the user's code; the outermost one if there is none."""
+    """The innermost frame of the user's code. The outermost one if there is none."""
     others = _others(getattr(sys.modules.get("torch"), "__file__", None))
     return next((one for one in frames if not one.f_code.co_filename.startswith(others)), frames[-1])
 
@@ -109,7 +109,7 @@ def _others(torch: str | None) -> tuple[str, ...]:
 
 
 def sleeping(native_id: int) -> bool:
-    """Whether a thread of this process sleeps in the kernel (proc(5), state S or D); False if unknown."""
+    """Whether a thread of this process sleeps in the kernel (proc(5), state S or D). False if unknown."""
     try:
         text = Path(f"/proc/self/task/{native_id}/stat").read_text(errors="replace")
     except OSError:  # such as no file descriptor left

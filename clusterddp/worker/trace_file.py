@@ -47,7 +47,7 @@ def store(trace: IO[bytes], target: Path) -> None:
             packed.write(block)
             end = (end + block)[-64:]
         if not end.rstrip().endswith(b"}"):
-            raise RunDirectoryError("the trace is not complete: the node's temporary folder may be full")
+            raise RunDirectoryError("the trace is incomplete. The node's temporary folder may be full")
 
 
 if __name__ == "__main__":

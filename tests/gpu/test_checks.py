@@ -16,6 +16,6 @@ def test_devices_are_identified_and_compute_and_reduce(tmp_path: Path) -> None:
         said = ranks.output(rank).splitlines()
         assert said[0].startswith("ok device Stand-in GPU, ")
         assert said[1].startswith("ok health ")
-        assert said[2:4] == ["ok compute products of matrices are right", "products of matrices are right"]
-        assert said[4].startswith("right sum over 2 ranks, ") and said[4].endswith(" GB/s (nccl)")
-        assert said[5] == "512 of 262,144 elements of a product in float16 are wrong"
+        assert said[2:4] == ["ok compute matrix products are correct", "matrix products are correct"]
+        assert said[4].startswith("correct sum over 2 ranks, ") and said[4].endswith(" GB/s (nccl)")
+        assert said[5] == "512 of 262,144 elements of a matrix product in float16 are wrong"

@@ -55,5 +55,5 @@ def test_each_fault_of_a_device_is_named_and_the_run_continues_until_the_device_
         assert words in done.stderr
     # The aborted rank's memory was still in use when the next one started.
     waited = (run.attempt_logs(2) / "rank-0.err").read_text()
-    assert "but the previous attempt used 0.03 GiB: waiting\n" in waited and "Continuing anyway" not in waited
+    assert "but the previous attempt used 0.03 GiB. Waiting\n" in waited and "Continuing anyway" not in waited
     assert run.outcome() is None and events_of(run, "stopped")[0]["attempt"] == 4

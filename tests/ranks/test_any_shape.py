@@ -170,8 +170,8 @@ def test_state_per_rank_that_does_not_fit_is_refused(folder: Path, script: Path,
     ) in refused.output(0)
     refused = ddp.start(script, folder / "uneven", 14, "-1", "uneven", ranks=2, folder=folder / "out").expect(1)
     assert (
-        "run(per_rank=...): rank 1 has nothing, but rank 0 has random.0, random.1, world. All ranks save together: "
-        "pass the same names on every rank"
+        "run(per_rank=...): rank 1 has nothing, but rank 0 has random.0, random.1, world. All ranks save together. "
+        "Pass the same names on every rank"
     ) in refused.output(1)
     refused = ddp.start(script, run, 14, "-1", "fewer", ranks=2, folder=folder / "out").expect(1)
     assert (

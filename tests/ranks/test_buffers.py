@@ -58,7 +58,7 @@ def test_the_forward_of_a_step_that_is_repeated_after_a_stop_counts_once(tmp_pat
     ddp.start(script, stopped, "stopped", size, ranks=2, folder=tmp_path / "out").expect(75)
     ddp.run(script, stopped, "stopped", size, ranks=2, folder=tmp_path / "out")
     (resumed,) = [event for event in RunDirectory(stopped).events() if event["event"] == "resumed"]
-    large = "step 3 was stopped after a forward that changed a buffer of over 1 MiB"
+    large = "step 3 was stopped after a forward pass that changed a buffer larger than 1 MiB"
     assert resumed["step"] == 3 and resumed["inexact"] == ([large] if size > 1 else [])
     for rank in range(2):
         expected, found = (torch.load(folder / f"final-{rank}.pt") for folder in (whole, stopped))

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from clusterddp.events import sentence
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
+from tests.trainings import events_of
 
 SCRIPT = """
 import sys, torch, clusterddp
@@ -86,6 +88,16 @@ def test_each_rank_resumes_where_its_loader_was(tmp_path: Path, script: Any, sto
     assert resumed["inexact"] == []
     newest = content_of(max((run / "checkpoints").glob("step-*")))
     assert newest["progress"]["loaders"] == [{"place": 5, "rank": 0}, {"place": 5, "rank": 1}]
+
+
+def test_each_rank_counts_its_own_passes(tmp_path: Path, script: Any) -> None:
+    """Of 10 batches on rank 0, and of 7 on rank 1."""
+    run, options = tmp_path / "run", ["by time", "uneven"]
+    first = ddp.start(script, run, 25, 8, *options, ranks=2, folder=tmp_path / "out").expect(75)
+    second = ddp.run(script, run, 25, -1, *options, ranks=2, folder=tmp_path / "out")
+    for rank, length in enumerate([10, 7]):
+        expected = [f"took {10 * rank + step % length + 1} in pass {step // length}" for step in range(25)]
+        assert taken(first, rank) + taken(second, rank) == expected
 
 
 def test_skipped_batches_are_handed_out_to_nobody_and_the_best_step_is_saved_by_all_ranks(
@@ -227,6 +239,27 @@ def test_the_best_step_is_saved_itself_and_kept_across_attempts(tmp_path: Path) 
     assert steps() == {8, 9}
     ddp.run(script, tmp_path / "run", "best", 20, ranks=2, folder=tmp_path / "out")
     assert steps() == {8, 20}  # 0.7 and 0.2 of the second attempt are no better
+
+
+def test_a_metric_that_no_step_logs_is_reported(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(POLICIES)
+    ranks = ddp.run(script, tmp_path / "run", "misspelt", 9, ranks=2, folder=tmp_path / "out")
+    assert "no step has logged 'F1', the metric of the best checkpoint. Logged so far: f1" in ranks.output(0)
+    assert "no step has logged" not in ranks.output(1)
+    (said,) = events_of(RunDirectory(tmp_path / "run"), "no_best")
+    assert sentence(said) == "attempt 0: there is no best checkpoint, because the script never logged 'F1', only f1"
+
+
+def test_a_chosen_interval_is_reported(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(POLICIES)
+    ddp.run(script, tmp_path / "run", "auto", 50, ranks=2, folder=tmp_path / "out")
+    chosen = [event for event in RunDirectory(tmp_path / "run").events() if event["event"] == "interval"]
+    assert chosen
+    for event in chosen:
+        assert event["seconds"] >= 10 and event["stall_s"] > 0 and event["between_s"] >= 86400
+        assert "saving every" in (sentence(event) or "")
 
 
 ON_REQUEST = (

@@ -115,7 +115,7 @@ def test_safetensors_reads_the_export_and_the_checkpoint_itself(tmp_path: Path, 
         (("there.pt",), "already exists"),
         (("model.pt", "--part", "ema"), "has no part 'ema', only model, optimizer"),
         (("no_such_folder/model.pt",), "no_such_folder/model.pt: No such file or directory"),
-        (("model.safetensors", "--part", "optimizer"), "safetensors holds only parts of which all values are tensors"),
+        (("model.safetensors", "--part", "optimizer"), "safetensors supports only parts whose values are all tensors"),
     ],
 )
 def test_an_impossible_export_names_the_alternatives(

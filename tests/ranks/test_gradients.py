@@ -65,7 +65,7 @@ for (x,) in run.steps(12):
 if ctx.is_main:
     torch.save(net.state_dict(), f"{run_dir}/final.pt")
 """
-LOST = ["the checkpoint was taken between a backward and its optimizer's step, without the gradients"]
+LOST = ["the checkpoint was taken between a backward pass and the optimizer's step, without the gradients"]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

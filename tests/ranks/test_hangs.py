@@ -62,7 +62,7 @@ def test_neither_an_announced_pause_nor_work_is_a_hang(slow: tuple[RunDirectory,
     log = (run.attempt_logs(0) / "rank-1.err").read_text()
     for stacks in log.split("Timeout (")[1:]:
         assert "in evaluate" in stacks
-        assert "This rank may hang. If it is only slow, it continues" in stacks
+        assert "This rank may be hanging. If it is only slow, it continues" in stacks
 
 
 def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]) -> None:
@@ -193,7 +193,7 @@ def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     past, before = (
         [sign(rank, 610, count=count, **at) for rank in range(3)] for count, at in ((90, IN_BACKWARD), (89, barrier))
     )
-    order = "Every rank must call the same ones in the same order"
+    order = "Every rank must call the same collectives in the same order"
     different, since = "the ranks called different collectives", f"They have waited for 610 s. {order}"
     two = "ranks 1 (n1), 2 (n2) at step"
     skipped = f"{different}: rank 0 (n0) at step 89 in the all_reduce of backward, {two} 88 in barrier. {since}"

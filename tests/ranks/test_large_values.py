@@ -59,7 +59,7 @@ def test_a_run_with_long_values_and_a_garbled_history_is_resumed_and_completed(t
     assert [line["step"] for line in run.metrics()] == list(range(40))
     assert math.isnan(run.metrics()[-1]["loss"]) and run.metrics()[-1]["scale"] == math.inf
     assert (run.outcome() or {})["attempts"] == 2
-    assert f"skipped {run.events_file}:1" in said and "Delete this line to fix it" in said
+    assert f"skipped {run.events_file}:1" in said and "To fix this, delete the line" in said
     results = [event for event in events if event["event"] == "result"]
     assert [(len(event) > 20_000, event.get("before")) for event in results] == [(True, None), (False, 1.0)] * 2
     assert "rejoined" not in [event["event"] for event in events]

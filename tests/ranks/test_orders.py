@@ -76,7 +76,9 @@ def test_other_weights_in_steps_to_come_are_recorded_and_those_of_the_past_refus
     old, new, past = ('{"9": {"odd": 1, "even": 3}}', '{"7": {"odd": 0, "even": 1}}', '{"3": {"odd": 1, "even": 3}}')
     ddp.start(HARNESS, run, "4", *words, old, ranks=2, folder=out).expect(75)
     refused = ddp.start(HARNESS, run, "4", *words, past, ranks=2, folder=out).expect(1)
-    assert "Weights may change only from step 5 on, at which the run resumes, but those of step 3" in refused.output(0)
+    assert "Weights may change only from step 5 on, where the run resumes, but the weights of step 3" in refused.output(
+        0
+    )
     second = ddp.start(HARNESS, run, "4,4,9", *words, new, ranks=2, folder=out).expect(75)
     third = ddp.run(HARNESS, run, "4", *words, new, ranks=2, folder=out)
     whole = of_steps(ddp.run(HARNESS, tmp_path / "whole", "", *words, old, ranks=2, folder=out))

@@ -18,7 +18,7 @@ from clusterddp.distributed import devices, process_group, store
 from clusterddp.distributed.devices import choose_devices
 from clusterddp.distributed.process_group import choose_backend
 from clusterddp.distributed.wrapping import wrap
-from clusterddp.errors import DeviceError
+from clusterddp.errors import DeviceError, LauncherEnvironmentError
 from clusterddp.training import settings
 from tests import ddp
 
@@ -87,7 +87,7 @@ def test_the_backend_of_a_device() -> None:
     with pytest.raises(DeviceError, match="backend nccl needs a GPU"):
         choose_backend("nccl", cpu)
     assert choose_backend("cpu:gloo", cpu) == "cpu:gloo"
-    with pytest.raises(DeviceError, match="backend smoke: this torch was built without it. Leave it out"):
+    with pytest.raises(DeviceError, match="backend smoke: this build of torch does not support it. Omit backend"):
         choose_backend("smoke", cpu)
 
 
@@ -164,6 +164,33 @@ def script(tmp_path: Path, body: Any, head: Any = HEAD) -> Any:
     return path
 
 
+def test_a_backend_per_device_type_is_known_on_every_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.4's own check takes a plain name alone."""
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name in ("gloo", "nccl"))
+    assert choose_backend("cpu:gloo,cuda:nccl", torch.device("cpu")) == "cpu:gloo,cuda:nccl"
+    with pytest.raises(DeviceError, match="backend cpu:smoke: this build of torch does not support it"):
+        choose_backend("cpu:smoke", torch.device("cpu"))
+
+
+CANNOT_CHANGE = (
+    r"torch 2\.\S+ cannot change gloo's timeout after the start, so a collective .* times out after \d+ s, not 1 s\."
+)
+
+
+def test_a_gloo_timeout_that_cannot_be_shortened_is_reported_once(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """As on torch 2.4, with a group of two of which only this rank is there."""
+    monkeypatch.setattr(process_group, "GLOO_TIMEOUT_CHANGES", False)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda timeout: None)
+    # Not by its initializer, which would wait for the other rank.
+    group = object.__new__(process_group.ProcessGroup)
+    group.rank, group.world_size, group._start_s = 0, 2, 1800.0
+    group.device, group.backend, group.of_script = torch.device("cpu"), "gloo", False
+    group.shorten_timeout(1.0)
+    group.rank = 1
+    group.shorten_timeout(1.0)
+    assert len(re.findall(CANNOT_CHANGE, capfd.readouterr().err)) == 1
+
+
 @pytest.mark.skipif(not process_group.GLOO_TIMEOUT_CHANGES, reason="this torch cannot change gloo's timeout")
 def test_the_group_uses_the_shorter_timeout(tmp_path: Path) -> None:
     body = (
@@ -212,6 +239,13 @@ def listens(port: int, table: str) -> bool:
     return any(place.endswith(f":{port:04X}") and state == "0A" for _, place, _, state, *_ in lines)
 
 
+def test_a_rank_says_that_rank_0_did_not_open_its_store() -> None:
+    place = environment.RankEnvironment(1, 1, 2, 2, 0, (), None, None, "slurm")
+    address = store.StoreAddress("127.0.0.1", ddp.free_port(), "token")
+    with pytest.raises(LauncherEnvironmentError, match=r"rank 0 did not open its store at 127.0.0.1:\d+ within 7 s"):
+        store.AttemptStore(place, address, 7.0, await_open=lambda seconds: seconds != 7.0)
+
+
 def test_a_store_names_its_owner_and_never_the_token() -> None:
     """It shows what it holds to anyone who connects."""
     environ = {
@@ -224,6 +258,17 @@ def test_a_store_names_its_owner_and_never_the_token() -> None:
     address = settings.store_address(environ, environment.read(environ))
     assert address.owner == "attempt 4 of run net-3"
     assert "secret" not in address.digest
+
+
+def test_two_single_processes_need_no_port(tmp_path: Path) -> None:
+    path = script(tmp_path, "print(ctx.rank, ctx.world_size, ctx.device, ctx.all_reduce_sum(2))\n")
+    outputs = [
+        subprocess.run([sys.executable, str(path)], capture_output=True, text=True, cwd=ddp.REPOSITORY, env=alone())
+        for _ in range(2)
+    ]
+    # Torch 2.9's gloo prints a line about its connections before.
+    assert [done.stdout.splitlines()[-1:] for done in outputs] == [["0 1 cpu 2.0"]] * 2
+    assert [done.returncode for done in outputs] == [0, 0]  # Also after the interpreter's own clean-up.
 
 
 def alone() -> dict[str, str]:
@@ -370,5 +415,5 @@ def test_a_broken_promise_about_a_static_graph_is_an_error_and_a_kept_one_is_not
 
 
 def test_the_promise_is_refused_without_a_static_graph() -> None:
-    with pytest.raises(TypeError, match="all_used_once=True is only for static_graph=True"):
+    with pytest.raises(TypeError, match="all_used_once=True requires static_graph=True"):
         wrap(torch.nn.Linear(1, 1), [torch.device("cpu")], all_used_once=True)

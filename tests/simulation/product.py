@@ -38,7 +38,7 @@ from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import claims, files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends, submission
-from clusterddp.slurm import commands, preemption_policy
+from clusterddp.slurm import commands, preemption_policy, shared_queue
 from clusterddp.supervisor import attempt, controller, done, hook, lease, main, own_checkpoints, recovery
 from tests.simulation import sweeps
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
@@ -184,6 +184,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         _Part(commands.subprocess, run=lambda command, **more: _now.slurm.run(command, **more)),
     )
     yield commands, "require", lambda *_: None
+    yield shared_queue, "_file", lambda: None
     yield attempt, "ControlServer", lambda *args: Server(_now.cluster, *args)
     yield from NAMED
     yield from sweeps.patches(_now)

@@ -443,7 +443,7 @@ def test_a_supervisor_that_stood_still_while_its_job_was_restarted_begins_no_att
     assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), Restarted(1)) == 4
     assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), Restarted(0)) == 1
     assert run.attempts() == [0]
-    assert "Slurm has restarted job 41 since it started this process, which exits" in capsys.readouterr().err
+    assert "Slurm has restarted job 41 since it started this process, so this process exits" in capsys.readouterr().err
     assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), Restarted(2)) == 4
     assert run.attempts() == [0, 1]
     assert SlurmController({"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "3"}, run, JOB).holder()["restarts"] == 3
@@ -644,7 +644,7 @@ def test_a_timeout_of_collectives_that_ran_while_the_job_was_suspended_is_named(
     attempt = Attempt(run, JOB, run.create_attempt(), ranks, FakeController(Cause.NONE))
     attempt.supervise()
     (failed,) = [event for event in run.events() if event["event"] == "rank_failed"]
-    words = "the ranks had been stopped for 2000 s, as by scontrol suspend, and that time counts"
+    words = "the ranks had been stopped for 2000 s, for example by scontrol suspend, and that time counts"
     assert (words in failed["error"]) is named, failed
 
 

@@ -175,7 +175,7 @@ def test_an_order_that_cannot_be_carried_out_hides_no_later_one(
         heard.server.broadcast(stop="preemption")
     heard.server.broadcast(save="1")
     assert [obeyed.get(timeout=10), obeyed.get(timeout=10)] == [{"stopped": "preemption"}, {"save": "1"}]
-    assert "could not carry out the supervisor's order {'stop': 'preemption'}" in capsys.readouterr().err
+    assert "could not carry out the supervisor's request {'stop': 'preemption'}" in capsys.readouterr().err
 
 
 def test_a_broken_connection_is_reopened(heard: Heard) -> None:

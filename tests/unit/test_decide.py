@@ -290,7 +290,7 @@ def test_a_silent_node_is_not_called_lost_while_the_controller_is_silent_too() -
     """It may be this node that was cut off: it asks until it is superseded, or gets an answer."""
     silent = after(ConnectionLost(1, silent=True))
     state, todo = step(silent, AWAY, NOW)
-    words = "neither n2 nor Slurm's controller responds. Waiting: check this node's network"
+    words = "neither n2 nor Slurm's controller responds. Waiting for one of them. Check this node's network"
     assert todo == [Record("controller_away", {"error": AWAY.error}), Say(words), StartTimer(Timer.ASK, ASK_AGAIN_S)]
     assert actions(state, Timer.ASK) == [Do.ASK_CONTROLLER]
     assert actions(state, AWAY) == [StartTimer(Timer.ASK, ASK_AGAIN_S)]

@@ -204,9 +204,9 @@ def test_the_wait_says_why_and_ends_with_the_results(
     write_json(tmp_path / "results.json", {"over": False})
     assert nodes_job._await_results("7", run)["over"] is False
     assert capsys.readouterr().err.splitlines() == [
-        "doctor: job 7 waits: jobs with a higher priority start first",
-        "doctor: job 7 waits: next in the queue, waiting for nodes to become free",
-        "doctor: job 7 runs on n[1-2]",
+        "doctor: job 7 is waiting: jobs with a higher priority start first",
+        "doctor: job 7 is waiting: next in the queue, waiting for nodes to become free",
+        "doctor: job 7 is running on n[1-2]",
     ]
     write_json(tmp_path / "results.json", {"over": True})
     assert nodes_job._await_results("7", run)["over"] is True
@@ -231,7 +231,7 @@ def test_a_job_that_does_not_start_is_given_up(
     job_states.append(info("PENDING", "Priority"))
     monkeypatch.setattr(nodes_job, "QUEUE_S", -1.0)
     with pytest.raises(
-        SlurmError, match=r"did not start within -0 minutes \(waits: jobs with a higher .*\) and was cancelled"
+        SlurmError, match=r"did not start within -0 minutes \(waiting: jobs with a higher .*\) and was cancelled"
     ):
         nodes_job._await_results("7", RunDirectory(tmp_path))
 
@@ -254,7 +254,10 @@ def test_a_wrong_element_of_the_product_is_found(monkeypatch: pytest.MonkeyPatch
     tile[3][5] += 1
     monkeypatch.setattr(compute, "product_tile", lambda size: tile)
     check = compute.multiply(CPU)
-    assert (check.state, check.found) == ("failed", "4,096 of 262,144 elements of a product in float32 are wrong")
+    assert (check.state, check.found) == (
+        "failed",
+        "4,096 of 262,144 elements of a matrix product in float32 are wrong",
+    )
 
 
 @pytest.mark.parametrize(("free", "state"), [(78, "ok"), (60, "warning")])

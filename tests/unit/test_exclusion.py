@@ -95,7 +95,7 @@ def test_the_text_for_the_administrator_says_what_failed_and_when() -> None:
     text = letter([*started, *failed("n2", "n2")], "n2", NOW)
     hung = {**failed("n2", kind="hung")[0], "error": None, "what": "rank 3 (n2) has been stuck at step 7 for 606 s"}
     assert "job 41: rank 3 (n2) has been stuck at step 7 for 606 s" in letter([*started, hung], "n2", NOW)
-    assert text.startswith("Node n2 failed one of our training runs 2 times:\n")
+    assert text.startswith("Node n2 caused 2 failures in one of our training runs:\n")
     assert text.count("job 41: killed by signal 9") == 2
     assert "sbatch --exclude=n2" in text
 

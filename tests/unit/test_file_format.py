@@ -272,7 +272,7 @@ def test_a_wrong_header_is_damage(tmp_path: Path, change: Any) -> None:
 )
 def test_a_state_that_does_not_fit_its_tensors_is_refused(tmp_path: Path, change: Any) -> None:
     """The file is whole, and something else wrote it."""
-    with pytest.raises(CheckpointError, match="A different program wrote the file"):
+    with pytest.raises(CheckpointError, match="Another program wrote the file"):
         content_of(liar(tmp_path / "x", change))
 
 

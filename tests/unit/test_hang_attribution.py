@@ -118,9 +118,9 @@ def test_flight_records_tell_that_ranks_called_different_collectives() -> None:
     found = hang(gpu(0, 90, OWN, **rows(300, 301, BARRIER)), *others)
     assert (found.late, found.of_device) == ((0,), False)
     assert found.what == (
-        f"the ranks called different collectives: rank 0 (n0) called {BARRIER} as collective 301 of their group, "
-        f"ranks 1 (n1), 2 (n2) called {REDUCE} as collective 301 of their group. They have waited for 610 s. "
-        "Every rank must call the same ones in the same order"
+        f"the ranks called different collectives: rank 0 (n0) called {BARRIER} as collective 301 of their group, ranks "
+        f"1 (n1), 2 (n2) called {REDUCE} as collective 301 of their group. They have waited for 610 s. Every rank must "
+        "call the same collectives in the same order"
     )
     assert hang(gpu(0, 90, OWN, **rows(300, 301, BARRIER)), others[0]).late == (0, 1)  # it is unknown which
 

@@ -277,8 +277,8 @@ def test_a_rank_that_logs_nothing_is_left_out_and_named(tmp_path: Path, world: W
     world.metrics.settle(1, 60)
     assert written(tmp_path) == [1.5] and written(tmp_path, "theirs") == [4.0] and written(tmp_path, "mine") == [1.0]
     assert sorted(said) == sorted(
-        f"{ranks} of 3 ranks did not call run.log({name}=..., reduce=...) in step 0, so it is reduced over the other "
-        "ranks. Call it on every rank"
+        f"{ranks} of 3 ranks did not call run.log({name}=..., reduce=...) in step 0, so the value is reduced over the "
+        "other ranks. Make this call on every rank"
         for name, ranks in {"loss": "rank 2", "mine": "ranks 1, 2", "theirs": "ranks 0, 2"}.items()
     )
     world.log(0, 1, {"loss": 1.0})

@@ -107,9 +107,9 @@ def test_the_shares_after_a_change_are_the_new_ones() -> None:
     [
         (
             {"changes": {4: [1, 1]}},
-            "Weights may change only from step 5 on, at which the run resumes, but those of step 4",
+            "Weights may change only from step 5 on, where the run resumes, but the weights of step 4",
         ),
-        ({"weights": [1, 1]}, "those of step 0 differ. Give earlier weights and changes as they were, or start"),
+        ({"weights": [1, 1]}, "the weights of step 0 differ. Keep earlier weights and changes as they were, or start"),
         ({"shuffle": False}, "Use the same datasets, num_samples, drop_last and shuffle"),
         ({"num_samples": 3}, "Use the same datasets, num_samples, drop_last and shuffle"),
         (

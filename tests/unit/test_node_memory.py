@@ -156,5 +156,5 @@ def test_nodes_lists_failures_and_writes_to_the_administrator(
     out = capsys.readouterr().out
     assert "n2: 2 failures in 2 runs" in out and "new jobs avoid it" in out
     assert "n3: 1 failure in 1 run" in out
-    assert "Node n2 failed 2 of our training runs 2 times:" in out
+    assert "Node n2 caused 2 failures in 2 of our training runs:" in out
     assert "Node n3" not in out

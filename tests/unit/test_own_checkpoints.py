@@ -131,7 +131,7 @@ def test_a_folder_is_complete_with_all_that_the_one_before_has(run: RunDirectory
     (run.path / "step_16").mkdir()
     found, passed = newest(run, "{run_dir}/step_*")
     assert found == "step_8"
-    assert passed == [("step_16", "an empty folder"), ("step_12", "code.patch is missing, although step_8 has it")]
+    assert passed == [("step_16", "an empty folder"), ("step_12", "code.patch is missing, but step_8 has it")]
     (run.path / "step_12" / "model.pt").write_bytes(b"")
     assert ("step_12", "model.pt: empty") in newest(run, "{run_dir}/step_*")[1]
 

@@ -83,9 +83,9 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
         save(value, path)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
     said = capfd.readouterr().err
-    assert (f"no room to save {path}. A save needs room for the new file beside the old one" in said) == (
-        error is OSError
-    )
+    assert (
+        f"not enough space to save {path}. A save needs space for the new file in addition to the old one" in said
+    ) == (error is OSError)
 
 
 def test_what_is_no_file_is_left_to_the_function_itself(save: Save, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
-from clusterddp.slurm.shared_queue import shared_jobs
 
 from clusterddp.errors import SlurmUnavailable
 from clusterddp.rundir.files import append_line
@@ -16,6 +15,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import pace, shared_queue
 from clusterddp.slurm.pace import QUIET_S, SILENT_AFTER_S, SILENT_S, Activity, Pace, PacedQueue
 from clusterddp.slurm.queue import QueuedJob
+from clusterddp.slurm.shared_queue import shared_jobs
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
