@@ -22,6 +22,11 @@ def accepted_from(peer: socket.socket) -> socket.socket:
     return socket.socket(fileno=number)
 
 
+def accepted_at(port: int) -> int:
+    """The number of connections that this process has accepted at a port."""
+    return sum(each.getsockname()[1] == port for each in _connections())
+
+
 def break_connection(port: int) -> None:
     """Ends this process's only connection to a port, for both sides."""
     with connection_to(port) as connection:

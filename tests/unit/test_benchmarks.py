@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.soak import judging
+from benchmarks.soak import __main__ as soak
+from benchmarks.soak import faults, judging
 from benchmarks.steps import agreement
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -32,10 +33,45 @@ def test_the_agreement_sends_nothing_while_no_stop_is_requested() -> None:
     agreed.close()
 
 
-# ---- the figures
-
-
 # ---- the soak
+
+
+def test_a_mixed_soak_has_every_kind_of_fault() -> None:
+    cases = [soak.make_case(1, "cgroup", number, [0, 20], mixed=True) for number in range(60)]
+    kinds = {getattr(fault, "kind", "preemption") for case in cases for fault in case.preemptions}
+    assert kinds == set(faults.WORDS)
+
+
+def test_a_fault_costs_the_time_to_the_next_new_step_and_the_repeated_steps() -> None:
+    times = [(0, 0, 1.0), (0, 1, 2.0), (0, 2, 2.6), (1, 2, 8.0), (1, 3, 9.0), (1, 4, 14.0)]
+    lines = [{"attempt": attempt, "step": step, "time": time} for attempt, step, time in times]
+    events = [{"event": "rank_failed", "attempt": 0, "time": 3.0}]
+    events += [{"event": "resumed", "attempt": 1, "time": 7.0, "redone": 1}]
+    events += [{"event": "started", "attempt": attempt, "time": 6.0 * attempt} for attempt in range(2)]
+    made = [{"kind": "kill", "asked": 2.5}, {"kind": "slurmd", "asked": 10.0}, {"kind": "cut", "asked": 12.0}]
+    assert faults.costs(made, events, lines) == [
+        {"kind": "kill", "said": 0.5, "seconds": 6.5, "redone": 1},
+        {"kind": "slurmd", "said": None, "seconds": None, "redone": 0},  # the next fault came before
+        {"kind": "cut", "said": None, "seconds": 2.0, "redone": 0},
+    ]
+    assert faults.unannounced_redone(made, events, lines) == (0, 1)
+    assert faults.unannounced_redone([{"kind": "preemption", "asked": 2.5}], events, lines) == (1, 0)
+
+
+def test_steps_repeated_after_an_attempt_without_a_step_are_not_the_next_preemptions() -> None:
+    events = [{"event": "started", "attempt": attempt, "time": 10.0 * attempt} for attempt in range(3)]
+    events += [{"event": "resumed", "attempt": attempt, "time": 10.0 * attempt + 1, "redone": 3} for attempt in (1, 2)]
+    made = [{"kind": "kill", "asked": 5.0}, {"kind": "preemption", "asked": 12.0}]
+    lines = [{"step": 22, "time": 4.0, "attempt": 0}]
+    assert faults.unannounced_redone(made, events, lines) == (0, 3)
+
+
+def test_two_attempts_without_a_checkpoint_are_spared_a_third() -> None:
+    def attempt(number: int, *names: str) -> list[dict[str, Any]]:
+        return [{"event": name, "attempt": number} for name in ("started", *names)]
+
+    assert faults.fruitless(attempt(0, "checkpoint") + attempt(1) + attempt(2) + attempt(3)) == 2
+    assert faults.fruitless(attempt(0) + attempt(1, "checkpoint") + attempt(2)) == 0
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

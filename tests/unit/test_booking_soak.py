@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks.soak.booking import UNKNOWN, Soaked
-from benchmarks.soak.booking_truth import Record
 from clusterddp.events import sentence
 from clusterddp.report.booking import book
 from clusterddp.report.stragglers import waits
@@ -19,19 +18,6 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import read_timings
 
 RECORDED = Path(__file__).parents[1] / "soaked"
-
-
-def rank(attempt: int, begin: float, steps: range, until: float | None = None) -> list[Record]:
-    """Rank 0 from its first line: a second each until the first step, then a step per second; it saves at its end."""
-    who = f"{attempt}-0"
-    phases = ("importing", "rendezvous", "restoring", "importing", "first_step")
-    lines: list[Record] = [(begin + at, who, what, None) for at, what in enumerate(phases)]
-    lines += [(begin + 5 + number, who, "step", step) for number, step in enumerate(steps)]
-    lines.append((begin + 5.1, who, "stepping", None))
-    if until is not None:
-        last = begin + 4 + len(steps)
-        lines += [(last + 0.2, who, "saving", None), (until, who, "left", None)]
-    return lines
 
 
 # --- the recorded soak
