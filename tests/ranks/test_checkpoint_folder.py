@@ -72,6 +72,18 @@ def test_a_part_that_was_not_saved_and_a_newer_process_are_reported(tmp_path: Pa
         second.close()
 
 
+def test_what_was_saved_can_be_restored_in_the_same_process_and_in_the_next(tmp_path: Path) -> None:
+    """As for an evaluation of the newest state: the process continues from what it started with."""
+    model = torch.nn.Linear(2, 2)
+    for begins_at in (0, 3):
+        with clusterddp.CheckpointFolder(tmp_path / "folder") as folder:
+            assert folder.restore(model=model) == begins_at
+            folder.save(begins_at + 2, model=model)
+            folder.wait()
+            assert folder.restore(model=model) == begins_at + 2
+            folder.save(begins_at + 3, model=model)
+
+
 def test_a_save_that_ignores_existing_checkpoints_is_refused_and_one_without_close_is_not_lost(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

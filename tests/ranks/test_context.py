@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import clusterddp
+from clusterddp.rundir.files import finite
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training import logged_values as logged
 from tests import ddp
@@ -112,6 +113,17 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_the_part_and_the_
 def test_a_value_that_cannot_be_recorded_is_refused_at_the_call(value: Any) -> None:
     with pytest.raises(TypeError, match=r"run.log\(loss=...\): expected a number"):
         logged.check("loss", value)
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [(1, 1), (True, True), (0.5, 0.5), (np.float32(0.5), 0.5), (np.ones(1), 1.0), (torch.ones(1, 1), 1.0),
+     (np.longdouble(0.5), 0.5), (np.uint64(2**64 - 1), 2**64 - 1), (torch.tensor(2, dtype=torch.int8), 2),
+     (float("nan"), "NaN"), (torch.tensor(-torch.inf, dtype=torch.bfloat16), "-Infinity")],
+)  # fmt: skip
+def test_a_number_in_any_form_is_logged(value: Any, kept: Any) -> None:
+    logged.check("loss", value)
+    assert finite(logged.number("loss", value)) == kept
 
 
 def test_too_large_or_too_many_values_are_refused_at_the_call() -> None:

@@ -52,6 +52,16 @@ def test_ctrl_c_while_a_command_imports_ends_it_without_a_traceback(entry: str, 
     assert said(command, 130, env={**os.environ, "PYTHONPATH": str(tmp_path)}) in ("", "clusterddp: interrupted\n")
 
 
+def test_ctrl_c_ends_logs_that_follow(run: RunDirectory) -> None:
+    log = run.attempt_logs(run.create_attempt()) / "rank-0.out"
+    log.write_text("a line\n")
+    process = subprocess.Popen([*CLI, "logs", "-f", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"a line\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == b"clusterddp: interrupted\n"
+    assert process.returncode == 130
+
+
 def test_logs_of_missing_attempts_and_ranks_are_refused(run: RunDirectory) -> None:
     """Also with ``-f``: the command does not wait for an attempt that cannot start, or a rank of a finished run."""
     run.create_attempt()
@@ -92,6 +102,15 @@ def test_a_full_disk_is_one_sentence_that_names_the_file(
     assert ("run" in lines[lines.index(line) + 1 :]) is False
 
 
+def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
+    """By every command that needs it."""
+    for words in ("status run", "submit -m this --local", "cancel run", "export run x.pt"):
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        command = ["bash", "-c", f'cd {gone} && rmdir {gone} && exec "$@"', "bash", *CLI, *words.split()]
+        assert said(command, 1) == "clusterddp: the working directory was deleted. Change to one that exists\n"
+
+
 def test_characters_that_the_output_cannot_encode_are_escaped(run: RunDirectory) -> None:
     """A path with umlauts, on a terminal that encodes only ASCII."""
     path = run.path.rename(run.path.with_name("l\u00e4ufe"))
@@ -108,6 +127,16 @@ def test_output_that_cannot_be_written_is_reported() -> None:
     assert "No space left on device" in done.stderr
     closed = subprocess.run(["bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', "bash", *CLI, "--help"], timeout=60)
     assert closed.returncode in (0, 141)
+
+
+@pytest.mark.parametrize("words", [["list"], ["logs", "RUN"], ["status", "RUN"]])
+def test_a_closed_stream_is_no_error(run: RunDirectory, words: list[str]) -> None:
+    """``>&-``, as of a daemon."""
+    (run.attempt_logs(run.create_attempt()) / "rank-0.out").write_text("printed\n")
+    command = [*CLI, *(str(run) if word == "RUN" else word for word in words)]
+    for redirected in (">&-", "2>&-", ">&- 2>&-"):
+        done = subprocess.run(["bash", "-c", f'"$@" {redirected}', "bash", *command], capture_output=True, timeout=60)
+        assert done.returncode == 0 and b"Traceback" not in done.stderr, (redirected, done)
 
 
 def test_an_internal_error_leaves_its_traceback_in_a_file(

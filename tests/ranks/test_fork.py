@@ -65,6 +65,12 @@ def test_a_fork_continues_from_another_runs_step_and_does_not_change_that_run(
     assert {path: path.stat().st_mtime_ns for path in source.path.rglob("*")} == before
 
 
+def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path: Path, source: RunDirectory) -> None:
+    fork = RunDirectory(tmp_path / "fork")
+    submit("--fork", source, "--run-dir", fork, steps=45)
+    assert sorted(losses(fork)) == list(range(40, 45))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

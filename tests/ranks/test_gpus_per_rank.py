@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import clusterddp
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.conftest import Launch
 from tests.waiting import story, wait_for_outcome
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -51,6 +54,30 @@ def test_each_local_node_has_its_own_share_of_this_machines_gpus(
     done = local(run, *shape, visible=visible)
     assert done.returncode == 0, done.stderr
     assert seen(run) == expected
+
+
+def test_gpus_that_cannot_be_shared_start_nothing(tmp_path: Path) -> None:
+    done = local(RunDirectory(tmp_path / "run"), "--gpus", "5", *SHARED)
+    assert done.returncode == 2
+    assert "gpus_per_node: 5 is not a multiple of gpus_per_rank, which is 2" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_gpus_each_device_of_a_rank_is_the_cpu(launch: Launch) -> None:
+    """Four of them are two ranks of two, as they would be GPUs; the model's parts stay where the script put them."""
+
+    def train() -> tuple[int, list[str], int]:
+        ctx = clusterddp.init()
+        model = ctx.wrap(torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.ones(8, 2), batch_size=2))  # type: ignore[arg-type]
+        for batch in run.steps(3):
+            model(batch).sum().backward()
+            optimizer.step()
+        return ctx.world_size, [str(device) for device in ctx.devices], run.step
+
+    handle = launch(train, gpus_per_node=4, gpus_per_rank=2)
+    assert handle.result(all_ranks=True) == [(2, ["cpu", "cpu"], 3)] * 2
 
 
 def test_in_an_allocation_its_tasks_are_the_ranks(tmp_path: Path) -> None:

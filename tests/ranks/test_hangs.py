@@ -224,6 +224,26 @@ def test_a_hang_tells_since_when_no_rank_has_made_a_step() -> None:
     assert hang and (hang.seconds, hang.stalled_s) == (611, 608)
 
 
+@pytest.mark.parametrize(
+    "signs",
+    [
+        [],
+        [sign(0, 599), sign(1, 600)],
+        [sign(0, 604, **IN_BACKWARD), sign(1, 606)],  # it timed out; its stacks are being written
+        [sign(0, 9000, allowed=None), sign(1, 1)],  # it has not started to train
+        [sign(0, 9000, allowed=math.inf, place="x.py:1 (f)"), sign(1, 9000, **IN_BACKWARD)],  # ctx.unwatched()
+        [sign(0, 900, still_s=10.0, place="x.py:1 (f)"), sign(1, 900, still_s=898.0, **IN_BACKWARD)],  # it evaluates
+        [sign(0, 900, still_s=10.0, place="x.py:1 (f)"), sign(1, 900, still_s=2.0, place="x.py:1 (f)")],  # both do
+        [sign(0, 1, count=89, place="x.py:1 (f)"), sign(1, 900, **IN_BACKWARD)],  # back from ctx.unwatched()
+        [sign(0, 1700, allowed=1800, place="compiler"), sign(1, 1700, allowed=1800)],
+        [sign(0, 1200, allowed=4 * 400), sign(1, 1200, allowed=4 * 400)],
+    ],
+)
+def test_a_rank_within_its_time_does_not_hang(signs: list[RankStatus]) -> None:
+    """Nor do those that wait for a rank whose watchdog is suspended."""
+    assert find_hang(signs, NOW, beat_s=2.0) is None
+
+
 def test_a_late_rank_that_continues_does_not_make_ranks_late_that_have_not_reported_since() -> None:
     """Ranks report in turn: rank 1 reports the end of its long evaluation; rank 0's last report is from before."""
     search = Watch(beat_s=2.0)

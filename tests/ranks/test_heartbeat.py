@@ -67,6 +67,15 @@ def test_the_timeout_of_a_step_follows_the_longest_step_so_far() -> None:
     assert (pace.look(9002, 4, None, False), pace.allowed_s) == (0.0, math.inf)  # done
 
 
+def test_between_steps_of_an_unknown_script_the_longer_timeout_counts() -> None:
+    """An evaluation or a save of the usual length may come anywhere, and is not announced."""
+    for patient, allowed_s in ((False, WATCHDOG.step_s), (True, WATCHDOG.start_s)):
+        pace = Pace(WATCHDOG, patient)
+        for count in range(4):
+            pace.look(float(count), count, 0, False)
+        assert pace.allowed_s == allowed_s
+
+
 def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ticks at most pass between two looks."""
     now = 100.0
@@ -143,6 +152,45 @@ def test_the_users_line_is_named_not_what_it_calls() -> None:
     assert place.startswith("test_heartbeat.py:")
     assert place.endswith("(<lambda>), wait")
     assert not waits
+
+
+LEFT = """
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+from clusterddp.training.heartbeat import Heartbeat, WatchedSteps
+
+calls = []
+Heartbeat.begin = lambda self: calls.append("begin")
+Heartbeat.rest = lambda self: calls.append("rest")
+ctx = clusterddp.init(device="cpu")
+model = ctx.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(TensorDataset(torch.ones(8, 1)), batch_size=1))
+
+def say(where):
+    print(where, "watched" if calls[-1] == "begin" else "left alone", flush=True)
+
+for number, _ in enumerate(run.steps(8)):
+    say("inside")
+    break
+say("after")
+steps = run.steps(8)
+for _ in steps:
+    break
+say("held")
+steps.close()
+say("closed")
+"""
+
+
+def test_code_after_a_loop_left_by_break_is_not_watched(tmp_path: Path) -> None:
+    """Unless the script holds the iterator: then the end of the loop cannot be detected."""
+    script = tmp_path / "left.py"
+    script.write_text(LEFT)
+    said = ddp.run(script, ranks=1, folder=tmp_path / "out").output(0).splitlines()
+    said = [line for line in said if not line.startswith("[Gloo]")]  # torch 2.9's prints its connections
+    assert said == ["inside watched", "after left alone", "held watched", "closed left alone"]
 
 
 WAITING = """

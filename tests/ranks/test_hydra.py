@@ -149,3 +149,8 @@ def test_a_multirun_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     for name in "ab":
         done = multirun(tmp_path / "m", f"model.name={name}")
     assert done.returncode == 1 and "is a member with other overrides: args: model.name=a" in done.stderr, done.stderr
+
+
+def test_a_multirun_inside_the_ranks_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(clusterddp.errors.UsageError, match="every rank would run all members"):
+        command(["submit", str(APP), "--local", "--run-dir", str(tmp_path / "r"), "--", "-m", "steps=1,2"])

@@ -17,6 +17,8 @@ import torch
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
+from tests.preempted import attempt
+from tests.trained_alone import trained_alone
 from tests.waiting import differing, final_state, story
 
 JOBS = ddp.REPOSITORY / "jobs"
@@ -54,6 +56,19 @@ def run(tmp_path: Path) -> RunDirectory:
 # ---- basic
 
 
+def test_basic_two_ranks_train_as_one_process_does_on_the_joined_batch(run: RunDirectory, tmp_path: Path) -> None:
+    """The script compares gradients in every step; here the weights of 20 steps are compared with one rank's."""
+    assert "20 steps: the gradients of 2 ranks were equal, and those of the joined batch" in submit(run, "basic")
+    alone = RunDirectory(tmp_path / "alone")
+    attempt(alone, [JOBS / "basic.py", "--batch-size", 40], ranks=1).expect(0)
+    weights, expected = (
+        {name: value for name, value in final_state(of).items() if name.startswith(".model")} for of in (run, alone)
+    )
+    assert len(weights) == 4
+    torch.testing.assert_close(weights, expected)
+    assert differing(weights, expected), "one rank sums in another order: equal bits would be the same run"
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "words"),
     [
@@ -78,6 +93,21 @@ def test_basic_notices_gradients_that_are_not_the_joined_batchs(
 
 
 # ---- checkpoint
+
+
+# test_checkpoint_folder.py has more of the other one.
+@pytest.mark.parametrize("job", ["checkpoint", pytest.param("checkpoint_folder", marks=pytest.mark.product)])
+def test_checkpoint_a_second_start_ends_as_a_single_one(run: RunDirectory, tmp_path: Path, job: str) -> None:
+    """On both ranks, with the optimizer's momentum: to the last digit shown."""
+    whole = submit(run, job)
+    (tmp_path / "files").mkdir()
+    for steps in (25, 60):
+        arguments = ("--steps", steps, "--folder", tmp_path / "files")
+        part = ddp.run(JOBS / f"{job}.py", *arguments, ranks=2, folder=tmp_path / "out")
+    for rank in (0, 1):
+        output = part.output(rank)
+        assert f"rank {rank} starts at step 25" in output
+        assert result(output) == result(whole)
 
 
 def result(output: str) -> str:
@@ -106,6 +136,15 @@ def test_checkpoint_folder_saves_the_step_at_which_it_stops(tmp_path: Path) -> N
 # ---- model_parallel
 
 
+def test_model_parallel_trains_as_one_process_does_on_the_joined_batch(run: RunDirectory) -> None:
+    """Both halves on the CPU; the mean loss of the last step is that of a model on one device."""
+    said = re.search(r"cpu and cpu: loss (\S+) after 20 steps", submit(run, "model_parallel", "--gpus", "4"))
+    assert said is not None
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
+    assert float(said[1]) == pytest.approx(trained_alone(model, 20, ranks=2), abs=2e-6)
+
+
 def test_model_parallel_gives_each_rank_two_gpus_and_says_when_there_are_too_few() -> None:
     """Local rank r has GPUs 2r and 2r + 1 of its node."""
     two_devices = script("model_parallel").two_devices
@@ -129,6 +168,21 @@ FACTORS = {
     "subgroup": 1,
 }
 ROW = re.compile(r"^(\w+|nodes \d+ and \d+) +(\d+) +([\d.e+-]+) +([\d.e+-]+) +([\d.e+-]+)$", re.MULTILINE)
+
+
+def test_bench_collectives_prints_each_one_with_the_bandwidths_of_nccl_tests(run: RunDirectory) -> None:
+    """On 3 ranks: an odd number of them, and none a power of two."""
+    shape = ["--local", "--device", "cpu", "--nodes", "3", "--gpus", "1", "--run-dir", str(run)]
+    said = command("bench", "collectives", *shape, "--", "--sizes", "1200", "120000", "--repetitions", "3")
+    assert "all results are correct" in said and "not supported by" not in said
+    rows = ROW.findall(said)
+    pairs = {"nodes 0 and 1", "nodes 0 and 2", "nodes 1 and 2"}
+    assert {row[0] for row in rows} == FACTORS.keys() | pairs
+    assert [row[1] for row in rows if row[0] == "all_reduce"] == ["1200", "120000"]
+    for name, size, microseconds, algorithm, bus in rows:
+        factor = 1.0 if name in pairs else FACTORS[name]
+        assert float(algorithm) == pytest.approx(int(size) / float(microseconds) / 1e3, rel=1e-2)
+        assert float(bus) == pytest.approx(float(algorithm) * factor, rel=1e-2)
 
 
 KEPT = "dist.all_to_all = lambda out, put: [one.copy_(other) for one, other in zip(out, put)]"
@@ -179,6 +233,16 @@ def held_out_loss(said: str) -> str:
     found = re.search(r"held-out loss (\S+) nats", said)
     assert found is not None, said
     return found[1]
+
+
+@pytest.mark.product  # gpu/test_jobs.py runs it, test_exact_resume.py trains a smaller model
+def test_charlm_learns_more_than_character_frequencies(charlm: tuple[RunDirectory, str]) -> None:
+    """Well below what a model without context can reach on that text, and far below a uniform guess (5.55)."""
+    text = script("charlm").load_text()
+    frequency = torch.bincount(text).double() / len(text)
+    unigram = -(frequency * frequency.clamp(min=1e-30).log()).sum().item()
+    assert 2.8 < unigram < 3.6, "the text is not as expected"
+    assert float(held_out_loss(charlm[1])) < unigram - 0.2
 
 
 @pytest.mark.product  # test_exact_resume.py has the same for a smaller model
@@ -238,6 +302,38 @@ def test_scaling_times_ranks_that_exchange_their_gradients_under_every_option(
     """Each rank has samples of its own, so that the weights stay equal only by the exchange."""
     arguments = [statement, JOBS / "scaling.py", "--steps", 3, "--width", 32, *options]
     assert words in ddp.start(CHANGED, *arguments, ranks=2, folder=tmp_path).expect(code).output(0)
+
+
+# ---- digits
+
+ACTUAL = "0123456789" * 3 + "0011122233334444555566667777888899990000" + "9753186420"
+PREDICTED = "0123456789" * 2 + "9876543210" + "0111122233335444555567667777888099990001" + "9753186422"
+
+
+def test_digits_accuracy_and_f1_over_ranks_are_those_of_the_joined_predictions(tmp_path: Path) -> None:
+    """80 samples on 3 ranks, in batches of 7: ranks and last batches are uneven."""
+    arguments = [JOBS / "digits.py", ACTUAL, PREDICTED]
+    ranks = ddp.run(Path(__file__).parents[1] / "scripts" / "digits_metrics.py", *arguments, ranks=3, folder=tmp_path)
+    batches = [[7, 7, 7, 6], [7, 7, 7, 6], [7, 7, 7, 5]]
+    for rank in range(3):
+        said = re.search(r"batches of (\[.*\]): accuracy (\S+), macro-F1 (\S+)", ranks.output(rank))
+        assert said is not None and said[1] == str(batches[rank])
+        assert float(said[2]) == pytest.approx(accuracy(ACTUAL, PREDICTED), abs=1e-6)
+        assert float(said[3]) == pytest.approx(macro_f1(ACTUAL, PREDICTED), abs=1e-6)
+
+
+def accuracy(actual: str, predicted: str) -> float:
+    return sum(a == p for a, p in zip(actual, predicted, strict=True)) / len(actual)
+
+
+def macro_f1(actual: str, predicted: str) -> float:
+    """The mean over the classes of the harmonic mean of precision and recall."""
+    pairs, scores = list(zip(actual, predicted, strict=True)), []
+    for digit in sorted(set(actual) | set(predicted)):
+        hits = pairs.count((digit, digit))
+        precision, recall = hits / max(1, predicted.count(digit)), hits / max(1, actual.count(digit))
+        scores.append(2 * precision * recall / (precision + recall) if hits else 0.0)
+    return sum(scores) / len(scores)
 
 
 # ---- all of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from submitit.helpers import DelayedSubmission
 
 import clusterddp
-from clusterddp.errors import Declined, JobDefinitionError, RunDirectoryError, RunFailed, UsageError
+from clusterddp.errors import Declined, JobDefinitionError, RunDirectoryError, RunFailed, StoppedAlone, UsageError
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.worker import function
@@ -146,6 +147,46 @@ def test_a_submitit_callable_continues_from_its_checkpoint(launch: Launch, marks
     preempt_local(RunDirectory(handle.path))
     assert handle.result(all_ranks=True) == [("trained again", 2, ["0"], 2)] * 2, story(RunDirectory(handle.path))
     assert [event["event"] for event in RunDirectory(handle.path).events()].count("requeued") == 1
+
+
+class Ending(Counting):
+    def checkpoint(self, word: str) -> None:  # type: ignore[override]
+        return None
+
+
+def test_a_submitit_callable_may_decline_to_continue(launch: Launch, marks: Path) -> None:
+    """As with submitit, the run has then failed."""
+    handle = launch(Ending(marks), "trained", gpus_per_node=1)
+    wait_for_marks(handle, marks, 1)
+    preempt_local(RunDirectory(handle.path))
+    with pytest.raises(RunFailed, match=r"checkpoint\(\) returned None, so the run is not continued"):
+        handle.result()
+    assert RunDirectory(handle.path).attempts() == [0]
+
+
+def test_a_checkpoint_is_called_after_a_stop_of_a_clusterddp_training_too(tmp_path: Path) -> None:
+    """A callable may have both: the training has saved, and the callable's own state is kept as well."""
+    run = RunDirectory(tmp_path)
+    run.create()
+    attempt = run.create_attempt()
+
+    class Both:
+        def __call__(self) -> None:
+            raise clusterddp.Stopped(7, "signal TERM")
+
+        def checkpoint(self) -> DelayedSubmission:
+            return DelayedSubmission(str, "next")
+
+    before = {number: signal.getsignal(number) for number in function.STOP_SIGNALS}
+    try:
+        with pytest.raises(clusterddp.Stopped) as stopped:
+            function.PreemptibleCall(run, attempt, 0, DelayedSubmission(Both())).carry_out()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not isinstance(stopped.value, StoppedAlone)
+    assert function.load_function(function.newest_function(run, attempt + 1)).result() == "next"
+    assert function.newest_function(run, attempt) == function.function_file(run)
 
 
 def test_a_rank_that_declines_ends_the_run_for_any_cause() -> None:

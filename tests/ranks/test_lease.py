@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,24 @@ def test_a_run_of_an_unreachable_machine_can_be_taken_over(run: RunDirectory, mo
     check_not_held(run)
 
 
+def test_a_process_is_identified_by_its_machine_under_any_host_name(
+    run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host was renamed: a running process is still found, and is not taken over."""
+    lease.take(run, run.create_attempt(), entry_of(sleeper))
+    be_elsewhere(monkeypatch, lease.process_namespace())
+    lease.let_go_unreachable(run)
+    advice = (
+        "Follow it with `clusterddp resubmit .*`, "
+        "or save and stop it with `clusterddp tell .* stop` and submit it again"
+    )
+    with pytest.raises(RunDirectoryError, match=f"on this machine. {advice}"):
+        check_not_held(run)
+    sleeper.kill()
+    sleeper.wait()
+    check_not_held(run)
+
+
 def test_cancelling_a_copy_leaves_the_original_alone(
     run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +162,18 @@ def test_a_cancel_while_an_attempt_is_claimed_ends_it(run: RunDirectory, monkeyp
     assert lease.holders(run) == []
 
 
+def test_a_run_with_a_debugged_rank_can_be_cancelled(run: RunDirectory) -> None:
+    """Its supervisor leads no session, since the rank keeps the terminal: the ranks alone are signalled."""
+    with subprocess.Popen(["sh", "-c", "sleep 600 & wait $!"]) as process:
+        wait_until(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(), "the shell's child")
+        assert os.getpgid(process.pid) != process.pid
+        lease.take(run, run.create_attempt(), entry_of(process))
+        waiting = subprocess.Popen([*module_command("clusterddp"), "cancel", str(run)], stdout=subprocess.PIPE)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert b"cancelled. The run will not start again" in waiting.communicate(timeout=60)[0]
+    assert (run.outcome() or {})["state"] == "cancelled"
+
+
 def test_one_process_at_a_time_submits_a_run_and_the_claim_of_a_dead_one_is_void(
     run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +219,39 @@ def test_a_claim_that_another_process_made_under_an_older_number_is_seen(
     with lease.submitting(run) as other:
         assert other is not None and f"process {sleeper.pid} on" in other
     assert [file.name for file in run.private.iterdir()] == [path.name]
+
+
+RACE = """
+import sys, threading, time
+from pathlib import Path
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor import lease
+run = RunDirectory(sys.argv[1])
+sys.stdin.readline()
+with lease.submitting(run) as other:
+    if other is None:
+        print("won", flush=True)
+        sys.stdin.readline()
+    else:
+        print(other, flush=True)
+"""
+
+
+def test_of_many_processes_that_claim_a_submission_at_once_one_wins(run: RunDirectory) -> None:
+    """Also after the claim of a dead process, which all of them find."""
+    write_claim(run.private / "submitting-0.json", run, {**lease.of_this_process(), "process_start": "1"})
+    command = [sys.executable, "-c", RACE, str(run)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("start\n")
+        process.stdin.flush()
+    said = [process.stdout.readline().strip() for process in processes if process.stdout is not None]
+    for process in processes:
+        process.communicate("end\n", timeout=60)
+    winner = processes[said.index("won")]
+    assert said.count("won") == 1
+    assert sum(f"is being submitted by process {winner.pid} on" in words for words in said) == len(said) - 1
 
 
 def test_two_submissions_of_one_run_directory_at_the_same_moment_are_one(

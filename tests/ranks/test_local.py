@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -13,13 +15,17 @@ from typing import Any
 
 import pytest
 
+from clusterddp.errors import UNCONFIRMED
+from clusterddp.jobdef.job import Job
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs import local
+from clusterddp.runs.progress import Progress
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.controller import give_notice
 from tests.cluster.system import Process
 from tests.histories import check_history
-from tests.waiting import differing, final_state, story, wait_for_step, wait_until
+from tests.waiting import differing, final_state, preempt_local, story, wait_for_step, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 120
@@ -113,6 +119,16 @@ def test_a_preempted_and_interrupted_run_is_the_uninterrupted_one(
         "state": "completed", "step": STEPS, "attempts": 3, "reason": "all ranks finished",
     }  # fmt: skip
     check_same(stopped_twice, uninterrupted)
+
+
+def test_the_end_of_an_attempt_is_awaited_not_looked_for(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command takes no CPU while it waits, and ends at once."""
+    run.create()
+    monkeypatch.setattr(local, "LOOK_S", 600.0)
+    monkeypatch.setattr(local, "module_command", lambda _: ["/bin/sh", "-c", "exit 3", "sh"])
+    job = Job(name="x", module="x", device="cpu")
+    with Progress(run, None) as progress:
+        assert local.LocalRun(run, job).loop(progress) == 3
 
 
 def test_ctrl_c_before_the_ranks_have_started_stops_the_run(run: RunDirectory, tmp_path: Path) -> None:
@@ -232,6 +248,18 @@ def test_an_exception_is_shown_with_its_rank_and_ends_the_run(run: RunDirectory,
     assert (run.outcome() or {})["state"] == "failed"
 
 
+def test_a_rank_that_saves_after_a_notice_outlives_its_peers(run: RunDirectory) -> None:
+    """Rank 1 dies of the TERM; rank 0's own save takes longer than the peers of a failed rank have otherwise."""
+    process = start(run, "tests/scripts/saving_alone.py", "--device", "cpu", "--gpus", "2", "--", "8")
+    wait_until(lambda: len(list(run.path.glob("ready-*"))) == 2, "both ranks")
+    preempt_local(run)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == UNCONFIRMED, err  # attempt 1 finds the file and exits at once
+    assert (run.path / "own.txt").read_text() == "first half, second half"
+    assert [event["event"] for event in run.events() if "cause" in event] == ["requeued"]
+    assert run.attempts() == [0, 1]
+
+
 @pytest.mark.parametrize("code", [75, 130])
 def test_a_training_that_fails_with_any_exit_code_is_over(run: RunDirectory, tmp_path: Path, code: int) -> None:
     """75 also requests another attempt, and 130 is the exit code of an interrupted run."""
@@ -257,6 +285,25 @@ def test_a_script_that_catches_the_stop_and_runs_to_its_end_is_not_completed(run
     assert "the script caught clusterddp.Stopped. The run is stopped, not completed" in said
 
 
+def test_a_run_that_finishes_despite_ctrl_c_is_completed(run: RunDirectory, tmp_path: Path) -> None:
+    """Its script ignores the signal: there is nothing to continue."""
+    going, go = tmp_path / "going", tmp_path / "go"
+    script = tmp_path / "deaf.py"
+    script.write_text(
+        "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(going)!r}).touch()\nwhile not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.05)\n"
+    )
+    process = start(run, str(script), "--device", "cpu")
+    wait_until(going.exists, "the script", timeout=60)
+    process.send_signal(signal.SIGINT)
+    wait_until(run.notice_file.exists, "the notice", timeout=60)
+    go.touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "continue with" not in err
+    assert (run.outcome() or {})["state"] == "completed"
+
+
 @pytest.mark.parametrize(
     ("code", "words"), [(0, "attempt 0: completed after 1 attempt"), (3, "attempt 0: failed: rank 0 .*")]
 )
@@ -277,6 +324,45 @@ def test_on_a_full_disk_the_end_is_reported_on_the_terminal(
     assert "could not write the history (File too large)" in done.stderr
     assert "Traceback" not in done.stderr
     assert run.outcome() is None
+
+
+def test_ctrl_c_saves_although_the_loop_cannot_write(run: RunDirectory) -> None:
+    """On a full disk nobody can tell the supervisor why the ranks stop; the ranks save where they can."""
+    process = start(run, *TRAINING, *whole(0.02))
+    wait_for_step(run, 0)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert f"could not write {run.notice_file} (File too large)" in said
+    assert re.search(r"at step (\d+)[,.].* Checkpoint \1 is saved\. The run is stopped", said, re.IGNORECASE), said
+
+
+def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) -> None:
+    """breakpoint() stops in a real terminal, reads what is typed there, and continues; the other ranks skip it."""
+    script = tmp_path / "debugged.py"
+    script.write_text("answer = 41\nbreakpoint()\nprint('the answer is', answer)\n")
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--debug", "--run-dir", str(run), str(script)]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu", "--gpus", "2"], cwd=REPOSITORY, stdin=follower, stdout=follower, stderr=follower
+    )
+    os.close(follower)
+    shown, other = b"", run.attempt_logs(0) / "rank-1.out"
+    # One line for each prompt: what is typed ahead can be lost where readline switches the terminal's mode.
+    lines = [b"answer += 1\n", b"c\n"]
+    while b"the answer is 4" not in shown:
+        try:
+            shown += os.read(leader, 4096)
+        except OSError:  # Linux's end of file on a terminal
+            pytest.fail(f"the run ended with code {process.wait(timeout=60)} after showing {shown.decode()}")
+        if b"(Pdb)" in shown:  # a person takes longer to answer than the other rank to get there
+            wait_until(lambda: "the answer is 41" in other.read_text() or process.poll() is not None, "rank 1")
+        if shown.count(b"(Pdb)") > 2 - len(lines) and lines:
+            os.write(leader, lines.pop(0))
+    assert b"the answer is 42" in shown
+    process.wait(timeout=60)
+    os.close(leader)
 
 
 @pytest.mark.parametrize(
@@ -349,6 +435,16 @@ def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirector
     assert [line["step"] for line in run.metrics()] == list(range(9))
 
 
+def test_preemptions_that_are_already_due_wait_for_the_attempts_ranks(run: RunDirectory) -> None:
+    """TERM in an attempt's first milliseconds would end the shell of the local command, and the run with it."""
+    script = run.path.with_name("waits_twice.py")
+    script.write_text("import os, time\ntime.sleep(60 if int(os.environ['CLUSTERDDP_ATTEMPT']) < 2 else 0)\n")
+    done = submit(run, str(script), "--device", "cpu", "--preempt-after", "0", "--preempt-after", "0s")
+    assert done.returncode == 0, done.stderr
+    assert (run.outcome() or {})["attempts"] == 3
+    assert done.stderr.count("preempted. No step was recorded. The job is requeued") == 2
+
+
 def test_status_logs_and_cancel_work_without_slurm(stopped_twice: RunDirectory) -> None:
     """From the run's own files alone."""
     run = stopped_twice
@@ -362,3 +458,14 @@ def test_status_logs_and_cancel_work_without_slurm(stopped_twice: RunDirectory) 
     assert "attempts  3" in shown
     assert f"finished at step {STEPS}" in ask("logs", str(run))
     assert f"already completed at step {STEPS}" in ask("cancel", str(run))
+
+
+def test_the_history_says_when_the_code_changed_between_attempts(run: RunDirectory, tmp_path: Path) -> None:
+    """The script's hash is part of each attempt's record."""
+    script = tmp_path / "edited.py"
+    script.write_text("raise SystemExit(3)\n")
+    assert submit(run, str(script), "--device", "cpu").returncode == 3
+    script.write_text("print('mended')\n")
+    done = submit(run)
+    assert done.returncode == 0
+    assert re.search(r"The code has changed since the last attempt: script \w+ -> \w+", done.stderr)

@@ -8,12 +8,19 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from clusterddp.checkpoint.store import Checkpoints, lineage, of_run
+from clusterddp.errors import CheckpointError
+from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command
+from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.checkpoint_files import save
 from tests.waiting import story
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
+CONTENT = {"model": {"weight": torch.ones(2)}}
 
 
 def submit(run: RunDirectory, steps: int, *options: str) -> subprocess.CompletedProcess[str]:
@@ -64,3 +71,50 @@ def test_a_run_whose_checkpoints_are_missing_does_not_restart_from_step_0(
         assert (done.returncode, words in done.stderr) == (1, True), done.stderr
         assert "Restore the files, or start a new run in a different folder" in done.stderr
         assert (run.events(), run.outcome()) == (before, trained.outcome())
+
+
+def two_attempts(path: Path) -> RunDirectory:
+    """Attempt 1 continued from step 10 of attempt 0, which saved step 15 before it noticed."""
+    run = RunDirectory(path)
+    run.create()
+    for number, parent in enumerate((None, (0, 10))):
+        assert run.create_attempt() == number
+        Checkpoints(run, number, Keep(9)).record_resume(parent)
+        kind = {"event": "training"} if parent is None else {"event": "resumed", "parent": {"attempt": 0, "step": 10}}
+        append_line(run.events_file, {"time": 1.0, "attempt": number, "step": 10 * number, **kind})
+        for step in ((10, 15), (20,))[number]:
+            save(run, number, step, CONTENT, keep=Keep(9))
+            append_line(run.events_file, {"time": 1.0, "attempt": number, "event": "checkpoint", "step": step})
+    return run
+
+
+@pytest.mark.parametrize("missing", [(), ("private",), ("logs",), ("private", "logs")])
+def test_the_lineage_is_the_same_without_the_records(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    """The history has their content: step 15 is not part of the lineage."""
+    run = two_attempts(tmp_path / "run")
+    for name in missing:
+        shutil.rmtree(run.path / name)
+    run.private.mkdir(exist_ok=True)
+    assert run.create_attempt() == 2
+    assert list(lineage(run, 2)) == [(1, float("inf")), (0, 10)]
+    assert [(one.attempt, one.step) for one in of_run(run).candidates()] == [(1, 20), (0, 10)]
+
+
+def test_without_records_and_history_the_last_attempts_files_count(tmp_path: Path) -> None:
+    """Only their names are left."""
+    run = two_attempts(tmp_path / "run")
+    for folder in (run.private, run.logs):
+        shutil.rmtree(folder)
+    run.events_file.unlink()
+    assert [(one.attempt, one.step) for one in Checkpoints(run, 9, Keep()).candidates()] == [(1, 20)]
+
+
+def test_a_fork_without_its_checkpoint_is_an_error(tmp_path: Path) -> None:
+    """It was never trained, and would begin at step 0."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    Checkpoints(run, run.create_attempt(), Keep()).record_resume(None)
+    of_run(run).check_present()
+    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "forked", "step": 20})
+    with pytest.raises(CheckpointError, match="checkpoint 20 of this run was committed"):
+        of_run(run).check_present()

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from clusterddp.checkpoint.weights_file import export
+from clusterddp.errors import CheckpointError
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
@@ -150,3 +153,28 @@ def test_a_checkpoint_holds_only_gradients_that_wait(whole: Path) -> None:
     """Those of the third model: the others have stepped."""
     found = content_of(whole / "checkpoints" / "step-000000000005.attempt-0.safetensors")
     assert {name for name, gradients in found["progress"]["gradients"].items() if gradients} == {"branches"}
+
+
+def test_one_of_several_models_is_exported_by_name(whole: Path, tmp_path: Path) -> None:
+    """Without a name it would be a guess."""
+    run = RunDirectory(whole)
+    with pytest.raises(
+        CheckpointError,
+        match="has no part 'model'. Choose one by --part: generator, discriminator, branches, optimizers.0",
+    ):
+        export(run, tmp_path / "model.pt")
+    assert "generator of checkpoint 10" in export(run, tmp_path / "model.pt", "generator")
+    exported = torch.load(tmp_path / "model.pt", weights_only=True)
+    final = torch.load(whole / "final.pt", weights_only=True)["g"]
+    assert all(torch.equal(value, final[f"module.{name}"]) for name, value in exported.items())
+
+
+def test_a_model_that_does_not_train_needs_no_ddp(tmp_path: Path) -> None:
+    """The error says what to do with it."""
+    script = tmp_path / "teacher.py"
+    script.write_text(
+        "import torch, clusterddp\nclusterddp.init(device='cpu').wrap(torch.nn.Linear(1, 1).requires_grad_(False))\n"
+    )
+    failed = ddp.start(script, ranks=1, folder=tmp_path / "out").expect(1)
+    assert "wrap() received a Linear without a parameter that requires a gradient" in failed.output(0)
+    assert "as in teacher.to(ctx.device)" in failed.output(0)

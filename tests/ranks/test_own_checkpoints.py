@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.events import sentence
+from clusterddp.jobdef import configuration_files
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.waiting import preempt_local, story, wait_until
 
@@ -125,3 +126,7 @@ def test_a_failure_before_any_progress_names_the_arguments_that_were_added(run: 
     path = run.path.parent / "out" / "checkpoint-10.pth"
     lines = " ".join(printed.replace("\n|", "").split())
     assert f"`resume` added `--resume {path}.gz` for {path}. Check that the script can load it" in lines
+
+
+def test_the_presets_that_come_with_clusterddp_are_in_the_package() -> None:
+    assert {"nanogpt", "timm", "torchvision", "mae"} <= set(configuration_files.preset_names())

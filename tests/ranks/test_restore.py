@@ -58,6 +58,14 @@ def test_the_ranks_of_a_host_restore_in_three_collectives(saved: Path, tmp_path:
     assert restored(saved, tmp_path, "counted", 2) == ["broadcast gather broadcast\n"] * 2
 
 
+def test_json_of_any_length_reaches_all_ranks(saved: Path, tmp_path: Path) -> None:
+    assert restored(saved, tmp_path, "lengths", 2) == ["the same\n"] * 2
+
+
+def test_a_tensor_that_a_rank_keeps_is_no_other_ranks(saved: Path, tmp_path: Path) -> None:
+    assert restored(saved, tmp_path, "kept", 2) == ["step 2\n"] * 2
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [

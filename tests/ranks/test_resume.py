@@ -169,6 +169,20 @@ def test_a_superseded_rank_exits_on_its_own_and_its_late_write_is_not_restored(t
     assert json.loads(directory.resume_record(2).read_text())["parent"] == {"attempt": 1, "step": 44}
 
 
+def test_an_exception_in_one_rank_ends_all_of_them_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(
+        "import torch, clusterddp\n"
+        "ctx = clusterddp.init()\n"
+        "model = ctx.wrap(torch.nn.Linear(4, 4))\n"
+        "if ctx.rank == 1: raise ValueError('the first failure')\n"
+        "model(torch.ones(2, 4)).sum().backward()\n"
+    )
+    ranks = ddp.start(script, ranks=2, folder=tmp_path / "out").expect(1)
+    assert "the first failure" in ranks.output(1)
+    assert "Exception raised from" not in ranks.text()
+
+
 def writer_of(pid: int) -> int:
     """The process that writes the checkpoints of a rank, once it is there."""
 

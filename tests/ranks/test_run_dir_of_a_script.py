@@ -43,3 +43,27 @@ def test_under_another_launcher_it_is_the_one_given_to_init(tmp_path: Path) -> N
     ):
         ranks = ddp.run(script, *arguments, ranks=2, folder=tmp_path / "out")
         assert all(said in ranks.output(rank) for rank in (0, 1)), ranks.text()
+
+
+SEEDED = """
+import sys, clusterddp, numpy as np
+ctx = clusterddp.init(run_dir=sys.argv[1], seed=eval(sys.argv[2]))
+run = ctx.run(loader=ctx.loader(range(8), batch_size=1))
+for _ in run.steps(run.step + 1):
+    pass
+print("steps", run.step)
+"""
+
+
+def test_a_seed_is_a_number_and_a_resume_takes_no_other_not_even_of_another_type(tmp_path: Path) -> None:
+    """The order is made from the seed's repr, in which numpy's 5 is not 5."""
+    script = tmp_path / "script.py"
+    script.write_text(SEEDED)
+    for seed, said in (
+        ("float('nan')", "clusterddp.init(seed=nan): expected an integer"),
+        ("np.int64(5)", "steps 1"),
+        ("5", "the run started with seed np.int64(5), but the seed is now 5"),
+        ("np.int64(5)", "steps 2"),
+    ):
+        ranks = ddp.start(script, tmp_path / "run", seed, ranks=1, folder=tmp_path / "out").wait()
+        assert said in ranks.output(0), (seed, ranks.text())

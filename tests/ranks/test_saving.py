@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +21,8 @@ from clusterddp.checkpoint import memory_blocks, snapshot
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
 from clusterddp.checkpoint.state import load_state, state_of
 from clusterddp.checkpoint.store import Checkpoints
-from clusterddp.errors import CheckpointError
+from clusterddp.checkpoint.writer import Messages, Writer
+from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import process_start
 from clusterddp.rundir.run_directory import RunDirectory
@@ -67,6 +70,17 @@ def names(directory: RunDirectory) -> list[str]:
     return sorted(path.name for path in directory.checkpoints.iterdir())
 
 
+def test_the_writer_exits_when_its_rank_exits_with_an_unread_answer() -> None:
+    """The socket then breaks instead of closing; the save in progress is still finished."""
+    here, rank = socket.socketpair()
+    here.sendall(b"an answer\n")
+    messages = Messages(here)
+    rank.close()
+    with pytest.raises(EOFError):
+        messages.next()
+    here.close()
+
+
 def test_a_snapshot_is_saved_unchanged_while_training_continues(
     directory: RunDirectory, checkpoint_client: Any
 ) -> None:
@@ -87,6 +101,20 @@ def left() -> tuple[int, int]:
     links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     threads = [thread for thread in threading.enumerate() if thread.name == "snapshot"]
     return len(threads), sum("memfd:clusterddp" in link for link in links)
+
+
+@pytest.mark.parametrize("saves", [0, 1])
+def test_a_process_that_continues_keeps_neither_a_thread_nor_memory(directory: RunDirectory, saves: int) -> None:
+    """As one that makes one run after another, with and without a save."""
+    before = left()
+    client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
+    for step in range(saves):
+        save(client, step, state())
+    threads, memory = left()
+    assert (threads, memory > before[1]) == (before[0] + 1, saves > 0)
+    client.close()
+    client.free()
+    assert left() == before
 
 
 def test_a_state_that_grows_or_changes_its_shape_is_saved(directory: RunDirectory, checkpoint_client: Any) -> None:
@@ -123,6 +151,19 @@ def test_a_killed_writer_is_reported_and_the_next_save_starts_another(
         save(checkpoint_client, 2, state())
     save(checkpoint_client, 3, state())
     assert [name[5:17] for name in names(directory)] == ["000000000001", "000000000003"]
+
+
+def test_a_dead_writer_whose_exit_code_the_script_has_taken_is_not_said_to_have_exited_with_0(
+    checkpoint_client: Any,
+) -> None:
+    """``os.wait()`` in the script, or an ignored SIGCHLD; Popen then has 0."""
+    save(checkpoint_client, 1, state())
+    pid = writer_pid()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with pytest.raises(NotSaved, match=r"the checkpoint writer has exited, and its exit code was taken by the script"):
+        save(checkpoint_client, 2, state())
+    save(checkpoint_client, 3, state())
 
 
 def test_a_writer_that_cannot_be_started_fails_the_save_and_the_next_one_tries_again(
@@ -167,6 +208,48 @@ def test_a_writer_that_fails_unexpectedly_exits_and_is_not_waited_for(
         save(checkpoint_client, 2, state())
     save(checkpoint_client, 3, state())
     assert [name[5:17] for name in names(directory) if name[0] != "."] == ["000000000001", "000000000003"]
+
+
+def test_a_rank_with_more_than_a_thousand_open_files_saves(directory: RunDirectory) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    null = os.open(os.devnull, os.O_RDONLY)
+    held = [null, *(os.dup(null) for _ in range(1100))]
+    checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
+    try:
+        assert save(checkpoint_client, 1, state()).step == 1
+    finally:
+        checkpoint_client.close()
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_save_that_is_answered_leaves_the_next_one_alone() -> None:
+    """The rank may have asked for the next one before the thread of the first has noticed its end."""
+    # Through private members: the moment between two saves lasts microseconds.
+    writer = Writer(None, 0)  # type: ignore[arg-type]
+    following = iter([None])
+
+    def first() -> Any:
+        yield
+        writer._work = following
+
+    thread = threading.Thread(target=writer._work_slowly, args=(first(),))  # which becomes slow for good
+    thread.start()
+    thread.join()
+    assert list(following) == [None]
+
+
+def test_a_failed_write_leaves_no_file_behind_and_keeps_the_previous_one(
+    directory: RunDirectory, checkpoint_client: Any
+) -> None:
+    save(checkpoint_client, 1, state())
+    resource.prlimit(writer_pid(), resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+    with pytest.raises(NotSaved, match=r"checkpoint needs 0\.\d GiB, .* free \(File too large\)\. Keeping step 1"):
+        save(checkpoint_client, 2, state(size=100_000_000))
+    assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
+    save(checkpoint_client, 3, state())
 
 
 FULL_DISK = """
@@ -223,6 +306,14 @@ def test_a_full_disk_costs_the_oldest_checkpoints_before_the_newest_step(tmp_pat
     assert re.fullmatch(rf"checkpoint_failed 8 {reason}", failed) and left == "4 5 6 7"  # two would not make enough
 
 
+def test_a_superseded_attempt_writes_nothing(directory: RunDirectory, checkpoint_client: Any) -> None:
+    save(checkpoint_client, 1, state())
+    directory.create_attempt()
+    with pytest.raises(Superseded, match="attempt 0 was superseded by attempt 1 and does not write"):
+        save(checkpoint_client, 2, state())
+    assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
+
+
 def test_too_little_memory_is_an_error_with_sizes_before_any_is_taken(
     checkpoint_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +351,16 @@ def test_where_memfds_are_refused_the_snapshot_is_a_file_without_a_name(
     said = capsys.readouterr().err
     assert "the snapshot is an unlinked file in" in said and place in said and "memfd_create: Operation not" in said
     assert set(directory.private.iterdir()) == files
+
+
+def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
+    for path, most, used in (("a", "1000000", 400000), ("a/b", "max", 300000)):
+        (tmp_path / path).mkdir()
+        (tmp_path / path / "memory.max").write_text(f"{most}\n")
+        (tmp_path / path / "memory.current").write_text(f"{used}\n")
+        (tmp_path / path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    assert memory_blocks.left_in_cgroups(tmp_path, "/a/b", "memory.max", "memory.current") == 650000
+    assert 1 << 20 < memory_blocks.free_memory() < 1 << 50
 
 
 def test_the_writer_exits_with_its_rank(directory: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
@@ -310,6 +411,13 @@ def test_a_module_is_given_the_version_that_its_state_was_saved_by(
     load_state(fresh, content["model"])
     assert [parameter.item() for parameter in fresh.parameters()] == [1.0]
     assert content["other"]["inner"]._metadata == own["inner"]._metadata  # type: ignore[attr-defined]
+
+
+def test_the_state_of_a_module_that_was_saved_without_versions_is_loaded_as_before() -> None:
+    """As by versions of clusterddp that did not save them."""
+    module = torch.nn.Sequential(Rescaled())
+    load_state(module, {"0.scale": torch.ones(1)})
+    assert module[0].scale.item() == 10.0  # type: ignore[operator]
 
 
 def test_keys_have_no_prefix_of_ddp_or_compile_and_load_into_both() -> None:

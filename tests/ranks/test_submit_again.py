@@ -87,3 +87,17 @@ def test_a_killed_supervisor_is_reported_and_the_run_continues(run: RunDirectory
         f"{how}\n" in err
     )
     assert submit(run).returncode == 0
+
+
+def test_a_preemption_after_steps_that_the_script_does_not_record_is_reported(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    """At the start, as the script does not mention clusterddp, and at the end."""
+    script = tmp_path / "plain.py"
+    script.write_text("print('trained')\n")
+    done = submit(run, str(script), "--device", "cpu", "--preempt-after", "5", "--preempt-after", "9s")
+    assert done.returncode == 0
+    assert f"{script} does not mention clusterddp. If it records no steps, --preempt-after 5 never fires" in done.stderr
+    words = "\n--preempt-after 5 did not fire, because the script's step numbers are unknown. Use --preempt-at"
+    assert words in done.stderr
+    assert "\n--preempt-after 9s did not fire. The run was already over\n" in done.stderr

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from submitit.core.utils import UncompletedJobError
 
+from clusterddp.errors import UsageError
 from clusterddp.integrations.submitit import ClusterddpExecutor, job_values
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.run_directory import RunDirectory
@@ -93,6 +94,58 @@ def test_a_launcher_that_is_disturbed_ends_as_undisturbed(style: str, ranks: int
 def test_submitits_parameters_become_keys_of_a_job(parameters: dict[str, Any], expected: dict[str, Any]) -> None:
     """Those of AutoExecutor have been translated for Slurm by submitit. Without a time, submitit means 5 minutes."""
     assert job_values(parameters) == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        (
+            {"teardown": ["rm x"], "use_srun": False, "srun_args": ["-v"]},
+            r"teardown=\['rm x'\]: use the key `hook`.*use_srun=False: clusterddp always starts the "
+            r"ranks.*srun_args='-v': expected options",
+        ),
+        ({"array_parallelism": 2}, "array_parallelism=2: 3 runs are submitted, each as a separate job"),
+        ({"ntasks_per_node": 3, "gpus_per_node": 8}, "tasks_per_node=3 with gpus_per_node=8: expected as many tasks"),
+        ({"gpus_per_task": 1}, "gpus_per_task=1: give gpus_per_node"),
+        ({"new_in_submitit": 1}, "does not support these parameters of submitit: new_in_submitit"),
+    ],
+)
+def test_parameters_without_a_counterpart_are_named(parameters: dict[str, Any], words: str) -> None:
+    """Before anything is submitted."""
+    with pytest.raises(UsageError, match=words):
+        job_values(parameters, submissions=3)
+
+
+#: Prints which executor AutoExecutor takes.
+WHICH = """
+import submitit, sys
+sys.argv = ["which"]
+executor = submitit.AutoExecutor(folder="x", **eval(sys.stdin.read()))
+print(type(executor._executor).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "expected"),
+    [
+        (None, {}, "LocalExecutor"),
+        ("0", {}, "LocalExecutor"),
+        (None, {"cluster": "clusterddp"}, "set CLUSTERDDP_SUBMITIT=1 and leave out `cluster`"),
+        ("1", {}, "ClusterddpExecutor"),
+        ("1", {"cluster": "slurm", "slurm_max_num_timeout": 3}, "ClusterddpExecutor"),
+        ("local", {"cluster": "local"}, "LocalExecutor"),
+        ("yes", {}, "CLUSTERDDP_SUBMITIT='yes': expected 1 (a Slurm job) or local"),
+    ],
+)
+def test_only_who_asks_for_it_gets_clusterddps_executor(
+    variable: str | None, given: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    """Without the variable, submitit behaves as if clusterddp were not installed; no Slurm is here."""
+    environ = {name: value for name, value in os.environ.items() if name != "CLUSTERDDP_SUBMITIT"}
+    environ |= {"PATH": "/nowhere"} | ({"CLUSTERDDP_SUBMITIT": variable} if variable else {})
+    command = [sys.executable, "-c", WHICH]
+    done = subprocess.run(command, input=repr(given), cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert expected in done.stdout + done.stderr
 
 
 def test_an_array_is_a_run_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import clusterddp
 from clusterddp.cli.command_line import command
+from clusterddp.errors import UsageError
 from clusterddp.rundir.run_directory import RunDirectory
 
 SCRIPT = "import sys; print(*sys.argv[1:]); assert sys.argv[-1] != '1'\n"
@@ -50,3 +52,17 @@ def test_a_function_is_called_with_the_values_of_each_member(tmp_path: Path) -> 
         handles = clusterddp.sweep(scaled, grid, 2, device="cpu", local=True, run_dir=tmp_path / "s")
         assert [handle.result() for handle in handles] == [(1.0, (8, 4), "0"), (0.5, (8, 4), "0")]
     assert list(attempts(tmp_path / "s").values()) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ({"data": [sys]}, "data=<module 'sys' .*: expected numbers, text or lists of them"),
+        ([{"lr": 1}, {"lr": 1}], "the same values twice"),
+        ({}, "this sweep has no members"),
+    ],
+)
+def test_values_that_cannot_name_a_run_are_refused(tmp_path: Path, grid: dict[str, list[object]], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        clusterddp.sweep(scaled, grid, local=True, run_dir=tmp_path / "s")
+    assert not (tmp_path / "s").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -131,6 +132,30 @@ def test_a_rank_that_stands_still_once_others_have_ended_is_found_and_restarted(
 def output(run: RunDirectory, attempt: int, rank: int) -> str:
     log = run.attempt_logs(attempt) / f"rank-{rank}.out"
     return log.read_text() if log.exists() else ""
+
+
+OUTSIDE = """
+import sys, clusterddp
+without_torch = "torch" not in sys.modules
+answers = [clusterddp.stop_requested() for _ in range(3)]
+clusterddp.requeue(saved="nowhere.pt")
+print(without_torch, answers)
+"""
+
+
+def test_outside_of_a_run_both_lines_do_nothing() -> None:
+    """And to import clusterddp does not import torch."""
+    done = subprocess.run([sys.executable, "-c", OUTSIDE], capture_output=True, text=True, check=True)
+    assert done.stdout == "True [False, False, False]\n"
+
+
+def test_a_process_that_a_rank_has_started_is_told_that_it_gets_no_stop() -> None:
+    """As those of torch.multiprocessing.spawn: they have the rank's environment, and no supervisor."""
+    code = "import clusterddp; print(clusterddp.stop_requested(), clusterddp.stop_requested())"
+    environ = {**os.environ, "CLUSTERDDP_SUPERVISOR": "127.0.0.1:1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.stdout == "False False\n"
+    assert done.stderr.count("stop_requested() is always False in a process that a rank has started") == 1
 
 
 STARTS_PROCESSES = """

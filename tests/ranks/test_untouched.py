@@ -66,6 +66,14 @@ def test_a_stop_in_the_middle_of_the_only_checkpoints_save_loses_nothing(run: Ru
     assert re.search(r"^\S+ +completed +\+14 ", said("list", run), re.MULTILINE)
 
 
+def test_a_pattern_for_the_step_that_matches_no_line_is_told(run: RunDirectory, tmp_path: Path) -> None:
+    log = ["--set", r"steps.log=nothing (\d+)"]
+    shape = ["--device", "cpu", "--gpus", "1"]
+    done = submit(run, "tests/scripts/like_nanogpt.py", *shape, *log, "--", str(tmp_path / "out"), "4", "4")
+    assert done.returncode == 0, done.stderr
+    assert r"no line of rank 0's output matched `steps: {log: 'nothing (\\d+)'}` in attempt 0" in done.stderr
+
+
 def test_a_hang_of_an_untouched_script_is_named_and_its_steps_are_those_of_its_log(run: RunDirectory) -> None:
     """It has several optimizers, and the step is in what rank 0 prints to standard error."""
     limits = [

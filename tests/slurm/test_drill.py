@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.drill import report, verdict
+from clusterddp.cli.drill import drill_script, report, verdict
+from clusterddp.errors import UsageError
 from clusterddp.slurm.preemption_policy import Preemption
 from tests.cluster import Cluster
 
@@ -48,3 +49,10 @@ def test_what_would_lose_a_run_is_named_with_its_remedy(
 ) -> None:
     """One sentence each."""
     assert words in (verdict(LOW, first, second, save_s) or "")
+
+
+@pytest.mark.parametrize("given", [("low\ntouch x", None, "/f"), (None, "a\rb", "/f"), (None, None, "/a\nb")])
+def test_line_breaks_in_the_batch_script_are_refused(given: tuple[Any, Any, str]) -> None:
+    """The rest of the line would be a command."""
+    with pytest.raises(UsageError, match="not allowed in a batch script"):
+        drill_script(given[0], given[1], 1, Path(given[2]), "python")

@@ -18,6 +18,15 @@ STEPS = 100
 DIGITS = ddp.REPOSITORY / "jobs" / "digits.py"
 
 
+ONE_EACH = """
+import os, socket, torch, clusterddp
+ctx = clusterddp.init()
+model = ctx.wrap(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2, device=ctx.device)).sum().backward()
+print(socket.gethostname(), ctx.local_rank, os.environ["CUDA_VISIBLE_DEVICES"], ctx.device, torch.cuda.device_count())
+"""
+
+
 def standin(cluster: Cluster) -> dict[str, str]:
     """The stand-in of this checkout, with two devices on each node, where the cluster's user sees it."""
     found = build.environment(2)
@@ -44,6 +53,14 @@ def test_digits_on_two_nodes_of_two_devices_preempted_ends_with_the_same_bits(
     (resumed,) = events_of(run, "resumed")
     assert 10 <= resumed["step"] < STEPS, story(run)
     check_same(run, whole)
+
+
+def test_tasks_that_see_one_device_each_use_it(cluster: Cluster) -> None:
+    """Where the site binds tasks to devices, as with plain srun here: it is index 0 for each, and another device."""
+    srun = ["srun", "--partition=low", "--nodes=1", "--ntasks=2", "--gpus-per-task=1", "--cpus-per-task=1"]
+    said = cluster.run([*srun, cluster.python, "-c", ONE_EACH], cwd=cluster.source, env=standin(cluster)).stdout
+    seen = [line.split()[1:] for line in sorted(said.splitlines())]
+    assert seen == [["0", "0", "cuda:0", "1"], ["1", "1", "cuda:0", "1"]]
 
 
 @pytest.mark.product  # four ranks; test_checks.py has the same checks

@@ -66,6 +66,18 @@ def test_ctrl_c_saves_and_stops_and_the_same_command_continues(cluster: Cluster,
     assert "finished at step 200" in words
 
 
+@pytest.mark.product
+def test_a_failed_training_gives_its_exit_code_and_can_be_tried_again_there(cluster: Cluster, runs: Path) -> None:
+    """The user starts the run again in the same allocation."""
+    script, run = runs / "once.py", RunDirectory(runs / "run")
+    script.write_text("import os, sys\nsys.exit(7 if os.environ['CLUSTERDDP_ATTEMPT'] == '0' else 0)\n")
+    command = shlex.join(here(cluster, run, script, "--device", "cpu"))
+    shell = salloc(cluster, ["bash", "-c", f"{command}; echo code $?; {command}"])
+    words, _ = shell.communicate(timeout=60)
+    assert "code 7" in words and shell.returncode == 0, words
+    assert run.attempts() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("around", "words"),
     [

@@ -101,6 +101,19 @@ def test_a_scancelled_run_ends_and_never_runs_again(cluster: Cluster, runs: Path
     assert run.attempts() == [0]
 
 
+def test_clusterddp_cancel_ends_a_pending_run_for_good(cluster: Cluster, runs: Path) -> None:
+    """No supervisor is there to write the outcome, so the command does."""
+    blocker = cluster.preempt(seconds=300)
+    cluster.wait_job(blocker, {"RUNNING"})
+    run = RunDirectory(runs / "run")
+    job_id = submit(cluster, run, *job()).stdout.strip()
+    cluster.run([cluster.python, "-m", "clusterddp", "cancel", run.path])
+    assert cluster.wait_job(job_id, {"CANCELLED"})
+    outcome = run.outcome()
+    assert outcome is not None
+    assert (outcome["state"], outcome["attempts"]) == ("cancelled", 0)
+
+
 def test_job_sbatch_by_hand_starts_continues_and_completes_the_run(
     cluster: Cluster, runs: Path, uninterrupted: RunDirectory
 ) -> None:
@@ -134,6 +147,14 @@ def test_the_template_survives_a_preemption(cluster: Cluster, runs: Path, uninte
     assert wait_for_outcome(run) == "completed", story(run)
     ended_once(cluster, job_id, run)
     check_same_run(run, uninterrupted)
+
+
+def test_the_template_ends_with_the_trainings_exit_code(cluster: Cluster, runs: Path) -> None:
+    """A script that exits with 7 makes the job fail with 7."""
+    script = runs / "seven.py"
+    script.write_text("import sys\nsys.exit(7)\n")
+    job_id = sbatch_template(cluster, RunDirectory(runs / "run"), str(script))
+    assert cluster.wait_job(job_id, {"FAILED"})["ExitCode"] == "7:0"
 
 
 @pytest.mark.product  # the next test has a script without torch

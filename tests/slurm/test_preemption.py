@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.trainings import MOMENTS, Training, check_same_run, events_of, preempt_at_each
-from tests.waiting import story, wait_until
+from tests.waiting import story, wait_for_step, wait_until
 
 
 @pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.product)])
@@ -196,4 +197,15 @@ exec "$(PATH=${{PATH#*:}} command -v sbatch)" "$@"
     cluster.wait_for(training.job_id, lambda job: job.get("JobState") != "RUNNING", "to be cancelled")
     (runs / "cancelled").touch()
     wait_until(lambda: training.run.outcome(), f"the outcome\n{story(training.run)}", 30)
+    never_again(training, "cancelled")
+
+
+def test_clusterddp_cancel_of_a_training_run_saves_and_ends_it(cluster: Cluster, runs: Path) -> None:
+    """The command returns when it is over, and says at which step."""
+    training = Training.submit(cluster, runs, "--pause", "0.05", "--steps", "100000")
+    wait_for_step(training.run, 10)
+    said = cluster.run([cluster.python, "-m", "clusterddp", "cancel", training.run.path]).stdout
+    outcome = json.loads(training.run.outcome_file.read_text())
+    assert outcome["state"] == "cancelled"
+    assert f"cancelled at step {outcome['step']}. The run will not start again" in said
     never_again(training, "cancelled")

@@ -77,6 +77,16 @@ def test_a_local_run_goes_from_two_ranks_to_one_and_back(tmp_path: Path, on_two_
     check_same_learning(run, on_two_ranks)
 
 
+def test_a_rank_share_larger_than_the_batch_size_is_reported_once(tmp_path: Path) -> None:
+    """A script that never calls run.micro() gets its whole share, if its memory allows."""
+    run = RunDirectory(tmp_path / "run")
+    done = local(run, SCRIPT, "--nodes", "1", *SHAPE, *KEPT, "--", "--steps", "3", "--whole")
+    assert done.returncode == 0, done.stderr
+    words = "each rank takes 24 samples at once, more than its batch_size of 6, because the script does not call"
+    assert done.stderr.count(words) == 1
+    assert len(events_of(run, "microbatching_skipped")) == 1
+
+
 def submit(cluster: Cluster, run: RunDirectory, nodes: str, *script: str, options: Sequence[str] = ()) -> str:
     command = [cluster.python, "-m", "clusterddp.submit", "--run-dir", run.path, SCRIPT, "--nodes", nodes]
     done = cluster.run([*command, "--partition", "low", *SHAPE, *KEPT, *options, "--", *script], cwd=cluster.source)
@@ -105,3 +115,22 @@ def test_a_run_uses_the_nodes_that_slurm_allocates(cluster: Cluster, runs: Path,
     check_same_learning(run, on_two_ranks)
     shown = cluster.run([cluster.python, "-m", "clusterddp", "status", run.path]).stdout
     assert "1 to 2 nodes x 1 process per node = 1 to 2 ranks" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["jobs/digits.yaml", "--nodes", "2-3", "--set", "global_batch=96"], "never calls run.micro()"),
+        (["--nodes", "2-4", SCRIPT, "--set", "global_batch=100"], "Choose 96 or 108"),
+        (["--nodes", "5-9", SCRIPT, "--set", "global_batch=2520"], "has 3 nodes, fewer than --nodes 5-9"),
+    ],
+)
+def test_an_impossible_range_is_refused_at_submit(cluster: Cluster, runs: Path, options: list[str], words: str) -> None:
+    """In a sentence; nothing is left behind."""
+    run = RunDirectory(runs / "run")
+    command = [cluster.python, "-m", "clusterddp.submit", "--device", "cpu", "--run-dir", run.path, *options]
+    refused = cluster.run(command, cwd=cluster.source, check=False)
+    assert refused.returncode == 2
+    assert words in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not run.path.exists()

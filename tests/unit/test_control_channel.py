@@ -133,13 +133,6 @@ def test_malformed_input_is_dropped_and_the_server_continues(heard: Heard, words
     assert join(heard, 0, port=1).store_port == 1
 
 
-def test_a_rank_that_dies_is_noticed(heard: Heard) -> None:
-    """The broken connection tells which rank has exited."""
-    link = join(heard, 0, port=1)
-    link.close()
-    assert heard.lost.get(timeout=10) == (0, False)
-
-
 def test_each_reason_to_stop_is_passed_on_once_also_those_from_before(heard: Heard) -> None:
     """A later one may leave less time."""
     link, reasons = join(heard, 0, port=1), list[str]()
