@@ -308,6 +308,7 @@ _parse = records.parse
 
 def _parsed_line(line: bytes, schema: records.Schema | None) -> tuple[Any, str | None]:
     """``records.parse``. No line's value is changed by those who read it."""
+    line = line.removesuffix(b"\n")
     known = _lines.setdefault(id(schema), {})
     if (found := known.get(line)) is None:
         found = known[line] = _parse(line, schema)

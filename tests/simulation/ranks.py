@@ -455,9 +455,10 @@ class Rank:
         state: dict[str, Any] = {}
         if self.number == 0:
             state = self._restore(store)
-            name = "resumed" if state["parent"] else "training"
-            parent = {"parent": state["parent"], "inexact": None} if state["parent"] else {}
-            self.report(name, step=state["step"], **parent)
+            if state["parent"]:
+                self.report("resumed", step=state["step"], parent=state["parent"], inexact=None)
+            else:
+                self.report("training", step=state["step"])
             self.report("progress", step=state["step"], steps=script.steps)
         state = group.meet(self, state)[0]
         step, weights = state["step"], state["weights"]
@@ -556,8 +557,7 @@ class Rank:
         if self.cluster.script.own:
             path = self.step.environment.get(CHECKPOINT)
             saved: dict[str, Any] = json.loads(self.cluster.disk.read_bytes(Path(path))) if path else {}
-            parent = {"attempt": saved["attempt"], "step": saved["step"]} if saved else None
-            return {"step": 0, "weights": "0", "samples": (), **saved, "parent": parent}
+            return {"step": 0, "weights": "0", "samples": (), **saved, "parent": None}
         found: Checkpoint | None = next(iter(store.candidates()), None)
         if found is None:
             store.record_resume(None)
@@ -652,6 +652,7 @@ class Launcher:
             self.cluster.slurm.add_process(self._batch, rank.process)
             rank.begin()
         self._batch.signal, self._batch.node_down = self._signal, self._node_down
+        self.cluster.listener("placed", self.ranks[0], {})
 
     @property
     def job(self) -> Job:
