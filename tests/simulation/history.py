@@ -167,6 +167,9 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
         more += ["another run fails"] * draw.choice((0, 1, 3))
     script = replace(plan.script, **_of_script(plan.script, draw))
     faults = [*plan.faults, *(Fault(length * 1.5 * draw.random(), kind, draw.getrandbits(32)) for kind in more)]
+    spare = random.Random(f"spare {plan.seed}")
+    if plan.spare_nodes and spare.random() < 0.3:
+        faults.append(Fault(length * 0.5 * spare.random(), "lose a spare", spare.getrandbits(32)))
     return replace(
         plan,
         settings=settings,
@@ -507,6 +510,13 @@ def _lose_node(history: History, draw: random.Random) -> None:
     history.slurm.lose_node(node, lost_s, how, history.cluster.on_node)
 
 
+def _lose_spare(history: History, draw: random.Random) -> None:
+    """A node of the job that has no ranks loses its power, mostly for longer than the run lasts."""
+    used = {rank.process.node for rank in history.training}
+    for node in [node for job in history.batches for node in job.nodes if used and node not in used][:1]:
+        history.slurm.lose_node(node, draw.choice((40.0, 4000.0, 4000.0)), "loses its power", history.cluster.on_node)
+
+
 def _controller_away(history: History, draw: random.Random) -> None:
     history.slurm.away_until = history.world.now + draw.choice((5.0, 60.0, 600.0))
 
@@ -674,13 +684,14 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "hang": _hang,
     "kill a command": _kill_command,
     "drain": _drain,
+    "lose a spare": _lose_spare,
     "another run fails": _another_run_fails,
     "accounting away": _accounting_away,
     "fork": _fork,
     "slow node": _slow_node,
 }
 #: What is drawn in certain histories only, each by its own rule.
-APART = {"drain", "slow node", "another run fails", "accounting away", "fork"}
+APART = {"drain", "lose a spare", "slow node", "another run fails", "accounting away", "fork"}
 
 
 def play(seed_or_plan: int | Plan, traced: bool = False) -> Result:

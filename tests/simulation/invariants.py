@@ -18,7 +18,7 @@ from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
-from tests.simulation.ranks import MARK, Rank, sample_of, trained
+from tests.simulation.ranks import MARK, Launcher, Rank, sample_of, trained
 from tests.simulation.slurm import HAS_NODES, REGISTERS_S, Batch
 from tests.simulation.world import EPOCH, Process
 
@@ -52,6 +52,7 @@ HARMLESS = frozenset(
             "prune",
             "hang",
             "kill a command",
+            "lose a spare",
             "another run fails",
             "accounting away",
             "fork",
@@ -62,6 +63,8 @@ HARMLESS = frozenset(
 HINDERING = frozenset(
     ("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang")
 )
+#: Faults that may keep Slurm or the disk from answering.
+SILENT = frozenset(("controller away", "answers lost", "requests limited", "controller slow", "disk errors"))
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: The same, and the ranks restart in the same job.
@@ -121,6 +124,8 @@ class Invariants:
         self._failed: dict[int, dict[int, float]] = {}
         #: Requeues that hit a job which was cancelled after its supervisor had last asked: the known window.
         self.windows = 0
+        #: Of each start of a job, the attempts with the nodes of their ranks.
+        self._placed: dict[tuple[str, int], list[tuple[int, set[str]]]] = {}
         history.cluster.listener = self._on_rank
         history.slurm.listener = self._on_job
 
@@ -216,8 +221,46 @@ class Invariants:
             self.attempts[rank.attempt].reached = int(values["step"])
         elif what == "failed":
             self.failed(rank)
+        elif what == "placed" and rank.step._batch.no_kill:
+            self._on_placed(rank.step)
         elif what == "saved" and self._is_late(rank.attempt, self._world.now) and not self._stood_in_between(rank):
             self._violated("I1", f"attempt {rank.attempt} commits a checkpoint, and has long been superseded")
+
+    def _on_placed(self, step: Launcher) -> None:
+        """An attempt of a job that outlives its nodes starts its ranks on some of them."""
+        slurm, job, now = self._history.slurm, step._batch, self._world.now
+        used = {rank.process.node for rank in step.ranks}
+        earlier = self._placed.setdefault((job.id, job.restarts), [])
+        own = {attempt for attempt, _ in earlier}
+        left = {node for event in self.events() if event["attempt"] in own for node in event.get("aside") or ()}
+        if again := sorted(used & left):
+            self._violated("spares", f"attempt {step.attempt} uses {again[0]}, which an earlier one has left")
+        before = earlier[-1][1] if earlier else used
+        dead = [node for node in used - before if node in slurm.down and slurm.down_since[node] < now - LOST_S]
+        if dead and self.answers:
+            self._violated("spares", f"attempt {step.attempt} uses {dead[0]}, which is down")
+        earlier.append((step.attempt, used))
+
+    @property
+    def answers(self) -> bool:
+        """Whether nothing keeps Slurm and the disk from answering, in the whole history."""
+        return SILENT.isdisjoint(fault.kind for fault in self._history.plan.faults)
+
+    def _leaves_its_nodes(self, new: Batch) -> bool:
+        """Whether a supervisor submits a job for a lost node, though those that its own job has left would do."""
+        slurm, plan = self._history.slurm, self._history.plan
+        job = slurm.jobs.get(new.by.removeprefix("job ").partition(".")[0])
+        if job is None or not job.no_kill or job.state != "RUNNING" or job.preempt_time is not None:
+            return False
+        events, newest = self.events(), max(self.attempts, default=-1)
+        own = [event for event in events if event["attempt"] == newest]
+        kinds = {event["event"] for event in own}
+        if "node_lost" not in kinds or kinds & {"requested", "notice"} or not self.answers:
+            return False
+        bad = {event.get("suspect") for event in events} | slurm.cut | slurm.down
+        bad |= {node for event in events for node in event.get("aside") or ()}
+        left = [node for node in job.nodes if node not in bad]
+        return len(left) >= (plan.min_nodes or plan.job_nodes)
 
     def _stood_in_between(self, rank: Rank) -> bool:
         """Whether a rank may have stood still between its look for a newer attempt and the rename."""
@@ -300,6 +343,8 @@ class Invariants:
                 self.windows += 1
                 self._cancelled_at = None  # the known window: nobody can tell any more
         elif what == "submit":
+            if self._leaves_its_nodes(job):
+                self._violated("spares", f"job {job.id} is submitted, and the nodes of {job.by} suffice")
             if self._history.plan.memory:
                 for wrong in self._history.memory.submitted(job, self.events()):
                     self._violated("nodes", wrong)
@@ -466,8 +511,9 @@ class Invariants:
         if outcome is not None and outcome["state"] == "completed":
             self._check_complete(outcome)
         if history.over_at is not None and (alive := [rank for rank in history.cluster.ranks if rank.process.alive]):
-            cut, since = history.slurm.cut, self._world.now - REGISTERS_S
-            stuck = [rank for rank in alive if rank.process.node not in cut and rank.process.stopped_until < since]
+            since = self._world.now - REGISTERS_S
+            lost = {*history.slurm.cut, *(node for node, at in history.slurm.back_at.items() if at > since)}
+            stuck = [rank for rank in alive if rank.process.node not in lost and rank.process.stopped_until < since]
             if stuck:
                 self._violated("I7", f"{stuck[0].process.name} is left")
         if "disk errors" not in faults:

@@ -110,8 +110,7 @@ class Memory:
     def _can_know(self, job: Batch) -> bool:
         """Whether Slurm and the disk have answered who submits."""
         kinds = {fault.kind for fault in self.history.plan.faults}
-        silent = {"controller away", "answers lost", "requests limited", "controller slow", "disk errors"}
-        return not kinds & {*silent, "lose a node"}
+        return self.history.invariants.answers and "lose a node" not in kinds
 
     @staticmethod
     def _is_bad(node: str, failed: Iterable[Failed], now: float, more: float) -> bool:

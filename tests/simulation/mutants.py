@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.failures import node_memory, placement
 from clusterddp.failures.hangs import Watch
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import resubmission
 from clusterddp.slurm import commands
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor import decide, lease, main, monitor, recovery, requests, verdict
+from clusterddp.supervisor import controller, decide, lease, main, monitor, recovery, requests, verdict
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController
 from clusterddp.supervisor.history import History
@@ -283,6 +285,51 @@ def _the_history_waits_for_slurm() -> Patches:
     return [(Attempt, "_record_start", record_start), (Attempt, "_tell_notice", lambda _: None)]
 
 
+def _a_node_that_was_left_takes_ranks_again() -> Patches:
+    """After an attempt has moved to a spare, or to fewer nodes, the next one uses the first nodes again."""
+    real = placement.place
+    return [(main, "place", lambda job, allocated, _, start, now: real(job, allocated, (), start, now))]
+
+
+def _a_spare_that_is_down_takes_ranks() -> Patches:
+    """A supervisor moves to a spare without asking Slurm whether it works."""
+    real = placement.choose
+    return [(recovery, "choose", lambda job, placed, leave, _: real(job, placed, leave, None))]
+
+
+def _a_run_never_shrinks() -> Patches:
+    """A job with a range of nodes ends when it loses one."""
+    real = placement.choose
+
+    def choose(*args: Any) -> placement.Choice:
+        choice = real(*args)
+        shrinks = choice.course is placement.Course.SHRINK
+        return placement.Choice(placement.Course.NEW_JOB, choice.why) if shrinks else choice
+
+    return [(recovery, "choose", choose)]
+
+
+def _a_run_that_fails_twice_on_a_node_has_it_avoided() -> Patches:
+    """Two failures of one run count as those of two runs."""
+    real = node_memory.weight
+
+    def weight(failures: Sequence[node_memory.NodeFailure], now: float) -> float:
+        return real([replace(failure, run=f"{number}") for number, failure in enumerate(failures)], now)
+
+    return [(node_memory, "weight", weight)]
+
+
+def _any_number_of_nodes_is_avoided() -> Patches:
+    """A third of a partition may be avoided."""
+    return [(node_memory, "MOST", 0.34)]
+
+
+def _new_jobs_forget_other_runs() -> Patches:
+    """A job that a supervisor submits does not avoid the nodes on which other runs failed."""
+    forgetful = SimpleNamespace(**{**vars(node_memory), "avoided": lambda *_: []})
+    return [(controller, "node_memory", forgetful)]
+
+
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -325,6 +372,12 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_started_successor_survives_scancel,
         _unjoined_ranks_are_waited_for,
         _the_history_waits_for_slurm,
+        _a_node_that_was_left_takes_ranks_again,
+        _a_spare_that_is_down_takes_ranks,
+        _a_run_never_shrinks,
+        _a_run_that_fails_twice_on_a_node_has_it_avoided,
+        _any_number_of_nodes_is_avoided,
+        _new_jobs_forget_other_runs,
     )
 }
 
@@ -385,6 +438,9 @@ NEEDS: Mapping[str, set[str]] = {
     "a frozen start begins an attempt": {"lose a node"},
     "a started successor survives scancel": {"lose a node", "scancel"},
     "unjoined ranks are waited for": {"lose a node"},
+    "a node that was left takes ranks again": {"lose a node"},
+    "a spare that is down takes ranks": {"lose a node"},
+    "a run never shrinks": {"lose a node"},
 }
 
 

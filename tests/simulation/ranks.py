@@ -652,6 +652,7 @@ class Launcher:
             self.cluster.slurm.add_process(self._batch, rank.process)
             rank.begin()
         self._batch.signal, self._batch.node_down = self._signal, self._node_down
+        self.cluster.listener("placed", self.ranks[0], {})
 
     @property
     def job(self) -> Job:

@@ -112,6 +112,10 @@ class Slurm:
         #: Why a node gets no job, until when: by a preempting job, or as it is down.
         self.taken: dict[str, float] = {}
         self.down: set[str] = set()
+        #: Since when, of those that are or were.
+        self.down_since: dict[str, float] = {}
+        #: When each node that was lost came back.
+        self.back_at: dict[str, float] = {}
         self.cut: set[str] = set()
         self.away_until = 0.0
         #: Until when the accounting is away.
@@ -598,6 +602,7 @@ class Slurm:
             return
         self._tell(f"node {node} is down")
         self.down.add(node)
+        self.down_since[node] = self.world.now
         for job in self.jobs.values():
             if node in job.nodes and job.state in HAS_NODES:
                 if job.state == "COMPLETING":
@@ -631,6 +636,7 @@ class Slurm:
         self._tell(f"(node {node} is back)")
         self.cut.discard(node)
         self.down.discard(node)
+        self.back_at[node] = self.world.now
         lost(node, False)
         late_s = REGISTERS_S * self.world.random.random() if how == "stands still" else 0.0
         self.world.after(late_s, self._clean, node)

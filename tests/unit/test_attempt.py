@@ -143,13 +143,6 @@ JOB = Job(name="x", module="x", gpus_per_node=2, device="cpu")
 STOPPED = {"end": "stopped", "step": 7}
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
-
-
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(recovery, "FIRST_PAUSE_S", 0.0)
@@ -298,16 +291,6 @@ def test_a_full_disk_does_not_prevent_the_requeue(run: RunDirectory, monkeypatch
     controller = FakeController(Cause.PREEMPTED)
     assert supervised(run, controller)[0] == 4
     assert controller.asked == ["requeue"]
-
-
-def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only window that can be closed is closed."""
-    cancelled: list[str] = []
-    monkeypatch.setattr("clusterddp.slurm.commands.cancel", cancelled.append)
-    job = dataclasses.replace(JOB, policy="resubmit")
-    controller = FakeController(Cause.PREEMPTED, Cause.ENDED_IN_GRACE)
-    assert supervised(run, controller, job=job) == (1, ["started", "cancelled"])
-    assert cancelled == ["42"]
 
 
 def test_scancel_ends_the_new_job_even_if_that_has_begun_an_attempt(

@@ -30,13 +30,6 @@ from tests.unit.test_attempt import JOB, STOPPED, FakeController, FakeRanks
 from tests.waiting import wait_until
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
-
-
 def telling(run: RunDirectory, job: Job = JOB) -> Job:
     """The job with a hook that writes down what it is told, and where."""
     command = f"cat >> {run.path}/told; echo $CLUSTERDDP_RUN_DIR $CLUSTERDDP_ATTEMPT"
@@ -201,5 +194,7 @@ def test_a_hook_is_a_list_of_words_or_a_line_for_the_shell(tmp_path: Path) -> No
         (tmp_path / "job.yaml").write_text(job.to_yaml())
         assert load_resolved(tmp_path / "job.yaml").hook == job.hook
     assert "hook" not in from_values({"script": __file__, "job_name": "x"}).to_yaml().replace(__file__, "")
-    with pytest.raises(JobDefinitionError, match=r"hook: expected a command such as \[python, notify.py\], or "):
+    with pytest.raises(
+        JobDefinitionError, match=r"hook: expected a command as a list, such as \[python, notify.py\], or "
+    ):
         from_values({"script": __file__, "hook": []})

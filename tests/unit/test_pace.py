@@ -74,13 +74,6 @@ def test_what_is_imminent_is_asked_about_often(clock: Clock) -> None:
     assert asked_in(clock, 600, lambda: "silent", SILENT_S) > 600 / 1.25 / SILENT_S
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
-
-
 def event(run: RunDirectory, name: str, attempt: int = 0) -> None:
     append_line(run.events_file, {"time": 1.0, "attempt": attempt, "event": name})
 

@@ -31,13 +31,6 @@ from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.training.metrics import Metrics
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
-
-
 def test_attempts_are_numbered_from_zero_without_gaps_or_doubles(run: RunDirectory) -> None:
     """Many processes that claim at once get different numbers: the exclusive mkdir decides."""
     claimed: list[int] = []
