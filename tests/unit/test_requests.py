@@ -16,7 +16,7 @@ from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.jobdef.job import ProfiledSteps
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.decide import step
 from clusterddp.supervisor.limits import held
