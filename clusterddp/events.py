@@ -681,7 +681,7 @@ class Overdue(Event):
         behind = f" ({self.behind})" if self.behind else ""
         return (
             f"the step did not end within {self.seconds:.0f} s of the notice{behind}. Rank 0 exits and writes its "
-            "stacks to its log. The run continues from the newest checkpoint. Make steps shorter, or call "
+            "stacks to its log. A resume starts from the newest checkpoint. Make steps shorter, or call "
             "ctx.stop_point() in them"
         )
 

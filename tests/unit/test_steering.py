@@ -552,7 +552,7 @@ def test_where_neither_way_works_both_reasons_are_given(
     run: RunDirectory, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     in_a_job(run, monkeypatch, server.server.port, tmp_path, "echo 'srun: error: Job is completing' >&2; exit 1")
-    with pytest.raises(RunDirectoryError, match=r"refused\), and from a step of job 41 \(srun: .* completing"):
+    with pytest.raises(RunDirectoryError, match=r"refused\), and also from a step of job 41 \(srun: .* completing"):
         requests.request(run, "save")
 
 
