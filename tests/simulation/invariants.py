@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import WAITED
+from clusterddp.errors import TIMED_OUT, WAITED
 from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.run_directory import RunDirectory
@@ -56,6 +56,7 @@ HARMLESS = frozenset(
             "another run fails",
             "accounting away",
             "fork",
+            "refused",
         ),
     )
 )
@@ -188,6 +189,8 @@ class Invariants:
         """``wait`` has ended with this exit code."""
         state, now = (self.outcome() or {}).get("state"), self._world.now
         self._world.tell("wait", f"exit code {code}")
+        if code == TIMED_OUT:
+            return
         node = self._history.disk.nodes.get(f"{self._history.run.path}/outcome.json")
         hidden = code == WAITED["unknown"] and node is not None and now - node.created < self._lag_s + SLOW_S
         hidden = hidden or (code == WAITED["stopped"] and self._is_history_hidden())
@@ -526,9 +529,10 @@ class Invariants:
                 self._violated("budget", f"{name} asked Slurm {count} times in {last - first:.0f} s")
         if outcome is None and faults <= HARMLESS and history.plan.resubmitters:
             self._violated("progress", "the run has not completed, and nothing continues it")
-        if outcome is None or outcome["state"] == "completed" or "consecutive attempts" in outcome["reason"]:
+        expected = ("consecutive attempts", "limits.")
+        if outcome is None or outcome["state"] == "completed" or any(word in outcome["reason"] for word in expected):
             return
-        if faults <= HARMLESS:
+        if faults <= HARMLESS and history.plan.script.bug_at < 0:
             self._violated("progress", f"the run {outcome['state']}: {outcome['reason']}")
 
     def _was_kept(self, event: Mapping[str, Any]) -> bool:

@@ -92,6 +92,7 @@ class Lines:
 
     def report(self) -> Iterator[str]:
         """A line per module: how many lines of its functions were executed, and which were not."""
+        every = executed = 0
         for file in sorted(self.files):
             left_out = LEFT_OUT.get(str(Path(file).relative_to(ROOT)), set())
             lines = _lines_of(compile(Path(file).read_text(), file, "exec"), left_out)
@@ -100,6 +101,8 @@ class Lines:
                 yield f"{Path(file).relative_to(ROOT)}: {share:.0f}% of {len(lines)}; not {', '.join(map(str, missed))}"
             else:
                 yield f"{Path(file).relative_to(ROOT)}: 100% of {len(lines)}"
+            every, executed = every + len(lines), executed + len(lines) - len(missed)
+        yield f"{100 * executed / every:.1f}% of {every:,}"
 
 
 def _lines_of(code: CodeType, left_out: Collection[str], inside: bool = False) -> set[int]:

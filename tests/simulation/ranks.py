@@ -42,6 +42,14 @@ ASK_AGAIN_S = 5.0
 HEARS_S = 10.0
 #: The mark of a script that is done, and where it saves in its own format, in the run's folder.
 MARK, OWN = "done", "own"
+#: What a rank's exception says; sys.exit() has no text.
+EXITS = "sys.exit"
+ERRORS = {
+    "exception": "ValueError: of the script",
+    "exits": EXITS,
+    "out of memory": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    "device": "AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+}
 #: Where a rank waits for others.
 MEETS = "all_reduce"
 
@@ -62,6 +70,8 @@ class Script:
     stint: int = 0
     #: Whether it writes a mark once it is done, and whether it saves in its own format.
     marks: bool = False
+    #: The step at which it fails each time; -1 without one.
+    bug_at: int = -1
     own: bool = False
 
 
@@ -422,7 +432,9 @@ class Rank:
             end, code = {"end": "exception", "error": f"OSError: {error}", "traceback": ""}, 1
             self.cluster.listener("failed", self, {})
         except _Accident as error:
-            end, code = {"end": "exception", "error": f"ValueError: {error}", "traceback": ""}, 1
+            end, code = {"end": "exception", "error": str(error), "traceback": "", "step": self.at}, 1
+            if str(error) == EXITS:
+                end, code = {"end": "exit", "exit_code": 3, "step": self.at}, 3
             self.cluster.listener("failed", self, {})
         self.training = False
         if end is not None:
@@ -547,8 +559,20 @@ class Rank:
 
     def _accident(self) -> None:
         accident, self.accident = self.accident, ""
-        if accident == "exception":
-            raise _Accident("of the script")
+        if self.at == self.cluster.script.bug_at and self.number == 0:
+            accident = "exception"
+        if accident in ERRORS:
+            if accident == "device":
+                found = {"host": self.process.node, "what": "Xid 79", "hardware": True, "gpu": 0, "xid": 79}
+                self.report("gpu_fault", step=self.at, **found)
+            raise _Accident(ERRORS[accident])
+        if accident == "leaves":  # os._exit(0)
+            self.cluster.listener("failed", self, {})
+            self.world.after(0.05, self.step.group.lose, self.process.node, self.cluster.slurm.cut)
+            self.process.exit(0)
+            self.world.park()
+        if accident == "bad report":
+            self.report("checkpoint", step="x")
         if accident == "hang":
             self.place = "stuck.py:1 (wait)"
             self.world.park()
