@@ -1,8 +1,8 @@
 """What a run asks of slurmctld while it trains: ``python -m benchmarks.controller`` (``make bench-controller``).
 
 On the test cluster, two nodes with a rank each: how many questions about jobs slurmctld answers to a run in its first
-minute, then in ten minutes of undisturbed training, and in as many beside `clusterddp resubmit` and beside five
-commands, by sdiag. The bars: one a minute, as sites ask of their users, and 70 an hour beside other commands.
+minute, then in ten minutes of undisturbed training, and in as many beside five commands that watch the run, by sdiag.
+The bars: one a minute, as sites ask of their users, and 70 an hour beside the commands.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from tests.trainings import Training
 
 #: ``scontrol show job`` and squeue, which nothing else calls here.
 QUESTIONS = "REQUEST_JOB_INFO(?:_SINGLE)?|REQUEST_JOB_USER_INFO"
-#: What runs beside the training.
-BESIDE = {
-    "clusterddp resubmit": [["resubmit"]],
-    "resubmit, two wait and two status --watch": [["resubmit"], *[["wait"]] * 2, *[["status", "--watch"]] * 2],
-}
+#: The commands that watch the run.
+BESIDE = [["resubmit"], *[["wait"]] * 2, *[["status", "--watch"]] * 2]
 #: The pauses between the questions of a command have grown after this.
 SETTLED_S = 300.0
 #: From an attempt's start: what precedes training.
@@ -50,15 +47,14 @@ def measure(quick: bool) -> report.Found:
         time.sleep(max(0.0, started + START_S - time.time()))
         at_start = count_and_reset(up)
         report.say(f"{at_start} in the first minute; {minutes} minutes follow")
-        questions = [counted_beside(up, training, [], minutes)]
-        questions += [counted_beside(up, training, commands, minutes) for commands in BESIDE.values()]
+        questions = [counted_beside(up, training, commands, minutes) for commands in ([], BESIDE)]
         up.run([up.python, "-m", "clusterddp", "cancel", training.run.path], check=False)
         up.drain_jobs()
     hourly = [60 * count / minutes for count in questions]
     name = "questions to slurmctld in a minute of training"
     found = [rows.counted(name, "", hourly[0] / 60, 1.0, "one a minute", allowed=1.0)]
-    for beside, rate in zip(BESIDE, hourly[1:], strict=True):
-        found.append(rows.counted(f"the same in an hour, beside {beside}", "", rate, 70.0, "70", allowed=1.0))
+    beside = "the same in an hour, beside resubmit, two wait and two status --watch"
+    found.append(rows.counted(beside, "", hourly[1], 70.0, "70", allowed=1.0))
     figures = {"start": at_start, "questions": questions, "seconds": 60 * minutes}
     return report.Found(figures, found, f"Slurm {up.version}")
 

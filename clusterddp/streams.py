@@ -35,10 +35,10 @@ class TarShards(Indexed):
         files: a path, a pattern such as ``data/train-*.tar``, or a list of them. The samples are in the order of the
             sorted paths.
         decode: makes a sample of that dict, in the worker that reads it.
-        index: the folder of the index file. None: beside the first shard.
+        index: the folder of the index file. None: next to the first shard.
 
     Raises FileNotFoundError for a pattern without a file, ValueError for an archive that is compressed, damaged or cut,
-    has more data behind its end, as archives joined by ``cat`` have, or has a sample's files apart, and OSError if the
+    has more data after its end, as archives joined by ``cat`` have, or has a sample's files apart, and OSError if the
     index cannot be written.
 
     Example::
@@ -79,7 +79,7 @@ class JsonLines(Indexed):
         files: a path, a pattern such as ``data/*.jsonl``, or a list of them. The samples are in the order of the sorted
             paths.
         decode: makes a sample of a line's bytes, in the worker that reads it.
-        index: the folder of the index file. None: beside the first shard.
+        index: the folder of the index file. None: next to the first shard.
 
     Raises FileNotFoundError for a pattern without a file, ValueError for a compressed file, and OSError if the index
     cannot be written.

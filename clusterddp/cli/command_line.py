@@ -48,17 +48,22 @@ DESCRIPTIONS = {
     "only the missing members, also after adding values. Each member is a run for status, logs and cancel.",
     "list": "List runs, including those that are over, with state and reason, steps, speed, time left, metrics, "
     "attempts, job and nodes.",
-    "status": "Show a run's state, why it waits, its progress and its history.",
-    "logs": "Print what ranks wrote, by default rank 0: its stdout to stdout, its stderr to stderr. Several ranks or "
-    "attempts all go to stdout, each file below a line with its name. For a failed run, show its first failure.",
+    "status": "Show a run's state, why it is waiting, its progress and its history.",
+    "logs": (
+        "Print what ranks wrote, by default rank 0: its stdout to stdout, its stderr to stderr. The output of several "
+        "ranks or attempts all goes to stdout, each file below a line with its name. For a failed run, show its first "
+        "failure."
+    ),
     "report": "Write a self-contained HTML file about a run: what happened when and why, where the time went, "
     "metrics, checkpoints, failures, and the commands to continue it. For several runs or a sweep, draw "
     "their curves in one chart. Print the name of the file.",
     "resubmit": "Wait until runs are over and show their events. Meanwhile, lift the hold that Slurm puts on a "
     "requeued job, and resubmit a run whose job ended without continuing it. Ctrl-C stops this command, not the runs.",
-    "wait": "Wait until all runs are over, or stopped until you submit them again. Unlike resubmit, do not touch "
-    "them. The exit code is 0 if all completed, else that of the worst end: 10 failed, 11 cancelled, 12 stopped, "
-    "13 unknown. It is 124 after the timeout.",
+    "wait": (
+        "Wait until all runs are over, or stopped until you submit them again. Unlike resubmit, never change them. "
+        "The exit code is 0 if all completed. Otherwise, the worst outcome decides: 10 failed, 11 cancelled, 12 "
+        "stopped, 13 unknown. It is 124 after the timeout."
+    ),
     "cancel": "End runs permanently: cancel their jobs or processes, and wait until they have ended. They cannot be "
     "continued. For several runs, list them first and ask, unless --yes is given.",
     "prune": "Delete old checkpoints, and with --logs old logs, of runs that are over. Keep the newest checkpoint and "

@@ -113,7 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checked.add_argument("files", nargs="+", metavar="FILE", help="a job definition, a sweep or a configuration file")
     text = "list the presets for training repositories, or print the one that NAME names"
     listed = actions.add_parser("presets", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    listed.add_argument("name", nargs="?", metavar="NAME", help="print this preset, a piece of a job definition")
+    listed.add_argument(
+        "name", nargs="?", metavar="NAME", help="print this preset, which is a part of a job definition"
+    )
     text = "print the JSON Schema of job definitions, for editors"
     actions.add_parser("schema", help=text, description=f"{text[0].upper()}{text[1:]}.")
 

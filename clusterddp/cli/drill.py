@@ -42,8 +42,8 @@ COMMANDS = ("srun", "scontrol", "sbatch", "scancel")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``drill``."""
-    parser.add_argument("-p", "--partition", help="as in sbatch")
-    parser.add_argument("-q", "--qos", help="as in sbatch")
+    parser.add_argument("-p", "--partition", help="partition, as in sbatch")
+    parser.add_argument("-q", "--qos", help="quality of service, as in sbatch")
     parser.add_argument("-N", "--nodes", type=int, default=1, help="number of nodes (default: 1)")
     parser.add_argument("--run", metavar="RUN", help="compare the notice with the time that this run's last save took")
 

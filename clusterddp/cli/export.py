@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="a new .pt, .pth or .safetensors file")
     parser.add_argument("--best", action="store_true", help="alias for STEP=best")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--part", metavar="NAME", help="its name in ctx.run() (default: model, or the only module)")
+    what.add_argument(
+        "--part", metavar="NAME", help="the part with this name in ctx.run() (default: model, or the only module)"
+    )
     what.add_argument("--all", action="store_true", help="all parts, including optimizer, scheduler and progress")
 
 

@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder", nargs="?", type=Path, metavar="FOLDER",
         help="the folder of runs (default: $CLUSTERDDP_RUNS, else ./runs)",
     )  # fmt: skip
-    parser.add_argument("--group", action="store_true", help="count the failures of the folder's group, too")
+    parser.add_argument(
+        "--group", action="store_true", help="also count failures that other members of the folder's group recorded"
+    )
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:

@@ -28,20 +28,22 @@ JOB_OPTIONS = (
     (("-N", "--nodes"), "nodes", "N", "number of nodes, or a range such as 2-4 (default: 1)"),
     (
         ("--spare-nodes",), "spare_nodes", "N",
-        "additional nodes, which take over when one of the others fails (default: 0)",
+        "additional nodes that take over when another node fails (default: 0)",
     ),
     (
         ("--gpus", "--gpus-per-node"), "gpus_per_node", "G",
-        "GPUs per node (sbatch: in total), with one rank each, or TYPE:G. On cpu, ranks per node (default: 1)",
+        "GPUs per node (for sbatch, --gpus is the total), each with one rank, or TYPE:G. With --device cpu, ranks per "
+        "node (default: 1)",
     ),
     (
         ("--preset",), "resume", "NAME",
-        "name of the script's repository, to continue from its own checkpoints: see `clusterddp config presets`",
+        "name of the script's repository, to continue from the script's own checkpoints. See `clusterddp config "
+        "presets`",
     ),
     (("--device",), "device", "cuda|cpu", "cuda (NCCL, the default) or cpu (gloo)"),
     (("-c", "--cpus-per-task"), "cpus_per_task", "N", "CPUs per rank (default: in proportion to the node's GPUs)"),
     (("--mem",), "mem", "SIZE", "memory per node, such as 64G (default: in proportion to the node's GPUs)"),
-    (("-t", "--time"), "time", "TIME", "time limit of each job, such as 8:00:00. The run continues in a new job"),
+    (("-t", "--time"), "time", "TIME", "time limit of each job, such as 8:00:00. The run continues after the limit"),
     (("-p", "--partition"), "partition", "NAME", "partition, as in sbatch"),
     (("-A", "--account"), "account", "NAME", "account to charge, as in sbatch"),
     (("-q", "--qos"), "qos", "NAME", "quality of service, as in sbatch"),
@@ -68,7 +70,7 @@ def add_arguments(
         "./runs/NAME-N)",
     )  # fmt: skip
     run.add_argument(
-        "--change", action="store_true", help="continue a run with arguments that differ from its recorded ones"
+        "--change", action="store_true", help="continue a run with arguments that differ from the recorded ones"
     )
     run.add_argument(
         "--fork",

@@ -19,9 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_at_least_one,
         default=1,
         metavar="N",
-        help="number of newest checkpoints to keep, besides the one with the best metric (default: 1)",
+        help="number of newest checkpoints to keep in addition to the one with the best metric (default: 1)",
     )
-    parser.add_argument("--logs", action="store_true", help="also delete logs, except the first and the last attempt's")
+    parser.add_argument(
+        "--logs", action="store_true", help="also delete logs, except those of the first and the last attempt"
+    )
     parser.add_argument("--profiles", action="store_true", help="also delete recorded profiles")
     parser.add_argument("--yes", action="store_true", help="delete without asking")
 

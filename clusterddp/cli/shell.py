@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``shell``."""
     parser.add_argument("run", metavar="RUN", help=ONE_RUN)
     parser.add_argument(
-        "--rank", type=int, default=0, metavar="R", help="the rank on whose node to open it (default: 0)"
+        "--rank", type=int, default=0, metavar="R", help="the rank on whose node to open the shell (default: 0)"
     )
     parser.add_argument(
         "--attach",

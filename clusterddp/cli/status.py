@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", default=NEWEST, help=f"{ONE_RUN} (default: {NEWEST})")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, without the history (run.schema.json)")
-    form.add_argument("--watch", action="store_true", help="refresh it every 5 s until the run is over, or Ctrl-C")
+    form.add_argument(
+        "--watch", action="store_true", help="refresh the output every 5 s until the run is over or you press Ctrl-C"
+    )
     parser.add_argument("--show", metavar="NAMES", default="", help="metrics that --watch draws (default: the loss)")
 
 

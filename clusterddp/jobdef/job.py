@@ -301,6 +301,9 @@ class Job:
     policy: Literal["requeue", "resubmit"] | None = None
     """How a preempted run continues: ``requeue`` keeps the job id and its age, but Slurm holds the job for a while;
     ``resubmit`` submits a new job. None: requeue if the cluster allows it, else resubmit."""
+    expedite_requeue: bool = False
+    """Whether Slurm may start a requeued job again at once, and first in line after a lost node. Needs Slurm 25.11 or
+    newer and a site that allows it (SlurmctldParameters=enable_expedited_requeue). Elsewhere, it has no effect."""
     lift_hold: bool = True
     """Whether ``submit --wait`` and ``resubmit`` release a requeued job from Slurm's hold. Owners may do so,
     but some sites ask their users not to."""

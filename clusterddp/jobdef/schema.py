@@ -360,6 +360,7 @@ READERS: dict[str, Reader] = {
     "limits": _section("limits", Limits, _fields(attempts=value.whole(1), gpu_hours=value.positive("hours"))),
     **_fields(
         policy=value.choice("requeue", "resubmit"),
+        expedite_requeue=value.truth,
         lift_hold=value.truth,
         node_memory=value.truth,
         backend=value.backend,

@@ -97,7 +97,8 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
     None leaves a parameter to Slurm's defaults (submitit's default time limit is 5 minutes).
     """
     log = str(run.logs / "job-%j.log")
-    additional: dict[str, Any] = {"requeue": True, "chdir": str(folder), "output": log, "error": log}
+    requeue = "expedite" if job.expedite_requeue else True
+    additional: dict[str, Any] = {"requeue": requeue, "chdir": str(folder), "output": log, "error": log}
     for key in ("account", "qos", "constraint", "reservation", "exclude", "nodelist", "mem"):
         if (value := getattr(job, key)) is not None:
             additional[key] = value

@@ -27,6 +27,8 @@ class Preemption:
     grace_s: int
     kill_wait_s: int
     hold_s: int
+    #: Whether the site allows ``sbatch --requeue=expedite``, which starts a requeued job again without a hold.
+    expedites: bool = False
 
     @property
     def notice_s(self) -> int:
@@ -61,6 +63,8 @@ class Preemption:
             return "The run continues in a new job (policy: resubmit)"
         if job.policy is None and job.min_nodes is not None and self.grace_s:
             return "The run continues in a new job, because a requeued job would wait for as many nodes as before"
+        if job.expedite_requeue:
+            return "The run is requeued and starts again without a hold (expedite_requeue)"
         lifted = (
             "`submit --wait` and `clusterddp resubmit` lift the hold"
             if job.lift_hold
@@ -94,6 +98,7 @@ def policy(configuration: str, shown: str, partition: str, qos: str | None) -> P
             grace_s=grace_s,
             kill_wait_s=int(config.get("KillWait", "30").split()[0]),
             hold_s=int(expires[1] if expires else 120) + 1,
+            expedites="enable_expedited_requeue" in config.get("SlurmctldParameters", ""),
         )
 
 

@@ -42,7 +42,11 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
         check_gpus(job, nodes)
         job, share = share_of_node(job, nodes)
         remarks += [*share, *bound_gpus(job)]
-    return job, [*remarks, preemption(job.partition, job.qos).sentence(job)]
+    policy = preemption(job.partition, job.qos)
+    if job.expedite_requeue and not policy.expedites:
+        job = dataclasses.replace(job, expedite_requeue=False)
+        remarks.append("expedite_requeue: this cluster does not allow it, so Slurm holds a requeued job as usual")
+    return job, [*remarks, policy.sentence(job)]
 
 
 def bound_gpus(job: Job) -> list[str]:

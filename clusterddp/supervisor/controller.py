@@ -22,7 +22,7 @@ from clusterddp.rundir.records import is_text, read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
-from clusterddp.slurm.cause import Cause, read_cause
+from clusterddp.slurm.cause import ACTIVE, Cause, read_cause
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.queue import jobs_by_script
 from clusterddp.supervisor import lease
@@ -68,6 +68,10 @@ class Controller(Protocol):
 
     def hold(self) -> None:
         """Keeps Slurm from starting this job again by itself."""
+        return
+
+    def before_exit(self) -> None:
+        """This process will exit with a code other than 0, and its job must end then."""
         return
 
     def usable_nodes(self) -> list[str]:
@@ -149,6 +153,15 @@ class SlurmController(Controller):
         """Slurm 24.11 starts a job again that was requeued within an earlier grace period."""
         with suppress(SlurmError):  # `main.finished` keeps the run from starting, too
             slurm.set_requeue(self._job_id, allowed=False)
+
+    def before_exit(self) -> None:
+        """Slurm would requeue a job that was submitted with ``--requeue=expedite``, and hold it (seen on 26.05.5)."""
+        if not self._job.expedite_requeue:
+            return
+        with suppress(SlurmError):
+            job = slurm.show_job(self._job_id)
+            if job is not None and job.state in ACTIVE and job.restarts == self._restarts:  # else it is being requeued
+                slurm.set_requeue(self._job_id, allowed=False)
 
     def usable_nodes(self) -> list[str]:
         """The partition's working nodes without those that the job definition excludes."""

@@ -19,7 +19,7 @@ FRUITLESS = 3
 
 #: The script has written a checkpoint in its own format: one that matches ``resume``, or ``requeue(saved=...)``.
 SAVED_ITSELF = ("own_checkpoint", "saved")
-#: Rank 0 has made a step, or continues from one.
+#: Rank 0 has completed a step, or continues from one.
 STEPPED = ("training", "resumed", "steps_seen")
 #: A script that records no steps has made progress once it has run for this many seconds.
 PROGRESS_S = 60.0
@@ -92,7 +92,8 @@ def began(events: Iterable[Mapping[str, Any]]) -> int | None:
 
 
 def _progressed(events: list[Mapping[str, Any]]) -> bool:
-    """Whether an attempt has made a step or a checkpoint. If it records neither, whether it ran for a minute."""
+    """Whether an attempt has completed a step or saved a checkpoint. If it records neither, whether it ran for a
+    minute."""
     if any(event["event"] in SAVED_ITSELF for event in events):
         return True
     if (first := began(events)) is None:

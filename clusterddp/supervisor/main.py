@@ -162,8 +162,13 @@ def supervise(
 
     ``launcher`` makes that of an attempt, which may have other nodes than the one before, and fewer.
     """
-    while (code := supervise_one(run, job, launcher, controller)) == RESTART:
-        pass
+    code = RESTART
+    try:
+        while code == RESTART:
+            code = supervise_one(run, job, launcher, controller)
+    finally:
+        if code:
+            controller.before_exit()
     return code
 
 

@@ -60,18 +60,18 @@ def init(
     A script may also make its own process group, with any backend, before or after. That group is then used as it is,
     random generators are not seeded, and the script destroys its group itself.
 
-    Works under ``clusterddp submit``, srun, torchrun, submitit, and in a single process. Called once per process, in
+    Works under ``clusterddp submit``, srun, torchrun, submitit, and in a single process. Call it once per process, in
     its main thread.
 
     Args:
-        seed: for the order of samples and all random numbers. The job's, or 0, if None.
-        device: "cpu", "cuda" or "cuda:N". In a job, the job's device applies. A GPU if one is visible, if None.
+        seed: for the order of samples and all random numbers. If None, the job's seed, or 0.
+        device: "cpu", "cuda" or "cuda:N". In a job, the job's device applies. If None, a GPU if one is visible.
         backend: of torch.distributed, such as "gloo". If None the job's, or NCCL for tensors on GPUs and gloo for those
             on CPUs.
         run_dir: where to save if no ``clusterddp submit`` started this process. If None, the run is not saved.
         checkpoint: how often to save there. In a job, the job definition applies.
 
-    Raises RuntimeError outside the main thread and when called twice. TypeError for a seed that is no number.
+    Raises RuntimeError outside the main thread and when called twice. TypeError for a seed that is not a number.
     LauncherEnvironmentError when the launcher's variables are contradictory or rank 0 cannot be reached. DeviceError
     when there are too few GPUs.
     """
@@ -239,7 +239,7 @@ class Context(Loaders):
         Args:
             model: the model, not yet in DDP.
             all_used_once: only with ``static_graph=True``, for an exact resume at 3 or more ranks: promises that every
-                parameter gets its gradient in every backward, in one piece (no unused parameters, no reentrant
+                parameter gets its gradient in every backward pass, in one piece (no unused parameters, no reentrant
                 checkpointing). A broken promise raises in one of the first two steps.
             options: of DistributedDataParallel, such as ``find_unused_parameters=True``.
 
@@ -301,12 +301,12 @@ class Context(Loaders):
 
         Args:
             loader: from ``ctx.loader()``, or any iterable of this rank's batches. With ``state_dict`` and
-                ``load_state_dict``, as torchdata's StatefulDataLoader, it is resumed by them. Else its batches are read
-                again from the start. Without a loader, ``run.steps(n)`` yields the number of each step.
+                ``load_state_dict``, as torchdata's StatefulDataLoader, it is resumed by them. Otherwise its batches are
+                read again from the start. Without a loader, ``run.steps(n)`` yields the number of each step.
             rng: "step" seeds all generators before each step, by seed, step and rank. "user" leaves them to the script,
                 and a resume is then not exact.
             per_rank: state that each rank has for itself, such as environments, replay buffers or random generators: a
-                part, or a dict of them. All of it is in rank 0's checkpoints, at most 1 GiB. To continue on another
+                part, or a dict of them. All of it is in rank 0's checkpoints, at most 1 GiB. To continue on a different
                 number of ranks, a part needs a method ``load_state_dicts(states, rank, world_size)``.
             init_from: a file of weights to start from (``.pt``, ``.pth``, ``.bin``, ``.safetensors``), for ``model`` or
                 the only module, or a dict with a file for each part. Read when the run starts, not when it resumes.
@@ -314,8 +314,9 @@ class Context(Loaders):
             script_state: the script's own values: a dict, or an instance of a dataclass, that the script may change at
                 any time, alike on all ranks: numbers, text, True, False, None, and lists and dicts of them. They are
                 restored in place.
-            best: the metric whose best checkpoint is kept beside the newest, of what ``run.log()`` got: "accuracy" for
-                the largest value, "-score" or "loss" for the smallest. Anything but text is a part of that name.
+            best: the metric whose best checkpoint is kept in addition to the newest, of those that ``run.log()``
+                logged: "accuracy" for the largest value, "-score" or "loss" for the smallest. Anything but text is a
+                part of that name.
             parts: what is saved and restored, under names that you choose, such as ``model=``, ``optimizer=``,
                 ``scheduler=`` or ``ema=``: modules, optimizers, and any objects with ``state_dict`` and
                 ``load_state_dict``. Also lists, tuples and dicts of them, whose members are parts such as ``nets.0``.
@@ -421,7 +422,7 @@ class Context(Loaders):
 
         Args:
             saved: the file or folder from which the script will continue, for the history. The next attempt warns if
-                the script makes its first step without opening it.
+                the script completes its first step without opening it.
 
         Raises Stopped, always.
         """

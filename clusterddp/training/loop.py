@@ -139,7 +139,7 @@ class Run:
         What the script does there, before the step's training, is exact wherever the run is stopped: evaluate, step a
         scheduler, change the values of ``ctx.run(script_state=...)``, and ``finish``. A stop in an evaluation saves the
         state from before the step, and the next attempt repeats it. A metric that is logged there belongs to checkpoint
-        ``step``. After the last step of the loop there is no such place. Evaluate once more behind the loop.
+        ``step``. After the last step of the loop there is no such place. Evaluate once more after the loop.
 
         Args:
             unnamed: refuses a number without ``epochs`` or ``steps``.
@@ -232,9 +232,9 @@ class Run:
     def micro(self, batch: Any) -> Iterator[Any]:
         """Yields the step's batch in pieces of at most the loader's ``batch_size`` samples. In one piece if it fits.
 
-        The body of the loop is the forward and ``loss.backward()``, with the mean loss over the piece. After the loop
-        the gradients are those of the mean over the global batch, as without pieces, on any number of ranks. Zero the
-        gradients and step the optimizer outside the loop, and do not ``break`` out of it.
+        The body of the loop is the forward pass and ``loss.backward()``, with the mean loss over the piece. After the
+        loop the gradients are those of the mean over the global batch, as without pieces, on any number of ranks. Zero
+        the gradients and step the optimizer outside the loop, and do not ``break`` out of it.
 
         Args:
             batch: this rank's batch: a tensor, or nested tuples, lists and dicts of tensors and lists, with the samples

@@ -41,7 +41,7 @@ Item = TypeVar("Item")
 class EpochItems:
     """Counts the items of one epoch after the other. For the thread that trains.
 
-    An item counts once an optimizer has made a step after it was taken, because accumulated gradients are not part of
+    An item counts once an optimizer has stepped after it was taken, because accumulated gradients are not part of
     any checkpoint. Steps inside ``torch.compile`` are not seen, and then no item counts, so that items are trained on
     twice rather than not at all.
     """
@@ -233,7 +233,7 @@ def requeue(saved: SavedPath | None = None) -> None:
 
     Args:
         saved: the file or folder from which the script will continue, for the history. The next attempt warns if the
-            script makes its first step without opening it.
+            script completes its first step without opening it.
 
     Returns only in a process that no ``clusterddp submit`` has started, unless ``clusterddp.init()`` was called.
 
@@ -259,7 +259,7 @@ def continue_epoch(items: Iterable[Item]) -> Iterable[Item]:
     ``requeue(saved=...)``. These are the same items if the order of the epoch is the same, as with
     ``DistributedSampler.set_epoch()``. If none is left, the last one is trained on again.
 
-    An item has been trained on if an optimizer has made a step since it was taken. Outside of a run, all items are
+    An item has been trained on if an optimizer has stepped since it was taken. Outside of a run, all items are
     yielded. ``len()`` is that of ``items``, the whole epoch.
 
     Raises LauncherEnvironmentError when rank 0 cannot be reached.

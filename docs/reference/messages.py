@@ -10,7 +10,7 @@ import ast
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -53,6 +53,8 @@ CAUSES: Mapping[str, int] = {"ErrorText": 2}
 REASONS = {"reason", "error", "problem", "why", "because"}
 #: Packages whose other texts are not messages: a page, job definitions, a script.
 OTHER_TEXTS = {"report", "bench", "digits", "cli"}
+#: Modules, classes and variables whose texts describe something in the documentation, or are never printed.
+DESCRIPTIONS = {"json_schema", "PLACEHOLDERS", "Timer"}
 #: The most rows of one message.
 MOST_VARIANTS = 4
 PART = "part of a message"
@@ -83,10 +85,14 @@ class Module:
 
     def __post_init__(self) -> None:
         self.functions = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
+        named = _variables(self.tree)
+        self._descriptions = [value for name in DESCRIPTIONS for value in named.get(name, [])]
 
     def messages(self) -> Iterator[Message]:
         """All of them."""
         for node, scopes in _nodes(self.tree, (self.tree,)):
+            if isinstance(node, ast.Dict) and node in self._descriptions:
+                continue
             if isinstance(node, ast.Call):
                 yield from self._of_call(node, scopes)
             elif isinstance(node, (ast.Return, ast.Yield)) and node.value is not None:
@@ -130,7 +136,8 @@ class Module:
     def _has_parts(self, scopes: tuple[ast.AST, ...]) -> bool:
         """Whether texts here that are no messages are contained in some."""
         inside = any(isinstance(scope, ast.FunctionDef) for scope in scopes)
-        return self.package not in OTHER_TEXTS and (inside or self.package not in ("", "events"))
+        described = any(isinstance(scope, ast.ClassDef) and scope.name in DESCRIPTIONS for scope in scopes)
+        return self.package not in OTHER_TEXTS and not described and (inside or self.package not in ("", "events"))
 
     def _kind_of_return(self, scopes: tuple[ast.AST, ...]) -> str:
         """How a text appears that a function returns: as the sentence of an event, or inside a message."""
@@ -234,7 +241,7 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
 def is_sentence(text: str) -> bool:
     """Whether a text is in words: not a path, a command line or a format."""
     words = re.findall(r"(?<![\w`/.<-])[a-z]{2,}(?![\w/.=(>])", text)
-    return len(words) >= 4 and not re.search(r"[<\\?]|\w\|\w", text)
+    return len(words) >= 4 and len(set(words)) >= 3 and not re.search(r"[<\\?]|\w ?\| ?\w|\w:\w", text)
 
 
 def _is_enum(node: ast.ClassDef) -> bool:
@@ -270,14 +277,28 @@ def found() -> dict[str, list[Message]]:
     packages: dict[str, set[Message]] = {}
     for path, tree in sources():
         package = path.parts[0] if len(path.parts) > 1 else ALONE.get(path.stem, "")
+        if path.stem in DESCRIPTIONS:
+            continue
         for message in Module(package, tree).messages():
             text = re.sub(r"(\.\.\.){2,}", "...", " ".join(message.text.split()))
+            text = text.removeprefix(". ") if message.kind == PART else text
             if len(re.sub("[^A-Za-z]", "", text)) >= FEWEST_LETTERS:
                 packages.setdefault(package, set()).add(Message(text, message.kind))
     return {
-        package: sorted(messages, key=lambda message: (message.letters, message))
+        package: sorted(without_repetition(messages), key=lambda message: (message.letters, message))
         for package, messages in packages.items()
     }
+
+
+def without_repetition(messages: Collection[Message]) -> list[Message]:
+    """Without the parts that a reader finds in the row of a longer message."""
+    texts = [(message.text, message.kind) for message in messages]
+    return [
+        message
+        for message in messages
+        if message.kind != PART
+        or not any(message.text in text and (text, kind) != (message.text, PART) for text, kind in texts)
+    ]
 
 
 def page() -> list[str]:

@@ -40,6 +40,8 @@ class ClusterConfig:
     """A job's memory (`--mem`) is allocated, and its steps' is limited to that; needs cgroup v1."""
     user_signal: bool = False
     """A preempted job gets the signal of its `--signal` instead of TERM when the grace begins."""
+    expedite: bool = False
+    """Jobs may be submitted with ``--requeue=expedite``; needs Slurm 25.11 or newer."""
     qos: bool = False
     """Preemption goes by QOS, `high` over `low`, instead of by partition; jobs in `low` then name it with -q."""
     slurmdbd: bool = True
@@ -140,6 +142,7 @@ def slurm_conf(config: ClusterConfig, site: Site) -> str:
         f"PreemptType=preempt/{'qos' if config.qos else 'partition_prio'}",
         "PreemptMode=REQUEUE",
         *_user_signal(config, site),
+        *(["SlurmctldParameters=enable_expedited_requeue"] if config.expedite else []),
         "JobRequeue=1",
         f"KillWait={config.kill_wait}",
         f"MaxArraySize={config.max_array_size}",

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.preemption_policy import Preemption
-from clusterddp.supervisor import decide, lease, monitor, recovery
+from clusterddp.supervisor import decide, lease, main, monitor, recovery
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import LocalLauncher, SlurmLauncher, srun_command
@@ -76,6 +77,9 @@ class FakeController:
 
     def hold(self) -> None:
         self.asked.append("hold")
+
+    def before_exit(self) -> None:
+        """For ``expedite_requeue``."""
 
     def requeue(self) -> None:
         self.asked.append("requeue")
@@ -847,6 +851,46 @@ def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, m
     with pytest.raises(SlurmError, match="AssocMaxSubmitJobLimit"):
         SlurmController({"SLURM_JOB_ID": "41"}, run, JOB).resubmit()
     assert asked == ["Requeue=0", "sbatch", "Requeue=1"]
+
+
+@pytest.mark.parametrize(
+    ("expedite", "state", "asked"),
+    [(True, "RUNNING", ["41", "Requeue=0"]), (True, "COMPLETING", ["41"]), (False, "RUNNING", [])],
+    ids=["running", "being requeued", "ordinary"],
+)
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_job_that_would_be_requeued_for_its_exit_code_is_not_as_a_run_fails(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, expedite: bool, state: str, asked: list[str], raises: bool
+) -> None:
+    """Slurm then holds a job with --requeue=expedite. After exit code 0 it does not."""
+    said: list[str] = []
+
+    def answer(*command: str, timeout_s: float | None = None) -> str:
+        said.append(command[-1])
+        return ""
+
+    def show_job(job_id: str) -> slurm.JobInfo:
+        said.append(job_id)
+        return slurm.JobInfo(job_id, state, "None", "n1", 0, None, None)
+
+    def supervise_one(*_: object) -> int:
+        if raises:
+            raise RunDirectoryError("no disk")
+        return code
+
+    monkeypatch.setattr(slurm, "run", answer)
+    monkeypatch.setattr(slurm, "show_job", show_job)
+    monkeypatch.setattr(main, "supervise_one", supervise_one)
+    job = dataclasses.replace(JOB, expedite_requeue=expedite)
+    controller = SlurmController({"SLURM_JOB_ID": "41"}, run, job)
+    code = 1
+    with pytest.raises(RunDirectoryError) if raises else nullcontext():
+        assert main.supervise(run, job, lambda *_: None, controller) == code  # type: ignore[arg-type]
+    assert said == asked
+    code = 0
+    if not raises:
+        main.supervise(run, job, lambda *_: None, controller)  # type: ignore[arg-type]
+        assert said == asked
 
 
 @pytest.mark.parametrize(("nodes", "without"), [(["n1", "n7"], " n7"), (["n7"], ""), ("n[1-", "")])

@@ -59,6 +59,11 @@ def test_the_whole_script_is_as_a_cluster_engineer_would_write_it() -> None:
     assert script(job).rstrip("\n") + "\n" == GOLDEN
 
 
+def test_an_expedited_requeue_is_requested_of_sbatch() -> None:
+    text = script(Job(name="net", script="/net.py", expedite_requeue=True))
+    assert "#SBATCH --requeue=expedite\n" in text
+
+
 def test_the_script_needs_no_slurm_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is what submitit's private method is used for, with the arguments that all allowed versions take."""
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -212,6 +212,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "progress_interval": (["off", "2.5", "60"], ["on", "0", "-1", "false"]),
     "limits": (["{attempts: 3, gpu_hours: 0.5}", "{}"], ["{attempts: 0}", "{gpu_hours: -1}"]),
     "policy": (["requeue"], ["never"]),
+    "expedite_requeue": (["true"], ["no", "0"]),
     "lift_hold": (["false"], ["no", "0"]),
     "node_memory": (["false"], ["no", "0"]),
     "keep_logs": _COUNT,

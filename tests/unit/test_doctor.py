@@ -18,6 +18,7 @@ from clusterddp.checks.check import Check, failed, guarded, ok, warning, worst
 from clusterddp.checks.folder import Mount, mount_of
 from clusterddp.cli import doctor
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable, UsageError
+from clusterddp.jobdef.job import Job
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration, preemption_policy
 
@@ -106,6 +107,16 @@ def test_the_hold_is_the_requeue_delay_where_the_site_sets_one() -> None:
     delayed = CONFIG.replace("bf_interval=1", "bf_interval=1,requeue_delay=30")
     assert preemption_policy.policy(delayed, line, "low", None).hold_s == 31
     assert preemption_policy.policy(CONFIG.replace(",cred_expire=6", ""), line, "low", None).hold_s == 121
+
+
+def test_the_policy_says_whether_the_site_allows_expedited_requeues() -> None:
+    """From 25.11 on. A run that asks for it is told that it will not be held."""
+    line, job = PARTITIONS.splitlines()[0], Job(name="x", module="x", expedite_requeue=True)
+    assert not preemption_policy.policy(CONFIG, line, "low", None).expedites
+    allowed = CONFIG.replace("SLURM_VERSION", "SlurmctldParameters = cloud_dns,enable_expedited_requeue\nSLURM_VERSION")
+    policy = preemption_policy.policy(allowed, line, "low", None)
+    assert policy.expedites
+    assert policy.sentence(job).endswith("The run is requeued and starts again without a hold (expedite_requeue)")
 
 
 def test_with_preemption_by_qos_the_qos_says_what_happens(answers: dict[str, Any]) -> None:

@@ -68,6 +68,7 @@ limits: {attempts: 20, gpu_hours: 1.5}
 snapshot: 500M
 hook: [python, notify.py]
 policy: resubmit
+expedite_requeue: true
 lift_hold: false
 node_memory: false
 backend: gloo
@@ -143,6 +144,7 @@ def test_every_field_is_read(folder: Path) -> None:
         snapshot="500M",
         hook=("python", "notify.py"),
         policy="resubmit",
+        expedite_requeue=True,
         lift_hold=False,
         node_memory=False,
         timeouts=Timeouts(start_s=600.0, step_s=90.5, notice_s=60.0),

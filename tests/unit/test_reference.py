@@ -152,6 +152,15 @@ def test_the_text_of_a_message_is_found_with_dots_for_values(source: str, expect
     assert texts(source) == expected
 
 
+def test_a_part_that_a_longer_row_has_is_not_a_row_itself() -> None:
+    whole, part, other = (
+        messages.Message("no room: the disk is full", "`SlurmError`, exit code 1"),
+        messages.Message("the disk is full", messages.PART),
+        messages.Message("the disk is slow", messages.PART),
+    )
+    assert messages.without_repetition([whole, part, other]) == [whole, other]
+
+
 def test_messages_that_commands_and_events_print_are_in_the_page() -> None:
     """Of errors that are raised here, the page has the text, and how it appears."""
     rows = re.findall(r"^\| `+ ?(.*?) ?`+ \| (.*) \|$", page("messages.md"), re.MULTILINE)

@@ -8,8 +8,10 @@ import pytest
 
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job
+from clusterddp.slurm import resources
 from clusterddp.slurm.commands import NodeShape, parse_node_sizes
-from clusterddp.slurm.resources import check_gpus, check_micro, check_nodes, share_of_node
+from clusterddp.slurm.preemption_policy import Preemption
+from clusterddp.slurm.resources import check_gpus, check_micro, check_nodes, fit_to_cluster, share_of_node
 
 NODES = [NodeShape(32, 64000, {"a100": 4}), NodeShape(32, 64000, {"a100": 4}), NodeShape(8, 8000, {})]
 
@@ -82,3 +84,18 @@ def test_a_module_is_looked_for_where_it_would_run(tmp_path: Path, monkeypatch: 
     with pytest.raises(UsageError, match=r"pkg/plain.py never calls run.micro\(\)"):
         check_micro(job(module="pkg.plain", nodes=2, min_nodes=1))
     assert "clusterddp did not check" in check_micro(job(module="installed.train", nodes=2, min_nodes=1))[0]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_an_expedited_requeue_is_requested_only_where_the_site_allows_it(
+    monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    """sbatch refuses it elsewhere."""
+    policy = Preemption("low", "REQUEUE", 20, 30, 121, expedites=allowed)
+    monkeypatch.setattr(resources.slurm, "require", lambda *_: None)
+    monkeypatch.setattr(resources.slurm, "partition_nodes", lambda _: NODES)
+    monkeypatch.setattr(resources, "preemption", lambda *_: policy)
+    fitted, remarks = fit_to_cluster(job(device="cpu", expedite_requeue=True), required=True)
+    assert fitted.expedite_requeue is allowed
+    assert any("this cluster does not allow it" in remark for remark in remarks) is not allowed
+    assert ("held for 121 s" in remarks[-1]) is not allowed
