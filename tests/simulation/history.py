@@ -169,10 +169,10 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
     script = replace(plan.script, **_of_script(plan.script, draw))
     faults = [*plan.faults, *(Fault(length * 1.5 * draw.random(), kind, draw.getrandbits(32)) for kind in more)]
     odd = random.Random(f"odd {plan.seed}")
-    for kind, share in {"odd failure": 0.15, "refused": 0.12}.items():
+    for kind, share in {"odd failure": 0.15, "refused": 0.12, "connection breaks": 0.08}.items():
         if odd.random() < share:
             faults.append(Fault(length * 1.2 * odd.random(), kind, odd.getrandbits(32)))
-    limits = Limits(attempts=3) if odd.random() < 0.04 else Limits()
+    limits = odd.choice((Limits(attempts=3), Limits(gpu_hours=0.02))) if odd.random() < 0.04 else Limits()
     if odd.random() < 0.03:
         script = replace(script, bug_at=odd.choice((0, 2, 3)))
     spare = random.Random(f"spare {plan.seed}")
@@ -411,7 +411,7 @@ class History:
 
     def _wait(self) -> int:
         """As ``clusterddp wait``."""
-        code = run_ends.wait([self.run], 600.0 if self.plan.seed % 3 == 0 else None, False)
+        code = run_ends.wait([self.run], 60.0 if self.plan.seed % 3 == 0 else None, False)
         self.invariants.waited(code)
         return code
 
@@ -668,6 +668,13 @@ def _odd_failure(history: History, draw: random.Random) -> None:
         draw.choice(history.training).accident = draw.choice(accidents)
 
 
+def _connection_breaks(history: History, draw: random.Random) -> None:
+    joined = [(rank, rank.server) for rank in history.training if rank.server is not None]
+    if joined:
+        rank, server = draw.choice(joined)
+        server.break_connection(rank, draw.random() < 0.6, draw.choice((0.1, 2.0)))
+
+
 def _refused(history: History, draw: random.Random) -> None:
     """No job can be submitted for a while, or jobs cannot be requeued any more."""
     if draw.random() < 0.6:
@@ -718,9 +725,13 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "slow node": _slow_node,
     "odd failure": _odd_failure,
     "refused": _refused,
+    "connection breaks": _connection_breaks,
 }
 #: What is drawn in certain histories only, each by its own rule.
-APART = {"drain", "lose a spare", "slow node", "another run fails", "accounting away", "fork", "odd failure", "refused"}
+APART = {
+    *("drain", "lose a spare", "slow node", "another run fails", "accounting away", "fork", "odd failure", "refused"),
+    "connection breaks",
+}
 
 
 def play(seed_or_plan: int | Plan, traced: bool = False) -> Result:

@@ -57,15 +57,18 @@ HARMLESS = frozenset(
             "accounting away",
             "fork",
             "refused",
+            "connection breaks",
         ),
     )
 )
 #: Faults that may keep an attempt from saving though it had notice.
 HINDERING = frozenset(
-    ("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang")
+    ("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang", "odd failure")
 )
 #: Faults that may keep Slurm or the disk from answering.
 SILENT = frozenset(("controller away", "answers lost", "requests limited", "controller slow", "disk errors"))
+#: Faults after which it is unclear which rank failed first.
+UNCLEAR = frozenset(("lose a node", "suspend", "connection breaks"))
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: The same, and the ranks restart in the same job.
@@ -337,7 +340,7 @@ class Invariants:
         if what == "suspend":
             for since in (self._idle_since, self._incomplete_since, self._waits_since):
                 since.pop(job.id, None)
-        elif what == "cancel":
+        elif what == "cancel" and job.id not in self._history.slurm.unanswered:
             self._cancelled_at = now
         elif what == "requeue":
             if who.startswith("admin"):
@@ -582,10 +585,10 @@ class Invariants:
         trained_in = sorted(self.attempts)
         for event in events:
             number, name = event["attempt"], event["event"]
-            if name == "rank_failed" and number in self._failed:
+            if name == "rank_failed" and number in self._failed and "fault" not in event:  # a GPU's comes first
                 rank, at = next(iter(self._failed[number].items()))
                 late = self._failed[number].get(event["rank"], math.inf) > at + TOLD_S
-                if late and at + EPOCH < event["time"] - 1.0 and not faults & {"lose a node", "suspend"}:
+                if late and at + EPOCH < event["time"] - 1.0 and not faults & UNCLEAR:
                     self._violated(
                         "I8", f"rank {rank} failed first in attempt {number}, and rank {event['rank']} is shown"
                     )
@@ -608,7 +611,7 @@ class Invariants:
                 self._violated("I7", f"attempt {event['attempt']} ends the run, and has long been superseded")
         started = {event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}
         ended = {event["attempt"] for event in events if event["event"] in ATTEMPT_ENDS}
-        newest = max(started, default=-1)
+        newest = max(started | {event["attempt"] for event in events if event["event"] in RUN_ENDS}, default=-1)
         for attempt in self.attempts.values():
             if attempt.supervisor.code is None or attempt.number in ended:
                 continue

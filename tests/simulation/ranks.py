@@ -170,6 +170,8 @@ class Server:
         #: Messages that wait for a cable, by rank.
         self._waiting: dict[int, list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
         self._clients: dict[int, Callable[[Mapping[str, Any], bool], Any]] = {}
+        #: What ranks have said since their connection broke, which they repeat once they have joined again.
+        self._repeated: dict[int, list[tuple[str, Mapping[str, Any]]]] = {}
 
     # --- the product's side
 
@@ -221,6 +223,8 @@ class Server:
 
     def report(self, number: int, event: str, **values: Any) -> None:
         """A rank's event."""
+        if number in self._repeated:
+            self._repeated[number].append((event, values))
         self._deliver(number, self._hear, number, event, values)
 
     def _hear(self, number: int, event: str, values: Mapping[str, Any]) -> None:
@@ -238,6 +242,27 @@ class Server:
         at = max(self._last.get(number, 0.0), self._world.now + LATENCY_S * self._world.random.random())
         self._last[number] = at
         self._world.after(at - self._world.now, act, *args)
+
+    def break_connection(self, rank: Rank, noticed: bool, after_s: float) -> None:
+        """A firewall forgets a connection, and the rank makes another one. ``noticed``: by the supervisor, before."""
+        if self._ranks.get(rank.number) is not rank or not self._reaches(rank):
+            return
+        if noticed:
+            self._lose(rank, False)
+            self._repeated[rank.number] = []
+        self._world.after(after_s, self._rejoin, rank)
+
+    def _reaches(self, rank: Rank) -> bool:
+        return self.open and self._cluster.reaches(rank.process.node, self.process.node)
+
+    def _rejoin(self, rank: Rank) -> None:
+        said = self._repeated.pop(rank.number, [])
+        if not rank.process.alive or not self._reaches(rank) or self._ranks.get(rank.number) not in (None, rank):
+            return
+        self._ranks[rank.number] = rank
+        self.report(rank.number, "rejoined", host=rank.process.node, pid=rank.process.pid, address=rank.process.node)
+        for event, values in said:
+            self.report(rank.number, event, **values)
 
     def left(self, rank: Rank) -> None:
         """A rank's process has ended: its connection breaks, after what it has said."""
