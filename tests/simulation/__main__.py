@@ -26,6 +26,8 @@ PROTOCOL = (
     *(f"supervisor/{name}.py" for name in ("main", "monitor", "recovery", "requests", "verdict")),
     *("slurm/cause.py", "slurm/commands.py", "slurm/preemption_policy.py", "slurm/queue.py", "slurm/run_states.py"),
     *("runs/resubmission.py", "runs/run_ends.py", "runs/cancellation.py", "runs/requests.py"),
+    *("runs/sweep_submission.py", "runs/fork.py", "supervisor/done.py", "supervisor/own_checkpoints.py"),
+    *("failures/node_memory.py", "failures/placement.py", "failures/exclusion.py"),
 )
 
 

@@ -175,6 +175,9 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
     limits = odd.choice((Limits(attempts=3), Limits(gpu_hours=0.02))) if odd.random() < 0.04 else Limits()
     if odd.random() < 0.03:
         script = replace(script, bug_at=odd.choice((0, 2, 3)))
+    sweep = plan.array and draw.random() < 0.3
+    if sweep and odd.random() < 0.4:
+        faults.append(Fault(0.0, odd.choice(("refused", "answers lost", "kill a command")), odd.getrandbits(32)))
     spare = random.Random(f"spare {plan.seed}")
     if plan.spare_nodes and spare.random() < 0.3:
         faults.append(Fault(length * 0.5 * spare.random(), "lose a spare", spare.getrandbits(32)))
@@ -182,7 +185,7 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
         plan,
         settings=settings,
         memory=memory,
-        sweep=plan.array and draw.random() < 0.3,
+        sweep=sweep,
         script=script,
         limits=limits,
         # To a clock that is ahead by more than the run has lasted, the script's files are older than the run.
@@ -274,6 +277,8 @@ class History:
         self.invariants = Invariants(self)
         self.world.on_crash = self._on_crash
         self._users = 0
+        #: Whether the first submission has succeeded, and what waits for the run has been started.
+        self._attended = False
         self._struck: set[Fault] = set()
         self.over_at: float | None = None
         #: Processes of ``resubmit``.
@@ -363,9 +368,10 @@ class History:
         """Submits the run, again if Slurm does not answer, and runs `resubmit` for it."""
         while not self._is_submitted():
             self.world.sleep(30.0)
-        for number in range(self.plan.resubmitters):
+        attended, self._attended = self._attended, True
+        for number in range(0 if attended else self.plan.resubmitters):
             self.world.after(1.0 + number, self.user, "resubmit", self._resubmit)
-        if self.plan.waits:
+        if self.plan.waits and not attended:
             self.world.after(2.0, self.user, "wait", self._wait)
         return 0
 
@@ -623,12 +629,14 @@ def _hang(history: History, draw: random.Random) -> None:
 
 def _kill_command(history: History, draw: random.Random) -> None:
     """A terminal is closed: a command of the user's ends at once, ``submit`` apart, and is given again."""
-    names = ("cancel", "resubmit", "wait", "tell", "requeue")
+    names = ("cancel", "resubmit", "wait", "tell", "requeue", *(("submit",) if history.plan.sweep else ()))
     there = [each for each in history.world.processes if each.alive and each.name.startswith(names)]
     if there:
         process = draw.choice(there)
         history.world.tell(process.name, "is killed")
         process.kill()
+        if process.name.startswith("submit"):
+            history.world.after(5.0, history.user, "submit", history._begin)
         if process.name.startswith("resubmit"):
             history.world.after(draw.choice((1.0, 30.0)), history.user, "resubmit", history._resubmit)
 

@@ -42,7 +42,15 @@ LEFT_OUT = {
         *("_stacks", "_on_stacks", "_wanted", "_stacks_answer", "_skip", "_on_will_skip", "on_skipped", "_profile"),
         *("_why_no_profile", "_named", "_on_will_profile", "on_profile", "_profiles", "_profile_late", "_child"),
     },
-    "supervisor/verdict.py": {"_early_leaver"},
+    "runs/sweep_submission.py": {"run_all", "_run", "_loop_ended", "scripts", "check_marks", "_check_same"},
+    "runs/fork.py": {"parse"},
+    "supervisor/done.py": {"_why_not", "_line", "_printed", "_matching"},
+    "supervisor/own_checkpoints.py": {
+        *("_match", "_files", "why_incomplete", "_why_file", "_why_safetensors", "_content", "_what_is_missing"),
+        *("_continues_from", "_without_numbers", "beside", "saved"),
+    },
+    "failures/node_memory.py": {"letter", "_counts"},
+    "failures/exclusion.py": {"letter", "letter_about", "unchecked"},
 }
 ROOT = Path(__file__).resolve().parents[2] / "clusterddp"
 
