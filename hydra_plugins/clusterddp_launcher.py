@@ -224,10 +224,10 @@ class ClusterddpLauncher(Launcher):
         """Submits the members, and waits for them. Slurm may take the rest only once some have ended."""
         from clusterddp.errors import INTERRUPTED
         from clusterddp.reporter import show
-        from clusterddp.rundir.find import as_typed
+        from clusterddp.rundir.run_directory import as_typed
         from clusterddp.runs import sweep_submission
-        from clusterddp.runs.resubmission import wait_and_resubmit
         from clusterddp.runs.sweep_submission import planned, tell
+        from clusterddp.runs.waiting import wait_and_resubmit
 
         while True:
             with planned(sweep, sweep_submission.settle) as plan:

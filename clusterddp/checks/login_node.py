@@ -27,10 +27,9 @@ from clusterddp.errors import SlurmError, SlurmMissing
 from clusterddp.jobdef.job import Job
 from clusterddp.process import PACKAGE_FOLDER
 from clusterddp.reporter import counted
-from clusterddp.rundir.find import runs_folder
+from clusterddp.rundir.run_directory import runs_folder
 from clusterddp.slurm import configuration
-from clusterddp.slurm.configuration import Association, Configuration, Partition
-from clusterddp.slurm.preemption_policy import Preemption, policy
+from clusterddp.slurm.configuration import Association, Configuration, Partition, Preemption, policy
 
 #: Commands that a run needs, and commands that only some features need.
 NEEDED, USEFUL = ("sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel"), ("sacct", "sacctmgr", "salloc")

@@ -21,8 +21,8 @@ from clusterddp.hostlist import expand
 from clusterddp.process import module_command
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm.cause import ACTIVE
 from clusterddp.slurm.commands import JobInfo
+from clusterddp.slurm.run_states import ACTIVE
 from clusterddp.worker.control_channel import keep_alive
 
 #: How often to look for a newer attempt, and the least and the most seconds between two questions to the controller.

@@ -16,7 +16,7 @@ from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Done, Job, Limits, Resume, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends, submission
+from clusterddp.runs import pruning, requests, submission, waiting
 from clusterddp.slurm import commands
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
@@ -409,15 +409,15 @@ class History:
     def _resubmit(self) -> int:
         """As ``clusterddp resubmit``, without what it shows of the training."""
         self.resubmitting.append(self.world.process)
-        resubmitter = resubmission.Resubmitter(self.run, self.job)
+        resubmitter = waiting.Resubmitter(self.run, self.job)
         while not resubmitter.look():  # it looks at the run's files more often, which nothing depends on
-            due_s = resubmitter._pace._at - resubmission.time.monotonic()
-            self.world.sleep(min(5.0, max(resubmission.LOOK_S, due_s)))
+            due_s = resubmitter._pace._at - waiting.time.monotonic()
+            self.world.sleep(min(5.0, max(waiting.LOOK_S, due_s)))
         return resubmitter.result or 0
 
     def _wait(self) -> int:
         """As ``clusterddp wait``."""
-        code = run_ends.wait([self.run], 60.0 if self.plan.seed % 3 == 0 else None, False)
+        code = waiting.wait([self.run], 60.0 if self.plan.seed % 3 == 0 else None, False)
         self.invariants.waited(code)
         return code
 
@@ -507,7 +507,7 @@ def _scancel(history: History, draw: random.Random) -> None:
 
 
 def _cancel(history: History, draw: random.Random) -> None:
-    history.user("cancel", lambda: cancellation.cancel_run(history.run) and 0)
+    history.user("cancel", lambda: requests.cancel_run(history.run) and 0)
 
 
 def _submit_again(history: History, draw: random.Random) -> None:

@@ -17,7 +17,7 @@ from clusterddp.errors import TIMED_OUT, WAITED
 from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from tests.simulation.ranks import MARK, Launcher, Rank, sample_of, trained
 from tests.simulation.slurm import HAS_NODES, REGISTERS_S, Batch
 from tests.simulation.world import EPOCH, Process

@@ -23,7 +23,7 @@ from clusterddp.errors import Superseded
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.protocol import CHECKPOINT
-from clusterddp.rundir.claims import Address
+from clusterddp.rundir.ownership import Address
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.control_server import Handlers
 from clusterddp.worker.control_channel import SILENCE_S
@@ -122,7 +122,7 @@ class Cluster:
         return one == other or not {one, other} & self.slurm.cut
 
     def ask(self, address: Address, host: str, kind: str, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """A user's request to a supervisor, as ``runs/client.py`` sends it."""
+        """A user's request to a supervisor, as ``runs/requests.py`` sends it."""
         world = self.world
         if not self.reaches(world.process.node, host):
             world.sleep(3.0)

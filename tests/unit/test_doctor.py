@@ -20,7 +20,7 @@ from clusterddp.cli import doctor
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm import configuration, preemption_policy
+from clusterddp.slurm import configuration
 
 # scontrol show config, shortened. 22.05.8, 24.11.5 and 26.05.5 print these lines alike but for the last.
 CONFIG = """Configuration data as of 2026-11-22T09:05:26
@@ -103,18 +103,18 @@ def test_what_slurm_says_becomes_a_row_each(answers: dict[str, Any]) -> None:
 def test_the_hold_is_the_requeue_delay_where_the_site_sets_one() -> None:
     """From 25.11 on it goes before cred_expire."""
     line = PARTITIONS.splitlines()[0]
-    assert preemption_policy.policy(CONFIG, line, "low", None).hold_s == 7
+    assert configuration.policy(CONFIG, line, "low", None).hold_s == 7
     delayed = CONFIG.replace("bf_interval=1", "bf_interval=1,requeue_delay=30")
-    assert preemption_policy.policy(delayed, line, "low", None).hold_s == 31
-    assert preemption_policy.policy(CONFIG.replace(",cred_expire=6", ""), line, "low", None).hold_s == 121
+    assert configuration.policy(delayed, line, "low", None).hold_s == 31
+    assert configuration.policy(CONFIG.replace(",cred_expire=6", ""), line, "low", None).hold_s == 121
 
 
 def test_the_policy_says_whether_the_site_allows_expedited_requeues() -> None:
     """From 25.11 on. A run that asks for it is told that it will not be held."""
     line, job = PARTITIONS.splitlines()[0], Job(name="x", module="x", expedite_requeue=True)
-    assert not preemption_policy.policy(CONFIG, line, "low", None).expedites
+    assert not configuration.policy(CONFIG, line, "low", None).expedites
     allowed = CONFIG.replace("SLURM_VERSION", "SlurmctldParameters = cloud_dns,enable_expedited_requeue\nSLURM_VERSION")
-    policy = preemption_policy.policy(allowed, line, "low", None)
+    policy = configuration.policy(allowed, line, "low", None)
     assert policy.expedites
     assert policy.sentence(job).endswith("The run is requeued and starts again without a hold (expedite_requeue)")
 

@@ -611,15 +611,6 @@ def test_every_difference_is_found(folder: Path) -> None:
     assert keys - {item.name for item in dataclasses.fields(Job)} == {"job_name", "time"}
 
 
-def test_reading_a_definition_leaves_torch_alone() -> None:
-    """The command line runs on login nodes, where importing torch takes seconds."""
-    import subprocess
-    import sys
-
-    code = "import sys, clusterddp.jobdef.load, clusterddp.environment; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_an_impossible_file_name_is_a_missing_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's own error for it is no reason for a traceback."""
     monkeypatch.chdir(folder)

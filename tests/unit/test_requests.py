@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.jobdef.job import ProfiledSteps
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.decide import step
 from clusterddp.supervisor.limits import held
@@ -429,13 +428,6 @@ def test_a_drain_that_is_not_possible_is_refused(node: object, events: list[Even
 
 
 # ---- once the ranks have exited
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
 
 
 STOPPED = {"end": "stopped", "step": 7}

@@ -24,11 +24,11 @@ from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, U
 from clusterddp.events import BY_SLURM
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.claims import Address, read_address, write_address
 from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.ownership import Address, read_address, write_address
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import requests
-from clusterddp.runs.client import ask, relay
+from clusterddp.runs.requests import ask, relay
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.attempt import Attempt
