@@ -16,7 +16,7 @@ from tests.simulation.world import Thread
 #: nothing in the life of a run (stacks, profiles, skipped batches).
 LEFT_OUT = {
     "runs/waiting.py": {"_show", "wait_and_resubmit", "_look", "give_up", "leave"},
-    "runs/requests.py": {"_through_a_step", "check_trains", "step_command", "_reachable_name", "relay"},
+    "runs/requests.py": {"_through_a_step", "check_trains", "step_command", "_reachable_name", "relay", "ask"},
     "slurm/commands.py": {
         *("submission_cluster", "require", "default_partition", "partition_nodes", "parse_node_sizes", "parse_gres"),
         *("scrub_own", "scrub", "for_parsing", "NodeShape", "cluster_name", "unix_time", "node_address"),
@@ -45,6 +45,11 @@ LEFT_OUT = {
         *("_why_no_profile", "_named", "_on_will_profile", "on_profile", "_profiles", "_profile_late", "_child"),
     },
     "runs/sweep_submission.py": {"run_all", "_run", "_loop_ended", "scripts", "check_marks", "_check_same"},
+    "supervisor/history.py": {"StepLog", "_Output"},
+    "supervisor/verdict.py": {
+        *("added_arguments", "failure_box", "end_of_file", "_who_waited", "_different_calls", "_other_ends"),
+        "_other_end",
+    },
     "supervisor/recovery.py": {"_why_not", "_line", "_printed", "_matching"},
     "supervisor/own_checkpoints.py": {
         *("_match", "_files", "why_incomplete", "_why_file", "_why_safetensors", "_content", "_what_is_missing"),
