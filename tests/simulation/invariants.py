@@ -595,9 +595,9 @@ class Invariants:
             moves = name == "restarted" and event.get("cause") in MOVES
             told = moves or (name in ("requeued", "resubmitted") and event.get("cause") in IN_TIME)
             after = [other for other in trained_in if other > number]
-            if not told or faults & HINDERING or not after or number not in self.attempts:
-                continue
             script, grace_s = self._history.plan.script, self._history.plan.settings.grace_s
+            if not told or faults & HINDERING or script.bug_at >= 0 or not after or number not in self.attempts:
+                continue
             reached, resumed = self.attempts[number].reached, self.attempts[after[0]].resumed
             if resumed < reached and (moves or ((grace_s > 20 or script.step_s < 5) and "preempt" in faults)):
                 self._violated(
