@@ -68,7 +68,7 @@ HINDERING = frozenset(
 #: Faults that may keep Slurm or the disk from answering.
 SILENT = frozenset(("controller away", "answers lost", "requests limited", "controller slow", "disk errors"))
 #: Faults after which it is unclear which rank failed first.
-UNCLEAR = frozenset(("lose a node", "suspend", "connection breaks"))
+UNCLEAR = frozenset(("lose a node", "lose a spare", "suspend", "connection breaks"))
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: The same, and the ranks restart in the same job.
