@@ -100,6 +100,14 @@ def _ended_threads() -> Iterator[None]:
     assert len(left()) <= MOST_LEFT, f"threads that this file's tests have started and not ended: {left()}"
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run that has only just been created."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    return run
+
+
 @pytest.fixture(scope="session")
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
     """The session's clusters; for tests that need a configuration of their own."""
@@ -110,10 +118,17 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
 
 
 @pytest.fixture
-def cluster(clusters: Clusters) -> Iterator[Cluster]:
-    """The standard cluster, idle and with a grace of 20 s at the start; the test's jobs are ended afterwards."""
-    up = clusters.get(Clusters.standard)
-    up.set_grace(20)
+def cluster(request: pytest.FixtureRequest, clusters: Clusters) -> Iterator[Cluster]:
+    """The cluster that the test's file configures as ``CLUSTER``, or the standard one with a grace of 20 s.
+
+    It is idle at the start. The test's jobs are ended afterwards.
+    """
+    own = getattr(request.module, "CLUSTER", None)
+    if own is not None and "uninterrupted_training" in request.fixturenames:
+        request.getfixturevalue("uninterrupted_training")  # on the standard cluster, which goes down for this one
+    up = clusters.get(own or Clusters.standard)
+    if own is None:
+        up.set_grace(20)
     yield up
     up.drain_jobs()
 

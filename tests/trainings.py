@@ -13,12 +13,13 @@ from typing import Any
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
+from tests.cluster.system import Process
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_until
 
 STEPS = 40
 #: What the ranks can be doing; see tests/scripts/train.py.
 MOMENTS = ["import", "rendezvous", "first step", "evaluation", "restore", "save", "last step", "after the end"]
-#: As in clusterddp.runs.resubmission, for a machine with one clock.
+#: As in clusterddp.runs.waiting, for a machine with one clock.
 SETTLE_S = 1.5
 
 
@@ -102,6 +103,16 @@ class Training:
         """Until the run is over, lifting holds."""
         self.wait(lambda: self.run.outcome(), "the run to be over", 90)
         return wait_for_outcome(self.run)
+
+    def ranks_on(self, node: str) -> list[Process]:
+        """The ranks' processes on a node. srun has their command line behind its own."""
+        commands = {process: process.command() for process in self.cluster.processes(node)}
+        return [one for one, words in commands.items() if "clusterddp.worker" in words and "srun" not in words]
+
+    def wait_for_a_step_of(self, attempt: int) -> None:
+        """Until this attempt, or a later one, has completed a step."""
+        lines = lambda: read_lines(self.run.metrics_file)  # noqa: E731
+        self.wait(lambda: any(line["attempt"] >= attempt for line in lines()), f"a step of attempt {attempt}")
 
     def wait_for_attempt(self, number: int) -> None:
         """Until the attempt has started."""

@@ -6,23 +6,17 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import rows
 from benchmarks.gpu_check import __main__ as command_line
-from benchmarks.gpu_check import costs, session, training
-from benchmarks.gpu_check.case import REPOSITORY, SMALL, Case, Lab, Result, Sizes, Speeds, carry_out
-from benchmarks.gpu_check.plan import ASSUMED, cases
+from benchmarks.gpu_check import session, training
+from benchmarks.gpu_check.case import REPOSITORY, SMALL, Case, Lab, Result, carry_out
 from clusterddp.jobdef.job import Keep
 from tests.checkpoint_files import save
 from tests.runs_on_disk import recorded_run, started
-
-FACTS = {"gpu": "NVIDIA H100", "gpus": 1, "cuda": "13.0", "nccl": "2.28", "torch": "2.11", "speeds": {"start_s": 1.0}}
-SPEEDS = Speeds(start_s=1.0, copy=10.0, fill=1.0, disk=1.0)
 
 
 def test_the_first_cases_pass_on_a_stand_in(tmp_path: Path) -> None:
@@ -98,63 +92,6 @@ def test_a_checkpoint_that_is_not_the_state_of_its_step_fails(tmp_path: Path, mo
     assert result().state == "passed", result().words
     lines[11]["digest"] += 1
     assert (result().state, result().words) == ("failed", "checkpoint 12 is not the state after 12 steps")
-
-
-@pytest.mark.parametrize(("slower", "missed"), [(1.0, []), (1.2, ["step (cuda, 1 ranks): loop"])])
-def test_the_costs_are_rows_beside_the_least_that_does_the_same(slower: float, missed: list[str]) -> None:
-    """What is queued within half a millisecond more than torch's own copies meets its bar."""
-    pair = {"ours": [0.0006] * 4, "pinned": [0.0002] * 4}
-    found = {"step": {"ours": [0.01 * slower] * 4, "DDP": [0.01] * 4, "bare": [0.008] * 4}, "stall": pair}
-    found["copies"] = {"ours": [0.1] * 4, "pinned": [0.1] * 4}
-    made = costs.cost_rows(found, "cuda, 1 ranks", 256)
-    assert [row.row for row in made if row.met is False] == missed
-    assert [row.allowed for row in made] == [1.02, None, pytest.approx(3.5), 1.05]
-
-
-def test_only_full_sizes_on_a_gpu_count(tmp_path: Path) -> None:
-    """The rows of a case with another size stay with the case; another device's file is not continued."""
-    out, results = tmp_path / "out.json", {}
-    row = rows.counted("save: stall", "s", 1.0, 2.0, "torch.save").as_json()
-    for name, asked in (("full", []), ("small", ["state_gb=5"])):
-        sizes = session.sized(Sizes(), asked)
-        made = session.Session(FACTS, SPEEDS, sizes, 1, "inductor", tmp_path, 0.0)
-        result = Result(name, "passed", "fine", {"rows": [{**row, "row": name}]})
-        results[name] = session.described(result, made, 60.0).as_json()
-    assert (results["full"]["counts"], results["small"]["counts"]) == (True, False)
-    session.keep(out, made, results)
-    record = json.loads(out.read_text())
-    assert [row["row"] for row in record["rows"]] == ["full"]
-    assert session.kept(out, made) == results
-    text = session.page(record)
-    assert "| small | passed (reduced: state_gb=5) | fine |" in text and "Not yet run" not in text
-    other = session.Session({**FACTS, "gpu": session.STAND_IN}, SPEEDS, SMALL, 1, "inductor", tmp_path, 0.0)
-    with pytest.raises(SystemExit, match="has results of NVIDIA H100, and this is stand-in"):
-        session.kept(out, other)
-
-
-def test_a_bound_follows_from_what_was_measured() -> None:
-    """A slow disk gives the case that writes most of it more time, and the others none."""
-    slow = Speeds(ASSUMED.start_s, ASSUMED.copy, ASSUMED.fill, ASSUMED.disk / 2)
-    more = {case.name: case.bound_s(slow, Sizes()) - case.bound_s(ASSUMED, Sizes()) for case in cases(1)}
-    assert more["large-state"] == pytest.approx(3 * 60) and more["wrap"] == 0
-    names = [case.name for case in cases(4)]
-    assert names[:3] == ["start-1", "start-2", "start-4"] and len(set(names)) == len(names)
-
-
-def test_wheels_of_what_is_missing_are_installed_for_the_call(tmp_path: Path) -> None:
-    """A wheel of something that is here, such as numpy, must not replace it."""
-    for name in ("absent_package", "numpy"):
-        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-            facts = f"{name}-1.0.dist-info"
-            wheel.writestr(f"{name}.py", "")
-            wheel.writestr(f"{facts}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-            wheel.writestr(f"{facts}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{facts}/RECORD", "")
-    target = tmp_path / "target"
-    command_line.install(tmp_path, str(target))
-    assert (target / "absent_package.py").exists() and not (target / "numpy.py").exists()
-    with pytest.raises(SystemExit, match="no .whl file"):
-        command_line.install(target, str(target))
 
 
 def test_without_a_gpu_it_says_what_to_do() -> None:

@@ -275,18 +275,6 @@ def test_skew_a_long_timeout_waits_for_the_slow_rank_and_a_short_one_ends_the_at
 # ---- scaling
 
 
-@pytest.mark.product  # gpu/test_jobs.py runs it, the next test has the table, the one after it two ranks
-def test_scaling_shows_throughput_and_efficiency_over_ranks(run: RunDirectory) -> None:
-    """From its own times: efficiency is a rank's step without DDP over the step with it on so many ranks."""
-    said = submit(run, "scaling", "--", "--steps", "5", "--width", "64")
-    number = r" +([\d.]+)"
-    rows = re.findall(rf"^ *(\d+){number * 5}%$", said, re.MULTILINE)
-    assert [row[0] for row in rows] == ["1", "2"], said
-    for ranks, _, ddp_ms, _, rate, efficiency in rows:
-        assert float(rate) == pytest.approx(int(ranks) * 64 / float(ddp_ms) * 1e3, rel=1e-2, abs=1)
-        assert float(efficiency) == pytest.approx(100 * float(rows[0][1]) / float(ddp_ms), rel=1e-2, abs=0.1)
-
-
 def test_scaling_the_table_is_by_the_definitions() -> None:
     scaling = script("scaling")
     lines = scaling.table([scaling.Timing(1, 10, 11, 0.5), scaling.Timing(2, 12, 16, 3)], batch_size=64)

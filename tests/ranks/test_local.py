@@ -21,7 +21,7 @@ from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import local
 from clusterddp.runs.progress import Progress
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
 from tests.cluster.system import Process
 from tests.histories import check_history
@@ -234,24 +234,6 @@ def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run
     assert "rank 1 (local 0) of 2 starts at step 0" in first
     assert re.search(r"rank 1 \(local 0\) of 2 starts at step [1-9]\d*", second)
     assert "rank 1 is done" in second
-
-
-@pytest.mark.product  # test_converting.py has another plain script under torchrun
-def test_the_plain_script_runs_under_torchrun_too(tmp_path: Path) -> None:
-    """The same file, which does not use clusterddp."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "tests/scripts/plain_ddp.py",
-    ]
-    done = subprocess.run(
-        [*command, str(tmp_path / "own.pt"), "3", "0"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rank 1 is done" in done.stdout
 
 
 def test_an_exception_is_shown_with_its_rank_and_ends_the_run(run: RunDirectory, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.waiting import preempt_local, story, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "like_repositories.py"
-RESUME = 'resume.args=[--resume, "{checkpoint}"]'
 
 
 @pytest.fixture

@@ -7,20 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.controller import give_notice
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_supervisor(run: RunDirectory, tmp_path: Path) -> None:

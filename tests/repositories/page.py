@@ -137,11 +137,11 @@ def _cell(result: Result, whole: Result) -> str:
     missing = whole.steps - result.steps
     parts = [f"**{state}**" if not result.complete(whole) else state]
     parts += [f"{missing} steps missing"] if missing > 0 else []
-    return ", ".join([*parts, _repeated(result, whole), _metric(result)])
+    return ", ".join([*parts, f"{_repeated(result, whole)} repeated", _metric(result)])
 
 
 def _repeated(result: Result, whole: Result) -> str:
-    return f"{result.repeated} of {whole.steps} repeated"
+    return f"{result.repeated} of {whole.steps}"
 
 
 def _metric(result: Result) -> str:

@@ -10,51 +10,26 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from clusterddp.hostlist import expand
-from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
-from tests.cluster.system import Process
 from tests.conftest import Clusters
 from tests.trainings import Training, check_same_run, events_of
 from tests.waiting import story, wait_for_step, wait_until
 
-CONFIG = ClusterConfig(nodes=4, cpus=2, slurmdbd=False, slurmd_timeout=120, release=Clusters.standard.release)
+CLUSTER = ClusterConfig(nodes=4, cpus=2, slurmdbd=False, slurmd_timeout=120, release=Clusters.standard.release)
 OFTEN = ["--set", "checkpoint.every=5 steps"]
-
-
-@pytest.fixture
-def cluster(clusters: Any, uninterrupted_training: RunDirectory) -> Iterator[Cluster]:
-    """In place of the standard one, after the reference was made there."""
-    up = clusters.get(CONFIG)
-    yield up
-    up.drain_jobs()
-
-
-def ranks_on(cluster: Cluster, node: str) -> list[Process]:
-    """The ranks' own processes; srun has their command line behind its own."""
-    shims = [process for process in cluster.processes(node) if "clusterddp.worker" in process.command()]
-    return [process for process in shims if "srun" not in process.command()]
 
 
 def log_of(training: Training) -> str:
     """What the supervisors of the run's first job said."""
     job_id = events_of(training.run, "submitted")[0]["job"]
     return (training.run.logs / f"job-{job_id}.log").read_text()
-
-
-def wait_for_steps_of(training: Training, attempt: int) -> None:
-    """Until this attempt, or a later one, has made a step."""
-    training.wait(
-        lambda: any(line["attempt"] >= attempt for line in read_lines(training.run.metrics_file)),
-        f"a step of attempt {attempt}",
-    )
 
 
 def follow_resubmission(training: Training) -> None:
@@ -99,7 +74,7 @@ def test_an_unreachable_controller_and_a_restarted_slurmd_cost_nothing(
     cluster.start_controller()
     training.wait(lambda: cluster.job(high)["JobState"] == "COMPLETED", "the job in `high` to be over")
     # It may have started after the requeue only, and have preempted attempt 1, too.
-    wait_for_steps_of(training, len(events_of(training.run, "requeued")))
+    training.wait_for_a_step_of(len(events_of(training.run, "requeued")))
     cluster.stop_controller()
     command = [cluster.python, "-m", "clusterddp", "status", training.run.path]
     status = cluster.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -123,8 +98,8 @@ def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
     """Restarted in place once; then the run continues in a new job elsewhere, with a text for the administrator."""
     training = Training.submit(cluster, runs, "--pause", "0.2", options=OFTEN)
     for attempt, signum in enumerate((signal.SIGKILL, signal.SIGSEGV)):
-        wait_for_steps_of(training, attempt)
-        (victim,) = ranks_on(cluster, "n2")
+        training.wait_for_a_step_of(attempt)
+        (victim,) = training.ranks_on("n2")
         victim.kill(signum)
         training.wait_for_attempt(attempt + 1)
     follow_resubmission(training)
@@ -154,7 +129,7 @@ def test_a_dead_node_is_detected_and_the_run_continues_without_it(
     cluster.cut("n2")
     cluster.kill_node("n2")
     wait_until(lambda: events_of(training.run, "node_lost"), f"the loss to be noticed\n{story(training.run)}", 30)
-    wait_until(lambda: not ranks_on(cluster, "n1"), f"the ranks on n1 to end\n{story(training.run)}", 60)
+    wait_until(lambda: not training.ranks_on("n1"), f"the ranks on n1 to end\n{story(training.run)}", 60)
     follow_resubmission(training)
     assert training.finish() == "completed", story(training.run)
     check_same_run(training.run, uninterrupted_training, redone=True)
@@ -214,7 +189,7 @@ def test_a_rank_that_fills_its_jobs_memory_is_reported_as_out_of_memory_and_all_
     clusters: Clusters, runs_on: Callable[[Cluster], Path], uninterrupted_training: RunDirectory
 ) -> None:
     """Slurm's limit is a cgroup's: the kernel kills the rank, and srun reports the cause."""
-    cluster = clusters.get(dataclasses.replace(CONFIG, memory_limits=True))
+    cluster = clusters.get(dataclasses.replace(CLUSTER, memory_limits=True))
     try:
         training = Training.submit(cluster, runs_on(cluster), "--fill-at", "7", options=[*OFTEN, "--mem", "1500M"])
         assert training.finish() == "completed", story(training.run)

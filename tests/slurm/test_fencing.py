@@ -12,11 +12,6 @@ from tests.trainings import Training, check_same_run, events_of
 from tests.waiting import story, wait_for_step
 
 
-def ranks_on(cluster: Cluster, node: str) -> list[str]:
-    """The command lines of ranks on a node."""
-    return [process.command() for process in cluster.processes(node) if "clusterddp.worker" in process.command()]
-
-
 @pytest.mark.parametrize(
     "node", [pytest.param("n2", id="a plain node", marks=pytest.mark.product), pytest.param("n1", id="the batch host")]
 )
@@ -28,7 +23,7 @@ def test_a_node_cut_off_for_long_loses_its_run_to_a_new_attempt_and_its_ranks_ex
     wait_for_step(training.run, 7)
     cluster.cut(node)
     training.wait(lambda: 1 in training.run.attempts(), "attempt 1", 150)
-    training.wait(lambda: not ranks_on(cluster, node), f"the ranks on {node} to end", 90)
+    training.wait(lambda: not training.ranks_on(node), f"the ranks on {node} to end", 90)
     assert training.finish() == "completed", story(training.run)
     history = training.run.events()
     cluster.heal(node)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
-from tests.cluster.system import Process
 from tests.trainings import Training, check_same_run, events_of
 from tests.waiting import story, wait_until
 
@@ -17,19 +16,11 @@ WATCHDOG = ["--set", "watchdog.step_s=4", "--set", "checkpoint.every=5 steps"]
 LONG_S = 10.0
 
 
-def ranks_on(cluster: Cluster, node: str, attempt: int) -> list[Process]:
-    """An attempt's ranks on a node, without srun, whose command line names them, too."""
-    mine = f"CLUSTERDDP_ATTEMPT={attempt}"
-    ranks = [process for process in cluster.processes(node) if "clusterddp.worker" in process.command()]
-    ranks = [process for process in ranks if not process.command().startswith("srun")]
-    return [process for process in ranks if mine in Path(f"/proc/{process.pid}/environ").read_text().split("\0")]
-
-
 def stop_ranks(training: Training, attempt: int, *nodes: str) -> None:
     """SIGSTOP once the attempt has made a few steps, and is past its start."""
     made = lambda: [line for line in training.run.metrics() if line["attempt"] == attempt]  # noqa: E731
     training.wait(lambda: len(made()) >= 10, f"steps of attempt {attempt}")
-    for process in [process for node in nodes for process in ranks_on(training.cluster, node, attempt)]:
+    for process in [process for node in nodes for process in training.ranks_on(node)]:
         process.kill(signal.SIGSTOP)
     training.wait(lambda: attempt + 1 in training.run.attempts(), f"attempt {attempt + 1}")
 

@@ -16,7 +16,7 @@ from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.system import Process
 from tests.conftest import Clusters
 from tests.slurm.test_world_size import SCRIPT, SHAPE, local, submit
-from tests.trainings import Training, check_same_run, events_of
+from tests.trainings import STEPS, Training, check_same_run, events_of
 from tests.waiting import story, wait_for_step
 
 #: Four nodes for the run and a spare one, and a node that a new job can have instead.
@@ -174,6 +174,20 @@ def test_a_dead_spare_node_is_passed_over(cluster: Cluster, runs: Path, uninterr
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n4"]]
     why = "node n2 is lost and the spare node n3 cannot be used: the ranks continue on the spare node n4"
     assert reasons(training) == [why]
+
+
+@pytest.mark.product
+def test_two_nodes_that_die_at_once_are_replaced_by_two_spare_ones(cluster: Cluster, runs: Path) -> None:
+    """In one restart, unless the second is noticed only while the ranks start again."""
+    options = [*SPARE, "--nodes", "3", "--spare-nodes", "2"]
+    training = Training.submit(cluster, runs, "--pause", "0.2", options=options)
+    wait_for_step(training.run, 7)
+    for node in ("n2", "n3"):
+        die(cluster, node)
+    assert training.finish() == "completed", story(training.run)
+    assert {event["job"] for event in events_of(training.run, "started")} == {training.job_id}
+    assert nodes_of(training)[-1] == ["n1", "n4", "n5"]
+    assert [line["step"] for line in training.run.metrics()] == list(range(STEPS))
 
 
 @pytest.mark.product

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks import report, runs
 from benchmarks.soak import __main__ as soak
 from benchmarks.soak import faults, judging
 from benchmarks.steps import agreement
@@ -34,48 +33,7 @@ def test_the_agreement_sends_nothing_while_no_stop_is_requested() -> None:
     agreed.close()
 
 
-# ---- the figures
-
-
-def test_the_interval_of_a_median_holds_it_and_repeats() -> None:
-    values = [1.0 + 0.001 * (number % 17) for number in range(100)]
-    low, high = report.bootstrap_interval(values, resamples=500)
-    assert low <= report.median(values) <= high < 1.02
-    assert (low, high) == report.bootstrap_interval(values, resamples=500)
-
-
-def test_the_moment_of_a_signal_is_read_from_slurmds_log() -> None:
-    """As 22.05 and 24.11 write it; signals of the batch step and of other jobs do not count."""
-    log = (
-        "[2026-11-20T07:23:11.133] [7.batch] Sent signal 15 to StepId=7.batch\n"
-        "[2026-11-20T07:23:12.250] [7.0] Sent signal 18 to StepId=7.0\n"
-        "[2026-11-20T07:23:12.500] [7.0] Sent signal 15 to StepId=7.0\n"
-        "[2026-11-20T07:23:13.000] [71.0] Sent signal 15 to StepId=71.0\n"
-    )
-    (seconds,) = runs.signal_times(log, "7")
-    assert seconds % 1 == 0.5
-
-
-def test_stamps_leave_out_a_line_that_is_being_written(tmp_path: Path) -> None:
-    (tmp_path / "stamps").write_text("12.5\n13.25\n14")
-    assert runs.stamps(tmp_path / "stamps") == [12.5, 13.25]
-    assert runs.stamps(tmp_path / "none") == []
-
-
 # ---- the soak
-
-
-def test_the_cases_follow_from_the_seed() -> None:
-    cases = [soak.make_case(1, "cgroup", number, [0, 20]) for number in range(40)]
-    assert cases == [soak.make_case(1, "cgroup", number, [0, 20]) for number in range(40)]
-    assert cases[0].preemptions != soak.make_case(2, "cgroup", 0, [0, 20]).preemptions
-    made = [preemption for case in cases for preemption in case.preemptions]
-    assert len({(case.grace, case.ranks_per_node) for case in cases}) == 4
-    assert all(0 <= preemption.delay <= soak.LATEST_S for preemption in made)
-    preemptions = [fault for fault in made if isinstance(fault, soak.Preemption)]
-    assert any(len(preemption.nodes) == 2 for preemption in preemptions)
-    assert any(preemption.early for preemption in preemptions)
-    assert any(preemption.second_term is not None for preemption in preemptions)
 
 
 def test_a_mixed_soak_has_every_kind_of_fault() -> None:
@@ -114,17 +72,6 @@ def test_two_attempts_without_a_checkpoint_are_spared_a_third() -> None:
 
     assert faults.fruitless(attempt(0, "checkpoint") + attempt(1) + attempt(2) + attempt(3)) == 2
     assert faults.fruitless(attempt(0) + attempt(1, "checkpoint") + attempt(2)) == 0
-
-
-def test_an_interrupted_soak_continues_and_another_ones_state_is_refused(tmp_path: Path) -> None:
-    settings = {"preemptions": 10, "graces": [0], "proctracks": ["cgroup"], "seed": 1}
-    soak.Soak(tmp_path, settings)
-    append_line(tmp_path / "progress.jsonl", {**RESULT, "preemptions": 12})
-    again = soak.Soak(tmp_path, settings)
-    assert [result.preemptions for result in again.results] == [12]
-    again.run()  # has nothing left to do, and so needs no cluster
-    with pytest.raises(SystemExit, match="another soak"):
-        soak.Soak(tmp_path, {**settings, "seed": 2})
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -474,50 +474,6 @@ def test_a_run_that_is_continued_is_not_over() -> None:
 # --- ETTR
 
 
-@pytest.mark.parametrize(
-    ("restart", "interval", "save", "wait", "announced"),
-    [(60, 600, 5, 0, False), (60, 600, 5, 300, False), (30, 1200, 30, 120, True), (120, 300, 20, 0, False)],
-)
-def test_the_ettr_of_a_schedule_is_what_the_formula_expects(
-    restart: int, interval: int, save: int, wait: int, announced: bool
-) -> None:
-    """(1 - r (u + d/2)) / ((1 + w/d) (1 + r q)); an announced interruption repeats no steps, so that d/2 drops out."""
-    rate, draw = 1 / 7200, random.Random(7)
-    events, now, attempt = [], 0.0, 0
-
-    def tell(event: str, **values: Any) -> None:
-        events.append({"time": now, "attempt": attempt, "event": event, **values})
-
-    redo = 0.0
-    for attempt in range(1000):
-        tell("allocated", eligible=now - wait, begun=now)
-        tell("started", job="7")
-        tell("phase", phase="importing")
-        left = draw.expovariate(rate) - restart
-        now += min(restart, restart + left)
-        if left > 0:
-            tell("resumed" if attempt else "training", step=0)
-            tell("phase", phase="repeating" if redo else "training")
-            since_save = 0.0
-            while left > 0:
-                spell = min(left, interval - since_save, redo or interval)
-                now, left, since_save = now + spell, left - spell, since_save + spell
-                if redo:
-                    redo = max(0.0, redo - spell)
-                    if not redo:
-                        tell("phase", phase="training")
-                if since_save >= interval:
-                    now, left, since_save = now + save, left - save, 0.0
-                    tell("checkpoint", blocked_s=save, durable_s=save)
-            redo = 0.0 if announced else redo + since_save
-        tell("requeued", reason="x")
-        now += wait
-    booking = book(events, now)
-    expected = (1 - rate * (restart + (0 if announced else interval / 2))) / ((1 + save / interval) * (1 + rate * wait))
-    made = spent(booking, events)
-    assert made is not None and made.ettr == pytest.approx(expected, rel=0.02)
-
-
 def test_short_evaluations_are_reported_together_and_nested_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 0.4 s in every step makes an event for every third of them."""
     clock, reported = iter([0.0, 0.4, 1.0, 1.4, 2.0, 2.4, 3.0, 3.4, 5.0, 9.0]), list[float]()

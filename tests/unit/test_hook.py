@@ -18,7 +18,7 @@ from clusterddp.jobdef.load import from_values, load_resolved
 from clusterddp.process import descendants, process_start
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import hook as hooks
 from clusterddp.supervisor import launcher
 from clusterddp.supervisor.attempt import Attempt
@@ -28,13 +28,6 @@ from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.state import Notice, Stop
 from tests.unit.test_attempt import JOB, STOPPED, FakeController, FakeRanks
 from tests.waiting import wait_until
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
 
 
 def telling(run: RunDirectory, job: Job = JOB) -> Job:
@@ -201,5 +194,7 @@ def test_a_hook_is_a_list_of_words_or_a_line_for_the_shell(tmp_path: Path) -> No
         (tmp_path / "job.yaml").write_text(job.to_yaml())
         assert load_resolved(tmp_path / "job.yaml").hook == job.hook
     assert "hook" not in from_values({"script": __file__, "job_name": "x"}).to_yaml().replace(__file__, "")
-    with pytest.raises(JobDefinitionError, match=r"hook: expected a command such as \[python, notify.py\], or "):
+    with pytest.raises(
+        JobDefinitionError, match=r"hook: expected a command as a list, such as \[python, notify.py\], or "
+    ):
         from_values({"script": __file__, "hook": []})

@@ -21,8 +21,7 @@ from clusterddp.cli import table
 from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
 from clusterddp.reporter import speed
-from clusterddp.rundir.find import find_runs
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory, find_runs
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.run_states import WORDS, run_states
@@ -258,33 +257,6 @@ def test_members_of_a_sweep_stay_together_in_the_order_of_their_newest(tmp_path:
     newest_first = ["net-2", "lr/c", "lr/b", "lr/a", "net-1", "net-0"]
     assert [row.summary.name for row in table.ordered(shown, None, False)] == newest_first
     assert [row.summary.name for row in table.ordered(shown, None, True)] == newest_first[::-1]
-
-
-def test_a_long_reason_widens_no_other_row_of_a_pipe(runs: Path) -> None:
-    """And is not clipped there; on a terminal it is."""
-    long = "rank 1 (n2) failed: " + "y" * 300
-    recorded_run(runs / "often", [started(), event("restarted", reason=long, cause="failed", step=1, checkpoint=0)])
-    piped = table.table(rows(runs), table.columns([]))
-    assert sum(long in line for line in piped) == 1
-    assert all(len(line) < 250 for line in piped if long not in line and "x" * 200 not in line)
-    assert all(len(line) <= 150 for line in table.table(rows(runs), table.columns([]), 150))
-
-
-def test_at_80_columns_long_paths_leave_room_for_more_than_the_state(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of runs elsewhere; those in the folder for new runs have short names, by which commands find them."""
-    elsewhere = tmp_path / ("a-long-name-of-a-project-on-a-shared-file-system/" * 2)
-    elsewhere.parent.mkdir(parents=True)
-    runs.rename(elsewhere)
-    monkeypatch.chdir("/")
-    heading, *lines = table.table(rows(elsewhere), table.columns(["loss", "acc"]), 80)
-    assert {"STATE", "STEP", "LEFT", "LOSS", "ACC", "REASON"} <= set(heading.split())
-    assert len({line.split()[0] for line in lines}) == 6
-    monkeypatch.setenv("CLUSTERDDP_RUNS", str(elsewhere))
-    assert {line.split()[0] for line in table.table(rows(elsewhere), table.columns([]), 80)[1:]} == {
-        "running", "pending", "held", "completed", "failed", "stopped"
-    }  # fmt: skip
 
 
 def rows(runs: Path) -> list[table.Row]:

@@ -30,15 +30,6 @@ def bound(order: Order, length: int, batch: int = 4, seed: int = 1, drop_last: b
     return order.bind(Binding(None, length, seed, batch, drop_last))
 
 
-def test_every_epoch_has_each_sample_once_in_its_own_order() -> None:
-    order = bound(Shuffled(), 10)
-    epochs = [order.samples(10 * epoch, 10 * epoch + 10) for epoch in range(3)]
-    for number, epoch in enumerate(epochs):
-        assert {sample[0] for sample in epoch} == {number}
-        assert sorted(sample[1] for sample in epoch) == list(range(10))
-    assert epochs[0] != epochs[1] and bound(Shuffled(), 10, seed=2).samples(0, 10) != epochs[0]
-
-
 @pytest.mark.parametrize("length", [1, 2, 3, 10, 4096, 4097, 5000, 65536, 100_003])
 def test_a_permutation_has_each_place_once(length: int) -> None:
     images = Permutation(length, "key")(np.arange(length))
@@ -53,11 +44,6 @@ def test_the_order_of_a_run_never_changes() -> None:
         529347960,
         826923720,
     ]
-
-
-def test_small_steps_that_share_a_call_have_the_same_samples() -> None:
-    small, large = (indices_of(bound(Shuffled(), 5000, batch), 4000, 12_000) for batch in (1, 4000))
-    assert small == large
 
 
 def test_a_run_that_started_with_randperm_keeps_it() -> None:

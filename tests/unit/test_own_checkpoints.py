@@ -16,11 +16,10 @@ import pytest
 from clusterddp.events import sentence
 from clusterddp.jobdef.job import Job, Limits, Resume
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor.failure_box import added_arguments
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import exceeded, progress
 from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
-from clusterddp.supervisor.verdict import Action, RankEnd, judge
+from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
 from clusterddp.worker.own_saves import SavedFile
 
 ARGS = ("--resume", "{checkpoint}")
@@ -216,14 +215,6 @@ def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> N
     assert begun(run, 0, [])[1] == "attempt 0: Not used: a.pt: it is older than this run"
 
 
-@pytest.mark.parametrize("step", [None, 0, 35])
-def test_the_end_of_an_attempt_names_the_scripts_checkpoint(step: int | None) -> None:
-    """Also if the run's steps are known, from the output or from torch."""
-    ended = event(0, 120.0, "requeued", reason="preempted", step=step, checkpoint=None, file="out/a.pt")
-    at_step = " at step 35" if step else ""
-    assert sentence(ended) == f"attempt 0: preempted{at_step}. The newest checkpoint is out/a.pt. The job is requeued"
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -241,19 +232,6 @@ def test_a_failure_and_what_follows_are_two_sentences(values: dict[str, Any], wo
     ended = event(0, 120.0, "restarted", reason="rank 1 (n1) killed by signal 9. Check memory", **values)
     said = f"attempt 0: rank 1 (n1) killed by signal 9. Check memory. {words}. Restarting all ranks in place"
     assert sentence(ended) == said
-
-
-@pytest.mark.parametrize(
-    ("reason", "said"),
-    [
-        ("stopped, cause unknown", "stopped at step 35, cause unknown"),
-        ("rank 1 (n1.hpc) exited", "rank 1 (n1.hpc) exited at step 35"),
-        ("rank 1 (n1) raised ValueError: a, b", "rank 1 (n1) raised ValueError: a, b. The attempt ended at step 35"),
-    ],
-)
-def test_the_step_at_which_an_attempt_ended_follows_what_happened(reason: str, said: str) -> None:
-    ended = event(0, 120.0, "requeued", reason=reason, step=35, checkpoint=35)
-    assert sentence(ended) == f"attempt 0: {said}. Checkpoint 35 is saved. The job is requeued"
 
 
 def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> None:

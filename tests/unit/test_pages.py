@@ -39,14 +39,6 @@ KNOWN = {
     "streams": clusterddp.streams,
     "handle": clusterddp.Handle,
 }
-#: The rows of the README's table of other tools.
-SCHEDULES = {
-    "preemptions": ("preempt", "preempt-60", "preempt-grace"),
-    "time limits": ("time-limit",),
-    "a dead node": ("dead",),
-    "killed ranks": ("kill-90",),
-    "a hang": ("hang",),
-}
 
 
 def blocks(*languages: str) -> Sequence[object]:
@@ -132,19 +124,6 @@ def test_the_readmes_diff_has_a_script_before_and_after() -> None:
     before, after = ("".join(f"{line[1:]}\n" for line in lines if line[0] != other) for other in "+-")
     ast.parse(before)
     check_fragment(after)
-
-
-def test_the_readmes_table_of_other_tools_is_what_was_measured() -> None:
-    figures = json.loads((REPOSITORY / "benchmarks" / "results" / "peers.json").read_text())
-    rows = [line.strip("| ").split(" | ") for line in PAGES[0].read_text().splitlines() if line.startswith("| ")]
-    (head,) = [row for row in rows if row[0] == "fault"]
-    for fault, schedules in SCHEDULES.items():
-        (row,) = [row for row in rows if row[0] == fault]
-        for peer, shown in zip(head[1:], row[1:], strict=True):
-            cells = [cell for cell in figures["matrix"] if cell["peer"] == peer and cell["schedule"] in schedules]
-            assert shown == f"{sum(cell['completed'] for cell in cells)} of {sum(cell['run'] for cell in cells)}"
-    (row,) = [row for row in rows if row[0] == "lines that you write"]
-    assert row[1:] == [str(sum(figures["peers"][peer]["lines"].values())) for peer in head[1:]]
 
 
 def test_the_readmes_costs_are_what_was_measured() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,13 +35,6 @@ def make_steps(profiling: Profiling, begin: int, count: int) -> None:
     for step in range(begin, begin + count):
         profiling.at_boundary(step)
         torch.ones(4).sum()
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
 
 
 def test_a_gpu_is_recorded_where_the_rank_has_one_and_torch_can() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clusterddp import errors, protocol
-from clusterddp.events import EVENTS, RUN_ENDS, Event
+from clusterddp.events import EVENTS, RUN_ENDS
 from clusterddp.supervisor import control_server
 from clusterddp.worker import control_channel
 from tests.histories import EVERY, check_event, fields
@@ -130,8 +130,3 @@ def test_an_exit_code_is_written_as_its_name() -> None:
     for path, tree in SOURCES.items():
         literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int}
         assert not literals & codes or path.name in ("errors.py", "main.py"), (path, literals & codes)
-
-
-def test_every_event_says_what_it_means() -> None:
-    for event in EVENTS.values():
-        assert event.__doc__ and event.__doc__ != Event.__doc__

@@ -352,31 +352,3 @@ def test_the_failed_ranks_of_a_live_run_cannot_be_followed(run: RunDirectory) ->
     attempt(run, r0="a\n")
     with pytest.raises(UsageError, match="--rank failed: the run has not ended. With -f, name ranks such as"):
         logs(run, "-f", "--rank", "failed")
-
-
-@pytest.mark.parametrize(
-    ("environment", "terminal", "label"),
-    [
-        ({"TERM": "xterm"}, True, "\x1b[33m[rank 1]\x1b[0m line\n"),
-        ({"TERM": "xterm"}, False, "[rank 1] line\n"),
-        ({"TERM": "xterm", "NO_COLOR": "1"}, True, "[rank 1] line\n"),
-        ({"TERM": "dumb"}, True, "[rank 1] line\n"),
-    ],
-)
-def test_labels_are_coloured_on_a_terminal_unless_colours_are_unwanted(
-    run: RunDirectory,
-    capsys: Captured,
-    monkeypatch: pytest.MonkeyPatch,
-    meanwhile: Callable[..., None],
-    environment: dict[str, str],
-    terminal: bool,
-    label: str,
-) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
-    attempt(run, r1="line\n")
-    meanwhile(lambda: over(run, "completed"))
-    assert logs(run, "-f", "--rank", "all") == 0
-    assert capsys.readouterr().out == label

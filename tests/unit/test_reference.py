@@ -178,12 +178,6 @@ def fits(message: str, row: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, fixed)), message, re.DOTALL) is not None
 
 
-def test_messages_are_sorted_by_their_first_words() -> None:
-    for found in messages.found().values():
-        words = [re.sub(r"\.\.\.|[^a-z0-9 ]", "", message.text.lower()).strip() for message in found]
-        assert words == sorted(words)
-
-
 def test_every_argument_of_a_command_has_a_help_text() -> None:
     missing = [
         f"{name} {action.dest}"

@@ -135,36 +135,9 @@ def test_a_failure_has_its_box(tmp_path: Path) -> None:
 # --- damaged runs
 
 
-def emptied(run: RunDirectory) -> None:
-    for file in (run.events_file, run.metrics_file, run.timing_file):
-        file.write_bytes(b"")
-
-
-def cut(run: RunDirectory) -> None:
-    for file in (run.events_file, run.metrics_file, run.timing_file):
-        file.write_bytes(file.read_bytes()[:-40])
-
-
-def binary(run: RunDirectory) -> None:
-    for file in (run.events_file, run.metrics_file, run.timing_file, run.job_file):
-        file.write_bytes(bytes(range(256)) * 20 + b"\n")
-
-
 def half_foreign(run: RunDirectory) -> None:
     for file in (run.events_file, run.metrics_file, run.timing_file):
         file.write_bytes(file.read_bytes().replace(b'"step": 2', b'"step": "two', 1) + b'[1]\n{"time": "now"}\n')
-
-
-def other_types(run: RunDirectory) -> None:
-    """Lines that are events, with values that this version never writes."""
-    lines = [json.loads(line) for line in run.events_file.read_text().splitlines()]
-    for line in lines:
-        line.update({name: {"a": None} for name in line if name not in ("time", "attempt", "event", "step")})
-    run.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def foreign_outcome(run: RunDirectory) -> None:
-    run.outcome_file.write_text("[1, 2")
 
 
 def no_files(run: RunDirectory) -> None:
@@ -175,12 +148,7 @@ def no_files(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("damage", "note"),
     [
-        (emptied, "has no history"),
-        (cut, "incomplete"),
-        (binary, "expected UTF-8 text"),
         (half_foreign, "because another program wrote them"),
-        (other_types, ""),
-        (foreign_outcome, "outcome.json"),
         (no_files, "has no history"),
     ],
 )
@@ -194,15 +162,6 @@ def test_a_damaged_run_is_reported_with_what_is_missing(
     assert note in "\n".join(found["runs"][0]["notes"])
     assert [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(found)] == []
     assert page(found).rstrip().endswith("</html>")
-
-
-def test_a_foreign_definition_hides_only_itself(tmp_path: Path) -> None:
-    """The rest of the report is there, and the note names the mistake."""
-    run = long_run(tmp_path / "run", steps=60)
-    run.job_file.write_text("nodes: [several\n")
-    found = data_of(run)
-    assert any("job.yaml" in note for note in found["notes"])
-    assert found["job"]["shape"] is None and len(found["attempts"]) == 3
 
 
 # --- the command

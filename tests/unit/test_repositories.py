@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from clusterddp.jobdef import configuration_files
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.repositories import page
-from tests.repositories.__main__ import MEASURED
 from tests.repositories.disturbances import Result, outcome_of
-from tests.repositories.entries import Copy, Repository, Substitution, Unusable, prepare, read_all
+from tests.repositories.entries import Copy, Repository, read_all
 
 WHOLE = Result("undisturbed", "completed", True, 1, 8, 0, "4 2", "0.5", 9.0, True, "all ranks finished")
 
@@ -22,24 +18,6 @@ def test_every_entry_reads_and_names_a_preset_that_exists() -> None:
     assert len(entries) >= 10
     assert {entry.preset for entry in entries if entry.preset} <= set(configuration_files.preset_names())
     assert all(len(entry.commit) == 40 and entry.url.startswith("https://github.com/") for entry in entries)
-
-
-def test_an_unknown_key_of_an_entry_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text("url: https://example.org\ncomit: 0\n")
-    with pytest.raises(ValueError, match=r"x.yaml: unknown keys: comit"):
-        Repository.read(path)
-
-
-def test_a_substitution_without_a_match_is_refused(tmp_path: Path) -> None:
-    entry = _entry(substitutions=(Substitution("train.py", "cuda", "cpu", "no GPU"),))
-    (tmp_path / "checkouts" / "some").mkdir(parents=True)
-    (tmp_path / "checkouts" / "some" / "train.py").write_text("print('cuda')\n")
-    copy = prepare(entry, tmp_path / "checkouts", tmp_path / "work")
-    assert (copy.code / "train.py").read_text() == "print('cpu')\n"
-    (tmp_path / "checkouts" / "some" / "train.py").write_text("print('gpu')\n")
-    with pytest.raises(Unusable, match="train.py has no match of 'cuda'"):
-        prepare(entry, tmp_path / "checkouts", tmp_path / "work")
 
 
 def test_steps_that_two_attempts_made_are_repeated(tmp_path: Path) -> None:
@@ -59,13 +37,6 @@ def test_a_run_that_lacks_steps_or_confirmation_is_not_complete() -> None:
     assert Result(**made).complete(WHOLE)
     for change in ({"confirmed": False}, {"steps": 7}, {"state": "failed"}, {"disturbed": False}):
         assert not Result(**made | change).complete(WHOLE)
-
-
-def test_the_page_is_that_of_the_measurement() -> None:
-    """Neither the page nor the guide's table can be older than the file, or than the entries."""
-    measured = json.loads(MEASURED.read_text())
-    assert page.PAGE.read_text() == page.page(read_all(), measured)
-    assert page.short_table(read_all(), measured).strip() in page.GUIDE.read_text()
 
 
 def _entry(**changes: object) -> Repository:

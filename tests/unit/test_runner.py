@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -76,47 +75,6 @@ def test_a_few_tests_that_fail_have_a_second_try_and_are_named(
     assert all(words in done.stdout for words in said), done.stdout
     results = ElementTree.parse(tmp_path / "build" / "tests" / "junit.xml").getroot()
     assert len(list(results.iter("testcase"))) == 1 + failing + (failing if said else 0)
-
-
-def test_arguments_reach_every_part_and_results_are_kept(tmp_path: Path) -> None:
-    """What the tests took is what the next run expects; one JUnit file has all parts."""
-    (tmp_path / "pytest.ini").write_text(INI)
-    (tmp_path / "test_some.py").write_text(TESTS.format(failing=1, right_then=True))
-    done = run_tests(tmp_path, "-k", "test_on_a_cluster", "--seed", "7", "-v")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^expected from earlier runs: .*others 1 \d+ min", done.stdout)
-    assert re.search(r"^slurm.* \| .*::test_on_a_cluster PASSED", done.stdout, re.MULTILINE)
-    assert re.search(r"^others 1 \| seed: 7 ", done.stdout, re.MULTILINE)
-    results = tmp_path / "build" / "tests"
-    cases = ElementTree.parse(results / "junit.xml").getroot().iter("testcase")
-    assert [case.get("name") for case in cases] == ["test_on_a_cluster"]
-    (cost,) = map(json.loads, (results / "costs.jsonl").read_text().splitlines())
-    assert cost["test"] == "test_some.py::test_on_a_cluster" and cost["part"].startswith("slurm")
-
-
-CRASHES = """
-import atexit
-import os
-import pytest
-
-@pytest.mark.slurm
-def test_on_a_cluster():
-    pass
-
-def test_other():
-    atexit.register(os.kill, os.getpid(), 11)
-    assert {passes}
-"""
-
-
-@pytest.mark.parametrize(("passes", "code"), [(True, 0), (False, 1)])
-def test_a_crash_after_the_last_test_is_shown_and_the_tests_decide(tmp_path: Path, passes: bool, code: int) -> None:
-    (tmp_path / "pytest.ini").write_text(INI)
-    (tmp_path / "test_some.py").write_text(CRASHES.format(passes=passes))
-    done = run_tests(tmp_path)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "signal 11 ended pytest while it exited, after its tests" in done.stdout
-    assert "Fatal Python error: Segmentation fault" in done.stdout
 
 
 DAEMON = """

@@ -11,20 +11,18 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-import benchmarks.scale.__main__ as scale
 from benchmarks.scale.exponents import fitted, store_operations
 from benchmarks.steps.agreement import CountingStore
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import RankStatus, find_hang, find_slow
 from clusterddp.jobdef.job import MOST_BEATS, Job, Watchdog
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.state import (
     ConnectionLost,
@@ -280,29 +278,3 @@ class Progress:
 def test_very_many_ranks_get_longer_to_answer_with_their_stacks() -> None:
     waits = [handled(state(ranks), [ASK])[0].pending[1].until - NOW for ranks in (64, 4000, 16384)]
     assert waits == pytest.approx([5.0, 5.0, 20.48])
-
-
-def test_an_interrupted_measurement_continues_with_the_parts_that_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All parts take a quarter of an hour."""
-    measured: list[str] = []
-
-    def part(name: str, fails: int) -> Callable[[bool], str]:
-        def measure(_: bool) -> str:
-            measured.append(name)
-            if measured.count(name) <= fails:
-                raise RuntimeError("interrupted")
-            return f"figures of {name}"
-
-        return measure
-
-    monkeypatch.setattr(scale, "STATE", tmp_path / "state")
-    monkeypatch.setattr(scale, "PARTS", {"one": part("one", 0), "two": part("two", 1), "three": part("three", 0)})
-    with pytest.raises(RuntimeError, match="interrupted"):
-        scale.whole()
-    found = scale.whole()
-    assert measured == ["one", "two", "two", "three"]
-    assert [one["found"] for one in found.values()] == ["figures of one", "figures of two", "figures of three"]
-    scale.whole()  # measures all again
-    assert measured[4:] == ["one", "two", "three"]

@@ -19,7 +19,6 @@ from urllib.parse import quote, quote_plus
 import pytest
 
 from clusterddp import entry
-from clusterddp.cli import status
 from clusterddp.cli.command_line import command as run_command
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import load
@@ -36,9 +35,8 @@ from clusterddp.jobdef.secrets import (
     without_secrets,
 )
 from clusterddp.rundir.files import append_line, write_atomically, write_json
-from clusterddp.rundir.find import open_run
 from clusterddp.rundir.ownership import check_own
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory, open_run
 from clusterddp.runs import run_status
 from clusterddp.runs.recording import recorded
 from clusterddp.supervisor.launcher import rank_command
@@ -336,24 +334,6 @@ def test_a_reader_without_permission_gets_a_sentence(tmp_path: Path, monkeypatch
     hidden = lambda folder: None if folder == run.private else os.listdir(folder)  # noqa: E731
     monkeypatch.setattr("clusterddp.rundir.summary._names_in", hidden)
     assert run_status.state_of(run) == ("unknown", "unknown: only its owner can see which job or process trains it")
-
-
-def test_anothers_history_sends_no_control_characters_to_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Clearing the screen, setting a title: control characters are shown as question marks."""
-    run = RunDirectory(tmp_path / "run")
-    with recorded(run, JOB, created=True):
-        pass
-    bad = "\x1b[2J\x9bx\udcff"
-    event = {"time": 1.0, "attempt": 0, "event": "rank_failed", "rank": 0, "host": bad, "error": bad}
-    append_line(run.events_file, event)
-    append_line(run.metrics_file, {"step": 0, "attempt": 0, bad: bad})
-    write_json(run.outcome_file, {"state": "failed", "step": 0, "attempts": 1, "reason": bad})
-    status.show(run)
-    shown = capsys.readouterr().out
-    assert shown.replace("\n", "").isprintable(), shown
-    assert shown.count("?[2J?x") == 5
 
 
 HOSTILE = "\x1b[2J\x9b\x07\u202ex"

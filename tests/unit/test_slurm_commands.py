@@ -38,14 +38,6 @@ def test_a_jobs_fields_are_read_despite_the_users_own_text() -> None:
     assert job.live
 
 
-def test_a_preempted_jobs_time_is_read() -> None:
-    """PreemptTime distinguishes a preemption from a scancel."""
-    text = RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-20T06:36:02")
-    job = slurm.parse_job(text)
-    assert job is not None
-    assert job.preempt_time is not None
-
-
 #: Where clocks are put back, and when: the hour before is repeated.
 PUT_BACK = {"Europe/Berlin": 1792890000, "America/New_York": 1793512800, "Australia/Sydney": 1775318400}
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from clusterddp.events import sentence
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.stack_traces import MOST_FRAMES, different_calls, end_of_log, users_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.failure_box import FirstFailure, failure_box
-from clusterddp.supervisor.verdict import RankEnd
+from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_box
 
 BELOW = """  File "<frozen runpy>", line 291 in run_path
   File "/x/clusterddp/rank.py", line 153 in run_script
@@ -74,14 +71,6 @@ def test_the_last_line_of_a_failed_run_has_the_reason() -> None:
     }
     assert sentence(event) == f"attempt 2: failed at step 5: {event['reason']}"
     assert len(sentence({**event, "reason": "x" * 10_000}) or "") < 600
-
-
-@pytest.mark.parametrize(
-    ("steps", "words"), [(0, "repeating 0 steps"), (1, "repeating 1 step"), (2, "repeating 2 steps")]
-)
-def test_repeated_steps_are_singular_or_plural(steps: int, words: str) -> None:
-    event = {"event": "resumed", "attempt": 1, "step": 5, "redone": steps}
-    assert sentence(event) == f"attempt 1: resumed from step 5, {words}"
 
 
 RAISED = """Traceback (most recent call last):

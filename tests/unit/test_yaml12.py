@@ -132,12 +132,6 @@ def test_all_mistakes_come_in_one_error_in_order() -> None:
     assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == ["f:1:4", "f:2:4", "f:3:1"]
 
 
-def test_many_aliases_cost_nothing() -> None:
-    """An anchored value is read once, so that a few lines cannot ask for a billion nodes."""
-    lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
-    assert isinstance(load("\n".join(lines), "f").value, dict)
-
-
 @pytest.mark.parametrize(
     ("value", "bare", "text"),
     [
