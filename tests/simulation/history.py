@@ -14,7 +14,7 @@ from clusterddp.cli import tell
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
-from clusterddp.jobdef.job import Done, Job, Limits, Resume, Watchdog
+from clusterddp.jobdef.job import Done, Job, Limits, Resume, Timeouts, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, requests, submission, waiting
 from clusterddp.slurm import commands
@@ -62,6 +62,7 @@ class Plan:
     job_nodes: int
     per_node: int
     time_limit_s: int
+    notice_s: float = 120.0
     lag_s: float = 0.0
     slow: float = 0.0
     resubmitters: int = 0
@@ -82,6 +83,8 @@ class Plan:
     #: Whether the run is the only member of a sweep.
     sweep: bool = False
     limits: Limits = Limits()  # noqa: RUF009
+    #: The command whose first answer is lost, in replays.
+    loses: str = ""
     faults: tuple[Fault, ...] = ()
 
 
@@ -270,6 +273,7 @@ class History:
             policy=plan.policy,  # type: ignore[arg-type]
             done=Done(f"{{run_dir}}/{MARK}") if plan.script.marks else None,
             limits=plan.limits,
+            timeouts=Timeouts(notice_s=plan.notice_s),
             resume=Resume((f"{{run_dir}}/{OWN}/*.pt",)) if plan.script.own else None,
         )
         self.run = RunDirectory(RUN)

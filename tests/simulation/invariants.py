@@ -68,7 +68,7 @@ HINDERING = frozenset(
 #: Faults that may keep Slurm or the disk from answering.
 SILENT = frozenset(("controller away", "answers lost", "requests limited", "controller slow", "disk errors"))
 #: Faults after which it is unclear which rank failed first.
-UNCLEAR = frozenset(("lose a node", "suspend", "connection breaks"))
+UNCLEAR = frozenset(("lose a node", "lose a spare", "suspend", "connection breaks"))
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: The same, and the ranks restart in the same job.
@@ -598,9 +598,9 @@ class Invariants:
             moves = name == "restarted" and event.get("cause") in MOVES
             told = moves or (name in ("requeued", "resubmitted") and event.get("cause") in IN_TIME)
             after = [other for other in trained_in if other > number]
-            if not told or faults & HINDERING or not after or number not in self.attempts:
-                continue
             script, grace_s = self._history.plan.script, self._history.plan.settings.grace_s
+            if not told or faults & HINDERING or script.bug_at >= 0 or not after or number not in self.attempts:
+                continue
             reached, resumed = self.attempts[number].reached, self.attempts[after[0]].resumed
             if resumed < reached and (moves or ((grace_s > 20 or script.step_s < 5) and "preempt" in faults)):
                 self._violated(

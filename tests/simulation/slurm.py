@@ -20,6 +20,8 @@ SUBMIT_LINE = " SubmitLine=sbatch --parsable --comment=JobState=FAILED /shared/r
 HAS_NODES = ("RUNNING", "SUSPENDED", "COMPLETING")
 #: That of a sweep's array.
 ARRAY_SCRIPT = "/shared/sweep/arrays/0/array.sbatch"
+#: What a command says whose answer is lost.
+LOST = "Socket timed out on send/recv operation"
 #: Why a job is held that was requeued too often.
 HELD = "JobHoldMaxRequeue"
 #: At most so long after the loss of a batch host is a job requeued that outlives its nodes.
@@ -124,6 +126,8 @@ class Slurm:
         self.unaccounted_until = 0.0
         #: Until when answers are lost, and how many of a hundred before and after they took effect.
         self.lossy: tuple[float, int, int] = (0.0, 0, 0)
+        #: The command whose next answer is lost after it took effect, such as ``scontrol requeue``.
+        self.loses = ""
         self.latency_s = 0.02
         #: Until when requests are refused for their rate; Slurm's commands then try again later.
         self.limited_until = 0.0
@@ -180,14 +184,17 @@ class Slurm:
         lossy = until > world.now
         if lossy and draw.random() * 100 < before:
             world.sleep(10.0)
-            return _failed(command, "Socket timed out on send/recv operation")
+            return _failed(command, LOST)
         answer = self._answer(command)
         if world.traced and command[1] not in ("show", "-h") and command[0] != "squeue":
             said = answer.stdout.strip() if answer.returncode == 0 else answer.stderr.strip()
             world.tell(process.name, f"$ {' '.join(map(str, command))}{f': {said}' if said else ''}")
+        if self.loses == f"{command[0]} {command[1]}":
+            self.loses = ""
+            return _failed(command, LOST)
         if lossy and draw.random() * 100 < after:
             world.sleep(10.0)
-            return _failed(command, "Socket timed out on send/recv operation")
+            return _failed(command, LOST)
         world.sleep(self.latency_s * (0.5 + draw.random()))
         if command[0] == "sbatch":
             self.unanswered -= {answer.stdout, f"{answer.stdout}_0"}
