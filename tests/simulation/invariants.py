@@ -129,7 +129,7 @@ class Invariants:
         #: Requeues that hit a job which was cancelled after its supervisor had last asked: the known window.
         self.windows = 0
         #: Of each start of a job, the attempts with the nodes of their ranks.
-        self._placed: dict[tuple[str, int], list[tuple[int, set[str]]]] = {}
+        self._placed: dict[str, list[tuple[int, set[str]]]] = {}
         history.cluster.listener = self._on_rank
         history.slurm.listener = self._on_job
 
@@ -236,7 +236,7 @@ class Invariants:
         """An attempt of a job that outlives its nodes starts its ranks on some of them."""
         slurm, job, now = self._history.slurm, step._batch, self._world.now
         used = {rank.process.node for rank in step.ranks}
-        earlier = self._placed.setdefault((job.id, job.restarts), [])
+        earlier = self._placed.setdefault(step.server.process.name, [])
         own = {attempt for attempt, _ in earlier}
         left = {node for event in self.events() if event["attempt"] in own for node in event.get("aside") or ()}
         if again := sorted(used & left):
