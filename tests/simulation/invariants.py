@@ -234,7 +234,7 @@ class Invariants:
 
     def _on_placed(self, step: Launcher) -> None:
         """An attempt of a job that outlives its nodes starts its ranks on some of them."""
-        slurm, job, now = self._history.slurm, step._batch, self._world.now
+        slurm, now = self._history.slurm, self._world.now
         used = {rank.process.node for rank in step.ranks}
         earlier = self._placed.setdefault(step.server.process.name, [])
         own = {attempt for attempt, _ in earlier}
