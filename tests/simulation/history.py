@@ -337,7 +337,15 @@ class History:
     def take_apart(self) -> None:
         """Breaks the cycles of a history that was played: finding them would take longer."""
         world, cluster = self.world, self.cluster
-        parts = (*world.threads, *world.processes, *cluster.ranks, *cluster.servers, *self.slurm.jobs.values())
+        attempts = [getattr(server._handlers.failed, "__self__", self) for server in cluster.servers]
+        parts = (
+            *attempts,
+            *world.threads,
+            *world.processes,
+            *cluster.ranks,
+            *cluster.servers,
+            *self.slurm.jobs.values(),
+        )
         for part in (*parts, cluster, self.slurm, self.invariants, world, self):
             vars(part).clear()
 
