@@ -1,4 +1,4 @@
-"""Finds the cause of a hang in torch's flight records: the collective of a process group that a rank has not completed.
+"""Finds the cause of a hang in torch's Flight Recorder traces: the collective that a rank has not completed.
 
 A collective's number counts those of its group, and is the same on all ranks, so that records can be compared: a rank
 did not call a collective, called a different one, or has not completed one that others have. Pure functions.

@@ -1,4 +1,4 @@
-"""Compares the members of a sweep at equal steps, and finds the best one."""
+"""Compares the members of a sweep at the same step, and finds the best one."""
 
 from __future__ import annotations
 

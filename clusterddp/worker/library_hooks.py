@@ -145,7 +145,7 @@ def continue_runs(run: RunDirectory, rank: int, environ: MutableMapping[str, str
     try:
         record = read_json(file, _SCHEMA)
     except (OSError, RunDirectoryError) as error:
-        say(f"could not read which MLflow run this rank began ({error}). The script will start a new one")
+        say(f"could not determine which MLflow run this rank started ({error}). The script will start a new one")
         return
     if record is not None:
         environ["MLFLOW_RUN_ID"] = record["run_id"]

@@ -163,7 +163,8 @@ def _replaceable(path: Any) -> Path | None:
         return target
     if target.exists() and folder not in _this.swept:
         _this.swept.add(folder)
-        say(f"saves of {target} are not protected, because this user cannot create files in {folder}")
+        why = f"this user cannot create files in {folder}"
+        say(f"saves to {target} are not protected against interruptions, because {why}")
     return None
 
 
