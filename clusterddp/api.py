@@ -16,20 +16,18 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.program import name_of, source_of
 from clusterddp.process import module_command
 from clusterddp.rundir.files import create_file
-from clusterddp.rundir.find import open_run, runs_folder
 from clusterddp.rundir.records import is_count
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
 from clusterddp.runs import sweep_submission
-from clusterddp.runs.cancellation import cancel_run
-from clusterddp.runs.progress import Progress, Shown
-from clusterddp.runs.rank_output import box, find_log, newest_failure
+from clusterddp.runs.progress import Progress, Shown, box, find_log, newest_failure
 from clusterddp.runs.recording import ONLY_JOB, Content
-from clusterddp.runs.resubmission import LOOK_S, Resubmitter
+from clusterddp.runs.requests import cancel_run
 from clusterddp.runs.run_status import state_of
 from clusterddp.runs.submission import check, describe, record_local, submit_to_slurm
 from clusterddp.runs.sweep_folder import SweepFolder, default_name
 from clusterddp.runs.sweep_members import jobs_of, keys_of, named, nodes_of, of_python
 from clusterddp.runs.sweep_submission import Plan, Sweep, planned, tell
+from clusterddp.runs.waiting import LOOK_S, Resubmitter
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import local_loop_alive
 from clusterddp.supervisor.limits import attempts_made
@@ -156,9 +154,9 @@ class Status:
     """
 
     state: str
-    """As in ``clusterddp list``: ``"completed"``, ``"failed"`` or ``"cancelled"`` for a run that is over; ``"pending"``
+    """As in ``clusterddp list``: ``"completed"``, ``"failed"`` or ``"cancelled"`` for a run that is over. ``"pending"``
     in the queue, ``"held"`` while Slurm or a user keeps its job from starting, ``"running"`` while a job or process
-    trains it; ``"stopped"`` if it can be continued; ``"unknown"`` if the controller does not answer, or if only its
+    trains it. ``"stopped"`` if it can be continued. ``"unknown"`` if the controller does not answer, or if only its
     owner, or another machine or cluster, can see it."""
     step: int
     """Number of steps done, according to the metrics."""

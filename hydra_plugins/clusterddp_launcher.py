@@ -224,10 +224,10 @@ class ClusterddpLauncher(Launcher):
         """Submits the members, and waits for them. Slurm may take the rest only once some have ended."""
         from clusterddp.errors import INTERRUPTED
         from clusterddp.reporter import show
-        from clusterddp.rundir.find import as_typed
+        from clusterddp.rundir.run_directory import as_typed
         from clusterddp.runs import sweep_submission
-        from clusterddp.runs.resubmission import wait_and_resubmit
         from clusterddp.runs.sweep_submission import planned, tell
+        from clusterddp.runs.waiting import wait_and_resubmit
 
         while True:
             with planned(sweep, sweep_submission.settle) as plan:
@@ -330,7 +330,7 @@ def _check_distinct(members: Sequence[_Member]) -> None:
         if (other := known.setdefault(member.output, member.name)) != member.name:
             raise UsageError(
                 f"members {other} and {member.name} would have the same output folder, {member.output}. Set a "
-                "hydra.sweep.subdir that differs, such as ${hydra.job.num}"
+                "different hydra.sweep.subdir for each, such as ${hydra.job.num}"
             )
 
 
@@ -346,6 +346,6 @@ def _check_same(sweep: "Sweep") -> None:
         run = sweep.folder.member(name)
         if run.exists() and (differences := list_differences(shown(load_resolved(run.job_file)), shown(job))):
             raise UsageError(
-                f"{run} is a member with other overrides: {', '.join(differences)}. Choose a different "
+                f"{run} is a member with different overrides: {', '.join(differences)}. Choose a different "
                 "hydra.sweep.dir, or repeat the earlier multirun to continue it"
             )

@@ -22,8 +22,7 @@ from unittest import mock
 from clusterddp.errors import SlurmError
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration
-from clusterddp.slurm.configuration import largest_array
-from clusterddp.slurm.preemption_policy import preemption, qos_preemption
+from clusterddp.slurm.configuration import largest_array, preemption, qos_preemption
 from clusterddp.slurm.queue import jobs_by_script, queued_jobs
 from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.config import RELEASES

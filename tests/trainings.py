@@ -19,7 +19,7 @@ from tests.waiting import differing, final_state, story, wait_for_outcome, wait_
 STEPS = 40
 #: What the ranks can be doing; see tests/scripts/train.py.
 MOMENTS = ["import", "rendezvous", "first step", "evaluation", "restore", "save", "last step", "after the end"]
-#: As in clusterddp.runs.resubmission, for a machine with one clock.
+#: As in clusterddp.runs.waiting, for a machine with one clock.
 SETTLE_S = 1.5
 
 

@@ -13,7 +13,7 @@ import torch
 from clusterddp.checkpoint.state import RESERVED
 from clusterddp.rundir.records import read_json, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
 from tests.checkpoint_files import content_of
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from benchmarks.gpu_check.case import Finding, Lab, NotRun
-from clusterddp.failures.error_texts import Blame, find
+from clusterddp.failures.exit_status import Blame, find
 from clusterddp.process import descendants
 from clusterddp.report.gpus import rows
 from clusterddp.rundir.records import read_json

@@ -21,7 +21,7 @@ from typing import Any
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import main
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.recovery import RESTART
@@ -63,6 +63,8 @@ class Controller:
         return False
 
     def hold(self) -> None: ...
+
+    def before_exit(self) -> None: ...
 
     def requeue(self) -> None: ...
 

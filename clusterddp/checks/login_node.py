@@ -27,10 +27,9 @@ from clusterddp.errors import SlurmError, SlurmMissing
 from clusterddp.jobdef.job import Job
 from clusterddp.process import PACKAGE_FOLDER
 from clusterddp.reporter import counted
-from clusterddp.rundir.find import runs_folder
+from clusterddp.rundir.run_directory import runs_folder
 from clusterddp.slurm import configuration
-from clusterddp.slurm.configuration import Association, Configuration, Partition
-from clusterddp.slurm.preemption_policy import Preemption, policy
+from clusterddp.slurm.configuration import Association, Configuration, Partition, Preemption, policy
 
 #: Commands that a run needs, and commands that only some features need.
 NEEDED, USEFUL = ("sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel"), ("sacct", "sacctmgr", "salloc")
@@ -75,7 +74,7 @@ def judge_mount(shown: str, mount: Mount | None) -> Check:
     if mount.shared:
         return ok("runs folder", found, **values)
     unsure = "a local file system" if mount.shared is False else "unknown whether other hosts have it"
-    advice = f"{_RUNS}. `clusterddp doctor --nodes 2` tests whether they do"
+    advice = f"{_RUNS}. `clusterddp doctor --nodes 2` tests whether nodes share it"
     return warning("runs folder", f"{found}, {unsure}", advice, **values)
 
 
@@ -308,7 +307,7 @@ def judge_partition(
 def _preempts(known: Preemption) -> str:
     if known.mode == "OFF":
         return "no preemption"
-    grace = f"{known.grace_s} s of grace" if known.grace_s else f"no grace, KillWait {known.kill_wait_s} s"
+    grace = f"{known.grace_s} s grace period" if known.grace_s else f"no grace period, KillWait {known.kill_wait_s} s"
     held = f", held {known.hold_s} s" if known.mode == "REQUEUE" else ""
     return f"preempts ({known.mode}, {grace}{held})"
 

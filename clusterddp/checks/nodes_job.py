@@ -21,13 +21,11 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values
 from clusterddp.reporter import show
 from clusterddp.rundir.files import write_atomically
-from clusterddp.rundir.find import runs_folder
 from clusterddp.rundir.records import read_json
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory, runs_folder
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm.batch import batch_script
+from clusterddp.slurm.batch import batch_script, fit_to_cluster
 from clusterddp.slurm.queue import QueuedJob, queued_jobs, why_waiting
-from clusterddp.slurm.resources import fit_to_cluster
 
 #: Timeout in the queue, polling interval, and timeout for the results of a job that has ended, in seconds. On NFS a
 #: file may appear a minute late.

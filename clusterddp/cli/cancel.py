@@ -9,9 +9,8 @@ from clusterddp.checkpoint.store import of_run
 from clusterddp.errors import FAILED, ClusterddpError, SlurmError, UsageError
 from clusterddp.events import at_step, over_already
 from clusterddp.reporter import agreed, can_ask, counted, put, say, show, what_failed
-from clusterddp.rundir.find import find_runs, names_exactly
-from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.cancellation import await_outcome, begin
+from clusterddp.rundir.run_directory import RunDirectory, find_runs, names_exactly
+from clusterddp.runs.requests import await_outcome, begin
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

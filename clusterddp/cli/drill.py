@@ -25,13 +25,12 @@ from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
 from clusterddp.reporter import show
 from clusterddp.rundir.files import write_json
-from clusterddp.rundir.find import open_run
 from clusterddp.rundir.records import read_json
-from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.resubmission import Hold
+from clusterddp.rundir.run_directory import RunDirectory, open_run
+from clusterddp.runs.waiting import Hold
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm import preemption_policy
-from clusterddp.slurm.preemption_policy import Preemption
+from clusterddp.slurm import configuration
+from clusterddp.slurm.configuration import Preemption
 
 #: What the job wrote at its first or second start.
 Found = Mapping[str, Any]
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     if run and save_s is None:
         raise UsageError(f"{run} has no checkpoint. Choose a run that has saved one, or omit --run")
     slurm.require("sbatch", "scontrol", "sinfo")
-    preemption = preemption_policy.preemption(arguments.partition, arguments.qos)
+    preemption = configuration.preemption(arguments.partition, arguments.qos)
     with tempfile.TemporaryDirectory(prefix="clusterddp-drill-", dir=Path.cwd(), ignore_cleanup_errors=True) as path:
         folder = Path(path)
         script = folder / "drill.sbatch"

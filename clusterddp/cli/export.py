@@ -11,7 +11,7 @@ from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.jobdef.job import Keep
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import put
-from clusterddp.rundir.find import ONE_RUN, open_run
+from clusterddp.rundir.run_directory import ONE_RUN, open_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

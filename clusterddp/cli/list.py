@@ -21,14 +21,14 @@ from clusterddp.cli.table import LEFT_OUT_WATCHED, Column, Row, columns, heading
 from clusterddp.errors import UsageError
 from clusterddp.events import sentence
 from clusterddp.reporter import counted, printable, show
-from clusterddp.rundir.find import as_typed, find_runs, runs_folder
+from clusterddp.rundir.run_directory import as_typed, find_runs, runs_folder
 from clusterddp.rundir.summary import Summary, best_saved, summarize
-from clusterddp.runs.run_report import report, values
+from clusterddp.runs.run_status import report, values
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import WORDS, run_states
 
 if TYPE_CHECKING:
-    from clusterddp.runs.sweep_comparison import Best, Comparison, Found
+    from clusterddp.runs.sweep_folder import Best, Comparison, Found
 from functools import lru_cache
 from typing import Any
 
@@ -36,7 +36,7 @@ from clusterddp.cli.live import sparkline
 from clusterddp.reporter import duration, one_line
 from clusterddp.rundir.progress import curve, main_metric
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.run_report import booked, moment
+from clusterddp.runs.run_status import booked, moment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +151,7 @@ def _compared(pairs: list[Found], metrics: list[str]) -> Comparison | None:
     """The members of one sweep at equal steps. Imported here, because it loads the YAML reader."""
     if not any(summary.sweep for summary, _ in pairs):
         return None
-    from clusterddp.runs.sweep_comparison import compare
+    from clusterddp.runs.sweep_folder import compare
 
     return compare(pairs, metrics)
 
@@ -160,13 +160,13 @@ def _metric_of(best: str | None) -> str:
     """The metric of ``--best``, or an empty text."""
     if not best:
         return ""
-    from clusterddp.runs.sweep_comparison import metric_of
+    from clusterddp.runs.sweep_folder import metric_of
 
     return metric_of(best)[0]
 
 
 def _best_row(found: _Found, metric: str) -> Row:
-    from clusterddp.runs.sweep_comparison import best
+    from clusterddp.runs.sweep_folder import best
 
     run = best([(row.summary, row.state) for row in found.rows], metric).run
     return next(row for row in found.rows if row.summary.run is run)
@@ -191,7 +191,7 @@ def _lines(found: _Found, metric: str | None) -> list[str]:
     if sys.stdout.isatty():
         lines += ["", heading(found.rows), *([found.steps] if found.steps else [])]
     if metric and found.rows:
-        from clusterddp.runs.sweep_comparison import best
+        from clusterddp.runs.sweep_folder import best
 
         winner = best([(row.summary, row.state) for row in found.rows], metric)
         lines += map(printable, (winner.sentence, _how_to_export(winner)))

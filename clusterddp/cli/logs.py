@@ -18,11 +18,10 @@ from typing import TextIO
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, printable, put, say, show
-from clusterddp.rundir.claims import job_log, taken_over, waiting_claim
 from clusterddp.rundir.files import open_binary
-from clusterddp.rundir.find import NEWEST, ONE_RUN, open_run
-from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.rank_output import (
+from clusterddp.rundir.ownership import job_log, taken_over, waiting_claim
+from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, open_run
+from clusterddp.runs.progress import (
     Log,
     Wanted,
     box,

@@ -10,7 +10,7 @@ from pathlib import Path
 from clusterddp.errors import UsageError
 from clusterddp.failures.node_memory import FOLDER, by_node, is_avoided, letter, recall, weight
 from clusterddp.reporter import counted, duration, put, show
-from clusterddp.rundir.find import runs_folder
+from clusterddp.rundir.run_directory import runs_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,11 +15,10 @@ from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.configuration_files import find_configuration_files
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import show
-from clusterddp.rundir.find import as_typed, open_run
 from clusterddp.rundir.ownership import check_run
-from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import fork
-from clusterddp.runs.resume_verdict import LEAST_STEPS
+from clusterddp.rundir.run_directory import RunDirectory, as_typed, open_run
+from clusterddp.runs import recording
+from clusterddp.runs.resume_check import LEAST_STEPS
 from clusterddp.runs.submission import describe
 
 PACKAGED_JOB = Path(__file__).parents[1] / "digits" / "digits.yaml"
@@ -239,7 +238,7 @@ def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] |
 def named_run(arguments: argparse.Namespace) -> RunDirectory | None:
     """The existing run that ``--fork`` or ``--run-dir`` names, or None."""
     if arguments.fork:
-        return fork.parse(arguments.fork)[0]
+        return recording.parse(arguments.fork)[0]
     if arguments.run_dir and (run := RunDirectory(arguments.run_dir)).exists():
         check_run(run)
         return run

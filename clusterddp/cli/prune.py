@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from clusterddp.errors import FAILED, ClusterddpError
 from clusterddp.reporter import agreed, can_ask, counted, put, say, show, what_failed
-from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.run_directory import find_runs
 from clusterddp.runs.pruning import Plan, delete_all, plan_for, size_text
 
 

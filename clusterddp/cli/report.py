@@ -19,16 +19,15 @@ from clusterddp.report.data import SCHEMA, Words, collect
 from clusterddp.report.page import page
 from clusterddp.reporter import counted, put, say
 from clusterddp.rundir.files import write_atomically
-from clusterddp.rundir.find import find_runs
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory, find_runs
 from clusterddp.rundir.summary import summarize
-from clusterddp.runs import rank_output
-from clusterddp.runs.sweep_comparison import Found, compare
+from clusterddp.runs import progress
+from clusterddp.runs.sweep_folder import Found, compare
 from clusterddp.slurm.run_states import run_states
 
 #: The fewest points of a curve where there are many runs.
 _FEWEST = 60
-_WORDS = Words(sentence, rank_output.box)
+_WORDS = Words(sentence, progress.box)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

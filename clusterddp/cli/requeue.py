@@ -18,8 +18,7 @@ from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, put, show
-from clusterddp.rundir.find import ONE_RUN, open_run
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import ONE_RUN, RunDirectory, open_run
 from clusterddp.runs.requests import await_end, request, waiting_job
 from clusterddp.slurm import commands as slurm
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from clusterddp.rundir.find import find_runs
-from clusterddp.runs.resubmission import wait_and_resubmit
+from clusterddp.rundir.run_directory import find_runs
+from clusterddp.runs.waiting import wait_and_resubmit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

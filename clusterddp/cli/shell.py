@@ -14,9 +14,8 @@ from clusterddp.hostlist import expand
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import module_command
 from clusterddp.reporter import show
-from clusterddp.rundir.find import ONE_RUN, open_run
 from clusterddp.rundir.records import read_json
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import ONE_RUN, RunDirectory, open_run
 from clusterddp.runs.requests import backwards, check_trains, find_address
 from clusterddp.runs.run_status import state_of
 from clusterddp.slurm import commands as slurm

@@ -11,7 +11,7 @@ from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.failures.stack_traces import NAMED, described, summary
 from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.reporter import counted, put
-from clusterddp.rundir.find import ONE_RUN, open_run
+from clusterddp.rundir.run_directory import ONE_RUN, open_run
 from clusterddp.runs.requests import request
 
 

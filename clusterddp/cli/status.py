@@ -20,13 +20,23 @@ from clusterddp.report.booking import Booking
 from clusterddp.report.efficiency import Spent, advice
 from clusterddp.report.stragglers import scores
 from clusterddp.reporter import clipped, counted, duration, one_line, put, speed
-from clusterddp.rundir.find import NEWEST, ONE_RUN, as_typed, open_run
 from clusterddp.rundir.progress import curve, main_metric
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, as_typed, open_run
 from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import TimedInterval
-from clusterddp.runs.run_report import booked, left_s, moment, stalled_s, values
-from clusterddp.runs.run_status import Event, code_of, full_report, intervals_of, looked_at, state_sentence
+from clusterddp.runs.run_status import (
+    Event,
+    booked,
+    code_of,
+    full_report,
+    intervals_of,
+    left_s,
+    looked_at,
+    moment,
+    stalled_s,
+    state_sentence,
+    values,
+)
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState
 from clusterddp.supervisor.limits import SAVED_ITSELF, attempts_made
@@ -237,7 +247,7 @@ def _nodes(job: Job, summary: Summary, state: RunState) -> Sequence[Fact]:
 def _idle(events: Sequence[Event]) -> Sequence[Fact]:
     """The nodes of the newest attempt's job that have no ranks."""
     started = next((event for event in reversed(events) if event["event"] == "started"), {})
-    groups = (("aside", "left by the run"), ("spares", "spare"))
+    groups = (("aside", "no longer used"), ("spares", "spare"))
     idle = [f"{', '.join(started[name])} ({words})" for name, words in groups if started.get(name)]
     return [("idle", ", ".join(idle))] if idle else []
 

@@ -96,7 +96,7 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     In a batch step, this process becomes the supervisor. In salloc's shell, it shows progress and waits.
     """
     from clusterddp.runs.local import AllocatedRun
-    from clusterddp.slurm import resources
+    from clusterddp.slurm import batch
     from clusterddp.slurm.batch import batch_script
     from clusterddp.supervisor.main import supervise_slurm
 
@@ -104,7 +104,7 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     run, created = claim(run_dir, job)
     if changed or not run.exists():
         with recorded(run, job, created, Content(code=present)):
-            script = batch_script(resources.as_allocated(job, os.environ), run, Path.cwd())
+            script = batch_script(batch.as_allocated(job, os.environ), run, Path.cwd())
             write_atomically(run.batch_script, script)
     elif not in_batch_step(os.environ):  # a requeued batch step must not take the present code
         check_not_held(run, lease.of_job(os.environ["SLURM_JOB_ID"]))
@@ -140,7 +140,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         return debug(run, rank)
     if arguments.wait or arguments.follow:
         try:
-            from clusterddp.runs.resubmission import wait_and_resubmit
+            from clusterddp.runs.waiting import wait_and_resubmit
 
             return wait_and_resubmit([run], follow=arguments.follow)
         except KeyboardInterrupt:  # before the waiting began

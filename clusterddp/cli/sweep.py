@@ -13,7 +13,7 @@ from clusterddp.cli.options import add_job_arguments, add_sweep_arguments, optio
 from clusterddp.errors import STOPPED, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, show
-from clusterddp.rundir.find import as_typed, runs_folder
+from clusterddp.rundir.run_directory import as_typed, runs_folder
 from clusterddp.runs import sweep_submission
 from clusterddp.runs.submission import check_ranks, describe
 from clusterddp.runs.sweep_folder import SweepFolder, default_name

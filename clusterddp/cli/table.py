@@ -12,10 +12,10 @@ from typing import Any
 
 from clusterddp.report import gpus
 from clusterddp.reporter import clipped, columns_of, counted, duration, one_line, speed
-from clusterddp.rundir.find import runs_folder
+from clusterddp.rundir.run_directory import runs_folder
 from clusterddp.rundir.summary import Summary
 from clusterddp.rundir.timing import newest_interval
-from clusterddp.runs.run_report import left_s, values
+from clusterddp.runs.run_status import left_s, values
 from clusterddp.slurm.run_states import RunState
 
 #: The columns to drop first on a narrow terminal, by default and with --watch.

@@ -13,8 +13,7 @@ from clusterddp.hostlist import ranks_in
 from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS, MOST_SKIPPED, ProfiledSteps
 from clusterddp.jobdef.readers import did_you_mean
 from clusterddp.reporter import put, show
-from clusterddp.rundir.find import ONE_RUN, open_run
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import ONE_RUN, RunDirectory, open_run
 from clusterddp.runs.requests import await_end, backwards, request
 
 HOW_TO_OPEN = "Open a trace at https://ui.perfetto.dev, or its folder with TensorBoard (pip install torch-tb-profiler)"

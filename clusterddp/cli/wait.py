@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
-from clusterddp.rundir.find import find_runs
-from clusterddp.runs.run_ends import wait
+from clusterddp.rundir.run_directory import find_runs
+from clusterddp.runs.waiting import wait
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 

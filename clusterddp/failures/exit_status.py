@@ -1,11 +1,21 @@
-"""How a rank that left no record ended, from waitpid's status or srun's messages. Pure functions."""
+"""How a rank that left no record ended, from waitpid's status or srun's messages. Pure functions.
+
+Error texts of CUDA, HIP, NCCL, cuDNN, Triton, gloo and torch: whose fault each is, and its likely cause.
+
+An exception's type rarely helps: torch raises RuntimeError, AcceleratorError (from 2.8 on) or DistBackendError for most
+of these errors. Under NCCL an asynchronous error of a device ends the process from torch's watchdog thread. ``find``
+takes the first row whose pattern occurs in the text, so special cases come before general ones.
+"""
 
 from __future__ import annotations
 
+import enum
+import functools
 import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$", re.MULTILINE)
 _LAUNCH = re.compile(r"^srun: error: tasks? ([\d,-]+) launch failed: (.+)$", re.MULTILINE)
@@ -93,3 +103,171 @@ def _numbers(ranges: str) -> list[int]:
     """``0-1,3`` as 0, 1, 3."""
     ends = [part.partition("-") for part in ranges.split(",")]
     return [number for low, _, high in ends for number in range(int(low), int(high or low) + 1)]
+
+
+class Blame(enum.Enum):
+    """Whose fault an error probably is."""
+
+    NODE = "node"  # a device, its driver, or the node
+    NETWORK = "network"  # the node's network, or a peer's end that it did not recognize
+    PEER = "peer"  # another rank has exited, failed or hung
+    SCRIPT = "script"  # the script, its data or its environment
+
+
+class ErrorText(NamedTuple):
+    """A row of the table.
+
+    ``pattern`` is a regular expression, searched in ``TYPE: MESSAGE``. ``source``: which software uses
+    these words, and in which versions.
+    """
+
+    pattern: str
+    blame: Blame
+    cause: str
+    source: str
+    out_of_memory: bool = False
+
+
+_CUDART = "cudaGetErrorString, CUDA 11 to 13; hipGetErrorString, ROCm 5 to 7"
+_C10 = "torch 2.4 to 2.13, c10/cuda; 'HIP' for 'CUDA' in ROCm builds"
+_NCCL = "ncclGetErrorString, NCCL 2.13 to 2.28 and RCCL; torch 2.4 to 2.13, NCCLUtils"
+_WATCHDOG = "torch 2.4 to 2.13, ProcessGroupNCCL.cpp"
+_DEVICE_MEMORY = "the device's memory is full. Use a smaller batch, or stop other processes that use this GPU"
+_REMOTE = "another rank exited, failed or lost its network first"
+_KERNEL = "a kernel read or wrote outside its tensors. Find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer"
+
+TABLE = (
+    # Out of memory, which many libraries report in their own words.
+    ErrorText(r"(CUDA|HIP) out of memory", Blame.SCRIPT, _DEVICE_MEMORY, f"{_C10}: the caching allocator", True),
+    ErrorText(
+        r"(CUDA|HIP|Triton|driver) [Ee]rror( \[(CUDA|HIP)\])?: out of memory|Cuda failure( 2)? '?out of memory",
+        Blame.SCRIPT, _DEVICE_MEMORY, f"{_CUDART}; NCCL's 'Last error'; Triton 2 and 3", True,
+    ),
+    ErrorText(
+        r"(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED", Blame.SCRIPT, _DEVICE_MEMORY,
+        "cuBLAS, cuSOLVER, cuSPARSE and hipBLAS by torch 2.4 to 2.13; cuDNN 8", True,
+    ),
+    ErrorText(r"^OutOfMemoryError\b", Blame.SCRIPT, _DEVICE_MEMORY, "torch 2.4 to 2.13, torch.OutOfMemoryError", True),
+    ErrorText(
+        r"^MemoryError\b|DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory",
+        Blame.SCRIPT,
+        "the host's memory is full. Request more with --mem, or use fewer workers",
+        "Python; torch 2.4 to 2.13, c10/core/impl/alloc_cpu.cpp; libstdc++; errno ENOMEM", True,
+    ),
+    # The script's errors in kernels. They are sticky: the process cannot use the device again.
+    ErrorText(
+        r"device-side assert triggered", Blame.SCRIPT,
+        "an index is out of range in a kernel, often a label or a token id. Find it with CUDA_LAUNCH_BLOCKING=1",
+        f"cudaErrorAssert: {_CUDART}",
+    ),
+    ErrorText(
+        r"an illegal memory access was encountered|misaligned address|unspecified launch failure"
+        r"|Memory access fault by GPU node",
+        Blame.SCRIPT, _KERNEL, f"cudaErrorIllegalAddress and others: {_CUDART}; the ROCm runtime on stderr",
+    ),
+    ErrorText(
+        r"no kernel image is available for execution|invalid device function|device kernel image is invalid"
+        r"|NVIDIA driver on your system is too old|driver version is insufficient",
+        Blame.SCRIPT, "this build of torch, or of an extension, does not support this GPU or its driver",
+        f"cudaErrorNoKernelImageForDevice and others: {_CUDART}; torch/cuda/__init__.py, 2.4 to 2.13",
+    ),
+    ErrorText(
+        r"(CUDA|HIP) error: (invalid (argument|configuration argument|device ordinal|resource handle)"
+        r"|operation not permitted when stream is capturing|initialization error|peer access is not supported)"
+        r"|Cannot re-initialize CUDA in forked subprocess",
+        Blame.SCRIPT, "an invalid call, for example during graph capture, after a fork or for a missing device",
+        f"{_CUDART}; torch/cuda/__init__.py, 2.4 to 2.13",
+    ),
+    ErrorText(
+        r"out of resource: (shared memory|tensor memory|threads)", Blame.SCRIPT,
+        "a Triton kernel's blocks are too large for this GPU", "Triton 2 and 3, OutOfResources",
+    ),
+    ErrorText(
+        r"CUDNN_STATUS_(NOT_SUPPORTED|BAD_PARAM|ARCH_MISMATCH|INVALID_VALUE)|CUBLAS_STATUS_(INVALID_VALUE|NOT_SUPPORTED)",
+        Blame.SCRIPT, "the shapes, types or strides are not supported",
+        "cuDNN 8 and 9, cuBLAS 11 to 13, by torch 2.4 to 2.13",
+    ),
+    # Another rank ended. The row comes before the device's: these texts quote each other.
+    ErrorText(
+        r"ncclRemoteError|remote process exited or there was a network error|Connection closed by remote peer",
+        Blame.PEER, _REMOTE, _NCCL,
+    ),
+    ErrorText(
+        r"NCCL communicator was aborted|[Oo]bserved (flight recorder |exception )?dump signal from (another|rank)",
+        Blame.PEER, _REMOTE, _WATCHDOG,
+    ),
+    ErrorText(
+        r"Watchdog caught collective operation timeout|Operation timed out after \d+ ms"
+        r"|Aborting process on rank \d+ due to timeout", Blame.PEER,
+        "a rank did not reach a collective in time. Look for a rank that hung or called a different "
+        "collective", _WATCHDOG,
+    ),
+    ErrorText(
+        r"gloo/transport/|[Gg]loo connectFullMesh failed", Blame.PEER, "a rank exited, or did not answer in time",
+        "gloo, by torch 2.4 to 2.13: Connection closed by peer, Timed out waiting ... ms for recv operation",
+    ),
+    # NCCL's own errors.
+    ErrorText(
+        r"ncclInvalid(Usage|Argument)|NCCL error.*: invalid (usage|argument)|Duplicate GPU detected", Blame.SCRIPT,
+        "an invalid NCCL call, such as two ranks on one GPU, or tensors of different sizes", _NCCL,
+    ),
+    ErrorText(
+        r"ncclSystemError|unhandled system error|ncclInternalError|NCCL error.*: internal error", Blame.NETWORK,
+        "a socket, InfiniBand or shared memory failed. Set NCCL_DEBUG=INFO to see which", _NCCL,
+    ),
+    # The device or its driver.
+    ErrorText(
+        r"No (CUDA|HIP) GPUs are available|no (CUDA|ROCm)-capable device is detected|Found no NVIDIA driver",
+        Blame.NODE, "the node's GPUs or their driver have failed, or the job was given none",
+        f"{_C10}; {_CUDART}; torch/csrc/cuda, 2.4 to 2.13",
+    ),
+    ErrorText(
+        r"uncorrectable (ECC|NVLink) error|hardware stack error|the system is not yet initialized"
+        r"|[Ff]allen off the bus|GPU is lost|Driver/library version mismatch|HW Exception by GPU node",
+        Blame.NODE, "the GPU, its memory or its links have failed",
+        f"{_CUDART}; NVML and the kernel's Xid 79 (NVIDIA 470 to 580); the ROCm runtime on stderr",
+    ),
+    ErrorText(
+        r"is/are busy or unavailable", Blame.NODE, "another process holds the GPU, or it is in exclusive mode",
+        f"cudaErrorDevicesUnavailable: {_CUDART}",
+    ),
+    ErrorText(
+        r"(CUDA|HIP) unknown error|(CUDA|HIP) error: unknown error", Blame.NODE,
+        "the driver has failed. Ask the administrator for the node's Xid messages", f"cudaErrorUnknown: {_C10}",
+    ),
+    ErrorText(
+        r"(CUDA|HIP) driver error|(CUDA|HIP) error|Cuda failure|Triton Error \[|cuDNN error|MIOpen Error|hipError"
+        r"|CUDNN_STATUS_|CUBLAS_STATUS_|HIPBLAS_STATUS_|^AcceleratorError: |unhandled cuda error"
+        r"|ncclUnhandledCudaError",
+        Blame.NODE, "the GPU or its driver reported an error",
+        f"{_C10}; driver_api.h; ATen/cudnn and ATen/miopen; Triton 2 and 3",
+    ),
+    ErrorText(
+        r"watchdog got stuck for \d+ seconds|watchdog thread has not made progress", Blame.NODE,
+        "a call into the driver or NCCL did not return", f"{_WATCHDOG}, HeartbeatMonitor",
+    ),
+    ErrorText(r"NCCL error|RCCL error", Blame.NETWORK, "NCCL failed. Set NCCL_DEBUG=INFO for details", _NCCL),
+    # Connections between ranks, and clusterddp's own.
+    ErrorText(
+        r"^DeviceError: (needs|device \S+ requested, but no GPU)", Blame.NODE,
+        "a GPU of the node is missing, or the job needs more GPUs than it was given", "clusterddp",
+    ),
+    ErrorText(r"^PreflightError: node ", Blame.NODE, "the node did not pass the preflight", "clusterddp"),
+    ErrorText(r"^PreflightError: ", Blame.PEER, "the nodes did not pass the preflight together", "clusterddp"),
+    ErrorText(
+        r"Dist(Backend|Network|Store)Error: |rank 0's store is unreachable", Blame.PEER, _REMOTE,
+        "torch 2.4 to 2.13, TCPStore and the process groups; clusterddp",
+    ),
+    ErrorText(
+        r"^(ConnectionError|ConnectionResetError|ConnectionRefusedError|BrokenPipeError): ", Blame.PEER,
+        "the other end closed the connection", "Python",
+    ),
+)  # fmt: skip
+
+_ROWS = [(re.compile(row.pattern), row) for row in TABLE]
+
+
+@functools.lru_cache(maxsize=1024)  # many ranks may have the same error
+def find(text: str) -> ErrorText | None:
+    """The row of an error with this text, ``TYPE: MESSAGE``. None if there is none, as for the script's own errors."""
+    return next((row for pattern, row in _ROWS if pattern.search(text)), None)

@@ -18,7 +18,7 @@ from clusterddp.report.booking import CATEGORIES, Booking, continues, idle_node_
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.records import is_count, is_time
 from clusterddp.rundir.timing import TimedInterval
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 
 if TYPE_CHECKING:  # ``list`` has the ratios, and loads no YAML
     from clusterddp.jobdef.job import Job

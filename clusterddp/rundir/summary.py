@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from clusterddp.errors import RunDirectoryError
 from clusterddp.events import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
-from clusterddp.rundir.claims import is_job_id, read_claim, waiting_claim
 from clusterddp.rundir.files import names_in, status
+from clusterddp.rundir.ownership import is_job_id, read_claim, waiting_claim
 from clusterddp.rundir.progress import SAMPLES, has_time, pace
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.rundir.timing import newest_interval
@@ -82,8 +82,8 @@ class Summary:
     """How many steps the newest attempt has made, at least, where only that is known: of scripts that do not use
     clusterddp."""
     claims: tuple[Mapping[str, Any], ...] = ()
-    """Who may train the run, the newest claim first (``rundir/claims.py``); empty if it is free. That of the loop of a
-    local run, which also holds it between two attempts, has "loop"."""
+    """Who may train the run, the newest claim first (``rundir/ownership.py``); empty if it is free. That of the loop of
+    a local run, which also holds it between two attempts, has "loop"."""
     begun: bool = False
     """Whether the newest job has started an attempt already."""
     readable: bool = True

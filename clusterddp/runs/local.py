@@ -27,7 +27,7 @@ from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.progress import Progress
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
 
 #: Seconds between two looks at a run's files: for the user, and while waiting to preempt.

@@ -1,29 +1,71 @@
-"""The recording of a submission in its run directory: one process at a time, and undone if Slurm refuses the job."""
+"""The recording of a submission in its run directory: one process at a time, and undone if Slurm refuses the job.
+
+``submit --fork``: a new run that starts from a checkpoint of another run.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints, choose
+from clusterddp.errors import CheckpointError, RunDirectoryError, SlurmError, UsageError
+from clusterddp.events import sentence
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.checkout import checkout_of
 from clusterddp.jobdef.code_snapshot import Code
-from clusterddp.jobdef.job import FUNCTION, Job
+from clusterddp.jobdef.job import FUNCTION, Job, Keep
+from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import secrets_file, without_secrets
 from clusterddp.reporter import show
-from clusterddp.rundir.files import make_folder, remove, write_atomically, write_json
-from clusterddp.rundir.find import runs_folder
+from clusterddp.rundir.files import append_line, file_mode, make_folder, remove, write_atomically, write_json
 from clusterddp.rundir.ownership import check_own, check_place, check_run
-from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import fork
+from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
 from clusterddp.supervisor.lease import being_submitted, held_by_other, loop_here, submitting
+
+
+def parse(text: str) -> tuple[RunDirectory, int | Literal["best"] | None]:
+    """The run and the step (None: its newest checkpoint) of ``RUN``, ``RUN@STEP`` or ``RUN@best``.
+
+    Raises RunDirectoryError if there is no such run.
+    """
+    path, at, step = text.rpartition("@")
+    if not at or not (step.isdecimal() or step == "best") or RunDirectory(text).exists():
+        path, step = text, ""
+    try:
+        run = open_run(path)
+    except RunDirectoryError as error:
+        raise RunDirectoryError(f"--fork {text}: {error} (expected RUN, RUN@STEP or RUN@best)") from error
+    return run, "best" if step == "best" else int(step) if step else None
+
+
+def copy_checkpoint(text: str, into: RunDirectory) -> str:
+    """Copies the checkpoint into a new run, as the checkpoint of an attempt 0 that never trained. Returns a message."""
+    run, step = parse(text)
+    source = choose(run, step, load_resolved(run.job_file).checkpoint.keep if step == "best" else Keep())
+    number = into.create_attempt()
+    checkpoints = Checkpoints(into, number, Keep())
+    checkpoints.record_resume(None)
+    temporary = checkpoints.temporary(source.step)
+    try:
+        shutil.copyfile(source.path, temporary)
+        temporary.chmod(file_mode(temporary.parent))
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        Checkpoint(temporary, source.step, number).verify()
+    except OSError as error:
+        raise CheckpointError(f"cannot copy {source.path} into {into}: {error.strerror}") from error
+    checkpoints.commit(temporary, source.step)
+    event = {"attempt": number, "event": "forked", "step": source.step, "source": str(run)}
+    append_line(into.events_file, {"time": time.time(), **event})
+    return sentence(event) or ""
 
 
 @dataclass(frozen=True)
@@ -168,7 +210,7 @@ def _write(run: RunDirectory, content: Content) -> None:
 
         save_function(function_file(run), content.function)
     if content.fork:
-        show(fork.copy_checkpoint(content.fork, run))
+        show(copy_checkpoint(content.fork, run))
     if content.debug_rank is not None:
         write_json(run.debug_file, {"rank": content.debug_rank}, mode=0o600)
     if content.hydra_output is not None:  # the folder has the same name as that of any run

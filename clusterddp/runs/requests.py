@@ -2,31 +2,78 @@
 
 The connection goes to the supervisor's node. If the login node cannot reach it, a job step sends the request from
 that node.
+
+The client of a supervisor: one TCP connection, JSON lines, standard library only.
+
+``python -m clusterddp.runs.requests RUN ATTEMPT KIND VALUES`` sends a request from the supervisor's own node, for
+a login node that cannot reach it, and prints the answers.
+
+``clusterddp cancel``: ends runs permanently.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from clusterddp.entry import exit_with
 from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.events import ATTEMPT_ENDS, BY_SLURM, over_already
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.process import module_command
+from clusterddp.process import module_command, process_start, signal_ranks
 from clusterddp.reporter import show
-from clusterddp.rundir.claims import Address, read_address
+from clusterddp.rundir.ownership import Address, read_address
 from clusterddp.rundir.records import EVENT, read_backwards
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.client import ask
 from clusterddp.runs.run_status import state_of
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import JobInfo
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
+from clusterddp.supervisor.controller import give_notice
+from clusterddp.supervisor.history import History
+from clusterddp.supervisor.lease import held_by_other, holders, reachable
+from clusterddp.worker.control_channel import keep_alive, send_line
+
+#: Seconds for a connection to be accepted. Behind a firewall there is no answer.
+CONNECT_S = 3.0
+
+
+def ask(address: Address, host: str, kind: str, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Sends a request to the supervisor at ``host``, and yields its answers as they come.
+
+    Ends after the last one, or when the supervisor has exited. OSError if the connection cannot be opened or breaks.
+    """
+    with socket.create_connection((host, address.port), timeout=CONNECT_S) as connection:
+        keep_alive(connection)
+        connection.settimeout(None)
+        send_line(connection, {"token": address.token, "request": kind, "values": values})
+        with connection.makefile("rb") as lines:
+            for line in lines:
+                if isinstance(answer := json.loads(line), dict):
+                    yield answer
+
+
+def relay(run_directory: str, attempt: int, kind: str, values: str) -> int:
+    """Prints the answers to a request, from the supervisor's own node."""
+    address = read_address(RunDirectory(run_directory), attempt)
+    if address is None:
+        raise RunDirectoryError(f"attempt {attempt} of {run_directory} has no supervisor that accepts requests")
+    try:
+        for answer in ask(address, "127.0.0.1", kind, json.loads(values)):
+            print(json.dumps(answer), flush=True)
+    except OSError as error:
+        raise RunDirectoryError(f"no answer at port {address.port} of this node: {error.strerror or error}") from error
+    return 0
+
 
 #: Polling intervals for the run's files and for Slurm, in seconds.
 LOOK_S, ASK_S = 0.1, 1.0
@@ -197,7 +244,7 @@ def _through_a_step(
     if not said:
         why = problem[-1] if problem else f"srun exited with code {step.returncode}"
         raise RunDirectoryError(
-            f"{run}: the supervisor is unreachable on {address.host}, port {address.port} ({direct}), and from a "
+            f"{run}: the supervisor is unreachable on {address.host}, port {address.port} ({direct}), and also from a "
             f"step of job {address.job} ({why}). Try again, or see clusterddp status {run.quoted}"
         )
 
@@ -209,7 +256,7 @@ def step_command(address: Address, python: str | None) -> list[str]:
     """
     options = ("--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0", "--gres=none", "--unbuffered")
     where = (f"--jobid={address.job}", f"--nodelist={address.host}", "--chdir=/")
-    return ["srun", *where, *options, *module_command("clusterddp.runs.client", python)]
+    return ["srun", *where, *options, *module_command("clusterddp.runs.requests", python)]
 
 
 def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
@@ -227,3 +274,59 @@ def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
         f"{run}: all ranks have exited, but attempt {attempt} has not ended. Its supervisor is waiting for Slurm, or "
         f"was killed. See the run's state with: clusterddp status {run.quoted}"
     )
+
+
+TIMEOUT_S = 60.0
+
+
+def cancel_run(run: RunDirectory) -> dict[str, Any]:
+    """Marks the run as cancelled, to keep it from starting again, ends its job or processes, and waits.
+
+    Returns the outcome.
+    """
+    begin(run)
+    return await_outcome(run)
+
+
+def begin(run: RunDirectory) -> None:
+    """Marks the run as cancelled, and ends its job or processes."""
+    for entry in holders(run):
+        if entry["kind"] == "slurm" and not reachable(entry):
+            raise RunDirectoryError(f"{run} is {held_by_other(run)}. Cancel it on that cluster")
+    run.mark_cancelled()
+    for entry in holders(run):
+        _end_holder(entry, run)
+
+
+def await_outcome(run: RunDirectory) -> dict[str, Any]:
+    """Waits until no job or process trains the run. Returns the outcome."""
+    held = _await_end(run)
+    if held:
+        text = f"{run} is cancelled and will not start again, but is still {held}"
+        raise RunDirectoryError(text if "cannot be reached" in held else f"{text}, which is ending")
+    if run.outcome() is None:  # no supervisor wrote it: the run was queued, or was killed
+        History(run, max(run.attempts(), default=0), printed=False).conclude("cancelled", "cancelled")
+    return run.outcome() or {"state": "cancelled", "step": None}  # on a full disk, the mark must suffice
+
+
+def _end_holder(entry: Mapping[str, Any], run: RunDirectory) -> None:
+    """Ends a job, or signals a local run, unless it has ended already."""
+    if entry["kind"] == "slurm":
+        job = slurm.show_job(entry["job"])
+        if job is not None and job.live:
+            slurm.cancel(entry["job"])
+    elif reachable(entry) and process_start(entry["pid"]) == entry["process_start"]:
+        give_notice(run, Cause.CANCELLED)
+        signal_ranks(entry["pid"], signal.SIGTERM)
+
+
+def _await_end(run: RunDirectory) -> str | None:
+    """Waits for the holders to end. Returns who still holds the run after a minute."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while (held := held_by_other(run)) and time.monotonic() < deadline and any(map(reachable, holders(run))):
+        time.sleep(0.1)
+    return held
+
+
+if __name__ == "__main__":
+    exit_with(lambda: relay(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))

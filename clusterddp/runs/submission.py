@@ -216,8 +216,8 @@ def check_ranks(job: Job, place: str | None) -> None:
         )
     if place == "--here" and job.gpus_per_rank > 1:
         raise UsageError(
-            f"gpus_per_rank {job.gpus_per_rank} with --here, where each task of the allocation is one rank. "
-            "Remove it (--set gpus_per_rank=1) and request more GPUs than tasks in the sbatch script"
+            f"gpus_per_rank {job.gpus_per_rank} cannot be combined with --here, because each task of the allocation is "
+            "one rank. Remove it (--set gpus_per_rank=1) and request more GPUs than tasks in the sbatch script"
         )
 
 
@@ -273,11 +273,11 @@ def warn_of_unseen(run: RunDirectory) -> None:
 
 
 def fit_to_cluster(job: Job, required: bool) -> Job:
-    """The job with the resources that it requests of the cluster. See ``resources.fit_to_cluster``."""
-    from clusterddp.slurm import resources
+    """The job with the resources that it requests of the cluster. See ``batch.fit_to_cluster``."""
+    from clusterddp.slurm import batch
 
-    remarks = resources.check_micro(job)
-    fitted, more = resources.fit_to_cluster(job, required=required)
+    remarks = batch.check_micro(job)
+    fitted, more = batch.fit_to_cluster(job, required=required)
     for remark in [*remarks, *more]:
         show(remark)
     return fitted

@@ -51,10 +51,9 @@ from clusterddp.runs.sweep_members import (
 )
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.batch import array_script, batch_script
-from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.configuration import largest_array
 from clusterddp.slurm.queue import jobs_by_script
-from clusterddp.slurm.run_states import RunState, run_states
+from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.lease import held_by_other
 

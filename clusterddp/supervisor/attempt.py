@@ -37,19 +37,17 @@ from clusterddp.jobdef.checkout import changed_code, code_state, recorded_code
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
-from clusterddp.rundir.claims import Address, write_address
 from clusterddp.rundir.files import create_folder, read_bytes, write_atomically
+from clusterddp.rundir.ownership import Address, write_address
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import TimingFile, TimingLines
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.control_server import ControlServer, Handlers
-from clusterddp.supervisor.controller import Controller
-from clusterddp.supervisor.failure_box import end_of_file
-from clusterddp.supervisor.history import History
+from clusterddp.supervisor.controller import Controller, Monitor
+from clusterddp.supervisor.history import History, StepLog
 from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
-from clusterddp.supervisor.monitor import Monitor
 from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.state import (
@@ -75,8 +73,7 @@ from clusterddp.supervisor.state import (
     TermNotice,
     Timer,
 )
-from clusterddp.supervisor.step_log import StepLog
-from clusterddp.supervisor.verdict import RankEnd
+from clusterddp.supervisor.verdict import RankEnd, end_of_file
 from clusterddp.worker.code_paths import mapped_variables
 
 #: The exceptions that a malformed report of a rank may raise.

@@ -7,13 +7,24 @@ history thread while the ranks run, then the main thread. While no process holds
 ``submit --fork`` before the run's first job, ``clusterddp cancel`` after it marked the run and its holder ended, and
 rank 0 of a script that was started without a supervisor, as by torchrun (``training/context.py``). A superseded
 supervisor closes its history before it does anything else.
+
+``steps: {log: REGEX}``: reads the step of a script from what its rank 0 prints, and writes it into metrics.jsonl.
+
+The supervisor reads the files, because libraries and child processes write the script's output, too. It runs on rank
+0's node, where it sees new output at once. It writes the newest step at most once a second.
+
+The number in the output is taken as the number of steps done, whether the script counts from 0 or from 1: commands then
+show the same number as the script. How many steps are repeated is exact if the script prints each of them.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from clusterddp.events import sentence
@@ -23,6 +34,7 @@ from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.records import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.limits import attempts_made
+from clusterddp.supervisor.state import RankEvent
 from clusterddp.worker.control_channel import clip
 
 #: The most characters of a free text in an event.
@@ -129,3 +141,86 @@ class History:
 def highest(steps: Iterable[int | None]) -> int | None:
     """The highest step. None if there is none."""
     return max((step for step in steps if step is not None), default=None)
+
+
+#: How often the outputs are read, in seconds, and how many bytes of each at a time.
+LOOK_S, BLOCK = 1.0, 1 << 20
+#: The longest part of a line that is searched, at its end.
+LONGEST = 1 << 16
+
+
+class StepLog:
+    """Reads until it is closed. ``post`` gets the event ``training`` with the first step of the attempt."""
+
+    def __init__(self, run: RunDirectory, attempt: int, pattern: str, post: Callable[[RankEvent], None]) -> None:
+        self._metrics, self._attempt, self._pattern, self._post = run.metrics_file, attempt, re.compile(pattern), post
+        logs = run.attempt_logs(attempt)
+        self._outputs = [_Output(logs / f"rank-0.{name}") for name in ("out", "err")]
+        self._step: int | None = None
+        self._warned = False
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="step log", daemon=True)
+        self._thread.start()
+
+    @property
+    def found(self) -> bool:
+        """Whether rank 0 has printed a step."""
+        return self._step is not None
+
+    def close(self, read_rest: bool = False) -> None:
+        """Ends the thread. ``read_rest``: looks once more, because the ranks have exited."""
+        self._end.set()
+        self._thread.join(timeout=2 * LOOK_S)
+        if read_rest and not self._thread.is_alive():
+            self._look()
+
+    def _read(self) -> None:
+        while not self._end.wait(LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            steps = [step for output in self._outputs for line in output.lines() for step in self._steps_in(line)]
+            for step in steps:
+                if self._step is None:
+                    self._post(RankEvent(0, "training", {"step": max(0, step - 1), "log": step}))
+                elif step < self._step and not self._warned:
+                    self._warned = True
+                    say(
+                        f"the step in rank 0's output went back from {self._step} to {step}. Smaller numbers are "
+                        "ignored. Make `steps: {log: ...}` match a number that grows over the whole run"
+                    )
+                self._step = max(step, self._step or 0)
+            if self._step and self._step in steps:
+                line = {"step": self._step - 1, "time": time.time(), "attempt": self._attempt}
+                append_line(self._metrics, line)
+        except OSError as error:
+            say(f"could not follow the steps in rank 0's output ({error})")
+
+    def _steps_in(self, line: str) -> list[int]:
+        """The last step in a line, as a list. Empty if there is none."""
+        found = [match[1] for match in self._pattern.finditer(line)]
+        digits = (found[-1] or "").replace(",", "").replace("_", "") if found else ""
+        return [int(digits)] if digits.isdecimal() and len(digits) <= 18 else []
+
+
+class _Output:
+    """A file that a rank writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._rest = path, 0, b""
+
+    def lines(self) -> list[str]:
+        """The lines that have been completed since the last call. Progress bars end theirs with a carriage return."""
+        found: list[bytes] = []
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                while data := file.read(BLOCK):
+                    self._offset += len(data)
+                    *complete, self._rest = re.split(rb"[\r\n]+", self._rest + data)
+                    self._rest = self._rest[-LONGEST:]
+                    found += complete
+        except FileNotFoundError:  # not yet, or removed by the script
+            return []
+        return [line[-LONGEST:].decode(errors="replace") for line in found]

@@ -25,7 +25,7 @@ from clusterddp.process import ending_alone
 from clusterddp.reporter import say
 from clusterddp.rundir.files import create_file, finite
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 
 TIMEOUT_S = 10.0
 HANDOVER_S = 0.25

@@ -10,7 +10,7 @@ from clusterddp.events import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import duration
 from clusterddp.rundir.records import is_count
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 
 #: After this many consecutive attempts that end at their time limit, or by a transient failure, without a new
 #: checkpoint, the run fails: the next attempt would not get further.

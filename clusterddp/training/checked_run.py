@@ -23,7 +23,7 @@ import torch
 from clusterddp.checkpoint.generators import GeneratorPart, with_state
 from clusterddp.checkpoint.state import Stateful, bits_of, pack, state_of
 from clusterddp.data import randomness
-from clusterddp.rundir.step_records import WHY, Recording, States, StepRecord
+from clusterddp.rundir.records import WHY, Recording, States, StepRecord
 from clusterddp.training import logged_values as logged
 from clusterddp.training.loop import Run, Services
 from clusterddp.training.run_state import Given

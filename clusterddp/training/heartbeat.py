@@ -259,7 +259,7 @@ class Heartbeat:
             if record is None:
                 say(f"torch {torch.__version__} has no Flight Recorder trace of the last collectives")
             else:
-                from clusterddp.failures.flight_records import outline  # only a hang needs it
+                from clusterddp.failures.hangs import outline  # only a hang needs it
 
                 self._stalled["collectives"] = outline(record)
                 write_atomically(self._flight_record, json.dumps(record) + "\n")

@@ -29,7 +29,7 @@ from clusterddp.reporter import say
 from clusterddp.training import settings
 from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
 from clusterddp.training.timing import step_times
-from clusterddp.worker import control_channel, library_hooks, own_saves
+from clusterddp.worker import control_channel, own_saves
 
 #: The counted optimizer is replaced by one that makes this many steps without it, because training has moved on.
 MOVED_ON = 100
@@ -59,7 +59,7 @@ class ScriptSteps:
 
     def by_calls(self) -> None:
         """From now on the script's calls of ``step_done`` are the steps, rather than those of optimizers."""
-        library_hooks.unwatch_optimizers()
+        own_saves.unwatch_optimizers()
         self.steps = 0
 
     def step_done(self) -> None:
@@ -121,7 +121,7 @@ class ScriptSteps:
 
     def close(self) -> None:
         """Reports the last figures at the end of the script."""
-        library_hooks.unwatch_optimizers()
+        own_saves.unwatch_optimizers()
         own_saves.around = nullcontext
         self._times.close()
         self.heartbeat.close()
@@ -167,7 +167,7 @@ def current(device: torch.device | None = None) -> ScriptSteps:
 def hand_over() -> None:
     """A context begins, which has its own heartbeat and counts the steps itself."""
     global _current
-    library_hooks.unwatch_optimizers()
+    own_saves.unwatch_optimizers()
     if _current is not None:
         cancel_at_exit(_current.close)
         _current.close()
@@ -178,7 +178,7 @@ def on_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """For the hook."""
     seen = _current or current(_device(optimizer))
     if seen._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        library_hooks.unwatch_optimizers()
+        own_saves.unwatch_optimizers()
         seen.heartbeat.rest()
         say("the optimizer's step is captured in a CUDA graph, whose replays are not counted. Use `steps: {log: ...}`")
         return

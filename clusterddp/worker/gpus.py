@@ -2,6 +2,8 @@
 
 ``start`` begins a thread in the rank that reports figures every minute and each Xid at once. Without the package, a
 driver or a GPU, it reports nothing. Two cheap queries per second and GPU release the GIL while the driver answers.
+
+What may make a rank slow: facts about its node and its GPUs, in words. Linux. No torch.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from clusterddp import protocol
 from clusterddp.environment import RankEnvironment
+from clusterddp.process import cpu_ticks
 
 #: Xids that mean a fault of the GPU, its memory or its links, and count against the node.
 #: https://docs.nvidia.com/deploy/xid-errors
@@ -283,3 +289,43 @@ def start(environ: Mapping[str, str], ranks: RankEnvironment, report: Callable[.
     global current
     if importlib.util.find_spec("pynvml") is not None:
         current = GpuWatch(lambda: visible(environ, ranks.local_rank, ranks.local_world_size), report, node)
+
+
+#: For how long processes are watched, in seconds, how many are named, and from how much of a CPU on.
+WATCHED_S, MOST_NAMED, LEAST_CPU = 1.0, 3, 0.2
+
+
+def node_facts() -> list[str]:
+    """The GPUs' clocks and temperatures where NVML is there, the load, and the busiest processes of other jobs."""
+    found: list[str] = []
+    with suppress(GpuLost):
+        found += [fact for gpu in (current.gpus if current else []) for fact in gpu.facts()]
+    found.append(f"The load is {os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs")
+    if others := _busiest():
+        found.append(f"Other processes: {', '.join(others)}")
+    return found
+
+
+def _busiest() -> list[str]:
+    before, began = cpu_ticks(), time.monotonic()
+    time.sleep(WATCHED_S)
+    per_cpu = os.sysconf("SC_CLK_TCK") * (time.monotonic() - began)
+    used = {pid: (ticks - before[pid]) / per_cpu for pid, ticks in cpu_ticks().items() if pid in before}
+    busy = sorted((pid for pid, share in used.items() if share >= LEAST_CPU), key=lambda pid: -used[pid])
+    return [f"{_name(pid)} (process {pid}) {100 * used[pid]:.0f}% of a CPU" for pid in busy if not _ours(pid)][
+        :MOST_NAMED
+    ]
+
+
+def _name(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    return "unknown"
+
+
+def _ours(pid: int) -> bool:
+    """Whether it belongs to this run, of which processes of other users never are."""
+    mark = f"{protocol.RUN_DIR}={os.environ.get(protocol.RUN_DIR)}".encode()
+    with suppress(OSError):
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False

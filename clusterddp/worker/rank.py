@@ -33,7 +33,7 @@ from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import code_paths, control_channel, gpus, library_hooks, own_saves, rank_exit, signals
+from clusterddp.worker import code_paths, control_channel, gpus, own_saves, rank_exit, signals
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
 from clusterddp.worker.thread_stacks import stacks
@@ -87,8 +87,8 @@ def main() -> None:
         attempt, stop_signal = int(os.environ[protocol.ATTEMPT]), os.environ.get(protocol.STOP_SIGNAL)
         own_saves.protect(str(run), attempt, stops_at_a_step, stop_signal)
     if os.environ.get(protocol.SEE_STEPS) != "off":
-        library_hooks.watch_optimizers()
-    library_hooks.continue_runs(run, ranks.rank, os.environ)
+        own_saves.watch_optimizers()
+    own_saves.continue_runs(run, ranks.rank, os.environ)
     collect_rarely()
     if os.environ[protocol.LAUNCHER] == "slurm" and protocol.DEBUG_RANK in os.environ:
         _debug(run, ranks.rank)
@@ -252,10 +252,9 @@ def _report_stacks(channel: ControlChannel, request: str) -> None:
 
 def _explain(channel: ControlChannel, order: str, host: str) -> None:
     """Reports what may make this rank slow."""
-    from clusterddp.worker import node_facts  # few ranks are slow
 
     ratio, seconds = map(float, order.split())
-    channel.send("slow_node", host=host, ratio=ratio, seconds=seconds, facts=node_facts.find())
+    channel.send("slow_node", host=host, ratio=ratio, seconds=seconds, facts=gpus.node_facts())
 
 
 def _save(channel: ControlChannel, request: str) -> None:

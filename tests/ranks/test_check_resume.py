@@ -13,8 +13,8 @@ import pytest
 
 import clusterddp
 from clusterddp.protocol import CHECK_RESUME
-from clusterddp.rundir.step_records import Recording, Trial, read_trial
-from clusterddp.runs import resume_verdict
+from clusterddp.rundir.records import Recording, Trial, read_trial
+from clusterddp.runs import resume_check
 from clusterddp.runs.resume_check import compare
 from clusterddp.training.context import Context
 from tests import faulty_scripts as scripts
@@ -46,7 +46,7 @@ class TrialsHere:
         return []
 
 
-def check(function: Callable[[Context], None], folder: Path, patch: pytest.MonkeyPatch) -> resume_verdict.Check:
+def check(function: Callable[[Context], None], folder: Path, patch: pytest.MonkeyPatch) -> resume_check.Check:
     return compare(TrialsHere(function, folder, patch), scripts.STEPS - 1)
 
 
@@ -60,8 +60,8 @@ def test_a_script_without_a_fault_passes(
     script: Callable[[Context], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = check(script, tmp_path, monkeypatch)
-    assert not made.differs, str(resume_verdict.failure(made))
-    said = resume_verdict.success(made)
+    assert not made.differs, str(resume_check.failure(made))
+    said = resume_check.success(made)
     assert said.startswith("no difference in 13 steps, across an epoch's end and two resumes (after 6 and 8 steps)")
     assert "Compared batches, loss and the state of model, optimizer, scheduler" in said.replace("ema, ", "")
 
@@ -71,7 +71,7 @@ def test_a_script_that_ends_before_the_wanted_step_is_checked_to_its_end(
 ) -> None:
     made = compare(TrialsHere(scripts.shuffled, tmp_path, monkeypatch), 10 * scripts.STEPS)
     assert not made.differs
-    assert resume_verdict.success(made).startswith(f"no difference in {scripts.STEPS} steps, across an epoch's end")
+    assert resume_check.success(made).startswith(f"no difference in {scripts.STEPS} steps, across an epoch's end")
 
 
 FAULTS: dict[Callable[[Context], None], tuple[int, str]] = {
@@ -96,7 +96,7 @@ def test_a_seeded_fault_is_named(
     code, words = FAULTS[script]
     made = check(script, tmp_path, monkeypatch)
     assert made.differs
-    error = resume_verdict.failure(made)
+    error = resume_check.failure(made)
     assert (error.exit_code, words in str(error)) == (code, True), str(error)
 
 

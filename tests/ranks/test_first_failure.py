@@ -12,7 +12,7 @@ import pytest
 
 from clusterddp import protocol
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.worker import rank

@@ -10,7 +10,7 @@ import pytest
 
 import clusterddp
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
 from tests.conftest import Launch
 from tests.packages import require

@@ -18,13 +18,13 @@ import pytest
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, process_start
-from clusterddp.rundir import claims
-from clusterddp.rundir.claims import write_claim
+from clusterddp.rundir import ownership
+from clusterddp.rundir.ownership import write_claim
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import run_status, submission
-from clusterddp.runs.cancellation import cancel_run
 from clusterddp.runs.recording import check_not_held
+from clusterddp.runs.requests import cancel_run
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease, main
 from clusterddp.supervisor.controller import LocalController
@@ -56,7 +56,7 @@ def entry_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 def be_elsewhere(monkeypatch: pytest.MonkeyPatch, namespace: str = "another 4026531836") -> None:
     """As in a container that was started again under another name."""
     monkeypatch.setattr("socket.gethostname", lambda: "another")
-    for module in (claims, lease):
+    for module in (ownership, lease):
         monkeypatch.setattr(module, "process_namespace", lambda: namespace)
 
 

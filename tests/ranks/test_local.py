@@ -21,7 +21,7 @@ from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import local
 from clusterddp.runs.progress import Progress
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
 from tests.cluster.system import Process
 from tests.histories import check_history

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from tests.ranks.test_child_processes import TRAINING
 from tests.ranks.test_local import submit

@@ -13,7 +13,7 @@ import pytest
 
 from clusterddp import protocol
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker.library_hooks import continue_runs
+from clusterddp.worker.own_saves import continue_runs
 from tests import packages
 from tests.waiting import story
 

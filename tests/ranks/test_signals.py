@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
 from clusterddp.worker.signals import SignalPipe, described
 from tests.ranks.test_child_processes import TRAINING

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.controller import give_notice
 

@@ -24,8 +24,10 @@ CHUNK = 50
 PROTOCOL = (
     *(f"supervisor/{name}.py" for name in ("attempt", "controller", "decide", "history", "hook", "lease", "limits")),
     *(f"supervisor/{name}.py" for name in ("main", "monitor", "recovery", "requests", "verdict")),
-    *("slurm/cause.py", "slurm/commands.py", "slurm/preemption_policy.py", "slurm/queue.py", "slurm/run_states.py"),
-    *("runs/resubmission.py", "runs/run_ends.py", "runs/cancellation.py", "runs/requests.py"),
+    *("slurm/commands.py", "slurm/configuration.py", "slurm/queue.py", "slurm/run_states.py"),
+    *("runs/waiting.py", "runs/requests.py"),
+    *("runs/sweep_submission.py", "supervisor/own_checkpoints.py"),
+    *("failures/node_memory.py", "failures/placement.py", "failures/exclusion.py"),
 )
 
 

@@ -12,10 +12,10 @@ from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures import node_memory, placement
 from clusterddp.failures.hangs import Watch
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import resubmission
+from clusterddp.runs import waiting
 from clusterddp.slurm import commands
-from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor import controller, decide, lease, main, monitor, recovery, requests, verdict
+from clusterddp.slurm.run_states import Cause
+from clusterddp.supervisor import controller, decide, lease, main, recovery, requests, verdict
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController
 from clusterddp.supervisor.history import History
@@ -53,7 +53,7 @@ def _cancelled_is_not_remembered() -> Patches:
 
 def _hold_lifted_at_once() -> Patches:
     """`resubmit` lifts the hold after a requeue within the first second."""
-    return [(resubmission, "SETTLE_S", -1.0)]
+    return [(waiting, "SETTLE_S", -1.0)]
 
 
 def _resubmitted_without_dependency() -> Patches:
@@ -117,7 +117,7 @@ def _everything_is_deleted() -> Patches:
 
 def _resubmit_always() -> Patches:
     """`resubmit` resubmits a run however its job ended, even after scancel."""
-    return [(resubmission.Resubmitter, "_should_continue", lambda *_: True)]
+    return [(waiting.Resubmitter, "_should_continue", lambda *_: True)]
 
 
 def _hold_of_another_job() -> Patches:
@@ -127,13 +127,13 @@ def _hold_of_another_job() -> Patches:
         if job.state != "PENDING" or job.reason != "BeginTime" or not job.restarts:
             return False
         if job.restarts != (hold._of or ("", 0))[1]:
-            hold._of, hold._since = (job.job_id, job.restarts), resubmission.time.monotonic()
-        if resubmission.time.monotonic() - hold._since < resubmission.SETTLE_S:
+            hold._of, hold._since = (job.job_id, job.restarts), waiting.time.monotonic()
+        if waiting.time.monotonic() - hold._since < waiting.SETTLE_S:
             return False
         commands.lift_hold(job.job_id)
         return True
 
-    return [(resubmission.Hold, "lift_when_safe", lift)]
+    return [(waiting.Hold, "lift_when_safe", lift)]
 
 
 def _a_busy_controller_ends_a_start() -> Patches:
@@ -167,7 +167,7 @@ def _hidden_outcomes_are_not_waited_for() -> Patches:
 def _stop_is_forgotten() -> Patches:
     """After `clusterddp tell stop` the run is requeued."""
     follows = {**verdict._FOLLOWS, Cause.STOP_REQUESTED: verdict.Action.AGAIN}
-    return [(verdict, "_FOLLOWS", follows), (main, "held", lambda _: False), (resubmission, "held", lambda _: False)]
+    return [(verdict, "_FOLLOWS", follows), (main, "held", lambda _: False), (waiting, "held", lambda _: False)]
 
 
 def _the_last_failure_is_shown() -> Patches:
@@ -189,7 +189,7 @@ def _hook_is_told_again() -> Patches:
 
 def _controller_asked_all_the_time() -> Patches:
     """A supervisor queries Slurm every two seconds."""
-    return [(monitor, "pause_s", lambda *_: 0.0)]
+    return [(controller, "pause_s", lambda *_: 0.0)]
 
 
 def _saves_are_promised() -> Patches:
@@ -223,7 +223,7 @@ def _newest_checkpoint_is_deleted() -> Patches:
 
 def _resubmit_gives_up_a_lost_node() -> Patches:
     """`resubmit` does not resubmit a run whose job ended because a node failed."""
-    return [(resubmission, "_INVOLUNTARY_ENDS", frozenset())]
+    return [(waiting, "_INVOLUNTARY_ENDS", frozenset())]
 
 
 def _peers_are_never_dismissed() -> Patches:
@@ -420,6 +420,14 @@ FOUND_AFTER: Mapping[str, int] = {
     "an array stands for its task": 3,
     "a started successor survives scancel": 75_292,
     "unjoined ranks are waited for": 2125,
+    "a new job survives scancel": 18_916,
+    "the history waits for slurm": 98,
+    "a node that was left takes ranks again": 29,
+    "a spare that is down takes ranks": 7797,
+    "a run never shrinks": 2581,
+    "a run that fails twice on a node has it avoided": 63,
+    "any number of nodes is avoided": 63,
+    "new jobs forget other runs": 2409,
 }
 #: The kinds of faults without which some of them cannot be seen: other histories are drawn and counted, but not played.
 NEEDS: Mapping[str, set[str]] = {
@@ -430,7 +438,7 @@ NEEDS: Mapping[str, set[str]] = {
     "hold of another job": {"preempt", "lose a node"},
     "a busy controller ends a start": {"preempt", "answers lost"},
     "time limit without progress": {"time limit lowered"},
-    "a new job survives scancel": {"controller slow", "scancel"},
+    "a new job survives scancel": {"scancel"},
     "resubmit gives up a lost node": {"lose a node"},
     "peers are never dismissed": {"kill a rank"},
     "a silent node is waited for": {"lose a node"},

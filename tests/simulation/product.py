@@ -35,11 +35,12 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef import secrets
 from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
-from clusterddp.rundir import claims, files, ownership, records, run_directory
+from clusterddp.rundir import files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import cancellation, pruning, requests, resubmission, run_ends, submission
-from clusterddp.slurm import commands, preemption_policy, shared_queue
-from clusterddp.supervisor import attempt, controller, done, hook, lease, main, own_checkpoints, recovery
+from clusterddp.runs import pruning, requests, submission, waiting
+from clusterddp.slurm import commands, pace
+from clusterddp.slurm import configuration as preemption_policy
+from clusterddp.supervisor import attempt, controller, hook, lease, main, own_checkpoints, recovery
 from tests.simulation import sweeps
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
@@ -47,7 +48,7 @@ from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (submission, cancellation, run_ends, resubmission, requeue_command, tell, claims, hook, recovery)
+LOADED = (submission, requests, waiting, requeue_command, tell, ownership, hook, recovery)
 #: Packages whose modules run in the simulated world.
 ROOMS = (
     "supervisor",
@@ -184,7 +185,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         _Part(commands.subprocess, run=lambda command, **more: _now.slurm.run(command, **more)),
     )
     yield commands, "require", lambda *_: None
-    yield shared_queue, "_file", lambda: None
+    yield pace, "_file", lambda: None
     yield attempt, "ControlServer", lambda *args: Server(_now.cluster, *args)
     yield from NAMED
     yield from sweeps.patches(_now)
@@ -271,8 +272,8 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (main, "delete_old_logs", lambda *_: None),
     (controller, "batch_step_began", lambda: _current["time"].time()),
     (lease, "owner_of", lambda _: "ddp"),
-    (done, "glob", SimpleNamespace(glob=_paths)),
-    (done, "_why_not", _is_too_old),
+    (recovery, "glob", SimpleNamespace(glob=_paths)),
+    (recovery, "_why_not", _is_too_old),
     (own_checkpoints, "glob", SimpleNamespace(glob=_paths)),
     (own_checkpoints, "_match", _match),
     (own_checkpoints, "why_incomplete", _why_incomplete),
@@ -385,7 +386,7 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield commands, "cluster_name", lambda _: CLUSTER
     yield preemption_policy, "policy", policy
     yield secrets, "is_secret", cache(secrets.is_secret)
-    yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
+    yield ownership, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
     yield records, "parse", _parsed_line
     yield records, "parsed", _parsed
     yield RunDirectory, "attempts", _of_run("attempts", list, CLAIMS, _attempts)
@@ -397,7 +398,7 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
 
 def _reading() -> dict[int, Callable[..., Any]]:
     """Functions that only read, and find the same until something changes; by the id of what they replace."""
-    read_claim, waiting_claim, holders = claims.read_claim, claims.waiting_claim, lease.holders
+    read_claim, waiting_claim, holders = ownership.read_claim, ownership.waiting_claim, lease.holders
 
     def claim(path: Path, run: RunDirectory) -> Any:
         return _now.disk.remembered(lambda: read_claim(path, run), _copied, CLAIMS, path)

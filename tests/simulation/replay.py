@@ -28,7 +28,7 @@ from typing import Any
 
 from clusterddp.events import ATTEMPT_ENDS
 from clusterddp.rundir.records import read_lines
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.errors import ClusterError
 from tests.cluster.system import Process

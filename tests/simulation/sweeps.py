@@ -1,7 +1,7 @@
 """A sweep whose only member is the run, and a copy of its checkpoint for a new run: ``sweep`` and ``submit --fork``.
 
-``clusterddp/runs/sweep_submission.py`` and ``fork.py`` run as they are. Replaced are the files of a sweep's folder, and
-what a submission writes into a run directory.
+``clusterddp/runs/sweep_submission.py``, and ``copy_checkpoint`` of ``recording.py``, run as they are. Replaced are the
+files of a sweep's folder, and what a submission writes into a run directory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import SlurmError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import fork, sweep_submission
+from clusterddp.runs import recording, sweep_submission
 from clusterddp.runs.sweep_folder import Array, Record, SweepFolder
 from tests.simulation.disk import Disk
 from tests.simulation.world import World
@@ -168,12 +168,12 @@ def patches(now: SimpleNamespace) -> Iterator[tuple[Any, str, Any]]:
         "ThreadPoolExecutor": _Serially,
     }.items():
         yield sweep_submission, name, by
-    yield fork, "parse", lambda text: (RunDirectory(text), None)
-    yield fork, "shutil", SimpleNamespace(copyfile=copyfile)
-    yield fork, "open", lambda *_: nullcontext(SimpleNamespace(fileno=io.BytesIO))
-    yield fork, "os", SimpleNamespace(fsync=lambda _: None)
-    yield fork, "file_mode", lambda _: 0o600
-    yield fork, "Checkpoints", _Stored
+    yield recording, "parse", lambda text: (RunDirectory(text), None)
+    yield recording, "shutil", SimpleNamespace(copyfile=copyfile)
+    yield recording, "open", lambda *_: nullcontext(SimpleNamespace(fileno=io.BytesIO))
+    yield recording, "os", SimpleNamespace(fsync=lambda _: None)
+    yield recording, "file_mode", lambda _: 0o600
+    yield recording, "Checkpoints", _Stored
 
 
 def submit(history: History, retry: Sequence[str] = ()) -> int:
@@ -196,6 +196,6 @@ def fork_run(history: History, number: int) -> int:
     for folder in (into.path, into.checkpoints, into.logs, into.private):
         history.disk.make_folder(folder)
     begun = world.now
-    world.tell(world.process.name, fork.copy_checkpoint(str(history.run.path), into))
+    world.tell(world.process.name, recording.copy_checkpoint(str(history.run.path), into))
     history.invariants.forked(into, begun)
     return 0

@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp.cli.drill import drill_script, report, verdict
 from clusterddp.errors import UsageError
-from clusterddp.slurm.preemption_policy import Preemption
+from clusterddp.slurm.configuration import Preemption
 from tests.cluster import Cluster
 
 LOW = Preemption(partition="low", mode="REQUEUE", grace_s=20, kill_wait_s=30, hold_s=121)

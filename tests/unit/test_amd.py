@@ -9,7 +9,7 @@ import torch
 
 from clusterddp.distributed.devices import visible_gpus
 from clusterddp.jobdef.job import Job
-from clusterddp.slurm.resources import bound_gpus
+from clusterddp.slurm.batch import bound_gpus
 from clusterddp.supervisor.launcher import local_variables, srun_command
 
 

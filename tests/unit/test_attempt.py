@@ -32,10 +32,11 @@ from clusterddp.rundir import files
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
-from clusterddp.slurm.preemption_policy import Preemption
-from clusterddp.supervisor import decide, lease, main, monitor, recovery
+from clusterddp.slurm.configuration import Preemption
+from clusterddp.slurm.run_states import Cause
+from clusterddp.supervisor import controller as monitor
+from clusterddp.supervisor import decide, lease, main, recovery
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import LocalLauncher, SlurmLauncher, srun_command
@@ -1065,7 +1066,7 @@ def ended(attempt: Attempt) -> int | BaseException:
 
 
 @pytest.mark.parametrize(
-    "broken", ["clusterddp.supervisor.outbox.Outbox.retry", "clusterddp.supervisor.monitor.Monitor._asked"]
+    "broken", ["clusterddp.supervisor.control_server.Outbox.retry", "clusterddp.supervisor.controller.Monitor._asked"]
 )
 def test_an_error_in_a_thread_of_the_supervisor_ends_it_with_that_error(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, broken: str
@@ -1096,7 +1097,7 @@ def test_a_run_directory_that_was_removed_ends_its_job_and_says_why(
     controller = FakeController(Cause.NONE)
     assert ended(Attempt(run, JOB, run.create_attempt(), Removing(run), controller)) == 1
     assert controller.asked == [] and not run.path.exists()
-    assert f"{run} was removed or renamed. Ending the ranks" in capsys.readouterr().err
+    assert f"{run} was removed or renamed. Terminating the ranks" in capsys.readouterr().err
 
 
 def test_what_cannot_pass_is_not_asked_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

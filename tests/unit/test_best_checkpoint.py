@@ -20,7 +20,7 @@ from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import best_saved
-from clusterddp.runs import fork
+from clusterddp.runs import recording
 from clusterddp.slurm import commands as slurm
 from tests.checkpoint_files import save
 from tests.runs_on_disk import event, recorded_run, started
@@ -106,7 +106,7 @@ def test_the_best_is_exported_by_the_rule_in_its_files(tmp_path: Path, capsys: p
         exported("--best", run, "10", tmp_path / "d.pt")
     with pytest.raises(SystemExit):
         exported(run, "newest", tmp_path / "d.pt")
-    found, step = fork.parse(f"{run}@best")
+    found, step = recording.parse(f"{run}@best")
     assert choose(found, step).step == 20
 
 

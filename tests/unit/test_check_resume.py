@@ -16,11 +16,10 @@ import torch
 from clusterddp.cli.options import add_arguments, check_combinations
 from clusterddp.errors import NotRepeatable, ResumeDiffers, UsageError
 from clusterddp.rundir.files import append_line
+from clusterddp.rundir.records import WHY, Recording, States, StepRecord, Trial, read_trial
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.step_records import WHY, Recording, States, StepRecord, Trial, read_trial
-from clusterddp.runs import resume_verdict
-from clusterddp.runs.resume_check import stopped_by_others
-from clusterddp.runs.resume_verdict import (
+from clusterddp.runs import resume_check
+from clusterddp.runs.resume_check import (
     BATCH,
     LOGGED,
     RESTORED,
@@ -30,6 +29,7 @@ from clusterddp.runs.resume_verdict import (
     crossed,
     enough_steps,
     first_difference,
+    stopped_by_others,
 )
 from clusterddp.training import checked_run
 from clusterddp.training.checked_run import _summed, of_batch, of_part, of_value
@@ -87,14 +87,14 @@ def trial(steps: int, starts: Sequence[int] = (0,), ranks: int = 2) -> dict[int,
     return {rank: [record(step, before=befores.get(step)) for step in range(steps)] for rank in range(ranks)}
 
 
-def check(resumed: Trial, again: Trial | None = None) -> resume_verdict.Check:
-    return resume_verdict.Check(trial(8), resumed, (3, 5), trial(8) if again is None else again)
+def check(resumed: Trial, again: Trial | None = None) -> resume_check.Check:
+    return resume_check.Check(trial(8), resumed, (3, 5), trial(8) if again is None else again)
 
 
 def test_equal_trials_have_no_difference() -> None:
     made = check(trial(8, (0, 3, 5)))
     assert not made.differs
-    assert resume_verdict.success(made) == (
+    assert resume_check.success(made) == (
         "no difference in 8 steps, across an epoch's end and two resumes (after 3 and 5 steps). Compared "
         "batches, loss and the state of model, on 2 ranks"
     )
@@ -102,7 +102,7 @@ def test_equal_trials_have_no_difference() -> None:
 
 def test_an_epochs_end_that_was_not_crossed_is_said_with_the_steps_to_cross_it() -> None:
     uncrossed = {0: trial(3, ranks=1)[0]}
-    said = resume_verdict.success(resume_verdict.Check(uncrossed, uncrossed, (1, 2)))
+    said = resume_check.success(resume_check.Check(uncrossed, uncrossed, (1, 2)))
     assert said.startswith("no difference in 3 steps and two resumes (after 1 and 2 steps). Compared ")
     assert said.endswith("No epoch ended, because an epoch has 4 steps. To cross its end, use --check-resume 6")
 
@@ -138,7 +138,7 @@ def test_the_first_difference_is_named_with_its_rank(step: int, changed: dict[st
     resumed[1][7] = replace(resumed[1][7], batch={"[0]": "#later"})
     difference = first_difference(trial(8), resumed)
     assert difference and (difference.step, difference.rank, difference.kind) == (step, 1, kind)
-    error = resume_verdict.failure(check(resumed))
+    error = resume_check.failure(check(resumed))
     assert (type(error), error.exit_code) == (ResumeDiffers, 3)
     assert words in str(error)
 
@@ -155,11 +155,11 @@ def test_a_run_that_differs_without_a_resume_is_not_the_fault_of_the_resume() ->
     resumed[0][4] = replace(resumed[0][4], logged={"loss": "1"})
     early[1][2] = replace(early[1][2], logged={"loss": "2"})
     late[1][6] = replace(late[1][6], logged={"loss": "2"})
-    error = resume_verdict.failure(check(resumed, early))
+    error = resume_check.failure(check(resumed, early))
     assert (type(error), error.exit_code) == (NotRepeatable, 4)
     assert "When it ran again, the logged loss in step 2 on rank 1 differed (2 instead of 0.2)" in str(error)
     assert "The batches of the resumed run were the same in all steps" in str(error)
-    assert type(resume_verdict.failure(check(resumed, late))) is ResumeDiffers
+    assert type(resume_check.failure(check(resumed, late))) is ResumeDiffers
 
 
 def test_an_object_that_run_did_not_get_counts_if_it_still_differs_at_the_end() -> None:
@@ -168,19 +168,19 @@ def test_an_object_that_run_did_not_get_counts_if_it_still_differs_at_the_end() 
     assert not check(resumed).differs
     lost = {rank: [*steps[:-1], replace(steps[-1], after=replace(steps[-1].after, others={"ema": {"n": "3"}}))]
             for rank, steps in resumed.items()}  # fmt: skip
-    assert str(resume_verdict.failure(check(lost))).startswith(
+    assert str(resume_check.failure(check(lost))).startswith(
         "a resume loses the state of ema, which ctx.run() did not receive. Pass it to ctx.run(), as in "
         "ctx.run(ema=ema, ...)"
     )
     again = {rank: [replace(one, before=None) for one in steps] for rank, steps in lost.items()}
-    assert type(resume_verdict.failure(check(lost, again))) is NotRepeatable
+    assert type(resume_check.failure(check(lost, again))) is NotRepeatable
 
 
 def test_what_also_differs_when_the_attempt_begins_is_named_with_both_values() -> None:
     resumed = trial(8, (0, 3, 5))
     resumed[0][5] = replace(resumed[0][5], variables={"count": "0"}, logged={"loss": "9"})
     assert "When this attempt began, these also differed: count (0 instead of 5)" in str(
-        resume_verdict.failure(check(resumed))
+        resume_check.failure(check(resumed))
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import LauncherEnvironmentError
-from clusterddp.supervisor import control_server, outbox
+from clusterddp.supervisor import control_server
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.worker import control_channel
 from clusterddp.worker.control_channel import ControlChannel
@@ -297,7 +297,7 @@ def test_a_rank_that_is_falling_silent_gets_its_orders_once_it_answers(
         asked.put(connection.getpeername())
         return 0 if connection.getpeername() == first else 3
 
-    monkeypatch.setattr(outbox, "unanswered_probes", probes)
+    monkeypatch.setattr(control_server, "unanswered_probes", probes)
     heard.server.broadcast(leave="node n2 lost")
     assert words.get(timeout=10) == {"leave": "node n2 lost"}
     assert len({asked.get(timeout=10) for _ in links}) == 2

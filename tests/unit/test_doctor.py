@@ -20,7 +20,7 @@ from clusterddp.cli import doctor
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm import configuration, preemption_policy
+from clusterddp.slurm import configuration
 
 # scontrol show config, shortened. 22.05.8, 24.11.5 and 26.05.5 print these lines alike but for the last.
 CONFIG = """Configuration data as of 2026-11-22T09:05:26
@@ -85,9 +85,9 @@ def test_what_slurm_says_becomes_a_row_each(answers: dict[str, Any]) -> None:
         "ok clock: this host and the controller agree to the second",
         "ok accounts: ddp (QOS normal, long, high), default account ddp",
         "ok partition low (default): 2 nodes, 6 GPUs, limit UNLIMITED, default 00:30:00, "
-        "preempts (REQUEUE, 20 s of grace, held 7 s)",
+        "preempts (REQUEUE, 20 s grace period, held 7 s)",
         "warning partition high: DOWN, 2 nodes, limit 1-00:00:00, "
-        "preempts (REQUEUE, no grace, KillWait 10 s, held 7 s)",
+        "preempts (REQUEUE, no grace period, KillWait 10 s, held 7 s)",
         "warning partition off: not open to your accounts, 2 nodes, limit UNLIMITED, default 00:30:00, no preemption",
     ]
     assert preempted.startswith("low preempts with 20 s of notice. The run is requeued and then held for 7 s")
@@ -103,18 +103,18 @@ def test_what_slurm_says_becomes_a_row_each(answers: dict[str, Any]) -> None:
 def test_the_hold_is_the_requeue_delay_where_the_site_sets_one() -> None:
     """From 25.11 on it goes before cred_expire."""
     line = PARTITIONS.splitlines()[0]
-    assert preemption_policy.policy(CONFIG, line, "low", None).hold_s == 7
+    assert configuration.policy(CONFIG, line, "low", None).hold_s == 7
     delayed = CONFIG.replace("bf_interval=1", "bf_interval=1,requeue_delay=30")
-    assert preemption_policy.policy(delayed, line, "low", None).hold_s == 31
-    assert preemption_policy.policy(CONFIG.replace(",cred_expire=6", ""), line, "low", None).hold_s == 121
+    assert configuration.policy(delayed, line, "low", None).hold_s == 31
+    assert configuration.policy(CONFIG.replace(",cred_expire=6", ""), line, "low", None).hold_s == 121
 
 
 def test_the_policy_says_whether_the_site_allows_expedited_requeues() -> None:
     """From 25.11 on. A run that asks for it is told that it will not be held."""
     line, job = PARTITIONS.splitlines()[0], Job(name="x", module="x", expedite_requeue=True)
-    assert not preemption_policy.policy(CONFIG, line, "low", None).expedites
+    assert not configuration.policy(CONFIG, line, "low", None).expedites
     allowed = CONFIG.replace("SLURM_VERSION", "SlurmctldParameters = cloud_dns,enable_expedited_requeue\nSLURM_VERSION")
-    policy = preemption_policy.policy(allowed, line, "low", None)
+    policy = configuration.policy(allowed, line, "low", None)
     assert policy.expedites
     assert policy.sentence(job).endswith("The run is requeued and starts again without a hold (expedite_requeue)")
 
@@ -123,7 +123,7 @@ def test_with_preemption_by_qos_the_qos_says_what_happens(answers: dict[str, Any
     answers["scontrol show config"] = CONFIG.replace("partition_prio", "qos")
     answers["sacctmgr -nP show qos name=long"] = "cluster|00:05:00\n"
     checks, preempted = login_node.slurm_checks(None, "long")
-    assert "preempts (REQUEUE, 300 s of grace" in checks[3].found
+    assert "preempts (REQUEUE, 300 s grace period" in checks[3].found
     assert preempted.startswith("long preempts with 300 s of notice")
 
 
@@ -338,7 +338,7 @@ def test_rows_fit_the_terminal_and_are_whole_in_a_pipe() -> None:
 
 def test_options_of_the_job_without_nodes_are_refused() -> None:
     given = {"nodes": None, "gpus_per_node": "2", "device": "cpu", "account": None, "partition": None, "qos": None}
-    with pytest.raises(UsageError, match="--gpus and --device without --nodes. Add --nodes N"):
+    with pytest.raises(UsageError, match="--gpus and --device require --nodes. Add --nodes N"):
         doctor.run(argparse.Namespace(json=False, **given), None)
 
 

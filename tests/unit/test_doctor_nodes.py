@@ -25,8 +25,8 @@ from clusterddp.failures.exclusion import failures, unchecked
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.queue import QueuedJob
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.training import preflight

@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from clusterddp.failures.error_texts import TABLE, Blame, find
-from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.exit_status import TABLE, Blame, ExitStatus, find
 from clusterddp.failures.stack_traces import uncaught
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import Progress
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 

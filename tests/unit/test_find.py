@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.rundir.find import find_runs, names_exactly, open_run, runs_folder
+from clusterddp.rundir.run_directory import find_runs, names_exactly, open_run, runs_folder
 from tests.other_user import UID
 
 

@@ -38,8 +38,8 @@ from clusterddp.report.efficiency import advice, spent
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.progress import Progress
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm import preemption_policy
-from clusterddp.slurm.cause import read_cause
+from clusterddp.slurm import configuration
+from clusterddp.slurm.run_states import read_cause
 from clusterddp.supervisor import lease, limits
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import LocalController
@@ -264,8 +264,8 @@ def test_any_output_about_a_partition_is_read_or_a_slurm_error(
         asks: list[Callable[[], object]] = [
             lambda: slurm.partition_nodes("low"),
             lambda: slurm.partition_nodes(None),
-            lambda: preemption_policy.preemption("low", "normal"),
-            lambda: preemption_policy.qos_preemption("normal", "REQUEUE"),
+            lambda: configuration.preemption("low", "normal"),
+            lambda: configuration.qos_preemption("normal", "REQUEUE"),
             slurm.default_partition,
         ]
         for ask in asks:

@@ -22,13 +22,11 @@ from clusterddp.failures.hangs import EXPLAINED_S, Hang, Slow, StillSlow, Watch
 from clusterddp.report import gpus as report_gpus
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import GPU_FIGURES, TimedInterval, TimingLines, read_timings
-from clusterddp.slurm.cause import Cause
-from clusterddp.slurm.run_states import RunState
+from clusterddp.slurm.run_states import Cause, RunState
 from clusterddp.supervisor.decide import step
-from clusterddp.supervisor.failure_box import FirstFailure, failure_box
 from clusterddp.supervisor.state import FAULT_S, Broadcast, GpuFigures, RankEvent, Record, State
-from clusterddp.supervisor.verdict import RankEnd, judge
-from clusterddp.worker import gpus, node_facts
+from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_box, judge
+from clusterddp.worker import gpus
 from tests.timings import write_timings
 from tests.unit.test_decide import HANG, JOB, NOW, after
 
@@ -89,7 +87,7 @@ def test_a_gpu_is_found_by_what_torch_calls_it(driver: Driver, identity: str, nu
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[gpus.GpuWatch, queue.Queue[dict[str, Any]]]:
-    monkeypatch.setattr(gpus, "LOOK_S", 0.02)
+    monkeypatch.setattr(gpus, "WATCHED_S", 0.02)
     monkeypatch.setattr(gpus, "FIRST_S", 0.0)
     monkeypatch.setattr(gpus, "EVERY_S", 0.0)
     reports: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -353,11 +351,11 @@ def test_the_facts_of_a_slow_node_are_its_clocks_its_load_and_processes_of_other
     ):
         for process in (own, other):
             assert process.stdout is not None and process.stdout.readline()
-        monkeypatch.setattr(node_facts, "NAMED", 1000)
-        monkeypatch.setattr(node_facts, "LEAST", 0.01)
+        monkeypatch.setattr(gpus, "MOST_NAMED", 1000)
+        monkeypatch.setattr(gpus, "LEAST_CPU", 0.01)
         while not watch.gpus:
             pass
-        found = node_facts.find()
+        found = gpus.node_facts()
         own.kill()
         other.kill()
     assert found[:3] == ["GPU 5 runs at 1200 of 1980 MHz", "GPU 5 is slowed down by heat", "GPU 5 has 66 °C"]

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.failures.flight_records import compare, is_outline, outline
-from clusterddp.failures.hangs import Hang, RankStatus, Watch, find_hang
+from clusterddp.failures.hangs import Hang, RankStatus, Watch, compare, find_hang, is_outline, outline
 from clusterddp.protocol import IDLE, OWN, WAIT
 
 NOW = 1000.0

@@ -18,7 +18,7 @@ from clusterddp.jobdef.load import from_values, load_resolved
 from clusterddp.process import descendants, process_start
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import hook as hooks
 from clusterddp.supervisor import launcher
 from clusterddp.supervisor.attempt import Attempt

@@ -15,7 +15,7 @@ import pytest
 from clusterddp.report.booking import book
 from clusterddp.report.curves import curves, read_metrics
 from clusterddp.rundir import records
-from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.run_directory import find_runs
 from clusterddp.rundir.summary import best_saved, summarize
 from tests.instructions import Instructions
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps

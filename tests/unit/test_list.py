@@ -21,8 +21,7 @@ from clusterddp.cli import table
 from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
 from clusterddp.reporter import speed
-from clusterddp.rundir.find import find_runs
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory, find_runs
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.run_states import WORDS, run_states

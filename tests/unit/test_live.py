@@ -22,7 +22,7 @@ from clusterddp.cli.live import EVENTS, MOST_LINES, Size, composed, fact_lines, 
 from clusterddp.errors import INTERRUPTED, UsageError
 from clusterddp.reporter import clipped
 from clusterddp.rundir.progress import curve, main_metric
-from clusterddp.runs.run_report import moment
+from clusterddp.runs.run_status import moment
 from clusterddp.slurm import commands as slurm
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps, write_lines
 

@@ -12,8 +12,8 @@ import pytest
 
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor import monitor
-from clusterddp.supervisor.monitor import Monitor, pause_s
+from clusterddp.supervisor import controller
+from clusterddp.supervisor.controller import Monitor, pause_s
 from clusterddp.supervisor.state import ASK_S, ControllerFailed, Event, Notice, RunRemoved, Stop, Superseded
 from tests.unit.test_attempt import FakeController
 
@@ -44,8 +44,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(monitor, "LOOK_S", 0.01)
-    monkeypatch.setattr(monitor, "ASK_S", 0.01)
+    monkeypatch.setattr(controller, "LOOK_S", 0.01)
+    monkeypatch.setattr(controller, "ASK_S", 0.01)
     yield
 
 
@@ -81,8 +81,8 @@ def test_a_controller_that_does_not_answer_is_queried_again(run: RunDirectory) -
 
 def test_the_controller_is_queried_at_once_on_request(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a node is silent, the answer decides whether it is lost."""
-    monkeypatch.setattr(monitor, "LOOK_S", 600.0)
-    monkeypatch.setattr(monitor, "ASK_S", 600.0)
+    monkeypatch.setattr(controller, "LOOK_S", 600.0)
+    monkeypatch.setattr(controller, "ASK_S", 600.0)
     events: queue.Queue[Event] = queue.Queue()
     watch = watching(run, events, Notice(None))
     events.get(timeout=10)
@@ -105,7 +105,7 @@ def test_a_run_directory_that_is_missing_for_a_moment_is_no_removed_one(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An automounter may have lost it; and a deleted part of it ends nothing."""
-    monkeypatch.setattr(monitor, "REMOVED_S", 0.2)
+    monkeypatch.setattr(controller, "REMOVED_S", 0.2)
     events: queue.Queue[Event] = queue.Queue()
     watch = watching(run, events, Notice(None))
     away = run.path.rename(run.path.with_name("away"))
@@ -126,7 +126,7 @@ def test_an_undisturbed_job_is_asked_about_once_a_minute_and_near_its_time_limit
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slurm's controller serves thousands of jobs; an unreachable one is asked less and less often, up to that."""
-    monkeypatch.setattr(monitor, "ASK_S", ASK_S)
+    monkeypatch.setattr(controller, "ASK_S", ASK_S)
     quiet = [pause_s(left_s) for left_s in (None, 9000.0) for _ in range(50)]
     assert 60 <= min(quiet) < 63 and 72 < max(quiet) <= 75
     assert [pause_s(left_s) for left_s in (30.0, 12.0, 5.0, -5.0)] == [22.0, ASK_S, ASK_S, ASK_S]
@@ -137,11 +137,11 @@ def test_after_a_signal_the_controller_is_asked_often_for_a_while(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its record may follow the signal."""
-    monkeypatch.setattr(monitor, "RESTLESS_S", 0.0)
+    monkeypatch.setattr(controller, "RESTLESS_S", 0.0)
     events: queue.Queue[Event] = queue.Queue()
     watch = watching(run, events, Notice(None))
     events.get(timeout=10)
-    monkeypatch.setattr(monitor, "RESTLESS_S", 600.0)
+    monkeypatch.setattr(controller, "RESTLESS_S", 600.0)
     watch.ask()
     assert [events.get(timeout=10) for _ in range(3)] == [Notice(None)] * 3
     watch.close()

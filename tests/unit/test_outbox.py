@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusterddp.supervisor import outbox
-from clusterddp.supervisor.control_server import ControlServer, Handlers
-from clusterddp.supervisor.outbox import Outbox
+from clusterddp.supervisor import control_server
+from clusterddp.supervisor.control_server import ControlServer, Handlers, Outbox
 from clusterddp.worker.control_channel import send_line
 from tests.connections import accepted_from
 
@@ -85,7 +84,7 @@ def test_a_line_that_is_kept_is_not_added_again_and_there_is_a_limit(pair: Pair)
     for _ in range(10_000):
         assert pair.outbox.send(pair.ours, b'{"stop": "preemption"}\n')
     assert sum(map(len, pair.outbox._kept[pair.ours])) < 1000
-    assert not pair.outbox.send(pair.ours, b"." * outbox.MOST_BYTES)
+    assert not pair.outbox.send(pair.ours, b"." * control_server.MOST_BYTES)
     assert pair.outbox.send(pair.ours, b'{"leave": "rank 2 (n1) failed"}\n')
 
 
@@ -96,9 +95,9 @@ def test_a_connection_that_is_writable_and_takes_nothing_is_tried_again_later(
     lines = pair.fill()
     pair.outbox.on_writable(pair.ours)
     assert pair.selector.get_key(pair.ours).events == selectors.EVENT_READ
-    assert pair.outbox.retry_s is not None and 0 < pair.outbox.retry_s <= outbox.RETRY_S
+    assert pair.outbox.retry_s is not None and 0 < pair.outbox.retry_s <= control_server.RETRY_S
     received = b""
-    monkeypatch.setattr(outbox, "RETRY_S", 0.0)
+    monkeypatch.setattr(control_server, "RETRY_S", 0.0)
     pair.outbox._retry_at = 0.0
     while len(received) < sum(map(len, lines)):
         received += pair.theirs.recv(4096)

@@ -16,11 +16,10 @@ import pytest
 from clusterddp.events import sentence
 from clusterddp.jobdef.job import Job, Limits, Resume
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor.failure_box import added_arguments
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import exceeded, progress
 from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
-from clusterddp.supervisor.verdict import Action, RankEnd, judge
+from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
 from clusterddp.worker.own_saves import SavedFile
 
 ARGS = ("--resume", "{checkpoint}")

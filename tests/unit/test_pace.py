@@ -12,10 +12,9 @@ import pytest
 from clusterddp.errors import SlurmUnavailable
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm import pace, shared_queue
-from clusterddp.slurm.pace import QUIET_S, SILENT_AFTER_S, SILENT_S, Activity, Pace, PacedQueue
+from clusterddp.slurm import pace
+from clusterddp.slurm.pace import QUIET_S, SILENT_AFTER_S, SILENT_S, Activity, Pace, PacedQueue, shared_jobs
 from clusterddp.slurm.queue import QueuedJob
-from clusterddp.slurm.shared_queue import shared_jobs
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
@@ -35,7 +34,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(pace.time, "monotonic", clock.monotonic)
-    monkeypatch.setattr(shared_queue.time, "time", clock.time)
+    monkeypatch.setattr(pace.time, "time", clock.time)
     monkeypatch.setattr(pace.random, "uniform", lambda least, most: most)
     return clock
 
@@ -130,7 +129,7 @@ def test_a_refreshed_view_keeps_slurms_last_answer_and_its_last_error(
             raise answer
         return answer
 
-    monkeypatch.setattr(shared_queue, "queued_jobs", queued_jobs)
+    monkeypatch.setattr(pace, "queued_jobs", queued_jobs)
     queue = PacedQueue()
     assert queue.jobs("a", ["1"], 1.0) == queue.jobs("a", ["1"], 1.0) == {}
     clock.now += 2
@@ -154,7 +153,7 @@ def asked(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list
         calls.append((clock.now, sorted(ids)))
         return {"1": QueuedJob("1", "RUNNING", "n1", 5.0, "1:00", "low", "None")}
 
-    monkeypatch.setattr(shared_queue, "queued_jobs", queued_jobs)
+    monkeypatch.setattr(pace, "queued_jobs", queued_jobs)
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "Test/1")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return calls
@@ -216,9 +215,9 @@ def test_answers_of_an_unknown_cluster_and_of_a_clock_that_went_back_are_not_sha
     clock: Clock, asked: list[tuple[float, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared_jobs(["1"], 0.0, 1.0)
-    monkeypatch.setattr(shared_queue.time, "time", lambda: clock.now - 60)
+    monkeypatch.setattr(pace.time, "time", lambda: clock.now - 60)
     shared_jobs(["1"], 999.0, 1.0)
-    monkeypatch.setattr(shared_queue.slurm, "cluster_name", lambda _: None)
+    monkeypatch.setattr(pace.slurm, "cluster_name", lambda _: None)
     for _ in range(2):
         shared_jobs(["1"], 999.0, 1.0)
     assert len(asked) == 4

@@ -14,8 +14,8 @@ from clusterddp.failures.placement import Course, Placement, choose, place
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.guard import lost_batch_host
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.limits import exceeded

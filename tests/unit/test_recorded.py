@@ -11,8 +11,7 @@ import pytest
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration
 from clusterddp.slurm.commands import JobInfo, NodeShape
-from clusterddp.slurm.configuration import largest_array
-from clusterddp.slurm.preemption_policy import preemption, qos_preemption
+from clusterddp.slurm.configuration import largest_array, preemption, qos_preemption
 from clusterddp.slurm.queue import is_hold, jobs_by_script, queued_jobs, why_waiting
 from tests import record
 from tests.transcript import Transcript

@@ -8,10 +8,10 @@ import pytest
 
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job
-from clusterddp.slurm import resources
+from clusterddp.slurm import batch
+from clusterddp.slurm.batch import check_gpus, check_micro, check_nodes, fit_to_cluster, share_of_node
 from clusterddp.slurm.commands import NodeShape, parse_node_sizes
-from clusterddp.slurm.preemption_policy import Preemption
-from clusterddp.slurm.resources import check_gpus, check_micro, check_nodes, fit_to_cluster, share_of_node
+from clusterddp.slurm.configuration import Preemption
 
 NODES = [NodeShape(32, 64000, {"a100": 4}), NodeShape(32, 64000, {"a100": 4}), NodeShape(8, 8000, {})]
 
@@ -92,9 +92,9 @@ def test_an_expedited_requeue_is_requested_only_where_the_site_allows_it(
 ) -> None:
     """sbatch refuses it elsewhere."""
     policy = Preemption("low", "REQUEUE", 20, 30, 121, expedites=allowed)
-    monkeypatch.setattr(resources.slurm, "require", lambda *_: None)
-    monkeypatch.setattr(resources.slurm, "partition_nodes", lambda _: NODES)
-    monkeypatch.setattr(resources, "preemption", lambda *_: policy)
+    monkeypatch.setattr(batch.slurm, "require", lambda *_: None)
+    monkeypatch.setattr(batch.slurm, "partition_nodes", lambda _: NODES)
+    monkeypatch.setattr(batch, "preemption", lambda *_: policy)
     fitted, remarks = fit_to_cluster(job(device="cpu", expedite_requeue=True), required=True)
     assert fitted.expedite_requeue is allowed
     assert any("this cluster does not allow it" in remark for remark in remarks) is not allowed

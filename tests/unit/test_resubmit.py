@@ -17,13 +17,13 @@ from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
-from clusterddp.runs import resubmission
-from clusterddp.runs.resubmission import Hold, Resubmitter
+from clusterddp.runs import waiting
+from clusterddp.runs.waiting import Hold, Resubmitter
 from clusterddp.slurm import pace
-from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.pace import Pace
 from clusterddp.slurm.queue import QueuedJob
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
 
 JOB = Job(name="x", module="x")
@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> RunDirectory:
 @pytest.fixture(autouse=True)
 def nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue has no other job of the run."""
-    monkeypatch.setattr(resubmission, "jobs_by_script", lambda ended: {})
+    monkeypatch.setattr(waiting, "jobs_by_script", lambda ended: {})
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_run_whose_history_cannot_be_seen_yet_may_have_been_stopped(
         lease.take(run, run.create_attempt(), lease.of_job("41"))
         lease.let_go(run, 0)
     now = 1000.0
-    monkeypatch.setattr(resubmission.time, "monotonic", lambda: now)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now)
     resubmitter = look(run, info("PREEMPTED"), monkeypatch)
     now += 60
     assert not resubmitter.look() and submitted == []
@@ -173,7 +173,7 @@ def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
     """The history, a file that is known, says that the run is over. After a minute and a half it has no outcome."""
     append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
     now = 1000.0
-    monkeypatch.setattr(resubmission.time, "monotonic", lambda: now)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now)
     resubmitter = look(run, info("COMPLETED"), monkeypatch)
     now += 60
     assert not resubmitter.look()
@@ -215,8 +215,8 @@ def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_waiting(
         with pytest.raises(PermissionError):
             resubmitter.look()
     assert "retrying: " in capsys.readouterr().err
-    later = resubmission.time.monotonic() + 10
-    monkeypatch.setattr(resubmission.time, "monotonic", lambda: later)
+    later = waiting.time.monotonic() + 10
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: later)
     resubmitter.look()
     assert submitted == ["job.sbatch"]
 
@@ -229,7 +229,7 @@ def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_i
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """sbatch's answer was lost, or whoever gave the command was killed before it came."""
-    monkeypatch.setattr(resubmission, "jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"})
+    monkeypatch.setattr(waiting, "jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"})
     resubmitter = look(run, info("NODE_FAIL"), monkeypatch)
     assert (submitted, resubmitter.result, lease.holders(run)[0]["job"]) == ([], None, "77")
     assert "Job 77, which was not recorded, continues the run" in capsys.readouterr().err
@@ -378,7 +378,7 @@ def test_a_run_whose_job_died_while_it_submitted_the_next_one_is_submitted(
     lease.let_go(run, 0)
     for end in ends:
         append_line(run.events_file, {"event": end, "attempt": 0, "time": 2.0, "reason": "x"})
-    monkeypatch.setattr(resubmission, "state_of", lambda _: ("stopped", "stopped"))
+    monkeypatch.setattr(waiting, "state_of", lambda _: ("stopped", "stopped"))
     resubmitter = look(run, info(state), monkeypatch)
     assert (submitted == ["job.sbatch"], resubmitter.result) == (continues, None if continues else 1)
 
@@ -412,9 +412,9 @@ def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
 ) -> None:
     """With how to continue it; its job may still be completing."""
     append_line(run.events_file, {"event": "requested", "attempt": 0, "time": 2.0, "request": "stop"})
-    monkeypatch.setattr(resubmission, "state_of", lambda _: ("held", "job 41 (RUNNING on n1)"))
+    monkeypatch.setattr(waiting, "state_of", lambda _: ("held", "job 41 (RUNNING on n1)"))
     assert look(run, info("COMPLETING"), monkeypatch).result is None
-    monkeypatch.setattr(resubmission, "state_of", lambda _: ("stopped", "stopped (by the user). Continue with: ..."))
+    monkeypatch.setattr(waiting, "state_of", lambda _: ("stopped", "stopped (by the user). Continue with: ..."))
     assert look(run, info("COMPLETING"), monkeypatch).result == 1
     assert capsys.readouterr().err.splitlines() == [
         "run: job 41 (RUNNING on n1). Waiting for the run to end",
@@ -439,16 +439,16 @@ def test_a_hold_is_lifted_only_after_slurmd_accepts_a_new_credential(
     lifted: list[str] = []
     clock = [100.0]
     monkeypatch.setattr("clusterddp.slurm.commands.lift_hold", lifted.append)
-    monkeypatch.setattr(resubmission.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
     hold, held = Hold(), info("PENDING", "BeginTime", restarts=1)
     assert not hold.lift_when_safe(held)
-    clock[0] += resubmission.SETTLE_S - 0.1
+    clock[0] += waiting.SETTLE_S - 0.1
     assert not hold.lift_when_safe(held)
     clock[0] += 0.2
     assert hold.lift_when_safe(held)
     assert lifted == ["41"]
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2)), "the next requeue, unseen in between"
-    clock[0] += resubmission.SETTLE_S + 1
+    clock[0] += waiting.SETTLE_S + 1
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2, job="42")), "of the run's next job"
     assert not hold.lift_when_safe(info("PENDING", "Resources", restarts=1))
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=0)), "the user's own --begin"
@@ -464,11 +464,11 @@ def test_a_run_that_cannot_be_read_does_not_end_the_waiting_for_the_others(
         one.job_file.write_text("module: x\n")
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("RUNNING"))
     over = {"state": "completed", "step": 7, "reason": "why"}
-    monkeypatch.setattr(resubmission.time, "sleep", lambda _: write_json(run.outcome_file, over))
-    assert resubmission.wait_and_resubmit([damaged, run]) == 1
+    monkeypatch.setattr(waiting.time, "sleep", lambda _: write_json(run.outcome_file, over))
+    assert waiting.wait_and_resubmit([damaged, run]) == 1
     assert f"damaged: no longer waiting for this run: {damaged.outcome_file} is not JSON" in capsys.readouterr().err
     with pytest.raises(RunDirectoryError, match="is not JSON"):
-        resubmission.wait_and_resubmit([damaged])
+        waiting.wait_and_resubmit([damaged])
 
 
 @pytest.mark.parametrize(("others", "code"), [([], 14), (["completed"], 14), (["completed", "failed"], 1)])
@@ -482,7 +482,7 @@ def test_a_completion_that_is_not_confirmed_has_an_exit_code_of_its_own(
         one.job_file.write_text("module: x\n")
         write_json(one.outcome_file, {"state": state, "step": None, "reason": "why"})
     write_json(run.outcome_file, {"state": "completed", "step": None, "reason": "unconfirmed: why", "confirmed": False})
-    assert resubmission.wait_and_resubmit(runs) == code
+    assert waiting.wait_and_resubmit(runs) == code
 
 
 def test_each_event_of_several_runs_names_its_run(
@@ -493,7 +493,7 @@ def test_each_event_of_several_runs_names_its_run(
     other.create()
     for one in (run, other):
         one.job_file.write_text("module: x\n")
-    monkeypatch.setattr(resubmission.Resubmitter, "_help", lambda _: True)
+    monkeypatch.setattr(waiting.Resubmitter, "_help", lambda _: True)
     resumed = {"time": 1.0, "attempt": 0, "event": "resumed", "step": 7}
 
     def end(_: float) -> None:
@@ -501,13 +501,13 @@ def test_each_event_of_several_runs_names_its_run(
             append_line(one.events_file, resumed)
             write_json(one.outcome_file, {"state": "completed", "step": 7, "reason": "why"})
 
-    monkeypatch.setattr(resubmission.time, "sleep", end)
-    assert resubmission.wait_and_resubmit([run, other]) == 0
+    monkeypatch.setattr(waiting.time, "sleep", end)
+    assert waiting.wait_and_resubmit([run, other]) == 0
     shown = capsys.readouterr().err
     for one in (run, other):
         assert f"{one.path.name}: attempt 0: resumed from step 7\n" in shown
     run.outcome_file.unlink()
-    assert resubmission.wait_and_resubmit([run]) == 0
+    assert waiting.wait_and_resubmit([run]) == 0
     assert "\nattempt 0: resumed from step 7\n" in f"\n{capsys.readouterr().err}"
 
 
@@ -546,7 +546,7 @@ def test_ctrl_c_before_the_wait_of_a_submission_begins_says_that_the_run_continu
         raise KeyboardInterrupt
 
     monkeypatch.setattr(submit, "submit_to_slurm", lambda *_: (run, "41"))
-    monkeypatch.setattr(resubmission, "wait_and_resubmit", interrupted)
+    monkeypatch.setattr(waiting, "wait_and_resubmit", interrupted)
     arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None, debug=None)
     assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
     assert f"The run continues. Wait for it with: clusterddp resubmit {run.quoted}\n" in capsys.readouterr().err

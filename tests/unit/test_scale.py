@@ -22,7 +22,7 @@ from benchmarks.steps.agreement import CountingStore
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import RankStatus, find_hang, find_slow
 from clusterddp.jobdef.job import MOST_BEATS, Job, Watchdog
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.state import (
     ConnectionLost,

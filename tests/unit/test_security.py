@@ -35,9 +35,8 @@ from clusterddp.jobdef.secrets import (
     without_secrets,
 )
 from clusterddp.rundir.files import append_line, write_atomically, write_json
-from clusterddp.rundir.find import open_run
 from clusterddp.rundir.ownership import check_own
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory, open_run
 from clusterddp.runs import run_status
 from clusterddp.runs.recording import recorded
 from clusterddp.supervisor.launcher import rank_command

@@ -8,8 +8,7 @@ from clusterddp.events import sentence
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.stack_traces import MOST_FRAMES, different_calls, end_of_log, users_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.failure_box import FirstFailure, failure_box
-from clusterddp.supervisor.verdict import RankEnd
+from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_box
 
 BELOW = """  File "<frozen runpy>", line 291 in run_path
   File "/x/clusterddp/rank.py", line 153 in run_script

@@ -20,7 +20,7 @@ from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import sweep_submission
 from clusterddp.runs.sweep_folder import read_record
-from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.lease import holders
 

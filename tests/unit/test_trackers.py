@@ -153,7 +153,7 @@ def test_tensorboard_reads_the_newest_attempt_last_whatever_the_clocks(
 ) -> None:
     """It reads files in the order of their names, which begin with a time. A torn record ends a killed writer's."""
     packages.require("tensorboard")
-    from clusterddp.trackers.tensorboard import TensorBoard
+    from clusterddp.trackers.follower import TensorBoard
 
     attempts = [(5000.0, 0, 0, 8, 0.5), (4000.0, 1, 5, 9, 0.25), (4500.0, 2, 7, 9, 0.125)]
     for clock, number, first, steps, loss in attempts:
@@ -177,7 +177,7 @@ WANDB = """
 import os, sys
 from pathlib import Path
 from clusterddp.trackers import sent
-from clusterddp.trackers.wandb import WeightsAndBiases
+from clusterddp.trackers.follower import WeightsAndBiases
 
 folder, until = Path(sys.argv[1]), sys.argv[2]
 writer = WeightsAndBiases(folder, sent.read_sent(folder) or sent.Sent(), 0, {"mode": "offline", "project": "tests"})
@@ -227,7 +227,7 @@ def test_a_killed_process_leaves_no_step_twice_in_mlflow_and_no_second_run(
     packages.require("mlflow")
     from mlflow import MlflowClient
 
-    from clusterddp.trackers import mlflow
+    from clusterddp.trackers import follower as mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setattr(mlflow, "MOST_METRICS", 3)
@@ -313,7 +313,7 @@ def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
     attempt(run, 0, 0, 1, 2)
     run.job_file.write_text(Job("digits", module="net", device="cpu", tensorboard=True).to_yaml())
     monkeypatch.setattr(sys, "argv", ["", str(run)])
-    with pytest.raises(RunDirectoryError, match="is not over"):
+    with pytest.raises(RunDirectoryError, match="has not ended"):
         send_rest()
     append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": 3})
     write_json(run.outcome_file, {"state": "completed", "step": 3, "attempts": 1, "reason": ""})

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from clusterddp.failures.exit_status import ExitStatus, in_order, of_tasks
-from clusterddp.slurm.cause import Cause, read_cause
 from clusterddp.slurm.commands import JobInfo
+from clusterddp.slurm.run_states import Cause, read_cause
 from clusterddp.supervisor.limits import Progress, doubt, progress
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 

@@ -13,7 +13,7 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
-from clusterddp.runs import run_ends
+from clusterddp.runs import waiting
 from clusterddp.slurm.pace import Pace
 from clusterddp.slurm.run_states import RunState
 from clusterddp.supervisor import lease
@@ -67,9 +67,9 @@ class World:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_ends.time, "monotonic", lambda: world.now)
-    monkeypatch.setattr(run_ends.time, "sleep", world.sleep)
-    monkeypatch.setattr(run_ends, "run_states", world.run_states)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: world.now)
+    monkeypatch.setattr(waiting.time, "sleep", world.sleep)
+    monkeypatch.setattr(waiting, "run_states", world.run_states)
     monkeypatch.setattr("clusterddp.slurm.pace.random.uniform", lambda least, _: least)
     return world
 
@@ -200,13 +200,13 @@ def test_a_run_that_is_submitted_again_while_the_controller_takes_its_time_has_n
 
     def slow(summaries: Sequence[Summary], timeout_s: float, queue: Pace) -> list[RunState]:
         found = real(summaries, timeout_s, queue)
-        if world.now >= 1000 + run_ends.SETTLE_S and not run.submitted_file.exists():
+        if world.now >= 1000 + waiting.END_SETTLE_S and not run.submitted_file.exists():
             world.sleep(30.0)
             lease.submitted(run, "42")
             world.states["a"] = "running"
         return found
 
-    monkeypatch.setattr(run_ends, "run_states", slow)
+    monkeypatch.setattr(waiting, "run_states", slow)
     world.events = {300: lambda: world.over("a", "completed")}
     assert command(["wait", "a"]) == 0
 

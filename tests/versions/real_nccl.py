@@ -22,8 +22,8 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from clusterddp.failures import error_texts
-from clusterddp.failures.flight_records import outline
+from clusterddp.failures import exit_status
+from clusterddp.failures.hangs import outline
 from tests.versions import cuda_stubs
 from tests.versions.gpu_surface import FOLDER, RELEASES, download
 
@@ -115,8 +115,8 @@ def timed_out(environ: Mapping[str, str]) -> str:
     ranks = start(environ, 3)
     said = [rank.stderr.read() for rank in ranks if rank.stderr is not None]
     assert [rank.wait() for rank in ranks] == [-signal.SIGABRT] * 2, said
-    known = error_texts.find(said[0])
-    assert known is not None and known.blame is error_texts.Blame.PEER, said[0]
+    known = exit_status.find(said[0])
+    assert known is not None and known.blame is exit_status.Blame.PEER, said[0]
     found = re.search(known.pattern, said[0])
     assert found is not None
     return f"timeout: {found[0]!r}, SIGABRT"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from clusterddp.runs import resume_verdict
+from clusterddp.runs import resume_check
 from clusterddp.runs.resume_check import compare
 from tests.ranks.test_check_resume import TrialsHere
 
@@ -36,4 +36,4 @@ for function in (train, with_a_generator_that_is_not_saved):
     (folder / function.__name__).mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         made = compare(TrialsHere(function, folder / function.__name__, patch, "cuda"), 11)
-    print(resume_verdict.failure(made) if made.differs else resume_verdict.success(made))
+    print(resume_check.failure(made) if made.differs else resume_check.success(made))
