@@ -1,4 +1,4 @@
-"""Which failed nodes the next jobs of a run exclude, and a text for their administrator. Pure functions.
+"""Which failed nodes the next jobs of a run exclude, and a message for their administrator. Pure functions.
 
 Slurm chooses a job's nodes and keeps them as long as the job runs. Nodes that fail the run repeatedly are excluded from
 its next jobs with ``sbatch --exclude``: few of them, for a day, and only if enough other nodes remain.
