@@ -1,9 +1,14 @@
-"""The state of a run's parts: from ``state_dict()`` to JSON and named tensors, and back."""
+"""The state of a run's parts: from ``state_dict()`` to JSON and named tensors, and back.
+
+Random generators as parts of a run, because those of torch, numpy and ``random`` have no ``state_dict``.
+"""
 
 from __future__ import annotations
 
 import base64
 import math
+import random
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -439,3 +444,34 @@ _TAKEN = {"checksums", "__metadata__"}
 
 def below(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
+
+
+class GeneratorPart:
+    """A generator with ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, generator: Any, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self.generator, self._get, self._put = generator, get, put
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator's state."""
+        return {"state": self._get()}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """The inverse."""
+        self._put(state["state"])
+
+
+def with_state(part: Any) -> Any:
+    """A part for a ``torch.Generator``, a numpy ``Generator`` or ``RandomState``, or a ``random.Random``. Other parts
+    are returned as they are."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(part, torch.Generator):
+        return GeneratorPart(part, part.get_state, part.set_state)
+    if isinstance(part, random.Random):
+        return GeneratorPart(part, part.getstate, part.setstate)
+    if numpy is not None and isinstance(part, numpy.random.Generator):
+        bits = part.bit_generator
+        return GeneratorPart(part, lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if numpy is not None and isinstance(part, numpy.random.RandomState):
+        return GeneratorPart(part, lambda: part.get_state(legacy=False), part.set_state)
+    return part

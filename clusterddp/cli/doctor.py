@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from clusterddp.checks.check import FAILED, Check, worst
 from clusterddp.checks.login_node import login_checks, slurm_checks
+from clusterddp.checks.node import FAILED, Check, worst
 from clusterddp.checks.nodes_job import check_nodes, summary
 from clusterddp.errors import UsageError
 

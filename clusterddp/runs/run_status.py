@@ -15,7 +15,7 @@ from clusterddp.events import how_it_ended, is_unconfirmed
 from clusterddp.failures import exclusion
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.report import gpus
+from clusterddp.report import efficiency
 from clusterddp.report.booking import Booking, Wait, book_run
 from clusterddp.report.efficiency import Spent, advice, spent
 from clusterddp.report.stragglers import scores, waits
@@ -75,7 +75,7 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
         },
         "advice": advice(job, booking, events, intervals),
         "stragglers": (found := scores(intervals)) and found.as_json(),
-        "gpus": gpus.newest(intervals),
+        "gpus": efficiency.newest_gpu_rows(intervals),
     }
 
 

@@ -33,7 +33,7 @@ from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import after_suspension, uncaught
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
-from clusterddp.jobdef.checkout import changed_code, code_state, recorded_code
+from clusterddp.jobdef.code_snapshot import changed_code, code_state, recorded_code
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say

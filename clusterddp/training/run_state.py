@@ -13,10 +13,16 @@ from clusterddp.checkpoint.restore import Place
 from clusterddp.checkpoint.state import RESERVED, Stateful, load_state, pack, state_of
 from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.distributed import wrapping
-from clusterddp.distributed.buffers import LARGEST_COPY_BYTES, Buffers, Named
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import ProcessGroup
-from clusterddp.distributed.wrapping import ddp_modules, optimizers, trained_parameters
+from clusterddp.distributed.wrapping import (
+    LARGEST_COPY_BYTES,
+    Buffers,
+    Named,
+    ddp_modules,
+    optimizers,
+    trained_parameters,
+)
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted, say
 from clusterddp.training.exactness import CompiledShapes, Divergence, fingerprints

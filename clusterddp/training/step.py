@@ -2,7 +2,7 @@
 
 A stop in an evaluation saves the state before the step, which the next attempt repeats. Changes by the script since
 then, such as to its own values or to a scheduler that took the result of a first evaluation, must not count twice.
-Buffers are rewound by ``distributed/buffers.py``.
+Buffers are rewound by ``distributed/wrapping.py``.
 """
 
 from __future__ import annotations

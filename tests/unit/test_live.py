@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli import live
-from clusterddp.cli.command_line import command
-from clusterddp.cli.live import EVENTS, MOST_LINES, Size, composed, fact_lines, labelled, sparkline
+from clusterddp.cli import status
+from clusterddp.cli.main import command
+from clusterddp.cli.status import EVENTS, MOST_LINES, Size, composed, fact_lines, labelled, sparkline
 from clusterddp.errors import INTERRUPTED, UsageError
 from clusterddp.reporter import clipped
 from clusterddp.rundir.progress import curve, main_metric
@@ -158,7 +158,7 @@ def test_watching_in_a_pipe_prints_a_block_at_each_look(
         if len(looks) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(live, "wait", wait)
+    monkeypatch.setattr(status, "wait", wait)
     assert command(words) == INTERRUPTED
     first, second, rest = capsys.readouterr().out.split(" every 5 s until Ctrl-C\n\n")
     assert first.count("\n") == second.count("\n") and rest == ""

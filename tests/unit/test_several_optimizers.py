@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clusterddp.checkpoint.gradients import Gradients
-from clusterddp.data.microbatch import MicroBatches
+from clusterddp.data.training_loader import MicroBatches
 from clusterddp.training.step import OptimizerSteps
 
 

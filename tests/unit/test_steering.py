@@ -19,10 +19,11 @@ import pytest
 
 from clusterddp import protocol
 from clusterddp.cli import requeue, status
-from clusterddp.cli.command_line import command
+from clusterddp.cli.main import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.events import BY_SLURM
 from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.stack_traces import stacks
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.ownership import Address, read_address, write_address
@@ -36,7 +37,6 @@ from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import LocalController
 from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
-from clusterddp.worker.thread_stacks import stacks
 from tests.histories import check_history, fields
 from tests.waiting import wait_until
 
