@@ -27,9 +27,8 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import Tensor, offsets
-from clusterddp.checkpoint.memory_blocks import anonymous_file, free_memory
 from clusterddp.checkpoint.save_plan import Packer
-from clusterddp.checkpoint.state import TORCH_DTYPES
+from clusterddp.checkpoint.state import TORCH_DTYPES, anonymous_file, free_memory
 from clusterddp.distributed.devices import device_thread
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep

@@ -39,6 +39,13 @@ COMMANDS = {
     "bench": "check and time collectives on the training nodes",
     "config": "show and check job definitions, sweeps and configuration files",
 }
+#: The modules of commands that share one. The others are named like their command.
+_TOGETHER = {
+    **dict.fromkeys(("tell", "requeue", "stacks", "cancel", "shell"), "steering"),
+    **dict.fromkeys(("resubmit", "wait"), "wait"),
+    **dict.fromkeys(("doctor", "bench", "nodes"), "doctor"),
+    **dict.fromkeys(("export", "prune"), "checkpoints"),
+}
 USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
     "sweep": "clusterddp sweep SWEEP.yaml [OPTIONS] [-- ARGS]",
@@ -111,7 +118,7 @@ def command(argv: Sequence[str]) -> int:
     if unknown:
         hint = ". Put the script's arguments after --" if name in ("submit", "sweep", "bench") else ""
         raise UsageError(f"{name}: unknown arguments {' '.join(unknown)}. See `clusterddp {name} --help`{hint}")
-    code: int = _module(name).run(arguments, script_arguments)
+    code: int = _function(name, "run")(arguments, script_arguments)
     return code
 
 
@@ -141,12 +148,17 @@ def parser(complete: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
             name, help=text, usage=USAGE.get(name), description=DESCRIPTIONS[name], epilog=EPILOGS.get(name)
         )
         if name in complete:
-            _module(name).add_arguments(own)
+            _function(name, "add_arguments")(own)
     return top
 
 
-def _module(name: str) -> Any:
-    return import_module(f"clusterddp.cli.{name}")
+def _function(name: str, purpose: str) -> Any:
+    """``run`` or ``add_arguments`` of a command's module or, of a module of several, ``run_tell`` or the like."""
+    if name not in _TOGETHER:
+        return getattr(import_module(f"clusterddp.cli.{name}"), purpose)
+    verb, _, rest = purpose.partition("_")
+    full = f"{verb}_{name}_{rest}" if rest else f"{verb}_{name}"
+    return getattr(import_module(f"clusterddp.cli.{_TOGETHER[name]}"), full)
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:

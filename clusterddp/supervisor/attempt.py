@@ -45,8 +45,7 @@ from clusterddp.rundir.timing import TimingFile, TimingLines
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import Controller, Monitor
-from clusterddp.supervisor.history import History, StepLog
-from clusterddp.supervisor.hook import Hook
+from clusterddp.supervisor.history import History, Hook, StepLog
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery

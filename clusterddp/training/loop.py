@@ -26,8 +26,7 @@ from clusterddp.rundir.records import NOT_VALUES
 from clusterddp.training import exactness
 from clusterddp.training import logged_values as logged
 from clusterddp.training.exactness import COMPARED_AFTER, explanation_of_calls, explanation_of_divergence
-from clusterddp.training.run_state import Given, RunState
-from clusterddp.training.step import OptimizerSteps, Step
+from clusterddp.training.run_state import Given, OptimizerSteps, RunState, Step
 from clusterddp.training.timing import InputWait
 from clusterddp.worker import control_channel, rank_exit
 

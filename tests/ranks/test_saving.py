@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from clusterddp.checkpoint import client as snapshot
-from clusterddp.checkpoint import memory_blocks
+from clusterddp.checkpoint import state as memory_blocks
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
 from clusterddp.checkpoint.state import load_state, state_of
 from clusterddp.checkpoint.store import Checkpoints

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from clusterddp.checkpoint.store import Checkpoints, choose, with_recorded_best
-from clusterddp.cli import export
+from clusterddp.cli import checkpoints
 from clusterddp.cli.main import command
 from clusterddp.cli.status import described
 from clusterddp.errors import CheckpointError, UsageError
@@ -91,8 +91,8 @@ def run_with(path: Path, values: dict[int, float], rule: str | None = "f1 max") 
 
 def exported(*words: object) -> int:
     parser = argparse.ArgumentParser()
-    export.add_arguments(parser)
-    return export.run(parser.parse_args(list(map(str, words))), None)
+    checkpoints.add_export_arguments(parser)
+    return checkpoints.run_export(parser.parse_args(list(map(str, words))), None)
 
 
 def test_the_best_is_exported_by_the_rule_in_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -338,7 +338,7 @@ def test_rows_fit_the_terminal_and_are_whole_in_a_pipe() -> None:
 def test_options_of_the_job_without_nodes_are_refused() -> None:
     given = {"nodes": None, "gpus_per_node": "2", "device": "cpu", "account": None, "partition": None, "qos": None}
     with pytest.raises(UsageError, match="--gpus and --device without --nodes. Add --nodes N"):
-        doctor.run(argparse.Namespace(json=False, **given), None)
+        doctor.run_doctor(argparse.Namespace(json=False, **given), None)
 
 
 def test_a_check_survives_json() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import clusterddp
-from clusterddp.checkpoint.checkpoint_folder import CheckpointFolder
+from clusterddp.checkpoint.restore import CheckpointFolder
 from clusterddp.cli.config import validate
 from clusterddp.cli.main import parser, split_at_dashes
 from clusterddp.data.loader import Loader

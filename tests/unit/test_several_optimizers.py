@@ -10,7 +10,7 @@ import torch
 
 from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.data.training_loader import MicroBatches
-from clusterddp.training.step import OptimizerSteps
+from clusterddp.training.run_state import OptimizerSteps
 
 
 class Foreign:
