@@ -2,11 +2,10 @@
 
 Each is a pure function of (seed, position), so a resumed run continues it exactly, on any number of ranks.
 
-Several datasets in one stream, with weights that may change at given steps. Each has passes without end.
-
-Between two changes the stream consists of rounds, in which every dataset has a fixed number of samples, and a round of
-blocks, over which these are spread evenly. How many samples of each dataset came before a block is therefore a product
-and a sum, so that any position is found at once. Within a block the datasets are in a random order.
+``mixture`` has several datasets in one stream, with weights that may change at given steps. Each has passes without
+end. Between two changes the stream consists of rounds, in which every dataset has a fixed number of samples, and a
+round of blocks, over which these are spread evenly. How many samples of each dataset came before a block is therefore a
+product and a sum, so that any position is found at once. Within a block the datasets are in a random order.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@ They have a length and an index, so a run resumes exactly, on any number of rank
 ``orders.by_shard()`` reads nearly in sequence. The positions of the samples are found once and kept in an index file.
 Shards are local files or files of a shared disk.
 
-Map-style datasets over shards, and their formats: lines of text, and tar archives.
-
-A dataset has the samples of the first shard, then those of the second, and so on. A sample of text files is a line. A
-sample of a tar archive is a group of neighbouring files with the same name up to the first dot. It is a stretch of its
-archive, including headers. It is read in one piece, with its headers, so that the index needs two numbers per
-sample.
+They are map-style datasets. A dataset has the samples of the first shard, then those of the second, and so on. A sample
+of text files is a line. A sample of a tar archive is a group of neighbouring files with the same name up to the first
+dot. It is a stretch of its archive, including headers. It is read in one piece, with its headers, so that the index
+needs two numbers per sample.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rank 0's side of a save: copies the state into the snapshot, which the writer process then saves.
+"""Rank 0's side of a save: copies the state into a snapshot, which the writer process then saves.
 
-The snapshot: a copy of the state in memory shared with the writer, so that training continues during a save.
+The snapshot is a copy of the state in memory shared with the writer, so that training continues during a save.
 """
 
 from __future__ import annotations

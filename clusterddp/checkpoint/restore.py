@@ -5,7 +5,7 @@ all data is verified and has arrived everywhere.
 
 Each host has the memory for a checkpoint's data once: the host's first rank fills it, all its ranks map it.
 
-Checkpoints without a run directory: for a custom training loop under any launcher, or none.
+``CheckpointFolder`` saves and restores without a run directory: for a custom training loop under any launcher, or none.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The state of a run's parts: from ``state_dict()`` to JSON and named tensors, and back.
 
-Random generators as parts of a run, because those of torch, numpy and ``random`` have no ``state_dict``.
+``with_state`` makes parts of random generators, because those of torch, numpy and ``random`` have no ``state_dict``.
 
-Memory for the bytes of a checkpoint: blocks that tensors may keep, and files without a name. Without torch.
-
-In ``Blocks`` each large tensor has a separate block, so that a part can keep it. Processes share memory through a file
-without a name.
+``Blocks`` is the memory for the bytes of a checkpoint. Each large tensor has a separate block, so that a part can keep
+it. Processes share memory through a file without a name.
 """
 
 from __future__ import annotations

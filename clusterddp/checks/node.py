@@ -1,14 +1,11 @@
-"""The result of a check: what was found, whether that is a problem, and what to do about it.
+"""The checks of a node: its clock, devices, shared folder and network, each with its result and what to do about it.
 
-How much the clocks of two hosts differ, measured over a TCP connection.
+The clocks of two hosts are compared over a TCP connection. A device must compute correctly. An all-reduce over the
+process group must give the right sum, and is timed. The functions that need torch import it.
 
-A rank's device: which one it is, and whether it computes correctly. Functions import torch.
-
-A folder that all nodes must share: its file system, the time of a durable write, whether others' files appear.
-
-Files are looked up by name. On NFS a listing may be a minute old, but a new name is always requested.
-
-Whether an all-reduce over the process group gives the right sum, and how fast it is. Functions import torch.
+For a folder that all nodes must share, the checks are its file system, the time of a durable write, and whether the
+files of other nodes appear. Files are looked up by name. On NFS a listing may be a minute old, but a new name is always
+requested.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""``clusterddp doctor``: what a run needs, checked on the login node or, with ``--nodes``, on nodes.
+"""Commands about the cluster: ``doctor``, ``bench`` and ``nodes``.
 
-``clusterddp bench``: submits a packaged benchmark and shows its output.
-
-``clusterddp nodes``: the nodes on which runs failed, and a text for the cluster's administrator.
+``doctor`` checks what a run needs, on the login node or, with ``--nodes``, on nodes. ``bench`` submits a packaged
+benchmark and shows its output. ``nodes`` lists the nodes on which runs failed, with a text for the administrator.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``clusterddp list``: a table of runs, from their own files and one call of squeue.
 
-The table of ``clusterddp list``: its columns, the order of its rows, and how it fits a terminal. Pure.
+The columns, the order of the rows, and how the table fits a terminal are pure functions.
 """
 
 from __future__ import annotations

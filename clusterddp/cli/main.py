@@ -1,6 +1,6 @@
-"""The command line: its commands, each a module of this package with ``add_arguments()`` and ``run()``.
+"""The command line, ``clusterddp`` or ``python -m clusterddp``: its commands, and the modules with their options.
 
-``clusterddp``, and ``python -m clusterddp``, which is the same program.
+A module of one command has ``add_arguments()`` and ``run()``. A module of several has ``run_tell()`` and the like.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``clusterddp status``: one run's state and history, from its own files and, if it answers, the Slurm controller.
 
-How ``--watch`` fills a terminal: wrapped facts, and as many of the newest events as have room. Pure.
+``--watch`` fills a terminal with wrapped facts, and with as many of the newest events as have room.
 """
 
 from __future__ import annotations

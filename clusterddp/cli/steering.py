@@ -1,12 +1,8 @@
-"""``clusterddp tell RUN profile=20``: the commands for a running job, their ranks, and what is printed for each.
+"""Commands for a running job: ``tell``, ``requeue``, ``stacks``, ``cancel`` and ``shell``.
 
-``clusterddp requeue``: checkpoints a run after its current step and requeues it.
-
-``clusterddp stacks``: where the ranks are now, as Python stacks, equal ones together.
-
-``clusterddp cancel``: ends runs for good.
-
-``clusterddp shell``: a shell, a command or the rank's debugger, on the node of a rank, inside its job.
+``tell RUN profile=20`` sends a command to the ranks and prints the answers. ``requeue`` checkpoints a run after its
+current step and requeues it. ``stacks`` shows where the ranks are now, equal stacks together. ``cancel`` ends runs for
+good. ``shell`` opens a shell, a command or the rank's debugger on the node of a rank, inside its job.
 """
 
 from __future__ import annotations

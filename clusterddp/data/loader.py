@@ -7,13 +7,12 @@ ranks are never short of samples, and any step is found in constant time.
 ``EvalLoader`` has the samples of an evaluation: each once over all ranks, with points between the batches where the run
 can stop.
 
-Batches on the GPU: copied on a separate stream, while the GPU still computes. The CPU never waits for the GPU.
-
-The copies of a batch are queued on the side stream and followed by an event. The stream that the script computes on
-waits for that event. A tensor's memory belongs to the side stream: ``record_stream`` keeps it from being used again
-before the script's stream is done with it. The pinned memory that is copied from is kept by torch until the copy is
-done. With workers, the copy of a batch begins one step ahead, so that it never delays a step. Without them, reading
-ahead would delay the step itself.
+Batches for a GPU are copied on a separate stream, while the GPU still computes. The CPU never waits for the GPU. The
+copies of a batch are queued on the side stream and followed by an event. The stream that the script computes on waits
+for that event. A tensor's memory belongs to the side stream: ``record_stream`` keeps it from being used again before
+the script's stream is done with it. The pinned memory that is copied from is kept by torch until the copy is done. With
+workers, the copy of a batch begins one step ahead, so that it never delays a step. Without them, reading ahead would
+delay the step itself.
 """
 
 from __future__ import annotations

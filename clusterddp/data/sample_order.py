@@ -1,4 +1,4 @@
-"""The parts of every order of samples: base classes, arguments, and permutations without a list.
+"""The orders of one dataset, shuffled, in sequence, by shard, by length or weighted, and the parts of every order.
 
 A run takes its samples from one endless stream. Step s with global batch B takes positions s * B to (s + 1) * B - 1,
 and each rank its slice of them. An order is a pure function from a position to the sample there, so that the
@@ -7,8 +7,6 @@ position is all that a checkpoint needs, any step is found at once, and the numb
 Arguments of orders may be many numbers (weights, lengths and labels), as lists, arrays, memory maps or tensors. Random
 permutations need no list, because the image of any place is computed from a key. They use only integer arithmetic of
 this module: numpy and torch may change their permutations between versions, and a run must keep its order.
-
-The orders of one dataset: shuffled, in sequence, by shard, by length, weighted.
 
 Shuffled and in sequence: each sample once per epoch.
 

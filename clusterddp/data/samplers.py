@@ -1,10 +1,8 @@
-"""Chooses the order of ``ctx.loader`` from its arguments, which have the names of torch's DataLoader.
+"""The methods of ``ctx`` that make loaders, and the order that their arguments choose, named as in torch's DataLoader.
 
 The user's own ``Sampler`` or ``batch_sampler`` becomes an order: it is drawn once per epoch, under a seed made from the
 epoch. It must return the same samples whenever an epoch is drawn again, because a resumed run does that. Two epochs are
 drawn in turn to check it.
-
-The methods of ``ctx`` that make loaders: the samples of this rank, for training and for evaluation.
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ not affected. ``skips`` in a checkpoint has the steps with their numbers of batc
 any number of ranks. Only a different library's loader yields the skipped batches, which are dropped. So are those of a
 loader without a state that were trained on before a resume.
 
-Micro-batches: a rank's share of a step in pieces, if it is more than the rank can take at once.
-
-The share grows when the run continues on fewer ranks, because the global batch stays the same. The pieces' gradients
-accumulate in ``.grad``, and DDP reduces over the ranks with the last piece only. Piece i has n_i samples and the mean
-loss over them. The gradients are scaled by n_i / n_(i+1) after piece i, and by n_i / (n_1 + n_2 + ...) after the last:
-in the end each piece has been weighted by its fraction of the share, n_i / (n_1 + n_2 + ...).
+``MicroBatches`` has a rank's share of a step in pieces, if it is more than the rank can take at once. The share grows
+when the run continues on fewer ranks, because the global batch stays the same. The pieces' gradients accumulate in
+``.grad``, and DDP reduces over the ranks with the last piece only. Piece i has n_i samples and the mean loss over them.
+The gradients are scaled by n_i / n_(i+1) after piece i, and by n_i / (n_1 + n_2 + ...) after the last: in the end each
+piece has been weighted by its fraction of the share, n_i / (n_1 + n_2 + ...).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The ranks' backend and process group: chosen by pure functions, opened and closed by one object.
+"""The ranks' backend, process group and store.
 
-The store that the ranks of an attempt share, which rank 0 serves. It works without a process group.
+Pure functions choose the backend, and one object opens and closes the group. Rank 0 serves the store, which also works
+without a process group.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Wraps the user's model in DistributedDataParallel such that a resumed run sums gradients in the same order.
+"""Wraps the user's model in DistributedDataParallel such that a resumed run is exact.
 
-The buffers of the run's models, above all BatchNorm's running statistics, so that a resume is exact.
+It sums gradients in the same order. The buffers of the run's models, above all BatchNorm's running statistics, are kept
+and rewound with the step.
 """
 
 from __future__ import annotations

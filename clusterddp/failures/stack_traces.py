@@ -1,9 +1,7 @@
 """Stacks in words: the part of a rank's log that explains a crash, and the stacks of many ranks, grouped.
 
-Where this process is: the stacks of its threads, and the place of its main thread in words. Standard library only.
-
-A thread of the process itself looks, so that neither permissions nor a debugger are needed. It reads no source files,
-which may be on the disk that the process waits for.
+A thread of the process itself takes its stacks, so that neither permissions nor a debugger are needed. It reads no
+source files, which may be on the disk that the process waits for. Standard library only.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ submission reuses the snapshot. A file is copied, as a reflink where the file sy
 an editor that rewrites it in place would change both. What is not code is linked: paths relative to a script's file
 then lead to the same data as in the checkout. ``RUN/code/current.json`` names the snapshot of the newest submission.
 
-The script's git repository: its state, the files that a snapshot of the code copies, and those that it links to.
+``Checkout`` is the script's git repository: its state, the files that a snapshot copies, and those that it links to.
 """
 
 from __future__ import annotations

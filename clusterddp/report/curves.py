@@ -3,7 +3,7 @@
 A curve is a list of points ``[x, mean, low, high]``: one for each of at most BUCKETS equal parts of its range that has
 values. The file is read once, line by line.
 
-Which of several runs is best, by the newest value of the metric by which most of them are judged. Pure.
+Of several runs, the best one has the best newest value of the metric by which most of them are judged.
 """
 
 from __future__ import annotations

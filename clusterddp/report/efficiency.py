@@ -4,7 +4,7 @@ ETTR, the effective training time ratio, is defined as by Kokolis et al. (arXiv 
 all time since the first submission. Goodput is the same for the time in which the run had its nodes. Advice is given
 only where the run's own figures support it.
 
-What the GPUs of a run did, by the figures in ``timing.jsonl``: a row per rank, a sentence, advice. Pure.
+The figures of GPUs in ``timing.jsonl`` give a row per rank, a sentence and advice.
 """
 
 from __future__ import annotations

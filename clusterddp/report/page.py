@@ -1,7 +1,7 @@
 """A report as one HTML page. It loads no other file, its only script is ``zoom.js``, and all texts of a run are escaped
 (``theme.py``).
 
-The section about ranks over time: a heat map by host, the ranks that were slow, and the phases of a step.
+The section about ranks over time has a heat map by host, the ranks that were slow, and the phases of a step.
 """
 
 from __future__ import annotations

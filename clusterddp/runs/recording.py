@@ -1,6 +1,6 @@
 """The recording of a submission in its run directory: one process at a time, and undone if Slurm refuses the job.
 
-``submit --fork``: a new run that starts from a checkpoint of another run.
+With ``submit --fork``, a new run starts from a checkpoint of another run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The state of a run, as words and as JSON: from its files and, if it answers, the Slurm controller.
 
-A run as JSON: what ``list --json`` and ``status --json`` print, as docs/reference/run.schema.json describes it.
+The JSON is what ``list --json`` and ``status --json`` print. docs/reference/run.schema.json describes it.
 """
 
 from __future__ import annotations

@@ -8,20 +8,18 @@ history thread while the ranks run, then the main thread. While no process holds
 rank 0 of a script that was started without a supervisor, as by torchrun (``training/context.py``). A superseded
 supervisor closes its history before it does anything else.
 
-``steps: {log: REGEX}``: reads the step of a script from what its rank 0 prints, and writes it into metrics.jsonl.
-
+With ``steps: {log: REGEX}``, the step of a script is read from what its rank 0 prints, and written into metrics.jsonl.
 The supervisor reads the files, because libraries and child processes write the script's output, too. It runs on rank
 0's node, where it sees new output at once. It writes the newest step at most once a second.
 
 The number in the output is taken as the number of steps done, whether the script counts from 0 or from 1: commands then
 show the same number as the script. How many steps are repeated is exact if the script prints each of them.
 
-The user's hook: a command that gets events of the run, as JSON on its standard input.
-
-A call never delays the ranks or changes the run: it has a separate thread and session, its output goes to
-``logs/hook.log``, and a failure is a message. A call is killed after ``TIMEOUT_S``. Before this process exits, it waits
-for running calls as long, but only ``HANDOVER_S`` if a preempting job waits for the nodes. On a preemption the hook is
-therefore called as soon as the controller confirms it, while the ranks save.
+``Hook`` calls the user's command with events of the run, as JSON on its standard input. A call never delays the ranks
+or changes the run: it has a separate thread and session, its output goes to ``logs/hook.log``, and a failure is a
+message. A call is killed after ``TIMEOUT_S``. Before this process exits, it waits for running calls as long, but only
+``HANDOVER_S`` if a preempting job waits for the nodes. On a preemption the hook is therefore called as soon as the
+controller confirms it, while the ranks save.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a training script works with: ``clusterddp.init()`` joins the process group and returns a Context.
 
-Rank 0's progress as a line in its log every few seconds.
-
-A thread reads the end of metrics.jsonl, so that a step does no work for it.
+Rank 0 prints its progress as a line in its log every few seconds. A thread reads the end of metrics.jsonl, so that a
+step does no work for it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Values of GPUs and of other ranks arrive later than their step. Its line waits f
 behind it. Complete lines are written at the next end of a step, or by the thread that collects the ranks' values
 (``log_reduction.py``). All lines below a checkpoint are written before it is committed.
 
-Rank 0's side of the trackers: a process for each, ``trackers/follower.py``, which cannot delay or stop training.
+``Tracking`` is rank 0's side of the trackers: a process for each (``trackers/follower.py``), which cannot delay or stop
+training.
 """
 
 from __future__ import annotations

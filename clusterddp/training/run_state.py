@@ -1,12 +1,11 @@
 """What a checkpoint contains of a run, and how it is restored: the parts' states and the progress.
 
-A step of a run: what has happened in it so far, and the state that it began with.
+``Step`` is what has happened in a step so far, and ``BeforeStep`` the state that it began with. A stop in an evaluation
+saves the state before the step, which the next attempt repeats. Changes by the script since then, such as to its own
+values or to a scheduler that took the result of a first evaluation, must not count twice. Buffers are rewound by
+``distributed/wrapping.py``.
 
-A stop in an evaluation saves the state before the step, which the next attempt repeats. Changes by the script since
-then, such as to its own values or to a scheduler that took the result of a first evaluation, must not count twice.
-Buffers are rewound by ``distributed/wrapping.py``.
-
-A warm start: parts take over the weights in a different program's file when a run starts, and never later.
+In a warm start, parts take over the weights in a different program's file when a run starts, and never later.
 """
 
 from __future__ import annotations

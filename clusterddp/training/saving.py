@@ -1,6 +1,6 @@
 """When and how a run's state is saved: rank 0 saves, and all ranks get the result when they need it.
 
-The best checkpoint, by a metric that the script logs: ``ctx.run(best=...)`` or ``checkpoint.keep``.
+The best checkpoint is chosen by a metric that the script logs: ``ctx.run(best=...)`` or ``checkpoint.keep``.
 """
 
 from __future__ import annotations

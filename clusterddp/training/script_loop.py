@@ -4,12 +4,11 @@
 through the store of their attempt, which the first call opens. With a context they are those of ``ctx``, as is
 ``clusterddp.continue_epoch()``, for a script that can only resume at the beginning of an epoch.
 
-The steps of a script without ``ctx.run()``: seen at torch's optimizers, or reported by the script's own calls.
-
-torch calls a hook after each step of any optimizer. That is enough for heartbeats, step times and stragglers without a
-line in the script. Where a step of the script begins, its number, and what else the script does between two steps
-remain unknown. Steps are therefore counted from 0 in each attempt, and the watchdog allows an evaluation or a save of
-the usual length anywhere (``Pace``).
+The steps of a script without ``ctx.run()`` are seen at torch's optimizers, or reported by the script's own calls. torch
+calls a hook after each step of any optimizer. That is enough for heartbeats, step times and stragglers without a line
+in the script. Where a step of the script begins, its number, and what else the script does between two steps remain
+unknown. Steps are therefore counted from 0 in each attempt, and the watchdog allows an evaluation or a save of the
+usual length anywhere (``Pace``).
 
 Steps inside ``torch.compile`` or a replayed CUDA graph, in the backward pass, and in other processes are not seen.
 """

@@ -5,11 +5,10 @@ in that moment has none. In a rank, ``torch.save`` and the ``save_file`` of safe
 the same file system, sync it, and rename it. Saves to file objects, devices and pipes stay as they are, and so do
 ``torch.jit.save`` and torch's distributed checkpoints, which have their own formats.
 
-A rank's hooks in libraries of its script: torch's optimizers, W&B and MLflow. Standard library only.
-
-A hook must be in place before the script runs ``from torch import save``. The entry point of a rank must not import
-torch itself, because a script may set variables that torch reads when it is imported, or need no torch at all. A hook
-is therefore set as soon as the module has been imported, before the code that imports it continues.
+``when_imported`` sets a rank's hooks in libraries of its script: torch, its optimizers, W&B and MLflow. A hook must be
+in place before the script runs ``from torch import save``. The entry point of a rank must not import torch itself,
+because a script may set variables that torch reads when it is imported, or need no torch at all. A hook is therefore
+set as soon as the module has been imported, before the code that imports it continues.
 """
 
 from __future__ import annotations

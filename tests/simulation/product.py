@@ -47,7 +47,7 @@ from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (submission, requests, waiting, steering, steering, ownership, history, recovery)
+LOADED = (submission, requests, waiting, steering, ownership, history, recovery)
 #: Packages whose modules run in the simulated world.
 ROOMS = (
     "supervisor",
