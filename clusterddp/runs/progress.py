@@ -1,4 +1,4 @@
-"""What a command shows of a run: its events as sentences, its ranks' output, its progress and its first failure.
+"""What a command shows of a run: its events as sentences, its ranks' output, its progress and its first failure."""
 
 from __future__ import annotations
 
