@@ -21,8 +21,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.cli import status
-from clusterddp.cli.status import LEAST_EVENTS, Size, composed, sparkline
+from clusterddp.cli import live
+from clusterddp.cli.live import LEAST_EVENTS, Size, composed, sparkline
 from clusterddp.errors import UsageError
 from clusterddp.events import sentence
 from clusterddp.report import efficiency
@@ -31,7 +31,7 @@ from clusterddp.rundir.progress import curve, main_metric
 from clusterddp.rundir.run_directory import RunDirectory, as_typed, find_runs, runs_folder
 from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import newest_interval
-from clusterddp.runs.run_status import booked, left_s, moment, report, values
+from clusterddp.runs.run_report import booked, left_s, moment, report, values
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import WORDS, RunState, run_states
 
@@ -304,7 +304,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     """Runs ``list`` and returns the exit code."""
     if arguments.watch:
         queue = PacedQueue()
-        return status.watch(lambda size: _view(arguments, size, queue))
+        return live.watch(lambda size: _view(arguments, size, queue))
     found = _chosen(arguments)
     if arguments.json or arguments.csv:
         chosen = [_best_row(found, arguments.best)] if arguments.best else found.rows
@@ -330,18 +330,18 @@ def _tell_unknown(found: _Found, names: list[str]) -> None:
         show(f"--show {','.join(missing)}: no run has logged this. Logged: {', '.join(known) or 'nothing yet'}")
 
 
-def _view(arguments: argparse.Namespace, size: Size | None, queue: PacedQueue) -> status.View:
+def _view(arguments: argparse.Namespace, size: Size | None, queue: PacedQueue) -> live.View:
     """What --watch shows on a terminal of this size: the first runs with more columns, and the newest events."""
     found = _chosen(arguments, queue)
     most = size.lines - 2 * LEAST_EVENTS - 4 if size else len(found.rows)
     rows = found.rows[: max(1, most)]
-    more = watched(rows, found.metrics, status.encoding())
+    more = watched(rows, found.metrics, live.encoding())
     shown = columns(found.metrics, found.keys, more.columns)
-    lines = table(rows, shown, size.columns if size else None, status.colour(), LEFT_OUT_WATCHED)
+    lines = table(rows, shown, size.columns if size else None, live.colour(), LEFT_OUT_WATCHED)
     more_rows = len(found.rows) - len(rows)
     lines += [f"and {counted(more_rows, 'more run')}"] * bool(more_rows) + [""]
-    end = f"{time.strftime('%H:%M:%S')}, {heading(found.rows)}, every {status.EVERY_S:.0f} s until Ctrl-C"
-    return status.View(composed(lines, more.events, end, size))
+    end = f"{time.strftime('%H:%M:%S')}, {heading(found.rows)}, every {live.EVERY_S:.0f} s until Ctrl-C"
+    return live.View(composed(lines, more.events, end, size))
 
 
 @dataclass(frozen=True)
@@ -425,7 +425,7 @@ def _states(text: str) -> list[str]:
 
 
 def _lines(found: _Found, metric: str | None) -> list[str]:
-    lines = table(found.rows, found.shown, status.terminal_width(), status.colour())
+    lines = table(found.rows, found.shown, live.terminal_width(), live.colour())
     if sys.stdout.isatty():
         lines += ["", heading(found.rows), *([found.steps] if found.steps else [])]
     if metric and found.rows:

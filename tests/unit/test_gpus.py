@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli import list
+from clusterddp.cli import list as table
 from clusterddp.environment import RankEnvironment
 from clusterddp.failures import exclusion
 from clusterddp.failures.hangs import EXPLAINED_S, Hang, Slow, StillSlow, Watch
@@ -250,11 +250,11 @@ def test_list_shows_how_busy_gpus_are_while_the_run_trains_and_leaves_that_out_f
 
     timed(RunDirectory(tmp_path), (0, [66, 50, 300, 60, 0, 0]))
     summary = summarize(RunDirectory(tmp_path))
-    running, over = (list.Row(summary, RunState(word, "")) for word in ("running", "failed"))
-    lines = list.table([running], list.columns([]))
+    running, over = (table.Row(summary, RunState(word, "")) for word in ("running", "failed"))
+    lines = table.table([running], table.columns([]))
     assert "GPUS" in lines[0] and "66%" in lines[1]
-    assert "GPUS" not in list.table([over], list.columns([]))[0]
-    assert "GPUS" not in list.table([running], list.columns([]), width=30)[0]
+    assert "GPUS" not in table.table([over], table.columns([]))[0]
+    assert "GPUS" not in table.table([running], table.columns([]), width=30)[0]
 
 
 # --- the cause of a failure

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli import status
+from clusterddp.cli import live
+from clusterddp.cli.live import EVENTS, MOST_LINES, Size, composed, fact_lines, labelled, sparkline
 from clusterddp.cli.main import command
-from clusterddp.cli.status import EVENTS, MOST_LINES, Size, composed, fact_lines, labelled, sparkline
 from clusterddp.errors import INTERRUPTED, UsageError
 from clusterddp.reporter import clipped
 from clusterddp.rundir.progress import curve, main_metric
-from clusterddp.runs.run_status import moment
+from clusterddp.runs.run_report import moment
 from clusterddp.slurm import commands as slurm
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps, write_lines
 
@@ -158,7 +158,7 @@ def test_watching_in_a_pipe_prints_a_block_at_each_look(
         if len(looks) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(status, "wait", wait)
+    monkeypatch.setattr(live, "wait", wait)
     assert command(words) == INTERRUPTED
     first, second, rest = capsys.readouterr().out.split(" every 5 s until Ctrl-C\n\n")
     assert first.count("\n") == second.count("\n") and rest == ""
