@@ -442,7 +442,7 @@ NEEDS: Mapping[str, set[str]] = {
     "peers are never dismissed": {"kill a rank"},
     "a silent node is waited for": {"lose a node"},
     "hangs are not seen": {"hang"},
-    "a frozen start begins an attempt": {"lose a node"},
+    "a frozen start begins an attempt": {"freeze the host"},
     "a started successor survives scancel": {"lose a node", "scancel"},
     "unjoined ranks are waited for": {"lose a node"},
     "a node that was left takes ranks again": {"lose a node"},
