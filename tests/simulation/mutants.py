@@ -386,7 +386,7 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
 #: do not find are missing.
 FOUND_AFTER: Mapping[str, int] = {
     "no superseded check": 437,
-    "requeue without asking again": 33_804,
+    "requeue without asking again": 20_084,
     "cancelled is not remembered": 13,
     "hold lifted at once": 3,
     "resubmitted without dependency": 1165,
@@ -400,7 +400,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "oldest checkpoint": 14,
     "everything is deleted": 267,
     "resubmit always": 199,
-    "hold of another job": 14_548,
+    "hold of another job": 17_642,
     "a busy controller ends a start": 2460,
     "time limit without progress": 112,
     "a submission ends with its start": 1220,
@@ -422,6 +422,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "unjoined ranks are waited for": 2125,
     "a new job survives scancel": 18_916,
     "the history waits for slurm": 98,
+    "a frozen start begins an attempt": 4992,
     "a node that was left takes ranks again": 29,
     "a spare that is down takes ranks": 7797,
     "a run never shrinks": 2581,
