@@ -2,7 +2,7 @@
 
 Each request of the user comes over its own connection (``runs/requests.py``).
 
-Lines for connections that cannot take them at once, sent as soon as they can, without waiting.
+``Outbox`` keeps the lines for connections that cannot take them at once, and sends them later, without waiting.
 """
 
 from __future__ import annotations

@@ -541,6 +541,7 @@ class Rank:
                 saved = self._save(store, step, weights, samples, saved)
             self.report("progress", step=step, steps=script.steps)
         if not stopped and self.number == 0 and saved != step:
+            self.cluster.listener("failed", self, {})
             return {
                 "end": "exception",
                 "error": "CheckpointError: the last checkpoint was not saved",

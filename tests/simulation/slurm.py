@@ -76,8 +76,8 @@ class Batch:
     preempt_time: float | None = None
     began: float | None = None
     ended: float | None = None
-    #: When the controller forgets it.
-    forgotten: float = math.inf
+    #: When it ended for good: some time later the controller forgets it.
+    over: float = math.inf
     begin: float = 0.0
     nodes: list[str] = field(default_factory=list)
     #: Where its batch step runs.
@@ -203,7 +203,10 @@ class Slurm:
     def _known(self, job_id: str) -> Batch | None:
         """The job, until the controller forgets it."""
         job = self.jobs.get(job_id)
-        return None if job is None or job.forgotten < self.world.now else job
+        # One that is down forgets no job, and neither does one that does not answer, so that somebody can still ask.
+        silent_until = max(self.away_until, self.limited_until, self.lossy[0])
+        is_forgotten = job is not None and max(job.over, silent_until) + self.settings.min_age_s < self.world.now
+        return None if is_forgotten else job
 
     def _named(self, job_id: str) -> Batch | None:
         """The job of this id. That of an array stands for all of its tasks, of which only one is the run's."""
@@ -481,7 +484,7 @@ class Slurm:
 
     def _end(self, job: Batch, state: str) -> None:
         job.era += 1
-        job.forgotten = math.inf
+        job.over = math.inf
         if state == "PENDING":
             held = job.left_in_grace >= self.settings.max_requeues
             job.state, job.reason, job.nodes = "PENDING", HELD if held else "BeginTime", []
@@ -492,7 +495,7 @@ class Slurm:
         else:
             job.state = state
             job.ended = self.world.now
-            job.forgotten = max(job.ended, self.away_until) + self.settings.min_age_s
+            job.over = job.ended
             self._tell(f"job {job.id}: {state}")
             self.listener("end", job, state)
         self._wake()
