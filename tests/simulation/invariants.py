@@ -258,7 +258,8 @@ class Invariants:
         job = slurm.jobs.get(new.by.removeprefix("job ").partition(".")[0])
         if job is None or not job.no_kill or job.state != "RUNNING" or job.preempt_time is not None:
             return False
-        events, newest = self.events(), max(self.attempts, default=-1)
+        events = self.events()
+        newest = max((event["attempt"] for event in events), default=-1)
         own = [event for event in events if event["attempt"] == newest]
         kinds = {event["event"] for event in own}
         if "node_lost" not in kinds or kinds & {"requested", "notice"} or not self.answers:
