@@ -149,7 +149,7 @@ def _no_results(job_id: str, state: str, nodes: str, folder: RunDirectory) -> st
     return (
         f"job {job_id} ended ({state}) {f'on {nodes}' if nodes else 'before it got a node'}. It left no results in "
         f"{folder.path.parent}{said}. The nodes must see that folder, the Python environment and the folder that you "
-        "submit in, at the same paths"
+        "submit from, at the same paths"
     )
 
 

@@ -79,8 +79,8 @@ DESCRIPTIONS = {
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
     "doctor": "Check what a run needs. On this host: Slurm, partitions, accounts, the folder for runs, Python, torch. "
     "With --nodes, in a job: the devices, folder, clock and network of nodes. The exit code is 1 if a check failed.",
-    "nodes": "List the nodes on which runs failed in the last week, and whether new jobs avoid them. Print a text that "
-    "you can send to the cluster's administrator.",
+    "nodes": "List the nodes on which runs failed in the last week, and whether new jobs avoid them. Print a message "
+    "that you can send to the cluster's administrator.",
     "bench": "Submit a packaged benchmark and show its output. The options are those of submit.",
     "config": "Show the job that submit would start and where each value comes from, check job definitions, sweeps "
     "and configuration files, or print the JSON Schema for editors.",

@@ -1,4 +1,4 @@
-"""``clusterddp nodes``: the nodes on which runs failed, and a text for the cluster's administrator."""
+"""``clusterddp nodes``: the nodes on which runs failed, and a message for the cluster's administrator."""
 
 from __future__ import annotations
 

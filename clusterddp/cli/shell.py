@@ -86,7 +86,7 @@ def _step(run: RunDirectory, rank: int, command: list[str]) -> int:
     nodes = next((event["nodes"] for event in backwards(run, attempt) if event["event"] == "started"), "")
     hosts = expand(nodes) if nodes else []
     if not 0 <= rank < len(hosts) * job.ranks_per_node:
-        raise UsageError(f"--rank {rank}: {run} has the ranks 0 to {len(hosts) * job.ranks_per_node - 1}")
+        raise UsageError(f"--rank {rank}: {run} has ranks 0 to {len(hosts) * job.ranks_per_node - 1}")
     slurm.require("srun")
     options = ["--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={hosts[rank // job.ranks_per_node]}"]
     terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []

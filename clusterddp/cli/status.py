@@ -254,9 +254,13 @@ def _idle(events: Sequence[Event]) -> Sequence[Fact]:
 
 def _excluded(events: Sequence[Event], now: float) -> Sequence[Fact]:
     """The nodes that the next jobs exclude."""
-    failed = exclusion.excluded(events, now)
-    wanted = [node for node in exclusion.left_out(events, now) if node not in failed]
-    reasons = ((failed, "failed repeatedly in this run"), (wanted, "by `clusterddp requeue --exclude`"))
+    failed, slow = exclusion.excluded(events, now), exclusion.slow(events, now)
+    wanted = [node for node in exclusion.left_out(events, now) if node not in (*failed, *slow)]
+    reasons = (
+        (failed, "failed repeatedly in this run"),
+        (slow, "slow in this run"),
+        (wanted, "by `clusterddp requeue --exclude` or `clusterddp tell drain`"),
+    )
     return [("excluded", f"{', '.join(nodes)}: {reason}") for nodes, reason in reasons if nodes]
 
 

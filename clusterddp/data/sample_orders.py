@@ -118,7 +118,7 @@ class ByShard(Order):
             )
         lengths = np.asarray(lengths, dtype=np.int64)
         if lengths.sum() != to.length:
-            raise ValueError(f"shard_lengths has {lengths.sum()} samples, but the dataset has {to.length}")
+            raise ValueError(f"shard_lengths adds up to {lengths.sum()} samples, but the dataset has {to.length}")
         return _Windows(lengths, self._window, to)
 
 

@@ -238,7 +238,7 @@ class Context(Loaders):
 
         Args:
             model: the model, not yet in DDP.
-            all_used_once: only with ``static_graph=True``, for an exact resume at 3 or more ranks: promises that every
+            all_used_once: only with ``static_graph=True``, for an exact resume on 3 or more ranks: promises that every
                 parameter gets its gradient in every backward pass, in one piece (no unused parameters, no reentrant
                 checkpointing). A broken promise raises in one of the first two steps.
             options: of DistributedDataParallel, such as ``find_unused_parameters=True``.

@@ -137,9 +137,9 @@ class Run:
         All ranks call it in the same steps.
 
         What the script does there, before the step's training, is exact wherever the run is stopped: evaluate, step a
-        scheduler, change the values of ``ctx.run(script_state=...)``, and ``finish``. A stop in an evaluation saves the
-        state from before the step, and the next attempt repeats it. A metric that is logged there belongs to checkpoint
-        ``step``. After the last step of the loop there is no such place. Evaluate once more after the loop.
+        scheduler, change the values of ``ctx.run(script_state=...)``, and ``finish``. A stop during an evaluation saves
+        the state from before the step, and the next attempt repeats it. A metric that is logged there belongs to
+        checkpoint ``step``. After the last step of the loop there is no such place. Evaluate once more after the loop.
 
         Args:
             unnamed: refuses a number without ``epochs`` or ``steps``.
@@ -560,7 +560,7 @@ class Run:
 
     def _left(self, by: str) -> None:
         """The script left the loop, by ``break`` or an exception. Other ranks may not have, so that no collective is
-        possible. A stop in an evaluation, which is an exception too, has saved."""
+        possible. A stop during an evaluation, which is an exception too, has saved."""
         if self._stopping:
             return
         stepped = self._making is not None and self._making.optimizer_stepped

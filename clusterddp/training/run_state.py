@@ -161,7 +161,7 @@ class RunState:
         diverged = progress.get("diverged", [])
         self.inexact += [f"{name} differed between ranks, which now all have rank 0's" for name in diverged]
         if progress.get("cut"):
-            reason = f"step {step - 1} was stopped in an evaluation, and the rest of its code did not run"
+            reason = f"step {step - 1} was stopped during an evaluation, and the rest of its code did not run"
             waiting = _listed(progress.get("not_stepped", []))
             self.inexact.append(reason + (f", and {waiting} had not stepped" if waiting else ""))
         if progress.get("buffers_changed"):
@@ -170,7 +170,7 @@ class RunState:
                 f"step {step} was stopped after a forward pass that changed a buffer larger than {size}"
             )
         if progress.get("begun"):
-            self.inexact.append(f"step {step} was stopped in an evaluation, and is repeated from its beginning")
+            self.inexact.append(f"step {step} was stopped during an evaluation, and is repeated from its beginning")
         self.finished = list(progress.get("finished", []))
 
     def _check_parts(self, saved: set[str]) -> None:

@@ -1,6 +1,6 @@
 """A step of a run: what has happened in it so far, and the state that it began with.
 
-A stop in an evaluation saves the state before the step, which the next attempt repeats. Changes by the script since
+A stop during an evaluation saves the state before the step, which the next attempt repeats. Changes by the script since
 then, such as to its own values or to a scheduler that took the result of a first evaluation, must not count twice.
 Buffers are rewound by ``distributed/buffers.py``.
 """

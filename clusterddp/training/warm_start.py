@@ -106,7 +106,7 @@ def _fitting(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
 def _misfit(loaded: Loaded) -> str:
     return (
-        f"init_from: {loaded.file} does not fit {loaded.part}{_in_words(loaded)}. If that is intended, pass "
+        f"init_from: {loaded.file} does not fit {loaded.part}{_in_words(loaded)}. If that is intended, use "
         "ctx.run(init_strict=False)"
     )
 

@@ -167,7 +167,7 @@ def continue_runs(run: RunDirectory, rank: int, environ: MutableMapping[str, str
     try:
         record = read_json(file, _SCHEMA)
     except (OSError, RunDirectoryError) as error:
-        say(f"could not read which MLflow run this rank began ({error}). The script will start a new one")
+        say(f"could not determine which MLflow run this rank started ({error}). The script will start a new one")
         return
     if record is not None:
         environ["MLFLOW_RUN_ID"] = record["run_id"]
@@ -325,7 +325,8 @@ def _replaceable(path: Any) -> Path | None:
         return target
     if target.exists() and folder not in _this.swept:
         _this.swept.add(folder)
-        say(f"saves of {target} are not protected, because this user cannot create files in {folder}")
+        why = f"this user cannot create files in {folder}"
+        say(f"saves to {target} are not protected against interruptions, because {why}")
     return None
 
 

@@ -335,7 +335,8 @@ def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
         if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
             rank_exit.exited_in_loop = True
             where = f"exited with code 0 inside its training loop, after step {loop.step()} of {loop.steps}"
-            say(f"the script {where}. The run is not completed. To end training early, use run.finish() or break")
+            remedy = "To end training early, use run.finish() or break"
+            say(f"the script {where}. The run does not count as completed. {remedy}")
             return {"end": "unfinished", "error": where}, 0
         return _done()
     if isinstance(leaving.code, int):  # includes True; the system takes 8 bits of a larger number, which may all be 0

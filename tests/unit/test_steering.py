@@ -514,9 +514,12 @@ def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
 def test_status_says_why_a_node_is_excluded() -> None:
     requested = {"time": 1.0, "attempt": 0, "event": "requested", "request": "requeue", "nodes": ["n3"]}
     failed = {"time": 1.0, "attempt": 0, "event": "excluded", "nodes": ["n1"], "failures": [2]}
-    assert status._excluded([requested, failed], 2.0) == [
+    slow = {"time": 1.0, "attempt": 0, "event": "slow_node", "rank": 1, "nodes": ["n2"]}
+    kept = {**slow, "nodes": []}
+    assert status._excluded([requested, failed, slow, kept], 2.0) == [
         ("excluded", "n1: failed repeatedly in this run"),
-        ("excluded", "n3: by `clusterddp requeue --exclude`"),
+        ("excluded", "n2: slow in this run"),
+        ("excluded", "n3: by `clusterddp requeue --exclude` or `clusterddp tell drain`"),
     ]
 
 

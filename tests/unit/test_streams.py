@@ -365,5 +365,5 @@ def test_a_window_is_a_number_of_samples(window: Any, error: type[Exception]) ->
 def test_by_shard_needs_shards() -> None:
     with pytest.raises(TypeError, match="needs a dataset with shards.*list has no shard_lengths"):
         orders.by_shard().bind(Binding([1, 2], 2, 0, 1))
-    with pytest.raises(ValueError, match="shard_lengths has 3 samples, but the dataset has 2"):
+    with pytest.raises(ValueError, match="shard_lengths adds up to 3 samples, but the dataset has 2"):
         orders.by_shard().bind(Binding(SimpleNamespace(shard_lengths=[3]), 2, 0, 1))
