@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.checks.check import FAILED, OK, Check, failed, worst
+from clusterddp.checks.node import FAILED, OK, Check, failed, worst
 from clusterddp.checks.probe import JOB_FILE, RESULTS_FILE, START_S, TOGETHER_S
 from clusterddp.errors import SlurmError
 from clusterddp.jobdef.configuration_files import find_configuration_files, read_configuration_files

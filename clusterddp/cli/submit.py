@@ -135,7 +135,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         print(job_id, flush=True)
     show(f"See the run's state with: clusterddp status {run.quoted}")
     if rank is not None:
-        from clusterddp.cli.shell import debug
+        from clusterddp.cli.steering import debug
 
         return debug(run, rank)
     if arguments.wait or arguments.follow:

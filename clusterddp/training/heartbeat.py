@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from clusterddp.distributed.devices import device_thread
+from clusterddp.failures.stack_traces import main_thread_line, main_thread_place, outward
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock, current_frames
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.worker import control_channel
-from clusterddp.worker.thread_stacks import main_thread_line, main_thread_place, outward
 
 if TYPE_CHECKING:
     from clusterddp.training.settings import Settings

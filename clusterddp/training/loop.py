@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from clusterddp.data import randomness
-from clusterddp.data.microbatch import MicroBatches
+from clusterddp.data.training_loader import MicroBatches
 from clusterddp.data.workers import close_workers
 from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.reporter import say
@@ -26,8 +26,7 @@ from clusterddp.rundir.records import NOT_VALUES
 from clusterddp.training import exactness
 from clusterddp.training import logged_values as logged
 from clusterddp.training.exactness import COMPARED_AFTER, explanation_of_calls, explanation_of_divergence
-from clusterddp.training.run_state import Given, RunState
-from clusterddp.training.step import OptimizerSteps, Step
+from clusterddp.training.run_state import Given, OptimizerSteps, RunState, Step
 from clusterddp.training.timing import InputWait
 from clusterddp.worker import control_channel, rank_exit
 
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
     from clusterddp.distributed.process_group import ProcessGroup
     from clusterddp.jobdef.job import Job
     from clusterddp.training.heartbeat import Heartbeat
+    from clusterddp.training.metrics import Tracking
     from clusterddp.training.profiling import Profiling
     from clusterddp.training.saving import Saver
     from clusterddp.training.stopping import Agreement, Deadline
     from clusterddp.training.timing import StepTimes
-    from clusterddp.training.tracking import Tracking
 
 
 @dataclass(frozen=True)

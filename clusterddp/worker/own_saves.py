@@ -5,11 +5,10 @@ in that moment has none. In a rank, ``torch.save`` and the ``save_file`` of safe
 the same file system, sync it, and rename it. Saves to file objects, devices and pipes stay as they are, and so do
 ``torch.jit.save`` and torch's distributed checkpoints, which have their own formats.
 
-A rank's hooks in libraries of its script: torch's optimizers, W&B and MLflow. Standard library only.
-
-A hook must be in place before the script runs ``from torch import save``. The entry point of a rank must not import
-torch itself, because a script may set variables that torch reads when it is imported, or need no torch at all. A hook
-is therefore set as soon as the module has been imported, before the code that imports it continues.
+``when_imported`` sets a rank's hooks in libraries of its script: torch, its optimizers, W&B and MLflow. A hook must be
+in place before the script runs ``from torch import save``. The entry point of a rank must not import torch itself,
+because a script may set variables that torch reads when it is imported, or need no torch at all. A hook is therefore
+set as soon as the module has been imported, before the code that imports it continues.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def _act(act: Act, module: ModuleType) -> None:
 
 #: The module that counts the steps. It is imported by name at the first step, because only then it is certain that the
 #: script trains with torch in this process. It belongs to the training half, with torch.
-_STEPS = "clusterddp.training.script_steps"
+_STEPS = "clusterddp.training.script_loop"
 _handle: Any = None
 
 
@@ -204,7 +203,7 @@ MOST_TOLD = 8
 PROBE_BYTES = 1 << 20
 
 
-#: Entered around each save. ``training/script_steps.py``, which times the script's steps, replaces it.
+#: Entered around each save. ``training/script_loop.py``, which times the script's steps, replaces it.
 around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 

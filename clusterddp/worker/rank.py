@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from clusterddp import environment, protocol
 from clusterddp.errors import STOPPED, ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
+from clusterddp.failures.stack_traces import stacks
 from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
@@ -36,7 +37,6 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import code_paths, control_channel, gpus, own_saves, rank_exit, signals
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
-from clusterddp.worker.thread_stacks import stacks
 
 #: A rank that uses clusterddp has imported this module, or runs a launched function.
 SCRIPT_LOOP = "clusterddp.training.script_loop"

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from clusterddp import process
+from clusterddp.failures.stack_traces import place_of, sleeping
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, WatchedSteps, flight_record, positions_of
-from clusterddp.worker.thread_stacks import place_of, sleeping
 from tests import ddp
 from tests.waiting import wait_until
 

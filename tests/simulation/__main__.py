@@ -22,8 +22,8 @@ from tests.simulation.mutants import MUTANTS, found_after
 CHUNK, TOLD = 50, 5000
 #: The modules of the protocol, without the implementations of what is a model here.
 PROTOCOL = (
-    *(f"supervisor/{name}.py" for name in ("attempt", "controller", "decide", "history", "hook", "lease", "limits")),
-    *(f"supervisor/{name}.py" for name in ("main", "monitor", "recovery", "requests", "verdict")),
+    *(f"supervisor/{name}.py" for name in ("attempt", "controller", "decide", "history", "lease", "limits")),
+    *(f"supervisor/{name}.py" for name in ("main", "recovery", "requests", "verdict")),
     *("slurm/commands.py", "slurm/configuration.py", "slurm/queue.py", "slurm/run_states.py"),
     *("runs/waiting.py", "runs/requests.py"),
     *("runs/sweep_submission.py", "supervisor/own_checkpoints.py"),

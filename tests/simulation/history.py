@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli import tell
+from clusterddp.cli import steering
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
@@ -604,14 +604,14 @@ def _requeue(history: History, draw: random.Random) -> None:
 
 
 def _tell_stop(history: History, draw: random.Random) -> None:
-    history.user("tell stop", lambda: tell.stop(history.run))
+    history.user("tell stop", lambda: steering.stop(history.run))
 
 
 def _drain(history: History, draw: random.Random) -> None:
     nodes = sorted({rank.process.node for rank in history.training})
     if nodes:
         for node in [draw.choice(nodes), *draw.choice(((), (), ("n4",), nodes))]:
-            history.user("tell drain", lambda node=node: tell.drain(history.run, node))  # type: ignore[misc]
+            history.user("tell drain", lambda node=node: steering.drain(history.run, node))  # type: ignore[misc]
 
 
 def _slow_node(history: History, draw: random.Random) -> None:
@@ -624,7 +624,7 @@ def _slow_node(history: History, draw: random.Random) -> None:
 def _tell_save(history: History, draw: random.Random) -> None:
     def work() -> int:
         before = history.world.now
-        code = tell.save(history.run)
+        code = steering.save(history.run)
         history.invariants.asked_to_save(before, code)
         return code
 

@@ -18,8 +18,7 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import controller, decide, lease, main, recovery, requests, verdict
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController
-from clusterddp.supervisor.history import History
-from clusterddp.supervisor.hook import Hook
+from clusterddp.supervisor.history import History, Hook
 from clusterddp.supervisor.recovery import Recovery
 from clusterddp.supervisor.state import Broadcast
 from tests.simulation import product

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli import tell
+from clusterddp.cli import steering
 from clusterddp.events import ATTEMPT_ENDS
 from clusterddp.rundir.records import read_lines
 from clusterddp.slurm.run_states import Cause
@@ -147,7 +147,7 @@ class Playable(History):
         self.struck.append(struck)
         if struck.kind == "drain":
             node = next(rank.process.node for rank in self.training if rank.number == struck.rank)
-            self.user("tell drain", lambda: tell.drain(self.run, node))
+            self.user("tell drain", lambda: steering.drain(self.run, node))
         elif not struck.lasts_s:
             super()._strike(fault)
         elif struck.kind == "suspend":

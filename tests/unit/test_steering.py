@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from clusterddp import protocol
-from clusterddp.cli import requeue, status
-from clusterddp.cli.command_line import command
+from clusterddp.cli import status, steering
+from clusterddp.cli.main import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.events import BY_SLURM
 from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.stack_traces import stacks
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.ownership import Address, read_address, write_address
@@ -36,7 +37,6 @@ from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import LocalController
 from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
-from clusterddp.worker.thread_stacks import stacks
 from tests.histories import check_history, fields
 from tests.waiting import wait_until
 
@@ -491,19 +491,19 @@ def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
     job = Job(name="x", module="x", nodes=2, gpus_per_node=1, device="cpu")
     monkeypatch.setattr("clusterddp.slurm.commands.node_address", lambda _: "10.0.0.1")
     monkeypatch.setattr("clusterddp.slurm.commands.usable_nodes", lambda _: ["n1", "n2", "n3"])
-    requeue.check_nodes(run, job, ["n3"])
+    steering.check_nodes(run, job, ["n3"])
     with pytest.raises(UsageError, match="without n2, n3 the partition has 1 usable node, but the run needs 2"):
-        requeue.check_nodes(run, job, ["n2", "n3"])
+        steering.check_nodes(run, job, ["n2", "n3"])
 
     def unknown(node: str) -> str:
         raise SlurmError(f"`scontrol show node -o {node}` failed: Node {node} not found")
 
     monkeypatch.setattr("clusterddp.slurm.commands.node_address", unknown)
     with pytest.raises(UsageError, match="--exclude: .* Node n9 not found"):
-        requeue.check_nodes(run, job, ["n9"])
+        steering.check_nodes(run, job, ["n9"])
     lease.loop_started(run)
     with pytest.raises(UsageError, match="is a local run"):
-        requeue.check_nodes(run, job, ["n3"])
+        steering.check_nodes(run, job, ["n3"])
     with pytest.raises(UsageError, match=r"--exclude: malformed host list 'n\['"):
         command(["requeue", str(run), "--exclude", "n["])
 

@@ -13,7 +13,7 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.errors import CheckpointError
-from clusterddp.training.warm_start import Files, Loaded, load
+from clusterddp.training.run_state import Files, Loaded, load
 
 GROUP: Any = SimpleNamespace(
     rank=0, world_size=1, collective_device=torch.device("cpu"), control_device=torch.device("cpu")
