@@ -182,7 +182,16 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
     if sweep and odd.random() < 0.4:
         faults.append(Fault(0.0, odd.choice(("refused", "answers lost", "kill a command")), odd.getrandbits(32)))
     if odd.random() < 0.02:  # a start that stands still
-        faults.append(Fault(0.28 + 0.2 * odd.random(), "freeze the host", odd.getrandbits(32), "start"))
+        faults.append(Fault(0.28 + 0.2 * odd.random(), "freeze the host", odd.getrandbits(32), "start 1"))
+    chained = odd.random()
+    if chained < 0.02 and not plan.array:
+        plan = replace(plan, job_nodes=2, resubmitters=max(1, plan.resubmitters), policy=None)
+        chain = ("preempt", "lose a node", "preempt") if chained < 0.01 else ("lose a node",)
+        for number, kind in enumerate(chain, 1):
+            faults.append(Fault(8 + 15 * odd.random(), kind, odd.getrandbits(32), f"start {number}"))
+        if chained >= 0.01:
+            faults.append(Fault(12 * odd.random(), "scancel", odd.getrandbits(32), MOMENTS[2]))
+            faults.append(Fault(0.0, odd.choice(TROUBLE), odd.getrandbits(32), MOMENTS[2]))
     spare = random.Random(f"spare {plan.seed}")
     if plan.spare_nodes and spare.random() < 0.3:
         faults.append(Fault(length * 0.5 * spare.random(), "lose a spare", spare.getrandbits(32)))
@@ -285,6 +294,8 @@ class History:
         self._users = 0
         #: Whether the first submission has succeeded, and what waits for the run has been started.
         self._attended = False
+        #: How many supervisors have been started.
+        self._starts = 0
         self._struck: set[Fault] = set()
         self.over_at: float | None = None
         #: Processes of ``resubmit``.
@@ -451,8 +462,9 @@ class History:
             **({"SLURM_RESTART_COUNT": str(batch.restarts)} if batch.restarts else {}),
         }
         process = Process(self.world, f"job {batch.id}.{batch.restarts}", batch.nodes[0], environ)
+        self._starts += 1
         for fault in self.plan.faults:
-            if fault.moment == "start" and fault not in self._struck:
+            if fault.moment == f"start {self._starts}" and fault not in self._struck:
                 self._struck.add(fault)
                 self.world.after(fault.at, self._strike, fault)
 

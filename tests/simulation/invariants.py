@@ -258,7 +258,8 @@ class Invariants:
         job = slurm.jobs.get(new.by.removeprefix("job ").partition(".")[0])
         if job is None or not job.no_kill or job.state != "RUNNING" or job.preempt_time is not None:
             return False
-        events, newest = self.events(), max(self.attempts, default=-1)
+        events = self.events()
+        newest = max((event["attempt"] for event in events), default=-1)
         own = [event for event in events if event["attempt"] == newest]
         kinds = {event["event"] for event in own}
         if "node_lost" not in kinds or kinds & {"requested", "notice"} or not self.answers:
@@ -607,6 +608,15 @@ class Invariants:
                     "I4", f"attempt {number} had notice and reached {reached}, {after[0]} begins at {resumed}"
                 )
 
+    def _stood_before(self, number: int) -> bool:
+        """Whether a process that stood still has taken this attempt's number as soon as it went on: it had looked
+        before."""
+        folder = self._history.disk.nodes.get(f"{self._history.run.path}/logs/attempt-{number}")
+        if folder is None:
+            return False
+        there = [process for process in self._world.processes if process.node == folder.node and process.stopped_until]
+        return any(0 <= folder.created - process.stopped_until < SLOW_S for process in there)
+
     def _check_causes(self, events: list[dict[str, Any]]) -> None:
         """Every attempt has its cause, unless its supervisor was killed, or superseded."""
         for event in events:
@@ -618,5 +628,5 @@ class Invariants:
         for attempt in self.attempts.values():
             if attempt.supervisor.code is None or attempt.number in ended:
                 continue
-            if attempt.number == newest:
+            if attempt.number == newest and not self._stood_before(newest + 1):
                 self._violated("I6", f"attempt {attempt.number} ended without a cause in the history")
