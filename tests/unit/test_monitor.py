@@ -15,7 +15,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import controller
 from clusterddp.supervisor.controller import Monitor, pause_s
 from clusterddp.supervisor.state import ASK_S, ControllerFailed, Event, Notice, RunRemoved, Stop, Superseded
-from tests.unit.test_attempt import FakeController
+from tests.fake_slurm import FakeController
 
 
 class Clockwork(FakeController):

@@ -22,7 +22,6 @@ from clusterddp.cli import requeue, status
 from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.events import BY_SLURM
-from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.ownership import Address, read_address, write_address
@@ -37,6 +36,7 @@ from clusterddp.supervisor.controller import LocalController
 from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
 from clusterddp.worker.thread_stacks import stacks
+from tests.fake_slurm import NoRanks
 from tests.histories import check_history, fields
 from tests.waiting import wait_until
 
@@ -127,11 +127,10 @@ def test_the_address_is_for_the_runs_owner_alone(run: RunDirectory) -> None:
 # ---- a supervisor with stub ranks
 
 
-class StubRanks:
+class StubRanks(NoRanks):
     """Ranks that are connections of this process. Each has the stacks of this process, in one of two places."""
 
-    name, supervisor_host, abandon_s = "local", "127.0.0.1", 0.0
-    failed: Callable[[int], object]
+    name = "local"
 
     def __init__(self, job: Job) -> None:
         self._job, self.exited = job, threading.Event()
@@ -157,21 +156,12 @@ class StubRanks:
             place = "data.py:88 (read)" if rank % 8 == 7 else "the all_reduce of backward"
             channel.send("stacks", request=order["stacks"], place=place, threads=self._threads)
 
-    def notify(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
     def wait(self) -> int:
         self.exited.wait()
         for channel in self.channels:
             channel._closed = True
             channel._connection.shutdown(socket.SHUT_RDWR)  # a thread is reading from it
         return 0
-
-    def exit_statuses(self) -> Mapping[int, ExitStatus]:
-        return {}
 
 
 @pytest.fixture
