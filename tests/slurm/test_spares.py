@@ -114,7 +114,7 @@ def test_a_node_that_hangs_is_left_for_the_spare_one(
     hangs = [*SPARE, "--set", "watchdog.step_s=4"]
     training = Training.submit(cluster, runs, "--pause", "0.2", options=hangs)
     wait_for_step(training.run, 10)  # the attempt is past its start, for which the watchdog waits longer
-    for rank in ranks_on(cluster, "n2"):
+    for rank in training.ranks_on("n2"):
         rank.kill(signal.SIGSTOP)
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n3"]]
