@@ -105,9 +105,11 @@ class Training:
         return wait_for_outcome(self.run)
 
     def ranks_on(self, node: str) -> list[Process]:
-        """The ranks' processes on a node. srun has their command line behind its own."""
+        """The ranks on a node; not srun, which has their command line behind its own, nor children that they forked."""
         commands = {process: process.command() for process in self.cluster.processes(node)}
-        return [one for one, words in commands.items() if "clusterddp.worker" in words and "srun" not in words]
+        found = [one for one, words in commands.items() if "clusterddp.worker" in words and "srun" not in words]
+        pids = {process.pid for process in found}
+        return [process for process in found if process.parent() not in pids]
 
     def wait_for_a_step_of(self, attempt: int) -> None:
         """Until this attempt, or a later one, has completed a step."""
