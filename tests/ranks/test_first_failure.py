@@ -25,11 +25,6 @@ from tests.waiting import story
 HEAD = r"\| rank {rank} \(\S+\) {words}(?:.|\n)*?\n\| attempt 0{step}, \d\d\d\d-\d\d-\d\d \d\d:\d\d:\d\d\n"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     ("how", "ranks", "gpus", "words", "body", "over"),
     [

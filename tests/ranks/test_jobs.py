@@ -48,11 +48,6 @@ def script(job: str) -> ModuleType:
     return module
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
-
-
 # ---- basic
 
 

@@ -73,11 +73,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return run
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
-
-
 def whole(pause_s: float = 0.0) -> list[str]:
     """The script's arguments for all steps."""
     return ["--", "--steps", str(STEPS), "--pause", str(pause_s)]

@@ -8,7 +8,6 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
@@ -33,11 +32,6 @@ for _ in range(3):
     optimizer.step()
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
 
 
 def said(*words: object) -> str:

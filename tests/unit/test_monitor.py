@@ -6,7 +6,6 @@ import queue
 import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -33,10 +32,8 @@ class Clockwork(FakeController):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(run: RunDirectory) -> RunDirectory:
     """A run that is in attempt 0."""
-    run = RunDirectory(tmp_path / "run")
-    run.create()
     run.job_file.write_text("name: x")
     run.create_attempt()
     return run

@@ -165,9 +165,7 @@ class StubRanks(NoRanks):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
+def run(run: RunDirectory) -> RunDirectory:
     run.job_file.write_text(Job(name="x", module="x", device="cpu").to_yaml())
     return run
 
