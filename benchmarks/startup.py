@@ -113,9 +113,9 @@ def rows_of(figures: Mapping[str, Any]) -> list[rows.Row]:
             ours, empty = ([one[what] for one in sides[kind]] for kind in (OURS, EMPTY))
             name = f"start, {ranks} rank{'s' * (ranks > 1)}: {words}"
             found.append(rows.paired(name, unit, ours, empty, "empty DDP script", allowed=BAR))
-    imported = [len(figures["modules"][kind]) for kind in (OURS, EMPTY)]
+    mine, least = (len(figures["modules"][kind]) for kind in (OURS, EMPTY))
     name = "start, 1 rank: modules imported at the first step"
-    return [*found, rows.counted(name, "modules", *imported, "empty DDP script")]
+    return [*found, rows.counted(name, "modules", mine, least, "empty DDP script")]
 
 
 def measure(quick: bool, ranks: list[int] | None) -> report.Found:

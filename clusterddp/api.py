@@ -154,9 +154,9 @@ class Status:
     """
 
     state: str
-    """As in ``clusterddp list``: ``"completed"``, ``"failed"`` or ``"cancelled"`` for a run that is over; ``"pending"``
+    """As in ``clusterddp list``: ``"completed"``, ``"failed"`` or ``"cancelled"`` for a run that is over. ``"pending"``
     in the queue, ``"held"`` while Slurm or a user keeps its job from starting, ``"running"`` while a job or process
-    trains it; ``"stopped"`` if it can be continued; ``"unknown"`` if the controller does not answer, or if only its
+    trains it. ``"stopped"`` if it can be continued. ``"unknown"`` if the controller does not answer, or if only its
     owner, or another machine or cluster, can see it."""
     step: int
     """Number of steps done, according to the metrics."""

@@ -29,8 +29,10 @@ MEANINGS: Mapping[int | str, str] = {
     INTERNAL_ERROR: "An internal error. The message names the file with the traceback.",
     STOPPED: "EX_TEMPFAIL: start it again. A script without a supervisor, or `submit --check-resume`, was stopped "
     "before its end. `sweep`: Slurm refused some members, and the same command submits the rest.",
-    INTERRUPTED: "Ctrl-C, or a run with `--local` or `--here` that was saved and stopped, such as by a preemption of "
-    "the allocation. The message says how to continue it.",
+    INTERRUPTED: (
+        "Ctrl-C, or a run with `--local` or `--here` that was saved and stopped, for example by a preemption of the "
+        "allocation. The message says how to continue it."
+    ),
     BROKEN_PIPE: "The reader of the output closed it, such as `head`.",
     "128 + N": "With `--local` and `--here`: signal N killed the supervisor, and the ranks ended with it.",
 }
@@ -40,9 +42,9 @@ ANSWERS: Mapping[str, str] = {
     f"{UNCONFIRMED} if it completed but this is not confirmed, else the training's exit code, or 1.",
     "resubmit": f"0: all runs completed. 1: at least one did not. {UNCONFIRMED}: all completed, and at least one of "
     "them is not confirmed.",
-    "wait": "0: all runs completed. Otherwise the code of the worst end, in this order: "
+    "wait": "0: all runs completed. Otherwise the code of the worst outcome, in this order: "
     + ", ".join(f"{code} {word}" for word, code in WAITED.items())
-    + f". {TIMED_OUT}: the time was up before all of them ended, or with `--any` before one of them did.",
+    + f". {TIMED_OUT}: the timeout expired before all of them ended, or with `--any` before one of them did.",
     "cancel": "0: all runs are over, including those that were over before. 1: one is not, or you answered no.",
     "logs": "0: printed. 1: no line matches `--grep`.",
     "prune": "0: done, even if there was nothing to delete or you answered no. 1: a run was refused, or a file could "

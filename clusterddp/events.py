@@ -35,7 +35,7 @@ PHASES: Mapping[str, str] = {
     "rendezvous": "clusterddp.init() waits for all ranks",
     "restoring": "ctx.run() checks its parts and restores the newest checkpoint",
     "first_step": "the first step of the attempt: compilation, the first collectives, the first batch",
-    "repeating": "steps that an earlier attempt made, but did not save",
+    "repeating": "steps that an earlier attempt completed, but did not save",
     "training": "steps",
     "after_loop": "what the script does after its loop, other than evaluations",
     "ending": "the script has ended",
@@ -165,7 +165,8 @@ class Started(Event):
 
 
 class Allocated(Event):
-    """when the job was queued, could start, and got its nodes. Of a task of an array, how many may run at a time"""
+    """when the job was queued, could start, and got its nodes. For a task of an array, also how many may run at a
+    time"""
 
     begun: float
     submitted: float | None = None
@@ -224,7 +225,7 @@ class Preflight(Event):
 
 
 class Phase(Event):
-    """rank 0 has begun another phase, one of PHASES"""
+    """rank 0 has begun the phase `phase`"""
 
     phase: str
 
@@ -283,7 +284,7 @@ class OrderChanged(Event):
 
 
 class NotRead(Event):
-    """the script has made its first step without opening `file`, saved at its last stop"""
+    """the script has completed its first step without opening `file`, which it saved at its last stop"""
 
     file: str
 
@@ -305,15 +306,15 @@ class Progress(Event):
 
 
 class StepsSeen(Event):
-    """rank 0 has made its first step, of unknown number, in a script without clusterddp. `out` and `err`: the sizes of
-    its output files in bytes"""
+    """rank 0 has completed its first step, of unknown number, in a script without clusterddp. `out` and `err`: the
+    sizes of its output files in bytes"""
 
     out: int | None = None
     err: int | None = None
 
 
 class Apart(Event):
-    """rank 0 has made its first step in a process group of `group` ranks, or without one"""
+    """rank 0 has completed its first step in a process group of `group` ranks, or without one"""
 
     ranks: int
     group: int
@@ -361,8 +362,8 @@ class WaitsForData(Event):
 
 
 class Skipped(Event):
-    """`batches` global batches are skipped, so that `step` takes global batch `batch`. `epoch_steps`: those of an
-    epoch, if more than these are skipped"""
+    """`batches` global batches are skipped, so that `step` takes global batch `batch`. `epoch_steps`: the steps of an
+    epoch, if more than that are skipped"""
 
     step: int
     batches: int
@@ -412,7 +413,7 @@ class UnevenCalls(_Explained):
 
 
 class ShapesChanged(_Explained):
-    """torch.compile has seen changing shapes. Recorded once"""
+    """`torch.compile` has seen changing shapes. Recorded once"""
 
 
 class Diverged(_Explained):
@@ -438,7 +439,7 @@ class Evaluated(Event):
 
 
 class Result(Event):
-    """`run.log()` outside a step. What it logs are further fields"""
+    """`run.log()` outside a step. The logged values are further fields"""
 
     step: int
 
@@ -680,7 +681,7 @@ class Overdue(Event):
         behind = f" ({self.behind})" if self.behind else ""
         return (
             f"the step did not end within {self.seconds:.0f} s of the notice{behind}. Rank 0 exits and writes its "
-            "stacks to its log. The run continues from the newest checkpoint. Make steps shorter, or call "
+            "stacks to its log. A resume starts from the newest checkpoint. Make steps shorter, or call "
             "ctx.stop_point() in them"
         )
 
@@ -831,7 +832,7 @@ class NodeLost(Event):
 
 class RankFailed(Event):
     """the first failure of the attempt. `raised`: its exception, line and step. `lacks_gpus`: the node has too few.
-    `fault`: of its GPU, which is the cause"""
+    `fault`: the fault of its GPU that caused this"""
 
     rank: int
     host: str
@@ -958,8 +959,8 @@ class Resubmitted(_Ended):
 
 
 class Stopped(_Ended):
-    """the run can be continued. `file`: the script's own checkpoint. `made`: the least number of steps of the attempt.
-    `refused`: why Slurm refused the run's next job, which `clusterddp resubmit` submits again"""
+    """the run can be continued. `file`: the script's own checkpoint. `made`: the least number of steps that the attempt
+    completed. `refused`: why Slurm refused the run's next job, which `clusterddp resubmit` submits again"""
 
     then: str = "stopped"
     refused: str | None = None

@@ -126,18 +126,18 @@ class Variable(str):
 RUN_DIR = Variable("CLUSTERDDP_RUN_DIR", "supervisor to ranks and scripts: the run directory")
 ATTEMPT = Variable("CLUSTERDDP_ATTEMPT", "supervisor to ranks and scripts: the attempt's number")
 DEVICE = Variable("CLUSTERDDP_DEVICE", "supervisor to ranks and scripts: cpu or cuda")
-LAUNCHER = Variable("CLUSTERDDP_LAUNCHER", "supervisor to ranks: slurm or local; user to ranks: torchrun")
+LAUNCHER = Variable("CLUSTERDDP_LAUNCHER", "supervisor to ranks: slurm or local. User to ranks: torchrun")
 SUPERVISOR = Variable("CLUSTERDDP_SUPERVISOR", "supervisor to ranks: HOST:PORT of the control channel")
 TOKEN = Variable("CLUSTERDDP_TOKEN", "supervisor to ranks: the attempt's secret for the control channel")
 USR2_NOTICE_S = Variable("CLUSTERDDP_USR2_NOTICE_S", "supervisor to ranks: seconds from USR2 to the time limit")
 PREFLIGHT = Variable("CLUSTERDDP_PREFLIGHT", "supervisor to ranks: on if the nodes are checked before training")
 PROFILE = Variable("CLUSTERDDP_PROFILE", "supervisor to ranks: on if the job's `profile` is not recorded yet")
 HYDRA = Variable(
-    "CLUSTERDDP_HYDRA", "supervisor to ranks: when the run began, in unix seconds, for a Hydra app; else empty"
+    "CLUSTERDDP_HYDRA", "supervisor to ranks: when the run began, in unix seconds, for a Hydra app, otherwise empty"
 )
 CHECK_RESUME = Variable(
     "CLUSTERDDP_CHECK_RESUME",
-    "submit --check-resume to ranks: STEPS:FOLDER, when to stop and where to record steps",
+    "`submit --check-resume` to ranks: STEPS:FOLDER, when to stop and where to record steps",
 )
 WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
 PROTECT_SAVES = Variable("CLUSTERDDP_PROTECT_SAVES", "supervisor to ranks: off if the script's saves are not protected")
@@ -168,7 +168,7 @@ CODE = Variable("CLUSTERDDP_CODE", "supervisor to ranks and scripts: the snapsho
 CHECKOUT = Variable("CLUSTERDDP_CHECKOUT", "supervisor to ranks and scripts: the repository that it is a copy of")
 FIRST_JOB = Variable(
     "CLUSTERDDP_FIRST_JOB",
-    "supervisor to ranks and scripts: the run's first Slurm job; the run's name if it began locally",
+    "supervisor to ranks and scripts: the run's first Slurm job, or the run's name if it began locally",
 )
 SUBMITIT = Variable(
     "CLUSTERDDP_SUBMITIT", "user to submitit: 1 submits with clusterddp, local starts the ranks on this machine"

@@ -330,7 +330,7 @@ def _check_distinct(members: Sequence[_Member]) -> None:
         if (other := known.setdefault(member.output, member.name)) != member.name:
             raise UsageError(
                 f"members {other} and {member.name} would have the same output folder, {member.output}. Set a "
-                "hydra.sweep.subdir that differs, such as ${hydra.job.num}"
+                "different hydra.sweep.subdir for each, such as ${hydra.job.num}"
             )
 
 
@@ -346,6 +346,6 @@ def _check_same(sweep: "Sweep") -> None:
         run = sweep.folder.member(name)
         if run.exists() and (differences := list_differences(shown(load_resolved(run.job_file)), shown(job))):
             raise UsageError(
-                f"{run} is a member with other overrides: {', '.join(differences)}. Choose a different "
+                f"{run} is a member with different overrides: {', '.join(differences)}. Choose a different "
                 "hydra.sweep.dir, or repeat the earlier multirun to continue it"
             )

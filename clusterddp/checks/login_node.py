@@ -74,7 +74,7 @@ def judge_mount(shown: str, mount: Mount | None) -> Check:
     if mount.shared:
         return ok("runs folder", found, **values)
     unsure = "a local file system" if mount.shared is False else "unknown whether other hosts have it"
-    advice = f"{_RUNS}. `clusterddp doctor --nodes 2` tests whether they do"
+    advice = f"{_RUNS}. `clusterddp doctor --nodes 2` tests whether nodes share it"
     return warning("runs folder", f"{found}, {unsure}", advice, **values)
 
 
@@ -307,7 +307,7 @@ def judge_partition(
 def _preempts(known: Preemption) -> str:
     if known.mode == "OFF":
         return "no preemption"
-    grace = f"{known.grace_s} s of grace" if known.grace_s else f"no grace, KillWait {known.kill_wait_s} s"
+    grace = f"{known.grace_s} s grace period" if known.grace_s else f"no grace period, KillWait {known.kill_wait_s} s"
     held = f", held {known.hold_s} s" if known.mode == "REQUEUE" else ""
     return f"preempts ({known.mode}, {grace}{held})"
 

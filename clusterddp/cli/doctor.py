@@ -42,7 +42,10 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     """Prints a row per check, or per node. Returns 0 if none failed."""
     if arguments.nodes is None:
         if given := [option for key, option in OF_THE_JOB.items() if getattr(arguments, key) is not None]:
-            raise UsageError(f"{' and '.join(given)} without --nodes. Add --nodes N, the number of nodes to check")
+            raise UsageError(
+                f"{' and '.join(given)} {'requires' if len(given) == 1 else 'require'} --nodes. Add --nodes N, the "
+                "number of nodes to check"
+            )
         checks, preempted = slurm_checks(arguments.partition, arguments.qos)
         checks += login_checks(os.environ)
         results: dict[str, Any] = {"checks": [check.as_json() for check in checks], "preemption": preempted}

@@ -247,7 +247,7 @@ def _nodes(job: Job, summary: Summary, state: RunState) -> Sequence[Fact]:
 def _idle(events: Sequence[Event]) -> Sequence[Fact]:
     """The nodes of the newest attempt's job that have no ranks."""
     started = next((event for event in reversed(events) if event["event"] == "started"), {})
-    groups = (("aside", "left by the run"), ("spares", "spare"))
+    groups = (("aside", "no longer used"), ("spares", "spare"))
     idle = [f"{', '.join(started[name])} ({words})" for name, words in groups if started.get(name)]
     return [("idle", ", ".join(idle))] if idle else []
 

@@ -88,7 +88,7 @@ def found(patterns: Iterable[str]) -> list[Shard]:
         named = [pattern] if Path(pattern).is_file() else glob.glob(pattern)  # noqa: PTH207
         matching = [path for path in named if Path(path).is_file()]
         if not matching:
-            hint = ". {} is not expanded: use * or a list" if "{" in pattern else ""
+            hint = ". {} is not expanded. Use * or a list" if "{" in pattern else ""
             raise FileNotFoundError(f"no file matches {pattern}{hint}")
         paths.update(matching)
     return [Shard.at(path) for path in sorted(paths)]

@@ -172,8 +172,8 @@ def _check_first_backward(wrapped: DistributedDataParallel) -> None:
     def note(name: str, _: torch.Tensor) -> None:
         if name in seen:
             raise RuntimeError(
-                f"wrap() received all_used_once=True, but {name} got its gradient in several pieces in one backward, "
-                "as in reentrant checkpointing. Use checkpoint(..., use_reentrant=False), or leave out all_used_once"
+                f"wrap() received all_used_once=True, but {name} got its gradient in several pieces in one backward "
+                "pass, as in reentrant checkpointing. Use checkpoint(..., use_reentrant=False), or omit all_used_once"
             )
         seen.add(name)
 

@@ -121,11 +121,11 @@ class Wandb:
     """The W&B run that has this run's metrics."""
 
     project: str | None = None
-    """Its project. None: ``job_name``."""
+    """The project. None: ``job_name``."""
     entity: str | None = None
     """The user or team of the project. None: W&B's default."""
     group: str | None = None
-    """The group of runs on W&B's pages that it belongs to."""
+    """The group that the run belongs to on W&B's pages."""
     mode: Literal["online", "offline"] | None = None
     """``offline`` writes files, for ``wandb sync``. None: as in the variable WANDB_MODE, or online."""
 
@@ -135,7 +135,7 @@ class Mlflow:
     """The MLflow run that has this run's metrics."""
 
     experiment: str | None = None
-    """Its experiment, created if it does not exist. None: ``job_name``."""
+    """The experiment, created if it does not exist. None: ``job_name``."""
     tracking_uri: str | None = None
     """The server, such as ``http://mlflow:5000``. None: as in the variable MLFLOW_TRACKING_URI, or MLflow's default."""
 
@@ -206,7 +206,7 @@ class Job:
     None: detect it in the source (a function decorated with ``@hydra.main``)."""
     args: tuple[str, ...] = ()
     """The script's arguments, as text. Each attempt replaces ``{run_dir}``, ``{attempt}``, ``{node_rank}``,
-    ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``; ``{{run_dir}}`` is the literal text."""
+    ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``. ``{{run_dir}}`` is the literal text."""
     resume: Resume | None = None
     """How a script continues from its own checkpoints: ``{checkpoint: "{run_dir}/out/*.pth", args: [--resume,
     "{checkpoint}"]}``, or the name of a preset, whose other keys apply, too. ``preset:`` combines one with keys of
@@ -229,7 +229,7 @@ class Job:
     """GPUs per node, one rank for each: ``8``, or with their type ``a100:8``. With device cpu, ranks per node."""
     gpus_per_rank: int = 1
     """GPUs per rank, for models that span several: ``gpus_per_node // gpus_per_rank`` ranks per node, also with device
-    cpu. Every rank sees all GPUs of its node; ``ctx.devices`` are its own."""
+    cpu. Every rank sees all GPUs of its node, and ``ctx.devices`` are its own."""
     gpu_type: str | None = None
     """Slurm's name of the GPU type. In YAML part of ``gpus_per_node: a100:4``."""
     gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"
@@ -251,7 +251,7 @@ class Job:
     nodelist: str | None = None
     """Nodes to use, as a host list."""
     mem: str | None = None
-    """Memory per node with its unit, such as ``64G``; ``0``: all. None: in proportion to the GPUs."""
+    """Memory per node with its unit, such as ``64G``. ``0`` means all. None: in proportion to the GPUs."""
     cpus_per_task: int | None = None
     """CPUs per rank. None: in proportion to the GPUs."""
     snapshot: bool | str | None = None
@@ -267,7 +267,7 @@ class Job:
     python: str | None = None
     """The Python interpreter on the nodes. None: the interpreter of the submission."""
     sbatch: dict[str, str | bool] = field(default_factory=dict)
-    """Other long options of sbatch, without dashes. True: an option without a value; False: not given."""
+    """Other long options of sbatch, without dashes. True: an option without a value. False: not given."""
     srun: dict[str, str | bool] = field(default_factory=dict)
     """The same for the srun that starts the ranks, such as ``container-image`` of pyxis."""
     steps: int | None = None
@@ -299,8 +299,8 @@ class Job:
     limits: Limits = field(default_factory=Limits)
     """How much the run may use before it ends as failed."""
     policy: Literal["requeue", "resubmit"] | None = None
-    """How a preempted run continues: ``requeue`` keeps the job id and its age, but Slurm holds the job for a while;
-    ``resubmit`` submits a new job. None: requeue if the cluster allows it, else resubmit."""
+    """How a preempted run continues: ``requeue`` keeps the job id and its age, but Slurm holds the job for a while.
+    ``resubmit`` submits a new job. None: requeue if the cluster allows it, otherwise resubmit."""
     expedite_requeue: bool = False
     """Whether Slurm may start a requeued job again at once, and first in line after a lost node. Needs Slurm 25.11 or
     newer and a site that allows it (SlurmctldParameters=enable_expedited_requeue). Elsewhere, it has no effect."""
@@ -310,7 +310,8 @@ class Job:
     backend: Literal["nccl", "gloo"] | None = None
     """The process group's backend. None: gloo for cpu, and for cuda NCCL, with gloo for tensors on the CPU."""
     node_memory: bool = True
-    """Whether new jobs avoid nodes on which other runs failed, and whether this run's failures are remembered."""
+    """Whether new jobs avoid nodes on which other runs failed, and whether this run's failures are recorded for
+    them."""
     keep_logs: int = 50
     """The number of newest attempts whose logs are kept. Those of the first attempt are always kept."""
     share: Literal["private", "group"] = "private"

@@ -277,7 +277,7 @@ def _check_option(name: str, node: Node) -> None:
     ):
         raise Wrong(f"{secret} would be stored in the batch script, which Slurm keeps. Set it under env:")
     if name in ("gres", "tres-per-task", "tres-per-node") and "gpu" in node.text:
-        raise Wrong(f"clusterddp requests the GPUs itself: {_GPUS}")
+        raise Wrong("clusterddp requests the GPUs itself. Use the key gpus_per_node")
 
 
 def _check_step_option(name: str, node: Node) -> None:

@@ -305,7 +305,7 @@ def _commands(summary: Summary, state: RunState) -> list[dict[str, str]]:
     again = shlex.quote(str(summary.run.path.with_name(f"{summary.run.path.name}-again")))
     job = shlex.quote(str(summary.run.job_file))
     found.append(
-        ("make the same run again, with the code as it is now", f"clusterddp submit {local}{job} --run-dir {again}")
+        ("start the same run again with the current code", f"clusterddp submit {local}{job} --run-dir {again}")
     )
     return [{"what": what, "command": command} for what, command in found]
 

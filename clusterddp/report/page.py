@@ -36,7 +36,7 @@ _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 #: Makes a browser refuse to load anything, or to run anything but the script.
 _POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'"
 _HINT = (
-    "Drag across a chart to zoom in. Double-click to see all again. With the keyboard, press Tab to reach a chart, "
+    "Drag across a chart to zoom in. Double-click to reset the zoom. With the keyboard, press Tab to reach a chart, "
     "then + and -, the arrow keys, and Esc."
 )
 #: The maximum number of runs in a table, notes, metrics in a table, and failures of several runs.

@@ -212,7 +212,7 @@ def _ratios(run: Run) -> Markup:
     if booked["idle_node_s"]:
         lines.append(f"Spare nodes: {booked['idle_node_s'] / 3600:.3g} node-hours idle.")
     if booked["provisional"]:
-        lines.append("The run is not over, so the figures may still change.")
+        lines.append("The run has not ended, so the figures may still change.")
     return tag("p", " ".join(lines), class_="quiet small", style="margin-top:10px")
 
 
@@ -466,6 +466,6 @@ def gpus(run: Run) -> Section | None:
     ]
     more = len(run["gpus"]) - len(body)
     rest = tag("p", f"and {counted(more, 'more rank')}", class_="quiet") if more > 0 else None
-    intro = "Per rank in the newest attempt, while it made steps. Busy: the share of the time in which a kernel ran."
+    intro = "Per rank in the newest attempt, during its steps. Busy: the share of the time in which a kernel ran."
     table = tag("table", tag("thead", head), tag("tbody", *body))
     return section("GPUs", "gpus", tag("p", intro, class_="quiet"), table, rest)

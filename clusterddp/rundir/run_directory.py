@@ -138,7 +138,7 @@ class RunDirectory:
 
     A step has the number of steps before it, in ``run.step`` and in ``metrics.jsonl``. Checkpoints, most events and
     ``outcome.json`` name the number of steps that are done. Checkpoint 500 is the state after steps 0 to 499, and a run
-    that resumes from it makes step 500 next. Attempts, ranks and nodes are numbered from 0.
+    that resumes from it runs step 500 next. Attempts, ranks and nodes are numbered from 0.
     """
 
     job_file = _Below("job.yaml")
@@ -183,7 +183,7 @@ class RunDirectory:
 
     ``"state"`` is ``completed``, ``failed`` or ``cancelled``. The others are ``"step"``, ``"attempts"`` and
     ``"reason"``. ``"step"`` is null for a script whose steps are unknown. ``"confirmed": false`` marks a completion
-    that rests on an exit code 0 which may mean something else.
+    whose only evidence is exit code 0, which may mean something else.
     """
     checkpoints = _Below("checkpoints")
     """The checkpoints, ``step-<12 digits>.attempt-<n>.safetensors``."""

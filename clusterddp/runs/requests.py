@@ -244,7 +244,7 @@ def _through_a_step(
     if not said:
         why = problem[-1] if problem else f"srun exited with code {step.returncode}"
         raise RunDirectoryError(
-            f"{run}: the supervisor is unreachable on {address.host}, port {address.port} ({direct}), and from a "
+            f"{run}: the supervisor is unreachable on {address.host}, port {address.port} ({direct}), and also from a "
             f"step of job {address.job} ({why}). Try again, or see clusterddp status {run.quoted}"
         )
 

@@ -216,8 +216,8 @@ def check_ranks(job: Job, place: str | None) -> None:
         )
     if place == "--here" and job.gpus_per_rank > 1:
         raise UsageError(
-            f"gpus_per_rank {job.gpus_per_rank} with --here, where each task of the allocation is one rank. "
-            "Remove it (--set gpus_per_rank=1) and request more GPUs than tasks in the sbatch script"
+            f"gpus_per_rank {job.gpus_per_rank} cannot be combined with --here, because each task of the allocation is "
+            "one rank. Remove it (--set gpus_per_rank=1) and request more GPUs than tasks in the sbatch script"
         )
 
 

@@ -445,5 +445,5 @@ def _ask(left: Sequence[_Wait], pace: Pace, timeout_s: float) -> None:
 
 
 def _exit_code(ends: Collection[str | None]) -> int:
-    """0 if all runs that ended completed, else the code of the worst end."""
+    """0 if all runs that ended completed, otherwise the code of the worst outcome."""
     return next((code for word, code in WAITED.items() if word in ends), 0)

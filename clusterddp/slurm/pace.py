@@ -65,7 +65,7 @@ def shared_jobs(ids: Collection[str], since: float, timeout_s: float) -> tuple[M
 
 
 def _file() -> Path | None:
-    """The file of this user and cluster; None if the cluster is unknown, because ids belong to one."""
+    """The file of this user and cluster. None if the cluster is unknown, because ids belong to one."""
     name = re.sub(r"[^\w.-]", "_", slurm.cluster_name(os.environ) or "")
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(folder, f"clusterddp-squeue-{os.geteuid()}-{name}.json") if name else None

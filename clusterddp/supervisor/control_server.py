@@ -38,7 +38,7 @@ class Outbox:
 
     Most lines are taken by the kernel at once. The others are kept, in their order, and sent when the connection is
     writable (``on_writable``), or answers again (``retry``). A line that is already kept is not added a second time.
-    A connection that breaks loses what is kept for it; the next read of it shows that it broke.
+    A connection that breaks loses what is kept for it. The next read of it shows that it broke.
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:

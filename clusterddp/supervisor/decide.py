@@ -439,7 +439,7 @@ def _on_superseded(state: State, _event: Superseded, _now: float) -> Step:
 
 def _on_removed(state: State, event: RunRemoved, _now: float) -> Step:
     """Ends the ranks, whose work can no longer be saved."""
-    actions: list[Action] = [Say(f"{event.why}. Ending the ranks"), Broadcast("leave", event.why)]
+    actions: list[Action] = [Say(f"{event.why}. Terminating the ranks"), Broadcast("leave", event.why)]
     state = replace(state, removed=True, watched=False, dismissal=event.why, failed=True)
     return state, [*actions, StartTimer(Timer.KILL, HANG_GRACE_S)]
 

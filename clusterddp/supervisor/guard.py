@@ -1,7 +1,7 @@
 """The guard of a job that outlives its nodes: ``python -m clusterddp.supervisor.guard RUN ATTEMPT PORT``, no torch.
 
 If such a job loses its batch host, and the supervisor with it, Slurm leaves it RUNNING without a batch step until its
-time limit, and reports no failure (seen on 22.05.8 and 26.05.5). A guard is a step on another node; there are two, as
+time limit, and reports no failure (seen on 22.05.8 and 26.05.5). A guard is a step on another node. There are two, as
 one may be lost together with the supervisor. It holds a connection to the supervisor's node, and requeues the job if
 that breaks and Slurm takes the node out of the job: just as Slurm itself requeues a job without ``--no-kill``.
 """

@@ -494,7 +494,7 @@ def _file(named: str, run_dir: str, since: float) -> tuple[bool, str]:
     for path in sorted(glob.glob(fill_pattern(named, run_dir), recursive=True)):  # noqa: PTH207
         if (why := _why_not(Path(path), since)) is None:
             return True, f"{shown_path(path, run_dir)} exists"
-        found = f"{shown_path(path, run_dir)} does not count: {why}"
+        found = f"{shown_path(path, run_dir)} does not count ({why})"
     return False, found
 
 

@@ -152,7 +152,7 @@ def _wanted(state: State, request: Request) -> frozenset[int]:
     named = request.values.get("ranks")
     wanted = every if named is None else frozenset(ranks_in(str(named)))
     if more := wanted - every:
-        raise ValueError(f"there is no rank {min(more)} in this run: expected 0 to {max(every)}")
+        raise ValueError(f"there is no rank {min(more)} in this run. Expected 0 to {max(every)}")
     return wanted
 
 

@@ -214,7 +214,7 @@ class RankEnd:
             "exception": "raised ",
             "exit": f"exited with code {self.exit_code}: ",
             "lost": "never joined: ",
-            "dismissed": "was ended because ",
+            "dismissed": "was stopped because ",
         }
         if self.end == "exit" and self.error == f"exit code {self.exit_code}":
             return f"exited with code {self.exit_code}"

@@ -130,7 +130,7 @@ def _copied(value: Any, path: str) -> Any:
             if type(key) is not str:
                 raise TypeError(f"ctx.run(script_state=...): {path} has the key {key!r}, expected text")
         return {key: _copied(entry, f"{path}[{key!r}]") for key, entry in value.items()}
-    hint = ". Keep its .item()" if hasattr(value, "item") else ""
+    hint = ". Pass its .item() instead" if hasattr(value, "item") else ""
     raise TypeError(
         f"ctx.run(script_state=...): {path} is {_described(value)}, expected numbers, text, True, False, None, or "
         f"lists and dicts of them{hint}"

@@ -98,5 +98,7 @@ def test_in_an_allocation_its_tasks_are_the_ranks(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "gpus_per_rank 2 with --here, where each task of the allocation is one rank" in done.stderr
+    assert (
+        "gpus_per_rank 2 cannot be combined with --here, because each task of the allocation is one rank" in done.stderr
+    )
     assert not (tmp_path / "run").exists()

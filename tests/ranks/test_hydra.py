@@ -148,7 +148,9 @@ def test_a_multirun_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "m" / "runs").exists()
     for name in "ab":
         done = multirun(tmp_path / "m", f"model.name={name}")
-    assert done.returncode == 1 and "is a member with other overrides: args: model.name=a" in done.stderr, done.stderr
+    assert done.returncode == 1 and "is a member with different overrides: args: model.name=a" in done.stderr, (
+        done.stderr
+    )
 
 
 def test_a_multirun_inside_the_ranks_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,8 @@ PROTOCOL = (
     *(f"supervisor/{name}.py" for name in ("main", "monitor", "recovery", "requests", "verdict")),
     *("slurm/commands.py", "slurm/configuration.py", "slurm/queue.py", "slurm/run_states.py"),
     *("runs/waiting.py", "runs/requests.py"),
+    *("runs/sweep_submission.py", "supervisor/own_checkpoints.py"),
+    *("failures/node_memory.py", "failures/placement.py", "failures/exclusion.py"),
 )
 
 

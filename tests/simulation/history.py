@@ -14,7 +14,7 @@ from clusterddp.cli import tell
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
-from clusterddp.jobdef.job import Done, Job, Resume, Watchdog
+from clusterddp.jobdef.job import Done, Job, Limits, Resume, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, requests, submission, waiting
 from clusterddp.slurm import commands
@@ -81,6 +81,7 @@ class Plan:
     memory: bool = False
     #: Whether the run is the only member of a sweep.
     sweep: bool = False
+    limits: Limits = Limits()  # noqa: RUF009
     faults: tuple[Fault, ...] = ()
 
 
@@ -95,7 +96,7 @@ STRIKING = (
     *("scancel", "cancel", "tell stop", "submit again"),
     *("lose a node", "preempt", "kill the supervisor", "requeue"),
 )
-TROUBLE = ("answers lost", "answers lost", "controller slow", "controller away")
+TROUBLE = ("answers lost", "answers lost", "controller slow", "controller away", "requests limited")
 
 
 def drawn(seed: int) -> Plan:
@@ -167,6 +168,16 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
         more += ["another run fails"] * draw.choice((0, 1, 3))
     script = replace(plan.script, **_of_script(plan.script, draw))
     faults = [*plan.faults, *(Fault(length * 1.5 * draw.random(), kind, draw.getrandbits(32)) for kind in more)]
+    odd = random.Random(f"odd {plan.seed}")
+    for kind, share in {"odd failure": 0.15, "refused": 0.12, "connection breaks": 0.08}.items():
+        if odd.random() < share:
+            faults.append(Fault(length * 1.2 * odd.random(), kind, odd.getrandbits(32)))
+    limits = odd.choice((Limits(attempts=3), Limits(gpu_hours=0.02))) if odd.random() < 0.04 else Limits()
+    if odd.random() < 0.03:
+        script = replace(script, bug_at=odd.choice((0, 2, 3)))
+    sweep = plan.array and draw.random() < 0.3
+    if sweep and odd.random() < 0.4:
+        faults.append(Fault(0.0, odd.choice(("refused", "answers lost", "kill a command")), odd.getrandbits(32)))
     spare = random.Random(f"spare {plan.seed}")
     if plan.spare_nodes and spare.random() < 0.3:
         faults.append(Fault(length * 0.5 * spare.random(), "lose a spare", spare.getrandbits(32)))
@@ -174,8 +185,9 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
         plan,
         settings=settings,
         memory=memory,
-        sweep=plan.array and draw.random() < 0.3,
+        sweep=sweep,
         script=script,
+        limits=limits,
         # To a clock that is ahead by more than the run has lasted, the script's files are older than the run.
         skew=None if script.marks or script.own else plan.skew,
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
@@ -257,6 +269,7 @@ class History:
             hook=("tell-me",) if plan.hook else (),
             policy=plan.policy,  # type: ignore[arg-type]
             done=Done(f"{{run_dir}}/{MARK}") if plan.script.marks else None,
+            limits=plan.limits,
             resume=Resume((f"{{run_dir}}/{OWN}/*.pt",)) if plan.script.own else None,
         )
         self.run = RunDirectory(RUN)
@@ -264,6 +277,8 @@ class History:
         self.invariants = Invariants(self)
         self.world.on_crash = self._on_crash
         self._users = 0
+        #: Whether the first submission has succeeded, and what waits for the run has been started.
+        self._attended = False
         self._struck: set[Fault] = set()
         self.over_at: float | None = None
         #: Processes of ``resubmit``.
@@ -353,9 +368,10 @@ class History:
         """Submits the run, again if Slurm does not answer, and runs `resubmit` for it."""
         while not self._is_submitted():
             self.world.sleep(30.0)
-        for number in range(self.plan.resubmitters):
+        attended, self._attended = self._attended, True
+        for number in range(0 if attended else self.plan.resubmitters):
             self.world.after(1.0 + number, self.user, "resubmit", self._resubmit)
-        if self.plan.waits:
+        if self.plan.waits and not attended:
             self.world.after(2.0, self.user, "wait", self._wait)
         return 0
 
@@ -401,7 +417,7 @@ class History:
 
     def _wait(self) -> int:
         """As ``clusterddp wait``."""
-        code = waiting.wait([self.run], None, False)
+        code = waiting.wait([self.run], 60.0 if self.plan.seed % 3 == 0 else None, False)
         self.invariants.waited(code)
         return code
 
@@ -568,7 +584,8 @@ def _tell_stop(history: History, draw: random.Random) -> None:
 def _drain(history: History, draw: random.Random) -> None:
     nodes = sorted({rank.process.node for rank in history.training})
     if nodes:
-        history.user("tell drain", lambda: tell.drain(history.run, draw.choice(nodes)))
+        for node in [draw.choice(nodes), *draw.choice(((), (), ("n4",), nodes))]:
+            history.user("tell drain", lambda node=node: tell.drain(history.run, node))  # type: ignore[misc]
 
 
 def _slow_node(history: History, draw: random.Random) -> None:
@@ -612,12 +629,14 @@ def _hang(history: History, draw: random.Random) -> None:
 
 def _kill_command(history: History, draw: random.Random) -> None:
     """A terminal is closed: a command of the user's ends at once, ``submit`` apart, and is given again."""
-    names = ("cancel", "resubmit", "wait", "tell", "requeue")
+    names = ("cancel", "resubmit", "wait", "tell", "requeue", *(("submit",) if history.plan.sweep else ()))
     there = [each for each in history.world.processes if each.alive and each.name.startswith(names)]
     if there:
         process = draw.choice(there)
         history.world.tell(process.name, "is killed")
         process.kill()
+        if process.name.startswith("submit"):
+            history.world.after(5.0, history.user, "submit", history._begin)
         if process.name.startswith("resubmit"):
             history.world.after(draw.choice((1.0, 30.0)), history.user, "resubmit", history._resubmit)
 
@@ -648,6 +667,29 @@ def _limited(history: History, draw: random.Random) -> None:
 
 def _another_run_fails(history: History, draw: random.Random) -> None:
     history.memory.strike(draw)
+
+
+def _odd_failure(history: History, draw: random.Random) -> None:
+    """A rank ends in another way than by an exception or a signal, or reports nonsense."""
+    if history.training:
+        accidents = ("exits", "exits", "leaves", "out of memory", "device", "device", "bad report")
+        draw.choice(history.training).accident = draw.choice(accidents)
+
+
+def _connection_breaks(history: History, draw: random.Random) -> None:
+    joined = [(rank, rank.server) for rank in history.training if rank.server is not None]
+    if joined:
+        rank, server = draw.choice(joined)
+        server.break_connection(rank, draw.random() < 0.6, draw.choice((0.1, 2.0)))
+
+
+def _refused(history: History, draw: random.Random) -> None:
+    """No job can be submitted for a while, or jobs cannot be requeued any more."""
+    if draw.random() < 0.6:
+        history.slurm.refused_until = history.world.now + draw.choice((60.0, 300.0))
+        return
+    for batch in history.batches:
+        batch.requeue_allowed = False
 
 
 def _fork(history: History, draw: random.Random) -> None:
@@ -689,9 +731,15 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "accounting away": _accounting_away,
     "fork": _fork,
     "slow node": _slow_node,
+    "odd failure": _odd_failure,
+    "refused": _refused,
+    "connection breaks": _connection_breaks,
 }
 #: What is drawn in certain histories only, each by its own rule.
-APART = {"drain", "lose a spare", "slow node", "another run fails", "accounting away", "fork"}
+APART = {
+    *("drain", "lose a spare", "slow node", "another run fails", "accounting away", "fork", "odd failure", "refused"),
+    "connection breaks",
+}
 
 
 def play(seed_or_plan: int | Plan, traced: bool = False) -> Result:

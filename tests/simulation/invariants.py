@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import WAITED
+from clusterddp.errors import TIMED_OUT, WAITED
 from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.run_directory import RunDirectory
@@ -56,15 +56,19 @@ HARMLESS = frozenset(
             "another run fails",
             "accounting away",
             "fork",
+            "refused",
+            "connection breaks",
         ),
     )
 )
 #: Faults that may keep an attempt from saving though it had notice.
 HINDERING = frozenset(
-    ("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang")
+    ("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang", "odd failure")
 )
 #: Faults that may keep Slurm or the disk from answering.
 SILENT = frozenset(("controller away", "answers lost", "requests limited", "controller slow", "disk errors"))
+#: Faults after which it is unclear which rank failed first.
+UNCLEAR = frozenset(("lose a node", "suspend", "connection breaks"))
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: The same, and the ranks restart in the same job.
@@ -188,6 +192,8 @@ class Invariants:
         """``wait`` has ended with this exit code."""
         state, now = (self.outcome() or {}).get("state"), self._world.now
         self._world.tell("wait", f"exit code {code}")
+        if code == TIMED_OUT:
+            return
         node = self._history.disk.nodes.get(f"{self._history.run.path}/outcome.json")
         hidden = code == WAITED["unknown"] and node is not None and now - node.created < self._lag_s + SLOW_S
         hidden = hidden or (code == WAITED["stopped"] and self._is_history_hidden())
@@ -334,7 +340,7 @@ class Invariants:
         if what == "suspend":
             for since in (self._idle_since, self._incomplete_since, self._waits_since):
                 since.pop(job.id, None)
-        elif what == "cancel":
+        elif what == "cancel" and job.id not in self._history.slurm.unanswered:
             self._cancelled_at = now
         elif what == "requeue":
             if who.startswith("admin"):
@@ -526,9 +532,10 @@ class Invariants:
                 self._violated("budget", f"{name} asked Slurm {count} times in {last - first:.0f} s")
         if outcome is None and faults <= HARMLESS and history.plan.resubmitters:
             self._violated("progress", "the run has not completed, and nothing continues it")
-        if outcome is None or outcome["state"] == "completed" or "consecutive attempts" in outcome["reason"]:
+        expected = ("consecutive attempts", "limits.")
+        if outcome is None or outcome["state"] == "completed" or any(word in outcome["reason"] for word in expected):
             return
-        if faults <= HARMLESS:
+        if faults <= HARMLESS and history.plan.script.bug_at < 0:
             self._violated("progress", f"the run {outcome['state']}: {outcome['reason']}")
 
     def _was_kept(self, event: Mapping[str, Any]) -> bool:
@@ -578,10 +585,10 @@ class Invariants:
         trained_in = sorted(self.attempts)
         for event in events:
             number, name = event["attempt"], event["event"]
-            if name == "rank_failed" and number in self._failed:
+            if name == "rank_failed" and number in self._failed and "fault" not in event:  # a GPU's comes first
                 rank, at = next(iter(self._failed[number].items()))
                 late = self._failed[number].get(event["rank"], math.inf) > at + TOLD_S
-                if late and at + EPOCH < event["time"] - 1.0 and not faults & {"lose a node", "suspend"}:
+                if late and at + EPOCH < event["time"] - 1.0 and not faults & UNCLEAR:
                     self._violated(
                         "I8", f"rank {rank} failed first in attempt {number}, and rank {event['rank']} is shown"
                     )
@@ -604,7 +611,7 @@ class Invariants:
                 self._violated("I7", f"attempt {event['attempt']} ends the run, and has long been superseded")
         started = {event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}
         ended = {event["attempt"] for event in events if event["event"] in ATTEMPT_ENDS}
-        newest = max(started, default=-1)
+        newest = max(started | {event["attempt"] for event in events if event["event"] in RUN_ENDS}, default=-1)
         for attempt in self.attempts.values():
             if attempt.supervisor.code is None or attempt.number in ended:
                 continue

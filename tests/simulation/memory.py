@@ -20,8 +20,6 @@ from tests.simulation.world import EPOCH
 if TYPE_CHECKING:
     from tests.simulation.history import History
 
-#: Where the runs are.
-RUNS = Path("/shared/runs")
 #: By these events a run itself excludes nodes.
 OWN = ("excluded", "requested", "slow_node")
 HOUR_S, DAY_S = 3600.0, 24 * 3600.0
@@ -66,7 +64,7 @@ class Memory:
 
     def other_run_fails(self, node: str, name: str, at: float | None = None) -> int:
         """Its supervisor remembers it."""
-        world, run = self.history.world, RunDirectory(RUNS / f"other-{name}")
+        world, run = self.history.world, RunDirectory(self._runs / f"other-{name}")
         at = world.now if at is None else at
         event = {"event": "rank_failed", "time": EPOCH + at, "suspect": node, "error": "SIGBUS"}
         before, index = self._entries(), len(self.failed)
@@ -76,8 +74,14 @@ class Memory:
             self.failed[index] = replace(self.failed[index], written=world.now)
         return 0
 
+    @property
+    def _runs(self) -> Path:
+        """The folder of the other runs, whose memory this run shares: that beside its sweep, if it has one."""
+        beside = self.history.run.path.parent
+        return beside.parent if self.history.plan.sweep else beside
+
     def _entries(self) -> set[str]:
-        folder = self.history.disk.nodes.get(str(RUNS / node_memory.FOLDER))
+        folder = self.history.disk.nodes.get(str(self._runs / node_memory.FOLDER))
         return {name for name in folder.names if name.endswith(".json")} if folder else set()
 
     def submitted(self, job: Batch, events: Iterable[dict[str, Any]]) -> Iterable[str]:

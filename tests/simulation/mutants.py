@@ -420,6 +420,14 @@ FOUND_AFTER: Mapping[str, int] = {
     "an array stands for its task": 3,
     "a started successor survives scancel": 75_292,
     "unjoined ranks are waited for": 2125,
+    "a new job survives scancel": 18_916,
+    "the history waits for slurm": 98,
+    "a node that was left takes ranks again": 29,
+    "a spare that is down takes ranks": 7797,
+    "a run never shrinks": 2581,
+    "a run that fails twice on a node has it avoided": 63,
+    "any number of nodes is avoided": 63,
+    "new jobs forget other runs": 2409,
 }
 #: The kinds of faults without which some of them cannot be seen: other histories are drawn and counted, but not played.
 NEEDS: Mapping[str, set[str]] = {
@@ -430,7 +438,7 @@ NEEDS: Mapping[str, set[str]] = {
     "hold of another job": {"preempt", "lose a node"},
     "a busy controller ends a start": {"preempt", "answers lost"},
     "time limit without progress": {"time limit lowered"},
-    "a new job survives scancel": {"controller slow", "scancel"},
+    "a new job survives scancel": {"scancel"},
     "resubmit gives up a lost node": {"lose a node"},
     "peers are never dismissed": {"kill a rank"},
     "a silent node is waited for": {"lose a node"},

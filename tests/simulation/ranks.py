@@ -42,6 +42,14 @@ ASK_AGAIN_S = 5.0
 HEARS_S = 10.0
 #: The mark of a script that is done, and where it saves in its own format, in the run's folder.
 MARK, OWN = "done", "own"
+#: What a rank's exception says; sys.exit() has no text.
+EXITS = "sys.exit"
+ERRORS = {
+    "exception": "ValueError: of the script",
+    "exits": EXITS,
+    "out of memory": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    "device": "AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+}
 #: Where a rank waits for others.
 MEETS = "all_reduce"
 
@@ -62,6 +70,8 @@ class Script:
     stint: int = 0
     #: Whether it writes a mark once it is done, and whether it saves in its own format.
     marks: bool = False
+    #: The step at which it fails each time; -1 without one.
+    bug_at: int = -1
     own: bool = False
 
 
@@ -160,6 +170,8 @@ class Server:
         #: Messages that wait for a cable, by rank.
         self._waiting: dict[int, list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
         self._clients: dict[int, Callable[[Mapping[str, Any], bool], Any]] = {}
+        #: What ranks have said since their connection broke, which they repeat once they have joined again.
+        self._repeated: dict[int, list[tuple[str, Mapping[str, Any]]]] = {}
 
     # --- the product's side
 
@@ -211,6 +223,8 @@ class Server:
 
     def report(self, number: int, event: str, **values: Any) -> None:
         """A rank's event."""
+        if number in self._repeated:
+            self._repeated[number].append((event, values))
         self._deliver(number, self._hear, number, event, values)
 
     def _hear(self, number: int, event: str, values: Mapping[str, Any]) -> None:
@@ -228,6 +242,27 @@ class Server:
         at = max(self._last.get(number, 0.0), self._world.now + LATENCY_S * self._world.random.random())
         self._last[number] = at
         self._world.after(at - self._world.now, act, *args)
+
+    def break_connection(self, rank: Rank, noticed: bool, after_s: float) -> None:
+        """A firewall forgets a connection, and the rank makes another one. ``noticed``: by the supervisor, before."""
+        if self._ranks.get(rank.number) is not rank or not self._reaches(rank):
+            return
+        if noticed:
+            self._lose(rank, False)
+            self._repeated[rank.number] = []
+        self._world.after(after_s, self._rejoin, rank)
+
+    def _reaches(self, rank: Rank) -> bool:
+        return self.open and self._cluster.reaches(rank.process.node, self.process.node)
+
+    def _rejoin(self, rank: Rank) -> None:
+        said = self._repeated.pop(rank.number, [])
+        if not rank.process.alive or not self._reaches(rank) or self._ranks.get(rank.number) not in (None, rank):
+            return
+        self._ranks[rank.number] = rank
+        self.report(rank.number, "rejoined", host=rank.process.node, pid=rank.process.pid, address=rank.process.node)
+        for event, values in said:
+            self.report(rank.number, event, **values)
 
     def left(self, rank: Rank) -> None:
         """A rank's process has ended: its connection breaks, after what it has said."""
@@ -422,7 +457,9 @@ class Rank:
             end, code = {"end": "exception", "error": f"OSError: {error}", "traceback": ""}, 1
             self.cluster.listener("failed", self, {})
         except _Accident as error:
-            end, code = {"end": "exception", "error": f"ValueError: {error}", "traceback": ""}, 1
+            end, code = {"end": "exception", "error": str(error), "traceback": "", "step": self.at}, 1
+            if str(error) == EXITS:
+                end, code = {"end": "exit", "exit_code": 3, "step": self.at}, 3
             self.cluster.listener("failed", self, {})
         self.training = False
         if end is not None:
@@ -547,8 +584,20 @@ class Rank:
 
     def _accident(self) -> None:
         accident, self.accident = self.accident, ""
-        if accident == "exception":
-            raise _Accident("of the script")
+        if self.at == self.cluster.script.bug_at and self.number == 0:
+            accident = "exception"
+        if accident in ERRORS:
+            if accident == "device":
+                found = {"host": self.process.node, "what": "Xid 79", "hardware": True, "gpu": 0, "xid": 79}
+                self.report("gpu_fault", step=self.at, **found)
+            raise _Accident(ERRORS[accident])
+        if accident == "leaves":  # os._exit(0)
+            self.cluster.listener("failed", self, {})
+            self.world.after(0.05, self.step.group.lose, self.process.node, self.cluster.slurm.cut)
+            self.process.exit(0)
+            self.world.park()
+        if accident == "bad report":
+            self.report("checkpoint", step="x")
         if accident == "hang":
             self.place = "stuck.py:1 (wait)"
             self.world.park()

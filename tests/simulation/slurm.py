@@ -118,6 +118,8 @@ class Slurm:
         self.back_at: dict[str, float] = {}
         self.cut: set[str] = set()
         self.away_until = 0.0
+        #: Until when sbatch is refused, as by a limit.
+        self.refused_until = 0.0
         #: Until when the accounting is away.
         self.unaccounted_until = 0.0
         #: Until when answers are lost, and how many of a hundred before and after they took effect.
@@ -232,6 +234,8 @@ class Slurm:
                     return _failed(command, "Problem talking to the database: Connection refused")
                 minutes, seconds = divmod(self.settings.grace_s, 60)
                 return _done(command, f"{self.settings.mode.lower()}|00:{minutes:02}:{seconds:02}\n")
+            case ["sbatch", *_] if self.world.now < self.refused_until:
+                return _failed(command, "Batch job submission failed: Job violates accounting/QOS policy")
             case ["sbatch", "--parsable", *options, script]:
                 return _done(command, self.submit(options, script))
             case ["sinfo", "-h", "-N", "-o", "%R|%P|%N|%T"]:

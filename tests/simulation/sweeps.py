@@ -1,7 +1,7 @@
 """A sweep whose only member is the run, and a copy of its checkpoint for a new run: ``sweep`` and ``submit --fork``.
 
-``clusterddp/runs/sweep_submission.py`` and ``fork.py`` run as they are. Replaced are the files of a sweep's folder, and
-what a submission writes into a run directory.
+``clusterddp/runs/sweep_submission.py``, and ``copy_checkpoint`` of ``recording.py``, run as they are. Replaced are the
+files of a sweep's folder, and what a submission writes into a run directory.
 """
 
 from __future__ import annotations

@@ -465,7 +465,11 @@ def test_a_superseded_attempt_writes_nothing_sends_nothing_and_exits() -> None:
 def test_a_removed_run_directory_ends_all_ranks() -> None:
     """Told first, then killed; what else happens to them does not count."""
     state, todo = step(after(), RunRemoved("gone"), NOW)
-    assert todo == [Say("gone. Ending the ranks"), Broadcast("leave", "gone"), StartTimer(Timer.KILL, HANG_GRACE_S)]
+    assert todo == [
+        Say("gone. Terminating the ranks"),
+        Broadcast("leave", "gone"),
+        StartTimer(Timer.KILL, HANG_GRACE_S),
+    ]
     assert Do.KILL_RANKS in actions(state, Timer.KILL)
     assert actions(state, HANG) == actions(state, FAILED) == []
 

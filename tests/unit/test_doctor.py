@@ -85,9 +85,9 @@ def test_what_slurm_says_becomes_a_row_each(answers: dict[str, Any]) -> None:
         "ok clock: this host and the controller agree to the second",
         "ok accounts: ddp (QOS normal, long, high), default account ddp",
         "ok partition low (default): 2 nodes, 6 GPUs, limit UNLIMITED, default 00:30:00, "
-        "preempts (REQUEUE, 20 s of grace, held 7 s)",
+        "preempts (REQUEUE, 20 s grace period, held 7 s)",
         "warning partition high: DOWN, 2 nodes, limit 1-00:00:00, "
-        "preempts (REQUEUE, no grace, KillWait 10 s, held 7 s)",
+        "preempts (REQUEUE, no grace period, KillWait 10 s, held 7 s)",
         "warning partition off: not open to your accounts, 2 nodes, limit UNLIMITED, default 00:30:00, no preemption",
     ]
     assert preempted.startswith("low preempts with 20 s of notice. The run is requeued and then held for 7 s")
@@ -123,7 +123,7 @@ def test_with_preemption_by_qos_the_qos_says_what_happens(answers: dict[str, Any
     answers["scontrol show config"] = CONFIG.replace("partition_prio", "qos")
     answers["sacctmgr -nP show qos name=long"] = "cluster|00:05:00\n"
     checks, preempted = login_node.slurm_checks(None, "long")
-    assert "preempts (REQUEUE, 300 s of grace" in checks[3].found
+    assert "preempts (REQUEUE, 300 s grace period" in checks[3].found
     assert preempted.startswith("long preempts with 300 s of notice")
 
 
@@ -338,7 +338,7 @@ def test_rows_fit_the_terminal_and_are_whole_in_a_pipe() -> None:
 
 def test_options_of_the_job_without_nodes_are_refused() -> None:
     given = {"nodes": None, "gpus_per_node": "2", "device": "cpu", "account": None, "partition": None, "qos": None}
-    with pytest.raises(UsageError, match="--gpus and --device without --nodes. Add --nodes N"):
+    with pytest.raises(UsageError, match="--gpus and --device require --nodes. Add --nodes N"):
         doctor.run(argparse.Namespace(json=False, **given), None)
 
 

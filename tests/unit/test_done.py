@@ -41,14 +41,14 @@ def test_a_file_counts_if_it_is_whole_and_not_older_than_the_run(run: RunDirecto
     first, second = tmp_path / "out" / "epoch_1.pt", tmp_path / "out" / "epoch_2.pt"
     first.parent.mkdir()
     first.write_bytes(b"PK\3\4 and no directory")
-    assert looked(run, mark)[1].startswith(f"{first} does not count: truncated")
+    assert looked(run, mark)[1].startswith(f"{first} does not count (truncated")
     first.write_bytes(b"")
-    assert looked(run, mark) == (False, f"{first} does not count: empty")
+    assert looked(run, mark) == (False, f"{first} does not count (empty)")
     with zipfile.ZipFile(second, "w") as file:
         file.writestr("a/data.pkl", "x")
     assert looked(run, mark) == (True, f"{second} exists")
     os.utime(second, (BEGAN - 1, BEGAN - 1))
-    assert looked(run, mark) == (False, f"{second} does not count: it is older than this run")
+    assert looked(run, mark) == (False, f"{second} does not count (it is older than this run)")
 
 
 def test_a_mark_in_the_run_directory_may_be_empty(run: RunDirectory) -> None:

@@ -254,7 +254,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("sbatch: {nodes: 2}", "use the key nodes"),
         ("sbatch: {ntasks-per-node: 2}", "use gpus_per_node"),
         ("sbatch: {signal: USR2@60}", "`timeouts.notice_s`"),
-        ("sbatch: {gres: 'gpu:4'}", "use the key gpus_per_node"),
+        ("sbatch: {gres: 'gpu:4'}", "Use the key gpus_per_node"),
         ("sbatch: {array: 1-4}", "submits many runs as an array"),
         ("sbatch: {gpus-per-task: 1}", "set the option under srun:. With NVIDIA GPUs, it breaks NCCL's peer access"),
         ("srun: {ntasks: 2}", "srun.ntasks: not allowed here: use gpus_per_node"),

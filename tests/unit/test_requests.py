@@ -112,7 +112,7 @@ def test_a_late_or_malformed_answer_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("kind", "values", "why"),
     [
-        ("stacks", {"ranks": "1-2"}, "there is no rank 2 in this run: expected 0 to 1"),
+        ("stacks", {"ranks": "1-2"}, "there is no rank 2 in this run. Expected 0 to 1"),
         ("stacks", {"ranks": "one"}, "'one' is neither a rank nor a range"),
         ("dance", {}, "supports stacks, save, profile, skip, stop, requeue, drain, child, not 'dance'"),
         ("requeue", {"nodes": "n1"}, "nodes: expected a list of names, got 'n1'"),
@@ -260,7 +260,7 @@ def test_profiles_that_are_not_stored_when_the_ranks_exit_are_looked_up_in_the_h
         ([], {"steps": 0, "ranks": "0"}, "expected 1 to 100 steps, got 0"),
         ([], {"steps": 101, "ranks": "0"}, "expected 1 to 100 steps, got 101"),
         ([], {"ranks": "0"}, "expected 1 to 100 steps, got None"),
-        ([], {"steps": 1, "ranks": "2"}, "there is no rank 2 in this run: expected 0 to 1"),
+        ([], {"steps": 1, "ranks": "2"}, "there is no rank 2 in this run. Expected 0 to 1"),
         ([FAILED], {"steps": 1, "ranks": "1"}, "no profile recorded: rank 1 has exited"),
         ([STOP], {"steps": 1, "ranks": "0"}, "no profile recorded: the run is stopping"),
     ],

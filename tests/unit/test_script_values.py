@@ -60,7 +60,7 @@ class Colour(enum.IntEnum):
     [
         (
             {"a": [0, torch.ones(())]},
-            r"script_state\['a'\]\[1\] is a torch.Tensor, expected numbers, .*\. Keep its .item\(\)",
+            r"script_state\['a'\]\[1\] is a torch.Tensor, expected numbers, .*\. Pass its .item\(\)",
         ),
         ({"a": {"b": {1, 2}}}, r"script_state\['a'\]\['b'\] is a set, expected"),
         ({"a": Colour.RED}, r"script_state\['a'\] is a .*Colour, expected"),

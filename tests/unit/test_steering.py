@@ -218,7 +218,7 @@ def test_the_stacks_of_many_ranks_are_grouped_and_a_silent_rank_is_named(
 
 def test_ranks_that_do_not_exist_are_refused(run: RunDirectory, supervised: Callable[[int], StubRanks]) -> None:
     supervised(2)
-    with pytest.raises(RunDirectoryError, match="there is no rank 2 in this run: expected 0 to 1"):
+    with pytest.raises(RunDirectoryError, match="there is no rank 2 in this run. Expected 0 to 1"):
         command(["stacks", str(run), "--rank", "2"])
     with pytest.raises(UsageError, match="--rank x: 'x' is neither a rank nor a range. .* or all"):
         command(["stacks", str(run), "--rank", "x"])
@@ -540,7 +540,7 @@ def test_where_neither_way_works_both_reasons_are_given(
     run: RunDirectory, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     in_a_job(run, monkeypatch, server.server.port, tmp_path, "echo 'srun: error: Job is completing' >&2; exit 1")
-    with pytest.raises(RunDirectoryError, match=r"refused\), and from a step of job 41 \(srun: .* completing"):
+    with pytest.raises(RunDirectoryError, match=r"refused\), and also from a step of job 41 \(srun: .* completing"):
         requests.request(run, "save")
 
 

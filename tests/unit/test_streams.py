@@ -229,7 +229,7 @@ def test_files_are_sorted_and_each_is_taken_once(tars: Path) -> None:
     ("given", "error", "message"),
     [
         ("nothing-*.tar", FileNotFoundError, "no file matches .*nothing-"),
-        ("a-{000..009}.tar", FileNotFoundError, r"\{\} is not expanded: use \* or a list"),
+        ("a-{000..009}.tar", FileNotFoundError, r"\{\} is not expanded. Use \* or a list"),
         ("s3://bucket/a.tar", ValueError, "because it is read at arbitrary positions. Download it"),
         ("pipe:cat a.tar", ValueError, "because it is read at arbitrary positions. Download it"),
     ],
