@@ -51,7 +51,7 @@ def measure(quick: bool) -> report.Found:
         up.run([up.python, "-m", "clusterddp", "cancel", training.run.path], check=False)
         up.drain_jobs()
     hourly = [60 * count / minutes for count in questions]
-    name = "questions to slurmctld in a minute of training"
+    name = "queries to slurmctld in a minute of training"
     found = [rows.counted(name, "", hourly[0] / 60, 1.0, "one a minute", allowed=1.0)]
     beside = "the same in an hour, beside resubmit, two wait and two status --watch"
     found.append(rows.counted(beside, "", hourly[1], 70.0, "70", allowed=1.0))

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from benchmarks import report, rows
 from benchmarks.sides import in_turns
 from clusterddp.data.loader import Loader
-from clusterddp.data.sample_orders import Shuffled
+from clusterddp.data.sample_order import Shuffled
 from clusterddp.data.workers import close
 
 RANKS, WORKERS = 2, (0, 2, 4)

@@ -20,7 +20,7 @@ HEADLINES = (
     "no progress around a preemption, GraceTime=0",
     "wall time, a preemption every 60 s, GraceTime=0",
     "wall time, a rank killed (SIGKILL) every 90 s",
-    "wall time, a node loses its power and stays off",
+    "wall time, a node loses power and stays off",
     "wall time, a rank stops (SIGSTOP)",
     "step of 10 ms: CPU of rank 0's training thread",
     "step of 10 ms: wall time",
@@ -30,7 +30,7 @@ HEADLINES = (
     "save, 400 MB: stall",
     "save, 400 MB: training time lost (all cores)",
     "restore, 400 MB, 8 ranks, warm",
-    "questions to slurmctld in a minute of training",
+    "queries to slurmctld in a minute of training",
 )
 
 

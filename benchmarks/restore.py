@@ -37,10 +37,8 @@ import torch.distributed as dist
 
 from benchmarks import report, rows, sides
 from benchmarks.savers import make_training, make_untrained, state_of
-from clusterddp.checkpoint.checkpoint_folder import CheckpointFolder
-from clusterddp.checkpoint.memory_blocks import free_memory
-from clusterddp.checkpoint.restore import restore
-from clusterddp.checkpoint.state import load_state
+from clusterddp.checkpoint.restore import CheckpointFolder, restore
+from clusterddp.checkpoint.state import free_memory, load_state
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory

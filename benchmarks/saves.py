@@ -61,7 +61,7 @@ from benchmarks.savers import (
     until_durable,
 )
 from benchmarks.sides import in_turns, milliseconds
-from clusterddp.checkpoint.memory_blocks import free_memory
+from clusterddp.checkpoint.state import free_memory
 
 STALL_BAR, STALL_MORE_MS, LOST_BAR, LOOP_BAR, DURABLE_BAR, MEMORY_BAR = 1.15, 0.5, 1.0, 1.15, 1.5, 2.2
 CORES = len(os.sched_getaffinity(0))
@@ -261,10 +261,10 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[rows.Row]:
     for training, seconds in figures["lost"].items():
         row = f"save, {name}: training time lost ({training})"
         cores = figures["cores"]
-        found.append(lost_row(row, seconds, CPU, cores, f"the writer's CPU time by {cores} cores", LOST_BAR))
+        found.append(lost_row(row, seconds, CPU, cores, f"the writer's CPU time / {cores} cores", LOST_BAR))
         if training == ALL_CORES:
             row += ", beside an empty loop"
-            found.append(lost_row(row, seconds, EMPTY_LOOP, 1, "an empty loop of as much CPU time", LOOP_BAR))
+            found.append(lost_row(row, seconds, EMPTY_LOOP, 1, "an empty loop that uses as much CPU time", LOOP_BAR))
     if figures["peers"]:
         ours, raw = (milliseconds([durable for *_, durable in figures["peers"][saver]]) for saver in (OURS, RAW))
         found.append(rows.paired(f"checkpoint, {name}: until durable", "ms", ours, raw, RAW, allowed=DURABLE_BAR))

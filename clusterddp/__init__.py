@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clusterddp.api import Status as Status
     from clusterddp.api import launch as launch
     from clusterddp.api import sweep as sweep
-    from clusterddp.checkpoint.checkpoint_folder import CheckpointFolder as CheckpointFolder
+    from clusterddp.checkpoint.restore import CheckpointFolder
     from clusterddp.data.loader import EvalLoader as EvalLoader
     from clusterddp.data.loader import Loader as Loader
     from clusterddp.errors import Stopped as Stopped
@@ -57,7 +57,7 @@ __all__ = [
 
 #: The public names, each with the module that defines it.
 _HOMES = {
-    "CheckpointFolder": "clusterddp.checkpoint.checkpoint_folder",
+    "CheckpointFolder": "clusterddp.checkpoint.restore",
     "Checkpointing": "clusterddp.jobdef.job",
     "Context": "clusterddp.training.context",
     "EvalLoader": "clusterddp.data.loader",

@@ -33,7 +33,7 @@ ORDERS: Mapping[str, str] = {
     "connect": "rank 0's store accepts connections",
     "stop": "stop at a step boundary",
     "explain": "report what may make this rank slow; the text is its ratio to the others, and for how many seconds",
-    "flight_record": "write torch's flight record of the last collectives",
+    "flight_record": "write torch's Flight Recorder trace of the last collectives",
     "stacks": "answer with the stacks of all threads; the text is the request's number",
     "save": "rank 0: save at the next step boundary; the text is the request's number",
     "profile": "record a profile from the next step on; the text is the request's number and the number of steps",

@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, NoReturn
 
-from clusterddp.cli.command_line import parser
-from clusterddp.cli.main import main
+from clusterddp.cli.main import main, parser
 from tests.cluster import Cluster
 
 INTERRUPT = "^C"

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.gpu_check.case import Finding, Lab, NotRun
 from clusterddp.failures.exit_status import Blame, find
 from clusterddp.process import descendants
-from clusterddp.report.gpus import rows
+from clusterddp.report.efficiency import gpu_rows
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import read_timings
@@ -84,7 +84,7 @@ def nvml(lab: Lab) -> Finding:
     for _ in range(100):
         gpu.busy(), gpu.throttles()
     look_s = (time.thread_time() - began) / 100
-    figures = rows(read_timings(lab.train("--steps", 150, "--pace", 0.2)).intervals)
+    figures = gpu_rows(read_timings(lab.train("--steps", 150, "--pace", 0.2)).intervals)
     assert len(figures) == lab.ranks, f"figures of {len(figures)} ranks instead of {lab.ranks}"
     wrong = [row for row in figures if row["busy"] is None or not row["memory"] or not row["watts"]]
     assert not wrong, f"figures are missing: {wrong}"

@@ -76,7 +76,7 @@ PEERS = {
             "clusterddp",
             ("with_clusterddp.py", "with_clusterddp.yaml"),
             ("clusterddp",),
-            "preemption, time limit, dead node, killed and hung ranks: continues by itself, to the same bits",
+            "preemption, time limit, dead node, killed and hung ranks: continues by itself, bit-exactly",
         ),
         Peer(
             "handwritten",
@@ -94,7 +94,7 @@ PEERS = {
             "submitit",
             ("with_submitit.py",),
             ("submitit",),
-            "requeues with checkpoint() when it is preempted or timed out, if Slurm sends its signal before",
+            "requeues with checkpoint() when it is preempted or times out, if Slurm sends its signal beforehand",
         ),
         Peer(
             "Lightning",

@@ -46,7 +46,7 @@ SCHEDULES = {
         Schedule("preempt", "one preemption, GraceTime=0", "preempt", (45.0,)),
         Schedule("preempt-60", "a preemption every 60 s, GraceTime=0", "preempt", every(60.0)),
         Schedule("kill-90", "a rank killed (SIGKILL) every 90 s", "kill", every(90.0), announced=False),
-        Schedule("dead", "a node loses its power and stays off", "dead", (60.0,), announced=False),
+        Schedule("dead", "a node loses power and stays off", "dead", (60.0,), announced=False),
         Schedule("time-limit", "a time limit of 2 minutes per job", time="2"),
         Schedule("hang", "a rank stops (SIGSTOP)", "hang", (60.0,), announced=False),
         Schedule("preempt-grace", "one preemption, GraceTime=20", "preempt", (45.0,), grace=20),

@@ -145,7 +145,7 @@ class Matrix:
         )
         if ours and limit:
             words = "no progress around a preemption, GraceTime=0"
-            found.append(unpaired(words, "s", ours, limit, "the same of a script that restores and repeats nothing"))
+            found.append(unpaired(words, "s", ours, limit, "the same for a script that restores and repeats nothing"))
         return found
 
 

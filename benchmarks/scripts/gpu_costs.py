@@ -14,8 +14,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import clusterddp
+from clusterddp.checkpoint.client import Snapshot
 from clusterddp.checkpoint.save_plan import Packer
-from clusterddp.checkpoint.snapshot import Snapshot
 
 parser = argparse.ArgumentParser()
 parser.add_argument("file", type=Path)

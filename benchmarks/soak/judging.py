@@ -9,8 +9,7 @@ from typing import Any
 
 from benchmarks.runs import event_times, first_step_done
 from benchmarks.soak import faults
-from clusterddp.data.sample_order import Binding
-from clusterddp.data.sample_orders import Shuffled
+from clusterddp.data.sample_order import Binding, Shuffled
 from clusterddp.events import RUN_ENDS
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory

@@ -1,33 +1,222 @@
-"""Rank 0's side of a save: copies the state into the snapshot, which the writer process then saves."""
+"""Rank 0's side of a save: copies the state into a snapshot, which the writer process then saves.
+
+The snapshot is a copy of the state in memory shared with the writer, so that training continues during a save.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy
 import torch
 
 from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.file_format import Tensor, offsets
 from clusterddp.checkpoint.save_plan import Packer
-from clusterddp.checkpoint.snapshot import Snapshot
+from clusterddp.checkpoint.state import TORCH_DTYPES, anonymous_file, free_memory
 from clusterddp.distributed.devices import device_thread
-from clusterddp.errors import Superseded
+from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command
 from clusterddp.reporter import in_words, what_failed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import signals
+
+#: Bytes of the largest tensor that is copied together with others. torch copies large ones on all cores.
+SMALL = 1 << 16
+#: The kernel's limit (IOV_MAX) of one call.
+MOST_VECTORS = 1024
+#: ``cudaHostRegisterPortable``: pinned for all of a rank's GPUs, not only for the first.
+_PORTABLE = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Snapshot:
+    """An anonymous file in memory (memfd) of the state's size, which does not count towards the limit of /dev/shm.
+
+    If memfd_create is not permitted (seccomp, an old kernel), an unlinked file in /dev/shm is used, or in ``folder`` if
+    /dev/shm is too small.
+
+    With a GPU, the memory is pinned, and the copies are queued after the step's kernels without blocking the CPU. The
+    kernels of the next step wait for them, because any of these could overwrite what is being copied.
+    """
+
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        self._device, self._folder = device, folder
+        #: The file's descriptor, valid after ``prepare`` or ``take``.
+        self.file = -1
+        self._map: mmap.mmap | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        #: The header entries of the tensors that the memory is laid out for, and their total size in bytes.
+        self.described, self.nbytes = file_format.described([]), 0
+        self._views: list[torch.Tensor] = []
+        #: What the memory is laid out for.
+        self._layout: list[Tensor] = []
+        self._small = _SmallCopies([], [])
+        self._copied: list[torch.cuda.Event] = []
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, layout: list[Tensor]) -> None:
+        """Allocates memory for this layout in the background, so that the first save is also fast.
+
+        Raises CheckpointError if the machine does not have enough memory.
+        """
+        self._reserve(layout)
+        self._preparing = device_thread(self._device, self._try_resize, args=(layout,), name="snapshot")
+        self._preparing.start()
+
+    def take(self, layout: list[Tensor], sources: list[torch.Tensor], addresses: Sequence[int] | None = None) -> None:
+        """Copies tensors of this layout. Copies from GPUs are complete after ``wait``. The caller keeps ``layout``.
+
+        ``addresses``: of the tensors' bytes, if these are as they will be in the file.
+        """
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        if layout is not self._layout and layout != self._layout:
+            self._reserve(layout)
+            self._resize(layout)
+        self._layout = layout
+        on_gpus = self._device.type == "cuda"
+        views = self._views
+        if addresses is not None and not on_gpus and self._small.copy(self.file, addresses):
+            views = [views[place] for place in self._small.others]
+            sources = [sources[place] for place in self._small.others]
+        if not sources:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(views, sources, non_blocking=on_gpus)
+        # Each copy runs on the current stream of its source GPU.
+        devices = {source.device for source in sources if source.device.type == "cuda"} if on_gpus else ()
+        self._copied = [torch.cuda.current_stream(device).record_event(_blocking_event()) for device in devices]
+
+    def wait(self) -> None:
+        """Waits until all copies are complete."""
+        for copied in self._copied:
+            copied.synchronize()
+
+    def close(self) -> None:
+        """Frees the memory, once no copy is on its way. CUDA refuses to pin addresses again that were only unmapped."""
+        if self._preparing is not None:
+            self._preparing.join()
+        self._release()
+        if self.file >= 0:  # the memory is freed with the last descriptor
+            os.close(self.file)
+            self.file = -1
+
+    def _try_resize(self, layout: list[Tensor]) -> None:
+        with suppress(CheckpointError):  # `take` tries again and raises it
+            self._resize(layout)
+
+    def _resize(self, layout: list[Tensor]) -> None:
+        places, size = offsets(layout)
+        if size > len(self._memory):
+            self._grow(size)
+        self._views = [
+            self._memory[start : start + tensor.nbytes].view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+            for start, tensor in zip(places, layout, strict=True)
+        ]
+        self._small = _SmallCopies(layout, places)
+        self._layout = layout
+        self.described, self.nbytes = file_format.described(layout), size
+
+    def _reserve(self, layout: list[Tensor]) -> None:
+        """Opens the file. Raises CheckpointError if there is not enough memory."""
+        size = offsets(layout)[1]
+        more, free = size - len(self._memory), free_memory()
+        if more > free:
+            raise CheckpointError(
+                f"the snapshot of the state needs {more / 2**30:.1f} GiB of memory, but {free / 2**30:.1f} GiB are "
+                "free on this node. Request more (--mem), or use fewer ranks or loader workers per node"
+            )
+        if self.file < 0:
+            self.file, self._kind = anonymous_file("the snapshot", size, [self._folder])
+
+    def _grow(self, size: int) -> None:
+        self._release()
+        try:
+            os.posix_fallocate(self.file, 0, size)
+        except OSError as error:
+            need = f"the snapshot of the state needs {size / 2**30:.1f} GiB of memory"
+            raise CheckpointError(f"{need}: {error.strerror} ({self._kind}, to which `ulimit -f` applies)") from error
+        self._map = mmap.mmap(self.file, size)
+        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._memory.zero_()  # touches every page now, without the GIL
+        if self._device.type == "cuda":
+            code = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), size, _PORTABLE))
+            if code != 0:
+                self._memory, self._map = torch.empty(0, dtype=torch.uint8), None
+                raise CheckpointError(f"could not pin {size / 2**30:.1f} GiB for the snapshot: CUDA error {code}")
+
+    def _release(self) -> None:
+        if self._map is not None and self._device.type == "cuda":
+            _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
+        self._views, self._layout, self._memory, self._map = [], [], torch.empty(0, dtype=torch.uint8), None
+
+
+class _SmallCopies:
+    """Copies the small tensors of a layout, as many as the kernel takes in each system call.
+
+    ``copy_`` takes 0.5 us per tensor however small it is, which for thousands of tensors is most of a save.
+    """
+
+    def __init__(self, layout: Sequence[Tensor], places: Sequence[int]) -> None:
+        sizes = [tensor.nbytes for tensor in layout]
+        self._places = sorted((at for at, size in enumerate(sizes) if 0 < size <= SMALL), key=places.__getitem__)
+        #: The positions of all other tensors in the layout.
+        self.others = [at for at, size in enumerate(sizes) if size > SMALL]
+        #: A ``struct iovec`` for each.
+        self._vectors = numpy.zeros((len(self._places), 2), numpy.uintp)
+        self._vectors[:, 1] = [sizes[at] for at in self._places]
+        #: Of each call: its first tensor, how many follow each other in the file, their offset and their size.
+        self._calls: list[list[int]] = []
+        end = -1
+        for number, at in enumerate(self._places):
+            if places[at] != end or self._calls[-1][1] == MOST_VECTORS:
+                self._calls.append([number, 0, places[at], 0])
+            self._calls[-1][1] += 1
+            self._calls[-1][3] += sizes[at]
+            end = places[at] + sizes[at]
+
+    def copy(self, file: int, addresses: Sequence[int]) -> bool:
+        """Writes them to the snapshot's file. Returns False if that failed, as the tensors may not be in memory."""
+        if not self._places:
+            return True
+        write = getattr(_LIBC, "pwritev", None)
+        if write is None:
+            return False
+        self._vectors[:, 0] = list(map(addresses.__getitem__, self._places))
+        start = self._vectors.ctypes.data
+        for first, count, offset, size in self._calls:
+            place = ctypes.c_void_p(start + first * self._vectors.strides[0])
+            if write(file, place, count, ctypes.c_long(offset)) != size:
+                return False
+        return True
+
+
+def _blocking_event() -> torch.cuda.Event:
+    """An event on which a waiting thread sleeps. With other events, it keeps a core busy."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
 
 #: Seconds that ``close`` waits for the writer to exit.
 EXIT_S = 5.0

@@ -1,19 +1,35 @@
-"""The state of a run's parts: from ``state_dict()`` to JSON and named tensors, and back."""
+"""The state of a run's parts: from ``state_dict()`` to JSON and named tensors, and back.
+
+``with_state`` makes parts of random generators, because those of torch, numpy and ``random`` have no ``state_dict``.
+
+``Blocks`` is the memory for the bytes of a checkpoint. Each large tensor has a separate block, so that a part can keep
+it. Processes share memory through a file without a name.
+"""
 
 from __future__ import annotations
 
 import base64
+import errno
 import math
+import mmap
+import os
+import random
+import sys
+import tempfile
+from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import nlargest
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from clusterddp.checkpoint.file_format import Tensor
-from clusterddp.checkpoint.memory_blocks import take_over
 from clusterddp.distributed.wrapping import bare
 from clusterddp.errors import CheckpointError
+from clusterddp.reporter import say
 
 #: Names in a checkpoint that are not parts.
 RESERVED = {"format", "attempt", "parent", "progress"}
@@ -439,3 +455,158 @@ _TAKEN = {"checksums", "__metadata__"}
 
 def below(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
+
+
+class GeneratorPart:
+    """A generator with ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, generator: Any, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self.generator, self._get, self._put = generator, get, put
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator's state."""
+        return {"state": self._get()}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """The inverse."""
+        self._put(state["state"])
+
+
+def with_state(part: Any) -> Any:
+    """A part for a ``torch.Generator``, a numpy ``Generator`` or ``RandomState``, or a ``random.Random``. Other parts
+    are returned as they are."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(part, torch.Generator):
+        return GeneratorPart(part, part.get_state, part.set_state)
+    if isinstance(part, random.Random):
+        return GeneratorPart(part, part.getstate, part.setstate)
+    if numpy is not None and isinstance(part, numpy.random.Generator):
+        bits = part.bit_generator
+        return GeneratorPart(part, lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if numpy is not None and isinstance(part, numpy.random.RandomState):
+        return GeneratorPart(part, lambda: part.get_state(legacy=False), part.set_state)
+    return part
+
+
+#: Bytes of the smallest tensor with its own block. Copies of smaller ones cost little.
+LARGE = 1 << 16
+#: The most blocks, for the largest tensors, because a process may have 65,530 mappings (``vm.max_map_count``).
+MOST = 1 << 12
+#: An attribute of a tensor, because the tensor passes through ``load_state_dict`` methods of torch and of the script,
+#: which pass on only tensors. A copy that one of them makes lacks the attribute.
+_OFFERED = "_clusterddp_offered"
+
+
+class Blocks:
+    """``size`` bytes, cut at both ends of each large span (start, stop). A block is freed once it is unused."""
+
+    def __init__(self, spans: Iterable[tuple[int, int]], size: int, allocate: Callable[[int], mmap.mmap]) -> None:
+        large = nlargest(MOST, (span for span in spans if span[1] - span[0] >= LARGE), lambda span: span[1] - span[0])
+        cuts = sorted({0, size, *(end for span in large for end in span)})
+        self._starts = cuts[:-1] or [0]
+        self._blocks = [memoryview(allocate(stop - start)) for start, stop in pairwise(cuts)]
+        self._large = set(large)
+
+    def views(self, start: int, stop: int) -> Iterator[memoryview]:
+        """The memory of these bytes, in order."""
+        number = bisect_right(self._starts, start) - 1
+        while start < stop:
+            block, first = self._blocks[number], self._starts[number]
+            view = block[start - first : stop - first]
+            yield view
+            start, number = start + len(view), number + 1
+
+    def bytes_of(self, start: int, stop: int) -> tuple[torch.Tensor, bool]:
+        """These bytes as a tensor, and whether no other tensor shares them."""
+        views = list(self.views(start, stop))
+        if len(views) != 1:  # it overlaps with another one, in a different program's file
+            return torch.frombuffer(bytearray().join(views), dtype=torch.uint8), True
+        alone = (start, stop) in self._large and len(views[0]) == stop - start
+        self._large.discard((start, stop))
+        return torch.frombuffer(views[0], dtype=torch.uint8), alone
+
+
+def offer(tensor: torch.Tensor) -> None:
+    """Lets a part keep this tensor, whose memory has no other user."""
+    setattr(tensor, _OFFERED, True)
+
+
+def take_over(tensor: torch.Tensor) -> bool:
+    """Whether a part may keep the tensor instead of a copy. Only the first caller may."""
+    if not getattr(tensor, _OFFERED, False):
+        return False
+    delattr(tensor, _OFFERED)
+    return True
+
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def anonymous_file(purpose: str, size: int, folders: Sequence[Path] = ()) -> tuple[int, str]:
+    """A memfd, else an unlinked file in /dev/shm, else in one of ``folders``: its descriptor and a description.
+
+    An unlinked file already has ``size`` bytes, a memfd none. A memfd does not count towards the limit of /dev/shm, and
+    none of these outlives its processes. Raises CheckpointError if no place has room.
+    """
+    try:
+        return _memfd("clusterddp"), "a memfd"
+    except OSError as error:
+        reasons = [f"memfd_create: {error.strerror}"]
+    for place in (SHARED_MEMORY, *folders):
+        try:
+            with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+                os.posix_fallocate(file.fileno(), 0, max(size, 1))
+                found = os.dup(file.fileno())
+        except OSError as error:
+            reasons.append(f"{place}: {error.strerror}")
+        else:
+            used = f"an unlinked file in {place}"
+            say(f"{purpose} is {used} ({', '.join(reasons)})")
+            return found, used
+    raise CheckpointError(f"could not allocate shared memory for {purpose}: {', '.join(reasons)}")
+
+
+def _memfd(name: str) -> int:
+    """``os.memfd_create``, also for a Python that was built on a system without it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    import ctypes
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
+    descriptor = call(name.encode(), 1) if call else -1  # MFD_CLOEXEC
+    if descriptor < 0:
+        number = ctypes.get_errno() if call else errno.ENOSYS
+        raise OSError(number, os.strerror(number))
+    return int(descriptor)
+
+
+def free_memory() -> int:
+    """Bytes that this process can still allocate: the machine's available memory, limited by its cgroups."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, name = line.split(":", 2)
+        if number == "0":
+            free = min(free, left_in_cgroups(Path("/sys/fs/cgroup"), name, "memory.max", "memory.current"))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            free = min(free, left_in_cgroups(Path("/sys/fs/cgroup/memory"), name, *names))
+    return free
+
+
+def left_in_cgroups(root: Path, name: str, limit: str, used: str) -> int:
+    """The bytes that a cgroup and its parents still allow, where the page cache counts as free."""
+    left = 1 << 62
+    folder = root / name.lstrip("/")
+    while folder != root.parent:
+        try:
+            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except OSError:
+            pass  # the root has no limits, and a container may hide the host's names
+        else:
+            if most != "max":
+                cache = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+                left = min(left, int(most) - now + cache)
+        folder = folder.parent
+    return max(0, left)

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import Content, Pieces
-from clusterddp.checkpoint.memory_blocks import Blocks, offer
-from clusterddp.checkpoint.state import TORCH_DTYPES, pack, tensor_facts, unpack
+from clusterddp.checkpoint.state import TORCH_DTYPES, Blocks, offer, pack, tensor_facts, unpack
 from clusterddp.distributed.collectives import PORTION, all_gather_numbers, broadcast_bytes, broadcast_json
 from clusterddp.errors import CheckpointError
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp import protocol
-from clusterddp.checks.clock import TimeServer
+from clusterddp.checks.node import TimeServer
 from clusterddp.checks.probe import JOB_FILE, RESULTS_FILE, START_S, TOGETHER_S, Place
 from clusterddp.entry import exit_with
 from clusterddp.failures.exit_status import ExitStatus

@@ -19,10 +19,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from clusterddp.checks import clock, folder
-from clusterddp.checks.check import Check, failed, guarded, ok, warning
-from clusterddp.checks.compute import GIB
-from clusterddp.checks.folder import MOUNTS, Mount, own_place
+from clusterddp.checks import node
+from clusterddp.checks.node import GIB, MOUNTS, Check, Mount, failed, guarded, ok, own_place, warning
 from clusterddp.errors import SlurmError, SlurmMissing
 from clusterddp.jobdef.job import Job
 from clusterddp.process import PACKAGE_FOLDER
@@ -58,9 +56,9 @@ def login_checks(environ: Mapping[str, str]) -> list[Check]:
 
 def of_the_runs_folder(runs: Path, table: str) -> Iterator[Check]:
     """Whether all nodes can see it, how much is free, and how long a durable write takes."""
-    there = folder.existing(runs)
+    there = node.existing(runs)
     made = "" if runs.is_dir() else " (not created yet)"
-    yield judge_mount(f"{runs}{made}", folder.mount_of(there, table))
+    yield judge_mount(f"{runs}{made}", node.mount_of(there, table))
     yield guarded("free space", _RUNS, lambda: judge_space(shutil.disk_usage(there).free, os.statvfs(there)))
     yield guarded("writes", _RUNS, lambda: timed_write(there))
 
@@ -91,9 +89,9 @@ def judge_space(free: int, status: os.statvfs_result) -> Check:
 def timed_write(there: Path) -> Check:
     """Writes a small file durably, and deletes it."""
     with tempfile.TemporaryDirectory(prefix=".clusterddp-doctor-", dir=there) as name:
-        seconds = folder.write_s(Path(name) / "file", "doctor")
+        seconds = node.write_s(Path(name) / "file", "doctor")
     found = f"write, fsync and rename take {1000 * seconds:.1f} ms"
-    if seconds > folder.SLOW_S:
+    if seconds > node.SLOW_S:
         advice = "saves will be slow. Check whether the file system is overloaded, or use a faster one"
         return warning("writes", found, advice, write_s=seconds)
     return ok("writes", found, write_s=seconds)
@@ -112,7 +110,7 @@ def judge_places(places: Mapping[str, Path], table: str) -> Check:
             advice = f"install it in a folder that all nodes share. Each node has its own {own}"
             return warning("python", f"{path} leads to {way}" if way != str(path) else found, advice, **values)
     for way, path in ways.items():
-        mount = folder.mount_of(folder.existing(Path(way).parent), table)
+        mount = node.mount_of(node.existing(Path(way).parent), table)
         if mount is not None and mount.shared is False and not way.startswith(tuple(f"{top}/" for top in SYSTEM)):
             advice = "`clusterddp doctor --nodes 2` tests whether the nodes also have it"
             return warning("python", f"{path} is on a local file system ({mount.kind})", advice, **values)
@@ -248,7 +246,7 @@ def judge_clock(theirs: float | None, before: float, after: float) -> Check:
     if theirs is None:
         return warning("clock", "scontrol does not print the controller's time", "compare the clocks by hand")
     ahead = max(0.0, theirs - after) + min(0.0, theirs + RESOLUTION_S - before)
-    if abs(ahead) > clock.MOST_S:
+    if abs(ahead) > node.MOST_S:
         found = f"the controller's clock differs from this host's by {ahead:+.0f} s"
         return warning("clock", found, "report it to the administrator. chrony or NTP must run on both", ahead_s=ahead)
     return ok("clock", "this host and the controller agree to the second", ahead_s=ahead)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.checks.check import FAILED, OK, Check, failed, worst
+from clusterddp.checks.node import FAILED, OK, Check, failed, worst
 from clusterddp.checks.probe import JOB_FILE, RESULTS_FILE, START_S, TOGETHER_S
 from clusterddp.errors import SlurmError
 from clusterddp.jobdef.configuration_files import find_configuration_files, read_configuration_files
@@ -149,7 +149,7 @@ def _no_results(job_id: str, state: str, nodes: str, folder: RunDirectory) -> st
     return (
         f"job {job_id} ended ({state}) {f'on {nodes}' if nodes else 'before it got a node'}. It left no results in "
         f"{folder.path.parent}{said}. The nodes must see that folder, the Python environment and the folder that you "
-        "submit in, at the same paths"
+        "submit from, at the same paths"
     )
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp import environment, protocol
-from clusterddp.checks import all_reduce, clock, compute, folder
-from clusterddp.checks.check import FAILED, Check, failed, guarded, ok, warning
+from clusterddp.checks import node as clock
+from clusterddp.checks.node import FAILED, Check, failed, guarded, ok, warning
 from clusterddp.reporter import counted
 from clusterddp.worker.control_channel import keep_alive, send_line
 from clusterddp.worker.rank import interface_of, reserve_port
@@ -102,9 +102,9 @@ def of_the_node(ranks: RankEnvironment, where: Path, address: str) -> Iterator[C
 
 def write(where: Path, node: str) -> Check:
     """Writes a file that the other nodes then look for."""
-    seconds = folder.write_s(_mark(where, node), node)
+    seconds = clock.write_s(_mark(where, node), node)
     found = f"durable write {1000 * seconds:.1f} ms"
-    if seconds > folder.SLOW_S:
+    if seconds > clock.SLOW_S:
         return warning("folder", found, "saves will be slow. Use a faster file system", write_s=seconds)
     return ok("folder", found, write_s=seconds)
 
@@ -170,10 +170,10 @@ def of_the_device(ranks: RankEnvironment) -> Iterator[Check]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         yield failed("device", str(error), _NO_GPU.format(visible))
         return
-    yield guarded("device", compute.REPLACE, lambda: compute.identify(device))
+    yield guarded("device", clock.REPLACE, lambda: clock.identify(device))
     if device.type == "cuda":
-        yield guarded("health", compute.REPLACE, lambda: compute.health(device))
-    yield guarded("compute", compute.REPLACE, lambda: compute.multiply(device))
+        yield guarded("health", clock.REPLACE, lambda: clock.health(device))
+    yield guarded("compute", clock.REPLACE, lambda: clock.multiply(device))
 
 
 # --- with all others
@@ -190,7 +190,7 @@ def together(ranks: RankEnvironment, place: Place, where: Path, first_host: str)
 def visible(where: Path, nodes: Sequence[str]) -> Check:
     """Whether the files that the other nodes have written appear here."""
     started = time.monotonic()
-    missing = folder.unseen({_mark(where, node): node for node in nodes}, VISIBLE_S)
+    missing = clock.unseen({_mark(where, node): node for node in nodes}, VISIBLE_S)
     seconds = time.monotonic() - started
     if missing:
         names = ", ".join(node for node in nodes if _mark(where, node) in missing)
@@ -211,21 +211,26 @@ def judge_clock(ahead_s: float, trip_s: float) -> Check:
 
 def reduced(ranks: RankEnvironment, place: Place, device: torch.device) -> Check:
     """An all-reduce over all ranks that take part."""
-    from clusterddp.distributed.process_group import ProcessGroup, backend_of, choose_backend
-    from clusterddp.distributed.store import AttemptStore, StoreAddress
+    from clusterddp.distributed.process_group import (
+        AttemptStore,
+        ProcessGroup,
+        StoreAddress,
+        backend_of,
+        choose_backend,
+    )
 
     own = dataclasses.replace(ranks, rank=place.rank, world_size=place.world_size)
     backend = choose_backend(None, device)
     address = StoreAddress(place.store_host, place.store_port, os.environ[protocol.TOKEN])
     group = ProcessGroup(own, device, backend, AttemptStore(own, address, GROUP_S))
-    elements = all_reduce.GPU_ELEMENTS if group.over_nccl else all_reduce.CPU_ELEMENTS
+    elements = clock.GPU_ELEMENTS if group.over_nccl else clock.CPU_ELEMENTS
     used = backend_of(backend, device.type)
-    right = all_reduce.sum_is_right(group.collective_device, elements, GROUP_S)
+    right = clock.sum_is_right(group.collective_device, elements, GROUP_S)
     if not right:
-        return failed("all-reduce", f"wrong sum over {place.world_size} ranks ({used})", compute.REPLACE)
+        return failed("all-reduce", f"wrong sum over {place.world_size} ranks ({used})", clock.REPLACE)
     if place.world_size == 1:
         return ok("all-reduce", f"correct sum, one rank ({used})")
-    speed = all_reduce.bandwidth(group.collective_device, elements)
+    speed = clock.bandwidth(group.collective_device, elements)
     found = f"correct sum over {place.world_size} ranks, {speed / 1e9:.2f} GB/s ({used})"
     return ok("all-reduce", found, bus_bytes_per_s=round(speed), ranks=place.world_size)
 

@@ -1,4 +1,8 @@
-"""``clusterddp doctor``: what a run needs, checked on the login node or, with ``--nodes``, on nodes."""
+"""Commands about the cluster: ``doctor``, ``bench`` and ``nodes``.
+
+``doctor`` checks what a run needs, on the login node or, with ``--nodes``, on nodes. ``bench`` submits a packaged
+benchmark and shows its output. ``nodes`` lists the nodes on which runs failed, with a text for the administrator.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,19 @@ import os
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from clusterddp.checks.check import FAILED, Check, worst
 from clusterddp.checks.login_node import login_checks, slurm_checks
+from clusterddp.checks.node import FAILED, Check, worst
 from clusterddp.checks.nodes_job import check_nodes, summary
+from clusterddp.cli import options, submit
 from clusterddp.errors import UsageError
+from clusterddp.failures.node_memory import FOLDER, by_node, is_avoided, letter, recall, weight
+from clusterddp.reporter import counted, duration, put, show
+from clusterddp.rundir.run_directory import runs_folder
 
 #: The format of ``--json``.
 SCHEMA = 1
@@ -22,7 +32,7 @@ SCHEMA = 1
 OF_THE_JOB = {"gpus_per_node": "--gpus", "device": "--device", "account": "-A"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``doctor``."""
     parser.add_argument("-N", "--nodes", type=int, metavar="N", help="check N nodes with a job of about a minute")
     parser.add_argument(
@@ -38,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
-def run(arguments: argparse.Namespace, _: object) -> int:
+def run_doctor(arguments: argparse.Namespace, _: object) -> int:
     """Prints a row per check, or per node. Returns 0 if none failed."""
     if arguments.nodes is None:
         if given := [option for key, option in OF_THE_JOB.items() if getattr(arguments, key) is not None]:
@@ -95,3 +105,54 @@ def _wrapped(text: str, columns: int, first: str = "", others: str = "") -> list
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+BENCHMARKS = Path(__file__).parents[1] / "bench"
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``bench``: the name of a benchmark, and the options of ``submit``."""
+    options.add_arguments(parser, "collectives", "the benchmark")
+
+
+def run_bench(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
+    """Runs ``bench`` and returns the exit code."""
+    names = sorted(path.stem for path in BENCHMARKS.glob("*.yaml"))
+    if arguments.target not in names:
+        given = f"unknown benchmark {arguments.target!r}" if arguments.target else "no benchmark given"
+        raise UsageError(f"bench: {given}. Available: {', '.join(names)}")
+    arguments.target = str(BENCHMARKS / f"{arguments.target}.yaml")
+    arguments.follow = not (arguments.local or arguments.here or arguments.dry_run or arguments.sweep)
+    return submit.run(arguments, script_arguments)
+
+
+def add_nodes_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nodes``."""
+    parser.add_argument(
+        "folder", nargs="?", type=Path, metavar="FOLDER",
+        help="the folder of runs (default: $CLUSTERDDP_RUNS, else ./runs)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--group", action="store_true", help="also count failures that other members of the folder's group recorded"
+    )
+
+
+def run_nodes(arguments: argparse.Namespace, _: object) -> int:
+    """Prints the nodes, those with the newest failure first."""
+    folder, now = arguments.folder or runs_folder(os.environ), time.time()
+    if arguments.folder and not folder.is_dir():
+        raise UsageError(f"nodes: {folder} is not a folder. Expected the folder that holds your run directories")
+    nodes = by_node(recall(folder / FOLDER, arguments.group, now))
+    if not nodes:
+        show(f"No node failures from the last week are recorded in {folder}.")
+        return 0
+    for node, failures in nodes.items():
+        runs = counted(len({failure.run for failure in failures}), "run")
+        ago = duration(max(0.0, now - failures[0].time))
+        avoided = "new jobs avoid it" if is_avoided(failures, now) else "new jobs may use it"
+        times = counted(len(failures), "failure")
+        put(f"{node}: {times} in {runs}, the last {ago} ago ({failures[0].what}), {avoided}")
+    for node, failures in nodes.items():
+        if weight(failures, now):
+            put(f"\nTo send to the cluster's administrator:\n\n{letter(node, failures)}")
+    return 0

@@ -8,14 +8,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterddp.cli import live
-from clusterddp.cli.live import INDENT, Fact, Size, composed, fact_lines, labelled
+from clusterddp.cli.live import (
+    EVERY_S,
+    INDENT,
+    Fact,
+    Size,
+    View,
+    composed,
+    encoding,
+    fact_lines,
+    labelled,
+    watch,
+)
 from clusterddp.errors import UsageError
 from clusterddp.events import sentence
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.report import gpus
+from clusterddp.report import efficiency
 from clusterddp.report.booking import Booking
 from clusterddp.report.efficiency import Spent, advice
 from clusterddp.report.stragglers import scores
@@ -24,19 +34,8 @@ from clusterddp.rundir.progress import curve, main_metric
 from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, as_typed, open_run
 from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import TimedInterval
-from clusterddp.runs.run_status import (
-    Event,
-    booked,
-    code_of,
-    full_report,
-    intervals_of,
-    left_s,
-    looked_at,
-    moment,
-    stalled_s,
-    state_sentence,
-    values,
-)
+from clusterddp.runs.run_report import booked, left_s, moment, stalled_s, values
+from clusterddp.runs.run_status import Event, code_of, full_report, intervals_of, looked_at, state_sentence
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState
 from clusterddp.supervisor.limits import SAVED_ITSELF, attempts_made
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     if arguments.watch:
         names = list(dict.fromkeys(name for name in arguments.show.split(",") if name))
         queue = PacedQueue()
-        return live.watch(lambda size: _view(run, names, size, queue))
+        return watch(lambda size: _view(run, names, size, queue))
     if arguments.show:
         raise UsageError("--show requires --watch. Without --watch, status shows all metrics of the last step")
     if arguments.json:
@@ -119,7 +118,7 @@ def _history(events: Sequence[Event]) -> list[str]:
 _WATCHED = ("run", "state", "progress", "slow", "gpus", "curves", "time", "nodes", "attempts")
 
 
-def _view(run: RunDirectory, metrics: list[str], size: Size | None, queue: PacedQueue) -> live.View:
+def _view(run: RunDirectory, metrics: list[str], size: Size | None, queue: PacedQueue) -> View:
     """What --watch shows on a terminal of this size."""
     events, now = run.events(), time.time()
     summary, state = looked_at(run, metrics, queue)
@@ -128,9 +127,9 @@ def _view(run: RunDirectory, metrics: list[str], size: Size | None, queue: Paced
         facts["run"] = [("run", clipped(one_line(as_typed(run.path)), size.columns - INDENT, keep_end=True))]
     above = fact_lines([fact for subject in _WATCHED for fact in facts[subject]], size.columns if size else None)
     over = state.word in OVER
-    end = "the run is over" if over else f"{time.strftime('%H:%M:%S')}, every {live.EVERY_S:.0f} s until Ctrl-C"
+    end = "the run is over" if over else f"{time.strftime('%H:%M:%S')}, every {EVERY_S:.0f} s until Ctrl-C"
     history = [" ".join(line.split()) for line in _history(events)]
-    return live.View(composed([*above, ""], history, end, size), over)
+    return View(composed([*above, ""], history, end, size), over)
 
 
 def _curves(summary: Summary, metrics: list[str], events: Sequence[Event], size: Size | None) -> list[Fact]:
@@ -140,7 +139,7 @@ def _curves(summary: Summary, metrics: list[str], events: Sequence[Event], size:
     main = main_metric(values(summary))
     for name in metrics or ([main] if main else []):
         points = curve(summary.run.metrics_file, name, CURVE_COLUMNS, events)
-        words = labelled(points, min(room, CURVE_COLUMNS), live.encoding()) or "no value logged"
+        words = labelled(points, min(room, CURVE_COLUMNS), encoding()) or "no value logged"
         facts.append((name, words))
     return facts
 
@@ -220,7 +219,7 @@ def _best(events: Sequence[Event]) -> Sequence[Fact]:
 
 def _gpus(intervals: Sequence[TimedInterval]) -> Sequence[Fact]:
     """What the GPUs did in the newest steps."""
-    words = gpus.sentence(gpus.newest(intervals))
+    words = efficiency.gpu_sentence(efficiency.newest_gpu_rows(intervals))
     return [("gpus", words)] if words else []
 
 
@@ -254,9 +253,13 @@ def _idle(events: Sequence[Event]) -> Sequence[Fact]:
 
 def _excluded(events: Sequence[Event], now: float) -> Sequence[Fact]:
     """The nodes that the next jobs exclude."""
-    failed = exclusion.excluded(events, now)
-    wanted = [node for node in exclusion.left_out(events, now) if node not in failed]
-    reasons = ((failed, "failed repeatedly in this run"), (wanted, "by `clusterddp requeue --exclude`"))
+    failed, slow = exclusion.excluded(events, now), exclusion.slow(events, now)
+    wanted = [node for node in exclusion.left_out(events, now) if node not in (*failed, *slow)]
+    reasons = (
+        (failed, "failed repeatedly in this run"),
+        (slow, "slow in this run"),
+        (wanted, "by `clusterddp requeue --exclude` or `clusterddp tell drain`"),
+    )
     return [("excluded", f"{', '.join(nodes)}: {reason}") for nodes, reason in reasons if nodes]
 
 

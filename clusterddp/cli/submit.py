@@ -129,13 +129,13 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         return 0
     rank = arguments.debug
     if rank is not None and not 0 <= rank < job.world_size:
-        raise UsageError(f"--debug {rank}: the job has the ranks 0 to {job.world_size - 1}")
+        raise UsageError(f"--debug {rank}: the job has ranks 0 to {job.world_size - 1}")
     run, job_id = submit_to_slurm(job, arguments.run_dir, Content(fork=arguments.fork, debug_rank=rank))
     if not sys.stdout.isatty():
         print(job_id, flush=True)
     show(f"See the run's state with: clusterddp status {run.quoted}")
     if rank is not None:
-        from clusterddp.cli.shell import debug
+        from clusterddp.cli.steering import debug
 
         return debug(run, rank)
     if arguments.wait or arguments.follow:

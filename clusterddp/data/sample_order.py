@@ -1,4 +1,4 @@
-"""The parts of every order of samples: base classes, arguments, and permutations without a list.
+"""The orders of one dataset, shuffled, in sequence, by shard, by length or weighted, and the parts of every order.
 
 A run takes its samples from one endless stream. Step s with global batch B takes positions s * B to (s + 1) * B - 1,
 and each rank its slice of them. An order is a pure function from a position to the sample there, so that the
@@ -7,6 +7,23 @@ position is all that a checkpoint needs, any step is found at once, and the numb
 Arguments of orders may be many numbers (weights, lengths and labels), as lists, arrays, memory maps or tensors. Random
 permutations need no list, because the image of any place is computed from a key. They use only integer arithmetic of
 this module: numpy and torch may change their permutations between versions, and a run must keep its order.
+
+Shuffled and in sequence: each sample once per epoch.
+
+By shard: shards in a random order, and samples mixed within windows, so that reads are nearly sequential. In each epoch
+the shards are laid end to end in a different order. That row of samples is cut into windows, at places that differ from
+epoch to epoch, and the samples are shuffled within each window.
+
+By length: batches of samples of similar length, each sample once per epoch. The samples are sorted by length once. In
+each epoch they are mixed within buckets, stretches of that sorted list whose bounds move from epoch to epoch. The list
+is then cut into global batches, which come in a random order. An epoch need not begin or end with a step: its first
+samples fill the last step of the previous epoch. They come from the same place of the sorted list as that epoch's last
+ones, a random one, so that this step also has similar lengths.
+
+Weighted: samples are drawn with replacement, each with a probability in proportion to its weight. Draw p of the endless
+stream is a function of (seed, p) alone: a random point below the sum of all weights, and the sample whose weight covers
+it. The weights are summed over blocks. A draw finds its block by bisection and its sample within the block, so that
+10^9 weights need 8 million sums.
 """
 
 from __future__ import annotations
@@ -15,15 +32,19 @@ import hashlib
 import itertools
 import math
 import operator
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import repeat
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from clusterddp.data import randomness
 
 #: (epoch, index), or (epoch, index, draw) if an epoch may have a sample twice. All of it seeds the random augmentation,
 #: so that equal samples of a stream get the same one.
@@ -303,3 +324,328 @@ def _added(half: Words, other: Words, key: np.uint64, size: np.uint64) -> Words:
     words >>= _32  # the upper 32 bits of a product: a random number below the size
     words += half
     return np.minimum(words, words - size)  # modulo: the sum is below 2 * size, and a negative difference wraps around
+
+
+_RANDPERM = "shuffled-1"
+
+
+class Shuffled(Order):
+    """Each epoch in its own random order. ``version``: if None, the newest for a new run, else the run's."""
+
+    unlabelled = _RANDPERM
+
+    def __init__(self, version: int | None = None) -> None:
+        if version not in (None, 1, 2):
+            raise ValueError(f"shuffled(version={version!r}): expected 1 or 2")
+        self._version = version
+
+    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
+        version = self._version or (1 if label == _RANDPERM else 2)
+        return _Randperm(to) if version == 1 else _Permuted(to)
+
+
+class Sequential(Order):
+    """The dataset's own order in each epoch."""
+
+    unlabelled = "sequential"
+
+    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
+        return _InSequence("sequential", to.of_epoch(to.length))
+
+
+class _InSequence(EpochOrder):
+    def indices(self, epoch: int, start: int, stop: int) -> list[int]:  # noqa: ARG002
+        return list(range(start, stop))
+
+
+class _Permuted(ArrayOrder):
+    def __init__(self, to: Binding) -> None:
+        super().__init__("shuffled-2", to.of_epoch(to.length))
+        self._permutation = lru_cache(2)(lambda epoch: Permutation(to.length, "shuffled", to.seed, epoch))
+
+    def at(self, epoch: int, places: Indices) -> Indices:
+        return self._permutation(epoch)(places)
+
+
+class _Randperm(EpochOrder):
+    """The order from before orders had labels. It lists all samples, which takes seconds for 10^8 of them."""
+
+    def __init__(self, to: Binding) -> None:
+        super().__init__(_RANDPERM, to.of_epoch(to.length))
+        self._samples, self._seed = to.length, to.seed
+        self._epoch, self._indices = -1, torch.empty(0, dtype=torch.int64)
+
+    def indices(self, epoch: int, start: int, stop: int) -> list[int]:
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(randomness.hash32("order", self._seed, epoch))
+            self._indices, self._epoch = torch.randperm(self._samples, generator=generator), epoch
+        return self._indices[start:stop].tolist()
+
+
+class ByShard(Order):
+    """``window``: in samples."""
+
+    def __init__(self, window: int) -> None:
+        self._window = count_of(window, "window", "a number of samples")
+
+    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
+        lengths = getattr(to.dataset, "shard_lengths", None)
+        if lengths is None:
+            raise TypeError(
+                f"orders.by_shard() needs a dataset with shards, such as those of clusterddp.streams, but "
+                f"{type(to.dataset).__name__} has no shard_lengths"
+            )
+        lengths = np.asarray(lengths, dtype=np.int64)
+        if lengths.sum() != to.length:
+            raise ValueError(f"shard_lengths adds up to {lengths.sum()} samples, but the dataset has {to.length}")
+        return _Windows(lengths, self._window, to)
+
+
+class _ShardEpoch:
+    """Where the samples of an epoch are."""
+
+    def __init__(self, lengths: Indices, starts: Indices, window: int, seed: int, number: int) -> None:
+        order = Permutation(lengths.size, "by_shard", seed, number)(np.arange(lengths.size))
+        self._ends = np.cumsum(lengths[order])
+        #: What is added to a place in the row to have the sample's index.
+        self._moves = starts[order] - (self._ends - lengths[order])
+        self._window, self._key = window, (seed, number)
+        self._shift = int(keys("by_shard shift", seed, number)[0]) % window
+        self._mixing = lru_cache(64)(self._mixing_of)
+
+    def at(self, places: Indices) -> Indices:
+        """The samples at these places of the epoch."""
+        windows = (places + self._shift) // self._window
+        for window in np.unique(windows).tolist():
+            inside = windows == window
+            first, mixing = self._mixing(window)
+            places[inside] = mixing(places[inside] - first) + first
+        found: Indices = places + self._moves[np.searchsorted(self._ends, places, side="right")]
+        return found
+
+    def _mixing_of(self, window: int) -> tuple[int, Permutation]:
+        """A window's first place, and the permutation of its places."""
+        first = max(0, window * self._window - self._shift)
+        stop = min(int(self._ends[-1]), (window + 1) * self._window - self._shift)
+        return first, Permutation(stop - first, "by_shard window", *self._key, window)
+
+
+class _Windows(ArrayOrder):
+    def __init__(self, lengths: Indices, window: int, to: Binding) -> None:
+        label = f"by_shard-1 (window {window}, {lengths.size} shards {short_hash(lengths)})"
+        super().__init__(label, to.of_epoch(to.length))
+        starts = np.cumsum(lengths) - lengths
+        self._epoch = lru_cache(2)(lambda number: _ShardEpoch(lengths, starts, window, to.seed, number))
+
+    def at(self, epoch: int, places: Indices) -> Indices:
+        return self._epoch(epoch).at(places)
+
+
+#: The fewest global batches of a bucket, if there are as many.
+_BATCHES = 4
+
+
+class Bucketed(Order):
+    """``lengths``: of each sample. ``buckets``: how many there are at most."""
+
+    def __init__(self, lengths: Any, buckets: int) -> None:
+        values = array_of(lengths, "lengths")
+        buckets = count_of(buckets, "buckets", "the number of buckets")
+        if np.isnan(values).any():
+            raise ValueError(f"lengths: the length of sample {np.flatnonzero(np.isnan(values))[0]} is nan")
+        # Samples of equal length are in a random order, or neighbours in the dataset would share a bucket.
+        self._sorted = np.lexsort((mixed(np.arange(values.size, dtype=np.uint64)), values))
+        self._buckets = buckets
+        self._label = f"bucketed-1 ({buckets} buckets, lengths {short_hash(self._sorted)})"
+
+    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
+        check_length(self._sorted, to.length, "lengths")
+        return _Buckets(self._label, self._sorted, self._buckets, to)
+
+
+class _BucketEpoch:
+    """Where an epoch's batches are in the sorted list."""
+
+    def __init__(self, samples: int, width: int, number: int, to: Binding) -> None:
+        self._samples, self._width, self._batch, self._key = samples, width, to.global_batch, (to.seed, number)
+        #: Samples that belong to the last step of the epoch before, whole batches, and samples of the next such step.
+        self._head = min(-number * to.of_epoch(samples) % self._batch, samples)
+        self._whole, self._tail = divmod(samples - self._head, self._batch)
+        self._head_at, self._tail_at = (_edge(to.seed, edge, self._whole) for edge in (number, number + 1))
+        self._shift = int(keys("bucketed shift", to.seed, number)[0]) % width
+        self._order = Permutation(self._whole, "bucketed batches", to.seed, number)
+        self._mixing = lru_cache(64)(self._mixing_of)
+
+    def at(self, offsets: Indices) -> Indices:
+        """Places in the sorted list of the epoch's samples at these offsets."""
+        return self._mixed(self._places(offsets))
+
+    def _places(self, offsets: Indices) -> Indices:
+        """Before samples are mixed within their buckets."""
+        head, tail, batch = self._head, self._tail, self._batch
+        number, inside = np.divmod(offsets - head, batch)
+        found = self._head_at * batch + (tail if self._tail_at < self._head_at else 0) + offsets
+        last = number >= self._whole
+        found[last] = self._tail_at * batch + (head if self._head_at <= self._tail_at else 0) + inside[last]
+        whole = (offsets >= head) & ~last
+        numbers = self._order(number[whole])
+        before = head * (numbers >= self._head_at) + tail * (numbers >= self._tail_at)
+        found[whole] = numbers * batch + before + inside[whole]
+        return found
+
+    def _mixed(self, places: Indices) -> Indices:
+        buckets = (places + self._shift) // self._width
+        for bucket in np.unique(buckets):
+            inside = buckets == bucket
+            first, mixing = self._mixing(int(bucket))
+            places[inside] = mixing(places[inside] - first) + first
+        return places
+
+    def _mixing_of(self, bucket: int) -> tuple[int, Permutation]:
+        """A bucket's first place, and the permutation of its places."""
+        first = max(0, bucket * self._width - self._shift)
+        stop = min(self._samples, (bucket + 1) * self._width - self._shift)
+        return first, Permutation(stop - first, "bucketed", *self._key, bucket)
+
+
+class _Buckets(ArrayOrder):
+    def __init__(self, label: str, in_order: Indices, buckets: int, to: Binding) -> None:
+        super().__init__(label, to.of_epoch(to.length))
+        self._sorted = in_order
+        width = -(-to.length // max(1, min(buckets, to.length // (_BATCHES * to.global_batch))))
+        self._epoch = lru_cache(2)(lambda number: _BucketEpoch(to.length, width, number, to))
+
+    def at(self, epoch: int, places: Indices) -> Indices:
+        found: Indices = self._sorted[self._epoch(epoch).at(places)]
+        return found
+
+
+def _edge(seed: int, number: int, whole: int) -> int:
+    """Before which of an epoch's whole batches the step is that it shares with a neighbour."""
+    return int(keys("bucketed edge", seed, number)[0]) * (whole + 1) >> 64
+
+
+#: The most blocks; below, a block is one sample.
+_BLOCKS = 1 << 23
+#: Weights that are read at once when they are summed.
+_CHUNK = 1 << 20
+_GOLDEN, _11 = np.uint64(0x9E3779B97F4A7C15), np.uint64(11)
+
+Floats = npt.NDArray[np.float64]
+
+
+class Weighted(Order):
+    """``weights``: per sample or, with ``labels``, per class."""
+
+    def __init__(self, weights: Any, labels: Any, num_samples: int | None) -> None:
+        self._weights = array_of(weights, "weights")
+        self._labels = None if labels is None else _labels(labels)
+        if self._labels is not None:
+            _check_labels(self._labels, self._weights.size)
+        self._num_samples = optional_count(num_samples, "num_samples", "the number of draws per epoch")
+        self._table: _Table | None = None
+
+    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
+        per_sample = self._weights if self._labels is None else self._labels
+        check_length(per_sample, to.length, "weights" if self._labels is None else "labels")
+        if self._table is None:
+            self._table = _Table(self._weights, self._labels)
+        samples = self._num_samples or to.length
+        label = f"weighted-1 ({samples} per epoch, weights {self._table.hash})"
+        return _Draws(label, to.of_epoch(samples), self._table, to.seed)
+
+
+class _Draws(ArrayOrder):
+    repeats = True
+
+    def __init__(self, label: str, length: int, table: _Table, seed: int) -> None:
+        super().__init__(label, length)
+        self._table, self._key = table, keys("weighted", seed)[0]
+
+    def at(self, epoch: int, places: Indices) -> Indices:
+        draws = (places + epoch * self.length).astype(np.uint64)
+        points = (mixed(draws * _GOLDEN + self._key) >> _11) * 2.0**-53
+        return self._table.find(points)
+
+
+class _Table:
+    """Finds the sample that covers a point of the weights laid end to end."""
+
+    def __init__(self, weights: Array, labels: Array | None) -> None:
+        self._classes = None if labels is None else weights
+        of = weights if labels is None else labels
+        self._block = 1 << max(0, (-(-of.size // _BLOCKS) - 1).bit_length())
+        whole = of.size // self._block * self._block
+        self._blocks, self._rest = of[:whole].reshape(-1, self._block), of[whole:]
+        sums, checksums = [], []
+        for start in range(0, of.size, _CHUNK):
+            values = self._weights(of[start : start + _CHUNK])
+            _check_weights(values, start)
+            checksums.append(zlib.crc32(values.data))  # ten times as fast as a hash
+            padded = np.zeros(-(-values.size // self._block) * self._block)
+            padded[: values.size] = values
+            sums.append(np.cumsum(padded.reshape(-1, self._block), axis=1)[:, -1].copy())
+        with np.errstate(over="ignore"):
+            self._ends = np.cumsum(np.concatenate(sums))
+        self.hash = short_hash(*checksums)
+        if not self._ends[-1] > 0:
+            raise ValueError("weights: all are 0")
+        if not np.isfinite(self._ends[-1]):
+            raise ValueError("weights: their sum is too large for a float. Divide all of them by the largest")
+
+    def _weights(self, of: Array) -> Floats:
+        """The weights of stored values, which are weights or labels."""
+        return np.ascontiguousarray(of if self._classes is None else self._classes[of], dtype=np.float64)
+
+    def find(self, fractions: Floats) -> Indices:
+        """The samples at fractions of the sum of all weights, 0 <= fraction < 1. None has weight 0."""
+        ends = self._ends
+        points = np.minimum(fractions * ends[-1], np.nextafter(ends[-1], 0))
+        blocks: Indices = np.searchsorted(ends, points, side="right")
+        if self._block == 1:
+            return blocks
+        sums = np.cumsum(self._in_blocks(blocks), axis=1)
+        rest = points - np.where(blocks > 0, ends[blocks - 1], 0)
+        rest = np.minimum(rest, np.nextafter(sums[:, -1], 0))  # rounding
+        found: Indices = blocks * self._block + (sums <= rest[:, None]).sum(axis=1)
+        return found
+
+    def _in_blocks(self, blocks: Indices) -> Floats:
+        """The weights of all samples in each block. 0 beyond the last sample."""
+        found = np.zeros((blocks.size, self._block))
+        whole = blocks < len(self._blocks)
+        found[whole] = self._weights(self._blocks[blocks[whole]])
+        found[~whole, : self._rest.size] = self._weights(self._rest)
+        return found
+
+
+def _check_weights(values: Floats, start: int) -> None:
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if wrong.size:
+        raise ValueError(f"weights: the weight of sample {start + wrong[0]} is {values[wrong[0]]}, expected 0 or more")
+
+
+def _labels(values: Any) -> Array:
+    """Booleans as numbers, because numpy would take them for a mask."""
+    found = array_of(values, "labels")
+    return found.view(np.uint8) if found.dtype.kind == "b" else found
+
+
+def _check_labels(labels: Array, classes: int) -> None:
+    if labels.dtype.kind not in "iu":
+        raise TypeError(f"labels: expected the class number of each sample, got {labels.dtype}")
+    if labels.size and (labels.min() < 0 or labels.max() >= classes):
+        raise ValueError(
+            f"labels are {labels.min()} to {labels.max()}, but there are weights for classes 0 to {classes - 1}"
+        )
+
+
+def class_weights(labels: Any) -> Floats:
+    """See ``clusterddp.orders.class_weights``."""
+    values = _labels(labels)
+    classes = int(values.max(initial=0)) + 1
+    _check_labels(values, classes)
+    counts = np.zeros(classes, dtype=np.int64)
+    for start in range(0, values.size, _CHUNK):  # bincount makes a copy, eight times as large as that of bytes
+        counts += np.bincount(values[start : start + _CHUNK].astype(np.int64), minlength=classes)
+    return np.divide(values.size, counts * np.count_nonzero(counts), out=np.zeros(counts.size), where=counts > 0)

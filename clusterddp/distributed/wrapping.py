@@ -1,4 +1,8 @@
-"""Wraps the user's model in DistributedDataParallel such that a resumed run sums gradients in the same order."""
+"""Wraps the user's model in DistributedDataParallel such that a resumed run is exact.
+
+It sums gradients in the same order. The buffers of the run's models, above all BatchNorm's running statistics, are kept
+and rewound with the step.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -188,3 +192,164 @@ def _check_first_backward(wrapped: DistributedDataParallel) -> None:
         if parameter.requires_grad
     ]
     handles.append(wrapped.register_forward_pre_hook(end))
+
+
+#: Larger buffers are not copied in each step: tables and masks, which seldom change.
+LARGEST_COPY_BYTES = 1 << 20
+#: Buffers by part and name.
+Named: TypeAlias = dict[str, dict[str, torch.Tensor]]
+
+
+class Buffers:
+    """Keeps the buffers equal on all ranks, and free of steps that are not done. ``parts``: those of the run.
+
+    After a forward, each rank has the statistics of its own batch. DDP broadcasts rank 0's before the next forward. An
+    average or an evaluation in between would see other values after a resume, which restores rank 0's on all ranks.
+    Therefore ``share`` broadcasts earlier: after the optimizer has stepped, and at the end of each step of the loop.
+
+    DDP does not broadcast after a forward inside ``no_sync`` or without gradients, and neither does ``share``. Each
+    rank then has its own buffers until after the next forward whose gradients are reduced. A stop meanwhile saves those
+    of all ranks.
+
+    A stop may come between a step's forward and its optimizer's step, in an evaluation there. The step is repeated
+    after the resume, so its forward must not count: ``rewind`` restores the buffers from before the step.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], world_size: int) -> None:
+        modules = [module for part in parts.values() for module in ddp_modules(part)]
+        #: The modules that have buffers. DDP looks for them when it is made, and does not broadcast later ones.
+        self._modules = [module for module in modules if module.modules_buffers]
+        self._trained_by = {
+            id(part): [module for module in self._modules if trained_parameters(part) & set(module.parameters())]
+            for part in optimizers(parts).values()
+        }
+        every = (part for part in parts.values() if isinstance(part, torch.nn.Module))
+        owners = dict.fromkeys(module for part in every for module in part.modules())
+        #: The buffers in a checkpoint, by owner and name: a forward may also assign other tensors to them.
+        self._names = [(m, name) for m in owners for name in m._buffers.keys() - m._non_persistent_buffers_set]
+        self._before: list[torch.Tensor | None] = []
+        self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._large: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        #: Of modules in DDP, those in a checkpoint by part and name: the module in DDP, the owner, the name there.
+        self._in_ddp = {
+            name: found for name, part in parts.items() if world_size > 1 and (found := _saved_in_ddp(part))
+        }
+        #: The same of each module in DDP, and their versions when all ranks last had the same.
+        self._of_module: dict[DistributedDataParallel, list[tuple[torch.nn.Module, str]]] = {}
+        self._equal: dict[DistributedDataParallel, list[tuple[torch.Tensor | None, int]]] = {}
+        for module, owner, name in (one for found in self._in_ddp.values() for one in found.values()):
+            self._of_module.setdefault(module, []).append((owner, name))
+        #: The modules whose buffers may differ between ranks.
+        self._apart = {module for module in self._of_module if not module.broadcast_buffers}
+        #: On rank 0, after the ranks have met in this step: the buffers of each that differ from rank 0's.
+        self.gathered: list[Named] | None = None
+
+    def share(self, optimizer: Any = None) -> None:
+        """Broadcasts rank 0's buffers, of the models that an optimizer trains, or of all. Collective."""
+        for module in self._modules if optimizer is None else self._trained_by.get(id(optimizer), ()):
+            if module._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+                module._sync_buffers()  # type: ignore[no-untyped-call]
+                module.require_forward_param_sync = False
+                self._note_equal(module)
+                self._apart.discard(module)
+            elif optimizer is None and self._changed(module):
+                self._apart.add(module)
+
+    def _note_equal(self, module: DistributedDataParallel) -> None:
+        buffers = [owner._buffers.get(name) for owner, name in self._of_module.get(module, ())]
+        self._equal[module] = [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
+
+    def _changed(self, module: DistributedDataParallel) -> bool:
+        """Whether this rank has changed a module's buffers since all had the same."""
+        for (owner, name), (buffer, version) in zip(self._of_module.get(module, ()), self._equal[module], strict=True):
+            now = owner._buffers.get(name)
+            if now is not buffer or (now is not None and now._version != version):
+                return True
+        return False
+
+    def in_ddp(self) -> Named:
+        """The buffers of modules in DDP that a checkpoint has."""
+        return {
+            part: {n: buffer for n, (_, owner, key) in found.items() if (buffer := owner._buffers.get(key)) is not None}
+            for part, found in self._in_ddp.items()
+        }
+
+    def progress(self) -> dict[str, Any]:
+        """For a checkpoint: the buffers of ranks other than 0, or the parts without them."""
+        if self.gathered is not None:
+            return {"buffers_apart": self.gathered} if any(self.gathered) else {}
+        parts = [part for part, found in self._in_ddp.items() if any(one[0] in self._apart for one in found.values())]
+        return {"buffers_lost": parts} if parts else {}
+
+    @torch.no_grad()
+    def restore(self, progress: Mapping[str, Any], rank: int, world_size: int) -> list[str]:
+        """Loads this rank's own buffers. Returns the reasons why the resume is not exact."""
+        of_ranks: Sequence[Named] = progress.get("buffers_apart", [])
+        if len(of_ranks) == world_size:
+            for part, name in ((part, name) for one in of_ranks for part, of_part in one.items() for name in of_part):
+                module, owner, key = self._in_ddp[part][name]
+                self._apart.add(module)
+                module.require_forward_param_sync = False  # as before the stop, on all ranks
+                if name in of_ranks[rank].get(part, {}):
+                    getattr(owner, key).copy_(of_ranks[rank][part][name])
+        return [
+            f"{part} had separate buffers on each rank, but the checkpoint has only rank 0's"
+            for part in progress.get("buffers_lost", [])
+        ]
+
+    def begin_step(self) -> None:
+        """Copies the buffers for ``rewind``, in 0.1 ms for the 159 buffers of a ResNet-50 on a CPU."""
+        self.gathered = None
+        if self._names:
+            self._copy()
+        for module in self._modules:
+            if module not in self._equal:
+                self._note_equal(module)
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        now = [module._buffers.get(name) for module, name in self._names]
+        if len(now) != len(self._before) or any(one is not other for one, other in zip(now, self._before, strict=True)):
+            self._make_copies(now)
+        for buffers, copies in self._copies:
+            torch._foreach_copy_(copies, buffers)
+        self._versions = [buffer._version for buffer in self._large]
+
+    def _make_copies(self, buffers: list[torch.Tensor | None]) -> None:
+        """Allocates copies of the small ones, by device and dtype as ``torch._foreach_copy_`` is fastest."""
+        self._before, self._large = buffers, []
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for buffer in buffers:
+            if buffer is not None and buffer.nbytes <= LARGEST_COPY_BYTES:
+                groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+            elif buffer is not None:
+                self._large.append(buffer)
+        self._copies = [(group, [torch.empty_like(buffer) for buffer in group]) for group in groups.values()]
+
+    def unchanged(self) -> bool:
+        """Whether the buffers are those from before the step. Waits for a GPU."""
+        now = [module._buffers.get(name) for module, name in self._names]
+        same = all(one is other for one, other in zip(now, self._before, strict=True))
+        same &= self._versions == [buffer._version for buffer in self._large]
+        return same and all(torch.equal(*pair) for both in self._copies for pair in zip(*both, strict=True))
+
+    @torch.no_grad()
+    def rewind(self) -> bool:
+        """Restores the buffers from before the step. False if one that is too large for a copy has changed."""
+        for (module, name), buffer in zip(self._names, self._before, strict=True):
+            module._buffers[name] = buffer
+        for buffers, copies in self._copies:
+            torch._foreach_copy_(buffers, copies)
+        return self._versions == [buffer._version for buffer in self._large]
+
+
+def _saved_in_ddp(part: Any) -> dict[str, tuple[DistributedDataParallel, torch.nn.Module, str]]:
+    """The persistent buffers of the modules in DDP of a part: the module, the owner, and the name there."""
+    return {
+        f"{number}.{path}.{name}".replace("_orig_mod.", ""): (module, owner, name)
+        for number, module in enumerate(ddp_modules(part))
+        for path, owner in bare(module).named_modules()
+        for name in owner._buffers
+        if name not in owner._non_persistent_buffers_set
+    }

@@ -1,4 +1,4 @@
-"""Which failed nodes the next jobs of a run exclude, and a text for their administrator. Pure functions.
+"""Which failed nodes the next jobs of a run exclude, and a message for their administrator. Pure functions.
 
 Slurm chooses a job's nodes and keeps them as long as the job runs. Nodes that fail the run repeatedly are excluded from
 its next jobs with ``sbatch --exclude``: few of them, for a day, and only if enough other nodes remain.
@@ -81,6 +81,11 @@ def _unusable(failed: Sequence[Event]) -> bool:
 def excluded(events: Iterable[Event], now: float) -> list[str]:
     """The nodes that are excluded now because they failed."""
     return _named(events, ("excluded",), now)
+
+
+def slow(events: Iterable[Event], now: float) -> list[str]:
+    """The nodes that are excluded now because a rank was slow there."""
+    return _named(events, ("slow_node",), now)
 
 
 def left_out(events: Iterable[Event], now: float) -> list[str]:

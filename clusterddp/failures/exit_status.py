@@ -1,10 +1,9 @@
-"""How a rank that left no record ended, from waitpid's status or srun's messages. Pure functions.
+"""How a rank ended: from waitpid's status, srun's messages, and the error texts of the libraries. Pure functions.
 
-Error texts of CUDA, HIP, NCCL, cuDNN, Triton, gloo and torch: whose fault each is, and its likely cause.
-
-An exception's type rarely helps: torch raises RuntimeError, AcceleratorError (from 2.8 on) or DistBackendError for most
-of these errors. Under NCCL an asynchronous error of a device ends the process from torch's watchdog thread. ``find``
-takes the first row whose pattern occurs in the text, so special cases come before general ones.
+``find`` knows the error texts of CUDA, HIP, NCCL, cuDNN, Triton, gloo and torch: whose fault each is, and its likely
+cause. An exception's type rarely helps: torch raises RuntimeError, AcceleratorError (from 2.8 on) or DistBackendError
+for most of these errors. Under NCCL an asynchronous error of a device ends the process from torch's watchdog thread.
+``find`` takes the first row whose pattern occurs in the text, so special cases come before general ones.
 """
 
 from __future__ import annotations

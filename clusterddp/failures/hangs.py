@@ -8,7 +8,7 @@ therefore also has where the device is, and which collective is not complete.
 Time is measured by the supervisor's clock, which stops while the supervisor itself is stopped (a suspended job). Clocks
 of different hosts are never compared.
 
-Finds the cause of a hang in torch's flight records: the collective of a process group that a rank has not completed.
+Finds the cause of a hang in torch's Flight Recorder traces: the collective that a rank has not completed.
 
 A collective's number counts those of its group, and is the same on all ranks, so that records can be compared: a rank
 did not call a collective, called a different one, or has not completed one that others have. Pure functions.

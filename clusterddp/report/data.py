@@ -20,8 +20,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.report.booking import Booking, book_run
 from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, incomplete, limits, read_metrics
-from clusterddp.report.efficiency import advice, spent
-from clusterddp.report.gpus import rows
+from clusterddp.report.efficiency import advice, gpu_rows, spent
 from clusterddp.report.ranks import LEAST_PARTS, PARTS, ranks_over_time
 from clusterddp.report.stragglers import waits
 from clusterddp.report.theme import clipped
@@ -98,7 +97,7 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         "interruptions": stops,
         "metrics": _main_first(curves(metrics, counted_until, began, buckets), best_saved(events)),
         "ranks": ranks_over_time(timings.intervals, within, parts),
-        "gpus": rows(timings.intervals),
+        "gpus": gpu_rows(timings.intervals),
         "checkpoints": _checkpoints(events),
         "failures": _failures(run, events, words, notes),
         "history": _history(events, words.sentence),

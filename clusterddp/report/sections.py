@@ -19,9 +19,8 @@ from clusterddp.report.charts import (
     steps_axis,
     zoomable,
 )
-from clusterddp.report.curves import Point
+from clusterddp.report.curves import Point, has_rank, label, main_of, newest, parameters, ranked
 from clusterddp.report.efficiency import WITHOUT_NODES
-from clusterddp.report.ranking import has_rank, label, main_of, newest, parameters, ranked
 from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES, Axis, Markup, clipped, number, tag, time_axis, with_code
 from clusterddp.report.timeline import spans
 from clusterddp.reporter import counted, duration

@@ -1,8 +1,7 @@
-"""Refuses to execute files that a different user may have written.
+"""Who owns a run and who trains it: refuses files of other users, and reads the claims of jobs and processes.
 
-Also deletes old logs of a run, without following symbolic links or deleting files of other users.
-
-Who trains a run: the records of its job or process, where its supervisor takes requests, and its job's log.
+Files that a different user may have written are not executed. Old logs of a run are deleted without following symbolic
+links or deleting files of other users.
 
 A claim is a record in a run directory that names the job or process which trains the run, or waits to. It also names
 the run that it was written for, so that it is void in a copy of the run directory. ``supervisor/lease.py`` decides

@@ -4,7 +4,7 @@ A JSON lines file has one writer, which appends durably. Readers skip what is no
 writer was killed), a line that was lost in a machine crash (it reads as NUL), and, with a warning, a line that another
 program wrote. Standard library only.
 
-The steps that ranks record for ``submit --check-resume``: a file per rank, to which each attempt appends.
+For ``submit --check-resume`` the ranks record their steps: a file per rank, to which each attempt appends.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Permissions: opens a run to its group or closes it, and keeps ``private`` closed to others.
 
-Finds the runs that the words of a command line name: run directories, folders of runs, patterns. Proposes the
-nearest run to a wrong path.
+``find_runs`` finds the runs that the words of a command line name: run directories, folders of runs, patterns. For a
+wrong path, the error proposes the nearest run.
 """
 
 from __future__ import annotations

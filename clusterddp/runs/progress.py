@@ -1,7 +1,4 @@
-"""What a waiting command shows: a run's events as sentences, rank 0's output, and its progress: a bar or lines.
-
-What the ranks of a run wrote, and its first failure as its supervisor named it.
-"""
+"""What a command shows of a run: its events as sentences, its ranks' output, its progress and its first failure."""
 
 from __future__ import annotations
 

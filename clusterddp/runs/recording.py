@@ -1,6 +1,6 @@
 """The recording of a submission in its run directory: one process at a time, and undone if Slurm refuses the job.
 
-``submit --fork``: a new run that starts from a checkpoint of another run.
+With ``submit --fork``, a new run starts from a checkpoint of another run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from clusterddp.checkpoint.store import Checkpoint, Checkpoints, choose
 from clusterddp.errors import CheckpointError, RunDirectoryError, SlurmError, UsageError
 from clusterddp.events import sentence
 from clusterddp.jobdef import code_snapshot
-from clusterddp.jobdef.checkout import checkout_of
-from clusterddp.jobdef.code_snapshot import Code
+from clusterddp.jobdef.code_snapshot import Code, checkout_of
 from clusterddp.jobdef.job import FUNCTION, Job, Keep
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import secrets_file, without_secrets

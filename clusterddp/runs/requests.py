@@ -3,12 +3,10 @@
 The connection goes to the supervisor's node. If the login node cannot reach it, a job step sends the request from
 that node.
 
-The client of a supervisor: one TCP connection, JSON lines, standard library only.
+A request is one TCP connection with JSON lines. ``python -m clusterddp.runs.requests RUN ATTEMPT KIND VALUES`` sends a
+request from the supervisor's own node, for a login node that cannot reach it, and prints the answers.
 
-``python -m clusterddp.runs.requests RUN ATTEMPT KIND VALUES`` sends a request from the supervisor's own node, for
-a login node that cannot reach it, and prints the answers.
-
-``clusterddp cancel``: ends runs permanently.
+``cancel_run`` ends a run permanently. It asks Slurm or the local processes, not the supervisor.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ def nodes_to_avoid(run: RunDirectory, job: Job) -> list[str]:
 
 def warn_of_unseen(run: RunDirectory) -> None:
     """Warns of files that the nodes probably do not have. The job would fail before its supervisor could say why."""
-    from clusterddp.checks.folder import only_here
+    from clusterddp.checks.node import only_here
 
     places = {"the run directory": run.path, "Python": Path(sys.executable), "clusterddp": PACKAGE_FOLDER}
     for warning in only_here({what: path.absolute() for what, path in places.items()}):

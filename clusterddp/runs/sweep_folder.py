@@ -3,7 +3,7 @@
 An array is recorded in three steps, so a crash at any moment leaves no unknown job: its folder, with the
 batch script and a symbolic link to each member, before sbatch. The members' leases after it. Last, ``submitted.json``.
 
-Compares the members of a sweep at equal steps, and finds the best one.
+Compares the members of a sweep at the same step, and finds the best one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The batch script: its text, a pure function of the job and the run directory, and its submission.
 
-Fitting a job to the cluster: checks the request against the partition, and fills in CPUs and memory.
+``fit_to_cluster`` checks the request against the partition, and fills in CPUs and memory.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The parsers are pure functions of what scontrol, sinfo and sacctmgr print.
 
-What a cluster does to a job that it preempts: the notice, the requeue and its hold, and a sentence about them.
-
-Read once, at submission, from the controller's configuration, which ``scontrol`` shows to everyone.
+``Preemption`` is what a cluster does to a job that it preempts: the notice, the requeue and its hold. It is read once,
+at submission, from the controller's configuration, which ``scontrol`` shows to everyone.
 """
 
 from __future__ import annotations

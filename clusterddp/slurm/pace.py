@@ -3,10 +3,9 @@
 What usually changes, a run's own files show: an attempt starts or ends, or falls silent. So these are looked at often,
 and slurmctld, which serves everyone, is asked seldom. Sites ask for at most about one query a minute and user.
 
-squeue's answers, shared by the commands of a user that watch runs on this machine: one of them asks for all.
-
-They are in a small file of the user's, in $XDG_RUNTIME_DIR or the folder for temporary files. Without a usable file,
-each command asks.
+The commands of a user that watch runs on one machine share squeue's answers: one of them asks for all. The answers are
+in a small file of the user's, in $XDG_RUNTIME_DIR or the folder for temporary files. Without a usable file, each
+command asks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The state of runs in a word and a reason: from their own records and one call of squeue for all of them.
 
-Why the ranks were stopped, from the controller's record of the job.
-
-Preemption, time limit and scancel all reach the ranks as the same TERM. Only the controller knows which it was, and
-only while the job is in that state (seen on Slurm 22.05.8 and 24.11.5):
+``Cause`` is why the ranks were stopped, from the controller's record of the job. Preemption, time limit and scancel all
+reach the ranks as the same TERM. Only the controller knows which it was, and only while the job is in that state (seen
+on Slurm 22.05.8 and 24.11.5):
 
     JobState     PreemptTime   meaning
     RUNNING      a time        a preemption's grace period. The job will not run again unless it is requeued

@@ -33,7 +33,7 @@ from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import after_suspension, uncaught
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
-from clusterddp.jobdef.checkout import changed_code, code_state, recorded_code
+from clusterddp.jobdef.code_snapshot import changed_code, code_state, recorded_code
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
@@ -45,8 +45,7 @@ from clusterddp.rundir.timing import TimingFile, TimingLines
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import Controller, Monitor
-from clusterddp.supervisor.history import History, StepLog
-from clusterddp.supervisor.hook import Hook
+from clusterddp.supervisor.history import History, Hook, StepLog
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery

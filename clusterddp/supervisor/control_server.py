@@ -2,7 +2,7 @@
 
 Each request of the user comes over its own connection (``runs/requests.py``).
 
-Lines for connections that cannot take them at once, sent as soon as they can, without waiting.
+``Outbox`` keeps the lines for connections that cannot take them at once, and sends them later, without waiting.
 """
 
 from __future__ import annotations
@@ -276,6 +276,7 @@ class ControlServer:
                     if not self._wake_read.recv(4096):
                         deadline = time.monotonic() + _LAST_WORDS_S
                         self._selector.unregister(self._wake_read)
+                    self._carry_out_requests()  # also those whose wake-up came since, and was read with the first
                 elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                     if mask & selectors.EVENT_WRITE:
                         self._outbox.on_writable(peer.connection)

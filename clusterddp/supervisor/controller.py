@@ -1,8 +1,7 @@
 """Slurm's controller, or the loop of a local run: why the ranks were stopped, requeue and resubmission.
 
-A thread that looks for a newer attempt while the ranks train, and asks the controller when the job must stop.
-
-The time limit is read from the job's EndTime as it stands now, because an administrator may change it and because
+``Monitor`` is a thread that looks for a newer attempt while the ranks train, and asks the controller when the job must
+stop. The time limit is read from the job's EndTime as it stands now, because an administrator may change it and because
 Slurm's own warning (``--signal``) comes once and up to 60 s early. A preemption is noticed here when its TERM reached
 no rank: it began before the ranks' step existed, or the script changed what a signal does in its process.
 

@@ -227,7 +227,10 @@ def _lose(state: State, rank: int, at: float) -> State:
 def _on_rejoined(state: State, rank: int) -> Step:
     """Only its connection broke. Other ranks may be lost."""
     lost_at = state.lost_at.without(rank)
-    state = replace(state, lost_at=lost_at, closed=state.closed.without(rank), dismissal="")
+    state = replace(state, lost_at=lost_at, closed=state.closed.without(rank))
+    if state.failed:  # the peers of a failed rank are ended in any case, also if that one had not joined
+        return state, []
+    state = replace(state, dismissal="")
     if not lost_at:
         return replace(state, watched=True), [Do.RESET_WATCHDOG]
     others = sorted(lost_at.keys() - state.silent)

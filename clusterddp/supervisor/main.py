@@ -43,8 +43,7 @@ from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor import lease, recovery
 from clusterddp.supervisor.attempt import Attempt, nodes_of
 from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
-from clusterddp.supervisor.history import History
-from clusterddp.supervisor.hook import Hook
+from clusterddp.supervisor.history import History, Hook
 from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
 from clusterddp.supervisor.limits import exceeded, held
 from clusterddp.supervisor.recovery import FIRST_PAUSE_S, RESTART

@@ -1,8 +1,7 @@
 """Recovery from the end of an attempt: restart in place, requeue, resubmit, or end the run.
 
-The mark of a run that is done: the job key ``done``, a file or a line of the ranks' output.
-
-The supervisor looks for it before an attempt, which is not started if the mark is there, and after it.
+The job key ``done`` names the mark of a run that is done, a file or a line of the ranks' output. The supervisor looks
+for it before an attempt, which is not started if the mark is there, and after it.
 """
 
 from __future__ import annotations

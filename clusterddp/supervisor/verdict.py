@@ -1,6 +1,6 @@
 """The verdict on an attempt: a pure function of how its ranks ended and why they were asked to stop.
 
-The box about an attempt's first failure, for `submit --local`, the job's log, `logs` and `Handle.result()`.
+``failure_box`` shows an attempt's first failure, for `submit --local`, the job's log, `logs` and `Handle.result()`.
 """
 
 from __future__ import annotations

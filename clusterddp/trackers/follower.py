@@ -5,11 +5,8 @@ committed checkpoint on standard input, one per line, and at last ``end``. A pro
 output of the tracker's package goes to standard error. The metrics come from ``metrics.jsonl``, the truth about what
 counts, so that values survive if this process is killed: the next attempt begins with those that the tracker lacks.
 
-TensorBoard: an event file per attempt, whose first event has TensorBoard discard the steps that it repeats.
-
-W&B: one W&B run for all attempts, which gets each step once, when it is below a checkpoint.
-
-MLflow: one MLflow run for all attempts, which gets each step once, when it is below a checkpoint.
+TensorBoard gets an event file per attempt, whose first event has it discard the steps that the attempt repeats. W&B and
+MLflow have one run for all attempts, which gets each step once, when it is below a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What a training script works with: ``clusterddp.init()`` joins the process group and returns a Context."""
+"""What a training script works with: ``clusterddp.init()`` joins the process group and returns a Context.
+
+Rank 0 prints its progress as a line in its log every few seconds. A thread reads the end of metrics.jsonl, so that a
+step does no work for it.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +15,91 @@ from dataclasses import replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.checkpoint.best import metric_or_part, with_best
 from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
-from clusterddp.data.loaders import Loaders
+from clusterddp.data.samplers import Loaders
 from clusterddp.data.training_loader import training_loader
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed import collectives, devices, process_group, wrapping
-from clusterddp.distributed.store import NO_TIMEOUT
+from clusterddp.distributed.process_group import NO_TIMEOUT
 from clusterddp.errors import DeviceError, Stopped
 from clusterddp.jobdef.job import Checkpointing, check_packages
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
-from clusterddp.training import progress_lines, script_loop, script_steps, settings, warm_start
+from clusterddp.rundir.progress import recent
+from clusterddp.training import run_state, script_loop, settings
 from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
 from clusterddp.training.loop import Run, Services
+from clusterddp.training.metrics import DONE_S, ERROR_S, STOP_S, Tracking
 from clusterddp.training.profiling import Profiling
-from clusterddp.training.run_state import Given, Randomness
-from clusterddp.training.saving import Saver
+from clusterddp.training.run_state import Files, Given, Randomness
+from clusterddp.training.saving import Saver, metric_or_part, with_best
 from clusterddp.training.script_loop import Item
 from clusterddp.training.script_state import Parts, PerRank, Values, by_name
 from clusterddp.training.settings import AttemptHistory
 from clusterddp.training.stopping import Stopping, open_store
 from clusterddp.training.timing import Evaluations, step_times
-from clusterddp.training.tracking import DONE_S, ERROR_S, STOP_S, Tracking
-from clusterddp.training.warm_start import Files
 from clusterddp.worker import control_channel, gpus, rank_exit
+
+if TYPE_CHECKING:
+    from clusterddp.training.settings import Settings
+
+
+class ProgressLines:
+    """Prints from its creation until ``close()``, after each ``every_s`` seconds in which a step was completed.
+
+    Args:
+        metrics: the run's metrics.jsonl.
+        attempt: the number of this attempt.
+        every_s: seconds between lines.
+    """
+
+    def __init__(self, metrics: Path, attempt: int, every_s: float) -> None:
+        self._metrics, self._attempt, self._every_s = metrics, attempt, every_s
+        self._shown = -1
+        self._end = threading.Event()
+        threading.Thread(target=self._print, name="progress", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._end.set()
+
+    def _print(self) -> None:
+        while not self._end.wait(self._every_s):
+            if (line := self.line()) and not _own_display():
+                say(line)
+
+    def line(self) -> str | None:
+        """The line, if the loop runs and has completed a step since the last line."""
+        loop = rank_exit.loop
+        if loop is None or loop.left_at is not None:
+            return None
+        found = recent(self._metrics)
+        if found is None or found.attempt != self._attempt or found.done == self._shown:
+            return None
+        self._shown = found.done
+        return found.line(loop.steps)
+
+
+def _own_display() -> bool:
+    """Whether stderr is a terminal, as with --debug, or the script draws a bar of tqdm there."""
+    bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
+    return len(bars) > 0 or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def begin(read: Settings, attempt: int) -> ProgressLines | None:
+    """Only in a run's job. Elsewhere, the script's launcher and its user decide what is printed."""
+    directory, every_s = read.run_dir, read.job.progress_interval
+    if read.ranks.rank != 0 or not control_channel.supervised() or directory is None or every_s is None:
+        return None
+    return ProgressLines(directory.metrics_file, attempt, every_s)
+
 
 _current: Context | None = None
 
@@ -146,7 +203,7 @@ class Context(Loaders):
         self._services: Services | None = None
         #: The blocks of ``local_first`` and ``main_first`` so far.
         self._turns = 0
-        script_steps.hand_over()
+        script_loop.hand_over()
         self._heartbeat = begin_heartbeat(
             read,
             self.attempt,
@@ -159,7 +216,7 @@ class Context(Loaders):
         self._script_loop = script_loop.ScriptLoop(
             *(self._group.attempt_store, self._agreement, self._heartbeat, self._history.report)
         )
-        self._progress = progress_lines.begin(read, self.attempt)
+        self._progress = begin(read, self.attempt)
         self._closed = False
         at_exit(self._close_at_exit)
         if read.preflight:
@@ -238,7 +295,7 @@ class Context(Loaders):
 
         Args:
             model: the model, not yet in DDP.
-            all_used_once: only with ``static_graph=True``, for an exact resume at 3 or more ranks: promises that every
+            all_used_once: only with ``static_graph=True``, for an exact resume on 3 or more ranks: promises that every
                 parameter gets its gradient in every backward pass, in one piece (no unused parameters, no reentrant
                 checkpointing). A broken promise raises in one of the first two steps.
             options: of DistributedDataParallel, such as ``find_unused_parameters=True``.
@@ -330,7 +387,7 @@ class Context(Loaders):
             raise RuntimeError("ctx.run() was already called in this process. Pass all parts in one call")
         metric, named_best = metric_or_part(best)
         named, own = by_name({**parts, **named_best}), PerRank(per_rank, self._group)
-        start_warm = partial(warm_start.load, init_from, init_strict, named, self._group) if init_from else None
+        start_warm = partial(run_state.load, init_from, init_strict, named, self._group) if init_from else None
         values = Values(script_state)
         self._services = self._start_services(named.values(), metric)
         batches = training_loader(loader, self._group, self.seed, rng == "step")

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from clusterddp.distributed.devices import device_thread
+from clusterddp.failures.stack_traces import main_thread_line, main_thread_place, outward
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock, current_frames
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.worker import control_channel
-from clusterddp.worker.thread_stacks import main_thread_line, main_thread_place, outward
 
 if TYPE_CHECKING:
     from clusterddp.training.settings import Settings
@@ -257,18 +257,18 @@ class Heartbeat:
         try:
             record = flight_record(torch._C._distributed_c10d)
             if record is None:
-                say(f"torch {torch.__version__} has no flight record of the last collectives")
+                say(f"torch {torch.__version__} has no Flight Recorder trace of the last collectives")
             else:
                 from clusterddp.failures.hangs import outline  # only a hang needs it
 
                 self._stalled["collectives"] = outline(record)
                 write_atomically(self._flight_record, json.dumps(record) + "\n")
         except (OSError, RuntimeError, ValueError, LookupError) as error:
-            say(f"could not write torch's flight record: {error}")
+            say(f"could not write torch's Flight Recorder trace: {error}")
 
 
 def flight_record(bound: Any) -> dict[str, Any] | None:
-    """torch's flight record of the last collectives, at most RECORDED of each backend. None if there is none.
+    """torch's Flight Recorder trace of the last collectives, at most RECORDED of each backend. None if there is none.
 
     ``bound`` is torch._C._distributed_c10d. NCCL has a separate record, which torch 2.4 has only pickled. In torch 2.15
     NCCL's usual process group is a different one, whose record has a different name. torch 2.9 has no record for gloo.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from clusterddp.data import randomness
-from clusterddp.data.microbatch import MicroBatches
+from clusterddp.data.training_loader import MicroBatches
 from clusterddp.data.workers import close_workers
 from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.reporter import say
@@ -26,8 +26,7 @@ from clusterddp.rundir.records import NOT_VALUES
 from clusterddp.training import exactness
 from clusterddp.training import logged_values as logged
 from clusterddp.training.exactness import COMPARED_AFTER, explanation_of_calls, explanation_of_divergence
-from clusterddp.training.run_state import Given, RunState
-from clusterddp.training.step import OptimizerSteps, Step
+from clusterddp.training.run_state import Given, OptimizerSteps, RunState, Step
 from clusterddp.training.timing import InputWait
 from clusterddp.worker import control_channel, rank_exit
 
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
     from clusterddp.distributed.process_group import ProcessGroup
     from clusterddp.jobdef.job import Job
     from clusterddp.training.heartbeat import Heartbeat
+    from clusterddp.training.metrics import Tracking
     from clusterddp.training.profiling import Profiling
     from clusterddp.training.saving import Saver
     from clusterddp.training.stopping import Agreement, Deadline
     from clusterddp.training.timing import StepTimes
-    from clusterddp.training.tracking import Tracking
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,9 @@ class Run:
         All ranks call it in the same steps.
 
         What the script does there, before the step's training, is exact wherever the run is stopped: evaluate, step a
-        scheduler, change the values of ``ctx.run(script_state=...)``, and ``finish``. A stop in an evaluation saves the
-        state from before the step, and the next attempt repeats it. A metric that is logged there belongs to checkpoint
-        ``step``. After the last step of the loop there is no such place. Evaluate once more after the loop.
+        scheduler, change the values of ``ctx.run(script_state=...)``, and ``finish``. A stop during an evaluation saves
+        the state from before the step, and the next attempt repeats it. A metric that is logged there belongs to
+        checkpoint ``step``. After the last step of the loop there is no such place. Evaluate once more after the loop.
 
         Args:
             unnamed: refuses a number without ``epochs`` or ``steps``.
@@ -560,7 +559,7 @@ class Run:
 
     def _left(self, by: str) -> None:
         """The script left the loop, by ``break`` or an exception. Other ranks may not have, so that no collective is
-        possible. A stop in an evaluation, which is an exception too, has saved."""
+        possible. A stop during an evaluation, which is an exception too, has saved."""
         if self._stopping:
             return
         stepped = self._making is not None and self._making.optimizer_stepped

@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from clusterddp.checks import all_reduce, clock, compute
-from clusterddp.checks.check import FAILED, OK, Check, failed, guarded
+from clusterddp.checks import node as clock
+from clusterddp.checks.node import FAILED, OK, Check, failed, guarded
 from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import PreflightError
@@ -40,13 +40,13 @@ def check_node(read: Settings, devices: Sequence[torch.device]) -> float:
     """
     started = time.monotonic()
     for device in devices if devices[0].type == "cuda" else ():
-        check = bounded("health", partial(compute.health, device), DEVICE_S, device)
+        check = bounded("health", partial(clock.health, device), DEVICE_S, device)
         if check.state != OK:
             say(f"GPU of node {node_of(read)}: {check.found}")
         if check.state == FAILED:
             raise PreflightError(f"node {node_of(read)} failed the check 'health' on {device}: {check.found}")
     for device in devices:
-        check = bounded("compute", partial(compute.multiply, device), DEVICE_S, device)
+        check = bounded("compute", partial(clock.multiply, device), DEVICE_S, device)
         if check.state == FAILED:
             raise PreflightError(f"node {node_of(read)} failed the check 'compute' on {device}: {check.found}")
     if read.ranks.local_rank == 0 and read.run_dir is not None:
@@ -113,8 +113,8 @@ def clock_warning(read: Settings, port: int) -> str:
 
 def _sum_is_right(group: ProcessGroup) -> bool:
     try:
-        return all_reduce.sum_is_right(group.collective_device, all_reduce.FEW_ELEMENTS, GROUP_S)
-    except all_reduce.NoAnswer as error:
+        return clock.sum_is_right(group.collective_device, clock.FEW_ELEMENTS, GROUP_S)
+    except clock.NoAnswer as error:
         raise PreflightError(f"{error} over {group.world_size} ranks. {FEWER}") from error
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp import environment, protocol
-from clusterddp.distributed.store import AttemptStore, StoreAddress
+from clusterddp.distributed.process_group import AttemptStore, StoreAddress
 from clusterddp.jobdef.job import Checkpointing, Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import say

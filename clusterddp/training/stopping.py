@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Store
 
-from clusterddp.distributed.store import AttemptStore
+from clusterddp.distributed.process_group import AttemptStore
 from clusterddp.errors import STOPPED, ClusterddpError
 from clusterddp.events import HANDLER_REPLACED
 from clusterddp.reporter import say

@@ -3,7 +3,7 @@
 ``start`` begins a thread in the rank that reports figures every minute and each Xid at once. Without the package, a
 driver or a GPU, it reports nothing. Two cheap queries per second and GPU release the GIL while the driver answers.
 
-What may make a rank slow: facts about its node and its GPUs, in words. Linux. No torch.
+``node_facts`` are facts about a node and its GPUs that may make a rank slow, in words.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ in that moment has none. In a rank, ``torch.save`` and the ``save_file`` of safe
 the same file system, sync it, and rename it. Saves to file objects, devices and pipes stay as they are, and so do
 ``torch.jit.save`` and torch's distributed checkpoints, which have their own formats.
 
-A rank's hooks in libraries of its script: torch's optimizers, W&B and MLflow. Standard library only.
-
-A hook must be in place before the script runs ``from torch import save``. The entry point of a rank must not import
-torch itself, because a script may set variables that torch reads when it is imported, or need no torch at all. A hook
-is therefore set as soon as the module has been imported, before the code that imports it continues.
+``when_imported`` sets a rank's hooks in libraries of its script: torch, its optimizers, W&B and MLflow. A hook must be
+in place before the script runs ``from torch import save``. The entry point of a rank must not import torch itself,
+because a script may set variables that torch reads when it is imported, or need no torch at all. A hook is therefore
+set as soon as the module has been imported, before the code that imports it continues.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def _act(act: Act, module: ModuleType) -> None:
 
 #: The module that counts the steps. It is imported by name at the first step, because only then it is certain that the
 #: script trains with torch in this process. It belongs to the training half, with torch.
-_STEPS = "clusterddp.training.script_steps"
+_STEPS = "clusterddp.training.script_loop"
 _handle: Any = None
 
 
@@ -167,7 +166,7 @@ def continue_runs(run: RunDirectory, rank: int, environ: MutableMapping[str, str
     try:
         record = read_json(file, _SCHEMA)
     except (OSError, RunDirectoryError) as error:
-        say(f"could not read which MLflow run this rank began ({error}). The script will start a new one")
+        say(f"could not determine which MLflow run this rank started ({error}). The script will start a new one")
         return
     if record is not None:
         environ["MLFLOW_RUN_ID"] = record["run_id"]
@@ -204,7 +203,7 @@ MOST_TOLD = 8
 PROBE_BYTES = 1 << 20
 
 
-#: Entered around each save. ``training/script_steps.py``, which times the script's steps, replaces it.
+#: Entered around each save. ``training/script_loop.py``, which times the script's steps, replaces it.
 around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -325,7 +324,8 @@ def _replaceable(path: Any) -> Path | None:
         return target
     if target.exists() and folder not in _this.swept:
         _this.swept.add(folder)
-        say(f"saves of {target} are not protected, because this user cannot create files in {folder}")
+        why = f"this user cannot create files in {folder}"
+        say(f"saves to {target} are not protected against interruptions, because {why}")
     return None
 
 

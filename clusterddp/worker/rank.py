@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from clusterddp import environment, protocol
 from clusterddp.errors import STOPPED, ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
+from clusterddp.failures.stack_traces import stacks
 from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
@@ -36,7 +37,6 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import code_paths, control_channel, gpus, own_saves, rank_exit, signals
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
-from clusterddp.worker.thread_stacks import stacks
 
 #: A rank that uses clusterddp has imported this module, or runs a launched function.
 SCRIPT_LOOP = "clusterddp.training.script_loop"
@@ -335,7 +335,8 @@ def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
         if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
             rank_exit.exited_in_loop = True
             where = f"exited with code 0 inside its training loop, after step {loop.step()} of {loop.steps}"
-            say(f"the script {where}. The run is not completed. To end training early, use run.finish() or break")
+            remedy = "To end training early, use run.finish() or break"
+            say(f"the script {where}. The run does not count as completed. {remedy}")
             return {"end": "unfinished", "error": where}, 0
         return _done()
     if isinstance(leaving.code, int):  # includes True; the system takes 8 bits of a larger number, which may all be 0

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from clusterddp import environment
 from clusterddp.data.loader import Loader
-from clusterddp.data.sample_orders import Shuffled
+from clusterddp.data.sample_order import Shuffled
 from clusterddp.distributed.devices import choose_devices
 from clusterddp.distributed.process_group import choose_backend
 from tests import ddp

@@ -122,7 +122,7 @@ def check_stacks(logs: Path) -> None:
     assert "in misbehave" in (logs / "rank-1.err").read_text()
     last = read_json(logs / "rank-0.collectives.json")
     if last is None:  # not every torch keeps it for gloo
-        assert "has no flight record of the last collectives" in (logs / "rank-0.err").read_text()
+        assert "has no Flight Recorder trace of the last collectives" in (logs / "rank-0.err").read_text()
     else:
         assert last["entries"][-1]["profiling_name"].startswith("gloo:all")
         assert len(last["entries"]) <= 100

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from clusterddp import process
+from clusterddp.failures.stack_traces import place_of, sleeping
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, WatchedSteps, flight_record, positions_of
-from clusterddp.worker.thread_stacks import place_of, sleeping
 from tests import ddp
 from tests.waiting import wait_until
 
@@ -261,7 +261,7 @@ def test_a_rank_that_is_told_to_exit_after_a_hang_writes_its_flight_record_first
     assert "exiting, because rank 1 hangs" in said
     record = read_json(run.attempt_logs(0) / "rank-0.collectives.json")
     if record is None:  # not every torch keeps it for gloo
-        assert "has no flight record of the last collectives" in said
+        assert "has no Flight Recorder trace of the last collectives" in said
     else:
         assert record["entries"][-1]["profiling_name"] == "gloo:all_reduce"
 
@@ -313,5 +313,5 @@ def test_a_torch_without_a_flight_record_is_reported(
     monkeypatch.setattr(torch._C, "_distributed_c10d", SimpleNamespace(**dump))
     target = tmp_path / "rank-0.collectives.json"
     Heartbeat(None, WatchedSteps(lambda: 0, lambda: 0), lambda *_, **__: None, target).write_flight_record()
-    assert "has no flight record of the last collectives" in capsys.readouterr().err
+    assert "has no Flight Recorder trace of the last collectives" in capsys.readouterr().err
     assert not target.exists()

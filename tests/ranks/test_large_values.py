@@ -64,10 +64,7 @@ def test_a_run_with_long_values_and_a_garbled_history_is_resumed_and_completed(t
     shown = clusterddp("status", run)
     assert "attempt 0: scale became Infinity at step 0. Training continues" in shown.stdout
     assert "attempt 0: loss became NaN at step 3. Training continues" in shown.stdout
-    assert (
-        "attempts  2" in shown.stdout
-        and f"skipped {run.events_file}:1, because another program wrote it" in shown.stderr
-    )
+    assert "attempts  2" in shown.stdout and f"skipped {run.events_file}:1, because another" in shown.stderr
 
 
 AUTO = """

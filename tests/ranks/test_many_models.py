@@ -144,7 +144,7 @@ def test_a_stop_between_two_optimizers_keeps_the_step_and_names_the_others(folde
     (resumed,) = events_of(RunDirectory(run), "resumed")
     assert resumed["step"] == 7
     assert resumed["inexact"] == [
-        "step 6 was stopped in an evaluation, and the rest of its code did not run, and optimizers.0, optimizers.2 "
+        "step 6 was stopped during an evaluation, and the rest of its code did not run, and optimizers.0, optimizers.2 "
         "had not stepped"
     ]
 

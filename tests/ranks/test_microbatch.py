@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.data.microbatch import cut, sizes
+from clusterddp.data.training_loader import cut, sizes
 from tests import ddp
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "micro.py"

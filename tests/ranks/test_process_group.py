@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from clusterddp import environment
-from clusterddp.distributed import devices, process_group, store
+from clusterddp.distributed import devices, process_group
 from clusterddp.distributed.devices import choose_devices
 from clusterddp.distributed.process_group import choose_backend
 from clusterddp.distributed.wrapping import wrap
@@ -225,10 +225,10 @@ def test_a_strangers_store_is_recognised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("host", "table"), [("127.0.0.1", "tcp"), ("localhost", "tcp6"), ("::1", "tcp6")])
 def test_the_store_of_an_ipv4_address_listens_for_ipv4_alone(host: str, table: str) -> None:
     """Otherwise it sees 127.0.0.1 as an IPv6 address, and looks its name up in the DNS."""
-    made = object.__new__(store.AttemptStore)  # its initializer would wait for another rank
+    made = object.__new__(process_group.AttemptStore)  # its initializer would wait for another rank
     made.start_s = 30.0
     port = ddp.free_port()
-    tcp = made._tcp_store(store.StoreAddress(host, port, "token"), is_master=True)
+    tcp = made._tcp_store(process_group.StoreAddress(host, port, "token"), is_master=True)
     assert [name for name in ("tcp", "tcp6") if listens(port, name)] == [table]
     del tcp
 
@@ -241,9 +241,9 @@ def listens(port: int, table: str) -> bool:
 
 def test_a_rank_says_that_rank_0_did_not_open_its_store() -> None:
     place = environment.RankEnvironment(1, 1, 2, 2, 0, (), None, None, "slurm")
-    address = store.StoreAddress("127.0.0.1", ddp.free_port(), "token")
+    address = process_group.StoreAddress("127.0.0.1", ddp.free_port(), "token")
     with pytest.raises(LauncherEnvironmentError, match=r"rank 0 did not open its store at 127.0.0.1:\d+ within 7 s"):
-        store.AttemptStore(place, address, 7.0, await_open=lambda seconds: seconds != 7.0)
+        process_group.AttemptStore(place, address, 7.0, await_open=lambda seconds: seconds != 7.0)
 
 
 def test_a_store_names_its_owner_and_never_the_token() -> None:

@@ -87,7 +87,7 @@ def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(
     events = RunDirectory(run_dir).events()
     assert "left_loop" not in [event["event"] for event in events]
     (resumed,) = [event["inexact"] for event in events if event["event"] == "resumed"]
-    cut = "step 5 was stopped in an evaluation, and the rest of its code did not run"
+    cut = "step 5 was stopped during an evaluation, and the rest of its code did not run"
     assert resumed == ([cut] if step else []), resumed
     assert_same_weights(tmp_path / "whole", run_dir)
     assert values(run_dir) == values(tmp_path / "whole")

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.checkpoint import memory_blocks, snapshot
+from clusterddp.checkpoint import client as snapshot
+from clusterddp.checkpoint import state as memory_blocks
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
 from clusterddp.checkpoint.state import load_state, state_of
 from clusterddp.checkpoint.store import Checkpoints

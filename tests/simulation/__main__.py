@@ -18,12 +18,12 @@ from tests.simulation.history import Result, drawn, play, shrunk
 from tests.simulation.lines import Lines
 from tests.simulation.mutants import MUTANTS, found_after
 
-#: Histories that a process plays at a time.
-CHUNK = 50
+#: Histories that a process plays at a time, and after how many the number so far is shown.
+CHUNK, TOLD = 50, 5000
 #: The modules of the protocol, without the implementations of what is a model here.
 PROTOCOL = (
-    *(f"supervisor/{name}.py" for name in ("attempt", "controller", "decide", "history", "hook", "lease", "limits")),
-    *(f"supervisor/{name}.py" for name in ("main", "monitor", "recovery", "requests", "verdict")),
+    *(f"supervisor/{name}.py" for name in ("attempt", "controller", "decide", "history", "lease", "limits")),
+    *(f"supervisor/{name}.py" for name in ("main", "recovery", "requests", "verdict")),
     *("slurm/commands.py", "slurm/configuration.py", "slurm/queue.py", "slurm/run_states.py"),
     *("runs/waiting.py", "runs/requests.py"),
     *("runs/sweep_submission.py", "supervisor/own_checkpoints.py"),
@@ -105,6 +105,8 @@ def _play(first: int, most: int, processes: int, limit_s: float) -> int:
                 for violation in result.violations:
                     violations.append((result.plan.seed, violation))
                     print(f"seed {result.plan.seed}: {violation}", flush=True)
+            if results and len(events) % TOLD < CHUNK:
+                print(f"{len(events):,} histories, {len(violations)} violations", file=sys.stderr, flush=True)
     took, count = time.monotonic() - began, len(events)
     spread = ", ".join(f"{number}: {times:,}" for number, times in sorted(Counter(faults).items()))
     print(f"faults per history: {spread}; {', '.join(f'{kind} {number:,}' for kind, number in kinds.most_common())}")

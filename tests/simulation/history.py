@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli import tell
+from clusterddp.cli import steering
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
-from clusterddp.jobdef.job import Done, Job, Limits, Resume, Watchdog
+from clusterddp.jobdef.job import Done, Job, Limits, Resume, Timeouts, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, requests, submission, waiting
 from clusterddp.slurm import commands
@@ -62,6 +62,7 @@ class Plan:
     job_nodes: int
     per_node: int
     time_limit_s: int
+    notice_s: float = 120.0
     lag_s: float = 0.0
     slow: float = 0.0
     resubmitters: int = 0
@@ -82,6 +83,8 @@ class Plan:
     #: Whether the run is the only member of a sweep.
     sweep: bool = False
     limits: Limits = Limits()  # noqa: RUF009
+    #: The command whose first answer is lost, in replays.
+    loses: str = ""
     faults: tuple[Fault, ...] = ()
 
 
@@ -178,6 +181,8 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
     sweep = plan.array and draw.random() < 0.3
     if sweep and odd.random() < 0.4:
         faults.append(Fault(0.0, odd.choice(("refused", "answers lost", "kill a command")), odd.getrandbits(32)))
+    if odd.random() < 0.02:  # a start that stands still
+        faults.append(Fault(0.28 + 0.2 * odd.random(), "freeze the host", odd.getrandbits(32), "start"))
     spare = random.Random(f"spare {plan.seed}")
     if plan.spare_nodes and spare.random() < 0.3:
         faults.append(Fault(length * 0.5 * spare.random(), "lose a spare", spare.getrandbits(32)))
@@ -270,6 +275,7 @@ class History:
             policy=plan.policy,  # type: ignore[arg-type]
             done=Done(f"{{run_dir}}/{MARK}") if plan.script.marks else None,
             limits=plan.limits,
+            timeouts=Timeouts(notice_s=plan.notice_s),
             resume=Resume((f"{{run_dir}}/{OWN}/*.pt",)) if plan.script.own else None,
         )
         self.run = RunDirectory(RUN)
@@ -331,7 +337,15 @@ class History:
     def take_apart(self) -> None:
         """Breaks the cycles of a history that was played: finding them would take longer."""
         world, cluster = self.world, self.cluster
-        parts = (*world.threads, *world.processes, *cluster.ranks, *cluster.servers, *self.slurm.jobs.values())
+        attempts = [getattr(server._handlers.failed, "__self__", self) for server in cluster.servers]
+        parts = (
+            *attempts,
+            *world.threads,
+            *world.processes,
+            *cluster.ranks,
+            *cluster.servers,
+            *self.slurm.jobs.values(),
+        )
         for part in (*parts, cluster, self.slurm, self.invariants, world, self):
             vars(part).clear()
 
@@ -437,6 +451,10 @@ class History:
             **({"SLURM_RESTART_COUNT": str(batch.restarts)} if batch.restarts else {}),
         }
         process = Process(self.world, f"job {batch.id}.{batch.restarts}", batch.nodes[0], environ)
+        for fault in self.plan.faults:
+            if fault.moment == "start" and fault not in self._struck:
+                self._struck.add(fault)
+                self.world.after(fault.at, self._strike, fault)
 
         def main() -> int:
             self.world.sleep(0.3)
@@ -526,6 +544,14 @@ def _lose_node(history: History, draw: random.Random) -> None:
     history.slurm.lose_node(node, lost_s, how, history.cluster.on_node)
 
 
+def _freeze_host(history: History, draw: random.Random) -> None:
+    """The node of a supervisor stands still until its job has been restarted."""
+    slurm = history.slurm
+    still_s = 1.1 * slurm.settings.slurmd_timeout_s + draw.choice((15.0, 40.0, 160.0))
+    for batch in history.batches[:1]:
+        slurm.lose_node(batch.host, still_s, "stands still", history.cluster.on_node)
+
+
 def _lose_spare(history: History, draw: random.Random) -> None:
     """A node of the job that has no ranks loses its power, mostly for longer than the run lasts."""
     used = {rank.process.node for rank in history.training}
@@ -578,14 +604,14 @@ def _requeue(history: History, draw: random.Random) -> None:
 
 
 def _tell_stop(history: History, draw: random.Random) -> None:
-    history.user("tell stop", lambda: tell.stop(history.run))
+    history.user("tell stop", lambda: steering.stop(history.run))
 
 
 def _drain(history: History, draw: random.Random) -> None:
     nodes = sorted({rank.process.node for rank in history.training})
     if nodes:
         for node in [draw.choice(nodes), *draw.choice(((), (), ("n4",), nodes))]:
-            history.user("tell drain", lambda node=node: tell.drain(history.run, node))  # type: ignore[misc]
+            history.user("tell drain", lambda node=node: steering.drain(history.run, node))  # type: ignore[misc]
 
 
 def _slow_node(history: History, draw: random.Random) -> None:
@@ -598,7 +624,7 @@ def _slow_node(history: History, draw: random.Random) -> None:
 def _tell_save(history: History, draw: random.Random) -> None:
     def work() -> int:
         before = history.world.now
-        code = tell.save(history.run)
+        code = steering.save(history.run)
         history.invariants.asked_to_save(before, code)
         return code
 
@@ -727,6 +753,7 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "kill a command": _kill_command,
     "drain": _drain,
     "lose a spare": _lose_spare,
+    "freeze the host": _freeze_host,
     "another run fails": _another_run_fails,
     "accounting away": _accounting_away,
     "fork": _fork,
@@ -738,7 +765,7 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
 #: What is drawn in certain histories only, each by its own rule.
 APART = {
     *("drain", "lose a spare", "slow node", "another run fails", "accounting away", "fork", "odd failure", "refused"),
-    "connection breaks",
+    *("connection breaks", "freeze the host"),
 }
 
 

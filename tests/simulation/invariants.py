@@ -68,7 +68,7 @@ HINDERING = frozenset(
 #: Faults that may keep Slurm or the disk from answering.
 SILENT = frozenset(("controller away", "answers lost", "requests limited", "controller slow", "disk errors"))
 #: Faults after which it is unclear which rank failed first.
-UNCLEAR = frozenset(("lose a node", "suspend", "connection breaks"))
+UNCLEAR = frozenset(("lose a node", "lose a spare", "suspend", "connection breaks"))
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: The same, and the ranks restart in the same job.
@@ -129,7 +129,7 @@ class Invariants:
         #: Requeues that hit a job which was cancelled after its supervisor had last asked: the known window.
         self.windows = 0
         #: Of each start of a job, the attempts with the nodes of their ranks.
-        self._placed: dict[tuple[str, int], list[tuple[int, set[str]]]] = {}
+        self._placed: dict[str, list[tuple[int, set[str]]]] = {}
         history.cluster.listener = self._on_rank
         history.slurm.listener = self._on_job
 
@@ -234,9 +234,9 @@ class Invariants:
 
     def _on_placed(self, step: Launcher) -> None:
         """An attempt of a job that outlives its nodes starts its ranks on some of them."""
-        slurm, job, now = self._history.slurm, step._batch, self._world.now
+        slurm, now = self._history.slurm, self._world.now
         used = {rank.process.node for rank in step.ranks}
-        earlier = self._placed.setdefault((job.id, job.restarts), [])
+        earlier = self._placed.setdefault(step.server.process.name, [])
         own = {attempt for attempt, _ in earlier}
         left = {node for event in self.events() if event["attempt"] in own for node in event.get("aside") or ()}
         if again := sorted(used & left):
@@ -286,7 +286,7 @@ class Invariants:
         over = self._history.disk.nodes.get(f"{self._history.run.path}/outcome.json")
         # Which of two attempts is the newest one a shared disk may hide from the one that ends.
         since = self._claimed_at(number)
-        hidden = over is not None and since < over.created + SLOW_S and over.created <= since + self._lag_s + SLOW_S
+        hidden = over is not None and abs(since - over.created) < self._lag_s + SLOW_S
         # Or it stood still, once it had looked for a newer attempt and restored.
         restored = self._history.disk.nodes.get(str(self._history.run.resume_record(number)))
         hidden = hidden or (over is not None and restored is not None and restored.created < over.created)
@@ -300,7 +300,7 @@ class Invariants:
             self._violated("I9", f"attempt {number} trains, and the run was stopped by `clusterddp tell stop`")
         if self._marked:
             marked = self._history.disk.nodes[f"{self._history.run.path}/cancelled"].created
-            if self._world.now - max(marked, rank.process.stopped_until) > 60:
+            if self._world.now - max(marked, rank.process.stopped_until, server_of(rank).stopped_until) > 60:
                 self._violated("I9", f"attempt {number} trains, and the run was cancelled by `clusterddp cancel`")
         begun = self._world.now - self._history.disk.lag_s - 2 * self._history.plan.script.import_s - 10
         for saved in self._history.cluster.committed:
@@ -548,8 +548,11 @@ class Invariants:
         return stood or (supervisor.code is None and not supervisor.alive)
 
     def _is_one_hidden(self, completed: list[dict[str, Any]]) -> bool:
-        """Whether all but the last attempt completed, on nodes that were cut off, while a newer one was hidden."""
-        if not self._history.disk.lag_s or not any(fault.kind == "lose a node" for fault in self._history.plan.faults):
+        """Whether all but the last attempt completed, on nodes that were cut off, while a newer one was hidden; or the
+        last one began while the outcome was hidden."""
+        cut = any(fault.kind == "lose a node" for fault in self._history.plan.faults)
+        waited_s = self._claimed_at(completed[-1]["attempt"]) - (completed[-2]["time"] - EPOCH)
+        if not self._lag_s or not (cut or waited_s < self._lag_s + SLOW_S):
             return False
         return not any(
             event["time"] - EPOCH > other.since + self._history.disk.lag_s
@@ -595,9 +598,9 @@ class Invariants:
             moves = name == "restarted" and event.get("cause") in MOVES
             told = moves or (name in ("requeued", "resubmitted") and event.get("cause") in IN_TIME)
             after = [other for other in trained_in if other > number]
-            if not told or faults & HINDERING or not after or number not in self.attempts:
-                continue
             script, grace_s = self._history.plan.script, self._history.plan.settings.grace_s
+            if not told or faults & HINDERING or script.bug_at >= 0 or not after or number not in self.attempts:
+                continue
             reached, resumed = self.attempts[number].reached, self.attempts[after[0]].resumed
             if resumed < reached and (moves or ((grace_s > 20 or script.step_s < 5) and "preempt" in faults)):
                 self._violated(

@@ -18,8 +18,7 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import controller, decide, lease, main, recovery, requests, verdict
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController
-from clusterddp.supervisor.history import History
-from clusterddp.supervisor.hook import Hook
+from clusterddp.supervisor.history import History, Hook
 from clusterddp.supervisor.recovery import Recovery
 from clusterddp.supervisor.state import Broadcast
 from tests.simulation import product
@@ -443,7 +442,7 @@ NEEDS: Mapping[str, set[str]] = {
     "peers are never dismissed": {"kill a rank"},
     "a silent node is waited for": {"lose a node"},
     "hangs are not seen": {"hang"},
-    "a frozen start begins an attempt": {"lose a node"},
+    "a frozen start begins an attempt": {"freeze the host"},
     "a started successor survives scancel": {"lose a node", "scancel"},
     "unjoined ranks are waited for": {"lose a node"},
     "a node that was left takes ranks again": {"lose a node"},

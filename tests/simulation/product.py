@@ -29,8 +29,7 @@ from typing import Any
 
 from clusterddp import process, reporter
 from clusterddp.checkpoint.store import Checkpoint
-from clusterddp.cli import requeue as requeue_command
-from clusterddp.cli import tell
+from clusterddp.cli import steering
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef import secrets
 from clusterddp.jobdef.job import Job
@@ -40,7 +39,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, requests, submission, waiting
 from clusterddp.slurm import commands, pace
 from clusterddp.slurm import configuration as preemption_policy
-from clusterddp.supervisor import attempt, controller, hook, lease, main, own_checkpoints, recovery
+from clusterddp.supervisor import attempt, controller, history, lease, main, own_checkpoints, recovery
 from tests.simulation import sweeps
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
@@ -48,7 +47,7 @@ from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (submission, requests, waiting, requeue_command, tell, ownership, hook, recovery)
+LOADED = (submission, requests, waiting, steering, ownership, history, recovery)
 #: Packages whose modules run in the simulated world.
 ROOMS = (
     "supervisor",
@@ -257,10 +256,10 @@ def _why_incomplete(path: str) -> str | None:
 NAMED: tuple[tuple[Any, str, Any], ...] = (
     (requests, "ask", lambda *args: _now.cluster.ask(*args)),
     (requests, "_through_a_step", _unreachable),
-    (hook, "subprocess", _Part(subprocess, Popen=_Call)),
-    (hook, "open", lambda *_, **__: io.BytesIO()),
-    (hook, "ending_alone", lambda _: nullcontext()),
-    (hook, "_kill", lambda _: None),
+    (history, "subprocess", _Part(subprocess, Popen=_Call)),
+    (history, "open", lambda *_, **__: io.BytesIO()),
+    (history, "ending_alone", lambda _: nullcontext()),
+    (history, "_kill", lambda _: None),
     (pruning, "load_resolved", lambda _: Job(name="sim", module="train", device="cpu")),
     (pruning, "_own", lambda path: exists_now(path)),
     (pruning, "size_of", lambda _: 0),

@@ -248,9 +248,15 @@ class Server:
         if self._ranks.get(rank.number) is not rank or not self._reaches(rank):
             return
         if noticed:
+            self._deliver(rank.number, self._break, rank, after_s)
+        else:
+            self._world.after(after_s, self._rejoin, rank)
+
+    def _break(self, rank: Rank, after_s: float) -> None:
+        if self._ranks.get(rank.number) is rank:
             self._lose(rank, False)
             self._repeated[rank.number] = []
-        self._world.after(after_s, self._rejoin, rank)
+            self._world.after(after_s, self._rejoin, rank)
 
     def _reaches(self, rank: Rank) -> bool:
         return self.open and self._cluster.reaches(rank.process.node, self.process.node)
@@ -535,6 +541,7 @@ class Rank:
                 saved = self._save(store, step, weights, samples, saved)
             self.report("progress", step=step, steps=script.steps)
         if not stopped and self.number == 0 and saved != step:
+            self.cluster.listener("failed", self, {})
             return {
                 "end": "exception",
                 "error": "CheckpointError: the last checkpoint was not saved",

@@ -6,7 +6,9 @@ strike at the same moments. Compared are the outcome, and of each attempt how it
 steps and what depends on speed. Not played: faults of disks, clocks and answers, which a real Slurm has no switch for.
 
 ``--lasting`` also draws what lasts for a while: a suspended job, a controller that is down, a node that is cut off and
-comes back. ``--cancel`` sets PreemptMode=CANCEL, ``--release`` takes another Slurm.
+comes back. ``--cancel`` sets PreemptMode=CANCEL, ``--release`` takes another Slurm. ``--unanswered``: the answer of the
+first requeue is lost. ``--spare``: a spare node, and a node that is lost or drained. ``--limit``: the job's time limit
+is shorter than the training.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from clusterddp.cli import steering
 from clusterddp.events import ATTEMPT_ENDS
 from clusterddp.rundir.records import read_lines
 from clusterddp.slurm.run_states import Cause
@@ -35,7 +39,7 @@ from tests.cluster.system import Process
 from tests.simulation import product
 from tests.simulation.history import Fault, History, Plan
 from tests.simulation.ranks import Script
-from tests.simulation.slurm import Settings
+from tests.simulation.slurm import LOST, Settings
 from tests.trainings import Training
 from tests.waiting import wait_until
 
@@ -45,6 +49,8 @@ CONFIG = ClusterConfig(nodes=4, cpus=2, slurmdbd=False, grace=20, slurmd_timeout
 #: The training: two nodes with a rank each. The model's faults strike by time, the real ones by step.
 SCRIPT = Script(steps=40, step_s=0.5, save_every=5, save_s=0.1, import_s=2.0)
 PAUSE_S = 0.6
+#: The same, of a training that needs two jobs of a minute each.
+LONG, LONG_PAUSE_S, LIMIT_S, NOTICE_S = replace(SCRIPT, step_s=1.4), 1.5, 60, 15.0
 #: A fault after this step might find the run over.
 LAST_STEP = 30
 #: What a real Slurm can be given in seconds.
@@ -60,10 +66,18 @@ LASTING: Mapping[str, tuple[float, ...]] = {
 }
 #: What can be done while the controller is down.
 WITHOUT_SLURM = ("kill a rank", "kill the supervisor", "lose a node", "cut off")
+#: The kinds of faults in each variant.
+VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "plain": KINDS,
+    "lasting": (*KINDS, *2 * tuple(LASTING)),
+    "unanswered": ("preempt", "preempt", "requeue", "kill a rank", "tell save", "scancel"),
+    "spare": ("lose a node", "lose a node", "drain", "kill a rank", "preempt", "tell save"),
+    "limit": ("kill a rank", "tell save", "preempt", "requeue"),
+}
 #: Of a release: where its Slurm comes from.
 RELEASES = {"22.05": None, "24.11": "trixie", "26.05": "sid"}
 #: Events that tell how an attempt began and ended. `requested` is of a rank's answer, too: its request counts.
-TOLD = {"started", "resumed", "rank_failed", "node_lost", *ATTEMPT_ENDS}
+TOLD = {"started", "resumed", "moved", "rank_failed", "node_lost", *ATTEMPT_ENDS}
 
 
 @dataclass(frozen=True)
@@ -89,23 +103,29 @@ class Drawn:
     struck: tuple[Struck, ...]
     outcome: str
     told: tuple[str, ...]
-    resubmitted: bool
+    plan: Plan
 
 
-def plan_of(seed: int, settings: Settings, lasting: bool) -> Plan:
+def plan_of(seed: int, settings: Settings, variant: str) -> Plan:
     """Of this cluster and training, with one to three faults of these kinds."""
-    kinds = (*KINDS, *2 * tuple(LASTING)) if lasting else KINDS
+    kinds = VARIANTS[variant]
     draw = random.Random(seed)
     at = sorted(5.0 + 45.0 * draw.random() for _ in range(draw.choice((2, 2, 3)) if seed % 4 else 1))
+    if variant in ("limit", "spare"):
+        at = at[: 1 + (variant == "spare" and seed % 2)]
+    faults = [Fault(time, draw.choice(kinds), draw.getrandbits(32)) for time in at]
     return Plan(
         seed,
         settings,
-        SCRIPT,
+        LONG if variant == "limit" else SCRIPT,
         job_nodes=2,
         per_node=1,
-        time_limit_s=1800,
-        resubmitters=draw.choice((0, 1)),
-        faults=tuple(Fault(time, draw.choice(kinds), draw.getrandbits(32)) for time in at),
+        time_limit_s=LIMIT_S if variant == "limit" else 1800,
+        notice_s=NOTICE_S,
+        resubmitters=1 if variant == "limit" else draw.choice((0, 1)),
+        spare_nodes=int(variant == "spare"),
+        loses="scontrol requeue" if variant == "unanswered" else "",
+        faults=tuple(faults),
     )
 
 
@@ -114,6 +134,7 @@ class Playable(History):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
+        self.slurm.loses = plan.loses
         self.struck: list[Struck] = []
 
     def _strike(self, fault: Fault) -> None:
@@ -124,7 +145,10 @@ class Playable(History):
             self.world.after(1.0, self._strike, fault)
             return
         self.struck.append(struck)
-        if not struck.lasts_s:
+        if struck.kind == "drain":
+            node = next(rank.process.node for rank in self.training if rank.number == struck.rank)
+            self.user("tell drain", lambda: steering.drain(self.run, node))
+        elif not struck.lasts_s:
             super()._strike(fault)
         elif struck.kind == "suspend":
             self.slurm.suspend(self.batches[-1], struck.lasts_s)
@@ -142,7 +166,7 @@ def in_the_model(plan: Plan) -> Drawn | None:
     if result.violations or len(history.struck) < len(history.plan.faults):
         return None
     events = history.invariants.events()
-    return Drawn(seed, tuple(history.struck), result.ended, tuple(told(events)), bool(history.plan.resubmitters))
+    return Drawn(seed, tuple(history.struck), result.ended, tuple(told(events)), plan)
 
 
 def _moment(history: History, fault: Fault) -> Struck | None:
@@ -170,6 +194,10 @@ def _moment(history: History, fault: Fault) -> Struck | None:
         chosen = int(draw.choice(sorted({rank.process.node for rank in history.training})) == ranks[1].process.node)
         if draw.random() >= 0.5 or draw.choice((40.0, 40.0, 500.0, 4000.0)) < 500:  # as in history.py: for good
             return None
+        if history.plan.spare_nodes and not chosen:  # the guard that requeues such a job is no part of the model
+            return None
+    if fault.kind == "drain":
+        return Struck(fault.kind, newest, attempt.reached, 1) if history.plan.spare_nodes else None
     if fault.kind == "cut off":
         chosen = draw.choice((0, 1))
     lasts_s = draw.choice(LASTING[fault.kind]) if fault.kind in LASTING else 0.0
@@ -189,9 +217,13 @@ def told(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def on_the_cluster(cluster: Cluster, history: Drawn, folder: Path) -> tuple[str, tuple[str, ...]]:
     """Plays the faults at their moments; the outcome, and what the attempts did."""
-    training = Training.submit(
-        cluster, folder, "--pause", str(PAUSE_S), options=["--set", f"checkpoint.every={SCRIPT.save_every} steps"]
-    )
+    plan = history.plan
+    limited = plan.time_limit_s == LIMIT_S
+    options = ["--set", f"checkpoint.every={SCRIPT.save_every} steps", *(["--time", "1"] if limited else [])]
+    options += ["--spare-nodes", str(plan.spare_nodes)] if plan.spare_nodes else []
+    env = {"PATH": _unanswering(cluster, plan.loses, folder)} if plan.loses else None
+    pause = str(LONG_PAUSE_S if limited else PAUSE_S)
+    training = Training.submit(cluster, folder, "--pause", pause, options=options, env=env)
     commands: list[subprocess.Popen[str]] = []
 
     def user(*words: object) -> None:
@@ -199,7 +231,7 @@ def on_the_cluster(cluster: Cluster, history: Drawn, folder: Path) -> tuple[str,
         quiet = subprocess.DEVNULL
         commands.append(cluster.popen(command, cwd=cluster.source, stdin=quiet, stdout=quiet, stderr=quiet))
 
-    if history.resubmitted:
+    if plan.resubmitters:
         user("resubmit", training.run.path)
     ends: list[threading.Timer] = []
     try:
@@ -220,6 +252,21 @@ def on_the_cluster(cluster: Cluster, history: Drawn, folder: Path) -> tuple[str,
             command.wait()
     outcome = training.run.outcome()
     return outcome["state"] if outcome else "no outcome", tuple(told(training.run.events()))
+
+
+def _unanswering(cluster: Cluster, command: str, folder: Path) -> str:
+    """A search path on which the first of these commands is carried out, and says that it got no answer."""
+    name, _, word = command.partition(" ")
+    path = cluster.environment["PATH"]
+    real = shutil.which(name, path=path)
+    programs = folder / "programs"
+    programs.mkdir()
+    wrapper = programs / name
+    once = f'if [ "$1" = {word} ] && mkdir {folder}/lost 2>/dev/null; then'
+    told = f'{real} "$@"; echo "{name}: error: {LOST}" >&2; exit 1'
+    wrapper.write_text(f'#!/bin/sh\n{once} {told}; fi\nexec {real} "$@"\n')
+    wrapper.chmod(0o755)
+    return f"{programs}:{path}"
 
 
 def _is_now(training: Training, cluster: Cluster, struck: Struck) -> bool:
@@ -294,6 +341,9 @@ STRIKE: Mapping[str, Strike] = {
     "tell save": lambda _, training, __, user: user("tell", training.run.path, "save"),
     "requeue": lambda _, training, __, user: user("requeue", training.run.path),
     "lose a node": lambda cluster, training, struck, _: cluster.kill_node(_node_of(cluster, training, struck.rank)),
+    "drain": lambda cluster, training, struck, user: user(
+        "tell", training.run.path, f"drain={_node_of(cluster, training, struck.rank)}"
+    ),
     "suspend": _suspend,
     "controller away": _stop_controller,
     "cut off": _cut,
@@ -307,7 +357,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="no more histories begin after this time")
     parser.add_argument("--draw", action="store_true", help="only show the histories")
-    parser.add_argument("--lasting", action="store_true", help="also faults that last for a while")
+    for variant in list(VARIANTS)[1:]:
+        parser.add_argument(f"--{variant}", dest="variant", action="store_const", const=variant, default="plain")
     parser.add_argument("--cancel", action="store_true", help="PreemptMode=CANCEL")
     parser.add_argument("--release", choices=RELEASES, default="22.05")
     arguments = parser.parse_args()
@@ -317,7 +368,7 @@ def main() -> int:
         histories: list[Drawn] = []
         seed = arguments.seed
         while len(histories) < arguments.histories:
-            if (history := in_the_model(plan_of(seed, settings, arguments.lasting))) is not None:
+            if (history := in_the_model(plan_of(seed, settings, arguments.variant))) is not None:
                 histories.append(history)
             seed += 1
     if arguments.draw:

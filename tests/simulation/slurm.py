@@ -20,6 +20,8 @@ SUBMIT_LINE = " SubmitLine=sbatch --parsable --comment=JobState=FAILED /shared/r
 HAS_NODES = ("RUNNING", "SUSPENDED", "COMPLETING")
 #: That of a sweep's array.
 ARRAY_SCRIPT = "/shared/sweep/arrays/0/array.sbatch"
+#: What a command says whose answer is lost.
+LOST = "Socket timed out on send/recv operation"
 #: Why a job is held that was requeued too often.
 HELD = "JobHoldMaxRequeue"
 #: At most so long after the loss of a batch host is a job requeued that outlives its nodes.
@@ -74,8 +76,8 @@ class Batch:
     preempt_time: float | None = None
     began: float | None = None
     ended: float | None = None
-    #: When the controller forgets it.
-    forgotten: float = math.inf
+    #: When it ended for good: some time later the controller forgets it.
+    over: float = math.inf
     begin: float = 0.0
     nodes: list[str] = field(default_factory=list)
     #: Where its batch step runs.
@@ -124,6 +126,8 @@ class Slurm:
         self.unaccounted_until = 0.0
         #: Until when answers are lost, and how many of a hundred before and after they took effect.
         self.lossy: tuple[float, int, int] = (0.0, 0, 0)
+        #: The command whose next answer is lost after it took effect, such as ``scontrol requeue``.
+        self.loses = ""
         self.latency_s = 0.02
         #: Until when requests are refused for their rate; Slurm's commands then try again later.
         self.limited_until = 0.0
@@ -180,14 +184,17 @@ class Slurm:
         lossy = until > world.now
         if lossy and draw.random() * 100 < before:
             world.sleep(10.0)
-            return _failed(command, "Socket timed out on send/recv operation")
+            return _failed(command, LOST)
         answer = self._answer(command)
         if world.traced and command[1] not in ("show", "-h") and command[0] != "squeue":
             said = answer.stdout.strip() if answer.returncode == 0 else answer.stderr.strip()
             world.tell(process.name, f"$ {' '.join(map(str, command))}{f': {said}' if said else ''}")
+        if self.loses == f"{command[0]} {command[1]}":
+            self.loses = ""
+            return _failed(command, LOST)
         if lossy and draw.random() * 100 < after:
             world.sleep(10.0)
-            return _failed(command, "Socket timed out on send/recv operation")
+            return _failed(command, LOST)
         world.sleep(self.latency_s * (0.5 + draw.random()))
         if command[0] == "sbatch":
             self.unanswered -= {answer.stdout, f"{answer.stdout}_0"}
@@ -196,7 +203,10 @@ class Slurm:
     def _known(self, job_id: str) -> Batch | None:
         """The job, until the controller forgets it."""
         job = self.jobs.get(job_id)
-        return None if job is None or job.forgotten < self.world.now else job
+        # One that is down forgets no job, and neither does one that does not answer, so that somebody can still ask.
+        silent_until = max(self.away_until, self.limited_until, self.lossy[0])
+        is_forgotten = job is not None and max(job.over, silent_until) + self.settings.min_age_s < self.world.now
+        return None if is_forgotten else job
 
     def _named(self, job_id: str) -> Batch | None:
         """The job of this id. That of an array stands for all of its tasks, of which only one is the run's."""
@@ -474,7 +484,7 @@ class Slurm:
 
     def _end(self, job: Batch, state: str) -> None:
         job.era += 1
-        job.forgotten = math.inf
+        job.over = math.inf
         if state == "PENDING":
             held = job.left_in_grace >= self.settings.max_requeues
             job.state, job.reason, job.nodes = "PENDING", HELD if held else "BeginTime", []
@@ -485,7 +495,7 @@ class Slurm:
         else:
             job.state = state
             job.ended = self.world.now
-            job.forgotten = max(job.ended, self.away_until) + self.settings.min_age_s
+            job.over = job.ended
             self._tell(f"job {job.id}: {state}")
             self.listener("end", job, state)
         self._wake()

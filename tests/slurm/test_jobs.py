@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
-from clusterddp.data.sample_orders import Shuffled
+from clusterddp.data.sample_order import Shuffled
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
 from tests.conftest import Clusters

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.checkpoint.best import BestSoFar, with_best
 from clusterddp.checkpoint.store import Checkpoints, choose, with_recorded_best
-from clusterddp.cli import export
-from clusterddp.cli.command_line import command
+from clusterddp.cli import checkpoints
+from clusterddp.cli.main import command
 from clusterddp.cli.status import described
 from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.jobdef.job import Keep
@@ -22,6 +21,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import best_saved
 from clusterddp.runs import recording
 from clusterddp.slurm import commands as slurm
+from clusterddp.training.saving import BestSoFar, with_best
 from tests.checkpoint_files import save
 from tests.runs_on_disk import event, recorded_run, started
 
@@ -91,8 +91,8 @@ def run_with(path: Path, values: dict[int, float], rule: str | None = "f1 max") 
 
 def exported(*words: object) -> int:
     parser = argparse.ArgumentParser()
-    export.add_arguments(parser)
-    return export.run(parser.parse_args(list(map(str, words))), None)
+    checkpoints.add_export_arguments(parser)
+    return checkpoints.run_export(parser.parse_args(list(map(str, words))), None)
 
 
 def test_the_best_is_exported_by_the_rule_in_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

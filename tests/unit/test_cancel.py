@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli import cancel
-from clusterddp.cli.command_line import command
+from clusterddp.cli import steering
+from clusterddp.cli.main import command
 from clusterddp.errors import FAILED, SlurmError, UsageError
 from clusterddp.rundir import ownership
 from clusterddp.rundir.files import write_json
@@ -77,8 +77,8 @@ def test_on_a_terminal_the_runs_are_listed_and_the_answer_counts(
     three: list[RunDirectory], answer: bool, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(cancel, "can_ask", lambda: True)
-    monkeypatch.setattr(cancel, "agreed", lambda question: asked.append(question) or answer)
+    monkeypatch.setattr(steering, "can_ask", lambda: True)
+    monkeypatch.setattr(steering, "agreed", lambda question: asked.append(question) or answer)
     assert command(["cancel", "a", "b", "c"]) == (0 if answer else 1)
     assert states(three) == (["cancelled", "completed", "cancelled"] if answer else [None, "completed", None])
     said = capsys.readouterr().err

@@ -562,6 +562,23 @@ def test_a_rank_that_reaches_another_service_quotes_its_answer(answer: bytes) ->
             ControlChannel.join(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, 1, None, timeout=10)
 
 
+def test_a_request_whose_wake_up_is_read_with_the_one_before_is_carried_out_at_once(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for the next message of any rank, so `clusterddp tell save` got its answer late, or never."""
+    carry_out, carried_out = heard.server._carry_out_requests, threading.Event()
+    late = [carried_out.set]
+
+    def carry_out_and_ask_again() -> None:
+        carry_out()
+        if late:
+            heard.server._request(late.pop())
+
+    monkeypatch.setattr(heard.server, "_carry_out_requests", carry_out_and_ask_again)
+    heard.server.broadcast(stop="preemption")
+    assert carried_out.wait(10)
+
+
 def test_a_broadcast_reaches_every_rank(heard: Heard) -> None:
     """In a separate thread of the rank; the end of the connection is noticed after it."""
     links = [join(heard, 0, port=1), join(heard, 1)]

@@ -204,6 +204,15 @@ def test_a_rank_that_reconnects_does_not_hide_that_another_is_lost() -> None:
     assert todo[0] is Do.RESET_WATCHDOG and again.watched
 
 
+def test_a_rank_that_reconnects_is_still_ended_after_another_failed_that_had_not_joined() -> None:
+    """It held its node, as the only connected rank, until it gave up waiting for the others to join."""
+    state = State(JOB, ("n1", "n2"), abandon_s=5.0)
+    for event in (RankEvent(1, "joined", {"host": "n2"}), RankFailed(0), RankEvent(1, "rejoined", {"host": "n2"})):
+        state, _ = step(state, event, NOW)
+    leave, kill = actions(state, Timer.DISMISS)
+    assert isinstance(leave, Broadcast) and leave.order == "leave" and kill == KILL
+
+
 # ---- a node stops answering
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from clusterddp.data import device as device_module
-from clusterddp.data.device import ToDevice, mapped, to_device
-from clusterddp.data.loader import EvalLoader, Loader
-from clusterddp.data.sample_orders import Sequential
+from clusterddp.data import loader as device_module
+from clusterddp.data.loader import EvalLoader, Loader, ToDevice, mapped, to_device
+from clusterddp.data.sample_order import Sequential
 
 Pair = namedtuple("Pair", ["x", "y"])
 CUDA = torch.device("cuda:1")

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.checks import folder, login_node
-from clusterddp.checks.check import Check, failed, guarded, ok, warning, worst
-from clusterddp.checks.folder import Mount, mount_of
+from clusterddp.checks import login_node, node
+from clusterddp.checks.node import Check, Mount, failed, guarded, mount_of, ok, warning, worst
 from clusterddp.cli import doctor
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
@@ -234,7 +233,7 @@ def test_the_file_system_of_a_folder_is_found_in_the_mount_table(path: str, moun
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path: Path) -> None:
-    assert folder.existing(tmp_path / "a" / "b") == tmp_path
+    assert node.existing(tmp_path / "a" / "b") == tmp_path
     names = [check.name for check in login_node.of_the_runs_folder(tmp_path / "a" / "runs", MOUNTS)]
     assert names == ["runs folder", "free space", "writes"]
     assert list(tmp_path.iterdir()) == []
@@ -267,13 +266,13 @@ def test_an_environment_that_nodes_may_not_have_is_told(places: dict[str, Path],
 def test_a_submission_warns_of_paths_that_only_this_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `doctor` does: the job would fail before anything can say why. A file system that is mounted there counts."""
     table = tmp_path / "mounts"
-    monkeypatch.setattr(folder, "MOUNTS", table)
+    monkeypatch.setattr(node, "MOUNTS", table)
     table.write_text("21 1 8:1 / / rw - ext4 /dev/sda1 rw\n22 21 0:5 / /tmp/shared rw - nfs4 server:/shared rw\n")
-    monkeypatch.setattr(folder, "existing", lambda path: path)
+    monkeypatch.setattr(node, "existing", lambda path: path)
     places = {"the run directory": Path("/tmp/runs/a"), "Python": Path("/tmp/venv/bin/python")}
-    (warning,) = folder.only_here({**places, "clusterddp": Path("/home/me/clusterddp")})
+    (warning,) = node.only_here({**places, "clusterddp": Path("/home/me/clusterddp")})
     assert warning.startswith("the run directory (/tmp/runs/a), Python (/tmp/venv/bin/python): usually each node")
-    assert folder.only_here({"the run directory": Path("/tmp/shared/runs/a")}) == []
+    assert node.only_here({"the run directory": Path("/tmp/shared/runs/a")}) == []
 
 
 BUILD = """from typing import Optional
@@ -339,7 +338,7 @@ def test_rows_fit_the_terminal_and_are_whole_in_a_pipe() -> None:
 def test_options_of_the_job_without_nodes_are_refused() -> None:
     given = {"nodes": None, "gpus_per_node": "2", "device": "cpu", "account": None, "partition": None, "qos": None}
     with pytest.raises(UsageError, match="--gpus and --device require --nodes. Add --nodes N"):
-        doctor.run(argparse.Namespace(json=False, **given), None)
+        doctor.run_doctor(argparse.Namespace(json=False, **given), None)
 
 
 def test_a_check_survives_json() -> None:

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from clusterddp import environment
-from clusterddp.checks import all_reduce, batch_step, clock, compute, nodes_job, probe
+from clusterddp.checks import batch_step, nodes_job, probe
+from clusterddp.checks import node as clock
 from clusterddp.checks.batch_step import Conductor, Probe, ProbeServer, results
-from clusterddp.checks.check import Check, failed, ok, warning
+from clusterddp.checks.node import Check, failed, ok, warning
 from clusterddp.checks.nodes_job import nodes_of, summary
 from clusterddp.errors import PreflightError, SlurmError
 from clusterddp.events import sentence
@@ -241,19 +242,19 @@ def test_a_job_that_does_not_start_is_given_up(
 
 def test_the_product_of_the_matrices_is_known_without_torch() -> None:
     """Small whole numbers, exact in float16, and not all alike."""
-    tile = torch.tensor(compute.product_tile(16))
+    tile = torch.tensor(clock.product_tile(16))
     index = torch.arange(16)
     left, right = (index[:, None] + index) % 8 < 4, (3 * index[:, None] + index) % 8 < 4
     assert torch.equal((left.long() @ right.long())[:8, :8], tile)
-    assert len(tile.unique()) > 2 and max(map(max, compute.product_tile(compute.GPU_SIZE))) <= 2048
+    assert len(tile.unique()) > 2 and max(map(max, clock.product_tile(clock.GPU_SIZE))) <= 2048
 
 
 def test_a_wrong_element_of_the_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compute.multiply(CPU).state == "ok"
-    tile = compute.product_tile(compute.CPU_SIZE)
+    assert clock.multiply(CPU).state == "ok"
+    tile = clock.product_tile(clock.CPU_SIZE)
     tile[3][5] += 1
-    monkeypatch.setattr(compute, "product_tile", lambda size: tile)
-    check = compute.multiply(CPU)
+    monkeypatch.setattr(clock, "product_tile", lambda size: tile)
+    check = clock.multiply(CPU)
     assert (check.state, check.found) == (
         "failed",
         "4,096 of 262,144 elements of a matrix product in float32 are wrong",
@@ -262,7 +263,7 @@ def test_a_wrong_element_of_the_product_is_found(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("free", "state"), [(78, "ok"), (60, "warning")])
 def test_a_gpu_that_somebody_else_uses_is_told(free: int, state: str) -> None:
-    check = compute.judge_gpu("NVIDIA H100", "1a2b3c4d-5e6f", free * compute.GIB, 80 * compute.GIB, visible="0,1")
+    check = clock.judge_gpu("NVIDIA H100", "1a2b3c4d-5e6f", free * clock.GIB, 80 * clock.GIB, visible="0,1")
     assert check.state == state
     assert check.found == f"NVIDIA H100, {free:.1f} of 80.0 GiB free"
 
@@ -285,8 +286,8 @@ def test_an_all_reduce_that_does_not_end_is_given_up() -> None:
         def is_completed(self) -> bool:
             return False
 
-    with pytest.raises(all_reduce.NoAnswer, match="did not end within 0 s"):
-        all_reduce.finish(Stuck(), 0.0)  # type: ignore[arg-type]
+    with pytest.raises(clock.NoAnswer, match="did not end within 0 s"):
+        clock.finish(Stuck(), 0.0)  # type: ignore[arg-type]
 
 
 def test_files_of_other_nodes_must_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

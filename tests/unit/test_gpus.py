@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli import table
+from clusterddp.cli import list as table
 from clusterddp.environment import RankEnvironment
 from clusterddp.failures import exclusion
 from clusterddp.failures.hangs import EXPLAINED_S, Hang, Slow, StillSlow, Watch
-from clusterddp.report import gpus as report_gpus
+from clusterddp.report import efficiency as report_gpus
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import GPU_FIGURES, TimedInterval, TimingLines, read_timings
 from clusterddp.slurm.run_states import Cause, RunState
@@ -218,11 +218,11 @@ def test_an_interval_has_the_mean_or_the_largest_of_what_was_reported_in_it(tmp_
         zip(GPU_FIGURES, (50, 70, 350, 90, 10, 1), strict=True)
     )
     assert {values[0] for values in found.gpus.values()} == {None}
-    assert report_gpus.sentence(report_gpus.newest([found])) == (
+    assert report_gpus.gpu_sentence(report_gpus.newest_gpu_rows([found])) == (
         "50% busy, 70% of memory used, 350 W, at most 90 °C; rank 1 (n3) throttled 10% of the time at 90 °C; "
         "rank 1 (n3): 1 uncorrectable memory error"
     )
-    assert report_gpus.newest([timed(run)]) == []
+    assert report_gpus.newest_gpu_rows([timed(run)]) == []
 
 
 @pytest.mark.parametrize("figures", [None, 7, [1, 2], ["1"] * 6, [-1] * 6])
@@ -241,7 +241,7 @@ def test_malformed_figures_are_refused(figures: Any) -> None:
 )
 def test_idle_gpus_are_advice_with_what_they_waited_for(tmp_path: Path, busy: int, data_s: float, words: str) -> None:
     figures: list[float | None] = [busy, 50, 300, 60, 0, 0]
-    found = "".join(report_gpus.advice([timed(RunDirectory(tmp_path), (0, figures), (1, figures), data_s=data_s)]))
+    found = "".join(report_gpus.gpu_advice([timed(RunDirectory(tmp_path), (0, figures), (1, figures), data_s=data_s)]))
     assert found.startswith(words) and bool(found) == bool(words)
 
 

@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from clusterddp.data.loader import EvalLoader, Loader
-from clusterddp.data.loaders import Loaders
-from clusterddp.data.sample_orders import Sequential, Shuffled
-from clusterddp.data.samplers import chosen
+from clusterddp.data.sample_order import Sequential, Shuffled
+from clusterddp.data.samplers import Loaders, chosen
 from clusterddp.data.training_loader import training_loader
 from clusterddp.errors import CheckpointError
 
@@ -162,7 +161,7 @@ import multiprocessing, os, signal, sys
 from tests.unit.test_loader import Numbers
 from clusterddp.data.loader import Loader
 from clusterddp.data.samplers import chosen
-from clusterddp.data.sample_orders import Sequential
+from clusterddp.data.sample_order import Sequential
 
 if __name__ == "__main__":
     options = {"order": Sequential(), "seed": 1, "rank": 0, "world_size": 1, "num_workers": 2}
@@ -192,7 +191,7 @@ import multiprocessing, os, signal, sys
 
 from tests.unit.test_loader import Numbers
 from clusterddp.data.loader import Loader
-from clusterddp.data.sample_orders import Sequential
+from clusterddp.data.sample_order import Sequential
 
 if __name__ == "__main__":
     options = {"order": Sequential(), "seed": 1, "rank": 0, "world_size": 1, "num_workers": 1}

@@ -18,10 +18,9 @@ from torch.utils.data import ConcatDataset, TensorDataset
 
 from clusterddp import orders
 from clusterddp.data import randomness
-from clusterddp.data import sample_orders as by_weight
+from clusterddp.data import sample_order as by_weight
 from clusterddp.data.loader import Loader
-from clusterddp.data.sample_order import Binding, BoundOrder, Order, Permutation
-from clusterddp.data.sample_orders import Shuffled
+from clusterddp.data.sample_order import Binding, BoundOrder, Order, Permutation, Shuffled
 from clusterddp.data.samplers import chosen
 from clusterddp.errors import CheckpointError
 

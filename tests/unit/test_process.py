@@ -10,7 +10,7 @@ NAMED = """
 import ctypes, os
 ctypes.CDLL(None).prctl(15, "Trainingsl\u00e4".encode()[:-1], 0, 0, 0)
 from clusterddp.process import descendants, process_start
-from clusterddp.worker.thread_stacks import sleeping
+from clusterddp.failures.stack_traces import sleeping
 assert process_start(os.getpid()) and os.getpid() in descendants(os.getppid()) and not sleeping(os.getpid())
 """
 

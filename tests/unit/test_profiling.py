@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from clusterddp.distributed.store import StoreAddress
+from clusterddp.distributed.process_group import StoreAddress
 from clusterddp.environment import RankEnvironment
 from clusterddp.jobdef.job import Job, ProfiledSteps
 from clusterddp.rundir.run_directory import RunDirectory

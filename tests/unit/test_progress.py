@@ -13,8 +13,8 @@ import pytest
 from clusterddp.rundir.progress import Recent, recent
 from clusterddp.runs import progress
 from clusterddp.runs.progress import Progress, Shown
-from clusterddp.training import progress_lines
-from clusterddp.training.progress_lines import ProgressLines
+from clusterddp.training import context
+from clusterddp.training.context import ProgressLines
 from clusterddp.worker import rank_exit
 from tests.runs_on_disk import event, recorded_run, steps, write_lines
 
@@ -66,12 +66,12 @@ def test_rank_0_prints_no_lines_beside_a_bar_of_the_script(monkeypatch: pytest.M
     """Nor on a terminal."""
     tqdm = pytest.importorskip("tqdm")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert not progress_lines._own_display()
+    assert not context._own_display()
     with tqdm.tqdm(total=3):
-        assert progress_lines._own_display()
-    assert not progress_lines._own_display()
+        assert context._own_display()
+    assert not context._own_display()
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
-    assert progress_lines._own_display()
+    assert context._own_display()
 
 
 def test_a_waiting_command_prints_a_line_where_there_is_no_terminal(

@@ -11,8 +11,8 @@ import pytest
 
 from clusterddp import reporter
 from clusterddp.checkpoint.store import Checkpoints, choose
-from clusterddp.cli import prune
-from clusterddp.cli.command_line import command
+from clusterddp.cli import checkpoints
+from clusterddp.cli.main import command
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.files import write_json
@@ -115,8 +115,8 @@ def test_the_answer_on_the_terminal_counts(run: RunDirectory, monkeypatch: pytes
         asked.append(question)
         return len(asked) == 2
 
-    monkeypatch.setattr(prune, "can_ask", lambda: True)
-    monkeypatch.setattr(prune, "agreed", agreed)
+    monkeypatch.setattr(checkpoints, "can_ask", lambda: True)
+    monkeypatch.setattr(checkpoints, "agreed", agreed)
     assert (command(["prune", str(run)]), steps(run)) == (0, [1, 2, 3, 4, 5, 6])
     assert (command(["prune", str(run)]), steps(run)) == (0, [2, 6])
     assert asked[0].startswith("delete 5 checkpoint files of 1 run, ") and asked[0].endswith("?")
@@ -155,8 +155,8 @@ def test_a_failed_run_that_is_being_continued_is_refused(run: RunDirectory, caps
 def test_a_run_that_starts_while_the_question_is_open_is_left_alone(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prune, "can_ask", lambda: True)
-    monkeypatch.setattr(prune, "agreed", lambda _: run.outcome_file.unlink() is None)
+    monkeypatch.setattr(checkpoints, "can_ask", lambda: True)
+    monkeypatch.setattr(checkpoints, "agreed", lambda _: run.outcome_file.unlink() is None)
     assert (command(["prune", str(run)]), steps(run)) == (1, [1, 2, 3, 4, 5, 6])
 
 
@@ -302,7 +302,7 @@ def test_a_run_that_is_deleted_in_the_meantime_does_not_keep_the_others_from_bei
     run: RunDirectory, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deleted = RunDirectory(run.path.with_name("deleted"))
-    monkeypatch.setattr(prune, "find_runs", lambda _: [deleted, run])
+    monkeypatch.setattr(checkpoints, "find_runs", lambda _: [deleted, run])
     assert command(["prune", str(run), "--yes"]) == 1
     assert steps(run) == [2, 6]
     assert f"clusterddp: {deleted}: No such file or directory" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.report.heatmap import ranks_over_time as section
+from clusterddp.report.page import ranks_over_time as section
 from clusterddp.report.ranks import PARTS, ROWS, ranks_over_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import PHASES, TimedInterval, read_timings

@@ -16,9 +16,9 @@ import numpy
 import pytest
 import torch
 
-from clusterddp.checkpoint import file_format, snapshot
+from clusterddp.checkpoint import client, file_format
+from clusterddp.checkpoint.client import Snapshot
 from clusterddp.checkpoint.save_plan import MOST_WITHOUT, Packer, Plan
-from clusterddp.checkpoint.snapshot import Snapshot
 from clusterddp.checkpoint.state import pack, state_of, tensor_facts
 from clusterddp.errors import CheckpointError
 from tests.instructions import Instructions
@@ -216,7 +216,7 @@ def small_and_large() -> dict[str, Any]:
     """More small tensors than one system call copies, of several sizes of elements, among large and empty ones."""
     torch.manual_seed(0)
     dtypes = torch.float64, torch.float32, torch.bfloat16, torch.int8
-    small = [torch.randn(1 + number % 37).to(dtypes[number % 4]) for number in range(3 * snapshot.MOST_VECTORS)]
+    small = [torch.randn(1 + number % 37).to(dtypes[number % 4]) for number in range(3 * client.MOST_VECTORS)]
     return {
         "small": small,
         "large": [torch.randn(20_000) for _ in range(3)],
@@ -241,9 +241,9 @@ def test_what_the_kernel_does_not_copy_is_copied_by_torch(tmp_path: Path, monkey
     state = small_and_large()
     wanted = bytes_in_snapshot(tmp_path, state, together=False)
     for result in (-1, 5):
-        monkeypatch.setattr(snapshot, "_LIBC", type("Libc", (), {"pwritev": lambda *_, result=result: result}))
+        monkeypatch.setattr(client, "_LIBC", type("Libc", (), {"pwritev": lambda *_, result=result: result}))
         assert bytes_in_snapshot(tmp_path, state, together=True) == wanted
-    monkeypatch.setattr(snapshot, "_LIBC", object())
+    monkeypatch.setattr(client, "_LIBC", object())
     assert bytes_in_snapshot(tmp_path, state, together=True) == wanted
 
 

@@ -203,7 +203,7 @@ def test_a_rank_may_open_as_many_connections_as_there_are_ranks() -> None:
     """Slurm may give ranks a limit of 1,024 open files, which 512 ranks exceed on rank 0."""
     code = """
 import resource
-from clusterddp.distributed.store import allow_connections
+from clusterddp.distributed.process_group import allow_connections
 limit = lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
 found = []

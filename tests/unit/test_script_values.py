@@ -13,8 +13,8 @@ import torch
 
 from clusterddp.checkpoint.state import pack, unpack
 from clusterddp.errors import CheckpointError
+from clusterddp.training.run_state import BeforeStep
 from clusterddp.training.script_state import Values
-from clusterddp.training.step import BeforeStep
 
 
 @dataclasses.dataclass

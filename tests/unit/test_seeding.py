@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, default_collate
 
 from clusterddp.data import randomness, seeding
 from clusterddp.data.loader import Loader
-from clusterddp.data.sample_orders import Shuffled
+from clusterddp.data.sample_order import Shuffled
 from clusterddp.data.seeding import SEEDED, Batch, SeededSamples
 from clusterddp.errors import CheckpointError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from clusterddp.checkpoint.gradients import Gradients
-from clusterddp.data.microbatch import MicroBatches
-from clusterddp.training.step import OptimizerSteps
+from clusterddp.data.training_loader import MicroBatches
+from clusterddp.training.run_state import OptimizerSteps
 
 
 class Foreign:

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from clusterddp import protocol
-from clusterddp.cli import requeue, status
-from clusterddp.cli.command_line import command
+from clusterddp.cli import status, steering
+from clusterddp.cli.main import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.events import BY_SLURM
+from clusterddp.failures.stack_traces import stacks
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.ownership import Address, read_address, write_address
@@ -35,7 +36,6 @@ from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import LocalController
 from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
-from clusterddp.worker.thread_stacks import stacks
 from tests.fake_slurm import NoRanks
 from tests.histories import check_history, fields
 from tests.waiting import wait_until
@@ -479,19 +479,19 @@ def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
     job = Job(name="x", module="x", nodes=2, gpus_per_node=1, device="cpu")
     monkeypatch.setattr("clusterddp.slurm.commands.node_address", lambda _: "10.0.0.1")
     monkeypatch.setattr("clusterddp.slurm.commands.usable_nodes", lambda _: ["n1", "n2", "n3"])
-    requeue.check_nodes(run, job, ["n3"])
+    steering.check_nodes(run, job, ["n3"])
     with pytest.raises(UsageError, match="without n2, n3 the partition has 1 usable node, but the run needs 2"):
-        requeue.check_nodes(run, job, ["n2", "n3"])
+        steering.check_nodes(run, job, ["n2", "n3"])
 
     def unknown(node: str) -> str:
         raise SlurmError(f"`scontrol show node -o {node}` failed: Node {node} not found")
 
     monkeypatch.setattr("clusterddp.slurm.commands.node_address", unknown)
     with pytest.raises(UsageError, match="--exclude: .* Node n9 not found"):
-        requeue.check_nodes(run, job, ["n9"])
+        steering.check_nodes(run, job, ["n9"])
     lease.loop_started(run)
     with pytest.raises(UsageError, match="is a local run"):
-        requeue.check_nodes(run, job, ["n3"])
+        steering.check_nodes(run, job, ["n3"])
     with pytest.raises(UsageError, match=r"--exclude: malformed host list 'n\['"):
         command(["requeue", str(run), "--exclude", "n["])
 
@@ -502,9 +502,12 @@ def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
 def test_status_says_why_a_node_is_excluded() -> None:
     requested = {"time": 1.0, "attempt": 0, "event": "requested", "request": "requeue", "nodes": ["n3"]}
     failed = {"time": 1.0, "attempt": 0, "event": "excluded", "nodes": ["n1"], "failures": [2]}
-    assert status._excluded([requested, failed], 2.0) == [
+    slow = {"time": 1.0, "attempt": 0, "event": "slow_node", "rank": 1, "nodes": ["n2"]}
+    kept = {**slow, "nodes": []}
+    assert status._excluded([requested, failed, slow, kept], 2.0) == [
         ("excluded", "n1: failed repeatedly in this run"),
-        ("excluded", "n3: by `clusterddp requeue --exclude`"),
+        ("excluded", "n2: slow in this run"),
+        ("excluded", "n3: by `clusterddp requeue --exclude` or `clusterddp tell drain`"),
     ]
 
 

@@ -21,8 +21,7 @@ from torch._C._distributed_c10d import HashStore
 import clusterddp
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
-from clusterddp.data.sample_order import _AT_ONCE
-from clusterddp.data.sample_orders import Shuffled
+from clusterddp.data.sample_order import _AT_ONCE, Shuffled
 from clusterddp.data.training_loader import training_loader
 from clusterddp.training.log_reduction import Sender
 from clusterddp.training.logged_values import Values

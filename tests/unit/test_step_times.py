@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.distributed import torch_patches
-from clusterddp.distributed.buffers import Buffers
+from clusterddp.distributed.wrapping import Buffers
 from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.training import timing
 from clusterddp.training.timing import BATCH, MOST_PENDING, SAMPLE_STEPS, SAMPLES, HostClock, StepTimes, StreamClock

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from clusterddp import orders, streams
-from clusterddp.data import shard_formats
 from clusterddp.data.sample_order import Binding
 
 
@@ -84,7 +83,7 @@ def test_every_form_of_tar_is_read_as_tarfile_reads_it(tmp_path: Path, form: int
         if form != tarfile.USTAR_FORMAT:
             archive.addfile(link)
     raw = path.read_bytes()
-    members = shard_formats.members(lambda at, n: raw[at : at + n], 0, len(raw))
+    members = streams.members(lambda at, n: raw[at : at + n], 0, len(raw))
     found = {member.name: raw[member.data : member.stop] for member in members}
     with tarfile.open(path) as archive:
         wanted = {entry.name: archive.extractfile(entry).read() for entry in archive if entry.isreg()}  # type: ignore[union-attr]
@@ -103,7 +102,7 @@ def test_sizes_in_pax_records_and_of_8_gib_are_read() -> None:
     entry.size = 9 << 30
     for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         start = entry.tobuf(form)
-        (found,) = shard_formats.members(
+        (found,) = streams.members(
             lambda at, n, of=start: of[at : at + n],  # type: ignore[misc]
             0,
             len(start) + entry.size,
@@ -149,7 +148,7 @@ def test_a_sample_with_two_files_of_one_extension_is_named(tmp_path: Path) -> No
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100])
 def test_lines_are_parsed_and_empty_ones_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Also where they lie across the pieces in which a file is searched; the last needs no newline."""
-    monkeypatch.setattr(shard_formats, "_CHUNK", chunk)
+    monkeypatch.setattr(streams, "_CHUNK", chunk)
     (tmp_path / "a.jsonl").write_bytes(b'{"n": 0}\n\n{"n": 1}\r\n\r\n7\n')
     (tmp_path / "b.jsonl").write_bytes(b"")
     (tmp_path / "c.jsonl").write_bytes('{"n": "ü"}'.encode())
@@ -160,7 +159,7 @@ def test_lines_are_parsed_and_empty_ones_left_out(tmp_path: Path, monkeypatch: p
 
 def test_an_index_of_many_lines_is_built_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows have 16 MB."""
-    monkeypatch.setattr(shard_formats, "_CHUNK", 1 << 16)
+    monkeypatch.setattr(streams, "_CHUNK", 1 << 16)
     for shard in "ab":
         (tmp_path / f"{shard}.jsonl").write_bytes(b"1\n" * 500_000)
     tracemalloc.start()
@@ -264,8 +263,8 @@ def test_more_shards_than_a_process_keeps_open_are_read(tmp_path: Path) -> None:
 def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the shards that are read for an index."""
     found: list[str] = []
-    scan = shard_formats.scan_archive
-    monkeypatch.setattr(shard_formats, "scan_archive", lambda path: found.append(Path(path).name) or scan(path))
+    scan = streams.scan_archive
+    monkeypatch.setattr(streams, "scan_archive", lambda path: found.append(Path(path).name) or scan(path))
     return found
 
 
@@ -365,5 +364,5 @@ def test_a_window_is_a_number_of_samples(window: Any, error: type[Exception]) ->
 def test_by_shard_needs_shards() -> None:
     with pytest.raises(TypeError, match="needs a dataset with shards.*list has no shard_lengths"):
         orders.by_shard().bind(Binding([1, 2], 2, 0, 1))
-    with pytest.raises(ValueError, match="shard_lengths has 3 samples, but the dataset has 2"):
+    with pytest.raises(ValueError, match="shard_lengths adds up to 3 samples, but the dataset has 2"):
         orders.by_shard().bind(Binding(SimpleNamespace(shard_lengths=[3]), 2, 0, 1))

@@ -22,8 +22,8 @@ from clusterddp.trackers import sent
 from clusterddp.trackers.__main__ import main as send_rest
 from clusterddp.trackers.follower import Follower
 from clusterddp.trackers.sent import Lines, Sent, config, overview, read_sent, wanted, write_sent
-from clusterddp.training import tracking
-from clusterddp.training.tracking import Tracking
+from clusterddp.training import metrics as tracking
+from clusterddp.training.metrics import Tracking
 from tests import packages, tracker_files
 
 

@@ -13,7 +13,7 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.errors import CheckpointError
-from clusterddp.training.warm_start import Files, Loaded, load
+from clusterddp.training.run_state import Files, Loaded, load
 
 GROUP: Any = SimpleNamespace(
     rank=0, world_size=1, collective_device=torch.device("cpu"), control_device=torch.device("cpu")
@@ -102,7 +102,7 @@ def test_names_on_one_side_only_are_an_error_unless_they_are_expected(
     with pytest.raises(
         CheckpointError,
         match=r"net.pt does not fit model. 1 tensor missing in the file: 0.bias. 1 tensor not in the model: "
-        r"head.weight. If that is intended, pass ctx.run\(init_strict=False\)",
+        r"head.weight. If that is intended, use ctx.run\(init_strict=False\)",
     ):
         loaded(tmp_path / "net.pt", model=model)
     own = model.state_dict()["0.bias"].clone()

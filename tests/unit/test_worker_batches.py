@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from clusterddp.data.loader import Loader
-from clusterddp.data.sample_orders import Shuffled
+from clusterddp.data.sample_order import Shuffled
 
 
 class Frozen(Dataset[Any]):

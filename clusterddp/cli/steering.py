@@ -1,0 +1,458 @@
+"""Commands for a running job: ``tell``, ``requeue``, ``stacks``, ``cancel`` and ``shell``.
+
+``tell RUN profile=20`` sends a command to the ranks and prints the answers. ``requeue`` checkpoints a run after its
+current step and requeues it. ``stacks`` shows where the ranks are now, equal stacks together. ``cancel`` ends runs for
+good. ``shell`` opens a shell, a command or the rank's debugger on the node of a rank, inside its job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from clusterddp.checkpoint.store import of_run
+from clusterddp.errors import (
+    FAILED,
+    INTERRUPTED,
+    ClusterddpError,
+    LauncherEnvironmentError,
+    RunDirectoryError,
+    SlurmError,
+    SlurmUnavailable,
+    UsageError,
+)
+from clusterddp.events import at_step, over_already, sentence
+from clusterddp.failures.stack_traces import NAMED, described, summary
+from clusterddp.hostlist import expand, ranges, ranks_in
+from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS, MOST_SKIPPED, Job, ProfiledSteps
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.jobdef.readers import did_you_mean
+from clusterddp.process import module_command
+from clusterddp.reporter import agreed, can_ask, counted, put, say, show, what_failed
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.run_directory import ONE_RUN, RunDirectory, find_runs, names_exactly, open_run
+from clusterddp.runs.requests import (
+    await_end,
+    await_outcome,
+    backwards,
+    begin,
+    check_trains,
+    find_address,
+    request,
+    waiting_job,
+)
+from clusterddp.runs.run_status import state_of
+from clusterddp.slurm import commands as slurm
+
+HOW_TO_OPEN = "Open a trace at https://ui.perfetto.dev, or its folder with TensorBoard (pip install torch-tb-profiler)"
+
+
+def check_profiled_ranks(text: str) -> None:
+    """Raises UsageError unless the text names ranks, and not too many."""
+    try:
+        count = len(ranks_in(text))
+    except ValueError as error:
+        raise UsageError(f"--rank {text}: {error}") from error
+    if count > MOST_PROFILED_RANKS:
+        raise UsageError(f"--rank {text}: {count} ranks, but at most {MOST_PROFILED_RANKS} can record at a time")
+
+
+def profile_line(run: RunDirectory, rank: int, values: Mapping[str, Any]) -> str:
+    """Where the profile of a rank is, or why there is none. ``values``: those of its event."""
+    if "file" not in values:
+        return f"rank {rank} recorded no profile: {values.get('reason', 'it has exited')}"
+    first, last = values["step"], values["step"] + values["steps"] - 1
+    return f"rank {rank}, steps {first} to {last}: {run.path / values['file']}"
+
+
+def add_tell_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``tell``."""
+    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
+    meanings = {name: text for name, (_, text) in ORDERS.items()} | NUMBERED
+    orders = ", ".join(f"{name}: {text}" for name, text in meanings.items())
+    parser.add_argument("order", metavar="save|stop|skip|profile|drain", help=orders)
+    parser.add_argument("--rank", metavar="R", help="for a profile: the ranks, such as 0,3-5 (default: 0)")
+
+
+def run_tell(arguments: argparse.Namespace, _: object) -> int:
+    """Sends the command and waits until it is done."""
+    give = order(arguments.order, arguments.rank)
+    run = open_run(arguments.run)
+    try:
+        return give(run)
+    except KeyboardInterrupt:
+        show(f"No longer waiting. The request may still take effect. Check with: clusterddp status {run.quoted}")
+        return INTERRUPTED
+
+
+def order(text: str, ranks: str | None) -> Callable[[RunDirectory], int]:
+    """The function for a command. Raises UsageError for an unknown one."""
+    if text == "profile" or text.startswith("profile="):
+        given = text != "profile"
+        steps = steps_in(text, MOST_PROFILED_STEPS, "profile=20") if given else ProfiledSteps.steps
+        ranks = "0" if ranks is None else ranks
+        check_profiled_ranks(ranks)
+        return partial(record, steps=steps, ranks=ranks)
+    if ranks is not None:
+        raise UsageError(f"--rank: {text} applies to the whole run. Only {PROFILE} accepts --rank")
+    if text.startswith("drain="):
+        return partial(drain, node=text.partition("=")[2])
+    if text.startswith("skip="):
+        return partial(skip, batches=steps_in(text, MOST_SKIPPED, "skip=500"))
+    if text not in ORDERS:
+        known = [*ORDERS, *NUMBERED]
+        raise UsageError(f"unknown command {text!r}{did_you_mean(text, known) or '.'} Expected {', '.join(known)}")
+    return ORDERS[text][0]
+
+
+def save(run: RunDirectory) -> int:
+    """Waits until the checkpoint is committed."""
+    attempt, answer = request(run, "save")
+    if "checkpoint" in answer:
+        put(f"Checkpoint {answer['checkpoint']} is saved")
+        return 0
+    end = await_end(run, attempt)  # a stop that came first has also saved
+    put(sentence(end) or "")
+    return 0 if end.get("checkpoint") is not None and end.get("checkpoint") == end.get("step") else FAILED
+
+
+def record(run: RunDirectory, steps: int, ranks: str) -> int:
+    """Waits until the profiles are stored. Returns 1 if a rank has none."""
+    attempt, answer = request(run, "profile", steps=steps, ranks=ranks)
+    if not answer:
+        raise RunDirectoryError(
+            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
+        )
+    profiles: dict[str, Mapping[str, Any]] = answer["profiles"]
+    if "ended" in answer:  # some may have been stored at the end of the attempt
+        show(sentence(await_end(run, attempt)) or "")
+        for event in backwards(run, attempt):
+            if event["event"] in ("profiled", "not_profiled") and event.get("request") == str(answer["request"]):
+                profiles[str(event["rank"])] = event
+    wanted = ranks_in(ranks)
+    for rank in wanted:
+        put(profile_line(run, rank, profiles.get(str(rank), {})))
+    stored = [rank for rank in wanted if "file" in profiles.get(str(rank), {})]
+    if stored:
+        show(HOW_TO_OPEN)
+    return 0 if len(stored) == len(wanted) else FAILED
+
+
+def steps_in(order: str, most: int, example: str) -> int:
+    """The number in the command ``skip=500``. Raises UsageError for another form."""
+    text = order.partition("=")[2]
+    steps = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
+    if not 1 <= steps <= most:
+        raise UsageError(f"{order}: expected a number of steps from 1 to {most:,}, such as {example}")
+    return steps
+
+
+def skip(run: RunDirectory, batches: int) -> int:
+    """Waits until a checkpoint contains the skip. Returns 1 if there is none."""
+    attempt, answer = request(run, "skip", batches=batches)
+    if not answer:
+        raise RunDirectoryError(
+            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
+        )
+    if "checkpoint" in answer:
+        skipped = sentence({**answer["skipped"], "event": "skipped", "attempt": attempt})
+        put(f"{skipped}. Checkpoint {answer['checkpoint']} is saved")
+        return 0
+    end = await_end(run, attempt)
+    events = (event for event in backwards(run, attempt) if event["event"] == "skipped")
+    made = next((event for event in events if event.get("request") == str(answer["request"])), None)
+    put("No batch was skipped" if made is None else sentence(made) or "")
+    put(sentence(end) or "")
+    saved = end.get("checkpoint")
+    return 0 if made is not None and saved is not None and saved >= made["step"] else FAILED
+
+
+def drain(run: RunDirectory, node: str) -> int:
+    """Returns once the run has stopped to continue without the node. 0 if all of its steps are saved."""
+    attempt, _ = request(run, "drain", node=node)
+    end = await_end(run, attempt)
+    put(sentence(end) or "")
+    return 0 if end["event"] == "completed" or end.get("checkpoint") == (end.get("step") or None) else FAILED
+
+
+def stop(run: RunDirectory) -> int:
+    """Waits until the run is stopped. Returns 0 if all of its steps are saved."""
+    attempt, _ = request(run, "stop")
+    end = await_end(run, attempt)
+    put(sentence(end) or "")
+    if end["event"] == "stopped":
+        how = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
+        show(f"Continue it with: clusterddp submit {how} {run.quoted}")
+        return 0 if end.get("checkpoint") == (end.get("step") or None) else FAILED
+    return 0 if end["event"] == "completed" else FAILED
+
+
+PROFILE = "profile=STEPS"
+#: The commands with a value, and their meanings.
+NUMBERED = {
+    "skip=STEPS": "skip the data of this many steps, after a loss spike (the number of steps stays the same)",
+    PROFILE: "record torch.profiler for this many steps, and print where the traces are",
+    "drain=NODE": "save and stop after the current step, and continue in the same job without this node",
+}
+#: The other commands, with their functions and meanings.
+ORDERS: Mapping[str, tuple[Callable[[RunDirectory], int], str]] = {
+    "save": (save, "save after the current step"),
+    "stop": (stop, "save and stop after the current step, until you submit the run again"),
+}
+
+
+def add_requeue_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``requeue``."""
+    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
+    parser.add_argument(
+        "--exclude", metavar="NODES", help="continue in a new job without these nodes, such as n3 or n[3-4], for a day"
+    )
+
+
+def run_requeue(arguments: argparse.Namespace, _: object) -> int:
+    """Requeues the run, and prints how its attempt ended."""
+    run = open_run(arguments.run)
+    try:
+        nodes = expand(arguments.exclude or "")
+    except LauncherEnvironmentError as error:
+        raise UsageError(f"--exclude: {error}") from error
+    if run.outcome() is None and (job := waiting_job(run)):
+        return tell_waiting(run, job, arguments.exclude)
+    if nodes and run.outcome() is None:
+        check_nodes(run, load_resolved(run.job_file), nodes)
+    try:
+        attempt, _ = request(run, "requeue", **({"nodes": nodes} if nodes else {}))
+        end = await_end(run, attempt)
+    except KeyboardInterrupt:
+        show(f"No longer waiting. The requeue continues. Check with: clusterddp status {run.quoted}")
+        return INTERRUPTED
+    put(sentence(end) or "")
+    return 0 if end["event"] in ("requeued", "resubmitted", "completed") else FAILED
+
+
+def tell_waiting(run: RunDirectory, job: slurm.JobInfo, exclude: str | None) -> int:
+    """Handles a run that is already in the queue. Slurm chooses its nodes when it starts."""
+    if exclude:
+        raise RunDirectoryError(
+            f"{run} is waiting in the queue (job {job.job_id}, {job.reason}). Exclude nodes with: scontrol update "
+            f"JobId={job.job_id} ExcNodeList={exclude}"
+        )
+    held = f". To release Slurm's hold, use: clusterddp resubmit {run.quoted}" if job.reason == "BeginTime" else ""
+    put(f"{run} is already waiting in the queue (job {job.job_id}, {job.reason}){held}")
+    return 0
+
+
+def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
+    """Refuses, before the run stops, nodes that Slurm would refuse afterwards."""
+    if run.loop_file.exists():
+        raise UsageError(f"--exclude: {run} is a local run, which has no other nodes")
+    for node in nodes:
+        try:
+            slurm.node_address(node)
+        except SlurmUnavailable:
+            raise
+        except SlurmError as error:
+            raise UsageError(f"--exclude: no node {node!r} on this cluster: {error}") from error
+    left = set(slurm.usable_nodes(job.partition)) - set(nodes) - set(expand(job.exclude or ""))
+    needed = job.least_allocated
+    if len(left) < needed:
+        remain = counted(len(left), "usable node")
+        raise UsageError(
+            f"--exclude: without {', '.join(nodes)} the partition has {remain}, but the run needs {needed}"
+        )
+
+
+def add_stacks_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``stacks``."""
+    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
+    parser.add_argument("--rank", default="all", metavar="R", help="ranks such as 0,3-5 (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_stacks(arguments: argparse.Namespace, _: object) -> int:
+    """Prints the stacks. The exit code is 1 if no rank has answered."""
+    ranks = arguments.rank
+    if ranks != "all":
+        try:
+            ranks_in(ranks)
+        except ValueError as error:
+            raise UsageError(f"--rank {ranks}: {error}, or all") from error
+    run = open_run(arguments.run)
+    _, answer = request(run, "stacks", ranks=None if ranks == "all" else ranks)
+    if not answer:
+        raise RunDirectoryError(
+            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
+        )
+    if arguments.json:
+        print(json.dumps(answer))
+    else:
+        put(text(answer))
+    return 0 if answer["stacks"] else FAILED
+
+
+def text(answer: Mapping[str, Any]) -> str:
+    """A summary, each group of equal stacks, and the ranks without an answer."""
+    lines = [summary(answer["stacks"])]
+    for group in answer["stacks"]:
+        lines += ["", *described(group)]
+    missing = []
+    if silent := answer["unanswered"]:
+        shown = [f"{rank} ({answer['hosts'].get(str(rank), 'unknown')})" for rank in silent[:NAMED]]
+        more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
+        missing.append(
+            f"{counted(len(silent), 'rank')} did not answer: {', '.join(shown)}{more}. A rank cannot answer while it "
+            "is stopped, or in C code that holds Python's GIL"
+        )
+    if starting := answer["starting"]:
+        missing.append(f"still starting: {ranges(starting)}")
+    if exited := answer["exited"]:
+        missing.append(f"exited: {ranges(exited)}")
+    return "\n".join([*lines, *(["", *missing] if missing else [])])
+
+
+def add_cancel_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``cancel``."""
+    parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs, or quoted patterns")
+    parser.add_argument("--yes", action="store_true", help="cancel several runs, or those of a folder, without asking")
+
+
+def run_cancel(arguments: argparse.Namespace, _: object) -> int:
+    """Cancels the runs, and prints the final state of each. Returns 0 if all are over."""
+    runs = find_runs(arguments.run)
+    live, unreadable = [], False
+    for run in runs:
+        try:
+            outcome = run.outcome()
+        except (ClusterddpError, OSError) as error:
+            if len(runs) == 1:
+                raise
+            unreadable = True
+            say(f"{run} was not cancelled: {what_failed(error)}")
+            continue
+        if outcome is None:
+            live.append(run)
+        else:
+            put(over_already(run, outcome))
+    named = len(runs) == 1 and names_exactly(arguments.run[0], runs[0])
+    if live and not named and not arguments.yes and not _confirmed(live):
+        show("no run was cancelled")
+        return FAILED
+    return 0 if _cancel(live) and not unreadable else FAILED
+
+
+def _confirmed(runs: Sequence[RunDirectory]) -> bool:
+    """Lists the runs and asks. Without a terminal, ``--yes`` is required."""
+    if not can_ask():
+        raise UsageError(f"cancel: {counted(len(runs), 'run')} to cancel and no terminal to ask on. Add --yes")
+    for run in runs:
+        show(str(run))
+    return agreed(f"cancel {counted(len(runs), 'run')} permanently?")
+
+
+def _cancel(runs: Sequence[RunDirectory]) -> bool:
+    """Ends all runs before it waits for any. Prints how each ended, and returns whether all did."""
+    failed: list[RunDirectory] = []
+    for work in (begin, _report):
+        for run in runs:
+            try:
+                if run not in failed:
+                    work(run)
+            except ClusterddpError as error:
+                failed.append(run)
+                begun = isinstance(error, SlurmError) and run.cancelled
+                say(f"{run} will not start again, but has not ended: {error}. Cancel it again" if begun else str(error))
+            except OSError as error:  # such as another user's run or a full disk: the other runs are still cancelled
+                if len(runs) == 1:
+                    raise
+                failed.append(run)
+                say(f"{run} was not cancelled: {what_failed(error)}")
+    return not failed
+
+
+def _report(run: RunDirectory) -> None:
+    final = await_outcome(run)
+    put(f"{run}: {final['state']}{at_step(final['step'])}. The run will not start again")
+    if of_run(run).candidates():
+        show(f"To continue from its newest checkpoint in a new run, use: clusterddp submit --fork {run.quoted}")
+
+
+#: Seconds between two looks at a run that has not started.
+LOOK_S = 1.0
+
+
+def add_shell_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``shell``."""
+    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="R", help="the rank on whose node to open the shell (default: 0)"
+    )
+    parser.add_argument(
+        "--attach",
+        action="store_true",
+        help="attach to breakpoint() in the rank that --debug named at submission",
+    )
+
+
+def run_shell(arguments: argparse.Namespace, command: Sequence[str] | None) -> int:
+    """Starts a step of the job on the rank's node, and returns its exit code."""
+    if arguments.attach and command:
+        raise UsageError("--attach opens the rank's debugger. Remove the command after --")
+    run = open_run(arguments.run)
+    check_trains(run, "shell")
+    if arguments.attach:
+        return _attach(run, arguments.rank)
+    return _step(run, arguments.rank, list(command or [os.environ.get("SHELL", "/bin/sh")]))
+
+
+def debug(run: RunDirectory, rank: int) -> int:
+    """Waits until the job has started, then attaches to the rank. For ``submit --debug``."""
+    how = f"clusterddp shell {run.quoted} --rank {rank} --attach"
+    if not sys.stdin.isatty():
+        show(f"Once the job has started, attach to rank {rank} with: {how}")
+        return 0
+    before = run.newest_attempt()
+    show(f"Waiting for the job to start. Press Ctrl-C to stop waiting, and attach later with: {how}")
+    try:
+        while run.newest_attempt() == before:
+            if (state := state_of(run))[0] in ("completed", "failed", "cancelled"):
+                raise RunDirectoryError(f"{run}: {state[1]}")
+            time.sleep(LOOK_S)
+        return _attach(run, rank)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _attach(run: RunDirectory, rank: int) -> int:
+    if (read_json(run.debug_file) or {}).get("rank") != rank:
+        raise RunDirectoryError(
+            f"{run} was not submitted with --debug {rank}, so rank {rank} does not wait in breakpoint(). "
+            f"Submit it again with: clusterddp submit --run-dir {run.quoted} --debug {rank}"
+        )
+    attempt, _ = find_address(run)
+    python = load_resolved(run.job_file).python
+    return _step(run, rank, [*module_command("clusterddp.worker.debugger", python), str(run), str(attempt), str(rank)])
+
+
+def _step(run: RunDirectory, rank: int, command: list[str]) -> int:
+    """Runs a command beside the ranks, with this terminal if there is one. It uses none of their resources."""
+    attempt, address = find_address(run)
+    if address.job is None:
+        raise RunDirectoryError(f"{run} trains on {address.host} without a Slurm job. Open a shell there")
+    job = load_resolved(run.job_file)
+    nodes = next((event["nodes"] for event in backwards(run, attempt) if event["event"] == "started"), "")
+    hosts = expand(nodes) if nodes else []
+    if not 0 <= rank < len(hosts) * job.ranks_per_node:
+        raise UsageError(f"--rank {rank}: {run} has ranks 0 to {len(hosts) * job.ranks_per_node - 1}")
+    slurm.require("srun")
+    options = ["--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={hosts[rank // job.ranks_per_node]}"]
+    terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+    return subprocess.call(
+        ["srun", f"--jobid={address.job}", *options, *terminal, *command], env=slurm.scrub(os.environ)
+    )
