@@ -43,8 +43,7 @@
 # make bench-saves        what a save costs training, beside other savers (torchsnapshot too, if it is installed)
 # make bench-restore      what a restore costs, beside torch.load on every rank; 8 minutes, RESTORE="--sizes '10 MB'" one size
 # make measure-math-library  how often the first vector function of a process is wrong, with and without clusterddp.init()
-# make bench-startup      from the start of the ranks to their first step, beside the least DDP script; counts system calls
-#                         where strace is installed (as root on Debian or Ubuntu, it is)
+# make bench-startup      from the start of the ranks to their first step, beside the least DDP script
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, which ends with the shell
 #
 # TORCH_INDEX=URL   another package index for torch, such as PyTorch's own CPU builds (PyPI's include CUDA)
@@ -203,8 +202,6 @@ measure-math-library: .venv/ready
 	.venv/bin/python -m benchmarks.math_library
 
 bench-startup: .venv/ready
-	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq strace >/dev/null; } || \
-		echo "strace is missing (apt-get install strace): system calls are not counted" >&2
 	.venv/bin/python -m benchmarks.startup $(STARTUP)
 
 .venv/bench: .venv/ready

@@ -6,8 +6,7 @@ ranks on this machine.
 
 - Time: from the start of the first rank's process until all ranks have made their first step, and its phases on rank 0.
 - CPU time of a rank until then: on a machine with other work, that is what can be compared.
-- What a rank imports, opens and resolves: its modules at the first step; system calls, counted with strace
-  (``apt-get install strace``; left out without it), of one rank.
+- What a rank imports: its modules at the first step.
 
 Bar: ours takes at most 1.1 times as long.
 """
@@ -16,13 +15,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,14 +35,6 @@ BUDGET_S, QUICK_BUDGET_S = 480.0, 80.0
 RUN_S = 300.0
 SCRIPT = SCRIPTS / "startup.py"
 EMPTY, OURS = "empty", "ours"
-CALLS = {
-    "files opened": ("open", "openat"),
-    "opened without success": ("open!", "openat!"),
-    "stat and the like": ("stat", "lstat", "newfstatat", "statx", "access", "faccessat2", "readlink"),
-    "connections": ("connect",),
-    "DNS queries": ("dns",),
-}
-
 
 TEXT = """# From the start of the ranks to the first step
 
@@ -57,25 +45,24 @@ torchrun's variables. All ranks run on this machine."""
 # ---- the two sides
 
 
-def started(kind: str, ranks: int, folder: Path, prefix: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+def started(kind: str, ranks: int, folder: Path) -> list[subprocess.Popen[bytes]]:
     """What starts all ranks of ours, or each rank of the empty script: as many threads for both."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     if kind == OURS:
         command = local_run(SCRIPT, folder, ranks, OURS, folder)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        return [subprocess.Popen([*prefix, *command], cwd=REPOSITORY, env=environment, **pipes)]
+        return [subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes)]
     command, port = [sys.executable, str(SCRIPT), EMPTY, str(folder)], free_port()
     return [
-        subprocess.Popen([*prefix, *command], env=torchrun_variables(rank, ranks, port, threads), **pipes)
-        for rank in range(ranks)
+        subprocess.Popen(command, env=torchrun_variables(rank, ranks, port, threads), **pipes) for rank in range(ranks)
     ]
 
 
-def start(kind: str, ranks: int, prefix: Sequence[str] = ()) -> list[dict[str, Any]]:
+def start(kind: str, ranks: int) -> list[dict[str, Any]]:
     """What all ranks have written, in rank order."""
     with tempfile.TemporaryDirectory() as name:
-        processes = started(kind, ranks, Path(name), prefix)
+        processes = started(kind, ranks, Path(name))
         try:
             for process in processes:
                 _, said = process.communicate(timeout=RUN_S)
@@ -115,49 +102,6 @@ def all_starts(counts: Sequence[int], rounds: int, budget_s: float) -> dict[str,
     }
 
 
-# ---- what a rank opens
-
-
-def system_calls(kind: str) -> dict[str, int] | None:
-    """How often one rank makes each kind of call until it exits; None without strace."""
-    if shutil.which("strace") is None:
-        return None
-    traced = "execve,clone,clone3,fork,vfork," + ",".join(
-        sorted({call.rstrip("!") for calls in CALLS.values() for call in calls} - {"dns"})
-    )
-    with tempfile.NamedTemporaryFile("r", suffix=".strace") as file:
-        try:
-            start(kind, 1, ["strace", "-f", "-qq", "-s", "4096", "-o", file.name, "-e", f"trace={traced}"])
-        except SystemExit as error:
-            report.say(f"system calls are not counted: {error}")
-            return None
-        return counted_calls(file.read().splitlines(), '\\"clusterddp.worker\\"' if kind == OURS else SCRIPT.name)
-
-
-def counted_calls(lines: Iterable[str], program: str) -> dict[str, int]:
-    """The calls, by the kinds of CALLS, of the first process with ``program`` on its command line, and its threads."""
-    process: str | None = None
-    threads: set[str] = set()
-    counts: Counter[str] = Counter()
-    for line in lines:
-        thread, _, call = line.partition(" ")
-        call = call.lstrip()
-        name = call.partition("(")[0].removeprefix("<... ").partition(" ")[0]
-        if process is None and name == "execve" and program in call and " = -1 " not in call:
-            process = thread
-            threads.add(thread)
-        if thread not in threads:
-            continue
-        if name.startswith("clone") and (made := re.search(r"= (\d+)$", call)):
-            threads |= {made[1]} if "CLONE_THREAD" in call else set()
-        if call.startswith("<... "):  # counted where it began
-            continue
-        counts[name] += 1
-        counts[f"{name}!"] += " = -1 " in call
-        counts["dns"] += name == "connect" and "htons(53)" in call
-    return {kind: sum(counts[call] for call in calls) for kind, calls in CALLS.items()}
-
-
 # ---- the report
 
 
@@ -169,25 +113,15 @@ def rows_of(figures: Mapping[str, Any]) -> list[rows.Row]:
             ours, empty = ([one[what] for one in sides[kind]] for kind in (OURS, EMPTY))
             name = f"start, {ranks} rank{'s' * (ranks > 1)}: {words}"
             found.append(rows.paired(name, unit, ours, empty, "empty DDP script", allowed=BAR))
-    calls: Mapping[str, Mapping[str, int]] = figures.get("calls", {})
-    numbers = {kind: (values[OURS], values[EMPTY], "calls") for kind, values in calls.items()}
-    modules = figures["modules"]
-    numbers["modules imported at the first step"] = (len(modules[OURS]), len(modules[EMPTY]), "modules")
-    found += [
-        rows.counted(f"start, 1 rank: {words}", unit, one, other, "empty DDP script")
-        for words, (one, other, unit) in numbers.items()
-        if other
-    ]
-    return found
+    mine, least = (len(figures["modules"][kind]) for kind in (OURS, EMPTY))
+    name = "start, 1 rank: modules imported at the first step"
+    return [*found, rows.counted(name, "modules", mine, least, "empty DDP script")]
 
 
 def measure(quick: bool, ranks: list[int] | None) -> report.Found:
     counts = ranks or (QUICK_RANKS if quick else RANKS)
     settings = (QUICK_ROUNDS, QUICK_BUDGET_S) if quick else (ROUNDS, BUDGET_S)
     figures = all_starts(counts, *settings)
-    ours, empty = (system_calls(kind) for kind in (OURS, EMPTY))
-    if ours and empty:
-        figures["calls"] = {name: {OURS: ours[name], EMPTY: empty[name]} for name in CALLS}
     return report.Found(figures, rows_of(figures))
 
 

@@ -23,6 +23,14 @@ MOMENTS = ["import", "rendezvous", "first step", "evaluation", "restore", "save"
 SETTLE_S = 1.5
 
 
+def ranks_of(cluster: Cluster, node: str) -> list[Process]:
+    """The ranks on a node; not srun, which has their command line behind its own, nor children that they forked."""
+    shims = [process for process in cluster.processes(node) if "clusterddp.worker" in process.command()]
+    shims = [process for process in shims if Path(process.command().partition(" ")[0]).name != "srun"]
+    pids = {process.pid for process in shims}
+    return [process for process in shims if process.parent() not in pids]
+
+
 @dataclass
 class Training:
     """tests/scripts/train.py as a run on the cluster, two nodes with a rank each."""
@@ -105,9 +113,7 @@ class Training:
         return wait_for_outcome(self.run)
 
     def ranks_on(self, node: str) -> list[Process]:
-        """The ranks' processes on a node. srun has their command line behind its own."""
-        commands = {process: process.command() for process in self.cluster.processes(node)}
-        return [one for one, words in commands.items() if "clusterddp.worker" in words and "srun" not in words]
+        return ranks_of(self.cluster, node)
 
     def wait_for_a_step_of(self, attempt: int) -> None:
         """Until this attempt, or a later one, has completed a step."""

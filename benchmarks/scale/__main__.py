@@ -1,9 +1,8 @@
 """What grows with the number of ranks: ``python -m benchmarks.scale`` (``make bench-scale``), 15 to 20 minutes.
 
 The parts: simulated ranks against a real supervisor, counts and their exponents, host lists, ``list``, a real Slurm of
-64 nodes, real gloo ranks. Each part's figures are kept in ``build/scale`` until the results are written, so that a call
-that was interrupted continues with the parts that it lacks. ``--parts`` measures some again, and takes the others from
-the results' JSON file. ``--quick`` is without Slurm and gloo, and smaller.
+64 nodes, real gloo ranks. ``--parts`` measures some again, and takes the others from the results' JSON file.
+``--quick`` is without Slurm and gloo, and smaller.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from benchmarks import report
@@ -23,8 +21,6 @@ from benchmarks.scale.page import BAR_RANKS, table_rows, tables
 SIZES, QUICK_SIZES = (1024, 4096, 16384), (1024, 4096)
 #: How often a failure is to be named for each number of ranks.
 FAILURES, QUICK_FAILURES = 3, 1
-#: What has been measured so far by a call that is to measure all parts.
-STATE = Path("build") / "scale"
 TEXT = """# What grows with the number of ranks
 
 Simulated ranks are connections that speak the real protocol to one supervisor on the same machine.
@@ -58,30 +54,13 @@ QUICK_PARTS = ("connections", "exponents", "hosts", "list")
 
 
 def measure(quick: bool, parts: str | None) -> report.Found:
-    if quick or parts:
-        names = report.named("part", parts, PARTS) if parts else list(QUICK_PARTS)
-        file = report.RESULTS / "scale.json"
-        found = json.loads(file.read_text())["parts"] if parts and file.exists() else {}
-        found |= {name: measured(name, quick) for name in names}
-    else:
-        found = whole()
+    file = report.RESULTS / "scale.json"
+    names = report.named("part", parts, PARTS) if parts else QUICK_PARTS if quick else tuple(PARTS)
+    found = json.loads(file.read_text())["parts"] if parts and file.exists() else {}
+    found |= {name: measured(name, quick) for name in names}
     gathered = {name: found[name] for name in PARTS if name in found}
     figures = {name: part["found"] for name, part in gathered.items()}
     return report.Found({"parts": gathered}, table_rows(figures), tables=tables(figures))
-
-
-def whole() -> dict[str, Any]:
-    """All parts, those that an interrupted call has measured included."""
-    STATE.mkdir(parents=True, exist_ok=True)
-    files = {name: STATE / f"{name}.json" for name in PARTS}
-    for name, file in files.items():
-        if not file.exists():
-            file.with_suffix(".new").write_text(json.dumps(measured(name, False)))
-            file.with_suffix(".new").rename(file)
-    found = {name: json.loads(file.read_text()) for name, file in files.items()}
-    for file in files.values():
-        file.unlink()
-    return found
 
 
 def measured(name: str, quick: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from clusterddp.supervisor import main
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.recovery import RESTART
 from clusterddp.supervisor.state import Notice, Stop
+from tests.fake_slurm import FakeController, NoRanks
 
 answers = sys.stdout
 
@@ -35,17 +36,15 @@ def answer(**values: Any) -> None:
     print(json.dumps(values), file=answers, flush=True)
 
 
-class Controller:
+class Controller(FakeController):
     """A job whose nodes stay; ``stop``: a preemption."""
 
-    leave_code, again_code, resubmits, starts_again, busy = 3, 4, False, True, False
+    resubmits = busy = False
 
     def __init__(self, nodes: int) -> None:
+        super().__init__()
         self._nodes = f"n[00000-{nodes - 1:05}]"
         self.stop: Stop | None = None
-
-    def holder(self) -> dict[str, Any]:
-        return {"kind": "slurm", "job": "41"}
 
     def describe(self) -> dict[str, Any]:
         return {"job": "41", "restarts": 0, "nodes": self._nodes}
@@ -59,30 +58,11 @@ class Controller:
     def term_notice_s(self) -> float | None:
         return 60.0
 
-    def ends_what_it_preempts(self) -> bool:
-        return False
 
-    def hold(self) -> None: ...
-
-    def before_exit(self) -> None: ...
-
-    def requeue(self) -> None: ...
-
-    def usable_nodes(self) -> list[str]:
-        return []
-
-    def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
-        return "42"
-
-    def successor(self) -> str | None:
-        return None
-
-
-class Launcher:
+class Launcher(NoRanks):
     """Tells the driver when ranks are wanted; the driver tells how they ended."""
 
-    name, supervisor_host, abandon_s = "slurm", "127.0.0.1", 5.0
-    failed: Callable[[int], object]
+    abandon_s = 5.0
 
     def __init__(self) -> None:
         self._ends: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -95,12 +75,6 @@ class Launcher:
     def ended(self, exit_code: int, killed: int | None = None) -> None:
         """All ranks have exited."""
         self._ends.put({"exit_code": exit_code, "killed": killed})
-
-    def notify(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def abandon(self) -> None: ...
 
     def wait(self) -> int:
         end = self._ends.get()

@@ -16,7 +16,6 @@ from typing import Any
 
 from benchmarks.runs import NOTICE_S, HighJob, power_off, power_on, submit, until
 from benchmarks.soak.booking_truth import Record
-from benchmarks.soak.faults import ranks_of
 from clusterddp.hostlist import expand
 from tests.cluster import Cluster
 from tests.cluster.system import Process, processes
@@ -157,7 +156,7 @@ class Injector:
     # --- the faults
 
     def _ranks(self) -> list[Process]:
-        return [rank for node in self._nodes() for rank in ranks_of(self._up, node)]
+        return [rank for node in self._nodes() for rank in self._training.ranks_on(node)]
 
     def _signal(self, kind: str) -> None:
         rank = self._ranks()[self._highs % 2]

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks import report
@@ -16,7 +15,6 @@ from clusterddp.hostlist import expand
 from clusterddp.rundir.records import read_lines
 from clusterddp.supervisor.limits import FRUITLESS
 from tests.cluster import Cluster
-from tests.cluster.system import Process
 from tests.trainings import Training
 
 #: How often each kind is drawn, in proportion; the rest of a soak's faults are preemptions.
@@ -63,14 +61,6 @@ def draw_fault(draw: random.Random, latest_s: float) -> Fault | None:
     return Fault(kind, delay, node, round(seconds, 3))
 
 
-def ranks_of(up: Cluster, node: str) -> list[Process]:
-    """The ranks on a node; not srun, which has their command line behind its own, nor children that they forked."""
-    shims = [process for process in up.processes(node) if "clusterddp.worker" in process.command()]
-    shims = [process for process in shims if Path(process.command().partition(" ")[0]).name != "srun"]
-    pids = {process.pid for process in shims}
-    return [process for process in shims if process.parent() not in pids]
-
-
 class Maker:
     """Injects faults into one run."""
 
@@ -100,7 +90,7 @@ class Maker:
 
     def _signal(self, node: str, signum: signal.Signals) -> bool:
         try:
-            victims = until(lambda: ranks_of(self._up, node) or None, f"a rank on {node}", 5)
+            victims = until(lambda: self._training.ranks_on(node) or None, f"a rank on {node}", 5)
         except TooLong:
             return False
         victims[0].kill(signum)

@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from benchmarks.runs import HighJob, TooLong, folder_for, until
-from benchmarks.soak.faults import ranks_of
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.chaos.behaviours import SECRET
 from tests.chaos.judging import EVERY
@@ -23,7 +22,7 @@ from tests.cluster import Cluster
 from tests.cluster.system import Process
 from tests.ranks.test_local import commands_of
 from tests.ranks.test_local import ranks_of as local_ranks
-from tests.trainings import Training
+from tests.trainings import Training, ranks_of
 
 SCRIPT = Path(__file__).with_name("training.py")
 REPOSITORY = SCRIPT.parents[2]

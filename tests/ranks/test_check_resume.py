@@ -17,6 +17,7 @@ from clusterddp.rundir.records import Recording, Trial, read_trial
 from clusterddp.runs import resume_check
 from clusterddp.runs.resume_check import compare
 from clusterddp.training.context import Context
+from tests import cli
 from tests import faulty_scripts as scripts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -129,9 +130,8 @@ def script(tmp_path: Path) -> Path:
 
 def submit(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Checks 12 steps of the script, on one rank, in its folder."""
-    command = [sys.executable, "-m", "clusterddp", "submit", "--local", "--device", "cpu", "--check-resume", "12"]
-    folder = script.parent
-    return subprocess.run([*command, str(script), *arguments], cwd=folder, capture_output=True, text=True, timeout=240)
+    words = ["--local", "--device", "cpu", "--check-resume", 12, script, *arguments]
+    return cli.clusterddp("submit", *words, cwd=script.parent, code=None)
 
 
 def test_the_command_certifies_a_script_in_fresh_processes_and_leaves_nothing(script: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from clusterddp.data.sample_order import Shuffled
 from clusterddp.distributed.devices import choose_devices
 from clusterddp.distributed.process_group import choose_backend
 from tests import ddp
+from tests.cli import clusterddp
 
 PAGE = (ddp.REPOSITORY / "docs" / "guide" / "debugging.md").read_text()
 TEXT = PAGE[PAGE.index("## Common mistakes") :].partition("\n## ")[0]
@@ -30,9 +28,9 @@ TABLE = re.findall(r"^\| `([^`]+)`", TEXT, re.MULTILINE)
 def submitted(folder: Path, body: str, *options: str) -> str:
     """The output of a script under ``submit --local``, and of a submission that fails."""
     (folder / "script.py").write_text(body)
-    command = [sys.executable, "-m", "clusterddp", "submit", "script.py", "--local", "--run-dir", "run", *options]
-    environ = {**os.environ, "PYTHONPATH": str(ddp.REPOSITORY)}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+    environ = {"PYTHONPATH": str(ddp.REPOSITORY)}
+    words = ["submit", "script.py", "--local", "--run-dir", "run", *options]
+    done = clusterddp(*words, cwd=folder, env=environ, code=None)
     assert done.returncode != 0, done.stderr
     return done.stderr + "".join(log.read_text() for log in (folder / "run" / "logs").rglob("rank-*.err"))
 

@@ -16,7 +16,7 @@ import clusterddp
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training import logged_values as logged
-from tests import ddp
+from tests import cli, ddp
 
 SCRIPT = """
 import sys
@@ -49,8 +49,7 @@ def test_init_takes_the_objects_of_imported_modules_out_of_garbage_collection(tm
     """Every full collection would traverse them. There are few while they are imported."""
     script = tmp_path / "freezes.py"
     script.write_text(FREEZES)
-    submit = [sys.executable, "-m", "clusterddp", "submit", str(script), "--local", "--device", "cpu"]
-    subprocess.run([*submit, "--run-dir", str(tmp_path / "run")], check=True, capture_output=True)
+    cli.clusterddp("submit", script, "--local", "--device", "cpu", "--run-dir", tmp_path / "run")
     said = RunDirectory(tmp_path / "run").attempt_logs(0).joinpath("rank-0.out").read_text()
     (frozen,) = re.findall(r"(\d+) objects frozen", said)
     assert int(frozen) > 100_000

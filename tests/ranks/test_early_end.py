@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
+from tests.cli import clusterddp
 from tests.trainings import events_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys
 import torch
@@ -40,10 +39,9 @@ print("made", made, "at", run.step, flush=True)
 """
 
 
-def submitted(script: Path, run: RunDirectory, how: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--device", "cpu", "--gpus", "1"]
-    command += ["--run-dir", str(run), "--set", "limits.attempts=1", str(script), "--", how, "20"]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+def submitted(script: Path, run: RunDirectory, how: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    shape = ["--local", "--device", "cpu", "--gpus", 1, "--run-dir", run, "--set", "limits.attempts=1"]
+    return clusterddp("submit", *shape, script, "--", how, 20, code=code)
 
 
 def made(script: Path, run: Path, total: int) -> str:
@@ -68,7 +66,6 @@ def test_a_loop_left_by_break_is_reported_as_unsaved_and_loses_no_metrics(tmp_pa
     script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
     script.write_text(SCRIPT)
     done = submitted(script, run, "break")
-    assert done.returncode == 0, done.stderr
     assert "the script left its loop by break or return after step 5 of 20. Steps since the newest" in done.stderr
     assert "call run.finish(), which saves" in done.stderr
     (result,) = events_of(run, "result")
@@ -82,8 +79,7 @@ def test_a_loop_left_by_break_is_reported_as_unsaved_and_loses_no_metrics(tmp_pa
 def test_an_exception_in_the_loop_is_not_answered_with_advice_about_break(tmp_path: Path) -> None:
     script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
     script.write_text(SCRIPT)
-    done = submitted(script, run, "raise")
-    assert done.returncode == 1, done.stderr
+    done = submitted(script, run, "raise", code=1)
     assert "the script left its loop by an exception or close() after step 5 of 20. Steps since the" in done.stderr
     assert "run.finish()" not in done.stderr and "ValueError: of the script" in done.stderr
 

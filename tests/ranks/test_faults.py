@@ -23,11 +23,6 @@ from tests.trainings import STEPS, events_of
 from tests.waiting import preempt_local, story, wait_until
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
-
-
 def test_a_second_term_changes_nothing(run: RunDirectory, tmp_path: Path) -> None:
     """One save, one requeue, no repeated steps: the second comes while the rank stops."""
     marks = tmp_path / "marks"

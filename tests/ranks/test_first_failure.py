@@ -17,16 +17,12 @@ from clusterddp.supervisor import decide
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.worker import rank
 from clusterddp.worker.control_channel import ControlChannel
+from tests.fake_slurm import FakeController, FakeRanks
 from tests.ranks.test_local import submit
-from tests.unit.test_attempt import JOB, FakeController, FakeRanks
+from tests.unit.test_attempt import JOB
 from tests.waiting import story
 
 HEAD = r"\| rank {rank} \(\S+\) {words}(?:.|\n)*?\n\| attempt 0{step}, \d\d\d\d-\d\d-\d\d \d\d:\d\d:\d\d\n"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,10 @@ from safetensors.torch import load_file
 from clusterddp.cli.main import main
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
+from tests.cli import clusterddp
 from tests.waiting import differing, final_state
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
-
-
-def clusterddp(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clusterddp", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done.stderr
-    return done
 
 
 def submit(*arguments: object, steps: int, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -88,8 +81,7 @@ def test_an_impossible_fork_is_refused_and_leaves_nothing(
 ) -> None:
     given = [argument.format(source=source) for argument in arguments]
     folder = [] if "--run-dir" in given else ["--run-dir", tmp_path / "fork"]
-    command = [sys.executable, "-m", "clusterddp", "submit", *given, *folder, "--local", "--device", "cpu"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+    done = clusterddp("submit", *given, *folder, "--local", "--device", "cpu", code=None)
     assert done.returncode in (1, 2) and words in done.stderr, done.stderr
     assert not (tmp_path / "fork").exists()
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
+from tests.cli import clusterddp
 
 SCRIPT = """
 import os, time
@@ -74,9 +73,7 @@ def test_a_rank_that_comes_first_connects_once_rank_0s_store_is_open(tmp_path: P
     """torch would try at once and retry with backoff, which may last longer than rank 0 needs."""
     script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
     script.write_text(EARLY)
-    submit = [sys.executable, "-m", "clusterddp", "submit", "--local", "--device", "cpu", "--gpus", "2"]
-    submit += ["--run-dir", str(run), str(script), "--", str(tmp_path / "here"), str(tmp_path / "open")]
-    done = subprocess.run(submit, cwd=ddp.REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    shape = ["--local", "--device", "cpu", "--gpus", 2, "--run-dir", run]
+    clusterddp("submit", *shape, script, "--", tmp_path / "here", tmp_path / "open")
     said = (run.attempt_logs(0) / "rank-1.out").read_text()
     assert said.splitlines() == ["connects to an open store: True"] * 2  # its two connections

@@ -43,11 +43,6 @@ def finished(process: subprocess.Popen[str], run: RunDirectory, code: int = 0) -
     return said
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
-
-
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
     """A run with a slow rank, which once takes longer than the watchdog allows, and its messages."""

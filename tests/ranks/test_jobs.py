@@ -6,8 +6,6 @@ import importlib.util
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +15,7 @@ import torch
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
+from tests.cli import clusterddp
 from tests.preempted import attempt
 from tests.trained_alone import trained_alone
 from tests.waiting import differing, final_state, story
@@ -25,18 +24,10 @@ JOBS = ddp.REPOSITORY / "jobs"
 CHANGED = Path(__file__).parents[1] / "scripts" / "changed.py"
 
 
-def command(*words: str, code: int = 0) -> str:
-    """The output of ``clusterddp`` with these arguments; it must end with this exit code."""
-    line = [sys.executable, "-m", "clusterddp", *words]
-    done = subprocess.run(line, cwd=ddp.REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode == code, done.stderr
-    return done.stderr
-
-
 def submit(run: RunDirectory, job: str, *options: str, code: int = 0) -> str:
     """Runs ``jobs/JOB.yaml`` here with two ranks; its messages, with rank 0's output."""
     shape = ["--local", "--device", "cpu", "--gpus", "2", "--run-dir", str(run)]
-    return command("submit", f"jobs/{job}.yaml", *shape, *options, code=code)
+    return clusterddp("submit", f"jobs/{job}.yaml", *shape, *options, code=code).stderr
 
 
 def script(job: str) -> ModuleType:
@@ -46,11 +37,6 @@ def script(job: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
 
 
 # ---- basic
@@ -173,7 +159,7 @@ ROW = re.compile(r"^(\w+|nodes \d+ and \d+) +(\d+) +([\d.e+-]+) +([\d.e+-]+) +([
 def test_bench_collectives_prints_each_one_with_the_bandwidths_of_nccl_tests(run: RunDirectory) -> None:
     """On 3 ranks: an odd number of them, and none a power of two."""
     shape = ["--local", "--device", "cpu", "--nodes", "3", "--gpus", "1", "--run-dir", str(run)]
-    said = command("bench", "collectives", *shape, "--", "--sizes", "1200", "120000", "--repetitions", "3")
+    said = clusterddp("bench", "collectives", *shape, "--", "--sizes", 1200, 120000, "--repetitions", 3).stderr
     assert "all results are correct" in said and "not supported by" not in said
     rows = ROW.findall(said)
     pairs = {"nodes 0 and 1", "nodes 0 and 2", "nodes 1 and 2"}
@@ -211,9 +197,8 @@ def test_collectives_a_wrong_result_is_an_error_and_a_missing_one_is_reported(
 
 
 def test_bench_lists_the_benchmarks() -> None:
-    line = [sys.executable, "-m", "clusterddp", "bench", "everything", "--local"]
-    refused = subprocess.run(line, capture_output=True, text=True, cwd=ddp.REPOSITORY)
-    assert refused.returncode == 2 and "bench: unknown benchmark 'everything'. Available: collectives" in refused.stderr
+    refused = clusterddp("bench", "everything", "--local", code=2).stderr
+    assert "bench: unknown benchmark 'everything'. Available: collectives" in refused
 
 
 # ---- charlm

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
+from tests.cli import clusterddp
 from tests.waiting import story
 
 SCRIPT = """
@@ -47,11 +46,9 @@ def test_a_run_with_long_values_and_a_garbled_history_is_resumed_and_completed(t
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run = RunDirectory(tmp_path / "run")
-    command = [sys.executable, "-m", "clusterddp.submit"]
-    first = [*command, str(script), "--local", "--device", "cpu", "--run-dir", str(run)]
     said = ""
-    for arguments in (first, [*command, "--local", "--run-dir", str(run)]):
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
+    for arguments in ([script, "--device", "cpu"], []):
+        done = clusterddp("submit", *arguments, "--local", "--run-dir", run, code=None)
         said += done.stdout + done.stderr
         assert run.exists(), said
     events = run.events()
@@ -64,9 +61,7 @@ def test_a_run_with_long_values_and_a_garbled_history_is_resumed_and_completed(t
     assert [(len(event) > 20_000, event.get("before")) for event in results] == [(True, None), (False, 1.0)] * 2
     assert "rejoined" not in [event["event"] for event in events]
     assert "run.log(predictions=...): expected a number" in (run.attempt_logs(0) / "rank-0.out").read_text()
-    shown = subprocess.run(
-        [sys.executable, "-m", "clusterddp", "status", str(run)], capture_output=True, text=True, timeout=60, check=True
-    )
+    shown = clusterddp("status", run)
     assert "attempt 0: scale became Infinity at step 0. Training continues" in shown.stdout
     assert "attempt 0: loss became NaN at step 3. Training continues" in shown.stdout
     assert "attempts  2" in shown.stdout and f"skipped {run.events_file}:1, because another" in shown.stderr

@@ -44,11 +44,6 @@ def check_two_ranks(run: RunDirectory, *launcher: str, starts: tuple[int, ...] =
     assert [line["step"] for line in run.metrics()] == list(range(2 * len(starts)))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
-
-
 @pytest.mark.parametrize("starts", [(0,), pytest.param((0, 2), marks=pytest.mark.product)])  # without launcher: below
 def test_torchrun(run: RunDirectory, starts: tuple[int, ...]) -> None:
     """With a rendezvous of its own."""

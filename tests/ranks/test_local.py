@@ -23,6 +23,7 @@ from clusterddp.runs import local
 from clusterddp.runs.progress import Progress
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
+from tests.cli import clusterddp
 from tests.cluster.system import Process
 from tests.histories import check_history
 from tests.waiting import differing, final_state, preempt_local, story, wait_for_step, wait_until
@@ -73,11 +74,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return run
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
-
-
 def whole(pause_s: float = 0.0) -> list[str]:
     """The script's arguments for all steps."""
     return ["--", "--steps", str(STEPS), "--pause", str(pause_s)]
@@ -102,7 +98,7 @@ def stopped_twice(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     assert re.search(r"attempt 0: preempted at step (\d+)\. Checkpoint \1 is saved\. The job is requeued", said), said
     how = f"Continue with: clusterddp submit --local --run-dir {run}"
     assert process.returncode == 130 and how in said
-    status = subprocess.run([sys.executable, "-m", "clusterddp", "status", str(run)], capture_output=True, text=True)
+    status = clusterddp("status", run)
     assert how in status.stdout
     assert run.outcome() is None
     done = submit(run)
@@ -225,7 +221,7 @@ def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run
     )
     assert "attempt 1: completed after 2 attempts" in err
     assert run.outcome() == {"state": "completed", "step": None, "attempts": 2, "reason": "all ranks finished"}
-    status = subprocess.run([sys.executable, "-m", "clusterddp", "status", str(run)], capture_output=True, text=True)
+    status = clusterddp("status", run)
     assert "state     completed: all ranks finished" in status.stdout
     assert re.search(r"steps     (at least \d+ in the last attempt|no steps recorded)", status.stdout), status.stdout
     again = submit(run)
@@ -404,10 +400,7 @@ def test_cuda_requested_and_absent_is_an_error_not_a_cpu_run(run: RunDirectory) 
 
 def test_without_slurm_on_path_submit_says_so_and_never_runs_locally(run: RunDirectory) -> None:
     """The likely remedies are named."""
-    command = [sys.executable, "-m", "clusterddp.submit", "jobs/digits.yaml", "--run-dir", str(run)]
-    refused = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "PATH": "/nowhere"}
-    )
+    refused = clusterddp("submit", "jobs/digits.yaml", "--run-dir", run, env={"PATH": "/nowhere"}, code=None)
     assert refused.returncode != 0
     assert "sbatch not found on PATH" in refused.stderr
     assert "--local" in refused.stderr
@@ -422,9 +415,7 @@ def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirector
     assert again.returncode == 0
     assert "has already completed at step 5. For more steps, add --change" in again.stderr
     assert run.attempts() == [0]
-    command = [sys.executable, "-m", "clusterddp", "resubmit", str(run)]
-    watched = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert (watched.returncode, watched.stderr) == (0, f"{run}: already completed at step 5\n")
+    assert clusterddp("resubmit", run).stderr == f"{run}: already completed at step 5\n"
     refused = submit(run, *one_rank, "--", "--steps", "9")
     assert refused.returncode == 1
     assert "args" in refused.stderr
@@ -449,15 +440,11 @@ def test_status_logs_and_cancel_work_without_slurm(stopped_twice: RunDirectory) 
     """From the run's own files alone."""
     run = stopped_twice
 
-    def ask(*words: str) -> str:
-        command = [sys.executable, "-m", "clusterddp", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
-
-    shown = ask("status", str(run))
+    shown = clusterddp("status", run).stdout
     assert f"completed at step {STEPS}" in shown
     assert "attempts  3" in shown
-    assert f"finished at step {STEPS}" in ask("logs", str(run))
-    assert f"already completed at step {STEPS}" in ask("cancel", str(run))
+    assert f"finished at step {STEPS}" in clusterddp("logs", run).stdout
+    assert f"already completed at step {STEPS}" in clusterddp("cancel", run).stdout
 
 
 def test_the_history_says_when_the_code_changed_between_attempts(run: RunDirectory, tmp_path: Path) -> None:

@@ -17,11 +17,6 @@ from tests.waiting import preempt_local, story, wait_until
 SCRIPT = Path(__file__).parents[1] / "scripts" / "like_repositories.py"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
-
-
 def start(
     run: RunDirectory, style: str, *options: str, script: tuple[str, ...] = (), ranks: int = 1
 ) -> subprocess.Popen[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
+from tests.cli import clusterddp
 from tests.preempted import HARNESS, attempt, check_same, train_twice
 from tests.waiting import story
 
@@ -48,10 +47,7 @@ def test_a_recipe_that_was_preempted_ends_as_the_undisturbed_run(tmp_path: Path,
 def submit(run: RunDirectory, script: Path | None = None, *options: str, code: int = 0) -> str:
     """``clusterddp submit --local`` with two ranks, or of the run again; what it says."""
     shape = [str(script), "--device", "cpu", "--gpus", "2"] if script else []
-    line = [sys.executable, "-m", "clusterddp", "submit", *shape, "--local", "--run-dir", str(run), *options]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=200)
-    assert done.returncode == code, done.stderr
-    return done.stderr
+    return clusterddp("submit", *shape, "--local", "--run-dir", run, *options, code=code).stderr
 
 
 @pytest.mark.product  # test_exact_resume.py has float16 and pieces in other loops

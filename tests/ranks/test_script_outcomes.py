@@ -6,12 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
+from tests import cli
 from tests.waiting import story, wait_until
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -27,9 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def clusterddp(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clusterddp", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+clusterddp = partial(cli.clusterddp, code=None, cwd=Path())
 
 
 def local(script: str, *options: str, ranks: int = 1) -> list[str]:

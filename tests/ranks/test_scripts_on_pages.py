@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import ddp
+from tests.cli import clusterddp
 
 PAGES = [*(ddp.REPOSITORY / "docs" / "guide").glob("*.md"), *(ddp.REPOSITORY / "docs" / "design").glob("*.md")]
 BLOCKS = [
@@ -37,7 +36,6 @@ def test_a_script_prints_the_text_below_it(tmp_path: Path, ranks: str, script: s
 @pytest.mark.parametrize(("ranks", "script", "printed"), SUBMITTED)
 def test_a_submitted_script_prints_the_text_below_it(tmp_path: Path, ranks: str, script: str, printed: str) -> None:
     (tmp_path / "script.py").write_text(script)
-    words = [sys.executable, "-m", "clusterddp", "submit", "script.py", "--local", "--device", "cpu", "--gpus", ranks]
-    done = subprocess.run([*words, "--run-dir", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    shape = ["--local", "--device", "cpu", "--gpus", ranks, "--run-dir", "run"]
+    clusterddp("submit", "script.py", *shape, cwd=tmp_path)
     assert (tmp_path / "run" / "logs" / "attempt-0" / "rank-0.out").read_text() == printed

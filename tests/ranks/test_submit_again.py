@@ -15,12 +15,6 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.ranks.test_local import start, submit
 from tests.waiting import wait_until
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
-
-
 CHECKED = "import sys\nassert sys.argv[1:] == ['--lr', '0.1', '--steps', '5'], 'a mistake'\n"
 
 

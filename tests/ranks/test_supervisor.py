@@ -18,6 +18,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_supervisor(run: RunDirect
     """A full disk: the failed rank's box is lost, and the ranks are still restarted, to the end."""
     script = tmp_path / "once.py"
     script.write_text("import os\nif os.environ['CLUSTERDDP_ATTEMPT'] == '0':\n    os._exit(1)\n")
+    run.create()
     run.job_file.write_text(Job(name="x", script=str(script), device="cpu").to_yaml())
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "clusterddp.supervisor", str(run), "--local"]
@@ -28,6 +29,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_supervisor(run: RunDirect
 
 def test_a_batch_job_that_is_refused_leaves_the_notice_of_the_attempt_that_holds_the_run(run: RunDirectory) -> None:
     """The local command has just written why the ranks are to stop."""
+    run.create()
     run.job_file.write_text(Job(name="x", module="x", device="cpu").to_yaml())
     lease.take(run, run.create_attempt(), lease.of_this_process())
     give_notice(run, Cause.INTERRUPTED)

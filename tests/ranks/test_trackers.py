@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import packages, tracker_files
+from tests.cli import clusterddp
 from tests.waiting import story
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -88,8 +88,7 @@ def test_mlflow_has_each_counted_step_once_with_the_values_that_count(run: RunDi
 
 def test_status_says_how_to_see_the_run(run: RunDirectory) -> None:
     """The command that uploads all files of the W&B run, and TensorBoard's."""
-    command = [sys.executable, "-m", "clusterddp", "status", str(run)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"})
+    shown = clusterddp("status", run, env={"COLUMNS": "200"})
     assert f"tensorboard --logdir {run.tensorboard}" in shown.stdout
     (name,) = {name for name, _ in tracker_files.in_wandb(run)}
     assert f"wandb sync {run.wandb}/offline-run-*-{name}" in shown.stdout

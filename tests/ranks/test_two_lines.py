@@ -13,6 +13,7 @@ import pytest
 from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.own_saves import SavedFile
+from tests.cli import clusterddp
 from tests.waiting import preempt_local, wait_until
 
 LOOKED_AT = ("saved", "not_read")
@@ -68,11 +69,9 @@ def test_a_script_that_was_stopped_at_its_last_step_and_reads_its_save_has_compl
     """It makes no further step. One that exits with code 0 without looking at its save may have done nothing."""
     script, run = tmp_path / "last.py", RunDirectory(tmp_path / "run")
     script.write_text(AT_ITS_LAST_STEP)
-    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(script)]
-    command += ["--device", "cpu", "--gpus", "1", "--preempt-at", "step 5", "--set", f"env.READS={reads}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    submit(run, script, "--preempt-at", "step 5", "--set", f"env.READS={reads}", ranks=1, code=code)
     outcome = run.outcome() or {}
-    assert (done.returncode, outcome["state"], outcome["attempts"]) == (code, "completed", 2), done.stderr
+    assert (outcome["state"], outcome["attempts"]) == ("completed", 2)
 
 
 HANGS = """
@@ -89,19 +88,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.product
-def test_a_rank_that_hangs_between_two_calls_is_found_and_restarted(tmp_path: Path) -> None:
-    script, run = tmp_path / "hangs.py", RunDirectory(tmp_path / "run")
-    script.write_text(HANGS)
-    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(script)]
-    command += ["--device", "cpu", "--gpus", "2", "--set", "watchdog.step_s=1", "--set", "watchdog.start_s=20"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    hung = [event["rank"] for event in run.events() if event["event"] == "hung"]
-    assert hung == [1], run.events()
-    assert run.attempts() == [0, 1] and (run.outcome() or {})["state"] == "completed"
-
-
 HOLDS_THE_GIL = """
 import ctypes, os, time, torch
 weight = torch.nn.Parameter(torch.zeros(()))
@@ -116,17 +102,29 @@ if os.environ["RANK"] == "1" and os.environ["CLUSTERDDP_ATTEMPT"] == "0":
 
 
 @pytest.mark.product
-def test_a_rank_that_stands_still_once_others_have_ended_is_found_and_restarted(tmp_path: Path) -> None:
-    """As one that frees its process group while a thread of gloo waits for the GIL (torch 2.13)."""
-    script, run = tmp_path / "holds.py", RunDirectory(tmp_path / "run")
-    script.write_text(HOLDS_THE_GIL)
-    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(script)]
-    command += ["--device", "cpu", "--gpus", "2", "--set", "watchdog.step_s=1", "--set", "watchdog.start_s=20"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    ("text", "field", "late", "what"),
+    [(HANGS, "rank", 1, ""), (HOLDS_THE_GIL, "late", [1], "without a heartbeat")],
+    ids=["between two calls", "once the others have ended"],
+)
+def test_a_rank_that_stands_still_is_found_and_restarted(
+    tmp_path: Path, text: str, field: str, late: object, what: str
+) -> None:
+    """The second as one that frees its process group while a thread of gloo waits for the GIL (torch 2.13)."""
+    script, run = tmp_path / "script.py", RunDirectory(tmp_path / "run")
+    script.write_text(text)
+    submit(run, script, "--set", "watchdog.step_s=1", "--set", "watchdog.start_s=20")
     (hung,) = [event for event in run.events() if event["event"] == "hung"]
-    assert hung["late"] == [1] and "without a heartbeat" in hung["what"]
+    assert hung[field] == late and what in hung["what"], hung
     assert run.attempts() == [0, 1] and (run.outcome() or {})["state"] == "completed"
+
+
+def submit(
+    run: RunDirectory, script: Path, *options: str, ranks: int = 2, code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """In the folder of the script."""
+    shape = ["--device", "cpu", "--gpus", ranks, *options]
+    return clusterddp("submit", "--local", "--run-dir", run, script, *shape, code=code, cwd=script.parent)
 
 
 def output(run: RunDirectory, attempt: int, rank: int) -> str:
@@ -169,9 +167,7 @@ for process in [subprocess.Popen(child) for _ in range(2)]:
 def test_the_history_says_once_that_processes_of_the_script_get_no_stop(tmp_path: Path) -> None:
     script, run = tmp_path / "starts.py", RunDirectory(tmp_path / "run")
     script.write_text(STARTS_PROCESSES)
-    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(script)]
-    done = subprocess.run([*command, "--device", "cpu", "--gpus", "2"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = submit(run, script)
     said = "attempt 0: clusterddp.stop_requested() is always False in a process that a rank has started"
     assert done.stderr.count(said) == 1, done.stderr
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
@@ -17,6 +14,7 @@ from clusterddp.rundir.timing import read_timings
 from clusterddp.training import script_loop
 from clusterddp.training.script_loop import MOVED_ON, ScriptSteps
 from clusterddp.worker import own_saves
+from tests.cli import clusterddp
 from tests.histories import check_history
 from tests.ranks.test_local import submit
 from tests.waiting import story
@@ -35,16 +33,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
-
-
-def said(*words: object) -> str:
-    command = [sys.executable, "-m", "clusterddp", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def test_a_stop_in_the_middle_of_the_only_checkpoints_save_loses_nothing(run: RunDirectory, tmp_path: Path) -> None:
     """TERM ends rank 1 at once, and rank 0 after the save. The run resumes from it; status tells what it knows."""
     out = tmp_path / "out"
@@ -60,10 +48,10 @@ def test_a_stop_in_the_middle_of_the_only_checkpoints_save_loses_nothing(run: Ru
     check_history(run.events())
     assert [event["attempt"] for event in run.events() if event["event"] == "steps_seen"] == [0, 1]
     assert [one.made for one in read_timings(run).intervals if one.attempt == 1] == [14]
-    status = said("status", run)
+    status = clusterddp("status", run).stdout
     assert re.search(r"^steps +at least 14 in the last attempt$", status, re.MULTILINE), status
     assert re.search(r"ETTR \d+% of .*, repeated steps unknown$", status, re.MULTILINE), status
-    assert re.search(r"^\S+ +completed +\+14 ", said("list", run), re.MULTILINE)
+    assert re.search(r"^\S+ +completed +\+14 ", clusterddp("list", run).stdout, re.MULTILINE)
 
 
 def test_a_pattern_for_the_step_that_matches_no_line_is_told(run: RunDirectory, tmp_path: Path) -> None:
@@ -95,7 +83,7 @@ def test_a_hang_of_an_untouched_script_is_named_and_its_steps_are_those_of_its_l
     begun = [(event["attempt"], event["step"], event.get("redone")) for event in events if event["event"] == "training"]
     assert begun == [(0, 0, None), (1, 0, 20)], story(run)
     assert (run.outcome() or {})["step"] == 30
-    assert "completed at step 30: all ranks finished" in said("status", run)
+    assert "completed at step 30: all ranks finished" in clusterddp("status", run).stdout
     assert [one.made for one in read_timings(run).intervals if one.attempt == 1] == [60]
 
 

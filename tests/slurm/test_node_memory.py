@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.conftest import Clusters
-from tests.slurm.test_spares import ranks_on
 from tests.trainings import Training, events_of
 from tests.waiting import wait_for_step
 
-CONFIG = ClusterConfig(nodes=10, cpus=2, slurmdbd=False, release=Clusters.standard.release)
-
-
-@pytest.fixture
-def cluster(clusters: Any) -> Iterator[Cluster]:
-    up = clusters.get(CONFIG)
-    yield up
-    up.drain_jobs()
+CLUSTER = ClusterConfig(nodes=10, cpus=2, slurmdbd=False, release=Clusters.standard.release)
 
 
 def submit(cluster: Cluster, run: RunDirectory, *options: str) -> tuple[Training, str]:
@@ -41,7 +31,7 @@ def test_a_node_on_which_two_runs_failed_is_left_out_by_the_third(cluster: Clust
         training, said = submit(cluster, RunDirectory(runs / name), "--nodelist", "n2")
         assert "avoids" not in said
         wait_for_step(training.run, 3)
-        ranks_on(cluster, "n2")[0].kill(signal.SIGKILL)
+        training.ranks_on("n2")[0].kill(signal.SIGKILL)
         training.wait(lambda: events_of(training.run, "rank_failed"), "the failure")  # noqa: B023
         cluster.run([cluster.python, "-m", "clusterddp", "cancel", training.run.path], cwd=cluster.source)
     third, said = submit(cluster, RunDirectory(runs / "third"))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,30 +12,15 @@ from clusterddp.hostlist import expand
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
-from tests.cluster.system import Process
 from tests.conftest import Clusters
 from tests.slurm.test_world_size import SCRIPT, SHAPE, local, submit
 from tests.trainings import STEPS, Training, check_same_run, events_of
 from tests.waiting import story, wait_for_step
 
 #: Four nodes for the run and a spare one, and a node that a new job can have instead.
-CONFIG = ClusterConfig(nodes=6, cpus=2, slurmdbd=False, slurmd_timeout=20, release=Clusters.standard.release)
+CLUSTER = ClusterConfig(nodes=6, cpus=2, slurmdbd=False, slurmd_timeout=20, release=Clusters.standard.release)
 INTERVAL = 5
 SPARE = ["--spare-nodes", "1", "--set", f"checkpoint.every={INTERVAL} steps"]
-
-
-@pytest.fixture
-def cluster(clusters: Any, uninterrupted_training: RunDirectory) -> Iterator[Cluster]:
-    """In place of the standard one, after the reference was made there."""
-    up = clusters.get(CONFIG)
-    yield up
-    up.drain_jobs()
-
-
-def ranks_on(cluster: Cluster, node: str) -> list[Process]:
-    """The ranks on a node; srun has their command line behind its own."""
-    shims = [process for process in cluster.processes(node) if "clusterddp.worker" in process.command()]
-    return [process for process in shims if "srun" not in process.command()]
 
 
 def reasons(training: Training) -> list[str]:
@@ -55,12 +39,6 @@ def check_continued(training: Training, reference: RunDirectory, *, steps: int =
     assert {event["job"] for event in events_of(training.run, "started")} == {training.job_id}
     assert all(event["redone"] <= steps for event in events_of(training.run, "resumed")), story(training.run)
     check_same_run(training.run, reference, redone=steps > 0)
-
-
-def wait_for_a_step_of(training: Training, attempt: int) -> None:
-    training.wait(
-        lambda: any(line["attempt"] == attempt for line in training.run.metrics()), f"a step of attempt {attempt}"
-    )
 
 
 def die(cluster: Cluster, node: str) -> None:
@@ -85,7 +63,7 @@ def test_ranks_of_a_lost_node_continue_on_the_spare_one_in_the_same_job(
     wait_for_step(training.run, 7)
     cluster.cut("n2")
     training.wait(lambda: len(nodes_of(training)) == 2, "attempt 1", 40)
-    training.wait(lambda: not ranks_on(cluster, "n2"), "the ranks on n2 to end")
+    training.wait(lambda: not training.ranks_on("n2"), "the ranks on n2 to end")
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n3"]]
     assert reasons(training) == ["node n2 is lost: the ranks continue on the spare node n3"]
@@ -99,7 +77,7 @@ def test_a_drained_node_is_left_without_repeating_a_step(
     wait_for_step(training.run, 2)
     assert "not drained: no rank runs on n3, only on n1, n2" in tell(training, "drain=n3", check=False)
     assert "estarting all ranks in place" in tell(training, "drain=n1")  # rank 0's, and the supervisor's
-    wait_for_a_step_of(training, 1)
+    training.wait_for_a_step_of(1)
     refused = tell(training, "drain=n2", check=False)
     assert "not drained: the job has 1 node left, but the run needs 2. `clusterddp requeue" in refused
     check_continued(training, uninterrupted_training, steps=0)
@@ -114,7 +92,7 @@ def test_a_node_that_hangs_is_left_for_the_spare_one(
     hangs = [*SPARE, "--set", "watchdog.step_s=4"]
     training = Training.submit(cluster, runs, "--pause", "0.2", options=hangs)
     wait_for_step(training.run, 10)  # the attempt is past its start, for which the watchdog waits longer
-    for rank in ranks_on(cluster, "n2"):
+    for rank in training.ranks_on("n2"):
         rank.kill(signal.SIGSTOP)
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n3"]]
@@ -152,8 +130,8 @@ def test_a_node_whose_rank_fails_twice_is_left_for_the_spare_one(
     """The first time all ranks restart on the same nodes."""
     training = Training.submit(cluster, runs, "--pause", "0.2", options=SPARE)
     for attempt in range(2):
-        wait_for_a_step_of(training, attempt)
-        ranks_on(cluster, "n2")[0].kill(signal.SIGKILL)
+        training.wait_for_a_step_of(attempt)
+        training.ranks_on("n2")[0].kill(signal.SIGKILL)
         training.wait_for_attempt(attempt + 1)
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
@@ -225,7 +203,7 @@ def test_a_job_that_loses_its_batch_host_is_requeued(
     for node in lost:
         lose(cluster, node)
     training.wait(lambda: 1 in training.run.attempts(), "attempt 1", 150)
-    training.wait(lambda: not ranks_on(cluster, "n1"), "the ranks on n1 to end", 60)
+    training.wait(lambda: not training.ranks_on("n1"), "the ranks on n1 to end", 60)
     check_continued(training, uninterrupted_training)
     assert cluster.job(training.job_id)["Restarts"] == "1"
     assert not {*lost} & {*nodes_of(training)[1]}
@@ -243,7 +221,7 @@ def test_a_run_with_a_range_of_nodes_continues_on_fewer_and_grows_again_in_its_n
     training = Training(cluster, runs, run, submit(cluster, run, "2-3", "--pause", "0.1", options=often))
     wait_for_step(run, 7)
     cluster.cut("n2")
-    wait_for_a_step_of(training, 1)
+    training.wait_for_a_step_of(1)
     assert {event["job"] for event in events_of(run, "started")} == {training.job_id}
     assert reasons(training) == ["node n2 is lost: the run continues on the other 2 nodes"]
     cluster.run([cluster.python, "-m", "clusterddp", "requeue", run.path], cwd=cluster.source)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -45,63 +45,8 @@ from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.state import ConnectionLost, Notice, PerRank, RankEvent, State, Stop
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
+from tests.fake_slurm import FakeController, FakeRanks, next_answer
 from tests.waiting import wait_until
-
-
-class FakeController:
-    """Gives the answers in order and repeats the last one; exceptions are raised."""
-
-    leave_code, again_code, resubmits, starts_again, busy = 3, 4, True, True, True
-    nodes = ["n1"]
-
-    def __init__(self, *causes: Cause | Exception, requeue: list[Exception | None] | None = None) -> None:
-        self._causes, self._requeue = list(causes), requeue or [None]
-        self.asked: list[str] = []
-
-    def holder(self) -> dict[str, Any]:
-        return {"kind": "slurm", "job": "41"}
-
-    def describe(self) -> dict[str, Any]:
-        return {"job": "41", "restarts": 0, "nodes": "n1"}
-
-    def notice(self) -> Notice:
-        return Notice(None)
-
-    def why(self, notice_s: float) -> Cause:
-        return Cause(_next(self._causes))
-
-    def term_notice_s(self) -> float | None:
-        return None
-
-    def ends_what_it_preempts(self) -> bool:
-        return False
-
-    def hold(self) -> None:
-        self.asked.append("hold")
-
-    def before_exit(self) -> None:
-        """For ``expedite_requeue``."""
-
-    def requeue(self) -> None:
-        self.asked.append("requeue")
-        _next(self._requeue)
-
-    def usable_nodes(self) -> list[str]:
-        return self.nodes
-
-    def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
-        self.asked.append(" ".join(["resubmit", *without]))
-        return "42"
-
-    def successor(self) -> str | None:
-        return None
-
-
-def _next(answers: list[Any]) -> Any:
-    answer = answers.pop(0) if len(answers) > 1 else answers[0]
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 class Refusing(FakeController):
@@ -110,34 +55,6 @@ class Refusing(FakeController):
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
         super().resubmit(without, after_this)
         raise SlurmError("sbatch: error: AssocMaxSubmitJobLimit")
-
-
-class FakeRanks:
-    """Two ranks that write records instead of running."""
-
-    name, supervisor_host, abandon_s = "slurm", "127.0.0.1", 0.0
-    failed: Callable[[int], object]
-
-    def __init__(self, run: RunDirectory, end: Mapping[str, Any]) -> None:
-        self._run, self._end = run, end
-
-    def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
-        number = int(environment["CLUSTERDDP_ATTEMPT"])
-        for rank in range(2):
-            end = {"host": "n1", "used_clusterddp": True, **self._end}
-            write_json(self._run.rank_record(number, rank), end)
-
-    def notify(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def wait(self) -> int:
-        return 0 if self._end["end"] in ("done", "stopped") else 1
-
-    def exit_statuses(self) -> Mapping[int, ExitStatus]:
-        return {}
 
 
 JOB = Job(name="x", module="x", gpus_per_node=2, device="cpu")
@@ -469,7 +386,7 @@ def test_a_start_while_the_controller_is_busy_asks_again_who_holds_the_run(
     """With an error the job, and with it the run, would end: nothing continues a run whose job has FAILED."""
     lease.take(run, run.create_attempt(), lease.of_job("40"))
     answers: list[Any] = [SlurmUnavailable("Socket timed out on send/recv operation"), None]
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: _next(answers))
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: next_answer(answers))
     monkeypatch.setattr("clusterddp.supervisor.main.FIRST_PAUSE_S", 0.01)
     ranks = FakeRanks(run, {"end": "done", "used_clusterddp": True})
     assert supervise(run, JOB, lambda *_: ranks, FakeController(Cause.NONE)) == 0

@@ -32,7 +32,7 @@ from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.training import preflight
 from clusterddp.training.settings import read as read_settings
-from tests.unit.test_attempt import FakeController, FakeRanks
+from tests.fake_slurm import FakeController, FakeRanks
 
 CPU = torch.device("cpu")
 

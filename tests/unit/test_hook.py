@@ -26,7 +26,8 @@ from clusterddp.supervisor.history import Hook, hook_event
 from clusterddp.supervisor.launcher import LocalLauncher
 from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.state import Notice, Stop
-from tests.unit.test_attempt import JOB, STOPPED, FakeController, FakeRanks
+from tests.fake_slurm import FakeController, FakeRanks
+from tests.unit.test_attempt import JOB, STOPPED
 from tests.waiting import wait_until
 
 

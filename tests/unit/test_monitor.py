@@ -6,7 +6,6 @@ import queue
 import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import controller
 from clusterddp.supervisor.controller import Monitor, pause_s
 from clusterddp.supervisor.state import ASK_S, ControllerFailed, Event, Notice, RunRemoved, Stop, Superseded
-from tests.unit.test_attempt import FakeController
+from tests.fake_slurm import FakeController
 
 
 class Clockwork(FakeController):
@@ -33,10 +32,8 @@ class Clockwork(FakeController):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(run: RunDirectory) -> RunDirectory:
     """A run that is in attempt 0."""
-    run = RunDirectory(tmp_path / "run")
-    run.create()
     run.job_file.write_text("name: x")
     run.create_attempt()
     return run

@@ -23,7 +23,7 @@ from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery, hung_node
 from clusterddp.supervisor.state import State, Stop
 from clusterddp.supervisor.verdict import RankEnd
-from tests.unit.test_attempt import FakeController, FakeRanks
+from tests.fake_slurm import FakeController, FakeRanks
 
 FIXED = Job(name="x", module="x", nodes=3, gpus_per_node=8)
 SPARE = replace(FIXED, spare_nodes=1)

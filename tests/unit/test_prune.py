@@ -26,10 +26,8 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(run: RunDirectory) -> RunDirectory:
     """A completed run of three attempts, with the checkpoints 1 to 6, of which 2 was the best, and a leftover."""
-    run = RunDirectory(tmp_path / "run")
-    run.create()
     run.job_file.write_text("module: x\ncheckpoint: {keep: {last: 9, every: 3, best: f1 max}}\n")
     everything = Keep(last=9)
     for number, parent in enumerate((None, (0, 2), (1, 4))):

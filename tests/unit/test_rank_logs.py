@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +20,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
+def run(run: RunDirectory) -> RunDirectory:
     run.job_file.write_text("job_name: x\nmodule: x\ngpus_per_node: 16\n")
     return run
 

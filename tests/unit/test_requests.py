@@ -37,8 +37,8 @@ from clusterddp.supervisor.state import (
     Stop,
     Timer,
 )
+from tests.fake_slurm import FakeController, FakeRanks
 from tests.unit.test_attempt import JOB as TWO_RANKS
-from tests.unit.test_attempt import FakeController, FakeRanks
 from tests.unit.test_decide import FAILED, NOW, after
 
 PREEMPTED = Notice(None, Stop.PREEMPTION)

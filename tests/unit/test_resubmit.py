@@ -37,10 +37,8 @@ def info(state: str, reason: str = "None", restarts: int = 0, preempted: bool = 
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(run: RunDirectory) -> RunDirectory:
     """A run whose job 41 has made attempt 0."""
-    run = RunDirectory(tmp_path / "run")
-    run.create()
     number = run.create_attempt()
     lease.take(run, number, lease.of_job("41"))
     append_line(run.events_file, {"event": "started", "attempt": 0, "time": 1.0, "job": "41", "restarts": 0})

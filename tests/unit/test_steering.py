@@ -22,7 +22,6 @@ from clusterddp.cli import status, steering
 from clusterddp.cli.main import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.events import BY_SLURM
-from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.stack_traces import stacks
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
@@ -37,6 +36,7 @@ from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import LocalController
 from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
+from tests.fake_slurm import NoRanks
 from tests.histories import check_history, fields
 from tests.waiting import wait_until
 
@@ -127,11 +127,10 @@ def test_the_address_is_for_the_runs_owner_alone(run: RunDirectory) -> None:
 # ---- a supervisor with stub ranks
 
 
-class StubRanks:
+class StubRanks(NoRanks):
     """Ranks that are connections of this process. Each has the stacks of this process, in one of two places."""
 
-    name, supervisor_host, abandon_s = "local", "127.0.0.1", 0.0
-    failed: Callable[[int], object]
+    name = "local"
 
     def __init__(self, job: Job) -> None:
         self._job, self.exited = job, threading.Event()
@@ -157,12 +156,6 @@ class StubRanks:
             place = "data.py:88 (read)" if rank % 8 == 7 else "the all_reduce of backward"
             channel.send("stacks", request=order["stacks"], place=place, threads=self._threads)
 
-    def notify(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
     def wait(self) -> int:
         self.exited.wait()
         for channel in self.channels:
@@ -170,14 +163,9 @@ class StubRanks:
             channel._connection.shutdown(socket.SHUT_RDWR)  # a thread is reading from it
         return 0
 
-    def exit_statuses(self) -> Mapping[int, ExitStatus]:
-        return {}
-
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
+def run(run: RunDirectory) -> RunDirectory:
     run.job_file.write_text(Job(name="x", module="x", device="cpu").to_yaml())
     return run
 

@@ -28,12 +28,10 @@ from tests import packages, tracker_files
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    directory = RunDirectory(tmp_path / "run")
-    directory.create()
-    directory.wandb.mkdir()
-    directory.tensorboard.mkdir()
-    return directory
+def run(run: RunDirectory) -> RunDirectory:
+    run.wandb.mkdir()
+    run.tensorboard.mkdir()
+    return run
 
 
 def attempt(run: RunDirectory, first: int, *steps: int) -> int:
