@@ -703,7 +703,7 @@ class Finishing(Event):
 
 
 class LeftLoop(Event):
-    """the script left its loop, by a `break` or an `exception`"""
+    """the script left its loop, with a `break` or an `exception`"""
 
     step: int
     steps: int
@@ -713,7 +713,7 @@ class LeftLoop(Event):
         ways = {"break": "break or return", "exception": "an exception or close()"}
         advice = "" if self.by == "exception" else ". To end a run early, call run.finish(), which saves"
         return (
-            f"the script left its loop by {ways.get(self.by, 'break or an exception')} after step {self.step} of "
+            f"the script left its loop with {ways.get(self.by, 'break or an exception')} after step {self.step} of "
             f"{self.steps}. Steps since the newest checkpoint are not saved{advice}"
         )
 

@@ -633,7 +633,7 @@ def _labels(values: Any) -> Array:
 
 def _check_labels(labels: Array, classes: int) -> None:
     if labels.dtype.kind not in "iu":
-        raise TypeError(f"labels: expected the class number of each sample, got {labels.dtype}")
+        raise TypeError(f"labels: expected an integer class index for each sample, got {labels.dtype}")
     if labels.size and (labels.min() < 0 or labels.max() >= classes):
         raise ValueError(
             f"labels are {labels.min()} to {labels.max()}, but there are weights for classes 0 to {classes - 1}"

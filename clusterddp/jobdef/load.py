@@ -268,11 +268,11 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     texts = {"args": get(fields, "args"), "env": get(fields, "env")}
     for name, owner in {**texts, "resume.args": get(inner, "args"), "resume.replace": get(inner, "replace")}.items():
         for node in _texts(owner):
-            why = program.wrong_placeholder(node.text)
+            wrong_text = program.wrong_placeholder(node.text)
             if "checkpoint" in program.placeholders_in(node.text) and not patterns:
-                why = "{checkpoint} needs resume.checkpoint, the pattern of the script's checkpoints"
-            if why:
-                mistakes.append(Mistake(node.place, f"{name}: {why}"))
+                wrong_text = "{checkpoint} needs resume.checkpoint, the pattern of the script's checkpoints"
+            if wrong_text:
+                mistakes.append(Mistake(node.place, f"{name}: {wrong_text}"))
 
 
 def _wrong_path(pattern: str) -> str | None:

@@ -94,7 +94,7 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
     if job.python is None and "container-image" not in job.srun:  # the ranks' interpreter is this one
         check_packages(job)
     if place and job.spare_nodes:
-        show(f"spare_nodes is ignored with {place}, because every node there has ranks")
+        show(f"spare_nodes is ignored with {place}, because all nodes run ranks")
         job = replace(job, spare_nodes=0)
     show(f"{job.name}: {job.shape}")
     return differences

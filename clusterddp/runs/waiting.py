@@ -415,7 +415,7 @@ def wait(runs: Sequence[RunDirectory], timeout_s: float | None, for_any: bool) -
             return _exit_code({one.end for one in waits})
         if deadline is not None and time.monotonic() >= deadline:
             names = ", ".join([*(one.run.path.name for one in left[:5]), *(["..."] if len(left) > 5 else [])])
-            show(f"timed out: {len(left)} of {len(waits)} runs have not ended ({names})")
+            show(f"timed out: {len(left)} of {len(waits)} runs did not end ({names})")
             return TIMED_OUT
         time.sleep(WAIT_LOOK_S)
 

@@ -422,7 +422,7 @@ class ControlServer:
     def _take(self, peer: _Peer, message: Mapping[str, Any]) -> bool:
         """Takes a request from any process with the token, which only the user can read."""
         if len(self._clients) >= _MOST_CLIENTS:
-            _refuse(peer, f"{_MOST_CLIENTS} other requests are not answered yet. Try again later")
+            _refuse(peer, f"{_MOST_CLIENTS} other requests have not been answered yet. Try again later")
             return False
         kind, values = str(message["request"]), dict(message.get("values") or {})
         self._requests_made += 1

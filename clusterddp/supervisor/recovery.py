@@ -88,7 +88,7 @@ class Recovery:
             return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
         if not completes:
             return verdict
-        reason = f"all ranks exited with code 0, but the mark of `done` is missing: {found}"
+        reason = f"all ranks exited with code 0, but the completion marker (`done`) is missing: {found}"
         return Verdict(Action.RESTART, f"{reason}. If the training is complete, correct `done`")
 
     def _doubt(self) -> str | None:

@@ -93,7 +93,7 @@ def on_checkpoint(state: State, values: Mapping[str, Any]) -> Step:
             failed = f"checkpoint {step} was not saved: {values['reason']}"
             done = {"refused": f"{failed}. Training continues"}
             if waiting.request.kind == "skip":
-                skipped = f"{answer['batches']} batches were skipped, but {failed}"
+                skipped = f"skipped {counted(answer['batches'], 'batch', 'batches')}, but {failed}"
                 done = {"refused": f"{skipped}. Training continues, and the next checkpoint will include the skip"}
         state, more = _finish(state, waiting.request, done)
         actions += more

@@ -376,7 +376,7 @@ def _lock(descriptor: int) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise RunDirectoryError("another process of this run is already sending to it") from None
+        raise RunDirectoryError("another process of this run is already sending to this tracker") from None
 
 
 def _record_problem(folder: Path, words: str) -> None:

@@ -115,7 +115,8 @@ def test_exit_0_without_the_mark_of_its_end_restarts_and_fails_in_the_end(folder
     done = submit(FINDS, *job, "--", "exp", "500")
     assert done.returncode == 1
     lacks = (
-        f"all ranks exited with code 0, but the mark of `done` is missing: there is no file {folder}/exp/finished. "
+        "all ranks exited with code 0, but the completion marker (`done`) is missing: "
+        f"there is no file {folder}/exp/finished. "
         "If the training is complete, correct `done`"
     )
     assert f"attempt 1: {lacks}. No step was recorded. Restarting all ranks in place" in done.stderr

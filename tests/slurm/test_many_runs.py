@@ -29,7 +29,7 @@ def test_many_runs_are_waited_for_and_cancelled(cluster: Cluster, runs: Path) ->
     running = RunDirectory(runs / "all" / "long")
     wait_until(lambda: "begun" in clusterddp("logs", running.path).stdout, story(running), 60)
     up = clusterddp("wait", "all", "--timeout", "2s")
-    assert (up.returncode, up.stderr.splitlines()[-1]) == (124, "timed out: 2 of 3 runs have not ended (late, long)")
+    assert (up.returncode, up.stderr.splitlines()[-1]) == (124, "timed out: 2 of 3 runs did not end (late, long)")
     asked = clusterddp("cancel", "all")
     assert (asked.returncode, "2 runs to cancel" in asked.stderr) == (2, True), asked.stderr
     cancelled = clusterddp("cancel", "all", "--yes")

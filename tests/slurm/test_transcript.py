@@ -121,7 +121,7 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         "forgotten": (1, "Continue with: clusterddp submit"),
     },
     "wait --timeout 1s RUN": {
-        f"{WAITING} {RUNNING} forgotten": (124, "timed out: 1 of 1 runs have not ended \\("),
+        f"{WAITING} {RUNNING} forgotten": (124, "timed out: 1 of 1 runs did not end \\("),
         "completed": (0, "completed"),
         "failed hung": (10, "failed"),
         "cancelled": (11, r": cancelled\n"),

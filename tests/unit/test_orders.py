@@ -178,7 +178,7 @@ _FLOAT: Any = 1.5
             lambda: orders.weighted(["a", "b"]),
             "weights: expected a one-dimensional array of numbers, got list of type <U1",
         ),
-        (lambda: orders.weighted([1, 1], [0.0, 1.0]), "labels: expected the class number of each sample"),
+        (lambda: orders.weighted([1, 1], [0.0, 1.0]), "labels: expected an integer class index for each sample"),
         (lambda: orders.weighted([1, 1], num_samples=0), "num_samples is 0"),
         (lambda: orders.weighted([1, 1], num_samples=_FLOAT), "num_samples is 1.5, .* a whole number"),
         (lambda: orders.weighted([1e308, 1e308]), "weights: their sum is too large for a float"),

@@ -323,7 +323,7 @@ def test_a_skip_is_ordered_from_rank_0_and_answered_by_the_checkpoint_that_has_i
     assert sentence(more) == f"{text}. That is more than an epoch, which has 32 steps"
     failed = RankEvent(0, "checkpoint_failed", {"step": 8, "reason": "No space left"})
     [refusal] = answers(done(state, failed), 6)
-    assert refusal["refused"].startswith("500 batches were skipped, but checkpoint 8 was not saved: No space left")
+    assert refusal["refused"].startswith("skipped 500 batches, but checkpoint 8 was not saved: No space left")
 
 
 def test_a_skip_that_is_not_answered_when_the_ranks_exit_is_looked_up_in_the_history() -> None:

@@ -101,7 +101,7 @@ def test_too_many_requests_at_a_time_are_refused(server: Server) -> None:
     waiting = [server.ask() for _ in range(16)]
     taken = [server.requests.get(timeout=10)[0] for _ in waiting]
     [refusal] = server.ask().get(timeout=10)
-    assert refusal["refused"] == "16 other requests are not answered yet. Try again later"
+    assert refusal["refused"] == "16 other requests have not been answered yet. Try again later"
     for number in taken:
         server.server.answer(number, {"checkpoint": 7}, last=True)
     assert [heard.get(timeout=10) for heard in waiting] == [[{"checkpoint": 7}]] * 16

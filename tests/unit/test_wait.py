@@ -123,7 +123,7 @@ def test_the_time_is_up(world: World, capsys: Captured) -> None:
     world.over("r0", "failed")
     assert command(["wait", "--timeout", "0.5h", "r*"]) == 124
     assert 1800 <= world.now - 1000 < 1802
-    assert capsys.readouterr().err.endswith("timed out: 6 of 7 runs have not ended (r1, r2, r3, r4, r5, ...)\n")
+    assert capsys.readouterr().err.endswith("timed out: 6 of 7 runs did not end (r1, r2, r3, r4, r5, ...)\n")
 
 
 def test_a_controller_that_does_not_answer_delays_no_timeout(world: World) -> None:
