@@ -180,7 +180,7 @@ def synchronize(ctx):
 
 
 def check_and_measure(ctx, collective, size, repetitions):
-    """Checks and times one collective; ``size``: of each rank's buffer in bytes, rounded up to 4 x ranks."""
+    """Checks and times one collective. ``size``: of each rank's buffer in bytes, rounded up to 4 x ranks."""
     length = -(-size // (4 * ctx.world_size)) * ctx.world_size
     prepared = collective(ctx.rank, ctx.world_size, buffers(length, ctx.device))
     if check(ctx, collective.__name__, prepared):
