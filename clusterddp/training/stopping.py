@@ -346,4 +346,4 @@ class Stopping:
                 path = self._settings.run_dir.rank_record(self._settings.attempt, 0)
                 write_json(path, {**record, "used_clusterddp": True}, mode=0o600)
         finally:
-            os._exit(STOPPED)  # any code other than 0 makes the launcher end the other ranks
+            os._exit(STOPPED)  # for any code other than 0, the supervisor or the launcher ends the other ranks

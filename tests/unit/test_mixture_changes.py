@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from clusterddp import orders
+from clusterddp.data import mixture
 from clusterddp.data.loader import Loader
 from clusterddp.errors import CheckpointError
 
@@ -41,7 +42,7 @@ def samples(of: Loader, start: int, stop: int) -> list[Any]:
 def first_change(one: dict[int, Any], other: dict[int, Any]) -> int:
     """The first step with another change, or 14 if there is none in the test's steps."""
     shares = [
-        {step: orders._shares(weights, (0, 1)).tolist() for step, weights in changes.items()}
+        {step: mixture._shares(weights, (0, 1)).tolist() for step, weights in changes.items()}
         for changes in (one, other)
     ]
     return min([step for step in {*one, *other} if shares[0].get(step) != shares[1].get(step)], default=14)
@@ -53,7 +54,7 @@ def test_changes_are_accepted_that_leave_all_samples_before_them_as_they_were(
     weights: Any, given_changes: list[Any], step: int, sizes: tuple[int, int]
 ) -> None:
     """Twice in a run, also within small rounds and blocks; every sample still comes once per pass."""
-    with mock.patch.multiple(orders, _ROUND=sizes[0], _BLOCK=sizes[1]):
+    with mock.patch.multiple(mixture, _ROUND=sizes[0], _BLOCK=sizes[1]):
         run = loader(weights, changes=given_changes[0])
         for at, before, now in ((step, *given_changes[:2]), (step + 1, *given_changes[1:])):
             other, change = loader(weights, changes=now), first_change(before, now)

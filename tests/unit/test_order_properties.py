@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, SubsetRandomSampler
 
 from clusterddp import orders
-from clusterddp.data import sample_order
+from clusterddp.data import mixture, sample_order
 from clusterddp.data.loader import Loader
 from clusterddp.data.sample_order import Order
 from clusterddp.data.samplers import chosen
@@ -167,10 +167,10 @@ def test_each_epoch_has_each_sample_once(case: Case) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(cases(["mixture"]), st.sampled_from([(orders._ROUND, orders._BLOCK), (60, 7), (16, 4)]))
+@given(cases(["mixture"]), st.sampled_from([(mixture._ROUND, mixture._BLOCK), (60, 7), (16, 4)]))
 def test_a_mixture_has_each_sample_once_in_every_pass_through_its_dataset(case: Case, sizes: tuple[int, int]) -> None:
     """And the datasets in the shares that hold at each step. ``sizes``: of a round and a block."""
-    with mock.patch.multiple(orders, _ROUND=sizes[0], _BLOCK=sizes[1]):
+    with mock.patch.multiple(mixture, _ROUND=sizes[0], _BLOCK=sizes[1]):
         batch = case.loader(0, case.ranks).global_batch
         steps = case.steps(0, 400 // batch + 10, case.ranks)
     for dataset in (range(case.length), range(case.length, case.length + 5)):

@@ -27,6 +27,12 @@ from clusterddp.training.metrics import Tracking
 from tests import packages, tracker_files
 
 
+def test_a_tracker_needs_only_its_own_package() -> None:
+    """Each package is an extra of its own. Without two of them, the third still got no values."""
+    others = "import sys; sys.modules.update(dict.fromkeys(['wandb', 'mlflow', 'tensorboard']))"
+    subprocess.run([sys.executable, "-c", f"{others}; import clusterddp.trackers.follower"], check=True)
+
+
 @pytest.fixture
 def run(run: RunDirectory) -> RunDirectory:
     run.wandb.mkdir()
@@ -151,7 +157,7 @@ def test_tensorboard_reads_the_newest_attempt_last_whatever_the_clocks(
 ) -> None:
     """It reads files in the order of their names, which begin with a time. A torn record ends a killed writer's."""
     packages.require("tensorboard")
-    from clusterddp.trackers.follower import TensorBoard
+    from clusterddp.trackers.tensorboard import TensorBoard
 
     attempts = [(5000.0, 0, 0, 8, 0.5), (4000.0, 1, 5, 9, 0.25), (4500.0, 2, 7, 9, 0.125)]
     for clock, number, first, steps, loss in attempts:
@@ -175,7 +181,7 @@ WANDB = """
 import os, sys
 from pathlib import Path
 from clusterddp.trackers import sent
-from clusterddp.trackers.follower import WeightsAndBiases
+from clusterddp.trackers.wandb import WeightsAndBiases
 
 folder, until = Path(sys.argv[1]), sys.argv[2]
 writer = WeightsAndBiases(folder, sent.read_sent(folder) or sent.Sent(), 0, {"mode": "offline", "project": "tests"})
@@ -225,7 +231,7 @@ def test_a_killed_process_leaves_no_step_twice_in_mlflow_and_no_second_run(
     packages.require("mlflow")
     from mlflow import MlflowClient
 
-    from clusterddp.trackers import follower as mlflow
+    from clusterddp.trackers import mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setattr(mlflow, "MOST_METRICS", 3)
