@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, NoReturn
 
-from clusterddp.cli.main import main, parser
+from clusterddp.cli.command_line import parser
+from clusterddp.cli.main import main
 from tests.cluster import Cluster
 
 INTERRUPT = "^C"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import shtab
 
-from clusterddp.cli.main import parser
+from clusterddp.cli.command_line import parser
 
 FOLDER = Path(__file__).resolve().parents[2] / "completions"
 #: By shell: the name that its completion loads a command's file by.

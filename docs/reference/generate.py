@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp import errors, events, protocol
-from clusterddp.cli.main import parser
+from clusterddp.cli.command_line import parser
 from clusterddp.jobdef.json_schema import job_schema
 from clusterddp.rundir import run_directory
 from docs.reference import messages, python_api

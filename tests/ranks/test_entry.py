@@ -39,7 +39,7 @@ def said(command: list[str], code: int, **options: object) -> str:
 
 
 @pytest.mark.parametrize("entry", ["clusterddp", "clusterddp.submit"])
-@pytest.mark.parametrize("module", ["clusterddp.cli.main", "argparse", "clusterddp.entry", "yaml"])
+@pytest.mark.parametrize("module", ["clusterddp.cli.command_line", "argparse", "clusterddp.entry", "yaml"])
 def test_ctrl_c_while_a_command_imports_ends_it_without_a_traceback(entry: str, module: str, tmp_path: Path) -> None:
     """The signal comes when the first thing of a module is imported."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import clusterddp
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory

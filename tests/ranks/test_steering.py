@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of

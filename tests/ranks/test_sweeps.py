@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import clusterddp
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
 from clusterddp.rundir.run_directory import RunDirectory
 

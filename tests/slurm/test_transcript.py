@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from clusterddp.cli.main import COMMANDS
+from clusterddp.cli.command_line import COMMANDS
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster

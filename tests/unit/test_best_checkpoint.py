@@ -13,7 +13,7 @@ import torch
 
 from clusterddp.checkpoint.store import Checkpoints, choose, with_recorded_best
 from clusterddp.cli import checkpoints
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.cli.status import described
 from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.jobdef.job import Keep

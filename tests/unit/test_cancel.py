@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli import steering
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import FAILED, SlurmError, UsageError
 from clusterddp.rundir import ownership
 from clusterddp.rundir.files import write_json

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from clusterddp import protocol
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
 from clusterddp.jobdef.code_snapshot import Code, changed_code, checkout_of, current, described, present, unused, use
 from clusterddp.jobdef.job import Job

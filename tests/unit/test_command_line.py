@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp import __version__
-from clusterddp.cli.main import COMMANDS, DESCRIPTIONS, command, parser
+from clusterddp.cli.command_line import COMMANDS, DESCRIPTIONS, command, parser
 from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.runs.local import Moment

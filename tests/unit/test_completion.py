@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.main import COMMANDS
+from clusterddp.cli.command_line import COMMANDS
 from docs.reference import completion
 
 #: Completes the last of the words "$@", as bash does after a Tab.

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.cli.options import PACKAGED_JOB
 from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef import yaml12

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.main import parser
+from clusterddp.cli.command_line import parser
 from clusterddp.cli.options import resolve_job
 from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef import configuration_files

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.jobdef import program, yaml12
 from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.program import is_hydra_app, with_overrides

@@ -142,7 +142,7 @@ def test_no_process_without_torch_loads_it() -> None:
 def test_launch_is_a_function() -> None:
     """Nothing that a user imports sets ``clusterddp.launch`` to the folder of the same name."""
     code = (
-        "import clusterddp, pickle, types, clusterddp.api, clusterddp.cli.main\n"
+        "import clusterddp, pickle, types, clusterddp.api, clusterddp.cli.command_line\n"
         "from clusterddp import launch\n"
         "assert isinstance(launch, types.FunctionType) and clusterddp.launch is launch\n"
         "assert pickle.loads(pickle.dumps(launch)) is launch\n"

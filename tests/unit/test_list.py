@@ -18,7 +18,7 @@ import pytest
 
 from clusterddp import Handle
 from clusterddp.cli import list as table
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
 from clusterddp.reporter import speed
 from clusterddp.rundir.run_directory import RunDirectory, find_runs
@@ -332,7 +332,7 @@ def test_a_list_without_sweeps_loads_no_yaml(tmp_path: Path) -> None:
     """Nor torch, nor rich: they would take longer than reading hundreds of runs."""
     recorded_run(tmp_path / "runs" / "net", [started()], outcome={"state": "completed"})
     code = (
-        "import sys; from clusterddp.cli.main import command; command(['list', 'runs'])\n"
+        "import sys; from clusterddp.cli.command_line import command; command(['list', 'runs'])\n"
         "sys.exit(str({'yaml', 'torch', 'rich', 'numpy'} & sys.modules.keys()).replace('set()', '') or None)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)

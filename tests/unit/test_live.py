@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli import live
+from clusterddp.cli.command_line import command
 from clusterddp.cli.live import EVENTS, MOST_LINES, Size, composed, fact_lines, labelled, sparkline
-from clusterddp.cli.main import command
 from clusterddp.errors import INTERRUPTED, UsageError
 from clusterddp.reporter import clipped
 from clusterddp.rundir.progress import curve, main_metric

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
 from clusterddp.failures import node_memory
 from clusterddp.failures.node_memory import DAY_S, NodeFailure, avoided, choose, memory_of, recall, remember, weight

@@ -20,8 +20,8 @@ import pytest
 
 import clusterddp
 from clusterddp.checkpoint.restore import CheckpointFolder
+from clusterddp.cli.command_line import parser, split_at_dashes
 from clusterddp.cli.config import validate
-from clusterddp.cli.main import parser, split_at_dashes
 from clusterddp.data.loader import Loader
 from clusterddp.training.context import Context
 from clusterddp.training.loop import Run

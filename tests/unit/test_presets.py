@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import JobDefinitionError, UsageError
 from clusterddp.jobdef import configuration_files, program
 from clusterddp.jobdef.job import Job, Resume

@@ -12,7 +12,7 @@ import pytest
 from clusterddp import reporter
 from clusterddp.checkpoint.store import Checkpoints, choose
 from clusterddp.cli import checkpoints
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.files import write_json

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from clusterddp.cli import logs as logs_command
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory

@@ -14,7 +14,7 @@ import pytest
 
 import clusterddp
 from clusterddp import errors, events
-from clusterddp.cli.main import check_name, parser, split_at_dashes
+from clusterddp.cli.command_line import check_name, parser, split_at_dashes
 from clusterddp.jobdef.schema import READERS
 from clusterddp.rundir.run_directory import RunDirectory
 from docs.reference import generate as reference

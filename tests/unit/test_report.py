@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from clusterddp import entry
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.cli.report import collected
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job

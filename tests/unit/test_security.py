@@ -19,7 +19,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 
 from clusterddp import entry
-from clusterddp.cli.main import command as run_command
+from clusterddp.cli.command_line import command as run_command
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import load
 from clusterddp.jobdef.job import Job, Resume

@@ -19,7 +19,7 @@ import pytest
 
 from clusterddp import protocol
 from clusterddp.cli import status, steering
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.events import BY_SLURM
 from clusterddp.failures.stack_traces import stacks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
 from clusterddp.jobdef import code_snapshot
 from clusterddp.rundir.files import append_line, write_json

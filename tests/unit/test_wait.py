@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.main import command
+from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory

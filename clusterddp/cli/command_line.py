@@ -1,0 +1,169 @@
+"""The command line: its commands, and the modules with their options.
+
+A module of one command has ``add_arguments()`` and ``run()``. A module of several has ``run_tell()`` and the like.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from clusterddp import __version__
+from clusterddp.errors import UsageError
+from clusterddp.reporter import show
+
+COMMANDS = {
+    "submit": "start a run, or continue one",
+    "sweep": "start a run for each combination of values",
+    "list": "list runs: state, step, speed, metrics",
+    "status": "show a run's state and history",
+    "logs": "print what ranks wrote, or a run's first failure",
+    "report": "write a page about runs: timeline, where the time went, metrics, failures",
+    "resubmit": "wait for runs, release requeue holds and resubmit lost jobs",
+    "wait": "wait for runs and report the outcome as the exit code",
+    "cancel": "end runs permanently",
+    "prune": "delete old checkpoints and logs of runs that are over",
+    "stacks": "show where the ranks are now, as Python stacks",
+    "tell": "send a command to a running job: save, stop, skip data, profile",
+    "requeue": "checkpoint a run and requeue it",
+    "shell": "open a shell, or the debugger, on a rank's node",
+    "export": "write a checkpoint's model to a file",
+    "drill": "test with a small job what a preemption would do to a run",
+    "doctor": "check the cluster, or nodes, for what a run needs",
+    "nodes": "list the nodes on which runs failed, and what to tell the administrator",
+    "bench": "check and time collectives on the training nodes",
+    "config": "show and check job definitions, sweeps and configuration files",
+}
+#: The modules of commands that share one. The others are named like their command.
+_TOGETHER = {
+    **dict.fromkeys(("tell", "requeue", "stacks", "cancel", "shell"), "steering"),
+    **dict.fromkeys(("resubmit", "wait"), "wait"),
+    **dict.fromkeys(("doctor", "bench", "nodes"), "doctor"),
+    **dict.fromkeys(("export", "prune"), "checkpoints"),
+}
+USAGE = {
+    "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
+    "sweep": "clusterddp sweep SWEEP.yaml [OPTIONS] [-- ARGS]",
+    "shell": "clusterddp shell RUN [--rank R] [--attach] [-- COMMAND]",
+    "bench": "clusterddp bench collectives [OPTIONS OF submit] [-- ARGS]",
+}
+DESCRIPTIONS = {
+    "submit": "Start a run, or continue the one in --run-dir. The script's arguments follow --. If stdout is not a "
+    "terminal, it gets only the job id. Messages go to stderr.",
+    "sweep": "Start a run for each combination of values, as Slurm job arrays. Run the same command again to submit "
+    "only the missing members, also after adding values. Each member is a run for status, logs and cancel.",
+    "list": "List runs, including those that are over, with state and reason, steps, speed, time left, metrics, "
+    "attempts, job and nodes.",
+    "status": "Show a run's state, why it is waiting, its progress and its history.",
+    "logs": (
+        "Print what ranks wrote, by default rank 0: its stdout to stdout, its stderr to stderr. The output of several "
+        "ranks or attempts all goes to stdout, each file below a line with its name. For a failed run, show its first "
+        "failure."
+    ),
+    "report": "Write a self-contained HTML file about a run: what happened when and why, where the time went, "
+    "metrics, checkpoints, failures, and the commands to continue it. For several runs or a sweep, draw "
+    "their curves in one chart. Print the name of the file.",
+    "resubmit": "Wait until runs are over and show their events. Meanwhile, lift the hold that Slurm puts on a "
+    "requeued job, and resubmit a run whose job ended without continuing it. Ctrl-C stops this command, not the runs.",
+    "wait": (
+        "Wait until all runs are over, or stopped until you submit them again. Unlike resubmit, never change them. "
+        "The exit code is 0 if all completed. Otherwise, the worst outcome decides: 10 failed, 11 cancelled, 12 "
+        "stopped, 13 unknown. It is 124 after the timeout."
+    ),
+    "cancel": "End runs permanently: cancel their jobs or processes, and wait until they have ended. They cannot be "
+    "continued. For several runs, list them first and ask, unless --yes is given.",
+    "prune": "Delete old checkpoints, and with --logs old logs, of runs that are over. Keep the newest checkpoint and "
+    "the one with the best metric. Print first what would be deleted and ask, unless --yes is given.",
+    "stacks": "Show where the ranks are now, as Python stacks of their threads. Show equal stacks once.",
+    "tell": "Send a command to a running job, and wait until it is done.",
+    "requeue": "Checkpoint a run after its current step and requeue its job, or continue it in a new job without some "
+    "nodes. A local run restarts at once.",
+    "shell": "Open a shell in the run's job on the node of a rank, run the command that follows -- there, or attach to "
+    "the rank's debugger.",
+    "export": "Write a checkpoint's model, or other parts of it, to a file for other programs.",
+    "drill": "Test with a small job what a preemption would do to a run in a partition: whether the nodes have Slurm's "
+    "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
+    "doctor": "Check what a run needs. On this host: Slurm, partitions, accounts, the folder for runs, Python, torch. "
+    "With --nodes, in a job: the devices, folder, clock and network of nodes. The exit code is 1 if a check failed.",
+    "nodes": "List the nodes on which runs failed in the last week, and whether new jobs avoid them. Print a message "
+    "that you can send to the cluster's administrator.",
+    "bench": "Submit a packaged benchmark and show its output. The options are those of submit.",
+    "config": "Show the job that submit would start and where each value comes from, check job definitions, sweeps "
+    "and configuration files, or print the JSON Schema for editors.",
+}
+EPILOGS = {
+    "submit": "JOB.yaml and --set take the keys that `clusterddp config schema` describes. To see their values, use "
+    "`clusterddp config show`.",
+    "sweep": "SWEEP.yaml has the keys job (a job definition, or the path of one) and grid (the values to combine), or "
+    "members (a list of combinations), such as {job: {script: train.py, device: cpu}, grid: {lr: [1e-3, 1e-4], "
+    "seed: 0..4}}. A key of the job definition, such as seed or nodes, is set there. Any other, such as lr, "
+    "becomes the script's --lr. To set the script's own --seed, write args.seed.",
+}
+
+
+def command(argv: Sequence[str]) -> int:
+    """Runs one command and returns its exit code. Raises UsageError, and what the command raises."""
+    own, script_arguments = split_at_dashes(argv)
+    if not own:
+        show(parser(()).format_help())
+        return UsageError.exit_code
+    check_name(own[0])
+    arguments, unknown = parser(own).parse_known_args(own)
+    name = arguments.command
+    if unknown:
+        hint = ". Put the script's arguments after --" if name in ("submit", "sweep", "bench") else ""
+        raise UsageError(f"{name}: unknown arguments {' '.join(unknown)}. See `clusterddp {name} --help`{hint}")
+    code: int = _function(name, "run")(arguments, script_arguments)
+    return code
+
+
+def check_name(word: str) -> None:
+    """Raises UsageError for a word that is not a command. The parser handles options."""
+    if word in COMMANDS or word.startswith("-"):
+        return
+    similar = get_close_matches(word, COMMANDS, 1)
+    if Path(word).suffix in (".py", ".yaml", ".yml"):
+        hint = f"To run {word}, use `clusterddp submit {word}`"
+    else:
+        hint = f"Did you mean {similar[0]}?" if similar else "See `clusterddp --help`"
+    raise UsageError(f"unknown command {word!r}. Available: {', '.join(COMMANDS)}. {hint}")
+
+
+def parser(complete: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser, with the options of the commands in ``complete``, whose modules are imported."""
+    top = argparse.ArgumentParser(
+        prog="clusterddp",
+        description="Train PyTorch DDP models on Slurm, through preemptions, time limits and failures.",
+        epilog="Example: clusterddp submit train.py --nodes 2 --gpus 8. See also: clusterddp COMMAND --help",
+    )
+    top.add_argument("--version", action="version", version=f"clusterddp {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        own = commands.add_parser(
+            name, help=text, usage=USAGE.get(name), description=DESCRIPTIONS[name], epilog=EPILOGS.get(name)
+        )
+        if name in complete:
+            _function(name, "add_arguments")(own)
+    return top
+
+
+def _function(name: str, purpose: str) -> Any:
+    """``run`` or ``add_arguments`` of a command's module or, of a module of several, ``run_tell`` or the like."""
+    if name not in _TOGETHER:
+        return getattr(import_module(f"clusterddp.cli.{name}"), purpose)
+    verb, _, rest = purpose.partition("_")
+    full = f"{verb}_{name}_{rest}" if rest else f"{verb}_{name}"
+    return getattr(import_module(f"clusterddp.cli.{_TOGETHER[name]}"), full)
+
+
+def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """The command's arguments and the script's, which follow ``--``. Without ``--``, the latter are None."""
+    arguments = list(argv)
+    if "--" not in arguments:
+        return arguments, None
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
