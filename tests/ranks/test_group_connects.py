@@ -44,7 +44,7 @@ EARLY = """
 import os, sys, time
 from pathlib import Path
 import clusterddp
-from clusterddp.distributed import store as store_module
+from clusterddp.distributed import process_group as store_module
 from clusterddp.worker import control_channel
 
 rank, (here, is_open), Store = int(os.environ["RANK"]), map(Path, sys.argv[1:]), store_module.TCPStore

@@ -12,11 +12,11 @@ from tests.trainings import events_of
 CHECKED = """
 import os
 import sys
-from clusterddp.checks import all_reduce
+from clusterddp.checks import node
 
 if os.environ["RANK"] == sys.argv[1]:
-    right = all_reduce.sum_is_right
-    all_reduce.sum_is_right = lambda *arguments: right(*arguments) and False
+    right = node.sum_is_right
+    node.sum_is_right = lambda *arguments: right(*arguments) and False
 import clusterddp
 
 ctx = clusterddp.init(device="cpu")
@@ -25,8 +25,8 @@ print("trains on", ctx.all_reduce_sum(1.0), "ranks")
 
 #: In the first attempt, a GPU that computes nonsense.
 BREAKS = (
-    "import os; from clusterddp.checks import check, compute; os.environ['CLUSTERDDP_ATTEMPT'] != '0' or "
-    "setattr(compute, 'multiply', lambda device: check.failed('compute', '3 of 9 elements are wrong', ''))"
+    "import os; from clusterddp.checks import node; os.environ['CLUSTERDDP_ATTEMPT'] != '0' or "
+    "setattr(node, 'multiply', lambda device: node.failed('compute', '3 of 9 elements are wrong', ''))"
 )
 
 

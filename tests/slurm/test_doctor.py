@@ -33,7 +33,7 @@ def test_a_cluster_and_its_nodes_are_checked_and_nothing_is_left_behind(cluster:
     on_nodes = [cluster.python, *DOCTOR, "--nodes", "2", "--device", "cpu"]
     waiting = cluster.popen(on_nodes, cwd=runs, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert waiting.stderr is not None
-    assert any("waits: " in line for line in iter(waiting.stderr.readline, ""))
+    assert any("is waiting: " in line for line in iter(waiting.stderr.readline, ""))
     waiting.send_signal(signal.SIGINT)
     assert waiting.wait(timeout=30) == 130
     jobs = cluster.root(["squeue", "--noheader", "--format=%A %T"]).stdout.splitlines()

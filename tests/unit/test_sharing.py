@@ -153,8 +153,8 @@ def test_another_member_of_the_group_can_fork_and_export_a_shared_run(open_folde
         elif path.is_file():
             path.chmod(0o640)
     fork = (
-        "import sys; from clusterddp.runs import fork; from clusterddp.rundir.run_directory import RunDirectory; "
-        "into = RunDirectory(sys.argv[2]); into.create('private'); print(fork.copy_checkpoint(sys.argv[1], into))"
+        "import sys; from clusterddp.runs import recording; from clusterddp.rundir.run_directory import RunDirectory; "
+        "into = RunDirectory(sys.argv[2]); into.create('private'); print(recording.copy_checkpoint(sys.argv[1], into))"
     )
     for step in (20, 10):
         done = run_as_other(sys.executable, "-c", fork, f"{run}@{step}", f"{mine}-{step}")
