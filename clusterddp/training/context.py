@@ -33,7 +33,7 @@ from clusterddp.jobdef.job import Checkpointing, check_packages
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
 from clusterddp.rundir.progress import recent
-from clusterddp.training import run_state, script_loop, settings
+from clusterddp.training import run_state, script_loop, script_steps, settings
 from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
 from clusterddp.training.loop import Run, Services
 from clusterddp.training.metrics import DONE_S, ERROR_S, STOP_S, Tracking
@@ -203,7 +203,7 @@ class Context(Loaders):
         self._services: Services | None = None
         #: The blocks of ``local_first`` and ``main_first`` so far.
         self._turns = 0
-        script_loop.hand_over()
+        script_steps.hand_over()
         self._heartbeat = begin_heartbeat(
             read,
             self.attempt,

@@ -104,7 +104,7 @@ def _act(act: Act, module: ModuleType) -> None:
 
 #: The module that counts the steps. It is imported by name at the first step, because only then it is certain that the
 #: script trains with torch in this process. It belongs to the training half, with torch.
-_STEPS = "clusterddp.training.script_loop"
+_STEPS = "clusterddp.training.script_steps"
 _handle: Any = None
 
 
@@ -203,7 +203,7 @@ MOST_TOLD = 8
 PROBE_BYTES = 1 << 20
 
 
-#: Entered around each save. ``training/script_loop.py``, which times the script's steps, replaces it.
+#: Entered around each save. ``training/script_steps.py``, which times the script's steps, replaces it.
 around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 

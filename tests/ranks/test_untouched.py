@@ -11,8 +11,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import read_timings
-from clusterddp.training import script_loop
-from clusterddp.training.script_loop import MOVED_ON, ScriptSteps
+from clusterddp.training import script_steps
+from clusterddp.training.script_steps import MOVED_ON, ScriptSteps
 from clusterddp.worker import own_saves
 from tests.cli import clusterddp
 from tests.histories import check_history
@@ -115,15 +115,15 @@ def test_a_script_with_a_context_has_no_hook() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     own_saves.watch_optimizers()
     optimizer.step()
-    assert script_loop.current().steps == 1
-    script_loop.hand_over()
+    assert script_steps.current().steps == 1
+    script_steps.hand_over()
     optimizer.step()
-    assert script_loop._current is None and not _global_optimizer_post_hooks
+    assert script_steps._current is None and not _global_optimizer_post_hooks
     own_saves.watch_optimizers()
-    script_loop.current().on_optimizer_step = lambda _: 1 / 0  # type: ignore[method-assign,assignment]
+    script_steps.current().on_optimizer_step = lambda _: 1 / 0  # type: ignore[method-assign,assignment]
     optimizer.step()
     assert not _global_optimizer_post_hooks
-    script_loop.hand_over()
+    script_steps.hand_over()
 
 
 def test_ranks_that_train_apart_are_told_and_their_steps_are_still_seen(run: RunDirectory, tmp_path: Path) -> None:
