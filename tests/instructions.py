@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -24,11 +25,13 @@ class Instructions:
 
     def __enter__(self) -> Instructions:
         self._before = sys.gettrace()
+        gc.disable()  # Python 3.11.2 may crash if it collects garbage inside a trace function
         sys.settrace(self._on_call)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)
+        gc.enable()
 
     def _on_call(self, frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
         path = Path(frame.f_code.co_filename)

@@ -146,13 +146,12 @@ def test_without_the_package_there_is_no_thread_and_no_message(tmp_path: Path) -
 
 def test_without_a_driver_nothing_is_reported(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVML_STATE")
-    before = threading.active_count()
     reports: list[str] = []
     gpus.start({}, ranks(), lambda event, **_: reports.append(event), "n3")
     for thread in threading.enumerate():
         if thread.name == "gpus":
             thread.join(20)
-    assert (reports, threading.active_count()) == ([], before)
+    assert reports == [] and all(thread.name != "gpus" for thread in threading.enumerate())
 
 
 def test_the_stand_in_has_the_names_and_numbers_of_the_real_package(driver: Driver) -> None:

@@ -14,6 +14,7 @@ from clusterddp.supervisor import control_server
 from clusterddp.supervisor.control_server import ControlServer, Handlers, Outbox
 from clusterddp.worker.control_channel import send_line
 from tests.connections import accepted_from
+from tests.waiting import wait_until
 
 TOKEN, WAIT_S = "secret of this attempt", 20
 
@@ -135,7 +136,7 @@ def test_a_rank_that_reads_late_delays_no_other_and_gets_the_order_to_stop() -> 
             server.broadcast(**order)
         assert json.loads(reader.readline())["port"] == 1  # the answer to its hello
         assert [json.loads(reader.readline()) for _ in range(61)] == [*orders, {"stop": "preemption"}]
-        assert len(server._outbox._kept) == 1
+        wait_until(lambda: len(server._outbox._kept) == 1, "only the late rank to have lines left", WAIT_S)
         send_line(quick, {"event": "notified"})
         assert events.get(timeout=WAIT_S) == (0, "notified")
         late = slow.makefile("rb")
