@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.data import sample_order
-from clusterddp.data import sample_order as by_weight
 from clusterddp.data.mixture import Mixture, Weights
 from clusterddp.data.sample_order import Bucketed, ByShard, Order
 
@@ -62,7 +61,7 @@ def weighted(weights: Any, labels: Any = None, *, num_samples: int | None = None
 
     Example: ``order = orders.weighted(orders.class_weights(labels), labels)``
     """
-    return by_weight.Weighted(weights, labels, num_samples)
+    return sample_order.Weighted(weights, labels, num_samples)
 
 
 def class_weights(labels: Any) -> npt.NDArray[np.float64]:
@@ -78,7 +77,7 @@ def class_weights(labels: Any) -> npt.NDArray[np.float64]:
 
     Example: ``criterion = CrossEntropyLoss(torch.from_numpy(orders.class_weights(labels)).float())``
     """
-    return by_weight.class_weights(labels)
+    return sample_order.class_weights(labels)
 
 
 def bucketed(lengths: Any, *, buckets: int = 50) -> Order:

@@ -203,7 +203,7 @@ Named: TypeAlias = dict[str, dict[str, torch.Tensor]]
 class Buffers:
     """Keeps the buffers equal on all ranks, and free of steps that are not done. ``parts``: those of the run.
 
-    After a forward, each rank has the statistics of its own batch. DDP broadcasts rank 0's before the next forward. An
+    After a forward, each rank's statistics are those of its batch. DDP broadcasts rank 0's before the next forward. An
     average or an evaluation in between would see other values after a resume, which restores rank 0's on all ranks.
     Therefore ``share`` broadcasts earlier: after the optimizer has stepped, and at the end of each step of the loop.
 

@@ -127,7 +127,7 @@ PATIENCE_BEATS = 3
 #: A rank is silent after this many missing heartbeats.
 SILENCE_BEATS = 4
 #: A rank is explained once its work has taken this many times as long as the others' for so many seconds. What varies
-#: from step to step does not last so long, so that the ratio is smaller than that of a straggler.
+#: from step to step does not last ten minutes. The ratio is therefore smaller than that of a straggler.
 LASTING_RATIO, EXPLAINED_S = 1.2, 600.0
 #: The most ranks that a message lists.
 NAMED = 4

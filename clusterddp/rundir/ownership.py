@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
@@ -32,10 +32,6 @@ from clusterddp.reporter import say
 from clusterddp.rundir.files import create_exclusively, open_binary, resolved, status, write_json
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, retrying, schema_error
 from clusterddp.rundir.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from clusterddp.rundir.run_directory import RunDirectory
-
 
 _START_YOUR_OWN = "Start your own run. To continue from a different user's checkpoint, use --fork"
 

@@ -210,7 +210,7 @@ def box(run: RunDirectory, event: Event) -> str:
 
 
 def failed_ranks(run: RunDirectory, attempt: int, events: Iterable[Event]) -> set[int]:
-    """The ranks that failed by themselves in an attempt: the first, and those whose own records say so.
+    """The first rank that failed in an attempt, and those whose own records report an error.
 
     Another user of the group, who cannot read the records, sees only the first.
     """

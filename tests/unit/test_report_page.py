@@ -305,6 +305,31 @@ def test_a_runs_page_begins_with_its_best_value_and_reads_as_sentences(tmp_path:
 # --- colours
 
 
+# --- colours
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, as WCAG 2.2 defines it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("colours", [theme.LIGHT, theme.DARK])
+def test_texts_and_drawings_have_contrast(colours: dict[str, str]) -> None:
+    """4.5 for text and 3 for parts of drawings, on each surface: level AA."""
+    for surface in theme.SURFACES:
+        for name in theme.TEXTS:
+            assert contrast(colours[name], colours[surface]) >= 4.5, (name, surface)
+        for name in theme.GROUPS:
+            assert contrast(colours[name], colours[surface]) >= 3, (name, surface)
+
+
 # --- drawing
 
 
