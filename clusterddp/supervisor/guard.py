@@ -1,9 +1,9 @@
 """The guard of a job that outlives its nodes: ``python -m clusterddp.supervisor.guard RUN ATTEMPT PORT``, no torch.
 
 If such a job loses its batch host, and the supervisor with it, Slurm leaves it RUNNING without a batch step until its
-time limit, and reports no failure (seen on 22.05.8 and 26.05.5). A guard is a step on another node. There are two, as
-one may be lost together with the supervisor. It holds a connection to the supervisor's node, and requeues the job if
-that breaks and Slurm takes the node out of the job: just as Slurm itself requeues a job without ``--no-kill``.
+time limit, and reports no failure (seen on 22.05.8 and 26.05.5). A guard is a step on another node. There are two,
+because one may be lost together with the supervisor. Each holds a connection to the supervisor's node. If that breaks
+and Slurm takes the node out of the job, a guard requeues the job, as Slurm itself requeues a job without ``--no-kill``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def guard_environment() -> dict[str, str]:
 
 
 def lost_batch_host(job: JobInfo | None, restarts: int) -> bool:
-    """Whether the job, in this start of it, has gone on without its batch host."""
+    """Whether the job, in this start of it, continues without its batch host."""
     if job is None or job.restarts != restarts or job.state not in ACTIVE or not (job.batch_host and job.nodes):
         return False
     return job.batch_host not in expand(job.nodes)

@@ -40,7 +40,7 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import scrub_own
-from clusterddp.supervisor import lease, recovery
+from clusterddp.supervisor import done, lease
 from clusterddp.supervisor.attempt import Attempt, nodes_of
 from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
 from clusterddp.supervisor.history import History, Hook
@@ -185,7 +185,7 @@ def supervise_one(
     if (code := finished(run, controller, run.outcome())) is not None:
         return code
     of_run(run).check_present()
-    reason, (is_done, found) = exceeded(job, run.events(), time.time()), recovery.look(run, job, run.events())
+    reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
     if lease.restarted(run, me):
         say(f"Slurm has restarted job {me['job']} since it started this process, so this process exits")
         return 1

@@ -39,7 +39,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, requests, submission, waiting
 from clusterddp.slurm import commands, pace
 from clusterddp.slurm import configuration as preemption_policy
-from clusterddp.supervisor import attempt, controller, history, lease, main, own_checkpoints, recovery
+from clusterddp.supervisor import attempt, controller, done, history, lease, main, own_checkpoints, recovery
 from tests.simulation import sweeps
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
@@ -47,7 +47,7 @@ from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (submission, requests, waiting, steering, ownership, history, recovery)
+LOADED = (submission, requests, waiting, steering, ownership, history, recovery, done)
 #: Packages whose modules run in the simulated world.
 ROOMS = (
     "supervisor",
@@ -271,8 +271,8 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (main, "delete_old_logs", lambda *_: None),
     (controller, "batch_step_began", lambda: _current["time"].time()),
     (lease, "owner_of", lambda _: "ddp"),
-    (recovery, "glob", SimpleNamespace(glob=_paths)),
-    (recovery, "_why_not", _is_too_old),
+    (done, "glob", SimpleNamespace(glob=_paths)),
+    (done, "_why_not", _is_too_old),
     (own_checkpoints, "glob", SimpleNamespace(glob=_paths)),
     (own_checkpoints, "_match", _match),
     (own_checkpoints, "why_incomplete", _why_incomplete),

@@ -14,7 +14,7 @@ from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Done, Job
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.submission import check_done
-from clusterddp.supervisor import recovery
+from clusterddp.supervisor import done
 
 BEGAN = 1_000_000.0
 EVENTS = [{"time": BEGAN, "attempt": 0, "event": "started"}]
@@ -31,7 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 def looked(run: RunDirectory, mark: Done, *more: dict[str, Any], exited: bool = True) -> tuple[bool, str]:
     job = Job(name="x", module="x", device="cpu", gpus_per_node=2, done=mark)
-    return recovery.look(run, job, [*EVENTS, *more], exited)
+    return done.look(run, job, [*EVENTS, *more], exited)
 
 
 def test_a_file_counts_if_it_is_whole_and_not_older_than_the_run(run: RunDirectory, tmp_path: Path) -> None:
