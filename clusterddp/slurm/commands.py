@@ -273,7 +273,7 @@ def node_address(node: str) -> str:
     """The address by which Slurm reaches a node. Raises SlurmError if there is no such node."""
     text = run("scontrol", "show", "node", "-o", node)
     if (found := re.search(r"\bNodeAddr=(\S+)", text)) is None:
-        raise SlurmError(f"scontrol printed no address of node {node}: {text[:200]!r}")
+        raise SlurmError(f"scontrol printed no address for node {node}: {text[:200]!r}")
     return found[1]
 
 

@@ -156,7 +156,7 @@ def test_status_says_why_a_run_waits_and_what_to_do(runs: Path, capsys: pytest.C
     """With the start that Slurm expects."""
     shown = said(capsys, "status", "runs/pending")
     assert "state     job 42 (PENDING)\n" in shown
-    assert "waits     a limit of its QOS is reached: GPUs of all your jobs (QOSMaxGRESPerUser)\n" in shown
+    assert "waits     a limit of its QOS is reached: GPUs per user (QOSMaxGRESPerUser)\n" in shown
     assert "to do     the job starts when others that count towards the limit end" in shown
     assert "starts    11-23 08:00" in shown
     shown = said(capsys, "status", "runs/held")
