@@ -853,9 +853,9 @@ class Excluded(Event):
     failures: Sequence[int]
 
     def sentence(self) -> str:
-        times = f"{' and '.join(map(str, self.failures))} {'time' if self.failures == [1] else 'times'}"
-        be = "is" if len(self.nodes) == 1 else "are"
-        return f"{' and '.join(self.nodes)} failed {times} in this run and {be} excluded from its jobs for 24 hours"
+        pairs = zip(self.nodes, self.failures, strict=True)
+        failed = " and ".join(f"{node} (failed {counted(number, 'time')})" for node, number in pairs)
+        return f"the jobs of this run exclude {failed} for 24 hours"
 
 
 class NotExcluded(Event):

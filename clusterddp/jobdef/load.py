@@ -321,11 +321,11 @@ def _check_global_batch(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     unit = math.lcm(*ranks.values())
     nodes_node, batch_node = get(fields, "nodes"), _given_node(fields, "global_batch")
     if nodes_node is not None and len(ranks) > 1 and batch_node is None:
-        wrong = (
+        missing = (
             f"the range {nodes_node.text} requires global_batch, which is the number of samples per step over all ranks"
         )
         fitting = f"A multiple of {unit} fits every number of nodes. A smaller range allows other values"
-        mistakes.append(Mistake(nodes_node.place, f"nodes: {wrong}. {fitting}"))
+        mistakes.append(Mistake(nodes_node.place, f"nodes: {missing}. {fitting}"))
     elif batch_node is not None and batch is not None and batch % unit:
         uneven = " or ".join(f"{ranks[nodes]} ({nodes} x {per_node})" for nodes in ranks if batch % ranks[nodes])
         nearest = [str(size) for size in (batch // unit * unit, (batch // unit + 1) * unit) if size]

@@ -289,9 +289,9 @@ def partition_nodes(partition: str | None) -> list[NodeShape]:
         sizes = parse_node_sizes(text)
         nodes = [NodeShape(*sizes[node], of_node) for node, of_node in gpus.items()]
     if not nodes:
-        names = ", ".join(sorted({line[0] for line in lines})) or "none"
+        names = sorted({line[0] for line in lines}) or ["none"]
         missing = f"partition {partition!r}" if partition else "default partition"
-        raise SlurmError(f"no {missing} on this cluster. Available: {names}. Choose one with -p")
+        raise SlurmError(f"no {missing} on this cluster. Available: {', '.join(names)}. Choose one with -p")
     return nodes
 
 
