@@ -229,6 +229,25 @@ def test_a_member_that_completes_while_slurm_is_asked_is_not_submitted_again(
     assert len(slurm.scripts) == 1 and member(0).outcome_file.exists()
 
 
+def test_a_member_that_completes_before_its_array_is_written_keeps_its_outcome(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm is asked for its limits in between, and may answer late."""
+    sweep("seed=0..1")
+    slurm.end()
+    real = slurm.scontrol
+
+    def scontrol(*words: str) -> str:
+        if words[:2] == ("show", "config"):
+            end(member(0), "completed")
+        return real(*words)
+
+    monkeypatch.setattr(slurm, "scontrol", scontrol)
+    sweep("seed=0..1", "--retry", "failed")
+    assert submitted(slurm)[1:] == [["seed=1"]]
+    assert (member(0).outcome() or {})["state"] == "completed"
+
+
 def test_arrays_are_split_evenly_above_the_largest_size(slurm: Slurm) -> None:
     """All together may run as many as one would."""
     slurm.max_array = 10
