@@ -1,4 +1,4 @@
-"""The checkpoint files of a run: which ones count, how one is committed, which are deleted. Without torch.
+"""The checkpoint files of a run: which ones count, how one is committed, what deletes one. Without torch.
 
 A checkpoint is ``checkpoints/step-<12 digits>.attempt-<n>.safetensors`` (format: ``file_format.py``). It is written to
 a temporary file beside it, read back, synced and renamed. Then the folder is synced, and only then older ones are
@@ -240,7 +240,14 @@ class Checkpoints:
         return [checkpoint for checkpoint in candidates if checkpoint not in stay]
 
     def check_newest(self) -> None:
-        """Raises Superseded if a newer attempt exists, which may already train from an older checkpoint."""
+        """Raises Superseded if a newer attempt exists, which may already train from an older checkpoint.
+
+        Only the writer process of rank 0 saves, and it asks this right before each rename and each deletion. The answer
+        raises Superseded on rank 0 (``client.CheckpointClient.result``), and in the save of a stop on all ranks
+        (``saving.Saver.commit``). If the newer attempt begins between this check and the rename, its lineage leaves the
+        file out. The supervisor of a superseded attempt saves nothing itself. It ends its connections
+        (``decide._on_superseded``), on which its ranks exit (``rank.exit_if_superseded``).
+        """
         if self._directory.superseded(self._attempt):
             newest = self._directory.newest_attempt()
             raise Superseded(f"attempt {self._attempt} was superseded by attempt {newest} and does not write")
