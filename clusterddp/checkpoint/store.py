@@ -1,14 +1,11 @@
 """The checkpoint files of a run: which ones count, how one is committed, what deletes one. Without torch.
 
 A checkpoint is ``checkpoints/step-<12 digits>.attempt-<n>.safetensors`` (format: ``file_format.py``). It is written to
-a temporary file beside it, read back, synced and renamed. A superseded attempt may still write one. Its number is in
-the file name, and the *lineage* of a later attempt (the checkpoint that it resumed from, the one that this attempt
-resumed from, ...) excludes files that it wrote too late.
+a temporary file beside it, read back, synced and renamed. Then the folder is synced, and only then older ones are
+deleted. A superseded attempt may still write. Its number is in the file name, and the *lineage* of a later attempt (the
+checkpoint that it resumed from, the one that this attempt resumed from, ...) excludes files that it wrote too late.
 
-After each commit the writer deletes what ``keep`` does not match (``delete_old``). On a full disk, the writer and the
-metrics of rank 0 delete more (``make_room``). A save deletes incomplete files of killed attempts (``temporary``).
-`clusterddp prune` deletes checkpoints of a run that is over (``runs/pruning.py``). The newest, the best of
-``keep.best``, a file outside the lineage, and a script's own checkpoint are never deleted.
+The class ``Checkpoints`` says what deletes a checkpoint, and what is never deleted.
 """
 
 from __future__ import annotations
@@ -112,7 +109,26 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints that an attempt of a run may restore, commit and delete. For use by one process."""
+    """The checkpoints that an attempt of a run may restore, commit and delete. For use by one process.
+
+    Five things delete a file of ``checkpoints/``:
+
+    - After each commit, the writer process calls ``delete_old``. It deletes the checkpoints that ``keep`` of the job
+      definition does not match: by default all but the three newest (``keep.last``).
+    - On a full disk or a used-up quota, the writer, or rank 0 for the metrics, calls ``make_room``. It deletes the
+      oldest checkpoint that only ``keep.last`` keeps, but not the two newest.
+    - Before each save, ``temporary`` deletes the incomplete files of attempts that were killed. A save that fails
+      deletes its own file.
+    - ``clusterddp prune`` (``runs/pruning.py``), for a run that is over, keeps the newest checkpoint, or as many as the
+      user asks for, and the best one. It deletes all others of the lineage, those of ``keep.every`` included, and
+      incomplete files. If the newest is damaged, it deletes none.
+    - If Slurm refuses the first job of a new run, its directory is removed, with the checkpoint of ``--fork`` in it.
+
+    A run never deletes its newest checkpoint, one that ``keep.every`` or ``keep.best`` matches, or one outside the
+    lineage. Once a newer attempt exists, the older one deletes only the file that it is writing, because
+    ``check_newest`` raises Superseded before every other deletion. The checkpoints that a script saves by itself are
+    not deleted: ``worker/own_saves.py`` lets the script replace its file, and removes what a killed rank left of one.
+    """
 
     def __init__(self, directory: RunDirectory, attempt: int, keep: Keep) -> None:
         self._directory, self._attempt, self._keep = directory, attempt, keep
