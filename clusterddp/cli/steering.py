@@ -38,7 +38,7 @@ from clusterddp.process import module_command
 from clusterddp.reporter import agreed, can_ask, counted, put, say, show, what_failed
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import ONE_RUN, RunDirectory, find_runs, names_exactly, open_run
-from clusterddp.runs.requests import (
+from clusterddp.runs.request_client import (
     await_end,
     await_outcome,
     backwards,
@@ -83,7 +83,7 @@ def add_tell_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_tell(arguments: argparse.Namespace, _: object) -> int:
     """Sends the command and waits until it is done."""
-    give = order(arguments.order, arguments.rank)
+    give = parse_order(arguments.order, arguments.rank)
     run = open_run(arguments.run)
     try:
         return give(run)
@@ -92,7 +92,7 @@ def run_tell(arguments: argparse.Namespace, _: object) -> int:
         return INTERRUPTED
 
 
-def order(text: str, ranks: str | None) -> Callable[[RunDirectory], int]:
+def parse_order(text: str, ranks: str | None) -> Callable[[RunDirectory], int]:
     """The function for a command. Raises UsageError for an unknown one."""
     if text == "profile" or text.startswith("profile="):
         given = text != "profile"
@@ -123,13 +123,18 @@ def save(run: RunDirectory) -> int:
     return 0 if end.get("checkpoint") is not None and end.get("checkpoint") == end.get("step") else FAILED
 
 
-def record(run: RunDirectory, steps: int, ranks: str) -> int:
-    """Waits until the profiles are stored. Returns 1 if a rank has none."""
-    attempt, answer = request(run, "profile", steps=steps, ranks=ranks)
+def check_answered(run: RunDirectory, answer: Mapping[str, Any]) -> None:
+    """Raises RunDirectoryError if the supervisor exited without an answer."""
     if not answer:
         raise RunDirectoryError(
             f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
         )
+
+
+def record(run: RunDirectory, steps: int, ranks: str) -> int:
+    """Waits until the profiles are stored. Returns 1 if a rank has none."""
+    attempt, answer = request(run, "profile", steps=steps, ranks=ranks)
+    check_answered(run, answer)
     profiles: dict[str, Mapping[str, Any]] = answer["profiles"]
     if "ended" in answer:  # some may have been stored at the end of the attempt
         show(sentence(await_end(run, attempt)) or "")
@@ -157,10 +162,7 @@ def steps_in(order: str, most: int, example: str) -> int:
 def skip(run: RunDirectory, batches: int) -> int:
     """Waits until a checkpoint contains the skip. Returns 1 if there is none."""
     attempt, answer = request(run, "skip", batches=batches)
-    if not answer:
-        raise RunDirectoryError(
-            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
-        )
+    check_answered(run, answer)
     if "checkpoint" in answer:
         skipped = sentence({**answer["skipped"], "event": "skipped", "attempt": attempt})
         put(f"{skipped}. Checkpoint {answer['checkpoint']} is saved")
@@ -286,18 +288,15 @@ def run_stacks(arguments: argparse.Namespace, _: object) -> int:
             raise UsageError(f"--rank {ranks}: {error}, or all") from error
     run = open_run(arguments.run)
     _, answer = request(run, "stacks", ranks=None if ranks == "all" else ranks)
-    if not answer:
-        raise RunDirectoryError(
-            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
-        )
+    check_answered(run, answer)
     if arguments.json:
         print(json.dumps(answer))
     else:
-        put(text(answer))
+        put(stacks_text(answer))
     return 0 if answer["stacks"] else FAILED
 
 
-def text(answer: Mapping[str, Any]) -> str:
+def stacks_text(answer: Mapping[str, Any]) -> str:
     """A summary, each group of equal stacks, and the ranks without an answer."""
     lines = [summary(answer["stacks"])]
     for group in answer["stacks"]:

@@ -21,7 +21,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.reporter import say, show
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.progress import Progress, Shown
+from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.recording import (
     Content,
     check_not_held,

@@ -24,7 +24,7 @@ from clusterddp.reporter import counted, say, show
 from clusterddp.rundir.records import WHY, Digests, Recording, States, StepRecord, Trial, read_trial
 from clusterddp.rundir.run_directory import RunDirectory, runs_folder
 from clusterddp.runs.local import LocalRun, interrupts_counted
-from clusterddp.runs.progress import Progress, Shown
+from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.submission import record_local
 
 #: Two different stops, and a step before and after.
