@@ -490,7 +490,7 @@ def check_resume(job: Job, steps: int) -> int:
         try:
             check = compare(LocalTrials(folder, without_side_effects(job)), steps)
         except Interrupted:
-            say("interrupted, no result")
+            say("the check was interrupted and has no result")
             return INTERRUPTED
     if check.differs:
         raise failure(check)
