@@ -60,7 +60,7 @@ def regex(node: Node) -> str:
 
 def name(node: Node) -> str:
     """A job's name, also that of its run directory."""
-    given = matching(r"[\w+=@][\w.+=@-]*", "a name of letters, digits and any of _.+=@-")(node)
+    given = matching(r"[\w+=@][\w.+=@-]*", "a name that consists of letters, digits and the characters _.+=@-")(node)
     if len(given.encode()) > 200:
         raise Wrong(f"expected at most 200 bytes (the run directory has this name), got {len(given.encode())}")
     return given

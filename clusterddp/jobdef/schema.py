@@ -289,13 +289,13 @@ def _check_step_option(name: str, node: Node) -> None:
 _GPUS = "use the key gpus_per_node"
 #: Options that bind GPUs to tasks. Sites with AMD GPUs (LUMI, Frontier) document them for srun.
 ONE_GPU_PER_TASK = ("gpus-per-task", "gpu-bind")
-_STOPS = "clusterddp stops and requeues the run itself. `timeouts.notice_s` is the notice before the time limit"
+_STOPS = "clusterddp stops and requeues the run itself. Set the notice before the time limit with `timeouts.notice_s`"
 _LOGS = "the outputs are in the run directory, below logs/"
-_SUBMITS = "clusterddp submit runs sbatch and parses its output"
+_SUBMITS = "clusterddp parses the output of sbatch. Remove the option"
 #: What to use instead of the options of sbatch and srun that clusterddp sets or relies on and that have no key.
 INSTEAD_OF_OPTION = {
     "nodefile": "use the key nodelist",
-    "array": "`clusterddp sweep` submits many runs as an array",
+    "array": "use `clusterddp sweep`, which submits many runs as a job array",
     **dict.fromkeys(
         ("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu"), "use gpus_per_node and gpus_per_rank"
     ),

@@ -172,7 +172,7 @@ def test_a_submission_without_a_snapshot_returns_the_run_to_its_checkout(reposit
     submit(run)
     name = folder_of(run).name
     said = use(run, Code(None)) or ""
-    assert said.startswith("code: the checkout as it is when each attempt starts") and said.endswith(f"code/{name}")
+    assert said.startswith("code: each attempt uses the checkout as it is") and said.endswith(f"code/{name}")
     assert (current(run), use(run, Code(None))) == (None, None)
 
 

@@ -21,7 +21,6 @@ from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.decide import step
 from clusterddp.supervisor.limits import held
 from clusterddp.supervisor.main import supervise
-from clusterddp.supervisor.requests import ANSWER_S
 from clusterddp.supervisor.state import (
     Action,
     Answer,
@@ -37,6 +36,7 @@ from clusterddp.supervisor.state import (
     Stop,
     Timer,
 )
+from clusterddp.supervisor.user_requests import ANSWER_S
 from tests.fake_slurm import FakeController, FakeRanks
 from tests.unit.test_attempt import JOB as TWO_RANKS
 from tests.unit.test_decide import FAILED, NOW, after
