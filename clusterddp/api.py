@@ -77,7 +77,8 @@ def launch(
     folder = None if run_dir is None else os.fspath(run_dir)
     if fn_kwargs and not callable(target):
         raise UsageError(
-            f"fn_kwargs: only for a function, got {target}. Pass a script's arguments as text, after its name"
+            f"fn_kwargs requires a function, but the target is {target}. Pass a script's arguments as text, after "
+            "its name"
         )
     with without_job_variables():
         if callable(target):

@@ -33,7 +33,7 @@ from clusterddp.rundir.files import create_exclusively, open_binary, resolved, s
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, retrying, schema_error
 from clusterddp.rundir.run_directory import RunDirectory
 
-_START_YOUR_OWN = "Start your own run. To continue from a different user's checkpoint, use --fork"
+_START_YOUR_OWN = "Start your own run. To continue from another user's checkpoint, use --fork"
 
 
 def check_run(run: RunDirectory) -> None:

@@ -240,7 +240,8 @@ class RunDirectory:
             return exists(self.job_file)
         except PermissionError as error:
             raise RunDirectoryError(
-                f"{self}: permission denied. Its owner can share the run with `--change --set share=group`"
+                f"{self}: permission denied. Its owner can share the run with `clusterddp submit --run-dir "
+                "RUN --change --set share=group`"
             ) from error
 
     def create(self, share: str | None = None) -> None:
