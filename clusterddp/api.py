@@ -355,7 +355,7 @@ def _of_function(
     from clusterddp.worker.function import MODULE, pickled
 
     if clash := _PROGRAM_KEYS & values.keys():
-        raise UsageError(f"{', '.join(sorted(clash))}: not allowed when the target is a function")
+        raise UsageError(f"{', '.join(sorted(clash))} cannot be given when the target is a function")
     job = describe(None, {"job_name": name_of(function), **values, "module": MODULE}, {})
     try:
         content = pickled(DelayedSubmission(function, *args, **(keywords or {})))

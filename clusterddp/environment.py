@@ -310,7 +310,7 @@ def _number(environ: Environ, name: str, launcher: Launcher) -> int:
             f"launcher {launcher}: {name} is not set, but this launcher sets it for every rank"
         )
     if not re.fullmatch(r"[0-9]{1,18}", environ[name]):
-        raise LauncherEnvironmentError(f"launcher {launcher}: {name}={environ[name]!r}, expected a whole number")
+        raise LauncherEnvironmentError(f"launcher {launcher}: {name}={environ[name]!r} is not a whole number")
     return int(environ[name])
 
 

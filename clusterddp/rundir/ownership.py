@@ -56,7 +56,7 @@ def check_place(path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
         if found == path and status.st_uid not in (os.geteuid(), 0):
             raise RunDirectoryError(
-                f"{path} is a symbolic link that belongs to user {status.st_uid}, expected user {os.geteuid()}. Choose "
+                f"{path} is a symbolic link that belongs to user {status.st_uid}, not to user {os.geteuid()}. Choose "
                 "a different run directory"
             )
         if not found.exists():

@@ -119,7 +119,7 @@ def test_a_home_made_launcher_may_leave_out_what_follows(environ: dict[str, str]
         ({"LOCAL_RANK": "1"}, "RANK and WORLD_SIZE are not set (found: LOCAL_RANK=1)"),
         ({"TORCHELASTIC_RUN_ID": "x"}, "RANK and WORLD_SIZE are not set (found: none)"),
         ({"CLUSTERDDP_LAUNCHER": "local", "RANK": "1"}, "launcher local: WORLD_SIZE is not set"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one', expected a whole number"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a whole number"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2 contradict each other: 2 is not below 2"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0, WORLD_SIZE=0 contradict"),
@@ -302,7 +302,7 @@ def test_default_ports_differ_where_two_stores_can_meet() -> None:
         (step(LOCALID=None), "SLURM_LOCALID is not set"),
         (step(NODEID=None), "SLURM_NODEID is not set"),
         (step(STEP_NUM_TASKS=None, NTASKS=None), "none of SLURM_STEP_NUM_TASKS, SLURM_NTASKS, SLURM_NPROCS is set"),
-        (step(STEP_NUM_TASKS="four"), "SLURM_STEP_NUM_TASKS='four', expected a whole number"),
+        (step(STEP_NUM_TASKS="four"), "SLURM_STEP_NUM_TASKS='four' is not a whole number"),
         ({**step(), "RANK": "0", "WORLD_SIZE": "1"}, "RANK=0, WORLD_SIZE=1 contradict SLURM_PROCID=2"),
     ],
 )
