@@ -366,7 +366,8 @@ class Recovery:
         return self._hand_over(verdict, new)
 
     def _submit(self, without: Sequence[str], after_this: bool = True) -> str | None:
-        """Submits the next job, retrying until Slurm answers. Returns its id, None if this job was cancelled meanwhile.
+        """Submits the next job, retrying until Slurm answers. Returns its id, None if this job was cancelled meanwhile
+        or the run has begun another attempt.
 
         A submission without an answer may have been carried out.
         """
@@ -376,7 +377,7 @@ class Recovery:
             nonlocal sent
             if sent and (new := self._controller.successor()):
                 return new
-            if sent and self._is_cancelled():
+            if sent and (self._is_cancelled() or self._run.superseded(self._number)):  # by the user's own submission
                 return None
             sent = True
             return self._controller.resubmit(without, after_this)

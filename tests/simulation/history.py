@@ -424,11 +424,10 @@ class History:
                 self.world.tell(self.world.process.name, "the run is over")
                 return 1
             self.invariants.submitted()
-            if self.run.outcome() is not None:
-                self.disk.remove(self.run.outcome_file)
-            nodes = submission.nodes_to_avoid(self.run, self.job) if self.plan.memory else []
-            job_id = commands.submit(self.run.batch_script, *exclusion.option(None, nodes), timeout_s=None)
-            lease.submitted(self.run, job_id if job_id in self.slurm.jobs else f"{job_id}_0")
+            with sweeps.without_outcome(self.disk, self.run):
+                nodes = submission.nodes_to_avoid(self.run, self.job) if self.plan.memory else []
+                job_id = commands.submit(self.run.batch_script, *exclusion.option(None, nodes), timeout_s=None)
+                lease.submitted(self.run, job_id if job_id in self.slurm.jobs else f"{job_id}_0")
         return 0
 
     def _resubmit(self) -> int:
