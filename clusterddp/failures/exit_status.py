@@ -132,7 +132,7 @@ _C10 = "torch 2.4 to 2.13, c10/cuda; 'HIP' for 'CUDA' in ROCm builds"
 _NCCL = "ncclGetErrorString, NCCL 2.13 to 2.28 and RCCL; torch 2.4 to 2.13, NCCLUtils"
 _WATCHDOG = "torch 2.4 to 2.13, ProcessGroupNCCL.cpp"
 _DEVICE_MEMORY = "the device's memory is full. Use a smaller batch, or stop other processes that use this GPU"
-_REMOTE = "another rank exited, failed or lost its network first"
+_REMOTE = "another rank exited, failed or lost its network connection first"
 _KERNEL = "a kernel read or wrote outside its tensors. Find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer"
 
 TABLE = (

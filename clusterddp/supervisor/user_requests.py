@@ -257,7 +257,7 @@ def _why_no_profile(state: State, steps: Any, asked: frozenset[int]) -> str | No
     if state.told or state.saving:
         return "the run is stopping"
     for other in _of_kind(state, "profile"):
-        return f"another request is recording a profile of {_named(other.ranks)}. Try again when it is stored"
+        return f"another request is recording a profile of {_named(other.ranks)}. Try again when the profile is stored"
     return None
 
 

@@ -323,7 +323,7 @@ def test_a_failure_counts_as_repeated_only_if_no_attempt_made_progress_since() -
 @pytest.mark.parametrize(
     ("death", "sentence"),
     [
-        (None, "was killed, or called os._exit, without a traceback"),
+        (None, "was killed or called os._exit(), and left no traceback"),
         (ExitStatus.of_code(-9), "was killed by SIGKILL, probably out of memory"),
         (ExitStatus.of_code(-11), "was killed by signal 11 (SIGSEGV)"),
         (ExitStatus.of_code(-6), "was killed by signal 6 (SIGABRT)"),
