@@ -1105,7 +1105,7 @@ def test_ranks_that_never_started_have_not_finished_although_the_launcher_return
     assert run.outcome() is None
 
 
-LACKING = {"end": "exception", "error": "DeviceError: needs 8 GPUs on node n1, Slurm gave 7"}
+LACKING = {"end": "exception", "error": "DeviceError: the ranks on node n1 need 8 GPUs, but Slurm gave 7"}
 
 
 @pytest.mark.parametrize(
@@ -1131,7 +1131,7 @@ def test_a_run_whose_node_has_lost_a_gpu_continues_without_that_node_or_stops(
     assert [event["event"] for event in own[1:]] == ends
     assert controller.asked == asked and run.outcome() is None
     assert own[1].get("suspect") == (None if local else "n1") and own[1]["lacks_gpus"]
-    assert "needs 8 GPUs on node n1, Slurm gave 7" in own[-1]["reason"]
+    assert "the ranks on node n1 need 8 GPUs, but Slurm gave 7" in own[-1]["reason"]
 
 
 # ---- limits

@@ -251,7 +251,7 @@ def test_the_message_of_sys_exit_follows_its_code() -> None:
     assert replace(EXIT, exit_code=1, error="loss is NaN").words() == "exited with code 1: loss is NaN"
 
 
-LACKING = end("exception", 1, error="DeviceError: needs 8 GPUs on node n1, Slurm gave 7")
+LACKING = end("exception", 1, error="DeviceError: the ranks on node n1 need 8 GPUs, but Slurm gave 7")
 MEMORY = replace(EIO, error="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", step=None)
 
 
