@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from clusterddp import protocol
@@ -304,7 +305,7 @@ class Attempt:
         """The next event and when it came. An expired timer goes before the queue."""
         if not self._timers:
             return self._events.get()
-        timer, expires = min(self._timers.items(), key=lambda item: item[1])
+        timer, expires = min(self._timers.items(), key=itemgetter(1))
         try:
             if (left_s := expires - time.monotonic()) > 0:
                 return self._events.get(timeout=left_s)
