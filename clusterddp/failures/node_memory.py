@@ -32,7 +32,7 @@ FOLDER = ".node-failures"
 DAY_S = 24 * 3600.0
 #: Entries that are older are deleted: they weigh less than a hundredth.
 KEPT_S = 7 * DAY_S
-#: How much the two newest failures of different runs must weigh together.
+#: How much two failures of different runs must weigh together.
 LEAST_WEIGHT = 1.0
 #: The largest share of a partition's nodes that is avoided.
 MOST = 0.1
@@ -128,14 +128,13 @@ def by_node(failures: Iterable[NodeFailure]) -> dict[str, list[NodeFailure]]:
 
 
 def weight(failures: Sequence[NodeFailure], now: float) -> float:
-    """What the newest failures of two different runs within a day of each other weigh together. 0 if there are none."""
-    newest: dict[str, NodeFailure] = {}
-    for failure in sorted(failures, key=lambda failure: failure.time, reverse=True):
-        newest.setdefault(failure.run, failure)
-    two = list(newest.values())[:2]
-    if len(two) < 2 or two[0].time - two[1].time > DAY_S:
-        return 0.0
-    return sum(failure.weight(now) for failure in two)
+    """What two failures of different runs within a day of each other weigh together, at most. 0 if there are none."""
+    newest_first = sorted(failures, key=lambda failure: failure.time, reverse=True)
+    for at, later in enumerate(newest_first):
+        earlier = next((each for each in newest_first[at:] if each.run != later.run), None)
+        if earlier and later.time - earlier.time <= DAY_S:
+            return later.weight(now) + earlier.weight(now)
+    return 0.0
 
 
 def is_avoided(failures: Sequence[NodeFailure], now: float) -> bool:

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, choose
 from clusterddp.errors import CheckpointError, RunDirectoryError, SlurmError, UsageError
-from clusterddp.events import sentence
+from clusterddp.events import is_unconfirmed, sentence
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_snapshot import Code, checkout_of
 from clusterddp.jobdef.job import FUNCTION, Job, Keep
-from clusterddp.jobdef.load import load_resolved
+from clusterddp.jobdef.load import list_differences, load_resolved
 from clusterddp.jobdef.secrets import secrets_file, without_secrets
 from clusterddp.reporter import show
 from clusterddp.rundir.files import append_line, file_mode, make_folder, remove, write_atomically, write_json
@@ -151,7 +151,7 @@ def check_not_submitted(run: RunDirectory) -> None:
 
 
 def _busy(run: RunDirectory, other: str) -> RunDirectoryError:
-    return RunDirectoryError(f"{other}. See the run with: clusterddp status {run.quoted}")
+    return RunDirectoryError(f"{other}. See the run's state with: clusterddp status {run.quoted}")
 
 
 @contextmanager
@@ -184,6 +184,8 @@ def recorded(run: RunDirectory, job: Job, created: bool, content: Content = ONLY
     """
     files = (secrets_file(run.job_file), run.job_file, run.batch_script, run.outcome_file, run.code_file)
     before = {path: path.read_bytes() for path in files if path.exists()}
+    if not created:
+        _check_not_completed(run, job)
     shown, secrets = without_secrets(job)
     try:
         run.create(share=job.share)
@@ -191,7 +193,8 @@ def recorded(run: RunDirectory, job: Job, created: bool, content: Content = ONLY
         _write(run, content)
         write_json(secrets_file(run.job_file), secrets)
         write_atomically(run.job_file, shown.to_yaml())
-        remove(run.outcome_file)
+        if run.outcome_file in before:  # one that a shared disk hides here is for the next attempt to judge
+            remove(run.outcome_file)
     except BaseException:
         with suppress(OSError):  # such as the full disk that the error is about
             _undo(run, created, before, files)
@@ -201,6 +204,18 @@ def recorded(run: RunDirectory, job: Job, created: bool, content: Content = ONLY
     except SlurmError:
         _undo(run, created, before, files)
         raise
+
+
+def _check_not_completed(run: RunDirectory, job: Job) -> None:
+    """Refuses a run that has completed since the command planned to continue it, so that its outcome stays."""
+    if has_completed(run) and not list_differences(load_resolved(run.job_file), job):
+        raise RunDirectoryError(f"{run} has completed since this command began, so it was not submitted again")
+
+
+def has_completed(run: RunDirectory) -> bool:
+    """Whether the run has completed, and the completion was confirmed."""
+    outcome = run.outcome()
+    return outcome is not None and outcome["state"] == "completed" and not is_unconfirmed(outcome)
 
 
 def _write(run: RunDirectory, content: Content) -> None:

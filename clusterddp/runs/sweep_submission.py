@@ -41,8 +41,8 @@ from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.local import LocalRun
-from clusterddp.runs.progress import Progress
-from clusterddp.runs.recording import ONLY_JOB, Content, claim, present_code, recorded, write_code
+from clusterddp.runs.progress_display import Progress
+from clusterddp.runs.recording import ONLY_JOB, Content, claim, has_completed, present_code, recorded, write_code
 from clusterddp.runs.submission import check_continues, fit_to_cluster, nodes_to_avoid, record_local, warn_of_unseen
 from clusterddp.runs.sweep_folder import Array, Record, SweepFolder, read_record
 from clusterddp.runs.sweep_members import (
@@ -262,7 +262,11 @@ def _submit_group(sweep: Sweep, group: Mapping[str, Job], most: int, total: int,
     left = list(group)
     size = array_size(len(left), most)
     while left:
-        chunk = {name: group[name] for name in left[:size]}
+        # Members that completed while Slurm was asked keep their outcome.
+        chunk = {name: group[name] for name in left[:size] if not has_completed(sweep.folder.member(name))}
+        if not chunk:
+            left = left[size:]
+            continue
         running = share(sweep.max_running, len(done.members), len(chunk), total)
         try:
             job_id = _submit_array(sweep, chunk, running)

@@ -33,7 +33,7 @@ from clusterddp.rundir.files import LASTING, exists
 from clusterddp.rundir.ownership import check_run, early_end, read_claim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
-from clusterddp.runs.progress import Progress, Shown
+from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.run_status import state_of
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import TIMEOUT_S, JobInfo
@@ -83,6 +83,8 @@ class Resubmitter:
         self._words = ""
         #: The job, as it was at the last look, if it needed no help.
         self._quiet: JobInfo | None = None
+        #: The ended jobs of the run. Slurm forgets a job MinJobAge after its end (300 s by default).
+        self._ended: dict[str, JobInfo] = {}
         #: The time since which the run seems to be over, without an outcome.
         self._hidden_since: float | None = None
         #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if it is not confirmed.
@@ -132,9 +134,12 @@ class Resubmitter:
             return QUIET_S
         jobs = []
         for entry in claims:  # all of them, as an unknown job may have started before a resubmission
-            jobs.append(job := slurm.show_job(entry["job"]))
+            job = slurm.show_job(entry["job"]) or self._ended.get(entry["job"])
             if job is not None and job.live:
                 return self._help_live(job)
+            if job is not None:
+                self._ended[entry["job"]] = job
+            jobs.append(job)
         newest, job = claims[0]["job"], jobs[0]
         if self._run.outcome() is not None:  # it ended between the two queries
             return SOON_S
@@ -439,7 +444,7 @@ def _ask(left: Sequence[_Wait], pace: Pace, timeout_s: float) -> None:
         one.claims = summary.claims
     now = time.monotonic()
     if doubts := [state.reason for one, state in zip(left, states, strict=True) if one.newly_unknown(state)]:
-        show(f"state unknown, retrying: {doubts[0]}")
+        show(f"the state of a run is unknown, retrying: {doubts[0]}")
     for one, state in zip(left, states, strict=True):
         one.update(state, now)
 

@@ -18,6 +18,7 @@ from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
+from clusterddp.supervisor.verdict import JITTER_S
 from tests.simulation.ranks import MARK, Launcher, Rank, sample_of, trained
 from tests.simulation.slurm import HAS_NODES, REGISTERS_S, Batch
 from tests.simulation.world import EPOCH, Process
@@ -33,8 +34,9 @@ TOGETHER_S, IDLE_S = 60.0, 120.0
 LOST_S = 90.0
 #: The same for a job of which a rank has failed: the others may use a notice to save.
 INCOMPLETE_S = 200.0
-#: Of ranks that fail so closely together, the first message to arrive decides which was the first.
-TOLD_S = 0.1
+#: Of ranks that fail so closely together, the first message to arrive decides which was the first, unless one of them
+#: says why it failed.
+TOLD_S = 0.1 + JITTER_S
 #: Between a look at the disk, or a question to Slurm, and what follows from it.
 SLOW_S = 5.0
 #: A history has an end.
@@ -187,7 +189,10 @@ class Invariants:
 
     def asked_to_save(self, at: float, code: int) -> None:
         """``tell save``, begun at this time, has ended with this exit code."""
-        if code == 0 and not any(saved.at > at - TOGETHER_S for saved in self._history.cluster.committed):
+        committed = self._history.cluster.committed
+        reached = max((attempt.reached for attempt in self.attempts.values()), default=0)
+        is_saved = any(saved.at > at - TOGETHER_S or saved.step >= reached for saved in committed)
+        if code == 0 and not is_saved:
             self._violated("tell save", "it says that a checkpoint is committed, and none is")
 
     def waited(self, code: int) -> None:
@@ -231,7 +236,7 @@ class Invariants:
             self.failed(rank)
         elif what == "placed" and rank.step._batch.no_kill:
             self._on_placed(rank.step)
-        elif what == "saved" and self._is_late(rank.attempt, self._world.now) and not self._stood_in_between(rank):
+        elif what == "saved" and self._is_late(rank.attempt, self._world.now) and not self._stood_still(rank.process):
             self._violated("I1", f"attempt {rank.attempt} commits a checkpoint, and has long been superseded")
 
     def _on_placed(self, step: Launcher) -> None:
@@ -271,9 +276,9 @@ class Invariants:
         left = [node for node in job.nodes if node not in bad]
         return len(left) >= (plan.min_nodes or plan.job_nodes)
 
-    def _stood_in_between(self, rank: Rank) -> bool:
-        """Whether a rank may have stood still between its look for a newer attempt and the rename."""
-        return rank.process.stopped_until > 0.0 and self._history.disk.slow > 0.0
+    def _stood_still(self, process: Process) -> bool:
+        """Whether a process may have stood still between its look for a newer attempt and what it then wrote."""
+        return process.stopped_until > 0.0 and self._history.disk.slow > 0.0
 
     def _is_late(self, attempt: int, now: float) -> bool:
         """Whether a newer attempt had begun a minute before, and longer ago than a shared disk may hide it."""
@@ -346,7 +351,8 @@ class Invariants:
             for since in (self._idle_since, self._incomplete_since, self._waits_since):
                 since.pop(job.id, None)
         elif what == "cancel" and job.id not in self._history.slurm.unanswered:
-            self._cancelled_at = now
+            if self._cancelled_at is None or not who.startswith("job "):  # a supervisor passes on its user's scancel
+                self._cancelled_at = now
         elif what == "requeue":
             if who.startswith("admin"):
                 self._cancelled_at = None
@@ -538,7 +544,8 @@ class Invariants:
                 self._violated("budget", f"{name} asked Slurm {count} times in {last - first:.0f} s")
         if outcome is None and faults <= HARMLESS and history.plan.resubmitters:
             self._violated("progress", "the run has not completed, and nothing continues it")
-        expected = ("consecutive attempts", "limits.")
+        # The second is a rank whose last report went down with its connection, and whose record the disk still hides.
+        expected = ("consecutive attempts", "limits.", *(("os._exit(0)",) if "connection breaks" in faults else ()))
         if outcome is None or outcome["state"] == "completed" or any(word in outcome["reason"] for word in expected):
             return
         if faults <= HARMLESS and history.plan.script.bug_at < 0:
@@ -639,7 +646,9 @@ class Invariants:
     def _check_causes(self, events: list[dict[str, Any]]) -> None:
         """Every attempt has its cause, unless its supervisor was killed, or superseded."""
         for event in events:
-            if event["event"] in RUN_ENDS and self._is_late(event["attempt"], event["time"] - EPOCH):
+            at, attempt = event["time"] - EPOCH, self.attempts.get(event["attempt"])
+            stood = attempt and self._stood_still(attempt.supervisor) and at < attempt.supervisor.stopped_until + 1
+            if event["event"] in RUN_ENDS and self._is_late(event["attempt"], at) and not stood:
                 self._violated("I7", f"attempt {event['attempt']} ends the run, and has long been superseded")
         started = {event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}
         ended = {event["attempt"] for event in events if event["event"] in ATTEMPT_ENDS}

@@ -121,12 +121,8 @@ class Memory:
         """Whether two runs failed there within a day, which weighs at least 1 (and ``more``) with a half per day."""
         own = [each for each in failed if each.node == node]
         slack_s = -CLOCKS_S if more > 0 else CLOCKS_S
-        for one, other in combinations(_newest_of_each_run(own), 2):
+        for one, other in combinations(own, 2):
             weight = sum(0.5 ** (max(0.0, now - each.at) / DAY_S) for each in (one, other))
             if one.run != other.run and abs(one.at - other.at) <= DAY_S + slack_s and weight >= 1.0 + more:
                 return True
         return False
-
-
-def _newest_of_each_run(failed: Iterable[Failed]) -> Iterable[Failed]:
-    return {each.run: each for each in sorted(failed, key=lambda each: each.at)}.values()

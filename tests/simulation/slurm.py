@@ -62,6 +62,8 @@ class Batch:
     by: str = ""
     #: For how long it was suspended, which is no part of its run time.
     stood_s: float = 0.0
+    #: Since when it is suspended, if it is.
+    suspended: float = 0.0
     #: When it was submitted first: a requeue counts as a submission.
     made: float = 0.0
     script: str = ""
@@ -447,8 +449,9 @@ class Slurm:
 
     def _finish(self, job: Batch, becomes: str, signal: str = "", reason: str = "None") -> None:
         """The job is being ended: its steps get a signal, and KILL after KillWait."""
+        # A job that ends while it is suspended has ended with its suspension.
+        job.ended = job.suspended if job.state == "SUSPENDED" else self.world.now
         job.becomes, job.state, job.reason = becomes, "COMPLETING", reason
-        job.ended = self.world.now
         if becomes == "PENDING":
             job.restarts += 1
         if signal:
@@ -528,7 +531,7 @@ class Slurm:
     def cancel(self, job: Batch) -> None:
         """``scancel``."""
         if job.state in ("PENDING", "RUNNING", "SUSPENDED") or (job.state, job.becomes) == ("COMPLETING", "PENDING"):
-            self.listener("cancel", job, "")
+            self.listener("cancel", job, "" if self.world.thread is None else self.world.process.name)
         if job.state == "PENDING":
             self._end(job, "CANCELLED")
         elif job.state in ("RUNNING", "SUSPENDED"):
@@ -579,7 +582,7 @@ class Slurm:
         if job.state != "RUNNING":
             return
         self._tell(f"job {job.id} is suspended for {for_s:.0f} s")
-        job.state = "SUSPENDED"
+        job.state, job.suspended = "SUSPENDED", self.world.now
         for process in job.processes:
             process.stopped_until = max(process.stopped_until, self.world.now + for_s)
         self.listener("suspend", job, "")

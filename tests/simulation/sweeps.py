@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path, PosixPath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -126,21 +126,25 @@ class _Stored(Checkpoints):
         return _Copied(super().temporary(step))
 
 
+@contextmanager
+def without_outcome(disk: Disk, run: RunDirectory) -> Iterator[None]:
+    """Removes the outcome of a run that continues, and restores it if Slurm refuses the job."""
+    before = disk.read_bytes(run.outcome_file) if disk.exists(run.outcome_file) else None
+    if before is not None:
+        disk.remove(run.outcome_file)
+    try:
+        yield
+    except SlurmError:
+        if before is not None:
+            disk.write_atomically(run.outcome_file, before)
+        raise
+
+
 def patches(now: SimpleNamespace) -> Iterator[tuple[Any, str, Any]]:
     """What is replaced: (module, name, by what). ``now``: with the disk of the history that plays."""
 
-    @contextmanager
-    def recorded(run: RunDirectory, *_: object) -> Iterator[None]:
-        """Without the outcome of a run that continues, which is restored if Slurm refuses the job."""
-        before = now.disk.read_bytes(run.outcome_file) if now.disk.exists(run.outcome_file) else None
-        if before is not None:
-            now.disk.remove(run.outcome_file)
-        try:
-            yield
-        except SlurmError:
-            if before is not None:
-                now.disk.write_atomically(run.outcome_file, before)
-            raise
+    def recorded(run: RunDirectory, *_: object) -> AbstractContextManager[None]:
+        return without_outcome(now.disk, run)
 
     def read_record(folder: Path) -> Record | None:
         path = folder / "sweep.yaml"
