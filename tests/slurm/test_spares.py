@@ -69,6 +69,18 @@ def test_ranks_of_a_lost_node_continue_on_the_spare_one_in_the_same_job(
     assert reasons(training) == ["node n2 is lost, so the ranks continue on the spare node n3"]
 
 
+def test_a_node_whose_processes_end_is_left_once_slurm_gives_it_up(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """As in a reboot: the connections are closed, so the ranks restart there first, and srun waits for the node."""
+    training = Training.submit(cluster, runs, "--pause", "0.2", options=SPARE)
+    wait_for_step(training.run, 7)
+    cluster.kill_node("n2")
+    check_continued(training, uninterrupted_training)
+    assert nodes_of(training) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
+    assert reasons(training) == ["node n2 is lost: the ranks continue on the spare node n3"]
+
+
 def test_a_drained_node_is_left_without_repeating_a_step(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:

@@ -650,6 +650,38 @@ def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_excluded(
     assert exclusion.failed(run.events(), time.time()) == ["n3"]
 
 
+def test_ranks_leave_a_node_that_slurm_took_out_of_the_job_before_they_had_started_there(run: RunDirectory) -> None:
+    """Seen on 22.05.8 after the processes of n2 had ended: srun waited for n2, and then failed with "Requested node
+    configuration is not available". Three attempts failed on n2 within a second, n1 was blamed, and the run failed."""
+    nodes, asked = {"n1", "n2", "n3"}, threading.Event()
+
+    class Losing(FakeController):
+        def describe(self) -> dict[str, Any]:
+            return {"job": "41", "restarts": 0, "nodes": "n[1-3]"}
+
+        def notice(self) -> Notice:
+            asked.set()
+            return Notice(None, nodes=frozenset(nodes))
+
+    class NotCreated(FakeRanks):
+        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None: ...
+
+        def wait(self) -> int:
+            assert asked.wait(20)  # the monitor's first question
+            nodes.discard("n2")
+            return super().wait()
+
+    job = dataclasses.replace(JOB, nodes=2, gpus_per_node=1, spare_nodes=1)
+    first, then = NotCreated(run, {"end": "died"}), FakeRanks(run, {"end": "done"})
+    controller = Losing(Cause.NONE)
+    controller.nodes = ["n1", "n3"]
+    assert supervise(run, job, lambda *_: first if run.newest_attempt() == 0 else then, controller) == 0
+    events = [event for event in run.events() if event["event"] in ("started", "rank_failed", "node_lost", "moved")]
+    assert [event["event"] for event in events] == ["started", "rank_failed", "node_lost", "moved", "started"]
+    assert (events[1]["rank"], events[1]["suspect"]) == (1, "n2")
+    assert (events[3]["nodes"], events[3]["aside"]) == (["n1", "n3"], ["n2"])
+
+
 def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(run: RunDirectory) -> None:
     """`resubmit` queries that job, whose state tells what happened, and no other job trains meanwhile."""
     controller = Refusing(Cause.NONE)
