@@ -238,7 +238,7 @@ def _on_rejoined(state: State, rank: int) -> Step:
 
 
 def _exited(state: State, rank: int) -> str:
-    return f"rank {rank} ({state.hosts[rank]}) exited"
+    return f"rank {rank} ({state.hosts.get(rank, state.node_of(rank))}) exited"
 
 
 def _dismiss_peers(state: State, why: str, more_s: float = 0.0, *, failed: bool = False) -> Step:

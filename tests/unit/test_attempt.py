@@ -43,6 +43,7 @@ from clusterddp.supervisor.launcher import LocalLauncher, SlurmLauncher, srun_co
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.state import ConnectionLost, Notice, PerRank, RankEvent, State, Stop
+from clusterddp.supervisor.verdict import Action
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks, next_answer
@@ -1313,3 +1314,11 @@ def test_a_process_knows_when_it_started_even_after_an_exec() -> None:
     shell = ["sh", "-c", f'exec {sys.executable} -c "{code}"']
     at = float(subprocess.run(shell, capture_output=True, text=True, check=True).stdout)
     assert before - 0.02 <= at <= time.time()
+
+
+def test_a_run_that_is_done_is_concluded_with_its_last_step(run: RunDirectory) -> None:
+    """The supervisor whose ranks finished may have died with its node before it recorded their last checkpoint."""
+    append_line(run.events_file, {"event": "checkpoint", "attempt": 0, "time": 1.0, "step": 3})
+    append_line(run.metrics_file, {"step": 9, "attempt": 0, "loss": 1.0})
+    assert main.conclude(run, JOB, 1, Action.COMPLETE, "done exists") == 0
+    assert (run.outcome() or {})["step"] == 10
