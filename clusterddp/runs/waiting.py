@@ -33,7 +33,7 @@ from clusterddp.rundir.files import LASTING, exists
 from clusterddp.rundir.ownership import check_run, early_end, read_claim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
-from clusterddp.runs.progress import Progress, Shown
+from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.run_status import state_of
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import TIMEOUT_S, JobInfo
@@ -444,7 +444,7 @@ def _ask(left: Sequence[_Wait], pace: Pace, timeout_s: float) -> None:
         one.claims = summary.claims
     now = time.monotonic()
     if doubts := [state.reason for one, state in zip(left, states, strict=True) if one.newly_unknown(state)]:
-        show(f"state unknown, retrying: {doubts[0]}")
+        show(f"the state of a run is unknown, retrying: {doubts[0]}")
     for one, state in zip(left, states, strict=True):
         one.update(state, now)
 

@@ -26,7 +26,7 @@ from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import RunDirectoryError
 from clusterddp.events import at_step
-from clusterddp.failures.placement import Placement, place
+from clusterddp.failures.placement import Placement, as_placed, place
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -101,13 +101,6 @@ def as_started(job: Job, environ: Mapping[str, str]) -> Job:
         return job
     nodes = min(job.nodes, int(environ["SLURM_JOB_NUM_NODES"]))  # the others are spare
     return dataclasses.replace(job, nodes=nodes, policy=job.policy or "resubmit")
-
-
-def as_placed(job: Job, placement: Placement) -> Job:
-    """The job with the number of nodes that an attempt has, after it lost some for which there was no spare one."""
-    if job.min_nodes is None or not placement.nodes:
-        return job
-    return dataclasses.replace(job, nodes=len(placement.nodes))
 
 
 def without_spares(job: Job) -> Job:

@@ -16,7 +16,7 @@ from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Done, Job, Limits, Resume, Timeouts, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import pruning, requests, submission, waiting
+from clusterddp.runs import pruning, request_client, submission, waiting
 from clusterddp.slurm import commands
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
@@ -536,7 +536,7 @@ def _scancel(history: History, draw: random.Random) -> None:
 
 
 def _cancel(history: History, draw: random.Random) -> None:
-    history.user("cancel", lambda: requests.cancel_run(history.run) and 0)
+    history.user("cancel", lambda: request_client.cancel_run(history.run) and 0)
 
 
 def _submit_again(history: History, draw: random.Random) -> None:
@@ -644,10 +644,10 @@ def _tell_save(history: History, draw: random.Random) -> None:
 
 def _requeue_command(history: History, draw: random.Random) -> None:
     def work() -> int:
-        if history.run.outcome() is None and requests.waiting_job(history.run):
+        if history.run.outcome() is None and request_client.waiting_job(history.run):
             return 0
-        attempt, _ = requests.request(history.run, "requeue")
-        return int(requests.await_end(history.run, attempt)["event"] == "stopped")
+        attempt, _ = request_client.request(history.run, "requeue")
+        return int(request_client.await_end(history.run, attempt)["event"] == "stopped")
 
     history.user("requeue", work)
 

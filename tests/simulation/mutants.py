@@ -15,7 +15,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import waiting
 from clusterddp.slurm import commands
 from clusterddp.slurm.run_states import Cause
-from clusterddp.supervisor import controller, decide, lease, main, recovery, requests, verdict
+from clusterddp.supervisor import controller, decide, lease, main, recovery, user_requests, verdict
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController
 from clusterddp.supervisor.history import History, Hook
@@ -195,9 +195,9 @@ def _saves_are_promised() -> Patches:
     """`tell save` reports success before the checkpoint is committed."""
 
     def on_saving(state: Any, waiting: Any) -> Any:
-        return requests._finish(state, waiting.request, {"checkpoint": waiting.answers[0].get("step") or 0})
+        return user_requests._finish(state, waiting.request, {"checkpoint": waiting.answers[0].get("step") or 0})
 
-    return [(requests, "_on_saving", on_saving)]
+    return [(user_requests, "_on_saving", on_saving)]
 
 
 def _a_new_job_survives_scancel() -> Patches:

@@ -36,7 +36,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import pruning, requests, submission, waiting
+from clusterddp.runs import pruning, request_client, submission, waiting
 from clusterddp.slurm import commands, pace
 from clusterddp.slurm import configuration as preemption_policy
 from clusterddp.supervisor import attempt, controller, done, history, lease, main, own_checkpoints, recovery
@@ -47,7 +47,7 @@ from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (submission, requests, waiting, steering, ownership, history, recovery, done)
+LOADED = (submission, request_client, waiting, steering, ownership, history, recovery, done)
 #: Packages whose modules run in the simulated world.
 ROOMS = (
     "supervisor",
@@ -254,8 +254,8 @@ def _why_incomplete(path: str) -> str | None:
 #: What is left out: git's state of the code, its snapshot, the ranks' command line, old logs, when slurmstepd began,
 #: who owns files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
 NAMED: tuple[tuple[Any, str, Any], ...] = (
-    (requests, "ask", lambda *args: _now.cluster.ask(*args)),
-    (requests, "_through_a_step", _unreachable),
+    (request_client, "ask", lambda *args: _now.cluster.ask(*args)),
+    (request_client, "_through_a_step", _unreachable),
     (history, "subprocess", _Part(subprocess, Popen=_Call)),
     (history, "open", lambda *_, **__: io.BytesIO()),
     (history, "ending_alone", lambda _: nullcontext()),
