@@ -61,8 +61,8 @@ def _pickled(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"init_from: {file} is damaged, or contains more than tensors, numbers and text, which would execute code "
-            f"when loaded ({_refused(str(error))}). Save the model's state_dict() alone"
+            f"init_from: {file} is damaged, or contains objects that would execute code when loaded "
+            f"({_refused(str(error))}). Save only the model's state_dict()"
         ) from error
 
 
