@@ -246,7 +246,8 @@ class Checkpoints:
         raises Superseded on rank 0 (``client.CheckpointClient.result``), and in the save of a stop on all ranks
         (``saving.Saver.commit``). If the newer attempt begins between this check and the rename, its lineage leaves the
         file out. The supervisor of a superseded attempt saves nothing itself. It ends its connections
-        (``decide._on_superseded``), on which its ranks exit (``rank.exit_if_superseded``).
+        (``decide._on_superseded``), on which its ranks exit (``rank.exit_if_superseded``). Rank 0's question to the
+        supervisor before a save (``ControlChannel.why_not_commit``) is about lost ranks, and says nothing about this.
         """
         if self._directory.superseded(self._attempt):
             newest = self._directory.newest_attempt()

@@ -61,7 +61,7 @@ def check_profiled_ranks(text: str) -> None:
     except ValueError as error:
         raise UsageError(f"--rank {text}: {error}") from error
     if count > MOST_PROFILED_RANKS:
-        raise UsageError(f"--rank {text}: {count} ranks, but at most {MOST_PROFILED_RANKS} can record at a time")
+        raise UsageError(f"--rank {text} names {count} ranks, but at most {MOST_PROFILED_RANKS} can record at a time")
 
 
 def profile_line(run: RunDirectory, rank: int, values: Mapping[str, Any]) -> str:
@@ -261,7 +261,7 @@ def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
         except SlurmUnavailable:
             raise
         except SlurmError as error:
-            raise UsageError(f"--exclude: no node {node!r} on this cluster: {error}") from error
+            raise UsageError(f"--exclude: this cluster has no node {node!r}: {error}") from error
     left = set(slurm.usable_nodes(job.partition)) - set(nodes) - set(expand(job.exclude or ""))
     needed = job.least_allocated
     if len(left) < needed:
@@ -349,7 +349,9 @@ def run_cancel(arguments: argparse.Namespace, _: object) -> int:
 def _confirmed(runs: Sequence[RunDirectory]) -> bool:
     """Lists the runs and asks. Without a terminal, ``--yes`` is required."""
     if not can_ask():
-        raise UsageError(f"cancel: {counted(len(runs), 'run')} to cancel and no terminal to ask on. Add --yes")
+        raise UsageError(
+            f"cancel: cannot ask whether to cancel {counted(len(runs), 'run')}, because there is no terminal. Add --yes"
+        )
     for run in runs:
         show(str(run))
     return agreed(f"cancel {counted(len(runs), 'run')} permanently?")
@@ -448,7 +450,8 @@ def _step(run: RunDirectory, rank: int, command: list[str]) -> int:
     nodes = next((event["nodes"] for event in backwards(run, attempt) if event["event"] == "started"), "")
     hosts = expand(nodes) if nodes else []
     if not 0 <= rank < len(hosts) * job.ranks_per_node:
-        raise UsageError(f"--rank {rank}: {run} has ranks 0 to {len(hosts) * job.ranks_per_node - 1}")
+        ranks = counted(len(hosts) * job.ranks_per_node, "rank")
+        raise UsageError(f"--rank {rank}: {run} has {ranks}, numbered from 0")
     slurm.require("srun")
     options = ["--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={hosts[rank // job.ranks_per_node]}"]
     terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []

@@ -444,7 +444,7 @@ def _ask(left: Sequence[_Wait], pace: Pace, timeout_s: float) -> None:
         one.claims = summary.claims
     now = time.monotonic()
     if doubts := [state.reason for one, state in zip(left, states, strict=True) if one.newly_unknown(state)]:
-        show(f"state unknown, retrying: {doubts[0]}")
+        show(f"the state of a run is unknown, retrying: {doubts[0]}")
     for one, state in zip(left, states, strict=True):
         one.update(state, now)
 

@@ -437,10 +437,10 @@ def _on_exit(state: State, event: RanksExited, _now: float) -> Step:
 def _on_superseded(state: State, _event: Superseded, _now: float) -> Step:
     """The ``Monitor``, which looks every two seconds, has found the folder of a newer attempt.
 
-    From now on, ``step`` ignores all events but the end of the ranks. FENCE closes the history and the connections to
-    the ranks. These see the newer attempt when their connection breaks, and exit on their own. srun may wait forever
-    for a node that it cannot reach, so it is abandoned. ``Recovery`` then neither writes nor requeues. A save that is
-    under way is refused by ``checkpoint/store.Checkpoints.check_newest``.
+    From now on, ``step`` ignores all events but the end of the ranks and ABANDON. FENCE closes the history and the
+    connections to the ranks. These see the newer attempt when their connection breaks, and exit on their own. srun may
+    wait forever for a node that it cannot reach, so it is abandoned. ``Recovery`` then neither writes nor requeues. A
+    save that is under way is refused by ``checkpoint/store.Checkpoints.check_newest``.
     """
     return replace(state, superseded=True), [Do.FENCE, StartTimer(Timer.ABANDON, state.abandon_s)]
 

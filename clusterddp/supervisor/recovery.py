@@ -3,8 +3,8 @@
 ``Recovery.act`` asks the controller why the ranks stopped (``slurm/run_states.Cause``), and ``verdict.judge`` gives the
 action for that. A run that exceeds a limit fails instead of a RESTART or AGAIN (``limits.exceeded``).
 
-- RESTART, after a failure that may pass, or to leave a node: ``_restart``. The run gets a new job only if a lost or
-  drained node has no replacement in this one, or if ranks run on a node that is to be excluded.
+- RESTART, after a failure that may pass, or to leave a node: ``_restart``. The run gets a new job only if this one has
+  too few nodes without a lost or drained one, or if ranks run on a node that is to be excluded.
 - AGAIN, for example after a preemption: ``_again``. The job is requeued if ``_requeues`` allows it and Slurm accepts
   it. Otherwise the run gets a new job: its ``job.sbatch`` is submitted again (``Controller.resubmit``).
 - LEAVE_TO_SLURM, after a preemption without grace or by `scontrol requeue`: Slurm requeues the job. Where Slurm cancels

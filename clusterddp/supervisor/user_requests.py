@@ -323,8 +323,8 @@ def _drain(state: State, request: Request, now: float) -> Step:
     exited, ``Recovery._why`` gives ``Cause.DRAIN_REQUESTED``, unless Slurm has a cause. ``Recovery._restart`` chooses
     the nodes again with ``placement.choose``, now among those that answer, records them as the event ``moved``, and
     returns RESTART. The loop in ``main.supervise`` then starts the next attempt: ``placement.place`` reads that event,
-    and ``launcher.srun_command`` passes the nodes as ``--nodelist``. If no place is left by then, a new job continues
-    the run. ``tell`` prints the event that ended the attempt.
+    and ``launcher.srun_command`` passes the nodes as ``--nodelist``. If too few nodes answer by then, a new job
+    continues the run. ``tell`` prints the event that ended the attempt.
     """
     node = request.values.get("node")
     if not is_text(node):

@@ -3,8 +3,8 @@
 An exit code goes this way. ``worker/rank.run_script`` turns what the script did into a record: ``sys.exit(3)`` has exit
 code 3, an exception none. The rank sends the record, writes it to a file and exits. ``rank_ends`` reads it. Without a
 record, srun's messages or waitpid show that the rank was killed. ``judge`` finds the first failure and the next action,
-and ``Recovery`` carries that out. The supervisor exits with ``Verdict.exit_code``, and the batch script is replaced by
-the supervisor (``exec``), so that is the job's exit code.
+and ``Recovery`` carries that out. If the run is over, the supervisor exits with ``Verdict.exit_code``. That is the
+job's exit code, too, because the batch script becomes the supervisor by ``exec``.
 
 ``failure_box`` shows an attempt's first failure, for `submit --local`, the job's log, `logs` and `Handle.result()`.
 """
@@ -309,7 +309,7 @@ class Verdict:
         After an attempt of a run that is not over, the supervisor exits with the controller's ``again_code`` if the run
         starts again by itself, else with its ``leave_code``. In a Slurm job both are 0. A local run has 75, on which
         ``runs/local.py`` starts the next attempt, and 130, which an own allocation has, too. A superseded supervisor
-        exits with 1.
+        exits with 1, and one that ends by an error with that of the error (``entry.exit_with``).
         """
         if self.action is Action.COMPLETE:
             return 0

@@ -292,7 +292,11 @@ def _used_clusterddp() -> bool:
 
 
 def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
-    """Runs ``SCRIPT ARG...`` or ``-m MODULE ARG...`` as ``__main__``. Returns how it ended, and the exit code."""
+    """Runs ``SCRIPT ARG...`` or ``-m MODULE ARG...`` as ``__main__``. Returns how it ended, and the exit code.
+
+    ``supervisor/verdict.py`` judges how the ranks ended, and takes the run's exit code from that (``exit_code``: only
+    after ``sys.exit``), not from the exit code of this process.
+    """
     try:
         if command[0] == "-m":
             sys.argv = command[1:]

@@ -720,6 +720,29 @@ def test_a_submission_without_an_answer_is_looked_for_before_another_one_is_made
     assert [entry["job"] for entry in lease.holders(run)] == [job for job in (end[1],) if job]
 
 
+def test_no_second_job_is_submitted_once_the_run_has_begun_another_attempt(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a lost node the run is free while its next job is submitted, and its user may be faster."""
+    asked: list[str] = []
+
+    def answer(*command: str, timeout_s: float | None = None) -> str:
+        asked.append(command[0])
+        if command[0] == "sbatch":
+            run.create_attempt()
+            raise SlurmUnavailable("Socket timed out")
+        return f"41|{run.batch_script}\n" if command[0] == "squeue" else ""
+
+    monkeypatch.setattr(slurm, "run", answer)
+    run.batch_script.write_text("#!/bin/sh\n")
+    real = SlurmController({"SLURM_JOB_ID": "41"}, run, JOB)
+    controller = FakeController(Cause.PREEMPTED, Cause.PREEMPTED)
+    controller.resubmit, controller.successor = real.resubmit, real.successor  # type: ignore[method-assign]
+    supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
+    assert asked.count("sbatch") == 1
+    assert not [event for event in run.events() if event["event"] in ("resubmitted", "cancelled")]
+
+
 def test_a_new_job_is_recorded_once_the_disk_answers(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else no file would name the job that continues the run, and the supervisor would end with this error."""
     real, errors = lease.submitted, [OSError(errno.EIO, "Input/output error"), None]

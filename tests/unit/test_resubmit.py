@@ -405,6 +405,28 @@ def test_a_resubmitter_retries_what_slurm_refuses(
     assert "job 41 ended (COMPLETED) without recording an outcome. Resubmitted as job 42" in said
 
 
+def test_a_job_that_slurm_forgets_while_it_refuses_the_next_one_is_remembered(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm forgets a job MinJobAge after its end. Why it ended decides whether the run continues."""
+    jobs: list[JobInfo | None] = [info("NODE_FAIL"), None]
+    answers: list[str | SlurmError] = [SlurmError("AssocMaxSubmitJobLimit"), "42"]
+
+    def submit(script: Path, *options: str) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: jobs.pop(0))
+    resubmitter = Resubmitter(run, JOB)
+    for _ in range(2):
+        resubmitter._pace = Pace()
+        resubmitter.look()
+    assert (resubmitter.result, lease.holders(run)[0]["job"]) == (None, "42")
+
+
 def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -337,7 +337,7 @@ def test_a_rank_that_exits_without_its_profile_is_named(
             ["profile=2", "--rank", "all"],
             "--rank all: 'all' is neither a rank nor a range. Expected",
         ),
-        (["profile=2", "--rank", "0-99"], "--rank 0-99: 100 ranks, but at most 32 can record at a time"),
+        (["profile=2", "--rank", "0-99"], "--rank 0-99 names 100 ranks, but at most 32 can record at a time"),
         (["save", "--rank", "1"], "--rank: save applies to the whole run. Only profile=STEPS accepts --rank"),
     ],
 )
