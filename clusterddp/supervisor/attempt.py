@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from clusterddp import protocol
@@ -135,10 +136,28 @@ class Attempt:
             return 1
         with suppress(OSError):  # the script may have deleted it, and the next attempt's log goes there
             create_folder(self._run.logs, exist_ok=True)
+        self._find_lost_nodes()
         code = Recovery(self._run, self._number, self._controller, self._history, self._result()).act()
         if code != RESTART:
             self._hook.finish()
         return code
+
+    def _find_lost_nodes(self) -> None:
+        """Asks Slurm which nodes the job still has, if ranks failed before they joined.
+
+        If a node's processes end without a silence, as when it is rebooted, the ranks restart on it. srun then waits
+        until Slurm takes the node out of the job, and fails without naming it (seen on 22.05.8).
+        """
+        state = self._state
+        joined = len(state.hosts.keys() | state.ends.keys())
+        if not self._job.outlives_nodes or state.exit_code == 0 or joined == self._job.world_size:
+            return
+        try:
+            notice = self._controller.notice()
+        except SlurmError as error:
+            say(f"could not ask Slurm which nodes the job still has: {error}")
+            return
+        self._state = decide.lose_unjoined(replace(state, notice=notice), time.time())
 
     def post(self, event: Event) -> None:
         """Adds an event to the queue. From any thread."""
@@ -281,7 +300,7 @@ class Attempt:
         """The next event and when it came. An expired timer goes before the queue."""
         if not self._timers:
             return self._events.get()
-        timer, expires = min(self._timers.items(), key=lambda item: item[1])
+        timer, expires = min(self._timers.items(), key=itemgetter(1))
         try:
             if (left_s := expires - time.monotonic()) > 0:
                 return self._events.get(timeout=left_s)
@@ -307,7 +326,7 @@ class Attempt:
         except _MALFORMED as error:
             if not isinstance(event, RankEvent):
                 raise
-            skipped = f"skipped a malformed report of rank {event.rank} ({event.name!r}): {error!r}"
+            skipped = f"skipped a malformed report from rank {event.rank} ({event.name!r}): {error!r}"
             self._carry_out(Say(f"{skipped}\n{traceback.format_exc()}"), now)
 
     def _tell_hook(self, now: float, event: Event) -> None:

@@ -128,7 +128,7 @@ def _record(state: State, name: str, values: Mapping[str, Any]) -> Step:
     state = replace(state, reported={**state.reported, name: before + 1})
     if before < MOST_RECORDED:
         return state, [Record(name, values)]
-    text = f"{MOST_RECORDED} ranks have reported {name!r} in this attempt. Further reports are not recorded"
+    text = f"ranks other than 0 reported {name!r} more than {MOST_RECORDED} times. Further reports are not recorded"
     return state, [Say(text)] if before == MOST_RECORDED else []
 
 
@@ -238,7 +238,7 @@ def _on_rejoined(state: State, rank: int) -> Step:
 
 
 def _exited(state: State, rank: int) -> str:
-    return f"rank {rank} ({state.hosts[rank]}) exited"
+    return f"rank {rank} ({state.hosts.get(rank, state.node_of(rank))}) exited"
 
 
 def _dismiss_peers(state: State, why: str, more_s: float = 0.0, *, failed: bool = False) -> Step:
@@ -325,7 +325,7 @@ def _on_notice(state: State, notice: Notice, now: float) -> Step:
         state = replace(state, allocated=True)
     preempted = state.preempted or notice.stop is Stop.PREEMPTION
     state = replace(state, notice=notice, preempted=preempted, controller_away=False)
-    state = _lose_unjoined(state, now)
+    state = lose_unjoined(state, now)
     state, lost = _lose_nodes(state) if state.confirming else (state, [])
     # A stop that was already due is not sent any sooner.
     due = _due(state, now)
@@ -352,7 +352,7 @@ def _on_controller_failed(state: State, event: ControllerFailed, _now: float) ->
     return replace(state, cut_off=True), [*actions, StartTimer(Timer.ASK, ASK_AGAIN_S)]
 
 
-def _lose_unjoined(state: State, now: float) -> State:
+def lose_unjoined(state: State, now: float) -> State:
     """Ranks that have not joined have no connection that could break: Slurm has taken their node out of the job."""
     left, nodes = state.notice.nodes, state.nodes
     if left is None or all(node in left for node in nodes):

@@ -298,6 +298,7 @@ class History:
         self._starts = 0
         self._struck: set[Fault] = set()
         self.over_at: float | None = None
+        self._last_fault_at = max((fault.at for fault in plan.faults), default=0.0)
         #: Processes of ``resubmit``.
         self.resubmitting: list[Process] = []
 
@@ -326,9 +327,8 @@ class History:
         self.slurm.on_command = self._on_command
         for number in range(1, 4):  # the user looks at the queue now and then
             world.after(1200.0 * number, self.slurm.release)
-        last = max((fault.at for fault in plan.faults), default=0.0)
         try:
-            world.run(last + BOUND_S, self._is_over)
+            world.run(self._last_fault_at + BOUND_S, self._is_over)
             if not world.violations:
                 self.invariants.at_end()
         finally:
@@ -370,7 +370,7 @@ class History:
             return False
         if self.over_at is None:
             self.over_at = self.world.now
-        return self.world.now > max(self.over_at, *(fault.at for fault in self.plan.faults), 0.0) + 400.0
+        return self.world.now > max(self.over_at, self._last_fault_at) + 400.0
 
     # --- actors
 

@@ -270,7 +270,7 @@ def _a_started_successor_survives_scancel() -> Patches:
 
 def _unjoined_ranks_are_waited_for() -> Patches:
     """A job that outlives its nodes waits for a rank that was lost before it joined (seed 2124)."""
-    return [(decide, "_lose_unjoined", lambda state, _: state)]
+    return [(decide, "lose_unjoined", lambda state, _: state)]
 
 
 def _the_history_waits_for_slurm() -> Patches:
