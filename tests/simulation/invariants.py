@@ -433,12 +433,15 @@ class Invariants:
     def check(self) -> None:
         """What lasts, at ``look_at``."""
         self.look_at = self._world.now + LOOK_S
-        slurm = self._history.slurm
-        usable = set(slurm.node_names) - slurm.down - slurm.cut
-        lacks_nodes = any(job.state == "PENDING" and job.nodes_least > len(usable) for job in slurm.jobs.values())
-        if self._world.events > MOST_EVENTS and not lacks_nodes:
+        if self._world.events > MOST_EVENTS and not self._lacks_nodes():
             self._violated("progress", f"{len(self.attempts)} attempts, and no end")
         self._look()
+
+    def _lacks_nodes(self) -> bool:
+        """Whether a job waits for nodes that are lost."""
+        slurm = self._history.slurm
+        usable = set(slurm.node_names) - slurm.down - slurm.cut
+        return any(job.state == "PENDING" and job.nodes_least > len(usable) for job in slurm.jobs.values())
 
     def _look(self) -> None:
         history, now = self._history, self._world.now
