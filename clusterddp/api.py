@@ -77,7 +77,8 @@ def launch(
     folder = None if run_dir is None else os.fspath(run_dir)
     if fn_kwargs and not callable(target):
         raise UsageError(
-            f"fn_kwargs: only for a function, got {target}. Pass a script's arguments as text, after its name"
+            f"fn_kwargs requires a function, but the target is {target}. Pass a script's arguments as text, after "
+            "its name"
         )
     with without_job_variables():
         if callable(target):
@@ -354,7 +355,7 @@ def _of_function(
     from clusterddp.worker.function import MODULE, pickled
 
     if clash := _PROGRAM_KEYS & values.keys():
-        raise UsageError(f"{', '.join(sorted(clash))}: not allowed when the target is a function")
+        raise UsageError(f"{', '.join(sorted(clash))} cannot be given when the target is a function")
     job = describe(None, {"job_name": name_of(function), **values, "module": MODULE}, {})
     try:
         content = pickled(DelayedSubmission(function, *args, **(keywords or {})))

@@ -101,8 +101,8 @@ def read(environ: Mapping[str, str]) -> RankEnvironment:
     if "SLURM_JOB_ID" in environ:
         shell = "the batch shell" if in_batch_step(environ) else "a shell"
         raise LauncherEnvironmentError(
-            f"this is {shell} of job {environ['SLURM_JOB_ID']}, not a rank. Start it with srun (srun -N1 -n1 for a "
-            "single process) or `clusterddp submit`"
+            f"this is {shell} of job {environ['SLURM_JOB_ID']}, not a rank. Start the script with srun (srun -N1 -n1 "
+            "for a single process) or `clusterddp submit`"
         )
     if "WORLD_SIZE" in environ or "LOCAL_RANK" in environ:
         return _from_torchrun(environ, "torchrun")
@@ -144,7 +144,8 @@ def _local_place(environ: Environ, rank: int, world_size: int, launcher: Launche
         local_rank = rank
     else:
         _refuse_guess(environ, launcher, "LOCAL_RANK")
-    _check_below(environ, local_rank, "LOCAL_RANK", local_world_size, "LOCAL_WORLD_SIZE", launcher)
+    size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "WORLD_SIZE"
+    _check_below(environ, local_rank, "LOCAL_RANK", local_world_size, size_name, launcher)
     if local_world_size > world_size:
         _contradiction(
             environ, launcher, "there are more ranks on this node than in total", "LOCAL_WORLD_SIZE", "WORLD_SIZE"
@@ -195,8 +196,8 @@ def _from_openmpi(environ: Environ) -> RankEnvironment:
     found = _from_torchrun({**kept, **named}, "openmpi")
     if found.master_addr is None and found.world_size > found.local_world_size:
         raise LauncherEnvironmentError(
-            f"launcher openmpi: {found.world_size} ranks, {found.local_world_size} of them here, but MASTER_ADDR is "
-            "not set. Use mpirun -x MASTER_ADDR=HOST, with the name or address of rank 0's node"
+            f"launcher openmpi: the {found.world_size} ranks are on several nodes, but MASTER_ADDR is not set. "
+            "Use mpirun -x MASTER_ADDR=HOST, with the name or address of rank 0's node"
         )
     job = environ.get("PMIX_NAMESPACE")
     if found.master_port is None and found.world_size > 1 and job is None:
@@ -309,7 +310,7 @@ def _number(environ: Environ, name: str, launcher: Launcher) -> int:
             f"launcher {launcher}: {name} is not set, but this launcher sets it for every rank"
         )
     if not re.fullmatch(r"[0-9]{1,18}", environ[name]):
-        raise LauncherEnvironmentError(f"launcher {launcher}: {name}={environ[name]!r}, expected a whole number")
+        raise LauncherEnvironmentError(f"launcher {launcher}: {name}={environ[name]!r} is not a whole number")
     return int(environ[name])
 
 

@@ -509,7 +509,7 @@ class RoomMade(Event):
     def sentence(self) -> str:
         return (
             f"the disk is full. Deleted checkpoint{'s' * (len(self.deleted) > 1)} {', '.join(map(str, self.deleted))} "
-            f"to make room for {self.step}. Free space, or keep fewer checkpoints (checkpoint.keep)"
+            f"to make room for checkpoint {self.step}. Free space, or keep fewer checkpoints (checkpoint.keep)"
         )
 
 
@@ -546,8 +546,8 @@ class PerRankGrows(Event):
     def sentence(self) -> str:
         return (
             f"the per-rank state of all ranks ({', '.join(self.names)}) takes {self.bytes / 1e6:,.0f} MB, more than "
-            f"half of the {self.limit / 1e6:,.0f} MB that a checkpoint can hold. Above this limit, the run fails. "
-            "Leave values that can be recomputed out of state_dict()"
+            f"half of the {self.limit / 1e6:,.0f} MB that a checkpoint can hold. If it grows beyond that, the run "
+            "fails. state_dict() should omit values that can be recomputed"
         )
 
 
@@ -657,10 +657,11 @@ class Requested(Event):
             return f"`clusterddp tell profile={self.steps}` requested a profile of {who} {self.ranks}"
         if self.request == "skip":
             return f"`clusterddp tell skip={self.batches}` requested that all ranks skip batches and save a checkpoint"
+        then = "run continue in a new job" if self.nodes else "job be requeued"
         follows = {
             "save": "a checkpoint at the next step boundary",
             "stop": "that all ranks save and stop",
-            "requeue": "that all ranks save and stop, and that the job be requeued",
+            "requeue": f"that all ranks save and stop, and that the {then}",
             "drain": "that all ranks save, stop and continue",
         }.get(self.request, self.request)
         command = "requeue" if self.request == "requeue" else f"tell {self.request}"
@@ -677,8 +678,8 @@ class Overdue(Event):
     def sentence(self) -> str:
         behind = f" ({self.behind})" if self.behind else ""
         return (
-            f"the step did not end within {self.seconds:.0f} s of the notice{behind}. Rank 0 exits and writes its "
-            "stacks to its log. A resume starts from the newest checkpoint. Make steps shorter, or call "
+            f"the step did not end within {self.seconds:.0f} s of the notice{behind}. Rank 0 writes its stacks to "
+            "its log and exits. A resume starts from the newest checkpoint. Make steps shorter, or call "
             "ctx.stop_point() in them"
         )
 

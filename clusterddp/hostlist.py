@@ -103,7 +103,7 @@ def tasks_per_node(text: str) -> list[int]:
         if not (match := _COUNT.fullmatch(part)):
             raise LauncherEnvironmentError(f"malformed tasks per node {text!r}: expected, for example, '2(x3),1'")
         if len(counts) + int(match[2] or 1) > _MOST_HOSTS:
-            raise LauncherEnvironmentError(f"tasks per node {text!r}: more than {_MOST_HOSTS} nodes")
+            raise LauncherEnvironmentError(f"malformed tasks per node {text!r}: it names more than {_MOST_HOSTS} nodes")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

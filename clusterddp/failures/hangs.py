@@ -106,7 +106,7 @@ def _compare_group(rows: Mapping[int, Row]) -> Apart | None:
         return None
     first = min(row[1] for row in waiting.values()) + 1
     at_first = {rank: row[3] for rank, row in waiting.items() if row[1] + 1 == first}
-    number = f"collective {first} of their group"
+    number = f"collective {first} of the process group"
     if len(set(at_first.values())) > 1:
         groups = [
             (tuple(rank for rank, words in at_first.items() if words == one), f"called {one}")

@@ -75,7 +75,7 @@ def remember(run: RunDirectory, job: str | None, event: Mapping[str, Any]) -> No
         write_json(folder / f"{at:.0f}-{event['suspect']}-{secrets.token_hex(4)}.json", value)
         _delete_old(folder, at)
     except OSError as error:
-        say(f"Could not record the failure of {event['suspect']} in {folder}: {error.strerror}")
+        say(f"could not record the failure of {event['suspect']} in {folder}: {error.strerror}")
 
 
 def _delete_old(folder: Path, now: float) -> None:
@@ -171,7 +171,7 @@ def avoided(
         given = [*excluded, *expand(job.exclude or "")]
         nodes = choose(failures, usable(), given, job.least_allocated, now)
     except (SlurmError, LauncherEnvironmentError) as error:  # no answer, or `exclude` names a file
-        say(f"Could not list the usable nodes, so recorded node failures are ignored: {error}")
+        say(f"could not list the usable nodes, so recorded node failures are ignored: {error}")
         return []
     if nodes:
         them = "it" if len(nodes) == 1 else "them"

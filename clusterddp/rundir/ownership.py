@@ -33,7 +33,7 @@ from clusterddp.rundir.files import create_exclusively, open_binary, resolved, s
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, retrying, schema_error
 from clusterddp.rundir.run_directory import RunDirectory
 
-_START_YOUR_OWN = "Start your own run. To continue from a different user's checkpoint, use --fork"
+_START_YOUR_OWN = "Start your own run. To continue from another user's checkpoint, use --fork"
 
 
 def check_run(run: RunDirectory) -> None:
@@ -56,7 +56,7 @@ def check_place(path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
         if found == path and status.st_uid not in (os.geteuid(), 0):
             raise RunDirectoryError(
-                f"{path} is a symbolic link that belongs to user {status.st_uid}, expected user {os.geteuid()}. Choose "
+                f"{path} is a symbolic link that belongs to user {status.st_uid}, not to user {os.geteuid()}. Choose "
                 "a different run directory"
             )
         if not found.exists():

@@ -309,8 +309,10 @@ def _warn(path: Path, skipped: list[tuple[int, str]]) -> None:
     if new:
         (number, wrong), more = new[0], len(new) - 1
         others = f", and {more} other line{'s'[: more != 1]}" if more else ""
+        it, lines = ("them", "lines") if more else ("it", "line")
         say(
-            f"skipped {path}:{number}{others}, because another program wrote it ({wrong}). To fix this, delete the line"
+            f"skipped {path}:{number}{others}, because another program wrote {it} ({wrong}). To fix this, delete the "
+            f"{lines}"
         )
 
 

@@ -90,15 +90,14 @@ def make_private(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except NotADirectoryError as error:
-        raise RunDirectoryError(f"{path} is a symbolic link, expected a folder of this run. Remove the link") from error
+        raise RunDirectoryError(f"{path} is a symbolic link, not a folder of this run. Remove the link") from error
     except PermissionError as error:
         raise RunDirectoryError(f"user {os.geteuid()} could not open {path}: {error.strerror}") from error
     try:
         status = os.fstat(descriptor)
         if status.st_uid not in (os.geteuid(), 0):
             raise RunDirectoryError(
-                f"{path} belongs to user {status.st_uid}, expected user {os.geteuid()}. Choose a different run "
-                "directory"
+                f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()}. Choose a different run directory"
             )
         if stat.S_IMODE(status.st_mode) & 0o777 != 0o700 and status.st_uid == os.geteuid():
             os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & 0o7000 | 0o700)
@@ -240,7 +239,8 @@ class RunDirectory:
             return exists(self.job_file)
         except PermissionError as error:
             raise RunDirectoryError(
-                f"{self}: permission denied. Its owner can share the run with `--change --set share=group`"
+                f"{self}: permission denied. Its owner can share the run with `clusterddp submit --run-dir "
+                "RUN --change --set share=group`"
             ) from error
 
     def create(self, share: str | None = None) -> None:
@@ -342,7 +342,10 @@ class RunDirectory:
         """An attempt's resume record: "step", and "parent" with "attempt" and "step". None if it has none."""
         record = records.read_json(self.resume_record(attempt), records.RESUMED)
         if record and record.get("parent") and record["parent"]["attempt"] >= attempt:
-            raise RunDirectoryError(f"{self.resume_record(attempt)}: an attempt cannot resume from a later attempt")
+            raise RunDirectoryError(
+                f"{self.resume_record(attempt)}: an attempt cannot resume from itself or a later attempt. Another "
+                "program changed the file"
+            )
         return record
 
     # --- history, metrics, outcome

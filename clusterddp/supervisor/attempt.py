@@ -327,7 +327,7 @@ class Attempt:
         except _MALFORMED as error:
             if not isinstance(event, RankEvent):
                 raise
-            skipped = f"skipped a malformed report of rank {event.rank} ({event.name!r}): {error!r}"
+            skipped = f"skipped a malformed report from rank {event.rank} ({event.name!r}): {error!r}"
             self._carry_out(Say(f"{skipped}\n{traceback.format_exc()}"), now)
 
     def _tell_hook(self, now: float, event: Event) -> None:

@@ -412,7 +412,7 @@ class ControlServer:
             else:
                 self._handlers.on_event(rank, event, message)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            say(f"skipped a malformed report of rank {rank} ({event!r}): {error!r}")
+            say(f"skipped a malformed report from rank {rank} ({event!r}): {error!r}")
 
     def _open_store(self, rank: int) -> None:
         if rank == 0 and self._store is not None:

@@ -128,7 +128,7 @@ def _record(state: State, name: str, values: Mapping[str, Any]) -> Step:
     state = replace(state, reported={**state.reported, name: before + 1})
     if before < MOST_RECORDED:
         return state, [Record(name, values)]
-    text = f"{MOST_RECORDED} ranks have reported {name!r} in this attempt. Further reports are not recorded"
+    text = f"ranks other than 0 reported {name!r} more than {MOST_RECORDED} times. Further reports are not recorded"
     return state, [Say(text)] if before == MOST_RECORDED else []
 
 
@@ -238,7 +238,7 @@ def _on_rejoined(state: State, rank: int) -> Step:
 
 
 def _exited(state: State, rank: int) -> str:
-    return f"rank {rank} ({state.hosts[rank]}) exited"
+    return f"rank {rank} ({state.hosts.get(rank, state.node_of(rank))}) exited"
 
 
 def _dismiss_peers(state: State, why: str, more_s: float = 0.0, *, failed: bool = False) -> Step:

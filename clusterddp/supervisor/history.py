@@ -118,7 +118,7 @@ class History:
             done = 0
         return {"step": done, "checkpoint": self.newest_checkpoint}
 
-    def conclude(self, state: str, reason: str, *, confirmed: bool = True) -> bool:
+    def conclude(self, state: str, reason: str, *, confirmed: bool = True, step: int | None = None) -> bool:
         """Writes the outcome, outcome.json: the run is over. Its step is None if the script recorded none.
 
         Four callers write it. A supervisor whose ranks have exited does (``Recovery._act``) if the verdict is complete,
@@ -131,10 +131,11 @@ class History:
         attempt by an exclusive ``mkdir``. ``Recovery._act`` exits without writing if a newer attempt exists. A run with
         an outcome continues only on a user's request: the submission, or the attempt that it starts, removes the file.
 
-        ``confirmed``: false if the run completed only by exit code 0, and that is doubtful. Returns whether the outcome
-        was written. An error is reported, and does not change how the attempt ended.
+        ``step``: one that the run has reached, which no event may name. ``confirmed``: false if the run completed only
+        by exit code 0, and that is doubtful. Returns whether the outcome was written. An error is reported, and does
+        not change how the attempt ended.
         """
-        step = highest(event.get("step") for event in self.events)
+        step = highest([step, *(event.get("step") for event in self.events)])
         # No rank reports the last step in its output, and one on a node that does not respond reports none at all.
         if state == "completed" or any("log" in event and event["attempt"] == self._attempt for event in self.events):
             step = highest([step, self.saved()["step"]])

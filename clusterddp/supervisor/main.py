@@ -41,7 +41,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor import done, lease
-from clusterddp.supervisor.attempt import Attempt, nodes_of
+from clusterddp.supervisor.attempt import Attempt, last_line, nodes_of
 from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
 from clusterddp.supervisor.history import History, Hook
 from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
@@ -213,7 +213,9 @@ def conclude(run: RunDirectory, job: Job, number: int, action: Action, reason: s
     """Ends the run with an attempt that starts no ranks. Returns the exit code."""
     history, hook = History(run, number), Hook(run, job, number)
     history.listener = hook.notify
-    history.conclude(action.value, reason)
+    # The supervisor whose ranks finished may have died with its node before it recorded their last steps.
+    line = last_line(run) if action is Action.COMPLETE else {}
+    history.conclude(action.value, reason, step=line["step"] + 1 if line else None)
     hook.finish()
     return 0 if action is Action.COMPLETE else 1
 

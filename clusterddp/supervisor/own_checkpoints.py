@@ -164,8 +164,8 @@ class OwnCheckpoints:
         ranks = {one["ranks"] for one in started if "ranks" in one}
         if ranks - {self._job.world_size}:
             say(
-                f"continue_epoch: the last attempt stopped within an epoch on {counted(max(ranks), 'rank')}. With "
-                f"{self._job.world_size} the batches differ, so the epoch restarts from its beginning"
+                f"continue_epoch: the last attempt stopped within an epoch, with {counted(max(ranks), 'rank')}. With "
+                f"{self._job.world_size}, the batches differ, so the epoch restarts from its beginning"
             )
             return variables
         return {protocol.SAVED: path, protocol.SAVED_ITEMS: str(event["items"])}

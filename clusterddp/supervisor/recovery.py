@@ -243,7 +243,7 @@ class Recovery:
                     leave.setdefault(node, "failed repeatedly in this run")
             for end in self._ends:
                 if end.death is not None and end.death.not_started:
-                    leave.setdefault(state.node_of(end.rank), "does not start its ranks")
+                    leave.setdefault(state.node_of(end.rank), "did not start its ranks")
             # The script may hang instead, which is no reason to shrink.
             if state.placement.spares and (hung := hung_node(state)):
                 leave.setdefault(hung, "hangs")

@@ -257,7 +257,7 @@ def _why_no_profile(state: State, steps: Any, asked: frozenset[int]) -> str | No
     if state.told or state.saving:
         return "the run is stopping"
     for other in _of_kind(state, "profile"):
-        return f"another request is recording a profile of {_named(other.ranks)}. Try again when it is stored"
+        return f"another request is recording a profile of {_named(other.ranks)}. Try again when the profile is stored"
     return None
 
 
@@ -340,7 +340,7 @@ def _drain(state: State, request: Request, now: float) -> Step:
     choice = choose(state.job, state.placement, {node: "is drained"}, None)
     if choice.course is Course.NEW_JOB:
         instead = f"`clusterddp requeue RUN --exclude {node}` continues the run without {node} in a new job"
-        return _refuse(state, request, f"not drained: {choice.why.partition(': ')[2]}. {instead}")
+        return _refuse(state, request, f"not drained: {choice.why.partition(', and ')[2]}. {instead}")
     return _end(replace(state, drained=node), request, Stop.DRAIN, now)
 
 

@@ -123,7 +123,7 @@ class RankEnd:
     ) -> RankEnd:
         """From the record that the rank wrote. If it had no time to (None), ``death`` may be known."""
         if record is None:
-            error = death.words() if death else "was killed, or called os._exit, without a traceback"
+            error = death.words() if death else "was killed or called os._exit(), and left no traceback"
             return cls(rank, host, "died", lost_at, error=error, death=death)
         error = record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else "")
         names = ("traceback", "step", "exit_code", "used_clusterddp")

@@ -195,7 +195,8 @@ class RunState:
     def __init__(self, given: Given, seed: int, group: ProcessGroup) -> None:
         parts, loader, rng, values = given.parts, given.loader, given.rng, given.values
         if clash := RESERVED & parts.keys():
-            raise TypeError(f"run(): {_listed(map(repr, clash))} is reserved. Choose a different name")
+            names = " or ".join(sorted(map(repr, clash)))
+            raise TypeError(f"run(): no part may be named {names}. Choose a different name")
         if rng not in get_args(Randomness):
             raise ValueError(f"run(rng={rng!r}): expected one of {', '.join(map(repr, get_args(Randomness)))}")
         self._parts, self._loader, self._rng, self._seed, self._group = parts, loader, rng, seed, group
@@ -339,8 +340,9 @@ class RunState:
             if unsaved:
                 found.append(name)
                 say(
-                    f"{unsaved} of {name}'s {len(parameters)} parameters are in no part of ctx.run() and are not "
-                    "saved. Also pass the module that has them, as in ctx.run(criterion=criterion, ...)"
+                    f"ctx.run() received no part with {unsaved} of {name}'s {counted(len(parameters), 'parameter')}, "
+                    "so checkpoints do not contain them. Also pass the module that has them, as in "
+                    "ctx.run(criterion=criterion, ...)"
                 )
         return found
 

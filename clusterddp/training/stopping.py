@@ -347,7 +347,7 @@ class Stopping:
         faulthandler.dump_traceback(all_threads=True)
         try:
             committed = self.saver.finish_newest()
-            say(f"exiting with checkpoint {committed}")
+            say("exiting without a checkpoint" if committed is None else f"exiting with checkpoint {committed}")
             if self._settings.attempt is not None and self._settings.run_dir is not None:
                 record = {"rank": 0, "host": socket.gethostname(), "end": "stopped", "step": committed, "reason": words}
                 path = self._settings.run_dir.rank_record(self._settings.attempt, 0)

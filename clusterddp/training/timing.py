@@ -441,6 +441,7 @@ class InputWait:
         if not self._workers:
             return f"the training process reads the samples itself. Pass num_workers={min(4, cpus)} to the loader"
         if self._workers < cpus:
-            return f"pass more than num_workers={self._workers} to the loader, because this process may use {cpus} CPUs"
+            more = f"increase the loader's num_workers, which is {self._workers}"
+            return f"{more}, because this process may use {cpus} CPUs"
         most = f"{self._workers} workers share {cpus} CPUs"
         return f"{most}. Request more (cpus_per_task), or make the samples cheaper to read"

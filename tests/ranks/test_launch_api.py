@@ -159,7 +159,7 @@ def test_a_submitit_callable_may_decline_to_continue(launch: Launch, marks: Path
     handle = launch(Ending(marks), "trained", gpus_per_node=1)
     wait_for_marks(handle, marks, 1)
     preempt_local(RunDirectory(handle.path))
-    with pytest.raises(RunFailed, match=r"checkpoint\(\) returned None, so the run is not continued"):
+    with pytest.raises(RunFailed, match=r"checkpoint\(\) returned None, so the run does not continue"):
         handle.result()
     assert RunDirectory(handle.path).attempts() == [0]
 
@@ -254,9 +254,9 @@ def test_mistakes_are_raised_here_and_nothing_is_written(launch: Launch, tmp_pat
         launch(print, partitoin="gpu")
     with pytest.raises(UsageError, match="could not pickle"):
         launch(print, threading.Lock())
-    with pytest.raises(UsageError, match="args: not allowed when the target is a function"):
+    with pytest.raises(UsageError, match="args cannot be given when the target is a function"):
         launch(print, args=["x"])
-    with pytest.raises(UsageError, match=r"fn_kwargs: only for a function, got train\.py"):
+    with pytest.raises(UsageError, match=r"fn_kwargs requires a function, but the target is train\.py"):
         launch("train.py", fn_kwargs={"lr": 0.1})
     with pytest.raises(JobDefinitionError, match="not found"):
         launch("no_such_script.py")

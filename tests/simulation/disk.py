@@ -294,7 +294,9 @@ class Disk:
             except OSError:
                 node.data = before
                 raise
-        node.data, node.changed = before + data, self.world.now
+        # What another node has appended meanwhile is overwritten, as on NFS, whose clients write at the end they knew.
+        at = len(before)
+        node.data, node.changed = node.data[:at] + data + node.data[at + len(data) :], self.world.now
         self.changes[LINES] += seen
 
     def remove(self, path: Path) -> None:

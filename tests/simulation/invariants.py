@@ -250,7 +250,8 @@ class Invariants:
             self._violated("spares", f"attempt {step.attempt} uses {again[0]}, which an earlier one has left")
         before = earlier[-1][1] if earlier else used
         dead = [node for node in used - before if node in slurm.down and slurm.down_since[node] < now - LOST_S]
-        if dead and self.answers:
+        stood = now - step.server.process.stopped_until < SLOW_S  # since it chose them
+        if dead and self.answers and not stood:
             self._violated("spares", f"attempt {step.attempt} uses {dead[0]}, which is down")
         earlier.append((step.attempt, used))
 
@@ -263,7 +264,8 @@ class Invariants:
         """Whether a supervisor submits a job for a lost node, though those that its own job has left would do."""
         slurm, plan = self._history.slurm, self._history.plan
         job = slurm.jobs.get(new.by.removeprefix("job ").partition(".")[0])
-        if job is None or not job.no_kill or job.state != "RUNNING" or job.preempt_time is not None:
+        # The next job of one that ends for another reason starts after it.
+        if job is None or not job.no_kill or job.state != "RUNNING" or job.preempt_time is not None or new.after:
             return False
         events = self.events()
         newest = max((event["attempt"] for event in events), default=-1)

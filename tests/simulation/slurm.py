@@ -493,8 +493,9 @@ class Slurm:
             self._tell(f"job {job.id}: PENDING, held {why}")
         else:
             job.state = state
-            job.ended = self.world.now
-            job.over = job.ended
+            if job.ended is None:  # else it has been since it began to complete
+                job.ended = self.world.now
+            job.over = self.world.now
             self._tell(f"job {job.id}: {state}")
             self.listener("end", job, state)
         self._wake()

@@ -43,6 +43,7 @@ from clusterddp.supervisor.launcher import LocalLauncher, SlurmLauncher, srun_co
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.state import ConnectionLost, Notice, PerRank, RankEvent, State, Stop
+from clusterddp.supervisor.verdict import Action
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks, next_answer
@@ -1136,7 +1137,7 @@ def test_ranks_that_never_started_have_not_finished_although_the_launcher_return
     assert run.outcome() is None
 
 
-LACKING = {"end": "exception", "error": "DeviceError: needs 8 GPUs on node n1, Slurm gave 7"}
+LACKING = {"end": "exception", "error": "DeviceError: the ranks on node n1 need 8 GPUs, but Slurm gave 7"}
 
 
 @pytest.mark.parametrize(
@@ -1162,7 +1163,7 @@ def test_a_run_whose_node_has_lost_a_gpu_continues_without_that_node_or_stops(
     assert [event["event"] for event in own[1:]] == ends
     assert controller.asked == asked and run.outcome() is None
     assert own[1].get("suspect") == (None if local else "n1") and own[1]["lacks_gpus"]
-    assert "needs 8 GPUs on node n1, Slurm gave 7" in own[-1]["reason"]
+    assert "the ranks on node n1 need 8 GPUs, but Slurm gave 7" in own[-1]["reason"]
 
 
 # ---- limits
@@ -1345,3 +1346,11 @@ def test_a_process_knows_when_it_started_even_after_an_exec() -> None:
     shell = ["sh", "-c", f'exec {sys.executable} -c "{code}"']
     at = float(subprocess.run(shell, capture_output=True, text=True, check=True).stdout)
     assert before - 0.02 <= at <= time.time()
+
+
+def test_a_run_that_is_done_is_concluded_with_its_last_step(run: RunDirectory) -> None:
+    """The supervisor whose ranks finished may have died with its node before it recorded their last checkpoint."""
+    append_line(run.events_file, {"event": "checkpoint", "attempt": 0, "time": 1.0, "step": 3})
+    append_line(run.metrics_file, {"step": 9, "attempt": 0, "loss": 1.0})
+    assert main.conclude(run, JOB, 1, Action.COMPLETE, "done exists") == 0
+    assert (run.outcome() or {})["step"] == 10

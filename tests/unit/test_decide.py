@@ -93,6 +93,12 @@ def recorded(state: State, event: Event) -> list[str]:
 # ---- a rank fails
 
 
+def test_a_connection_that_breaks_before_its_rank_has_named_its_host_is_that_of_its_node() -> None:
+    """The host of a batch step that stood still may find the connection broken first. The supervisor had crashed."""
+    state = State(JOB, NodeNames(("n1", "n2")), abandon_s=5.0)
+    assert "(n2) exited" in step(state, ConnectionLost(1), NOW)[0].dismissal
+
+
 @pytest.mark.parametrize(
     ("events", "event", "expected"),
     [

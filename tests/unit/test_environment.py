@@ -119,7 +119,7 @@ def test_a_home_made_launcher_may_leave_out_what_follows(environ: dict[str, str]
         ({"LOCAL_RANK": "1"}, "RANK and WORLD_SIZE are not set (found: LOCAL_RANK=1)"),
         ({"TORCHELASTIC_RUN_ID": "x"}, "RANK and WORLD_SIZE are not set (found: none)"),
         ({"CLUSTERDDP_LAUNCHER": "local", "RANK": "1"}, "launcher local: WORLD_SIZE is not set"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one', expected a whole number"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a whole number"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2 contradict each other: 2 is not below 2"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0, WORLD_SIZE=0 contradict"),
@@ -139,6 +139,7 @@ def test_a_home_made_launcher_may_leave_out_what_follows(environ: dict[str, str]
         ),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, "more ranks on this node"),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4, LOCAL_WORLD_SIZE=4 contradict"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}, "LOCAL_RANK=1, WORLD_SIZE=1 contradict"),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT=http is not a port"),
         ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port"),
     ],
@@ -178,7 +179,7 @@ def test_open_mpis_ranks_of_one_node_find_each_other_by_the_jobs_name() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (OPENMPI, "4 ranks, 2 of them here, but MASTER_ADDR is not set. Use mpirun -x MASTER_ADDR=HOST"),
+        (OPENMPI, "the 4 ranks are on several nodes, but MASTER_ADDR is not set. Use mpirun -x MASTER_ADDR=HOST"),
         (without(OPENMPI_ON_ONE_NODE, "PMIX_NAMESPACE"), "mpirun -x MASTER_PORT=NUMBER"),
         ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "1"}, "could not infer GROUP_RANK from"),
         (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "launcher openmpi: WORLD_SIZE is not set"),
@@ -301,7 +302,7 @@ def test_default_ports_differ_where_two_stores_can_meet() -> None:
         (step(LOCALID=None), "SLURM_LOCALID is not set"),
         (step(NODEID=None), "SLURM_NODEID is not set"),
         (step(STEP_NUM_TASKS=None, NTASKS=None), "none of SLURM_STEP_NUM_TASKS, SLURM_NTASKS, SLURM_NPROCS is set"),
-        (step(STEP_NUM_TASKS="four"), "SLURM_STEP_NUM_TASKS='four', expected a whole number"),
+        (step(STEP_NUM_TASKS="four"), "SLURM_STEP_NUM_TASKS='four' is not a whole number"),
         ({**step(), "RANK": "0", "WORLD_SIZE": "1"}, "RANK=0, WORLD_SIZE=1 contradict SLURM_PROCID=2"),
     ],
 )
@@ -333,7 +334,7 @@ def test_incomplete_or_equal_variables_do_not_disturb_slurms(names: dict[str, st
 )
 def test_a_batch_shell_is_not_a_rank(environ: dict[str, str], words: str) -> None:
     """The batch shell's SLURM_PROCID=0 would otherwise make a world of one, or wait for a missing rank."""
-    with pytest.raises(LauncherEnvironmentError, match=f"this is {words}, not a rank. Start it with srun"):
+    with pytest.raises(LauncherEnvironmentError, match=f"this is {words}, not a rank. Start the script with srun"):
         read(environ)
 
 

@@ -101,11 +101,11 @@ def test_flight_records_tell_which_rank_has_not_called_or_not_completed_a_collec
     found = hang(*same, gpu(2, 90, OWN, **rows(300, 300)))
     assert (found.late, found.of_device) == ((2,), False)
     assert "rank 2 (n2) has been stuck at step 89" in found.what
-    assert f"item. It did not call {REDUCE}, collective 301 of their group" in found.what
+    assert f"item. It did not call {REDUCE}, collective 301 of the process group" in found.what
     waiting = [gpu(rank, 90, WAIT, **rows(302, 303)) for rank in (0, 1)]
     found = hang(*waiting, gpu(2, 90, WAIT, **rows(300, 303)))
     assert found.late == (2,)
-    assert f"It did not complete {REDUCE}, collective 301 of their group, unlike the others" in found.what
+    assert f"It did not complete {REDUCE}, collective 301 of the process group, unlike the others" in found.what
     on_cpus = [replace(status, device=None, waits=True, place="all_reduce") for status in waiting]
     late = gpu(2, 90, OWN, device=None, waits=True, place="all_reduce", **rows(300, 303))
     assert find_hang([*on_cpus, late], NOW, 2.0).late == (2,)  # type: ignore[union-attr]
@@ -117,9 +117,9 @@ def test_flight_records_tell_that_ranks_called_different_collectives() -> None:
     found = hang(gpu(0, 90, OWN, **rows(300, 301, BARRIER)), *others)
     assert (found.late, found.of_device) == ((0,), False)
     assert found.what == (
-        f"the ranks called different collectives: rank 0 (n0) called {BARRIER} as collective 301 of their group, ranks "
-        f"1 (n1), 2 (n2) called {REDUCE} as collective 301 of their group. They have waited for 610 s. Every rank must "
-        "call the same collectives in the same order"
+        f"the ranks called different collectives: rank 0 (n0) called {BARRIER} as collective 301 of the process group, "
+        f"ranks 1 (n1), 2 (n2) called {REDUCE} as collective 301 of the process group. They have waited for 610 s. "
+        "Every rank must call the same collectives in the same order"
     )
     assert hang(gpu(0, 90, OWN, **rows(300, 301, BARRIER)), others[0]).late == (0, 1)  # it is unknown which
 

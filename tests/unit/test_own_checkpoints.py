@@ -283,7 +283,7 @@ def test_another_number_of_ranks_begins_the_epoch_anew(run: RunDirectory, capsys
     for gpus in (2, 1):
         same = Job(name="n", module="n", device="cpu", gpus_per_node=gpus)
         assert ("CLUSTERDDP_SAVED_ITEMS" in OwnCheckpoints(run, same, 1, events).saved()) == (gpus == 2)
-    assert "stopped within an epoch on 2 ranks. With 1 the batches differ" in capsys.readouterr().err
+    assert "stopped within an epoch, with 2 ranks. With 1, the batches differ" in capsys.readouterr().err
 
 
 def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory) -> None:

@@ -362,20 +362,26 @@ def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
 
 @pytest.mark.parametrize(
     ("state", "ends", "continues"),
-    [("NODE_FAIL", [], True), ("CANCELLED", [], False), ("NODE_FAIL", ["stopped"], False)],
+    [
+        ("NODE_FAIL", [], True),
+        ("CANCELLED", [], False),
+        ("NODE_FAIL", [{**UNKNOWN, "reason": "x"}], False),
+        ("COMPLETED", [REFUSED], True),
+    ],
 )
 def test_a_run_whose_job_died_while_it_submitted_the_next_one_is_submitted(
     run: RunDirectory,
     submitted: list[str],
     monkeypatch: pytest.MonkeyPatch,
     state: str,
-    ends: list[str],
+    ends: list[dict[str, object]],
     continues: bool,
 ) -> None:
-    """It had released the run, so that the command took it for stopped. One that has recorded its end is stopped."""
+    """It had released the run, so that the command took it for stopped. One that has recorded its end is stopped,
+    unless Slurm refused its next job."""
     lease.let_go(run, 0)
     for end in ends:
-        append_line(run.events_file, {"event": end, "attempt": 0, "time": 2.0, "reason": "x"})
+        append_line(run.events_file, end)
     monkeypatch.setattr(waiting, "state_of", lambda _: ("stopped", "stopped"))
     resubmitter = look(run, info(state), monkeypatch)
     assert (submitted == ["job.sbatch"], resubmitter.result) == (continues, None if continues else 1)

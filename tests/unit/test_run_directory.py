@@ -153,7 +153,7 @@ def test_a_line_that_another_program_wrote_is_skipped_with_one_warning(
     assert len(run.metrics()) == 2
     (warning,) = capsys.readouterr().err.splitlines()
     assert f"skipped {run.metrics_file}:2, and 1 other line, " in warning
-    assert "another program wrote it" in warning and "To fix this, delete the line" in warning
+    assert "another program wrote them" in warning and "To fix this, delete the lines" in warning
 
 
 def test_reading_backwards_sees_what_reading_forwards_does(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

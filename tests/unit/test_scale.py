@@ -171,7 +171,7 @@ def test_the_history_has_an_event_of_each_of_a_few_ranks_only() -> None:
     recorded = [action.values["rank"] for action in actions if isinstance(action, Record)]
     assert recorded == [*range(255, 255 - decide.MOST_RECORDED, -1), 0]
     (said,) = (action.text for action in actions if isinstance(action, Say))
-    assert said == "64 ranks have reported 'signal' in this attempt. Further reports are not recorded"
+    assert said == "ranks other than 0 reported 'signal' more than 64 times. Further reports are not recorded"
 
 
 def test_equal_stacks_are_kept_once() -> None:

@@ -164,7 +164,7 @@ def test_another_member_of_the_group_can_fork_and_export_a_shared_run(open_folde
     assert torch.load(open_folder / "model.pt", weights_only=True)["weight"].tolist() == [1, 1]
     run.path.chmod(0o700)
     for command in ([*exporting, open_folder / "no.pt"], [sys.executable, "-c", fork, run, f"{mine}-no"]):
-        words = f"{run}: permission denied. Its owner can share the run with `--change --set share=group`"
+        words = f"{run}: permission denied. Its owner can share the run with `clusterddp submit --run-dir RUN --change "
         assert words in run_as_other(*command).stderr
 
 

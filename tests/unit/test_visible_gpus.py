@@ -88,7 +88,7 @@ def test_each_rank_uses_its_own_mig_device(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("ranks", "per_rank", "words"),
     [
-        (4, 1, "needs 4 GPUs on node n1, but it has 3 \\(MIG\\)"),
+        (4, 1, "the ranks on node n1 need 4 GPUs, but CUDA_VISIBLE_DEVICES lists 3 MIG devices"),
         (1, 2, "gpus_per_rank is 2, but node n1 has MIG devices"),
     ],
 )
