@@ -629,7 +629,7 @@ class Invariants:
                 )
 
     def _check_hand_overs(self, events: list[dict[str, Any]]) -> None:
-        """No supervisor hands the run over to a new job once Slurm has shown it that its own was ended by scancel."""
+        """A supervisor that has submitted a job asks Slurm, and hands the run over only if no scancel ended its own."""
         slurm = self._history.slurm
         started = {event["attempt"]: event for event in events if event["event"] == "started"}
         for event in events:
@@ -639,7 +639,9 @@ class Invariants:
             job, shown = slurm.jobs[begun["job"]], slurm.shown_at.get(f"job {begun['job']}.{begun['restarts']}", 0.0)
             if job.state != "CANCELLED" or job.restarts != begun["restarts"] or job.preempt_time is not None:
                 continue  # of a preempted job Slurm does not show the scancel
-            if self._scancelled[job.id] < shown and (job.end_time or math.inf) > shown:
+            new = slurm.jobs.get(event["job"])
+            knew = self._scancelled[job.id] < shown < (job.end_time or math.inf)
+            if knew or (new is not None and shown < new.made):
                 self._violated("I9", f"job {job.id} was ended by scancel, and hands the run over to job {event['job']}")
 
     def _stood_before(self, number: int) -> bool:
