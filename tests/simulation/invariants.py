@@ -121,6 +121,7 @@ class Invariants:
         self._idle_since: dict[str, float] = {}
         self._incomplete_since: dict[str, float] = {}
         self._waits_since: dict[str, float] = {}
+        self._most_events = MOST_EVENTS
         self._dead_since: float | None = None
         #: When a user last wanted the run to end, or to go on.
         self._cancelled_at: float | None = None
@@ -433,8 +434,10 @@ class Invariants:
     def check(self) -> None:
         """What lasts, at ``look_at``."""
         self.look_at = self._world.now + LOOK_S
-        if self._world.events > MOST_EVENTS and not self._lacks_nodes():
-            self._violated("progress", f"{len(self.attempts)} attempts, and no end")
+        if self._world.events > self._most_events:
+            if not self._lacks_nodes():
+                self._violated("progress", f"{len(self.attempts)} attempts, and no end")
+            self._most_events += MOST_EVENTS
         self._look()
 
     def _lacks_nodes(self) -> bool:
