@@ -91,8 +91,11 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     rank, values = event.rank, event.values
     if event.name == "joined":
         state = replace(state, hosts=state.hosts.put(rank, values["host"]))
-        # The others may have stopped before it joined, and it would wait for them. No rank listens before rank 0 joins.
-        late = sorted(state.told - {SIGNAL}) if 0 in state.hosts else []
+        # The others may have stopped before it joined, and it would wait for them. No rank listens before rank 0 joins,
+        # which may have stopped, too: a signal ends the ranks that wait for it.
+        late = sorted(state.told - {SIGNAL})
+        if late and 0 not in state.hosts:
+            return state, [Do.NOTIFY_RANKS]
         return state, [Broadcast("stop", why, frozenset((rank,))) for why in late]
     if event.name == "alive":
         if is_time(values.get("stood_s")):
