@@ -19,9 +19,9 @@ from clusterddp.rundir.files import create_file
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
 from clusterddp.runs import sweep_submission
-from clusterddp.runs.progress import Progress, Shown, box, find_log, newest_failure
+from clusterddp.runs.progress_display import Progress, Shown, box, find_log, newest_failure
 from clusterddp.runs.recording import ONLY_JOB, Content
-from clusterddp.runs.requests import cancel_run
+from clusterddp.runs.request_client import cancel_run
 from clusterddp.runs.run_status import state_of
 from clusterddp.runs.submission import check, describe, record_local, submit_to_slurm
 from clusterddp.runs.sweep_folder import SweepFolder, default_name

@@ -358,7 +358,7 @@ class WaitsForData(Event):
 
     def sentence(self) -> str:
         advice = f"{self.advice[:1].upper()}{self.advice[1:]}"
-        return f"rank 0 waited for data for {self.percent}% of the time of its last steps. {advice}"
+        return f"rank 0 spent {self.percent}% of its recent steps waiting for data. {advice}"
 
 
 class Skipped(Event):
@@ -372,12 +372,9 @@ class Skipped(Event):
     epoch_steps: int | None = None
 
     def sentence(self) -> str:
-        skipped = (
-            f"{counted(self.batches, 'batch', 'batches')} skipped. Step {self.step} uses global batch {self.batch}"
-        )
-        if self.epoch_steps is None:
-            return skipped
-        return f"{skipped}. That is more than an epoch, which has {counted(self.epoch_steps, 'step')}"
+        epoch = "" if self.epoch_steps is None else f", more than an epoch of {counted(self.epoch_steps, 'step')}"
+        skipped = f"{counted(self.batches, 'batch', 'batches')} skipped{epoch}"
+        return f"{skipped}. Step {self.step} uses global batch {self.batch}"
 
 
 class DeviceMemory(Event):
@@ -776,8 +773,8 @@ class SlowNode(Event):
         since = duration(self.seconds)
         facts = f". {'. '.join(self.facts)}" if self.facts else ""
         left = f". All ranks save, and continue on a spare node instead of {self.nodes[0]}" if self.nodes else ""
-        slow = f"rank {self.rank} ({self.host}) has been slow for {since}, {self.ratio:.1f} times the others"
-        return f"{slow}{facts}{left}"
+        ratio = f"It computes {self.ratio:.1f} times as long as the others"
+        return f"rank {self.rank} ({self.host}) has been slow for {since}. {ratio}{facts}{left}"
 
 
 class GpuFault(Event):
@@ -857,9 +854,9 @@ class Excluded(Event):
     failures: Sequence[int]
 
     def sentence(self) -> str:
-        times = f"{' and '.join(map(str, self.failures))} {'time' if self.failures == [1] else 'times'}"
-        be = "is" if len(self.nodes) == 1 else "are"
-        return f"{' and '.join(self.nodes)} failed {times} in this run and {be} excluded from its jobs for 24 hours"
+        pairs = zip(self.nodes, self.failures, strict=True)
+        failed = " and ".join(f"{node} (failed {counted(number, 'time')})" for node, number in pairs)
+        return f"the jobs of this run exclude {failed} for 24 hours"
 
 
 class NotExcluded(Event):

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import clusterddp
 from clusterddp.checkpoint.client import Snapshot
-from clusterddp.checkpoint.save_plan import Packer
+from clusterddp.checkpoint.state import pack, tensor_facts
 
 parser = argparse.ArgumentParser()
 parser.add_argument("file", type=Path)
@@ -93,13 +93,13 @@ for number in range(options.pairs + 1):
 # A state of so many megabytes, as a snapshot of it is taken, and as torch copies it into its own pinned memory.
 tensors = [torch.randn(options.megabytes * 2**18 // 64, device=ctx.device) for _ in range(64)]
 if ctx.rank == 0:
-    snapshot, pack = Snapshot(ctx.device, options.file.parent), Packer()
+    snapshot = Snapshot(ctx.device, options.file.parent)
     pinned = [torch.empty(tensor.shape, pin_memory=cuda) for tensor in tensors]
     content = {"tensors": tensors}
 
     def save():
-        packed = pack(content)
-        snapshot.take(packed.layout, packed.tensors, packed.addresses)
+        packed = pack(content)[1]
+        snapshot.take(tensor_facts(packed), list(packed.values()))
 
     def copy():
         torch._foreach_copy_(pinned, tensors, non_blocking=cuda)

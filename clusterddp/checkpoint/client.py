@@ -27,8 +27,7 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import Tensor, offsets
-from clusterddp.checkpoint.save_plan import Packer
-from clusterddp.checkpoint.state import TORCH_DTYPES, anonymous_file, free_memory
+from clusterddp.checkpoint.state import TORCH_DTYPES, anonymous_file, free_memory, pack, tensor_facts
 from clusterddp.distributed.devices import device_thread
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
@@ -80,21 +79,17 @@ class Snapshot:
         self._preparing = device_thread(self._device, self._try_resize, args=(layout,), name="snapshot")
         self._preparing.start()
 
-    def take(self, layout: list[Tensor], sources: list[torch.Tensor], addresses: Sequence[int] | None = None) -> None:
-        """Copies tensors of this layout. Copies from GPUs are complete after ``wait``. The caller keeps ``layout``.
-
-        ``addresses``: of the tensors' bytes, if these are as they will be in the file.
-        """
+    def take(self, layout: list[Tensor], sources: list[torch.Tensor]) -> None:
+        """Copies tensors of this layout. Copies from GPUs are complete after ``wait``."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
-        if layout is not self._layout and layout != self._layout:
+        if layout != self._layout:
             self._reserve(layout)
             self._resize(layout)
-        self._layout = layout
         on_gpus = self._device.type == "cuda"
         views = self._views
-        if addresses is not None and not on_gpus and self._small.copy(self.file, addresses):
+        if not on_gpus and self._small.copy(self.file, sources):
             views = [views[place] for place in self._small.others]
             sources = [sources[place] for place in self._small.others]
         if not sources:
@@ -193,14 +188,20 @@ class _SmallCopies:
             self._calls[-1][3] += sizes[at]
             end = places[at] + sizes[at]
 
-    def copy(self, file: int, addresses: Sequence[int]) -> bool:
-        """Writes them to the snapshot's file. Returns False if that failed, as the tensors may not be in memory."""
+    def copy(self, file: int, tensors: Sequence[torch.Tensor]) -> bool:
+        """Writes those of ``tensors``, in the layout's order, to the snapshot's file.
+
+        Returns False if a tensor's bytes in memory are not those of the file, or the kernel could not read them.
+        """
         if not self._places:
             return True
+        small = list(map(tensors.__getitem__, self._places))
         write = getattr(_LIBC, "pwritev", None)
-        if write is None:
+        if write is None or not all(map(torch.Tensor.is_contiguous, small)):
             return False
-        self._vectors[:, 0] = list(map(addresses.__getitem__, self._places))
+        if any(map(torch.Tensor.is_neg, small)) or any(map(torch.Tensor.is_conj, small)):
+            return False  # their elements are changed when they are read
+        self._vectors[:, 0] = list(map(torch.Tensor.data_ptr, small))
         start = self._vectors.ctypes.data
         for first, count, offset, size in self._calls:
             place = ctypes.c_void_p(start + first * self._vectors.strides[0])
@@ -252,7 +253,6 @@ class CheckpointClient:
     def __init__(self, directory: RunDirectory, attempt: int, keep: Keep, device: torch.device) -> None:
         self._first = {"run": str(directory), "attempt": attempt, "keep": dataclasses.asdict(keep)}
         self._snapshot = Snapshot(device, directory.private)
-        self._pack = Packer()
         self._writer: subprocess.Popen[bytes] | None = None
         self._requests: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._sent = threading.Event()
@@ -273,7 +273,7 @@ class CheckpointClient:
 
         Raises CheckpointError if there is not enough memory, or if the state cannot be saved.
         """
-        self._snapshot.prepare(self._pack(state).layout)
+        self._snapshot.prepare(tensor_facts(pack(state)[1]))
         with suppress(OSError):  # the first save tries again
             self._start()
 
@@ -290,8 +290,8 @@ class CheckpointClient:
         ``urgent``: the caller will wait for the result. ``before``: called in a separate thread before the writer
         starts. It may wait, and raise NotSaved.
         """
-        packed = self._pack(state)
-        self._snapshot.take(packed.layout, packed.tensors, packed.addresses)
+        plain, tensors = pack(state)
+        self._snapshot.take(tensor_facts(tensors), list(tensors.values()))
         self._step = step
         try:
             self._start()
@@ -303,7 +303,7 @@ class CheckpointClient:
         self._sent.wait()  # for a request to a writer that has exited
         self._sent.clear()
         # The thread also frees the state, because each tensor freed here could pass the GIL to it.
-        self._requests.put((step, packed, facts, urgent, before, state))
+        self._requests.put((step, plain, facts, urgent, before, (state, tensors)))
 
     def result(self, wait: bool) -> Saved | None:
         """The result of the save. None while it is in progress, or if there is none. ``wait`` raises its priority.
@@ -383,9 +383,9 @@ class CheckpointClient:
     def _send(self) -> None:
         """Sends each save to the writer once the snapshot is complete, in a thread, because JSON takes time."""
         while (request := self._requests.get()) is not None:
-            step, packed, facts, urgent, before, state = request
+            step, plain, facts, urgent, before, freed_here = request
             try:
-                beginning = file_format.head_of(self._snapshot.described, packed.state_literal(), facts)
+                beginning = file_format.head(self._snapshot.described, plain, facts)
                 self._snapshot.wait()
                 if before is not None:
                     before()
@@ -397,7 +397,7 @@ class CheckpointClient:
                 traceback.print_exc()
                 self._refused = NotSaved(step, f"could not take the snapshot ({in_words(error)})")
             finally:
-                del request, packed, state, before
+                del request, plain, freed_here, before
                 self._sent.set()
 
     def _say(self, message: Mapping[str, Any], rest: bytes = b"") -> None:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 FORMAT = "clusterddp 2"
 #: Bytes of data per checksum.
@@ -53,8 +53,7 @@ class Damaged(Exception):
     """A file is truncated, altered, or not a checkpoint."""
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):  # a save makes and compares one per tensor, while training waits
     """A tensor's name, its dtype as safetensors names it (``F32``), its shape, and the bytes per element."""
 
     name: str
@@ -113,20 +112,13 @@ def described(tensors: Sequence[Tensor]) -> str:
     return json.dumps(found | {_CHECKSUMS: _entry("U32", (number,), size, size + 4 * number)})
 
 
-def state_literal(state: Any) -> str:
-    """A state of plain values as the header has it: JSON as a string of JSON."""
-    return json.dumps(json.dumps(state))
-
-
 def head(tensors: str, state: Any, facts: Mapping[str, str]) -> bytes:
-    """All bytes of a file before the data: the header's length and the header. ``tensors``: from ``described``."""
-    return head_of(tensors, state_literal(state), facts)
+    """All bytes of a file before the data: the header's length and the header.
 
-
-def head_of(tensors: str, literal: str, facts: Mapping[str, str]) -> bytes:
-    """The same for a state that is given as ``state_literal``."""
+    ``tensors``: from ``described``. ``state``: plain values, which the header has as JSON in a string of JSON.
+    """
     metadata = json.dumps({"format": FORMAT, **facts})[:-1]
-    text = f'{{"__metadata__": {metadata}, "state": {literal}}}, {tensors[1:]}'.encode()
+    text = f'{{"__metadata__": {metadata}, "state": {json.dumps(json.dumps(state))}}}, {tensors[1:]}'.encode()
     if len(text) > _LONGEST_HEADER:
         raise ValueError(
             f"the names and plain values of the state take {len(text) / 1e6:.0f} MB, but a checkpoint's header is "
@@ -389,7 +381,7 @@ def _check_entries(header: Mapping[str, Any]) -> int:
     for name, entry in header.items():
         if name == "__metadata__":
             if not all(isinstance(fact, str) for fact in entry.values()):
-                raise ValueError("metadata that is not text")
+                raise ValueError("the metadata contains values other than text")
             continue
         start, stop = entry["data_offsets"]
         whole = all(type(number) is int and number >= 0 for number in (start, stop, *entry["shape"]))

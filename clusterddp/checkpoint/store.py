@@ -1,9 +1,11 @@
-"""The checkpoint files of a run: which ones count, how one is committed, which are deleted. Without torch.
+"""The checkpoint files of a run: which ones count, how one is committed, what deletes one. Without torch.
 
 A checkpoint is ``checkpoints/step-<12 digits>.attempt-<n>.safetensors`` (format: ``file_format.py``). It is written to
 a temporary file beside it, read back, synced and renamed. Then the folder is synced, and only then older ones are
 deleted. A superseded attempt may still write. Its number is in the file name, and the *lineage* of a later attempt (the
 checkpoint that it resumed from, the one that this attempt resumed from, ...) excludes files that it wrote too late.
+
+The class ``Checkpoints`` says what deletes a checkpoint, and what is never deleted.
 """
 
 from __future__ import annotations
@@ -107,7 +109,26 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints that an attempt of a run may restore, commit and delete. For use by one process."""
+    """The checkpoints that an attempt of a run may restore, commit and delete. For use by one process.
+
+    Five things delete a file of ``checkpoints/``:
+
+    - After each commit, the writer process calls ``delete_old``. It deletes the checkpoints that ``keep`` of the job
+      definition does not match: by default all but the three newest (``keep.last``).
+    - On a full disk or a used-up quota, the writer, or rank 0 for the metrics, calls ``make_room``. It deletes the
+      oldest checkpoint that only ``keep.last`` keeps, but not the two newest.
+    - Before each save, ``temporary`` deletes the incomplete files of attempts that were killed. A save that fails
+      deletes its own file.
+    - ``clusterddp prune`` (``runs/pruning.py``), for a run that is over, keeps the newest checkpoint, or as many as the
+      user asks for, and the best one. It deletes all others of the lineage, those of ``keep.every`` included, and
+      incomplete files. If the newest is damaged, it deletes none.
+    - If Slurm refuses the first job of a new run, its directory is removed, with the checkpoint of ``--fork`` in it.
+
+    A run never deletes its newest checkpoint, one that ``keep.every`` or ``keep.best`` matches, or one outside the
+    lineage. Once a newer attempt exists, the older one deletes only the file that it is writing, because
+    ``check_newest`` raises Superseded before every other deletion. The checkpoints that a script saves by itself are
+    not deleted: ``worker/own_saves.py`` lets the script replace its file, and removes what a killed rank left of one.
+    """
 
     def __init__(self, directory: RunDirectory, attempt: int, keep: Keep) -> None:
         self._directory, self._attempt, self._keep = directory, attempt, keep
@@ -219,7 +240,15 @@ class Checkpoints:
         return [checkpoint for checkpoint in candidates if checkpoint not in stay]
 
     def check_newest(self) -> None:
-        """Raises Superseded if a newer attempt exists, which may already train from an older checkpoint."""
+        """Raises Superseded if a newer attempt exists, which may already train from an older checkpoint.
+
+        Only the writer process of rank 0 saves, and it asks this right before each rename and each deletion. The answer
+        raises Superseded on rank 0 (``client.CheckpointClient.result``), and in the save of a stop on all ranks
+        (``saving.Saver.commit``). If the newer attempt begins between this check and the rename, its lineage leaves the
+        file out. The supervisor of a superseded attempt saves nothing itself. It ends its connections
+        (``decide._on_superseded``), on which its ranks exit (``rank.exit_if_superseded``). Rank 0's question to the
+        supervisor before a save (``ControlChannel.why_not_commit``) is about lost ranks, and says nothing about this.
+        """
         if self._directory.superseded(self._attempt):
             newest = self._directory.newest_attempt()
             raise Superseded(f"attempt {self._attempt} was superseded by attempt {newest} and does not write")
@@ -229,12 +258,14 @@ class Checkpoints:
         try:
             free = shutil.disk_usage(self._directory.checkpoints).free
             kept = next(
-                (f"Keeping step {checkpoint.step}" for checkpoint in self.candidates()), "There is no older one"
+                (f"Keeping step {checkpoint.step}" for checkpoint in self.candidates()), "There is no older checkpoint"
             )
         except OSError as other:
-            return f"checkpoint needs {_size(needed)} ({error.strerror}). Could not list the others ({other.strerror})"
+            return (
+                f"the checkpoint needs {_size(needed)} ({error.strerror}). Could not list the others ({other.strerror})"
+            )
         full = f", {_size(free)} free" if error.errno in (errno.ENOSPC, errno.EFBIG) else ""
-        return f"checkpoint needs {_size(needed)}{full} ({error.strerror}). {kept}"
+        return f"the checkpoint needs {_size(needed)}{full} ({error.strerror}). {kept}"
 
     def _path(self, step: int) -> Path:
         return self._directory.checkpoints / f"step-{step:012d}.attempt-{self._attempt}.safetensors"

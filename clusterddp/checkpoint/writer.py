@@ -85,7 +85,21 @@ class Messages:
 
 
 class Writer:
-    """Makes one save at a time: a thread of low priority starts it, and the main thread finishes it if it is urgent."""
+    """Makes one save at a time: a thread of low priority starts it, and the main thread finishes it if it is urgent.
+
+    On a full disk or a used-up quota, the temporary file is deleted. ``_commit_with_room`` then deletes the oldest
+    checkpoint that only ``keep.last`` keeps, but not the two newest (``Checkpoints.make_room``), and tries again. It
+    gives up if there is none, or if all of them would not free enough space. After a success, rank 0 records the events
+    ``room_made`` and ``checkpoint``. Otherwise the answer is ``failed``, with the sizes and the newest checkpoint. Rank
+    0 then records ``checkpoint_failed`` (``Saver._take_answer``), training continues, and the next save that is due
+    tries again. If the ranks are stopping, they stop with the older checkpoint and say why. At the end of the training
+    loop, ``Run._complete`` raises CheckpointError instead, because the last state is not saved.
+
+    Before each save, rank 0 writes the metrics up to its step, and makes room in the same way
+    (``Saver._flush_metrics``). If that fails, the step is not saved. The lines of the metrics, and the events of the
+    history (``History.pending``), stay in memory until they can be written. A script's own ``torch.save`` raises the
+    error of the disk, and its old file stays, unless ``protect_saves`` is off (``worker/own_saves.py``).
+    """
 
     def __init__(self, connection: socket.socket, memory: int) -> None:
         self._connection, self._memory = connection, memory

@@ -66,7 +66,7 @@ def of_the_runs_folder(runs: Path, table: str) -> Iterator[Check]:
 def judge_mount(shown: str, mount: Mount | None) -> Check:
     """From the file system that holds the folder."""
     if mount is None:
-        return warning("runs folder", f"{shown} is not in the table of mounts", _RUNS)
+        return warning("runs folder", f"{shown} is not in the mount table", _RUNS)
     found = f"{shown}: {mount.kind} ({mount.source})"
     values = {"path": shown, "file_system": mount.kind, "source": mount.source, "shared": mount.shared}
     if mount.shared:
@@ -182,7 +182,7 @@ def judge_driver(file: Path) -> Check:
     except OSError:
         return ok("driver", "no NVIDIA driver on this host, which does not need one. `doctor --nodes` checks the nodes")
     match = re.search(r"\b(\d{3,4}\.\d+(\.\d+)?)\b", text)
-    return ok("driver", f"NVIDIA {match[1] if match else 'of an unknown release'} on this host")
+    return ok("driver", f"NVIDIA {match[1] if match else '(unknown release)'} on this host")
 
 
 def judge_commands(found: Mapping[str, str | None]) -> Check:
@@ -197,7 +197,6 @@ def judge_commands(found: Mapping[str, str | None]) -> Check:
 
 #: scontrol prints the controller's time in whole seconds.
 RESOLUTION_S = 1.0
-_UNKNOWN = "unknown, because Slurm did not answer"
 
 
 def slurm_checks(partition: str | None, qos: str | None) -> tuple[list[Check], str]:
@@ -207,9 +206,9 @@ def slurm_checks(partition: str | None, qos: str | None) -> tuple[list[Check], s
         config = configuration.read_configuration()
     except SlurmError as error:
         missing = isinstance(error, SlurmMissing)
-        remedy = "load the site's Slurm module" if missing else "ask the administrator whether slurmctld runs"
+        remedy = "load the site's Slurm module" if missing else "ask the administrator whether slurmctld is running"
         found = "scontrol is not on PATH" if missing else str(error)
-        return [failed("slurm", found, f"{remedy}. To run on this machine, use `submit --local`")], _UNKNOWN
+        return [failed("slurm", found, f"{remedy}. To run on this machine, use `submit --local`")], f"unknown: {found}"
     checks = [judge_release(config), judge_clock(config.time, started, time.time())]
     associations: list[Association] | None = None
     try:
@@ -235,9 +234,8 @@ def judge_release(config: Configuration) -> Check:
     values = {"release": config.release, "cluster": cluster}
     found = f"{config.release or 'unknown release'}{where}, cluster {cluster or 'without a name'}"
     if not config.tested:
-        return warning(
-            "slurm", found, f"clusterddp is tested with {oldest} to {newest}. Try `clusterddp drill` first", **values
-        )
+        advice = f"clusterddp is tested with Slurm {oldest} to {newest}. Try `clusterddp drill` first"
+        return warning("slurm", found, advice, **values)
     return ok("slurm", f"{found} (tested: {oldest} to {newest})", **values)
 
 
@@ -248,7 +246,8 @@ def judge_clock(theirs: float | None, before: float, after: float) -> Check:
     ahead = max(0.0, theirs - after) + min(0.0, theirs + RESOLUTION_S - before)
     if abs(ahead) > node.MOST_S:
         found = f"the controller's clock differs from this host's by {ahead:+.0f} s"
-        return warning("clock", found, "report it to the administrator. chrony or NTP must run on both", ahead_s=ahead)
+        advice = "report it to the administrator. chrony or NTP must run on both hosts"
+        return warning("clock", found, advice, ahead_s=ahead)
     return ok("clock", "this host and the controller agree to the second", ahead_s=ahead)
 
 
@@ -278,7 +277,7 @@ def judge_accounts(config: Configuration, associations: Sequence[Association], d
     values = {"accounts": accounts, "qos": qos, "default": default}
     if default:
         return ok("accounts", f"{found}, default account {default}", **values)
-    return warning("accounts", f"{found}, no default account", "name one with -A, or in your defaults", **values)
+    return warning("accounts", f"{found}, no default account", "name one with -A, or in a configuration file", **values)
 
 
 def judge_partition(

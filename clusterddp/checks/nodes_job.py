@@ -194,16 +194,17 @@ def checks_of(rank: int, node: str, known: Mapping[str, Any]) -> list[Check]:
     state, why, look = known["state"], known.get("why", ""), _LOOK.format(node)
     because = f" ({why})" if why else ""
     after = f"after the check {checks[-1].name!r}" if checks else "before its first check"
+    stuck = f"did not continue {after}" if checks else "did not finish its first check"
     if state == "missing" and known.get("exited"):
-        checks.append(failed("answer", f"rank {rank} exited before its first check{because}", look))
+        checks.append(failed("answer", f"rank {rank} exited {after}{because}", look))
     elif state == "missing":
         checks.append(failed("answer", f"rank {rank} did not answer within {START_S:.0f} s{because}", look))
     elif state == "starting":
-        checks.append(failed("answer", f"rank {rank} did not continue {after} within {START_S:.0f} s{because}", look))
+        checks.append(failed("answer", f"rank {rank} {stuck} within {START_S:.0f} s{because}", look))
     elif state == "gone":
         checks.append(failed("answer", f"rank {rank} exited {after}{because}", look))
     elif state == "ready":
-        checks.append(failed("answer", f"rank {rank} did not finish {after} within {TOGETHER_S:.0f} s{because}", look))
+        checks.append(failed("answer", f"rank {rank} {stuck} within {TOGETHER_S:.0f} s{because}", look))
     return checks
 
 

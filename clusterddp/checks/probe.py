@@ -45,7 +45,7 @@ _NO_GPU = (
     "CUDA_VISIBLE_DEVICES is {}. If that is right, check that torch is built with CUDA or ROCm, and that nvidia-smi or "
     "rocm-smi works on the node"
 )
-FOLDER = "set CLUSTERDDP_RUNS, or --run-dir of submit, to a folder that this node can write"
+FOLDER = "set CLUSTERDDP_RUNS, or --run-dir of submit, to a folder that this node can write to"
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def judge_clock(ahead_s: float, trip_s: float) -> Check:
     found = f"clock {round(1000 * ahead_s, 1) + 0.0:+.1f} ms"  # + 0.0: no -0.0
     values = {"ahead_s": round(ahead_s, 6), "round_trip_s": round(trip_s, 6)}
     if abs(ahead_s) > clock.MOST_S + trip_s / 2:
-        found = f"clock {ahead_s:+.1f} s from the first node's"
+        found = f"clock differs by {ahead_s:+.1f} s from the first node's"
         return warning("clock", found, "report it to the administrator. chrony or NTP must run on all nodes", **values)
     return ok("clock", found, **values)
 

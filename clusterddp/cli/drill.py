@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         script = folder / "drill.sbatch"
         script.write_text(drill_script(arguments.partition, arguments.qos, arguments.nodes, folder, sys.executable))
         job_id = slurm.submit(script)
-        show(f"drill: job {job_id} submitted to {preemption.partition}")
+        show(f"drill: submitted job {job_id} to partition {preemption.partition}")
         try:
             lifted_at = _await_end(job_id, folder)
         finally:

@@ -318,8 +318,8 @@ def run(arguments: argparse.Namespace, _: object) -> int:
             show(found.steps)
         _tell_unknown(found, _names(arguments.show))
     else:
-        kind = f"no runs that are {arguments.state}" if arguments.state else "no runs"
-        show(f"{kind} in {', '.join(arguments.run) or runs_folder(os.environ)}")
+        kind = f" are {' or '.join(_names(arguments.state))}" if arguments.state else ""
+        show(f"no runs in {', '.join(arguments.run) or runs_folder(os.environ)}{kind}")
     return 0
 
 
@@ -327,7 +327,7 @@ def _tell_unknown(found: _Found, names: list[str]) -> None:
     """Names the metrics of ``--show`` that no run has logged, and that have no column."""
     known = sorted({name for row in found.rows for name in values(row.summary)})
     if missing := [name for name in names if name not in [*known, *columns([], found.keys)]]:
-        show(f"--show {','.join(missing)}: no run has logged this. Logged: {', '.join(known) or 'nothing yet'}")
+        show(f"--show: no run has logged {' or '.join(missing)}. Logged: {', '.join(known) or 'nothing yet'}")
 
 
 def _view(arguments: argparse.Namespace, size: Size | None, queue: PacedQueue) -> live.View:

@@ -21,7 +21,7 @@ from clusterddp.reporter import counted, printable, put, say, show
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.ownership import job_log, taken_over, waiting_claim
 from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, open_run
-from clusterddp.runs.progress import (
+from clusterddp.runs.progress_display import (
     Log,
     Wanted,
     box,

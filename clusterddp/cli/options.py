@@ -262,8 +262,8 @@ def allocation_shape(environ: Mapping[str, str]) -> dict[str, Any]:
     """Nodes and tasks per node of the surrounding allocation, for ``--here``."""
     if "SLURM_JOB_ID" not in environ:
         raise UsageError(
-            "--here: this shell is not in an allocation (SLURM_JOB_ID is not set). Use it in the shell of, for "
-            "example, `salloc --nodes=2 --ntasks-per-node=8 --gpus-per-node=8`, or in a batch script such as "
+            "--here: this shell is not in an allocation (SLURM_JOB_ID is not set). Use it in the shell that "
+            "`salloc --nodes=2 --ntasks-per-node=8 --gpus-per-node=8` opens, or in a batch script such as "
             "slurm/train.sbatch. Without --here, submit requests the nodes from Slurm"
         )
     if in_step(environ):
@@ -274,7 +274,8 @@ def allocation_shape(environ: Mapping[str, str]) -> dict[str, Any]:
     nodes, counts = environ.get("SLURM_JOB_NUM_NODES", ""), set(tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")))
     tasks = environ.get("SLURM_NTASKS_PER_NODE") or (str(*counts) if len(counts) == 1 else "")
     if not (nodes and tasks):
-        given = {name: environ.get(name) for name in ("SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE")}
+        names = ("SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE")
+        given = " and ".join(f"{name}={environ.get(name, '')}" for name in names)
         raise UsageError(
             f"--here: expected the same number of tasks on every node, but this allocation has {given}. Request it "
             "with --nodes and --ntasks-per-node, as in slurm/train.sbatch"

@@ -21,13 +21,13 @@ from clusterddp.reporter import counted, put, say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory, find_runs
 from clusterddp.rundir.summary import summarize
-from clusterddp.runs import progress
+from clusterddp.runs import progress_display
 from clusterddp.runs.sweep_folder import Found, compare
 from clusterddp.slurm.run_states import run_states
 
 #: The fewest points of a curve where there are many runs.
 _FEWEST = 60
-_WORDS = Words(sentence, progress.box)
+_WORDS = Words(sentence, progress_display.box)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -38,7 +38,7 @@ from clusterddp.process import module_command
 from clusterddp.reporter import agreed, can_ask, counted, put, say, show, what_failed
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import ONE_RUN, RunDirectory, find_runs, names_exactly, open_run
-from clusterddp.runs.requests import (
+from clusterddp.runs.request_client import (
     await_end,
     await_outcome,
     backwards,
@@ -61,7 +61,7 @@ def check_profiled_ranks(text: str) -> None:
     except ValueError as error:
         raise UsageError(f"--rank {text}: {error}") from error
     if count > MOST_PROFILED_RANKS:
-        raise UsageError(f"--rank {text}: {count} ranks, but at most {MOST_PROFILED_RANKS} can record at a time")
+        raise UsageError(f"--rank {text} names {count} ranks, but at most {MOST_PROFILED_RANKS} can record at a time")
 
 
 def profile_line(run: RunDirectory, rank: int, values: Mapping[str, Any]) -> str:
@@ -83,7 +83,7 @@ def add_tell_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_tell(arguments: argparse.Namespace, _: object) -> int:
     """Sends the command and waits until it is done."""
-    give = order(arguments.order, arguments.rank)
+    give = parse_order(arguments.order, arguments.rank)
     run = open_run(arguments.run)
     try:
         return give(run)
@@ -92,7 +92,7 @@ def run_tell(arguments: argparse.Namespace, _: object) -> int:
         return INTERRUPTED
 
 
-def order(text: str, ranks: str | None) -> Callable[[RunDirectory], int]:
+def parse_order(text: str, ranks: str | None) -> Callable[[RunDirectory], int]:
     """The function for a command. Raises UsageError for an unknown one."""
     if text == "profile" or text.startswith("profile="):
         given = text != "profile"
@@ -123,13 +123,18 @@ def save(run: RunDirectory) -> int:
     return 0 if end.get("checkpoint") is not None and end.get("checkpoint") == end.get("step") else FAILED
 
 
-def record(run: RunDirectory, steps: int, ranks: str) -> int:
-    """Waits until the profiles are stored. Returns 1 if a rank has none."""
-    attempt, answer = request(run, "profile", steps=steps, ranks=ranks)
+def check_answered(run: RunDirectory, answer: Mapping[str, Any]) -> None:
+    """Raises RunDirectoryError if the supervisor exited without an answer."""
     if not answer:
         raise RunDirectoryError(
             f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
         )
+
+
+def record(run: RunDirectory, steps: int, ranks: str) -> int:
+    """Waits until the profiles are stored. Returns 1 if a rank has none."""
+    attempt, answer = request(run, "profile", steps=steps, ranks=ranks)
+    check_answered(run, answer)
     profiles: dict[str, Mapping[str, Any]] = answer["profiles"]
     if "ended" in answer:  # some may have been stored at the end of the attempt
         show(sentence(await_end(run, attempt)) or "")
@@ -157,10 +162,7 @@ def steps_in(order: str, most: int, example: str) -> int:
 def skip(run: RunDirectory, batches: int) -> int:
     """Waits until a checkpoint contains the skip. Returns 1 if there is none."""
     attempt, answer = request(run, "skip", batches=batches)
-    if not answer:
-        raise RunDirectoryError(
-            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
-        )
+    check_answered(run, answer)
     if "checkpoint" in answer:
         skipped = sentence({**answer["skipped"], "event": "skipped", "attempt": attempt})
         put(f"{skipped}. Checkpoint {answer['checkpoint']} is saved")
@@ -259,7 +261,7 @@ def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
         except SlurmUnavailable:
             raise
         except SlurmError as error:
-            raise UsageError(f"--exclude: no node {node!r} on this cluster: {error}") from error
+            raise UsageError(f"--exclude: this cluster has no node {node!r}: {error}") from error
     left = set(slurm.usable_nodes(job.partition)) - set(nodes) - set(expand(job.exclude or ""))
     needed = job.least_allocated
     if len(left) < needed:
@@ -286,18 +288,15 @@ def run_stacks(arguments: argparse.Namespace, _: object) -> int:
             raise UsageError(f"--rank {ranks}: {error}, or all") from error
     run = open_run(arguments.run)
     _, answer = request(run, "stacks", ranks=None if ranks == "all" else ranks)
-    if not answer:
-        raise RunDirectoryError(
-            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
-        )
+    check_answered(run, answer)
     if arguments.json:
         print(json.dumps(answer))
     else:
-        put(text(answer))
+        put(stacks_text(answer))
     return 0 if answer["stacks"] else FAILED
 
 
-def text(answer: Mapping[str, Any]) -> str:
+def stacks_text(answer: Mapping[str, Any]) -> str:
     """A summary, each group of equal stacks, and the ranks without an answer."""
     lines = [summary(answer["stacks"])]
     for group in answer["stacks"]:
@@ -350,7 +349,9 @@ def run_cancel(arguments: argparse.Namespace, _: object) -> int:
 def _confirmed(runs: Sequence[RunDirectory]) -> bool:
     """Lists the runs and asks. Without a terminal, ``--yes`` is required."""
     if not can_ask():
-        raise UsageError(f"cancel: {counted(len(runs), 'run')} to cancel and no terminal to ask on. Add --yes")
+        raise UsageError(
+            f"cancel: cannot ask whether to cancel {counted(len(runs), 'run')}, because there is no terminal. Add --yes"
+        )
     for run in runs:
         show(str(run))
     return agreed(f"cancel {counted(len(runs), 'run')} permanently?")
@@ -449,7 +450,8 @@ def _step(run: RunDirectory, rank: int, command: list[str]) -> int:
     nodes = next((event["nodes"] for event in backwards(run, attempt) if event["event"] == "started"), "")
     hosts = expand(nodes) if nodes else []
     if not 0 <= rank < len(hosts) * job.ranks_per_node:
-        raise UsageError(f"--rank {rank}: {run} has ranks 0 to {len(hosts) * job.ranks_per_node - 1}")
+        ranks = counted(len(hosts) * job.ranks_per_node, "rank")
+        raise UsageError(f"--rank {rank}: {run} has {ranks}, numbered from 0")
     slurm.require("srun")
     options = ["--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={hosts[rank // job.ranks_per_node]}"]
     terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,10 +19,10 @@ from clusterddp.cli.options import check_combinations, resolve_job
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import INTERRUPTED, UsageError
 from clusterddp.jobdef.job import Job
-from clusterddp.reporter import say, show
+from clusterddp.reporter import counted, say, show
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.progress import Progress, Shown
+from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.recording import (
     Content,
     check_not_held,
@@ -129,7 +130,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         return 0
     rank = arguments.debug
     if rank is not None and not 0 <= rank < job.world_size:
-        raise UsageError(f"--debug {rank}: the job has ranks 0 to {job.world_size - 1}")
+        raise UsageError(f"--debug {rank}: the job has {counted(job.world_size, 'rank')}, numbered from 0")
     run, job_id = submit_to_slurm(job, arguments.run_dir, Content(fork=arguments.fork, debug_rank=rank))
     if not sys.stdout.isatty():
         print(job_id, flush=True)
@@ -152,7 +153,8 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
 def ended(run: RunDirectory, code: int, how: str) -> int:
     """Prints how to continue a run that is not over. Returns the exit code, as a shell does for a signal."""
     if code < 0:
-        say(f"the supervisor was killed by signal {-code} (probably out of memory), and its ranks ended with it")
+        likely = " (probably out of memory)" if -code == signal.SIGKILL else ""
+        say(f"the supervisor was killed by signal {-code}{likely}, and its ranks ended with it")
     if (code < 0 or code == INTERRUPTED) and run.outcome() is None:
         show(f"Stopped. Continue with: {how}")
     return code if code >= 0 else 128 - code

@@ -70,7 +70,7 @@ def carry_out(arguments: argparse.Namespace, job: Job, members: Sequence[Values]
     check_options(arguments.max_running, arguments.local)
     by_name = named(members)
     if repeated := len(members) - len(by_name):
-        show(f"{counted(repeated, 'combination')} given more than once. Each of them runs once")
+        show(f"ignoring {counted(repeated, 'repeated combination')}, because each combination runs once")
     jobs = dict(zip(by_name, jobs_of(job, list(by_name.values())), strict=True))
     check_marks(jobs.values())
     sweep = Sweep(SweepFolder(folder), job, by_name, jobs, arguments.retry, arguments.change, arguments.max_running)
@@ -99,12 +99,12 @@ def submit(sweep: Sweep) -> int:
     if not sys.stdout.isatty():
         print(*done.job_ids, sep="\n", end="\n" if done.job_ids else "", flush=True)
     if done.members:
-        ids = ", ".join(done.job_ids)
-        show(f"submitted {counted(len(done.members), 'member')} as job {ids}")
+        jobs = "job" if len(done.job_ids) == 1 else "jobs"
+        show(f"Submitted {counted(len(done.members), 'member')} as {jobs} {', '.join(done.job_ids)}")
     show(f"See them with: clusterddp list {shlex.quote(as_typed(sweep.folder.path))}")
     if done.refused:
         left = counted(len(plan.submit) - len(done.members), "member")
-        show(f"{left} not submitted: {done.refused}. Run the same command again to submit the rest")
+        show(f"Slurm did not accept {left}: {done.refused}. Run the same command again to submit the rest")
         return STOPPED
     return 0
 

@@ -3,14 +3,10 @@
 A step takes the next global batch of the loader's endless stream: step s takes batch s, plus all that were skipped
 before it. A skip moves the position in the data and not the number of steps, so that a schedule that counts steps is
 not affected. ``skips`` in a checkpoint has the steps with their numbers of batches, so that a resume finds its place on
-any number of ranks. Only a different library's loader yields the skipped batches, which are dropped. So are those of a
-loader without a state that were trained on before a resume.
+any number of ranks. Only a different library's loader yields the skipped batches, which are dropped.
 
-``MicroBatches`` has a rank's share of a step in pieces, if it is more than the rank can take at once. The share grows
-when the run continues on fewer ranks, because the global batch stays the same. The pieces' gradients accumulate in
-``.grad``, and DDP reduces over the ranks with the last piece only. Piece i has n_i samples and the mean loss over them.
-The gradients are scaled by n_i / n_(i+1) after piece i, and by n_i / (n_1 + n_2 + ...) after the last: in the end each
-piece has been weighted by its fraction of the share, n_i / (n_1 + n_2 + ...).
+``TrainingLoader`` says how a resumed rank continues behind the samples that the run has already trained on.
+``MicroBatches`` has a rank's share of a step in pieces, if it is more than the rank can take at once.
 """
 
 from __future__ import annotations
@@ -35,6 +31,20 @@ Source: TypeAlias = Loader | ExternalLoader | ReplayedLoader | NoLoader
 
 class TrainingLoader:
     """The loader of a run. The argument ``step`` of its methods is the step to be made, from 0.
+
+    How a resumed rank finds the samples that follow those of the checkpoint depends on the loader:
+
+    - ``ctx.loader()`` keeps no list. An order (``data/sample_order.py``) is a function from a position in one endless
+      stream of epochs to a sample. Batch b of B samples has positions b * B to (b + 1) * B - 1, and each rank takes its
+      slice. So the step, B and the skips in the checkpoint give the epoch and the place in it, on any number of ranks.
+      The checkpoint also has the dataset's length, the order's label, ``drop_last`` and the run's seed. A restore takes
+      over B, and raises CheckpointError if the others would change the samples (``Loader.restore``).
+    - A loader with ``state_dict()`` continues from its own state. All ranks send theirs to rank 0 before a save, and
+      each loads its own after a restore (``ExternalLoader``).
+    - Other iterables are read again from the start of the run, and the batches of the steps made are dropped
+      (``ReplayedLoader.replay``).
+    - A script's own loop, without ``ctx.run()``, can use ``continue_epoch`` (``training/script_loop.py``). It counts
+      items after which an optimizer has stepped. The next attempt skips as many, if the script has opened its save.
 
     Attributes:
         skips: from which step on, and how many batches, for each skip.
@@ -213,8 +223,8 @@ def _of_other(loader: Any, group: ProcessGroup, seed: int) -> ExternalLoader | R
         return ExternalLoader(loader, group)
     if not hasattr(loader, "__iter__"):
         raise TypeError(
-            f"run(loader=...) received a {type(loader).__name__}, expected ctx.loader(), or an iterable of this "
-            "rank's batches, such as torchdata's StatefulDataLoader"
+            f"run(loader=...) received an object of type {type(loader).__name__}, expected ctx.loader(), or an "
+            "iterable of this rank's batches, such as torchdata's StatefulDataLoader"
         )
     return ReplayedLoader(loader, group, seed)
 
@@ -260,7 +270,13 @@ def cut(batch: Any, parts: list[int], name: str = "batch") -> list[Any]:
 
 
 class MicroBatches:
-    """Implements ``Run.micro``. One per run. ``parts``: those of the run. Modules and optimizers hold the gradients."""
+    """Implements ``Run.micro``. One per run. ``parts``: those of the run. Modules and optimizers hold the gradients.
+
+    A rank's share grows when the run continues on fewer ranks, because the global batch stays the same. The pieces'
+    gradients accumulate in ``.grad``, and DDP reduces over the ranks with the last piece only. Piece i has n_i samples
+    and the mean loss over them. The gradients are scaled by n_i / n_(i+1) after piece i, and by n_i / (n_1 + n_2 + ...)
+    after the last: in the end each piece has been weighted by its fraction of the share, n_i / (n_1 + n_2 + ...).
+    """
 
     def __init__(self, parts: Mapping[str, Any], loader: TrainingLoader) -> None:
         self._loader = loader
@@ -299,7 +315,8 @@ class MicroBatches:
         """Ends a step: whether it is the first with more than ``batch_size`` samples per rank that were not split."""
         if self._unfinished:
             raise RuntimeError(
-                "the loop over run.micro(batch) ended early, so the gradients cover only part of the batch"
+                "the loop over run.micro(batch) ended early, so the gradients cover only part of the batch. "
+                "Complete it in every step"
             )
         if self._too_large is None:
             self._too_large = self._loader.share > self._loader.batch_size

@@ -71,7 +71,7 @@ def choose_devices(
         hidden = ", because CUDA_VISIBLE_DEVICES is empty" if named == "" else ""
         raise DeviceError(
             f"device {asked} requested, but no GPU is visible on node {host}{hidden}. Request GPUs (--gpus-per-node), "
-            "install a torch with CUDA, or use --device cpu"
+            "install a CUDA build of torch, or use --device cpu"
         )
     if device.index is not None:
         first = device.index
@@ -79,7 +79,8 @@ def choose_devices(
         first = 0
     elif visible_gpus < needed:
         gpus = "1 GPU" if needed == 1 else f"{needed} GPUs"
-        raise DeviceError(f"needs {gpus} on node {host}, but {'Slurm gave' if slurm else 'there are'} {visible_gpus}")
+        found = f"Slurm gave {visible_gpus}" if slurm else f"torch sees {visible_gpus}"
+        raise DeviceError(f"the ranks on node {host} need {gpus}, but {found}")
     else:
         first = environment.local_rank * per_rank
     return tuple(torch.device("cuda", index) for index in range(first, first + per_rank))
@@ -100,7 +101,8 @@ def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host
             "gpus_per_rank"
         )
     if len(devices) < environment.local_world_size:
-        raise DeviceError(f"needs {environment.local_world_size} GPUs on node {host}, but it has {len(devices)} (MIG)")
+        needed = f"the ranks on node {host} need {environment.local_world_size} GPUs"
+        raise DeviceError(f"{needed}, but CUDA_VISIBLE_DEVICES lists {len(devices)} MIG devices")
     return devices[environment.local_rank]
 
 

@@ -146,7 +146,7 @@ class AttemptStore:
         if not owns and not address.agent and not self._await_open(self.start_s):
             raise LauncherEnvironmentError(
                 f"rank 0 did not open its store at {address.host}:{address.port} within {self.start_s:g} s "
-                "(`timeouts: {start_s: ...}`)"
+                "(timeouts.start_s). Read rank 0's log"
             )
         try:
             store = self._tcp_store(address, owns)

@@ -109,10 +109,11 @@ def wrap(
 
 def _check_unwrapped(model: torch.nn.Module) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"wrap() received a {type(model).__name__}, expected a torch.nn.Module")
+        raise TypeError(f"wrap() received an object of type {type(model).__name__}, expected a torch.nn.Module")
     if ddp_modules(model):
         raise TypeError(
-            f"wrap() received a {type(model).__name__} that is, or contains, a DDP module. Pass the bare model"
+            f"wrap() received a module of type {type(model).__name__}, which is or contains a DDP module. Pass the "
+            "bare model"
         )
     if _is_wrapped(model):
         gc.collect()  # the script may have dropped the wrapper
@@ -123,8 +124,8 @@ def _check_unwrapped(model: torch.nn.Module) -> None:
 def _check_trained(model: torch.nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TypeError(
-            f"wrap() received a {type(model).__name__} without a parameter that requires a gradient, but DDP is for "
-            "models that train. Move this one to its device, as in teacher.to(ctx.device)"
+            f"wrap() received a module of type {type(model).__name__} in which no parameter requires a gradient, but "
+            "DDP is for models that train. Move this one to its device, as in teacher.to(ctx.device)"
         )
 
 

@@ -217,7 +217,7 @@ TABLE = (
     # The device or its driver.
     ErrorText(
         r"No (CUDA|HIP) GPUs are available|no (CUDA|ROCm)-capable device is detected|Found no NVIDIA driver",
-        Blame.NODE, "the node's GPUs or their driver have failed, or the job was given none",
+        Blame.NODE, "the node's GPUs or their driver failed, or the job has no GPUs",
         f"{_C10}; {_CUDART}; torch/csrc/cuda, 2.4 to 2.13",
     ),
     ErrorText(
@@ -248,7 +248,7 @@ TABLE = (
     ErrorText(r"NCCL error|RCCL error", Blame.NETWORK, "NCCL failed. Set NCCL_DEBUG=INFO for details", _NCCL),
     # Connections between ranks, and clusterddp's own.
     ErrorText(
-        r"^DeviceError: (needs|device \S+ requested, but no GPU)", Blame.NODE,
+        r"^DeviceError: (the ranks on node|device \S+ requested, but no GPU)", Blame.NODE,
         "a GPU of the node is missing, or the job needs more GPUs than it was given", "clusterddp",
     ),
     ErrorText(r"^PreflightError: node ", Blame.NODE, "the node did not pass the preflight", "clusterddp"),

@@ -1,16 +1,14 @@
-"""Finds hangs and stragglers from the ranks' heartbeats, which arrive every few seconds.
+"""Tells a hang from a slow step, and finds stragglers, from the heartbeats that the ranks send every two seconds.
 
-A heartbeat has the number of boundaries that the rank has reached, the time since the last one, the time that the next
-may take, and where the main thread is meanwhile. On a GPU that is rarely where the run hangs, because the hosts are
-ahead of their devices, by different numbers of steps, and wait for them in any line. After a timeout the heartbeat
-therefore also has where the device is, and which collective is not complete.
+A run hangs if a rank has not reached a step boundary within its timeout and three more heartbeats (``find_hang``).
+Heartbeats have the timeout (``training/heartbeat.Pace``): ``watchdog.start_s`` (1800 s) until the first step is
+complete, then ``watchdog.step_s`` (600 s), or four times the rank's longest step if that is more. There is none during
+a save or in ``ctx.unwatched()``. It is no hang while the rank that the others wait for makes progress (``_works``):
+its main thread moves, or its GPU completes steps. ``Watch.confirmed_hang`` waits for one more heartbeat of that rank,
+so a hang is found after about 610 s. ``decide._on_hang`` then asks all ranks to exit and kills them after 3 s. They
+restart, or the run fails (``watchdog.on_hang``).
 
-Time is measured by the supervisor's clock, which stops while the supervisor itself is stopped (a suspended job). Clocks
-of different hosts are never compared.
-
-The cause of a hang is looked for in torch's Flight Recorder traces: the collective that a rank has not completed. A
-collective's number counts those of its group, and is the same on all ranks, so that records can be compared: a rank did
-not call a collective, called a different one, or has not completed one that others have. Pure functions.
+A rank is slow if it reaches its boundaries, but its own work takes longer than that of the others (``find_slow``).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clusterddp.process import RunningClock
@@ -89,7 +87,11 @@ def _words(entry: Mapping[str, Any]) -> str:
 
 
 def compare(outlines: Mapping[int, Sequence[Row]]) -> Apart | None:
-    """The first difference between ranks, by the group's name. None if there is none."""
+    """The first difference between the ranks' Flight Recorder traces, by the group's name. None if there is none.
+
+    A collective's number counts those of its group, and is the same on all ranks: a rank did not call a collective,
+    called a different one, or has not completed one that others have.
+    """
     by_group: dict[str, dict[int, Row]] = {}
     for rank, rows in sorted(outlines.items()):
         for row in rows:
@@ -139,6 +141,10 @@ DEVICE_GAP = 4.0
 @dataclass(frozen=True)
 class RankStatus:
     """A rank's last heartbeat. ``moved`` (to its last boundary) and ``heard`` are seconds on the supervisor's clock.
+
+    On a GPU, the place of the main thread is rarely where the run hangs, because the hosts are ahead of their devices,
+    by different numbers of steps, and wait for them in any line. After a timeout the heartbeat therefore also has where
+    the device is, and which collective is not complete.
 
     ``count``: the boundaries it has reached. ``step``: the steps it has completed. ``allowed_s``: the timeout to the
     next boundary. None before training, infinity while the watchdog is suspended. ``place``: where its main thread is,
@@ -277,22 +283,14 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
     elif place := _most_common([status for status in others if status.waits]):
         what += f". The others wait in {place}"
     of_device = on_devices and apart is None and bool(others) and all(s.device and s.device[1] == OWN for s in late)
-    return _hang(late, seconds, what, statuses, now, of_device, late is silent)
+    return replace(_hang(late, seconds, what, statuses, now), of_device=of_device, silent=late is silent)
 
 
-def _hang(
-    late: Sequence[RankStatus],
-    seconds: float,
-    what: str,
-    statuses: Sequence[RankStatus],
-    now: float,
-    of_device: bool = False,
-    silent: bool = False,
-) -> Hang:
+def _hang(late: Sequence[RankStatus], seconds: float, what: str, statuses: Sequence[RankStatus], now: float) -> Hang:
     stalled_s = round(now - max(status.moved for status in statuses), 1)
     ranks, first = tuple(status.rank for status in late), late[0]
     step = None if first.of_attempt else first.step
-    return Hang(ranks, first.host, step, round(seconds, 1), what, stalled_s, of_device, silent)
+    return Hang(ranks, first.host, step, round(seconds, 1), what, stalled_s)
 
 
 def _is_watched(status: RankStatus) -> bool:
@@ -446,7 +444,8 @@ def _median_without(times: Sequence[float], left_out: float) -> float:
 class Watch:
     """Finds hung and slow ranks in their heartbeats, a slow rank once, and again when its ratio doubles.
 
-    Time passes only with looks that count.
+    Time is that of the supervisor's clock, which stops while the supervisor itself is stopped (a suspended job), and
+    passes only with looks that count. Clocks of different hosts are never compared.
     """
 
     def __init__(self, beat_s: float) -> None:

@@ -6,6 +6,7 @@ The ranks then restart in the same job, on a spare node or on fewer nodes.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,13 @@ def place(
     return every.moved(chosen, ())
 
 
+def as_placed(job: Job, placement: Placement) -> Job:
+    """The job with the number of nodes that an attempt has, after it lost some for which there was no spare one."""
+    if job.min_nodes is None or not placement.nodes:
+        return job
+    return dataclasses.replace(job, nodes=len(placement.nodes))
+
+
 def choose(job: Job, placement: Placement, leave: Mapping[str, str], answering: Collection[str] | None) -> Choice:
     """How the run continues without the nodes ``leave``, each of which has its reason, such as "is lost".
 
@@ -105,7 +113,7 @@ def choose(job: Job, placement: Placement, leave: Mapping[str, str], answering: 
         return Choice(Course.SAME)
     what = " and ".join(f"node {node} {why}" for node, why in bad.items())
     if not job.outlives_nodes:
-        return Choice(Course.NEW_JOB, f"{what}: the job has no spare nodes")
+        return Choice(Course.NEW_JOB, f"{what}, and the job has no spare nodes")
     unusable = [node for node in placement.spares if node in leave or not (answering is None or node in answering)]
     kept = [node for node in placement.nodes if node not in bad]
     before, free = len(placement.nodes), [node for node in placement.spares if node not in unusable]
@@ -113,10 +121,11 @@ def choose(job: Job, placement: Placement, leave: Mapping[str, str], answering: 
     count, following = len(kept) + len(taken), placement.moved([*kept, *taken], [*bad, *unusable])
     what += f" and the spare {_named(unusable)} cannot be used" if unusable else ""
     if count == before:
-        return Choice(Course.SPARE, f"{what}: the ranks continue on the spare {_named(taken)}", following)
+        return Choice(Course.SPARE, f"{what}, so the ranks continue on the spare {_named(taken)}", following)
     if count in job.node_counts:
-        return Choice(Course.SHRINK, f"{what}: the run continues on the other {_counted(count)}", following)
-    return Choice(Course.NEW_JOB, f"{what}: the job has {_counted(count)} left, but the run needs {job.node_counts[0]}")
+        return Choice(Course.SHRINK, f"{what}, so the run continues on the other {_counted(count)}", following)
+    left = f"the job has {_counted(count)} left, but the run needs {job.node_counts[0]}"
+    return Choice(Course.NEW_JOB, f"{what}, and {left}")
 
 
 def _counted(nodes: int) -> str:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError, UsageError
-from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.job import Job, one_line
 from clusterddp.process import PACKAGE_FOLDER
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import create_folder, file_mode, fsync_directory, fsync_file_system, remove, write_json
@@ -80,12 +80,15 @@ def checkout_of(job: Job, runs: Iterable[Path], source: Path | None = None) -> C
             raise UsageError(
                 f"could not take a snapshot of the code: {error}. To run without one, use --no-snapshot"
             ) from error
-        show(f"no snapshot of the code: {error}. Each attempt uses the code in the checkout when it starts")
+        show(
+            f"could not take a snapshot of the code: {error}. Each attempt runs the code that is in the checkout when "
+            "it starts"
+        )
         return None
     if found is None and job.snapshot:
-        where = "the program was not found" if program is None else f"{program} is not in one, or is ignored"
+        where = "the program was not found" if program is None else f"{program} is not in one, or git ignores it"
         raise UsageError(
-            f"snapshot: {job.snapshot} needs a program in a git repository, but {where}. Use --no-snapshot"
+            f"snapshot: {one_line(job.snapshot)} needs a program in a git repository, but {where}. Use --no-snapshot"
         )
     if found is not None:
         _check_size(found, _bound(job))
@@ -239,9 +242,10 @@ def _check_size(checkout: Checkout, most: int) -> None:
     total = sum(sizes.values()) + BLOCK * len(checkout.linked)
     if total <= most:
         return
+    largest = ", ".join(_largest(sizes))
     raise UsageError(
-        f"the snapshot of the code in {checkout.root} would take {_megabytes(total)}, more than {_megabytes(most)}. "
-        f"The largest: {', '.join(_largest(sizes))}. Add to .gitignore what is not code (the run then uses it "
+        f"the snapshot of the code in {checkout.root} would take {_megabytes(total)}, more than {_megabytes(most)}."
+        f"{f' The largest: {largest}.' if largest else ''} Add what is not code to .gitignore (the run then uses it "
         f"in the checkout), allow more with --set snapshot={total // 10**6 + 1}M, or use --no-snapshot to run the "
         "code that is in the checkout when each attempt starts"
     )
@@ -417,7 +421,7 @@ def use(run: RunDirectory, code: Code) -> str | None:
         remove(run.code_file) if before else None
         if before is None or code.owner is not None:
             return None
-        return f"code: the checkout as it is when each attempt starts, instead of {before.words()}"
+        return f"code: each attempt uses the checkout as it is at its start, instead of {before.words()}"
     snapshot = _take(run, code.checkout)
     write_json(run.code_file, asdict(snapshot))
     if before is None or before.snapshot == snapshot.snapshot:

@@ -17,7 +17,7 @@ from clusterddp import protocol
 from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef import yaml12
 from clusterddp.jobdef.program import placeholders_in
-from clusterddp.jobdef.readers import did_you_mean, quoted
+from clusterddp.jobdef.readers import did_you_mean
 from clusterddp.jobdef.schema import READERS, Fields, check_keys, fields_of, file_fields, get, merged, read_fields
 from clusterddp.jobdef.yaml12 import Mistake, Node, raise_mistakes
 from clusterddp.process import PACKAGE_FOLDER
@@ -182,7 +182,7 @@ def with_preset(layers: Sequence[Fields], mistakes: list[Mistake]) -> list[Field
     if named.text not in preset_names():
         hint = did_you_mean(named.text, preset_names()) or f". Presets: {', '.join(preset_names())}"
         expected = "expected a mapping with checkpoint: PATTERN, or the name of a preset"
-        mistakes.append(Mistake(named.place, f"resume: {expected}, got {quoted(named)}{hint}"))
+        mistakes.append(Mistake(named.place, f"resume: {expected}, got {named.quoted}{hint}"))
         return rest
     root = yaml12.load(preset_text(named.text), f"preset {named.text}")
     preset = root.value if isinstance(root.value, dict) else {}

@@ -24,6 +24,7 @@ from clusterddp.jobdef.job import Job, written
 from clusterddp.jobdef.schema import READERS, Fields, fields_of, file_fields, get, merged, read_fields
 from clusterddp.jobdef.secrets import MASK, is_secret, revealed, without_secrets
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
+from clusterddp.reporter import counted
 from clusterddp.rundir.files import open_binary
 
 #: The format of run directories that this version writes. A later format is recorded as ``format`` in job.yaml.
@@ -243,7 +244,7 @@ def _check_profile(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
     node = _given_node(fields, "profile")
     if node is not None and job.profile and (last := max(job.profile.ranks)) >= job.world_size > 0:
         given = get(node.value, "ranks") if isinstance(node.value, dict) else None
-        wrong = f"profile.ranks: there is no rank {last} in {job.shape}. Expected 0 to {job.world_size - 1}"
+        wrong = f"profile.ranks: there is no rank {last} in {job.shape}. The highest rank is {job.world_size - 1}"
         mistakes.append(Mistake((given or node).place, wrong))
 
 
@@ -258,7 +259,7 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     args, replace = _given_node(inner, "args"), _given_node(inner, "replace")
     if args and replace:
         of_preset = f". To drop the args of the {args.place.source}, write args: null" if _of_preset(args) else ""
-        wrong = "resume: expected args or replace, got both. replace replaces all arguments"
+        wrong = "resume: expected args or replace, got both. The key replace replaces all arguments"
         mistakes.append(Mistake(replace.place, wrong + of_preset))
     for node in _texts(get(inner, "checkpoint")):
         if why := _wrong_path(node.text):
@@ -284,7 +285,7 @@ def _wrong_path(pattern: str) -> str | None:
     if why := program.wrong_placeholder(pattern, ["run_dir"], only=True):
         return why
     if "[" in re.sub(r"\[!?\]?[^]]*\]", "", pattern):
-        return f"{pattern!r} has a '[' without its ']'. Write [[] for the character itself"
+        return f"{pattern!r} has a '[' without a closing ']'. Write [[] for a literal '['"
     return None
 
 
@@ -320,16 +321,18 @@ def _check_global_batch(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     unit = math.lcm(*ranks.values())
     nodes_node, batch_node = get(fields, "nodes"), _given_node(fields, "global_batch")
     if nodes_node is not None and len(ranks) > 1 and batch_node is None:
-        wrong = (
+        missing = (
             f"the range {nodes_node.text} requires global_batch, which is the number of samples per step over all ranks"
         )
         fitting = f"A multiple of {unit} fits every number of nodes. A smaller range allows other values"
-        mistakes.append(Mistake(nodes_node.place, f"nodes: {wrong}. {fitting}"))
+        mistakes.append(Mistake(nodes_node.place, f"nodes: {missing}. {fitting}"))
     elif batch_node is not None and batch is not None and batch % unit:
-        uneven = ", ".join(f"{ranks[nodes]} ({nodes} x {per_node})" for nodes in ranks if batch % ranks[nodes])
+        uneven = " or ".join(f"{ranks[nodes]} ({nodes} x {per_node})" for nodes in ranks if batch % ranks[nodes])
         nearest = [str(size) for size in (batch // unit * unit, (batch // unit + 1) * unit) if size]
         choices = [*nearest, *(f"nodes: {nodes}" for nodes in ranks if batch % ranks[nodes] == 0)]
-        wrong = f"{batch} samples cannot be divided evenly among {uneven} ranks. Choose {' or '.join(choices)}"
+        wrong = (
+            f"{counted(batch, 'sample')} cannot be divided evenly among {uneven} ranks. Choose {' or '.join(choices)}"
+        )
         mistakes.append(Mistake(batch_node.place, f"global_batch: {wrong}"))
 
 

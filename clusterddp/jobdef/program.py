@@ -81,10 +81,12 @@ def wrong_placeholder(text: str, allowed: Collection[str] = PLACEHOLDERS, *, onl
         near = _near_placeholder(name)
         if near or only:
             expected = f"Expected {' or '.join(f'{{{known}}}' for known in allowed)}"
-            hint = f"Did you mean {{{near}}}?" if near in allowed and near != name else expected
-            literal = f" For the literal text, write {{{{{name}}}}}" if near else ""
+            if near is None:
+                return f"unknown placeholder {{{name}}}. {expected}. Write * for the parts that vary"
+            hint = f"Did you mean {{{near}}}?" if near in allowed and near != name else f"{expected}."
+            literal = f"For the literal text, write {{{{{name}}}}}"
             varying = ". Write * for the parts that vary" if only else ""
-            return f"unknown placeholder {{{name}}}. {hint}{literal}{varying}"
+            return f"unknown placeholder {{{name}}}. {hint} {literal}{varying}"
     unclosed = next((match[0] for match in _OPEN.finditer(text) if match[1] in PLACEHOLDERS), None)
     return f"{unclosed!r} has no '}}'" if unclosed else None
 

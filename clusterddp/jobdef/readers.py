@@ -16,17 +16,10 @@ class Wrong(Exception):
     """A value that its key does not accept. The message follows the key's place and name."""
 
 
-def quoted(node: Node) -> str:
-    """A value as messages quote it."""
-    if isinstance(node.value, (dict, list)):
-        return "a mapping" if isinstance(node.value, dict) else "a list"
-    return repr(node.text) if node.text or node.value is not None else "nothing"
-
-
 def text(node: Node) -> str:
     """Nonempty text on one line, including text that YAML reads as a number or a boolean."""
     if isinstance(node.value, (dict, list)):
-        raise Wrong(f"expected text, got {quoted(node)}. Quote it if it is meant as text")
+        raise Wrong(f"expected text, got {node.quoted}. Quote it if it is meant as text")
     if not node.text:
         raise Wrong("expected text, got an empty value")
     for character in node.text:  # text after a line break would be an option or a command in the batch script
@@ -67,7 +60,7 @@ def regex(node: Node) -> str:
 
 def name(node: Node) -> str:
     """A job's name, also that of its run directory."""
-    given = matching(r"[\w+=@][\w.+=@-]*", "a name of letters, digits and any of _.+=@-")(node)
+    given = matching(r"[\w+=@][\w.+=@-]*", "a name that consists of letters, digits and the characters _.+=@-")(node)
     if len(given.encode()) > 200:
         raise Wrong(f"expected at most 200 bytes (the run directory has this name), got {len(given.encode())}")
     return given
@@ -79,7 +72,7 @@ def choice(*choices: str) -> Callable[[Node], str]:
     def read(node: Node) -> str:
         if node.text not in choices:
             hint = ". Did you mean 'cuda'?" if node.text == "gpu" else did_you_mean(node.text, choices)
-            raise Wrong(f"expected {' or '.join(choices)}, got {quoted(node)}{hint}")
+            raise Wrong(f"expected {' or '.join(choices)}, got {node.quoted}{hint}")
         return node.text
 
     return read
@@ -101,7 +94,7 @@ def whole(least: int, most: int | None = None) -> Callable[[Node], int]:
     def read(node: Node) -> int:
         value = node.value
         if isinstance(value, bool) or not isinstance(value, int) or value < least or (most or value) < value:
-            raise Wrong(f"expected a whole number {expected}, got {quoted(node)}")
+            raise Wrong(f"expected a whole number {expected}, got {node.quoted}")
         return value
 
     return read
@@ -115,7 +108,7 @@ def ranks(most: int) -> Callable[[Node], tuple[int, ...]]:
         try:
             found = tuple(ranks_in(",".join(texts)))
         except ValueError as error:
-            raise Wrong(f"expected ranks such as 0 or 0,3-5, got {quoted(node)}") from error
+            raise Wrong(f"expected ranks such as 0 or 0,3-5, got {node.quoted}") from error
         if len(found) > most:
             raise Wrong(f"expected at most {most} ranks, got {len(found)}")
         return found
@@ -129,7 +122,7 @@ def positive(unit: str) -> Callable[[Node], float]:
     def read(node: Node) -> float:
         value = node.value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise Wrong(f"expected a positive number of {unit}, got {quoted(node)}")
+            raise Wrong(f"expected a positive number of {unit}, got {node.quoted}")
         return float(value)
 
     return read
@@ -138,13 +131,13 @@ def positive(unit: str) -> Callable[[Node], float]:
 def truth(node: Node) -> bool:
     """A boolean."""
     if not isinstance(node.value, bool):
-        raise Wrong(f"expected true or false, got {quoted(node)}")
+        raise Wrong(f"expected true or false, got {node.quoted}")
     return node.value
 
 
 def _argument(node: Node) -> str:
     if isinstance(node.value, (dict, list)) or (node.value is None and not node.text):
-        raise Wrong(f"expected a list of text and numbers, but it contains {quoted(node)}. Quote what is meant as text")
+        raise Wrong(f"expected only text and numbers in the list, got {node.quoted}. Quote it if it is meant as text")
     if "\0" in node.text:
         raise Wrong("expected arguments without U+0000")
     return node.text
@@ -153,7 +146,7 @@ def _argument(node: Node) -> str:
 def arguments(node: Node) -> tuple[str, ...]:
     """A list of arguments, each as written: ``1e-3`` stays ``1e-3``."""
     if not isinstance(node.value, list):
-        raise Wrong(f"expected a list such as [--lr, 1e-3], got {quoted(node)}")
+        raise Wrong(f"expected a list such as [--lr, 1e-3], got {node.quoted}")
     return tuple(_argument(item) for item in node.value)
 
 
@@ -162,7 +155,7 @@ def patterns(node: Node) -> tuple[str, ...]:
     if isinstance(node.value, list) and node.value:
         return tuple(text(item) for item in node.value)
     if isinstance(node.value, (dict, list)):
-        raise Wrong(f'expected a pattern such as "{{run_dir}}/out/*.pth", or a list of them, got {quoted(node)}')
+        raise Wrong(f'expected a pattern such as "{{run_dir}}/out/*.pth", or a list of them, got {node.quoted}')
     return (text(node),)
 
 
@@ -172,7 +165,7 @@ def command(node: Node) -> tuple[str, ...]:
         return arguments(node)
     if isinstance(node.value, (dict, list)) or not node.text:
         raise Wrong(
-            f"expected a command as a list, such as [python, notify.py], or as a line for sh, got {quoted(node)}"
+            f"expected a command as a list, such as [python, notify.py], or as a line for sh, got {node.quoted}"
         )
     return ("/bin/sh", "-c", text(node))
 
@@ -182,7 +175,7 @@ def snapshot(node: Node) -> bool | str:
     if isinstance(node.value, bool):
         return node.value
     if not re.fullmatch(r"[1-9][0-9]{0,5}[MG]", node.text, re.ASCII):
-        raise Wrong(f"expected true, false, or a size such as 500M or 2G, got {quoted(node)}")
+        raise Wrong(f"expected true, false, or a size such as 500M or 2G, got {node.quoted}")
     return node.text
 
 
@@ -208,7 +201,7 @@ ASSIGNMENT = re.compile(r"""(?:^|[\s;&|(])(\w+)=["']?[^\s"'$`;]""")
 
 def _block(node: Node) -> str:
     if isinstance(node.value, dict) or not node.text:
-        raise Wrong(f"expected a list of shell lines, got {quoted(node)}")
+        raise Wrong(f"expected a list of shell lines, got {node.quoted}")
     return node.text
 
 
@@ -218,13 +211,15 @@ def time(node: Node) -> int:
     if not match:
         raise Wrong(
             "expected a time in sbatch's format (minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S), such as 30, 1:30:00 or "
-            f"2-12, got {quoted(node)}"
+            f"2-12, got {node.quoted}"
         )
     days, *parts = (int(part or 0) for part in match.groups())
     hours, minutes, seconds = parts if match[1] or match[4] else (0, *parts[:2])  # minutes, or M:S
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total <= 0:
-        raise Wrong("expected a time limit above 0. Without the key, the partition's limit applies")
+        raise Wrong(
+            f"expected a time limit above 0, got {node.quoted}. Without the key, the partition's default applies"
+        )
     return total
 
 
@@ -234,7 +229,7 @@ _TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re
 def variable(node: Node) -> str:
     """An environment variable's value."""
     if isinstance(node.value, (dict, list)) or "\0" in node.text:
-        raise Wrong(f"expected text, got {'U+0000 in it' if node.text else quoted(node)}")
+        raise Wrong(f"expected text, got {'text with U+0000' if node.text else node.quoted}")
     return node.text
 
 

@@ -26,7 +26,7 @@ from clusterddp.jobdef.job import (
     Wandb,
     Watchdog,
 )
-from clusterddp.jobdef.readers import ASSIGNMENT, Wrong, did_you_mean, quoted
+from clusterddp.jobdef.readers import ASSIGNMENT, Wrong, did_you_mean
 from clusterddp.jobdef.secrets import is_secret
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node, raise_mistakes
 from clusterddp.protocol import FOR_RANKS
@@ -86,7 +86,7 @@ def _section(name: str, make: Callable[..., Any], readers: Mapping[str, Reader],
 
     def read(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
         if not isinstance(node.value, dict):
-            raise Wrong(f"expected {expected}, got {quoted(node)}")
+            raise Wrong(f"expected {expected}, got {node.quoted}")
         return {name: make(**read_fields(node.value, readers, mistakes, f"{name}."))}
 
     return read
@@ -118,7 +118,7 @@ def _nodes(node: Node, _: list[Mistake]) -> dict[str, Any]:
         least, most = int(match[1]), int(match[2])
         return {"nodes": most, "min_nodes": least if least < most else None}
     if isinstance(node.value, bool) or not isinstance(node.value, int) or not 1 <= node.value <= _MOST_NODES:
-        raise Wrong(f"expected a whole number from 1 to {_MOST_NODES}, or a range such as 2-4, got {quoted(node)}")
+        raise Wrong(f"expected a whole number from 1 to {_MOST_NODES}, or a range such as 2-4, got {node.quoted}")
     return {"nodes": node.value, "min_nodes": None}
 
 
@@ -130,7 +130,7 @@ def _gpus_per_node(node: Node, _: list[Mistake]) -> dict[str, Any]:
     if not match:
         instead = ". Without GPUs, write device: cpu and the number of ranks here" if node.text == "0" else ""
         raise Wrong(
-            f"expected a whole number of at least 1, or TYPE:NUMBER such as a100:4, got {quoted(node)}" + instead
+            f"expected a whole number of at least 1, or TYPE:NUMBER such as a100:4, got {node.quoted}" + instead
         )
     return {"gpu_type": match[1], "gpus_per_node": int(match[2])}
 
@@ -148,7 +148,7 @@ def _every(node: Node, _: list[Mistake]) -> dict[str, Any]:
         name = "every_steps" if match and match[2].startswith("step") else "every_s"
         wanted = int if name == "every_steps" else (int, float)
         if not match or not isinstance(number, wanted) or not 0 < number < float("inf") or values[name] is not None:
-            raise Wrong(f"expected 500 steps, 5 minutes, [500 steps, 5 minutes], auto or never, got {quoted(item)}")
+            raise Wrong(f"expected 500 steps, 5 minutes, [500 steps, 5 minutes], auto or never, got {item.quoted}")
         values[name] = number if name == "every_steps" else float(number) * _UNIT_SECONDS[match[2].rstrip("s")]
     return values
 
@@ -159,7 +159,7 @@ def _keep(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
         return {"keep": Keep(**read_fields(node.value, _KEEP, mistakes, "checkpoint.keep."))}
     if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < 1:
         raise Wrong(
-            f"expected a whole number of at least 1, or {{last: 3, every: 5000, best: f1 max}}, got {quoted(node)}"
+            f"expected a whole number of at least 1, or {{last: 3, every: 5000, best: f1 max}}, got {node.quoted}"
         )
     return {"keep": Keep(node.value)}
 
@@ -167,7 +167,7 @@ def _keep(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
 def _best(node: Node, _: list[Mistake]) -> dict[str, Any]:
     match = re.fullmatch(r"([^\s-]\S*) (max|min)", node.text)  # -f1 is for run(best=...)
     if not match:
-        raise Wrong(f"expected the name of a metric and max or min, such as f1 max, got {quoted(node)}")
+        raise Wrong(f"expected the name of a metric and max or min, such as f1 max, got {node.quoted}")
     return {"best": match[1], "best_is": match[2]}
 
 
@@ -176,7 +176,7 @@ def _watchdog(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     if isinstance(node.value, dict):
         return _section("watchdog", Watchdog, _WATCHDOG)(node, mistakes)
     if node.text != "off":
-        raise Wrong(f"expected off, or a mapping with the keys {', '.join(_WATCHDOG)}, got {quoted(node)}")
+        raise Wrong(f"expected off, or a mapping with the keys {', '.join(_WATCHDOG)}, got {node.quoted}")
     return {"watchdog": None}
 
 
@@ -187,17 +187,18 @@ def _steps(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     if node.text == "off":
         return {"see_steps": False}
     if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < 1:
-        raise Wrong(f"expected a whole number of at least 1, off, or {{log: 'iter (\\d+)'}}, got {quoted(node)}")
+        raise Wrong(f"expected a whole number of at least 1, off, or {{log: 'iter (\\d+)'}}, got {node.quoted}")
     return {"steps": node.value}
 
 
 def _step_pattern(node: Node) -> str:
     try:
-        if re.compile(node.text).groups == 1:
+        groups = re.compile(node.text).groups
+        if groups == 1:
             return node.text
-        problem = "has no such group" if "(" not in node.text else "has other groups"
+        problem = f"has {groups} groups"
     except re.error as error:
-        problem = str(error)
+        problem = f"is not valid: {error}"
     expected = "a regular expression with one group, for the step, such as 'iter (\\d+)'"
     raise Wrong(f"expected {expected}, but {node.text!r} {problem}")
 
@@ -205,7 +206,7 @@ def _step_pattern(node: Node) -> str:
 def _resume(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     """A mapping. The name of a preset was replaced before."""
     if not isinstance(node.value, dict):
-        raise Wrong(f"expected a mapping with checkpoint: PATTERN, or the name of a preset, got {quoted(node)}")
+        raise Wrong(f"expected a mapping with checkpoint: PATTERN, or the name of a preset, got {node.quoted}")
     return _section("resume", Resume, _RESUME)(node, mistakes)
 
 
@@ -226,7 +227,7 @@ def _tracker(
             return {key: make() if node.value else None}
         if isinstance(node.value, (int, float)):  # in a mapping, it may be one
             mapping = f"a mapping such as {{{next(iter(readers))}: digits}}"
-            raise Wrong(f"expected true, false, {what}, or {mapping}, got {quoted(node)}")
+            raise Wrong(f"expected true, false, {what}, or {mapping}, got {node.quoted}")
         return {key: make(first(node))}
 
     return read
@@ -238,7 +239,7 @@ def _done(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
         return {"done": Done(file=value.text(node))}
     log = read_fields(node.value, {"log": _field("log", value.regex)}, mistakes, "done.").get("log")
     if log is None and not mistakes:
-        raise Wrong("expected a file such as out/epoch_90.pt, or {log: REGEX}")
+        raise Wrong("expected a file such as out/epoch_90.pt, or {log: REGEX}, got a mapping without a value for log")
     return {"done": Done(log=log)}
 
 
@@ -256,7 +257,7 @@ _UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 
 def _check_variable(name: str, _: Node) -> None:
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise Wrong("not a variable name. Use letters, digits and _, and do not begin with a digit")
+        raise Wrong("not a valid variable name. Use letters, digits and _, and do not begin with a digit")
     if name in SET_FOR_RANKS:
         raise Wrong("clusterddp sets this variable for each rank. Remove it")
 
@@ -288,13 +289,13 @@ def _check_step_option(name: str, node: Node) -> None:
 _GPUS = "use the key gpus_per_node"
 #: Options that bind GPUs to tasks. Sites with AMD GPUs (LUMI, Frontier) document them for srun.
 ONE_GPU_PER_TASK = ("gpus-per-task", "gpu-bind")
-_STOPS = "clusterddp stops and requeues the run itself. `timeouts.notice_s` is the notice before the time limit"
+_STOPS = "clusterddp stops and requeues the run itself. Set the notice before the time limit with `timeouts.notice_s`"
 _LOGS = "the outputs are in the run directory, below logs/"
-_SUBMITS = "clusterddp submit runs sbatch and parses its output"
+_SUBMITS = "clusterddp parses the output of sbatch. Remove the option"
 #: What to use instead of the options of sbatch and srun that clusterddp sets or relies on and that have no key.
 INSTEAD_OF_OPTION = {
     "nodefile": "use the key nodelist",
-    "array": "`clusterddp sweep` submits many runs as an array",
+    "array": "use `clusterddp sweep`, which submits many runs as a job array",
     **dict.fromkeys(
         ("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu"), "use gpus_per_node and gpus_per_rank"
     ),
@@ -400,7 +401,7 @@ def fields_of(node: Node | None, mistakes: list[Mistake]) -> Fields:
         return {}
     if isinstance(node.value, dict):
         return node.value
-    mistakes.append(Mistake(node.place, f"expected 'key: value' lines, got {quoted(node)}"))
+    mistakes.append(Mistake(node.place, f"expected 'key: value' lines, got {node.quoted}"))
     return {}
 
 

@@ -51,6 +51,14 @@ class Node:
     """A scalar's source text, without quotes. Empty for a list or a mapping."""
     place: Place
 
+    @property
+    def quoted(self) -> str:
+        """The value as messages quote it."""
+        if isinstance(self.value, (dict, list)):
+            kind = "mapping" if isinstance(self.value, dict) else "list"
+            return f"a {kind}" if self.value else f"an empty {kind}"
+        return repr(self.text) if self.text or self.value is not None else "nothing"
+
 
 @dataclass(frozen=True, order=True)
 class Mistake:
@@ -80,7 +88,7 @@ def load(text: str, source: str, mistakes: list[Mistake] | None = None) -> Node:
         character = f"U+{ord(text[error.position]):04X}"
         raise JobDefinitionError(f"{place}: the character {character} is not allowed in YAML") from error
     except RecursionError as error:
-        raise JobDefinitionError(f"{source}: nested too deeply") from error
+        raise JobDefinitionError(f"{source}: the YAML is nested too deeply") from error
     node = Node(None, "", Place(source, 1, 1)) if root is None else _Reading(source, found).node(root)
     if mistakes is None and found:
         raise_mistakes(found)
@@ -180,7 +188,8 @@ class _Reading:
         merged: dict[Key, Node] = {}
         for raw_key, raw_value in raw.value:
             if not isinstance(raw_key, yaml.ScalarNode):
-                self._mistaken(raw_key, "expected a word as key, got a list or a mapping")
+                given = "a list" if isinstance(raw_key, yaml.SequenceNode) else "a mapping"
+                self._mistaken(raw_key, f"expected a word as the key, got {given}")
                 continue
             key = Key(raw_key.value, self._place(raw_key))
             if key == "<<" and raw_key.tag == _PLAIN:

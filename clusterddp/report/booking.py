@@ -3,6 +3,13 @@ and its step timings.
 
 Its events ``phase`` show what rank 0 was doing, and ``allocated`` shows when a job waited. An attempt that ended
 before these were recorded counts as launching, and all of its wait as queued.
+
+Lost work has the category ``repeating``, booked while the steps are made again. After the first step of an attempt
+(category ``first_step``), rank 0 reports the phase ``repeating`` if an earlier attempt got further, and ``training`` at
+that attempt's last step (``Run._finish_step``). Saves and evaluations in between keep their categories. If steps have
+no numbers, as in a script's own loop, the lost work itself is booked: the training from the time at which the file of
+``own_resume`` was written until the next launch. The other costs of a failure are ``hung``, ``launching``, ``down``,
+``queued`` and ``held``.
 """
 
 from __future__ import annotations

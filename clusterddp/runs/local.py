@@ -26,7 +26,7 @@ from clusterddp.process import module_command, signal_ranks
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.progress import Progress
+from clusterddp.runs.progress_display import Progress
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
 

@@ -151,7 +151,7 @@ def check_not_submitted(run: RunDirectory) -> None:
 
 
 def _busy(run: RunDirectory, other: str) -> RunDirectoryError:
-    return RunDirectoryError(f"{other}. See the run with: clusterddp status {run.quoted}")
+    return RunDirectoryError(f"{other}. See the run's state with: clusterddp status {run.quoted}")
 
 
 @contextmanager

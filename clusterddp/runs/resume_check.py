@@ -24,7 +24,7 @@ from clusterddp.reporter import counted, say, show
 from clusterddp.rundir.records import WHY, Digests, Recording, States, StepRecord, Trial, read_trial
 from clusterddp.rundir.run_directory import RunDirectory, runs_folder
 from clusterddp.runs.local import LocalRun, interrupts_counted
-from clusterddp.runs.progress import Progress, Shown
+from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.submission import record_local
 
 #: Two different stops, and a step before and after.
@@ -339,7 +339,7 @@ def _words(difference: Difference) -> str:
     if difference.kind == BATCH:
         what = "" if difference.names == ("",) else f" in {names}"
         same = difference.batch_of
-        return f"the batch {where} was different{what}" + (
+        return f"the batch {where} differed{what}" + (
             f" (it was the batch of step {same})" if same is not None and same != difference.step else ""
         )
     if difference.kind == RESTORED:
@@ -490,7 +490,7 @@ def check_resume(job: Job, steps: int) -> int:
         try:
             check = compare(LocalTrials(folder, without_side_effects(job)), steps)
         except Interrupted:
-            say("interrupted, no result")
+            say("the check was interrupted and has no result")
             return INTERRUPTED
     if check.differs:
         raise failure(check)

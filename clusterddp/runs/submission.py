@@ -61,7 +61,7 @@ def with_hydra(job: Job) -> Job:
         job = replace(job, hydra=True)
     if job.hydra and (multirun := {"-m", "--multirun"} & set(job.args)):
         raise UsageError(
-            f"{multirun.pop()}: with this multirun, every rank would run all members. Use `clusterddp submit --sweep "
+            f"{multirun.pop()}: every rank would run all members of this multirun. Use `clusterddp submit --sweep "
             f"lr=1,2`, or `python {job.script or f'-m {job.module}'} -m hydra/launcher=clusterddp lr=1,2`. To run all "
             "members in every rank, use --set hydra=false"
         )
@@ -204,14 +204,14 @@ def check_ranks(job: Job, place: str | None) -> None:
     most = max(64, 32 * cores)  # each rank is a Python process
     if place == "--local" and job.world_size > most:
         raise UsageError(
-            f"{job.world_size} ranks with --local on this machine's {counted(cores, 'core')}: expected at most {most}. "
+            f"--local: expected at most {most} ranks on this machine's {counted(cores, 'core')}, got {job.world_size}. "
             "Reduce --nodes or --gpus"
         )
     needed, named = job.nodes * job.gpus_per_node, os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = len([gpu for gpu in (named or "").split(",") if gpu.strip()])
     if place == "--local" and job.device == "cuda" and named is not None and needed > listed:
         raise UsageError(
-            f"{job.shape} with --local need {counted(needed, 'GPU')} of this machine, but CUDA_VISIBLE_DEVICES={named} "
+            f"--local needs {counted(needed, 'GPU')} of this machine ({job.shape}), but CUDA_VISIBLE_DEVICES={named} "
             f"lists {listed or 'none'}. Unset or change it, reduce --nodes or --gpus, or use --device cpu"
         )
     if place == "--here" and job.gpus_per_rank > 1:

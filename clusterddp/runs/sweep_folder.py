@@ -27,7 +27,7 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.schema import fields_of, file_fields, get
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.jobdef.yaml12 import Mistake, Node, raise_mistakes
-from clusterddp.reporter import show
+from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import create_folder, fsync_directory, make_folder, write_atomically, write_json
 from clusterddp.rundir.ownership import check_own, check_place
 from clusterddp.rundir.records import NOT_METRICS
@@ -208,7 +208,7 @@ class Comparison:
         """Which metrics are compared, for the user."""
         if self.steps is None:
             return "Metrics: the newest values of each member"
-        return f"Metrics after {self.steps} steps, which all members in progress have reached"
+        return f"Metrics after {counted(self.steps, 'step')}, which all members in progress have reached"
 
 
 def compare(members: Sequence[Found], metrics: Collection[str]) -> Comparison | None:

@@ -18,7 +18,6 @@ from clusterddp.jobdef import program, yaml12
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import variants
 from clusterddp.jobdef.program import with_overrides
-from clusterddp.jobdef.readers import quoted
 from clusterddp.jobdef.schema import INSTEAD_OF_KEY, READERS, check_keys, fields_of, file_fields, get
 from clusterddp.jobdef.secrets import is_secret
 from clusterddp.jobdef.yaml12 import Mistake, Node, Place, node_of, raise_mistakes
@@ -210,7 +209,7 @@ def _of_list(listed: Node | None, mistakes: list[Mistake]) -> list[Values]:
     if listed is None:
         return []
     if not isinstance(listed.value, list):
-        mistakes.append(Mistake(listed.place, f"members: expected a list of mappings, got {quoted(listed)}"))
+        mistakes.append(Mistake(listed.place, f"members: expected a list of mappings, got {listed.quoted}"))
         return []
     members: list[Values] = []
     for item in listed.value:

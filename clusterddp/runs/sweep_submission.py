@@ -41,7 +41,7 @@ from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.local import LocalRun
-from clusterddp.runs.progress import Progress
+from clusterddp.runs.progress_display import Progress
 from clusterddp.runs.recording import ONLY_JOB, Content, claim, has_completed, present_code, recorded, write_code
 from clusterddp.runs.submission import check_continues, fit_to_cluster, nodes_to_avoid, record_local, warn_of_unseen
 from clusterddp.runs.sweep_folder import Array, Record, SweepFolder, read_record

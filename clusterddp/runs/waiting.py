@@ -33,7 +33,7 @@ from clusterddp.rundir.files import LASTING, exists
 from clusterddp.rundir.ownership import check_run, early_end, read_claim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
-from clusterddp.runs.progress import Progress, Shown
+from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.run_status import state_of
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import TIMEOUT_S, JobInfo
@@ -134,12 +134,9 @@ class Resubmitter:
             return QUIET_S
         jobs = []
         for entry in claims:  # all of them, as an unknown job may have started before a resubmission
-            job = slurm.show_job(entry["job"]) or self._ended.get(entry["job"])
+            jobs.append(job := self._show_job(entry["job"]))
             if job is not None and job.live:
                 return self._help_live(job)
-            if job is not None:
-                self._ended[entry["job"]] = job
-            jobs.append(job)
         newest, job = claims[0]["job"], jobs[0]
         if self._run.outcome() is not None:  # it ended between the two queries
             return SOON_S
@@ -154,6 +151,13 @@ class Resubmitter:
             show("\n".join(early.lines))
             ended = early.reason
         return self._say(f"{ended}. Continue with: clusterddp submit --run-dir {self._run.quoted}")
+
+    def _show_job(self, job_id: str) -> JobInfo | None:
+        """Slurm's record of a job, the last one if Slurm has forgotten the job since it ended."""
+        job = slurm.show_job(job_id) or self._ended.get(job_id)
+        if job is not None and not job.live:
+            self._ended[job_id] = job
+        return job
 
     def _is_as_before(self, quiet: JobInfo) -> bool:
         """Whether the job still needs no help, by an answer of squeue that other commands share."""
@@ -183,11 +187,12 @@ class Resubmitter:
         entry = None if newest is None else read_claim(self._run.holder_file(newest), self._run)
         if self._run.outcome() is not None or not entry or entry["kind"] != "slurm" or not reachable(entry):
             return self._look_on()
-        job = slurm.show_job(entry["job"])
+        job = self._show_job(entry["job"])
         if job is not None and job.live:
             return self._say(f"waiting for the run's next job after job {job.job_id}")
         events = self._run.events()
-        ended = any(event["event"] in ATTEMPT_ENDS for event in events if event["attempt"] == newest)
+        own = [event for event in events if event["attempt"] == newest]
+        ended = any(event["event"] in ATTEMPT_ENDS and "refused" not in event for event in own)
         if job is None or ended or not self._should_continue(job):
             return self._look_on()
         if self._is_hidden(not events):
@@ -444,7 +449,7 @@ def _ask(left: Sequence[_Wait], pace: Pace, timeout_s: float) -> None:
         one.claims = summary.claims
     now = time.monotonic()
     if doubts := [state.reason for one, state in zip(left, states, strict=True) if one.newly_unknown(state)]:
-        show(f"state unknown, retrying: {doubts[0]}")
+        show(f"the state of a run is unknown, retrying: {doubts[0]}")
     for one, state in zip(left, states, strict=True):
         one.update(state, now)
 

@@ -113,12 +113,12 @@ def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
     fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
     if len(fitting) >= job.least_allocated:
         return
-    kind = f"{job.gpu_type} GPUs" if job.gpu_type else "GPUs"
+    kind = f"{job.gpu_type} GPU" if job.gpu_type else "GPU"
     most = max(node.gpus_of(job.gpu_type) for node in nodes)
     raise UsageError(
-        f"{_partition(job)} has {counted(len(fitting), 'node')} with {job.gpus_per_node} {kind} ({len(nodes)} in "
-        f"total, at most {most} {kind} per node), but the job requests {job.allocated_text}. --gpus is the number per "
-        "node. Request fewer GPUs, or add --device cpu for gloo ranks without GPUs"
+        f"{_partition(job)} has {counted(len(fitting), 'node')} with at least {counted(job.gpus_per_node, kind)} "
+        f"({len(nodes)} in total, at most {counted(most, kind)} per node), but the job requests {job.allocated_text} "
+        "of them. --gpus is the number per node. Request fewer GPUs, or add --device cpu for gloo ranks without GPUs"
     )
 
 

@@ -273,7 +273,7 @@ def node_address(node: str) -> str:
     """The address by which Slurm reaches a node. Raises SlurmError if there is no such node."""
     text = run("scontrol", "show", "node", "-o", node)
     if (found := re.search(r"\bNodeAddr=(\S+)", text)) is None:
-        raise SlurmError(f"scontrol printed no address of node {node}: {text[:200]!r}")
+        raise SlurmError(f"scontrol printed no address for node {node}: {text[:200]!r}")
     return found[1]
 
 
@@ -289,9 +289,9 @@ def partition_nodes(partition: str | None) -> list[NodeShape]:
         sizes = parse_node_sizes(text)
         nodes = [NodeShape(*sizes[node], of_node) for node, of_node in gpus.items()]
     if not nodes:
-        names = ", ".join(sorted({line[0] for line in lines})) or "none"
+        names = sorted({line[0] for line in lines}) or ["none"]
         missing = f"partition {partition!r}" if partition else "default partition"
-        raise SlurmError(f"no {missing} on this cluster. Available: {names}. Choose one with -p")
+        raise SlurmError(f"no {missing} on this cluster. Available: {', '.join(names)}. Choose one with -p")
     return nodes
 
 

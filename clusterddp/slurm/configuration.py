@@ -226,7 +226,7 @@ class Preemption:
         lifted = (
             "`submit --wait` and `clusterddp resubmit` lift the hold"
             if job.lift_hold
-            else "With lift_hold: false, the hold stays"
+            else "With lift_hold: false, clusterddp does not lift the hold"
         )
         return f"The run is requeued and then held for {self.hold_s} s. {lifted}"
 

@@ -137,7 +137,7 @@ _REASONS: dict[str, Why] = {
     "InvalidQOS": Why("its QOS is not valid", _changed("a different --qos")),
     "QOSNotAllowed": Why("its account or partition may not use this QOS", _changed("a different --qos")),
     "Prolog": Why("its nodes are being prepared"),
-    "Cleaning": Why("its previous start is still being cleaned up"),
+    "Cleaning": Why("Slurm is still cleaning up after its previous start"),
     "NodeDown": Why("a node that the job requests is down", _changed("other nodes")),
     "FrontEndDown": Why("the front end of the nodes is down", _ADMIN),
 }
@@ -193,11 +193,11 @@ _WHAT = {
     "bb": "burst buffer",
 }
 _OVER = {
-    "PerUser": "of all your jobs",
-    "PerAccount": "of all jobs of your account",
-    "PerAcct": "of all jobs of your account",
-    "PerJob": "of one job",
-    "PerNode": "of one node",
+    "PerUser": "per user",
+    "PerAccount": "per account",
+    "PerAcct": "per account",
+    "PerJob": "per job",
+    "PerNode": "per node",
 }
 
 
@@ -234,7 +234,7 @@ def _of_limit(reason: str) -> Why | None:
         return Why(f"requests less than {whose} requires: {what} ({reason})", _changed("a larger request"))
     if per in ("PerJob", "PerNode"):
         return Why(f"requests more than {whose} allows: {what} {_OVER[per]} ({reason})", _changed("a smaller request"))
-    over = _OVER[per] if per else "of all its jobs together" if kind == "Grp" else "of all your jobs"
+    over = _OVER[per] if per else "in total" if kind == "Grp" else "per user"
     return Why(
         f"a limit of {whose} is reached: {what} {over} ({reason})",
         "the job starts when others that count towards the limit end. A different --qos or --account may have room",

@@ -76,12 +76,16 @@ def read_cause(job: JobInfo | None, restarts: int, notice_s: float, grace_s: Cal
         time_left = float("inf") if job.end_time is None else job.end_time - now
         return Cause.TIME_LIMIT if time_left <= notice_s + EARLY_S else Cause.NONE
     if job.preempt_time is not None and job.state == "COMPLETING":
-        # Slurm ends a grace period late, never early, apart from the time limit. Its times are whole seconds.
-        early = now < job.preempt_time + grace_s() - 1 and not job.ran_out
+        # Slurm ends a grace period late, never early, apart from the time limit. Its times are whole seconds. The
+        # record of a completing job has the time at which Slurm began to end it. This process may ask much later.
+        ended = now if job.end_time is None else job.end_time
+        early = ended < job.preempt_time + grace_s() - 1 and not job.ran_out
         return Cause.ENDED_IN_GRACE if early else Cause.PREEMPTED_WITHOUT_GRACE
+    if job.state == "CANCELLED":
+        return Cause.CANCELLED
     if job.state == "TIMEOUT" or job.ran_out:
         return Cause.TIMED_OUT
-    by_hand = job.state == "CANCELLED" or (job.state == "COMPLETING" and job.reason in ("None", ""))
+    by_hand = job.state == "COMPLETING" and job.reason in ("None", "")
     return Cause.CANCELLED if by_hand else Cause.ENDED_OTHERWISE
 
 

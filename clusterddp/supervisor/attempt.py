@@ -9,11 +9,9 @@ itself (``main.prepare_process``).
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import queue
 import secrets
-import signal
 import socket
 import threading
 import time
@@ -22,15 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from clusterddp import protocol
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.failures import exclusion, node_memory
-from clusterddp.failures.exit_status import ExitStatus, in_order
 from clusterddp.failures.hangs import Watch
 from clusterddp.failures.placement import Placement
-from clusterddp.failures.stack_traces import after_suspension, uncaught
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_snapshot import changed_code, code_state, recorded_code
@@ -72,7 +69,7 @@ from clusterddp.supervisor.state import (
     TermNotice,
     Timer,
 )
-from clusterddp.supervisor.verdict import RankEnd, end_of_file
+from clusterddp.supervisor.verdict import rank_ends
 from clusterddp.worker.code_paths import mapped_variables
 
 #: The exceptions that a malformed report of a rank may raise.
@@ -140,10 +137,28 @@ class Attempt:
             return 1
         with suppress(OSError):  # the script may have deleted it, and the next attempt's log goes there
             create_folder(self._run.logs, exist_ok=True)
+        self._find_lost_nodes()
         code = Recovery(self._run, self._number, self._controller, self._history, self._result()).act()
         if code != RESTART:
             self._hook.finish()
         return code
+
+    def _find_lost_nodes(self) -> None:
+        """Asks Slurm which nodes the job still has, if ranks failed before they joined.
+
+        If a node's processes end without a silence, as when it is rebooted, the ranks restart on it. srun then waits
+        until Slurm takes the node out of the job, and fails without naming it (seen on 22.05.8).
+        """
+        state = self._state
+        joined = len(state.hosts.keys() | state.ends.keys())
+        if not self._job.outlives_nodes or state.exit_code == 0 or joined == self._job.world_size:
+            return
+        try:
+            notice = self._controller.notice()
+        except SlurmError as error:
+            say(f"could not ask Slurm which nodes the job still has: {error}")
+            return
+        self._state = decide.lose_unjoined(replace(state, notice=notice), time.time())
 
     def post(self, event: Event) -> None:
         """Adds an event to the queue. From any thread."""
@@ -286,7 +301,7 @@ class Attempt:
         """The next event and when it came. An expired timer goes before the queue."""
         if not self._timers:
             return self._events.get()
-        timer, expires = min(self._timers.items(), key=lambda item: item[1])
+        timer, expires = min(self._timers.items(), key=itemgetter(1))
         try:
             if (left_s := expires - time.monotonic()) > 0:
                 return self._events.get(timeout=left_s)
@@ -427,48 +442,8 @@ class Attempt:
     # --- once the ranks have exited
 
     def _result(self) -> AttemptResult:
-        state, hang = self._state, self._state.hang
-        statuses = self._launcher.exit_statuses()
-        if hang is None:  # else all were killed
-            statuses = in_order(statuses)
-        ends = [self._end_of(rank, statuses.get(rank)) for rank in range(self._job.world_size)]
-        if hang is not None and ends[hang.late[0]].failed:  # it comes first
-            end = "hung" if self._job.watchdog and self._job.watchdog.on_hang == "restart" else "hung for good"
-            ends[hang.late[0]] = RankEnd(hang.late[0], hang.host, end, state.hung_at, hang.what, used_clusterddp=True)
-        for rank, one in enumerate(ends):
-            if one.failed and not one.end.startswith("hung"):
-                ends[rank] = one = replace(one, fault=state.gpu_fault_of(rank, min(one.lost_at, time.time())))
-            if words := after_suspension(one.error, state.stood_s, self._job.timeouts.step_s):
-                ends[rank] = replace(one, error=f"{one.error}\n{words}")
-        return AttemptResult(state, tuple(end.without(self._history.secrets) for end in ends), self._timing.made)
-
-    def _end_of(self, rank: int, status: ExitStatus | None) -> RankEnd:
-        """How a rank ended, from its last report, else its record, else the exit status of its process."""
-        state, node = self._state, self._state.node_of(rank)
-        host, lost_at = state.hosts.get(rank, node), state.lost_at.get(rank, float("inf"))
-        if rank in state.ends:
-            return RankEnd.from_record(rank, host, lost_at, state.ends[rank])
-        end = RankEnd.read(rank, host, lost_at, self._run.rank_record(self._number, rank), status)
-        if end.end == "died" and state.exit_code == 0 and state.hosts.get(rank) is None:
-            # srun returns 0 for tasks that it could not launch (seen on 22.05.8: slurmstepd did not find its cgroup).
-            if status is not None and status.not_started:
-                return end
-            words = "the launcher returned 0, but the process left no record"
-            return RankEnd(rank, host, "lost", lost_at, error=words)
-        if end.end == "died" and state.exit_code == 0:  # by os._exit(0); unfinished is None without a training loop
-            if state.unfinished:
-                words = "called os._exit(0) inside its training loop"
-                return RankEnd(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
-            if self._job.stop.signal and state.heard and state.unfinished is None:
-                return RankEnd(rank, host, "stopped", lost_at)
-            return RankEnd(rank, host, "done", lost_at, used_clusterddp=state.unfinished is False)
-        if status is not None and status.signal == signal.SIGABRT and end.end == "died":
-            log = self._run.attempt_logs(self._number) / f"rank-{rank}.err"
-            if thrown := uncaught(end_of_file(log)):
-                return dataclasses.replace(end, error=f"aborted: {thrown}")
-        if rank in state.silent and end.end == "died":
-            return RankEnd(rank, host, "silent", lost_at, error=f"was lost because node {node} no longer responds")
-        return end
+        ends = rank_ends(self._run, self._number, self._state, self._launcher.exit_statuses())
+        return AttemptResult(self._state, tuple(end.without(self._history.secrets) for end in ends), self._timing.made)
 
 
 def last_line(run: RunDirectory) -> Mapping[str, Any]:

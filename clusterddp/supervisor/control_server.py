@@ -1,6 +1,6 @@
 """The supervisor's side of the control channel. ``worker/control_channel.py`` has the ranks' side and the protocol.
 
-Each request of the user comes over its own connection (``runs/requests.py``).
+Each request of the user comes over its own connection (``runs/request_client.py``).
 
 ``Outbox`` keeps the lines for connections that cannot take them at once, and sends them later, without waiting.
 """

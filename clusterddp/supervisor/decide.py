@@ -14,7 +14,7 @@ from clusterddp.events import GpuFault, gpu_fault
 from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered
 from clusterddp.failures.placement import Course, choose
 from clusterddp.rundir.records import is_count, is_time, optional, schema_error
-from clusterddp.supervisor import requests
+from clusterddp.supervisor import user_requests
 from clusterddp.supervisor.state import (
     ASK_S,
     SIGNAL,
@@ -104,8 +104,8 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
         return _on_left(state, event, now)
     if event.name == "committing":
         return _on_committing(state, int(values["question"]), now)
-    if event.name in requests.ORDER_ANSWERS:
-        return requests.on_rank_event(state, event)
+    if event.name in user_requests.ORDER_ANSWERS:
+        return user_requests.on_rank_event(state, event)
     if wrong := schema_error(values, {"step": optional(is_count)}):
         raise ValueError(wrong)
     values = {"rank": rank, **values}
@@ -146,13 +146,13 @@ def _note(state: State, event: RankEvent) -> Step:
     if event.name in ("signal", "notified"):
         return _confirmed(state, SIGNAL if event.name == "signal" else str(values.get("reason")))
     if event.name == "checkpoint":
-        return requests.on_checkpoint(replace(state, last_save_s=float(values["durable_s"])), values)
+        return user_requests.on_checkpoint(replace(state, last_save_s=float(values["durable_s"])), values)
     if event.name == "checkpoint_failed":
-        return requests.on_checkpoint(state, values)
+        return user_requests.on_checkpoint(state, values)
     if event.name == "skipped":
-        return requests.on_skipped(state, values), []
+        return user_requests.on_skipped(state, values), []
     if event.name in ("profiled", "not_profiled"):
-        return requests.on_profile(state, event)
+        return user_requests.on_profile(state, event)
     return state, []
 
 
@@ -238,7 +238,7 @@ def _on_rejoined(state: State, rank: int) -> Step:
 
 
 def _exited(state: State, rank: int) -> str:
-    return f"rank {rank} ({state.hosts[rank]}) exited"
+    return f"rank {rank} ({state.hosts.get(rank, state.node_of(rank))}) exited"
 
 
 def _dismiss_peers(state: State, why: str, more_s: float = 0.0, *, failed: bool = False) -> Step:
@@ -325,7 +325,7 @@ def _on_notice(state: State, notice: Notice, now: float) -> Step:
         state = replace(state, allocated=True)
     preempted = state.preempted or notice.stop is Stop.PREEMPTION
     state = replace(state, notice=notice, preempted=preempted, controller_away=False)
-    state = _lose_unjoined(state, now)
+    state = lose_unjoined(state, now)
     state, lost = _lose_nodes(state) if state.confirming else (state, [])
     # A stop that was already due is not sent any sooner.
     due = _due(state, now)
@@ -352,7 +352,7 @@ def _on_controller_failed(state: State, event: ControllerFailed, _now: float) ->
     return replace(state, cut_off=True), [*actions, StartTimer(Timer.ASK, ASK_AGAIN_S)]
 
 
-def _lose_unjoined(state: State, now: float) -> State:
+def lose_unjoined(state: State, now: float) -> State:
     """Ranks that have not joined have no connection that could break: Slurm has taken their node out of the job."""
     left, nodes = state.notice.nodes, state.nodes
     if left is None or all(node in left for node in nodes):
@@ -423,7 +423,7 @@ def _due(state: State, now: float) -> tuple[Stop, str] | None:
 
 def _on_request(state: State, request: Request, now: float) -> Step:
     """A stop that the user requests is sent like any other, unless one is already due."""
-    state, actions = requests.accept(state, request, now)
+    state, actions = user_requests.accept(state, request, now)
     if state.wanted is None or state.due:
         return state, actions
     state, more = _look(state, now)
@@ -431,12 +431,17 @@ def _on_request(state: State, request: Request, now: float) -> Step:
 
 
 def _on_exit(state: State, event: RanksExited, _now: float) -> Step:
-    return requests.on_exit(replace(state, exit_code=event.exit_code, saving=False))
+    return user_requests.on_exit(replace(state, exit_code=event.exit_code, saving=False))
 
 
 def _on_superseded(state: State, _event: Superseded, _now: float) -> Step:
-    """The ranks see the newer attempt when their connection breaks, and exit on their own. srun may wait forever for a
-    node that it cannot reach."""
+    """The ``Monitor``, which looks every two seconds, has found the folder of a newer attempt.
+
+    From now on, ``step`` ignores all events but the end of the ranks and ABANDON. FENCE closes the history and the
+    connections to the ranks. These see the newer attempt when their connection breaks, and exit on their own. srun may
+    wait forever for a node that it cannot reach, so it is abandoned. ``Recovery`` then neither writes nor requeues. A
+    save that is under way is refused by ``checkpoint/store.Checkpoints.check_newest``.
+    """
     return replace(state, superseded=True), [Do.FENCE, StartTimer(Timer.ABANDON, state.abandon_s)]
 
 
@@ -517,5 +522,5 @@ _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
     Timer.UNKILLABLE: _on_unkillable,
     Timer.ASK: lambda state, _: (state, [Do.ASK_CONTROLLER]),
     Timer.ABANDON: _on_abandon,
-    Timer.ANSWER: requests.on_timer,
+    Timer.ANSWER: user_requests.on_timer,
 }

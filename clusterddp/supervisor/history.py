@@ -6,20 +6,8 @@ One process writes it at a time. While a supervisor holds the run (``lease.py``)
 history thread while the ranks run, then the main thread. While no process holds the run, these write a single line:
 ``submit --fork`` before the run's first job, ``clusterddp cancel`` after it marked the run and its holder ended, and
 rank 0 of a script that was started without a supervisor, as by torchrun (``training/context.py``). A superseded
-supervisor closes its history before it does anything else.
-
-With ``steps: {log: REGEX}``, the step of a script is read from what its rank 0 prints, and written into metrics.jsonl.
-The supervisor reads the files, because libraries and child processes write the script's output, too. It runs on rank
-0's node, where it sees new output at once. It writes the newest step at most once a second.
-
-The number in the output is taken as the number of steps done, whether the script counts from 0 or from 1: commands then
-show the same number as the script. How many steps are repeated is exact if the script prints each of them.
-
-``Hook`` calls the user's command with events of the run, as JSON on its standard input. A call never delays the ranks
-or changes the run: it has a separate thread and session, its output goes to ``logs/hook.log``, and a failure is a
-message. A call is killed after ``TIMEOUT_S``. Before this process exits, it waits for running calls as long, but only
-``HANDOVER_S`` if a preempting job waits for the nodes. On a preemption the hook is therefore called as soon as the
-controller confirms it, while the ranks save.
+supervisor closes its history before it does anything else. ``History.conclude`` writes the outcome, ``StepLog`` the
+steps of a script that only prints them, and ``Hook`` calls the user's command.
 """
 
 from __future__ import annotations
@@ -130,13 +118,27 @@ class History:
             done = 0
         return {"step": done, "checkpoint": self.newest_checkpoint}
 
-    def conclude(self, state: str, reason: str, *, confirmed: bool = True) -> bool:
-        """Writes the outcome: the run is over. Its step is None if the script recorded none. ``confirmed``: false if it
-        completed only by exit code 0, and that is doubtful.
+    def conclude(self, state: str, reason: str, *, confirmed: bool = True, step: int | None = None) -> bool:
+        """Writes the outcome, outcome.json: the run is over. Its step is None if the script recorded none.
 
-        Returns whether it was written. An error is reported, and does not change how the attempt ended.
+        It is written by
+
+        - the supervisor, once its ranks have exited, in ``Recovery``: if the verdict is complete, fail or cancel
+          (``_act``), if a limit forbids another attempt (``_bounded``), or if the run was cancelled while it was being
+          resubmitted (``_hand_over``),
+        - a supervisor that starts no ranks, because ``done`` is met or a limit is exceeded (``main.conclude``),
+        - ``clusterddp cancel``, once no job or process holds the run, if there is no outcome yet.
+
+        The file has no lock: it is replaced atomically. ``main.supervise_one`` excludes a second writer earlier. A
+        supervisor exits if the run is over or another live job holds it (``lease.held_by_other``), and claims its
+        attempt by an exclusive ``mkdir``. ``Recovery._act`` exits without writing if a newer attempt exists. A run with
+        an outcome continues only on a user's request: the submission, or the attempt that it starts, removes the file.
+
+        ``step``: one that the run has reached, which no event may name. ``confirmed``: false if the run completed only
+        by exit code 0, and that is doubtful. Returns whether the outcome was written. An error is reported, and does
+        not change how the attempt ended.
         """
-        step = highest(event.get("step") for event in self.events)
+        step = highest([step, *(event.get("step") for event in self.events)])
         # No rank reports the last step in its output, and one on a node that does not respond reports none at all.
         if state == "completed" or any("log" in event and event["attempt"] == self._attempt for event in self.events):
             step = highest([step, self.saved()["step"]])
@@ -164,7 +166,16 @@ LONGEST = 1 << 16
 
 
 class StepLog:
-    """Reads until it is closed. ``post`` gets the event ``training`` with the first step of the attempt."""
+    """The steps of a script with ``steps: {log: REGEX}``, from what its rank 0 prints, written into metrics.jsonl.
+
+    The supervisor reads the files, because libraries and child processes write the script's output, too. It runs on
+    rank 0's node, where it sees new output at once. It writes the newest step at most once a second.
+
+    The number in the output is taken as the number of steps done, whether the script counts from 0 or from 1: commands
+    then show the same number as the script. How many steps are repeated is exact if the script prints each of them.
+
+    Reads until it is closed. ``post`` gets the event ``training`` with the first step of the attempt.
+    """
 
     def __init__(self, run: RunDirectory, attempt: int, pattern: str, post: Callable[[RankEvent], None]) -> None:
         self._metrics, self._attempt, self._pattern, self._post = run.metrics_file, attempt, re.compile(pattern), post
@@ -258,7 +269,15 @@ def hook_event(event: Mapping[str, Any]) -> str | None:
 
 
 class Hook:
-    """Calls the hook of a job, if it has one. ``hurry``: whether a preempting job waits for this process to exit."""
+    """Calls the hook of a job, if it has one: the user's command, with an event of the run as JSON on standard input.
+
+    A call never delays the ranks or changes the run: it has a separate thread and session, its output goes to
+    ``logs/hook.log``, and a failure is a message. A call is killed after ``TIMEOUT_S``. Before this process exits, it
+    waits for running calls as long, but only ``HANDOVER_S`` if a preempting job waits for the nodes. On a preemption
+    the hook is therefore called as soon as the controller confirms it, while the ranks save.
+
+    ``hurry``: whether a preempting job waits for this process to exit.
+    """
 
     def __init__(self, run: RunDirectory, job: Job, attempt: int, hurry: bool = False) -> None:
         self._run, self._job, self._attempt, self._hurry = run, job, attempt, hurry

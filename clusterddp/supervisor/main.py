@@ -26,7 +26,7 @@ from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import RunDirectoryError
 from clusterddp.events import at_step
-from clusterddp.failures.placement import Placement, place
+from clusterddp.failures.placement import Placement, as_placed, place
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -41,7 +41,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor import done, lease
-from clusterddp.supervisor.attempt import Attempt, nodes_of
+from clusterddp.supervisor.attempt import Attempt, last_line, nodes_of
 from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
 from clusterddp.supervisor.history import History, Hook
 from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
@@ -101,13 +101,6 @@ def as_started(job: Job, environ: Mapping[str, str]) -> Job:
         return job
     nodes = min(job.nodes, int(environ["SLURM_JOB_NUM_NODES"]))  # the others are spare
     return dataclasses.replace(job, nodes=nodes, policy=job.policy or "resubmit")
-
-
-def as_placed(job: Job, placement: Placement) -> Job:
-    """The job with the number of nodes that an attempt has, after it lost some for which there was no spare one."""
-    if job.min_nodes is None or not placement.nodes:
-        return job
-    return dataclasses.replace(job, nodes=len(placement.nodes))
 
 
 def without_spares(job: Job) -> Job:
@@ -220,7 +213,9 @@ def conclude(run: RunDirectory, job: Job, number: int, action: Action, reason: s
     """Ends the run with an attempt that starts no ranks. Returns the exit code."""
     history, hook = History(run, number), Hook(run, job, number)
     history.listener = hook.notify
-    history.conclude(action.value, reason)
+    # The supervisor whose ranks finished may have died with its node before it recorded their last steps.
+    line = last_line(run) if action is Action.COMPLETE else {}
+    history.conclude(action.value, reason, step=line["step"] + 1 if line else None)
     hook.finish()
     return 0 if action is Action.COMPLETE else 1
 

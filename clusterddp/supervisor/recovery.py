@@ -1,4 +1,16 @@
-"""Recovery from the end of an attempt: restart in place, requeue, resubmit, or end the run."""
+"""What follows once an attempt's ranks have exited: a restart in place, a requeue, a new job, or the end of the run.
+
+``Recovery.act`` asks the controller why the ranks stopped (``slurm/run_states.Cause``), and ``verdict.judge`` gives the
+action for that. A run that exceeds a limit fails instead of a RESTART or AGAIN (``limits.exceeded``).
+
+- RESTART, after a failure that may pass, or to leave a node: ``_restart``. The run gets a new job only if this one has
+  too few nodes without a lost or drained one, or if ranks run on a node that is to be excluded.
+- AGAIN, for example after a preemption: ``_again``. The job is requeued if ``_requeues`` allows it and Slurm accepts
+  it. Otherwise the run gets a new job: its ``job.sbatch`` is submitted again (``Controller.resubmit``).
+- LEAVE_TO_SLURM, after a preemption without grace or by `scontrol requeue`: Slurm requeues the job. Where Slurm cancels
+  preempted jobs, the run continues as with AGAIN.
+- LEAVE: the job ends, and the run waits for its user. COMPLETE, FAIL and CANCEL: ``outcome.json`` is written.
+"""
 
 from __future__ import annotations
 
@@ -305,11 +317,7 @@ class Recovery:
         # This process was stopped past the end of its job. While it holds the run, the other job exits as it starts.
         if other is not None and verdict.cause is Cause.TIMED_OUT:
             return self._stop(verdict, f"{verdict.reason}. The run was submitted again as job {other}")
-        wanted = self._job.policy != "resubmit" or not self._controller.resubmits
-        requeues = (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED)
-        # Slurm would accept a requeue within the grace, too, but `submit` has announced a new job, which is not held.
-        cancels = self._job.policy is None and verdict.cause is Cause.PREEMPTED and self._ends_for_good()
-        if not (wanted and verdict.cause in requeues) or cancels or self._nodes_refused():
+        if not self._requeues(verdict.cause):
             return self._resubmit(verdict, self._excluded())
         try:
             requeued = self._requeue(verdict.cause)
@@ -321,10 +329,24 @@ class Recovery:
         self._add_end("requeued", verdict, window_s=requeued)
         return self._controller.again_code
 
-    def _nodes_refused(self) -> bool:
-        """Whether the user asked for a job without some nodes, which a requeue cannot give."""
+    def _requeues(self, cause: Cause) -> bool:
+        """Whether to requeue this job, rather than to submit the run as a new job.
+
+        A requeue needs a job that is still running: in a preemption's grace period, before the time limit, or after
+        `clusterddp requeue`. The job definition's ``policy: resubmit`` forbids it, except in a local run, which has no
+        queue. For a range of nodes without a policy, ``main.as_started`` sets ``resubmit``. If Slurm cancels what it
+        preempts (PreemptMode=CANCEL), a preempted job is requeued only with ``policy: requeue``. A requeue cannot leave
+        out nodes, so there is none if the user asked for that (`requeue --exclude`, `tell drain`).
+        """
+        if cause not in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED):
+            return False
+        if self._job.policy == "resubmit" and self._controller.resubmits:
+            return False
+        # Slurm would accept a requeue within the grace, too, but `submit` has announced a new job, which is not held.
+        if self._job.policy is None and cause is Cause.PREEMPTED and self._ends_for_good():
+            return False
         own = [event for event in self._history.events if event["attempt"] == self._number]
-        return any(event["event"] == "requested" and event.get("nodes") for event in own)
+        return not any(event["event"] == "requested" and event.get("nodes") for event in own)
 
     def _requeue(self, cause: Cause) -> float | Verdict:
         """Requeues the job, retrying until the controller answers. Before each try, asks whether the cause has changed.

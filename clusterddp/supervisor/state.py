@@ -1,6 +1,6 @@
 """The state of an attempt while its ranks run, the events that change it and the actions that follow.
 
-``decide.py`` and ``requests.py`` decide what follows from which event. All values are immutable.
+``decide.py`` and ``user_requests.py`` decide what follows from which event. All values are immutable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""The verdict on an attempt: a pure function of how its ranks ended and why they were asked to stop.
+"""How an attempt ended: how each of its ranks ended, which failure came first, and what the supervisor does next.
+
+An exit code goes this way. ``worker/rank.run_script`` turns what the script did into a record: ``sys.exit(3)`` has exit
+code 3, an exception none. The rank sends the record, writes it to a file and exits. ``rank_ends`` reads it. Without a
+record, srun's messages or waitpid show that the rank was killed. ``judge`` finds the first failure and the next action,
+and ``Recovery`` carries that out. If the run is over, the supervisor exits with ``Verdict.exit_code``. That is the
+job's exit code, too, because the batch script becomes the supervisor by ``exec``.
 
 ``failure_box`` shows an attempt's first failure, for `submit --local`, the job's log, `logs` and `Handle.result()`.
 """
@@ -10,6 +16,7 @@ import enum
 import math
 import os
 import shlex
+import signal
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +28,14 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.events import at_step
 from clusterddp.failures import exit_status
 from clusterddp.failures.exit_status import KILLS, Blame, ErrorText, ExitStatus
-from clusterddp.failures.stack_traces import different_calls, end_of_log, users_line, without_advice
+from clusterddp.failures.stack_traces import (
+    after_suspension,
+    different_calls,
+    end_of_log,
+    uncaught,
+    users_line,
+    without_advice,
+)
 from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import counted, printable
 from clusterddp.rundir.files import open_binary
@@ -29,6 +43,7 @@ from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import FRUITLESS, LONG_S, PROGRESS_S, SAVED_ITSELF, STEPPED, Progress
+from clusterddp.supervisor.state import State
 
 #: Two connections that end within this many seconds count as ending together.
 JITTER_S = 0.5
@@ -224,6 +239,56 @@ class RankEnd:
         return f"{'ran out of memory: ' if self.out_of_memory else what.get(self.end, '')}{error}"
 
 
+def rank_ends(run: RunDirectory, attempt: int, state: State, statuses: Mapping[int, ExitStatus]) -> list[RankEnd]:
+    """How each rank of an attempt ended, once all have exited. ``statuses``: the launcher's, the first failure first.
+
+    The rank at fault for a hang counts as ``hung``, however it ended, unless it was done or stopped.
+    """
+    hang = state.hang
+    if hang is None:  # else all were killed
+        statuses = exit_status.in_order(statuses)
+    ends = [_end_of(run, attempt, state, rank, statuses.get(rank)) for rank in range(state.job.world_size)]
+    if hang is not None and ends[hang.late[0]].failed:  # it comes first
+        end = "hung" if state.job.watchdog and state.job.watchdog.on_hang == "restart" else "hung for good"
+        ends[hang.late[0]] = RankEnd(hang.late[0], hang.host, end, state.hung_at, hang.what, used_clusterddp=True)
+    for rank, one in enumerate(ends):
+        if one.failed and not one.end.startswith("hung"):
+            fault = state.gpu_fault_of(rank, min(one.lost_at, time.time()))
+            ends[rank] = one = dataclasses.replace(one, fault=fault)
+        if words := after_suspension(one.error, state.stood_s, state.job.timeouts.step_s):
+            ends[rank] = dataclasses.replace(one, error=f"{one.error}\n{words}")
+    return ends
+
+
+def _end_of(run: RunDirectory, attempt: int, state: State, rank: int, status: ExitStatus | None) -> RankEnd:
+    """How a rank ended, from its last report, else its record, else the exit status of its process."""
+    node = state.node_of(rank)
+    host, lost_at = state.hosts.get(rank, node), state.lost_at.get(rank, float("inf"))
+    if rank in state.ends:
+        return RankEnd.from_record(rank, host, lost_at, state.ends[rank])
+    end = RankEnd.read(rank, host, lost_at, run.rank_record(attempt, rank), status)
+    if end.end == "died" and state.exit_code == 0 and state.hosts.get(rank) is None:
+        # srun returns 0 for tasks that it could not launch (seen on 22.05.8: slurmstepd did not find its cgroup).
+        if status is not None and status.not_started:
+            return end
+        words = "the launcher returned 0, but the process left no record"
+        return RankEnd(rank, host, "lost", lost_at, error=words)
+    if end.end == "died" and state.exit_code == 0:  # by os._exit(0); unfinished is None without a training loop
+        if state.unfinished:
+            words = "called os._exit(0) inside its training loop"
+            return RankEnd(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
+        if state.job.stop.signal and state.heard and state.unfinished is None:
+            return RankEnd(rank, host, "stopped", lost_at)
+        return RankEnd(rank, host, "done", lost_at, used_clusterddp=state.unfinished is False)
+    if status is not None and status.signal == signal.SIGABRT and end.end == "died":
+        log = run.attempt_logs(attempt) / f"rank-{rank}.err"
+        if thrown := uncaught(end_of_file(log)):
+            return dataclasses.replace(end, error=f"aborted: {thrown}")
+    if rank in state.silent and end.end == "died":
+        return RankEnd(rank, host, "silent", lost_at, error=f"was lost because node {node} no longer responds")
+    return end
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The supervisor's next action, its reason, the first failure if there was one, and the others."""
@@ -238,7 +303,14 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """The training's exit code: 0 if it completed, else the one that the failed rank exited with, else 1."""
+        """The exit code of a run that is over, and so of its batch job: 0 if it completed, else the code of the first
+        failed rank, else 1, for example after an exception or a KILL.
+
+        After an attempt of a run that is not over, the supervisor exits with the controller's ``again_code`` if the run
+        starts again by itself, else with its ``leave_code``. In a Slurm job both are 0. A local run has 75, on which
+        ``runs/local.py`` starts the next attempt, and 130, which an own allocation has, too. A superseded supervisor
+        exits with 1, and one that ends by an error with that of the error (``entry.exit_with``).
+        """
         if self.action is Action.COMPLETE:
             return 0
         return (self.first_failure and self.first_failure.exit_code) or 1

@@ -42,7 +42,7 @@ def check_node(read: Settings, devices: Sequence[torch.device]) -> float:
     for device in devices if devices[0].type == "cuda" else ():
         check = bounded("health", partial(clock.health, device), DEVICE_S, device)
         if check.state != OK:
-            say(f"GPU of node {node_of(read)}: {check.found}")
+            say(f"health check of node {node_of(read)}: {check.found}")
         if check.state == FAILED:
             raise PreflightError(f"node {node_of(read)} failed the check 'health' on {device}: {check.found}")
     for device in devices:

@@ -195,7 +195,8 @@ class RunState:
     def __init__(self, given: Given, seed: int, group: ProcessGroup) -> None:
         parts, loader, rng, values = given.parts, given.loader, given.rng, given.values
         if clash := RESERVED & parts.keys():
-            raise TypeError(f"run(): {_listed(map(repr, clash))} is reserved. Choose a different name")
+            names = " or ".join(sorted(map(repr, clash)))
+            raise TypeError(f"run(): no part may be named {names}. Choose a different name")
         if rng not in get_args(Randomness):
             raise ValueError(f"run(rng={rng!r}): expected one of {', '.join(map(repr, get_args(Randomness)))}")
         self._parts, self._loader, self._rng, self._seed, self._group = parts, loader, rng, seed, group
@@ -309,7 +310,7 @@ class RunState:
         if progress.get("cut"):
             reason = f"step {step - 1} was stopped during an evaluation, and the rest of its code did not run"
             waiting = _listed(progress.get("not_stepped", []))
-            self.inexact.append(reason + (f", and {waiting} had not stepped" if waiting else ""))
+            self.inexact.append(reason + (f", including the optimizer steps of {waiting}" if waiting else ""))
         if progress.get("buffers_changed"):
             size = f"{LARGEST_COPY_BYTES >> 20} MiB"
             self.inexact.append(
@@ -339,8 +340,9 @@ class RunState:
             if unsaved:
                 found.append(name)
                 say(
-                    f"{unsaved} of {name}'s {len(parameters)} parameters are in no part of ctx.run() and are not "
-                    "saved. Also pass the module that has them, as in ctx.run(criterion=criterion, ...)"
+                    f"ctx.run() received no part with {unsaved} of {name}'s {counted(len(parameters), 'parameter')}, "
+                    "so checkpoints do not contain them. Also pass the module that has them, as in "
+                    "ctx.run(criterion=criterion, ...)"
                 )
         return found
 
@@ -397,7 +399,9 @@ def load(files: Files, strict: bool, parts: Mapping[str, Stateful], group: Proce
     """
     chosen = _by_part(files, parts)
     if unknown := chosen.keys() - parts.keys():
-        raise TypeError(f"run(init_from=...): no part {', '.join(sorted(unknown))}. Parts: {', '.join(parts)}")
+        raise TypeError(
+            f"run(init_from=...): the run has no part {', '.join(sorted(unknown))}, only {', '.join(parts)}"
+        )
     return [_load_part(name, parts[name], Path(file), strict, group) for name, file in chosen.items()]
 
 

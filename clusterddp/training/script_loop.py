@@ -28,7 +28,7 @@ from clusterddp.distributed.process_group import AttemptStore
 from clusterddp.errors import Stopped
 from clusterddp.events import NO_RANK
 from clusterddp.process import at_exit, cancel_at_exit
-from clusterddp.reporter import say
+from clusterddp.reporter import counted, say
 from clusterddp.training import script_steps, settings
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.stopping import Agreement, Stopping, open_store
@@ -73,9 +73,11 @@ class EpochItems:
             skipped = deque(islice(enumerate(rest, 1), skip), maxlen=1)
             loop.taken = loop.done = skipped[-1][0] if skipped else 0
             if skip:
-                say(f"continue_epoch: {loop.done} items of this epoch were trained on before the stop, and are skipped")
+                before = counted(loop.done, "item")
+                say(f"continue_epoch: skipping the first {before} of this epoch, which the run used before the stop")
             if loop.taken < skip:
-                say(f"continue_epoch: expected at least {skip} items. Did the data or the batch size change?")
+                least = counted(skip, "item")
+                say(f"continue_epoch: expected at least {least}. Did the data or the batch size change?")
             for item in rest:
                 skipped.clear()
                 loop.taken += 1

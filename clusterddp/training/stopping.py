@@ -1,16 +1,11 @@
-"""How a stop comes about: signals and the supervisor's notice request it, all ranks agree where, a deadline bounds it.
+"""How a signal to one rank, or a notice of the supervisor, makes all ranks stop after the same step.
 
-All ranks carry out a request, a stop or a skip of batches, at the same boundary, without any communication per step. A
-*boundary* is a call of ``Agreement.boundary``. All ranks make the same sequence of these calls, numbered 0, 1, 2 ...:
-the step loop makes one before its first step and one after each. Evaluations and other loops make their own.
-
-Requests are numbered, too, and each is a key in the store. Each rank has a watcher thread with its own store
-connection, blocked on the key of the next request, which any rank sets. Every watcher then *first raises a local flag,
-then reads and publishes the number of the last boundary that its main thread entered* (-1: none yet). The main thread,
-at a boundary, *first writes its number, then reads the flag*. So if a main thread saw no flag at boundary n, its
-watcher publishes n or more. If it saw the flag, it does not pass its published number until it knows the maximum over
-all ranks. All ranks carry out the request at the boundary after that maximum: none can have passed it, and every rank
-will reach it. At most one extra step is made.
+``Stopping`` is made once all ranks have joined. Before that, TERM ends a rank. A thread of
+``worker/signals.SignalPipe`` receives the signal, even while the main thread is in a collective, and puts a request
+into rank 0's store (``Agreement._on_signal``). On each rank, a watcher thread is blocked on the key of that request. It
+raises a local flag and publishes the number of the last step boundary that its main thread has entered. All ranks stop
+at the boundary after the maximum of these numbers, so at most one extra step is made. There ``loop.Run.stop`` saves and
+raises ``Stopped``. If rank 0's step takes too long, ``Deadline`` ends the process with the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -119,7 +114,19 @@ class Vote:
 
 
 class Agreement:
-    """One per process, made by all ranks.
+    """One per process, made by all ranks. All carry out a request, a stop or a skip of batches, at the same boundary.
+
+    A *boundary* is a call of ``boundary``. All ranks make the same sequence of these calls, numbered 0, 1, 2 ...: the
+    step loop makes one before its first step and one after each. Evaluations and other loops make their own. Without a
+    request, a boundary does not communicate.
+
+    Requests are numbered, too, and each is a key in the store. Each rank has a watcher thread with its own store
+    connection, blocked on the key of the next request, which any rank sets. Every watcher then *first raises a local
+    flag, then reads and publishes the number of the last boundary that its main thread entered* (-1: none yet). The
+    main thread, at a boundary, *first writes its number, then reads the flag*. So if a main thread saw no flag at
+    boundary n, its watcher publishes n or more. If it saw the flag, it does not pass its published number until it
+    knows the maximum over all ranks. All ranks carry out the request at the boundary after that maximum: none can have
+    passed it, and every rank will reach it.
 
     Args:
         store: the main thread's connection. While that thread waits on it, outside a boundary, a request is delayed.
@@ -340,7 +347,7 @@ class Stopping:
         faulthandler.dump_traceback(all_threads=True)
         try:
             committed = self.saver.finish_newest()
-            say(f"exiting with checkpoint {committed}")
+            say("exiting without a checkpoint" if committed is None else f"exiting with checkpoint {committed}")
             if self._settings.attempt is not None and self._settings.run_dir is not None:
                 record = {"rank": 0, "host": socket.gethostname(), "end": "stopped", "step": committed, "reason": words}
                 path = self._settings.run_dir.rank_record(self._settings.attempt, 0)

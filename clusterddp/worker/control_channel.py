@@ -450,7 +450,8 @@ def _connect(host: str, port: int, timeout: float) -> socket.socket:
         except OSError as error:
             if isinstance(error, ConnectionRefusedError) and host.startswith("127."):
                 raise LauncherEnvironmentError(
-                    f"the supervisor at {host}:{port} has exited. Read its log, the newest job-*.log of the run"
+                    f"the supervisor at {host}:{port} has exited. Read its log in the run directory, which is "
+                    "logs/supervisor.log with --local and otherwise the newest logs/job-*.log"
                 ) from error
             if time.monotonic() > deadline:
                 raise LauncherEnvironmentError(
@@ -482,7 +483,7 @@ def _receive_line(connection: socket.socket, timeout: float, give_up: Callable[[
         data += chunk
         if len(data) > LONGEST_LINE:
             raise LauncherEnvironmentError(
-                f"not a clusterddp supervisor, because it sent no newline in {data[:80]!r}..."
+                f"the answer to a rank has no newline, so it is not from a clusterddp supervisor: {data[:80]!r}..."
             )
     return data
 

@@ -148,7 +148,7 @@ def attach(run: RunDirectory, attempt: int, rank: int) -> int:
 
 def _connect(run: RunDirectory, attempt: int, rank: int) -> socket.socket | None:
     """Waits for the rank's ``breakpoint()``. None if it has ended."""
-    say(f"waiting for breakpoint() in rank {rank}. In the debugger, Ctrl-C stops the rank and Ctrl-D detaches")
+    say(f"waiting for breakpoint() in rank {rank}. In the debugger, Ctrl-C interrupts the rank and Ctrl-D detaches")
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:

@@ -103,7 +103,7 @@ def continued(delayed: DelayedSubmission) -> DelayedSubmission:
     assert checkpoint is not None
     following = checkpoint(*delayed.args, **delayed.kwargs)
     if following is None:
-        raise Declined("checkpoint() returned None, so the run is not continued")
+        raise Declined("checkpoint() returned None, so the run does not continue")
     return following
 
 
@@ -163,13 +163,13 @@ def load_private(path: Path) -> Any:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError as error:
-        raise RunDirectoryError(f"{path} is missing. Copy it from the original run, or launch a new one") from error
+        raise RunDirectoryError(f"{path} is missing. Copy it from the original run, or launch a new run") from error
     with open(descriptor, "rb") as file:
         for name, status in ((path, os.fstat(descriptor)), (path.parent, path.parent.stat())):
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise RunDirectoryError(
-                    f"refusing to unpickle {name}: owned by user {status.st_uid} with mode "
-                    f"{status.st_mode & 0o777:04o}, expected user {os.geteuid()} and no access for others"
+                    f"refusing to unpickle {name}, because it belongs to user {status.st_uid} with mode "
+                    f"{status.st_mode & 0o777:04o}. Expected user {os.geteuid()} and no access for others"
                 )
         return pickle.load(file)
 

@@ -112,7 +112,7 @@ class Gpu:
         """What should be looked at before it is used for training."""
         found = [f"its clock is reduced by {words}" for words in self.throttles()]
         if errors := self.memory_errors():
-            found.append(f"{errors} uncorrectable memory errors since the driver was loaded")
+            found.append(f"{errors} uncorrectable memory error{'' if errors == 1 else 's'} since the driver was loaded")
         _, _, pending, failed = self._ask("nvmlDeviceGetRemappedRows") or (0, 0, 0, 0)
         if failed:
             found.append("a faulty row of its memory could not be replaced")

@@ -97,7 +97,8 @@ def _act(act: Act, module: ModuleType) -> None:
     try:
         act(module)
     except Exception as error:  # of a different version of the module: the script runs without the change
-        say(f"could not extend {module.__name__} {getattr(module, '__version__', '')}: {error!r}")
+        name = " ".join(filter(None, (module.__name__, getattr(module, "__version__", None))))
+        say(f"could not patch {name}, so the script runs without this patch: {error!r}")
 
 
 # --- steps of a script that does not use clusterddp

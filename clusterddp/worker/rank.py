@@ -166,6 +166,13 @@ def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     """Joins the supervisor and sets torchrun's environment. Returns the socket that reserves rank 0's port.
 
+    MASTER_ADDR and MASTER_PORT are chosen here, once per attempt. Rank 0 reserves a port and sends it with its first
+    message. The supervisor takes the address from which rank 0 connects, and sends both to each rank that joins
+    (``ControlServer._greet``). Values that the user has set have precedence. A restart chooses again, in place as well,
+    because every attempt has new ranks and a new control server. A rank that only reconnects gets the same address.
+    Without a supervisor, ``environment.read`` takes torchrun's values, or under a plain srun the step's first host and
+    a port that it computes from the job, the step and the restart.
+
     Has no effect if a stop signal arrives before all ranks have joined.
     """
     host, _, supervisor_port = os.environ[protocol.SUPERVISOR].rpartition(":")
@@ -285,7 +292,11 @@ def _used_clusterddp() -> bool:
 
 
 def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
-    """Runs ``SCRIPT ARG...`` or ``-m MODULE ARG...`` as ``__main__``. Returns how it ended, and the exit code."""
+    """Runs ``SCRIPT ARG...`` or ``-m MODULE ARG...`` as ``__main__``. Returns how it ended, and the exit code.
+
+    ``supervisor/verdict.py`` judges how the ranks ended, and takes the run's exit code from that (``exit_code``: only
+    after ``sys.exit``), not from the exit code of this process.
+    """
     try:
         if command[0] == "-m":
             sys.argv = command[1:]
@@ -455,7 +466,7 @@ def reserve_port(asked: str | None) -> socket.socket:
     for _ in range(100):
         with suppress(LauncherEnvironmentError):
             return _bind(random.choice(candidates))
-    raise LauncherEnvironmentError(f"no free port in {candidates.start} to {candidates.stop - 1} after 100 tries")
+    raise LauncherEnvironmentError(f"found no free port from {candidates.start} to {candidates.stop - 1} in 100 tries")
 
 
 def _bind(port: int) -> socket.socket:

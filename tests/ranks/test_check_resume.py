@@ -76,11 +76,11 @@ def test_a_script_that_ends_before_the_wanted_step_is_checked_to_its_end(
 
 
 FAULTS: dict[Callable[[Context], None], tuple[int, str]] = {
-    scripts.unseeded_generator: (4, "the batch in step 0 on rank 0 was different"),
-    scripts.generator_of_the_dataset: (3, "the batch in step 6 on rank 0 was different"),
-    scripts.sampler_with_hidden_state: (3, "the batch in step 6 on rank 0 was different"),
+    scripts.unseeded_generator: (4, "the batch in step 0 on rank 0 differed"),
+    scripts.generator_of_the_dataset: (3, "the batch in step 6 on rank 0 differed"),
+    scripts.sampler_with_hidden_state: (3, "the batch in step 6 on rank 0 differed"),
     scripts.second_resume_starts_over: (3, "after the second resume, from step 8: the batch in step 8 on rank 0"),
-    scripts.short_epochs: (3, "the batch in step 10 on rank 0 was different"),
+    scripts.short_epochs: (3, "the batch in step 10 on rank 0 differed"),
     scripts.forgotten_average: (3, "a resume loses the state of ema, which ctx.run() did not receive"),
     scripts.forgotten_scheduler: (3, "a resume loses the state of parts.scheduler, which ctx.run() did not receive"),
     scripts.time_dependent: (4, "the logged loss in step 0 on rank 0 differed"),

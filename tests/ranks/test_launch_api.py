@@ -159,7 +159,7 @@ def test_a_submitit_callable_may_decline_to_continue(launch: Launch, marks: Path
     handle = launch(Ending(marks), "trained", gpus_per_node=1)
     wait_for_marks(handle, marks, 1)
     preempt_local(RunDirectory(handle.path))
-    with pytest.raises(RunFailed, match=r"checkpoint\(\) returned None, so the run is not continued"):
+    with pytest.raises(RunFailed, match=r"checkpoint\(\) returned None, so the run does not continue"):
         handle.result()
     assert RunDirectory(handle.path).attempts() == [0]
 

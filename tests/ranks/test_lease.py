@@ -24,7 +24,7 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import run_status, submission
 from clusterddp.runs.recording import check_not_held
-from clusterddp.runs.requests import cancel_run
+from clusterddp.runs.request_client import cancel_run
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease, main
 from clusterddp.supervisor.controller import LocalController

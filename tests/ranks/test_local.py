@@ -20,7 +20,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import local
-from clusterddp.runs.progress import Progress
+from clusterddp.runs.progress_display import Progress
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice
 from tests.cli import clusterddp
@@ -373,7 +373,7 @@ def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) ->
         (["jobs/digits.yaml", "--sbatch", "mem=1G"], "cannot be combined with --local"),
         (["jobs/digits.yaml", "--set", "nodes"], "--set nodes: expected KEY=VALUE"),
         (["jobs/digits.yaml", "--nodes", "1-2"], "requires global_batch, which is the number of samples per step"),
-        (["jobs/digits.yaml", "--gpus", "50000"], "100000 ranks with --local on this machine's"),
+        (["jobs/digits.yaml", "--gpus", "50000"], "got 100000. Reduce --nodes or --gpus"),
         (["jobs/digits.yaml", "--nodes", "1-2", "--set", "global_batch=64"], "With --local, give one number"),
     ],
 )

@@ -60,16 +60,16 @@ def test_the_device_of_a_rank(
 def test_a_rank_may_have_several_devices(asked: Any, local_rank: Any, visible: Any, devices: Any) -> None:
     """4 ranks of 2 each."""
     assert list(map(str, choose_devices(place(local_rank, 4), asked, 2, visible, "n1"))) == devices
-    with pytest.raises(DeviceError, match="needs 8 GPUs on node n1, but Slurm gave 4"):
+    with pytest.raises(DeviceError, match="the ranks on node n1 need 8 GPUs, but Slurm gave 4"):
         choose_devices(place(0, 4), "cuda", 2, 4, "n1")
 
 
 @pytest.mark.parametrize(
     ("asked", "ranks", "visible", "launcher", "message"),
     [
-        ("cuda", 8, 4, "slurm", "needs 8 GPUs on node n1, but Slurm gave 4"),
-        ("cuda", 2, 1, "local", "needs 2 GPUs on node n1, but there are 1"),
-        (None, 2, 1, "torchrun", "needs 2 GPUs on node n1, but there are 1"),
+        ("cuda", 8, 4, "slurm", "the ranks on node n1 need 8 GPUs, but Slurm gave 4"),
+        ("cuda", 2, 1, "local", "the ranks on node n1 need 2 GPUs, but torch sees 1"),
+        (None, 2, 1, "torchrun", "the ranks on node n1 need 2 GPUs, but torch sees 1"),
         ("cuda", 1, 0, "slurm", "device cuda requested, but no GPU is visible on node n1"),
     ],
 )

@@ -92,8 +92,8 @@ def test_a_run_tells_its_stacks_saves_is_profiled_is_requeued_is_stopped_and_con
     assert (run.checkpoints / f"step-{saved:012d}.attempt-0.safetensors").exists()
 
     assert command(["tell", str(run), "skip=5"]) == 0, story(run)
-    epoch = r"\. That is more than an epoch, which has 4 steps"
-    words = rf"attempt 0: 5 batches skipped\. Step (\d+) uses global batch (\d+){epoch}\. Checkpoint (\d+) is saved\n"
+    skipped = r"attempt 0: 5 batches skipped, more than an epoch of 4 steps\."
+    words = rf"{skipped} Step (\d+) uses global batch (\d+)\. Checkpoint (\d+) is saved\n"
     found = re.fullmatch(words, capsys.readouterr().out)
     assert found is not None
     step, batch, checkpoint = map(int, found.groups())

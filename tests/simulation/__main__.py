@@ -23,9 +23,9 @@ CHUNK, TOLD = 50, 5000
 #: The modules of the protocol, without the implementations of what is a model here.
 PROTOCOL = (
     *(f"supervisor/{name}.py" for name in ("attempt", "controller", "decide", "history", "lease", "limits")),
-    *(f"supervisor/{name}.py" for name in ("main", "recovery", "requests", "verdict")),
+    *(f"supervisor/{name}.py" for name in ("main", "recovery", "user_requests", "verdict")),
     *("slurm/commands.py", "slurm/configuration.py", "slurm/queue.py", "slurm/run_states.py"),
-    *("runs/waiting.py", "runs/requests.py"),
+    *("runs/waiting.py", "runs/request_client.py"),
     *("runs/sweep_submission.py", "supervisor/own_checkpoints.py"),
     *("failures/node_memory.py", "failures/placement.py", "failures/exclusion.py"),
 )

@@ -40,6 +40,8 @@ class Node:
     data: bytes = b""
     changed: float = 0.0
     names: dict[str, None] = field(default_factory=dict)
+    #: What `os.stat` told last.
+    status: Status | None = None
 
 
 class Status(NamedTuple):
@@ -103,7 +105,7 @@ class Disk:
         thread = world.thread
         if thread is None or not thread.process.alive or self.broken[0] > world.now:
             return read()
-        key = (thread.process.node, *names)
+        key = (thread.process.node, names)
         now = self.changes[what]
         known = self._known.get(key)
         if known is not None:
@@ -292,7 +294,9 @@ class Disk:
             except OSError:
                 node.data = before
                 raise
-        node.data, node.changed = before + data, self.world.now
+        # What another node has appended meanwhile is overwritten, as on NFS, whose clients write at the end they knew.
+        at = len(before)
+        node.data, node.changed = node.data[:at] + data + node.data[at + len(data) :], self.world.now
         self.changes[LINES] += seen
 
     def remove(self, path: Path) -> None:
@@ -330,7 +334,19 @@ class Disk:
         """As in files.py."""
         self._step(path)
         node = self._there(path)
-        return Status(node.inode, EPOCH + node.changed, len(node.data))
+        status, changed, size = node.status, EPOCH + node.changed, len(node.data)
+        if status is None or status.st_mtime != changed or status.st_size != size:
+            status = node.status = Status(node.inode, changed, size)
+        return status
+
+    def size(self, path: Path) -> int:
+        """``_size`` of pace.py: -1 of a file that cannot be seen."""
+        try:
+            self._step(path)
+        except OSError:
+            return -1
+        node = self._seen(str(path))
+        return -1 if node is None else len(node.data)
 
     def resolved(self, path: Path) -> str:
         """As in files.py."""

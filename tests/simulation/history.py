@@ -16,7 +16,7 @@ from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Done, Job, Limits, Resume, Timeouts, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import pruning, requests, submission, waiting
+from clusterddp.runs import pruning, request_client, submission, waiting
 from clusterddp.slurm import commands
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
@@ -298,6 +298,7 @@ class History:
         self._starts = 0
         self._struck: set[Fault] = set()
         self.over_at: float | None = None
+        self._last_fault_at = max((fault.at for fault in plan.faults), default=0.0)
         #: Processes of ``resubmit``.
         self.resubmitting: list[Process] = []
 
@@ -326,9 +327,8 @@ class History:
         self.slurm.on_command = self._on_command
         for number in range(1, 4):  # the user looks at the queue now and then
             world.after(1200.0 * number, self.slurm.release)
-        last = max((fault.at for fault in plan.faults), default=0.0)
         try:
-            world.run(last + BOUND_S, self._is_over)
+            world.run(self._last_fault_at + BOUND_S, self._is_over)
             if not world.violations:
                 self.invariants.at_end()
         finally:
@@ -370,7 +370,7 @@ class History:
             return False
         if self.over_at is None:
             self.over_at = self.world.now
-        return self.world.now > max(self.over_at, *(fault.at for fault in self.plan.faults), 0.0) + 400.0
+        return self.world.now > max(self.over_at, self._last_fault_at) + 400.0
 
     # --- actors
 
@@ -536,7 +536,7 @@ def _scancel(history: History, draw: random.Random) -> None:
 
 
 def _cancel(history: History, draw: random.Random) -> None:
-    history.user("cancel", lambda: requests.cancel_run(history.run) and 0)
+    history.user("cancel", lambda: request_client.cancel_run(history.run) and 0)
 
 
 def _submit_again(history: History, draw: random.Random) -> None:
@@ -644,10 +644,10 @@ def _tell_save(history: History, draw: random.Random) -> None:
 
 def _requeue_command(history: History, draw: random.Random) -> None:
     def work() -> int:
-        if history.run.outcome() is None and requests.waiting_job(history.run):
+        if history.run.outcome() is None and request_client.waiting_job(history.run):
             return 0
-        attempt, _ = requests.request(history.run, "requeue")
-        return int(requests.await_end(history.run, attempt)["event"] == "stopped")
+        attempt, _ = request_client.request(history.run, "requeue")
+        return int(request_client.await_end(history.run, attempt)["event"] == "stopped")
 
     history.user("requeue", work)
 

@@ -121,9 +121,12 @@ class Invariants:
         self._idle_since: dict[str, float] = {}
         self._incomplete_since: dict[str, float] = {}
         self._waits_since: dict[str, float] = {}
+        self._most_events = MOST_EVENTS
         self._dead_since: float | None = None
         #: When a user last wanted the run to end, or to go on.
         self._cancelled_at: float | None = None
+        #: When each job was ended by scancel.
+        self._scancelled: dict[str, float] = {}
         #: The newest attempt when a user last submitted the run.
         self._submitted_after = -1
         #: By attempt, the ranks that truly failed by themselves, and when.
@@ -248,7 +251,8 @@ class Invariants:
             self._violated("spares", f"attempt {step.attempt} uses {again[0]}, which an earlier one has left")
         before = earlier[-1][1] if earlier else used
         dead = [node for node in used - before if node in slurm.down and slurm.down_since[node] < now - LOST_S]
-        if dead and self.answers:
+        stood = now - step.server.process.stopped_until < SLOW_S  # since it chose them
+        if dead and self.answers and not stood:
             self._violated("spares", f"attempt {step.attempt} uses {dead[0]}, which is down")
         earlier.append((step.attempt, used))
 
@@ -261,7 +265,8 @@ class Invariants:
         """Whether a supervisor submits a job for a lost node, though those that its own job has left would do."""
         slurm, plan = self._history.slurm, self._history.plan
         job = slurm.jobs.get(new.by.removeprefix("job ").partition(".")[0])
-        if job is None or not job.no_kill or job.state != "RUNNING" or job.preempt_time is not None:
+        # The next job of one that ends for another reason starts after it.
+        if job is None or not job.no_kill or job.state != "RUNNING" or job.preempt_time is not None or new.after:
             return False
         events = self.events()
         newest = max((event["attempt"] for event in events), default=-1)
@@ -343,6 +348,8 @@ class Invariants:
 
     def _on_job(self, what: str, job: Batch, who: str) -> None:
         now = self._world.now
+        if what == "cancel":
+            self._scancelled[job.id] = now
         if what == "suspend":
             for since in (self._idle_since, self._incomplete_since, self._waits_since):
                 since.pop(job.id, None)
@@ -427,9 +434,17 @@ class Invariants:
     def check(self) -> None:
         """What lasts, at ``look_at``."""
         self.look_at = self._world.now + LOOK_S
-        if self._world.events > MOST_EVENTS:
-            self._violated("progress", f"{len(self.attempts)} attempts, and no end")
+        if self._world.events > self._most_events:
+            if not self._lacks_nodes():
+                self._violated("progress", f"{len(self.attempts)} attempts, and no end")
+            self._most_events += MOST_EVENTS
         self._look()
+
+    def _lacks_nodes(self) -> bool:
+        """Whether a job waits for nodes that are lost."""
+        slurm = self._history.slurm
+        usable = set(slurm.node_names) - slurm.down - slurm.cut
+        return any(job.state == "PENDING" and job.nodes_least > len(usable) for job in slurm.jobs.values())
 
     def _look(self) -> None:
         history, now = self._history, self._world.now
@@ -532,6 +547,7 @@ class Invariants:
         if "disk errors" not in faults:
             self._check_causes(events)
         self._check_events(events, faults)
+        self._check_hand_overs(events)
         for name, (first, last, count) in history.slurm.asked.items():
             begun = sum(attempt.supervisor.name == name for attempt in self.attempts.values())
             most = ASKED + begun * ASKED_AGAIN + (last - first) / ASKED_EVERY_S
@@ -614,6 +630,22 @@ class Invariants:
                 self._violated(
                     "I4", f"attempt {number} had notice and reached {reached}, {after[0]} begins at {resumed}"
                 )
+
+    def _check_hand_overs(self, events: list[dict[str, Any]]) -> None:
+        """A supervisor that has submitted a job asks Slurm, and hands the run over only if no scancel ended its own."""
+        slurm = self._history.slurm
+        started = {event["attempt"]: event for event in events if event["event"] == "started"}
+        for event in events:
+            begun = started.get(event["attempt"])
+            if event["event"] != "resubmitted" or begun is None:
+                continue
+            job, shown = slurm.jobs[begun["job"]], slurm.shown_at.get(f"job {begun['job']}.{begun['restarts']}", 0.0)
+            if job.state != "CANCELLED" or job.restarts != begun["restarts"] or job.preempt_time is not None:
+                continue  # of a preempted job Slurm does not show the scancel
+            new = slurm.jobs.get(event["job"])
+            knew = self._scancelled[job.id] < shown < (job.end_time or math.inf)
+            if knew or (new is not None and shown < new.made):
+                self._violated("I9", f"job {job.id} was ended by scancel, and hands the run over to job {event['job']}")
 
     def _stood_before(self, number: int) -> bool:
         """Whether a process that stood still has taken this attempt's number as soon as it went on: it had looked

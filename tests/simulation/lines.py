@@ -16,7 +16,7 @@ from tests.simulation.world import Thread
 #: nothing in the life of a run (stacks, profiles, skipped batches).
 LEFT_OUT = {
     "runs/waiting.py": {"_show", "wait_and_resubmit", "_look", "give_up", "leave"},
-    "runs/requests.py": {"_through_a_step", "check_trains", "step_command", "_reachable_name", "relay", "ask"},
+    "runs/request_client.py": {"_through_a_step", "check_trains", "step_command", "_reachable_name", "relay", "ask"},
     "slurm/commands.py": {
         *("submission_cluster", "require", "default_partition", "partition_nodes", "parse_node_sizes", "parse_gres"),
         *("scrub_own", "scrub", "for_parsing", "NodeShape", "cluster_name", "unix_time", "node_address"),
@@ -40,7 +40,7 @@ LEFT_OUT = {
         *("supervise_slurm", "load_trusted", "with_snapshot", "as_debugged", "supervise_local", "prepare_process"),
         *("main", "_open_own_log", "without_spares", "conclude"),
     },
-    "supervisor/requests.py": {
+    "supervisor/user_requests.py": {
         *("_stacks", "_on_stacks", "_wanted", "_stacks_answer", "_skip", "_on_will_skip", "on_skipped", "_profile"),
         *("_why_no_profile", "_named", "_on_will_profile", "on_profile", "_profiles", "_profile_late", "_child"),
     },

@@ -36,10 +36,11 @@ from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import pruning, requests, submission, waiting
+from clusterddp.runs import pruning, request_client, submission, waiting
 from clusterddp.slurm import commands, pace
 from clusterddp.slurm import configuration as preemption_policy
 from clusterddp.supervisor import attempt, controller, done, history, lease, main, own_checkpoints, recovery
+from clusterddp.supervisor.verdict import failure_box
 from tests.simulation import sweeps
 from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
@@ -47,7 +48,7 @@ from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
 
 #: Loaded, and so replaced below.
-LOADED = (submission, requests, waiting, steering, ownership, history, recovery, done)
+LOADED = (submission, request_client, waiting, steering, ownership, history, recovery, done)
 #: Packages whose modules run in the simulated world.
 ROOMS = (
     "supervisor",
@@ -141,6 +142,12 @@ def _token(count: int) -> str:
     return f"{_now.world.random.getrandbits(8 * count):0{2 * count}x}"
 
 
+def _failure_box(*args: Any) -> str:
+    """``failure_box``, which nobody reads unless the story is told. It reads logs, which may be slow, or fail."""
+    disk: Disk = _now.disk
+    return failure_box(*args) if _now.world.traced or disk.slow or disk.broken[0] else ""
+
+
 def _of_process(pid: int) -> str | None:
     """Of a process on the same node: its start."""
     world: World = _now.world
@@ -185,6 +192,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     )
     yield commands, "require", lambda *_: None
     yield pace, "_file", lambda: None
+    yield pace, "_size", lambda path: _now.disk.size(path)
+    yield recovery, "failure_box", _failure_box
     yield attempt, "ControlServer", lambda *args: Server(_now.cluster, *args)
     yield from NAMED
     yield from sweeps.patches(_now)
@@ -254,8 +263,8 @@ def _why_incomplete(path: str) -> str | None:
 #: What is left out: git's state of the code, its snapshot, the ranks' command line, old logs, when slurmstepd began,
 #: who owns files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
 NAMED: tuple[tuple[Any, str, Any], ...] = (
-    (requests, "ask", lambda *args: _now.cluster.ask(*args)),
-    (requests, "_through_a_step", _unreachable),
+    (request_client, "ask", lambda *args: _now.cluster.ask(*args)),
+    (request_client, "_through_a_step", _unreachable),
     (history, "subprocess", _Part(subprocess, Popen=_Call)),
     (history, "open", lambda *_, **__: io.BytesIO()),
     (history, "ending_alone", lambda _: nullcontext()),
@@ -400,13 +409,13 @@ def _reading() -> dict[int, Callable[..., Any]]:
     read_claim, waiting_claim, holders = ownership.read_claim, ownership.waiting_claim, lease.holders
 
     def claim(path: Path, run: RunDirectory) -> Any:
-        return _now.disk.remembered(lambda: read_claim(path, run), _copied, CLAIMS, path)
+        return _now.disk.remembered(lambda: read_claim(path, run), _copied, CLAIMS, str(path))
 
     def waiting(run: RunDirectory, attempts: Sequence[int]) -> Any:
-        return _now.disk.remembered(lambda: waiting_claim(run, attempts), _copied, CLAIMS, run.path, *attempts)
+        return _now.disk.remembered(lambda: waiting_claim(run, attempts), _copied, CLAIMS, str(run.path), *attempts)
 
     def held(run: RunDirectory) -> Any:
-        return _now.disk.remembered(lambda: holders(run), _each_copied, CLAIMS, "held", run.path)
+        return _now.disk.remembered(lambda: holders(run), _each_copied, CLAIMS, "held", str(run.path))
 
     return {id(read_claim): claim, id(waiting_claim): waiting, id(holders): held}
 
@@ -416,7 +425,7 @@ def _of_run(
 ) -> Callable[[RunDirectory], Any]:
     """A method of `RunDirectory` that only reads ``what``."""
     read = method or vars(RunDirectory)[name]
-    return lambda run: _now.disk.remembered(lambda: read(run), copied, what, name, run.path)
+    return lambda run: _now.disk.remembered(lambda: read(run), copied, what, name, str(run.path))
 
 
 def _copied(found: dict[str, Any] | None) -> dict[str, Any] | None:

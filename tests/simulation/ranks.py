@@ -122,7 +122,7 @@ class Cluster:
         return one == other or not {one, other} & self.slurm.cut
 
     def ask(self, address: Address, host: str, kind: str, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """A user's request to a supervisor, as ``runs/requests.py`` sends it."""
+        """A user's request to a supervisor, as ``runs/request_client.py`` sends it."""
         world = self.world
         if not self.reaches(world.process.node, host):
             world.sleep(3.0)

@@ -49,8 +49,10 @@ CONFIG = ClusterConfig(nodes=4, cpus=2, slurmdbd=False, grace=20, slurmd_timeout
 #: The training: two nodes with a rank each. The model's faults strike by time, the real ones by step.
 SCRIPT = Script(steps=40, step_s=0.5, save_every=5, save_s=0.1, import_s=2.0)
 PAUSE_S = 0.6
-#: The same, of a training that needs two jobs of a minute each.
-LONG, LONG_PAUSE_S, LIMIT_S, NOTICE_S = replace(SCRIPT, step_s=1.4), 1.5, 60, 15.0
+#: The same, of a training that needs two jobs, with a notice of a quarter of their time. Ranks may take 20 s to start:
+#: in jobs of one minute they made a third of the steps. The fault strikes where one job more is enough.
+LONG, LONG_PAUSE_S, LIMIT_S, NOTICE_S = replace(SCRIPT, step_s=2.4), 2.4, 120, 30.0
+LONG_STEPS = range(15, 26)
 #: A fault after this step might find the run over.
 LAST_STEP = 30
 #: What a real Slurm can be given in seconds.
@@ -184,6 +186,9 @@ def _moment(history: History, fault: Fault) -> Struck | None:
     stopping = job.preempt_time is not None or any(rank.stop for rank in ranks)
     if job.state != "RUNNING" or len(ranks) < 2 or stopping or attempt.reached <= attempt.resumed:
         return None
+    limited = history.plan.time_limit_s == LIMIT_S
+    if limited and attempt.reached not in LONG_STEPS:
+        return None
     if attempt.reached > LAST_STEP or attempt.reached % SCRIPT.save_every in (0, SCRIPT.save_every - 1):
         return None
     chosen = 0
@@ -219,7 +224,8 @@ def on_the_cluster(cluster: Cluster, history: Drawn, folder: Path) -> tuple[str,
     """Plays the faults at their moments; the outcome, and what the attempts did."""
     plan = history.plan
     limited = plan.time_limit_s == LIMIT_S
-    options = ["--set", f"checkpoint.every={SCRIPT.save_every} steps", *(["--time", "1"] if limited else [])]
+    options = ["--set", f"checkpoint.every={SCRIPT.save_every} steps"]
+    options += ["--time", str(LIMIT_S // 60)] if limited else []
     options += ["--spare-nodes", str(plan.spare_nodes)] if plan.spare_nodes else []
     env = {"PATH": _unanswering(cluster, plan.loses, folder)} if plan.loses else None
     pause = str(LONG_PAUSE_S if limited else PAUSE_S)
@@ -327,6 +333,13 @@ def _cut(cluster: Cluster, training: Training, struck: Struck, _: object) -> Cal
     return lambda: cluster.heal(node)
 
 
+def _lose_node(cluster: Cluster, training: Training, struck: Struck, _: object) -> None:
+    """Its power fails: no connection is closed."""
+    node = _node_of(cluster, training, struck.rank)
+    cluster.cut(node)
+    cluster.kill_node(node)
+
+
 Strike = Callable[[Cluster, Training, Struck, Callable[..., None]], Any]
 #: How each fault is given to the real cluster; of one that lasts, what ends it.
 STRIKE: Mapping[str, Strike] = {
@@ -340,7 +353,7 @@ STRIKE: Mapping[str, Strike] = {
     "tell stop": lambda _, training, __, user: user("tell", training.run.path, "stop"),
     "tell save": lambda _, training, __, user: user("tell", training.run.path, "save"),
     "requeue": lambda _, training, __, user: user("requeue", training.run.path),
-    "lose a node": lambda cluster, training, struck, _: cluster.kill_node(_node_of(cluster, training, struck.rank)),
+    "lose a node": _lose_node,
     "drain": lambda cluster, training, struck, user: user(
         "tell", training.run.path, f"drain={_node_of(cluster, training, struck.rank)}"
     ),

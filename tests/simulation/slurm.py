@@ -162,12 +162,8 @@ class Slurm:
         world, draw = self.world, self.world.random
         self.commands += 1
         process = world.process
-        asked = self.asked.get(process.name)
-        self.asked[process.name] = (
-            world.now if asked is None else asked[0],
-            world.now,
-            1 if asked is None else asked[2] + 1,
-        )
+        first, _, count = self.asked.get(process.name) or (world.now, 0.0, 0)
+        self.asked[process.name] = (first, world.now, count + 1)
         if command[1] != "show":
             self.on_command(process.name, f"{command[0]} {command[1]}")
             if command[:2] == ("scontrol", "requeue"):
@@ -497,8 +493,9 @@ class Slurm:
             self._tell(f"job {job.id}: PENDING, held {why}")
         else:
             job.state = state
-            job.ended = self.world.now
-            job.over = job.ended
+            if job.ended is None:  # else it has been since it began to complete
+                job.ended = self.world.now
+            job.over = self.world.now
             self._tell(f"job {job.id}: {state}")
             self.listener("end", job, state)
         self._wake()

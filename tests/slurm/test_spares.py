@@ -66,6 +66,18 @@ def test_ranks_of_a_lost_node_continue_on_the_spare_one_in_the_same_job(
     training.wait(lambda: not training.ranks_on("n2"), "the ranks on n2 to end")
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n3"]]
+    assert reasons(training) == ["node n2 is lost, so the ranks continue on the spare node n3"]
+
+
+def test_a_node_whose_processes_end_is_left_once_slurm_gives_it_up(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """As in a reboot: the connections are closed, so the ranks restart there first, and srun waits for the node."""
+    training = Training.submit(cluster, runs, "--pause", "0.2", options=SPARE)
+    wait_for_step(training.run, 7)
+    cluster.kill_node("n2")
+    check_continued(training, uninterrupted_training)
+    assert nodes_of(training) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
     assert reasons(training) == ["node n2 is lost: the ranks continue on the spare node n3"]
 
 
@@ -96,7 +108,7 @@ def test_a_node_that_hangs_is_left_for_the_spare_one(
         rank.kill(signal.SIGSTOP)
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n3"]]
-    assert reasons(training) == ["node n2 hangs: the ranks continue on the spare node n3"]
+    assert reasons(training) == ["node n2 hangs, so the ranks continue on the spare node n3"]
 
 
 @pytest.mark.product
@@ -120,7 +132,7 @@ def test_a_slow_node_is_left_for_the_spare_one_without_repeating_a_step(cluster:
     (event,) = events_of(training.run, "slow_node")
     assert (event["rank"], event["host"], event["nodes"]) == (2, "n3", ["n3"])
     assert event["facts"][0].startswith("The load is ")
-    assert reasons(training) == ["node n3 is slow: the ranks continue on the spare node n5"]
+    assert reasons(training) == ["node n3 is slow, so the ranks continue on the spare node n5"]
 
 
 @pytest.mark.product
@@ -135,7 +147,7 @@ def test_a_node_whose_rank_fails_twice_is_left_for_the_spare_one(
         training.wait_for_attempt(attempt + 1)
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
-    assert reasons(training) == ["node n2 failed repeatedly in this run: the ranks continue on the spare node n3"]
+    assert reasons(training) == ["node n2 failed repeatedly in this run, so the ranks continue on the spare node n3"]
 
 
 @pytest.mark.product
@@ -150,7 +162,7 @@ def test_a_dead_spare_node_is_passed_over(cluster: Cluster, runs: Path, uninterr
     die(cluster, "n2")
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n4"]]
-    why = "node n2 is lost and the spare node n3 cannot be used: the ranks continue on the spare node n4"
+    why = "node n2 is lost and the spare node n3 cannot be used, so the ranks continue on the spare node n4"
     assert reasons(training) == [why]
 
 
@@ -223,7 +235,7 @@ def test_a_run_with_a_range_of_nodes_continues_on_fewer_and_grows_again_in_its_n
     cluster.cut("n2")
     training.wait_for_a_step_of(1)
     assert {event["job"] for event in events_of(run, "started")} == {training.job_id}
-    assert reasons(training) == ["node n2 is lost: the run continues on the other 2 nodes"]
+    assert reasons(training) == ["node n2 is lost, so the run continues on the other 2 nodes"]
     cluster.run([cluster.python, "-m", "clusterddp", "requeue", run.path], cwd=cluster.source)
     training.job_id = str(events_of(run, "resubmitted")[-1]["job"])
     assert training.finish() == "completed", story(run)

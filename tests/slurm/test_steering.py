@@ -12,7 +12,7 @@ from tests.waiting import story, wait_for_step
 
 #: A login node that cannot reach the ports of the nodes, as behind a firewall.
 CUT_OFF = (
-    "import clusterddp.runs.requests as asking; from clusterddp.cli.main import main; "
+    "import clusterddp.runs.request_client as asking; from clusterddp.cli.main import main; "
     "asking._reachable_name = lambda _: '127.0.0.1'; main()"
 )
 

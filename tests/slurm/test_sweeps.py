@@ -157,7 +157,7 @@ def test_members_that_are_preempted_at_random_end_as_their_undisturbed_selves(
     (left,) = [name for name, run in runs.items() if run.outcome() is None]
     assert runs[left].attempts() == []
     again = cluster.run(of_all(cluster, folder), cwd=cluster.source)
-    assert len(again.stdout.split()) == 1 and "submitted 1 member as job" in again.stderr, again.stderr
+    assert len(again.stdout.split()) == 1 and "Submitted 1 member as job" in again.stderr, again.stderr
     assert "24 members: 1 never started, 21 completed, 2 failed" in again.stderr, again.stderr
     assert "failed: lr=0,seed=0 lr=0,seed=1. To submit them again, use --retry failed" in again.stderr
     wait_for_outcome(runs[left])

@@ -43,6 +43,7 @@ from clusterddp.supervisor.launcher import LocalLauncher, SlurmLauncher, srun_co
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.state import ConnectionLost, Notice, PerRank, RankEvent, State, Stop
+from clusterddp.supervisor.verdict import Action
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks, next_answer
@@ -649,6 +650,38 @@ def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_excluded(
     assert exclusion.failed(run.events(), time.time()) == ["n3"]
 
 
+def test_ranks_leave_a_node_that_slurm_took_out_of_the_job_before_they_had_started_there(run: RunDirectory) -> None:
+    """Seen on 22.05.8 after the processes of n2 had ended: srun waited for n2, and then failed with "Requested node
+    configuration is not available". Three attempts failed on n2 within a second, n1 was blamed, and the run failed."""
+    nodes, asked = {"n1", "n2", "n3"}, threading.Event()
+
+    class Losing(FakeController):
+        def describe(self) -> dict[str, Any]:
+            return {"job": "41", "restarts": 0, "nodes": "n[1-3]"}
+
+        def notice(self) -> Notice:
+            asked.set()
+            return Notice(None, nodes=frozenset(nodes))
+
+    class NotCreated(FakeRanks):
+        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None: ...
+
+        def wait(self) -> int:
+            assert asked.wait(20)  # the monitor's first question
+            nodes.discard("n2")
+            return super().wait()
+
+    job = dataclasses.replace(JOB, nodes=2, gpus_per_node=1, spare_nodes=1)
+    first, then = NotCreated(run, {"end": "died"}), FakeRanks(run, {"end": "done"})
+    controller = Losing(Cause.NONE)
+    controller.nodes = ["n1", "n3"]
+    assert supervise(run, job, lambda *_: first if run.newest_attempt() == 0 else then, controller) == 0
+    events = [event for event in run.events() if event["event"] in ("started", "rank_failed", "node_lost", "moved")]
+    assert [event["event"] for event in events] == ["started", "rank_failed", "node_lost", "moved", "started"]
+    assert (events[1]["rank"], events[1]["suspect"]) == (1, "n2")
+    assert (events[3]["nodes"], events[3]["aside"]) == (["n1", "n3"], ["n2"])
+
+
 def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(run: RunDirectory) -> None:
     """`resubmit` queries that job, whose state tells what happened, and no other job trains meanwhile."""
     controller = Refusing(Cause.NONE)
@@ -718,6 +751,29 @@ def test_a_submission_without_an_answer_is_looked_for_before_another_one_is_made
     ended = run.events()[-1]
     assert (ended["event"], ended.get("job"), asked.count("sbatch")) == (*end, submissions)
     assert [entry["job"] for entry in lease.holders(run)] == [job for job in (end[1],) if job]
+
+
+def test_no_second_job_is_submitted_once_the_run_has_begun_another_attempt(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a lost node the run is free while its next job is submitted, and its user may be faster."""
+    asked: list[str] = []
+
+    def answer(*command: str, timeout_s: float | None = None) -> str:
+        asked.append(command[0])
+        if command[0] == "sbatch":
+            run.create_attempt()
+            raise SlurmUnavailable("Socket timed out")
+        return f"41|{run.batch_script}\n" if command[0] == "squeue" else ""
+
+    monkeypatch.setattr(slurm, "run", answer)
+    run.batch_script.write_text("#!/bin/sh\n")
+    real = SlurmController({"SLURM_JOB_ID": "41"}, run, JOB)
+    controller = FakeController(Cause.PREEMPTED, Cause.PREEMPTED)
+    controller.resubmit, controller.successor = real.resubmit, real.successor  # type: ignore[method-assign]
+    supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
+    assert asked.count("sbatch") == 1
+    assert not [event for event in run.events() if event["event"] in ("resubmitted", "cancelled")]
 
 
 def test_a_new_job_is_recorded_once_the_disk_answers(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1081,7 +1137,7 @@ def test_ranks_that_never_started_have_not_finished_although_the_launcher_return
     assert run.outcome() is None
 
 
-LACKING = {"end": "exception", "error": "DeviceError: needs 8 GPUs on node n1, Slurm gave 7"}
+LACKING = {"end": "exception", "error": "DeviceError: the ranks on node n1 need 8 GPUs, but Slurm gave 7"}
 
 
 @pytest.mark.parametrize(
@@ -1107,7 +1163,7 @@ def test_a_run_whose_node_has_lost_a_gpu_continues_without_that_node_or_stops(
     assert [event["event"] for event in own[1:]] == ends
     assert controller.asked == asked and run.outcome() is None
     assert own[1].get("suspect") == (None if local else "n1") and own[1]["lacks_gpus"]
-    assert "needs 8 GPUs on node n1, Slurm gave 7" in own[-1]["reason"]
+    assert "the ranks on node n1 need 8 GPUs, but Slurm gave 7" in own[-1]["reason"]
 
 
 # ---- limits
@@ -1290,3 +1346,11 @@ def test_a_process_knows_when_it_started_even_after_an_exec() -> None:
     shell = ["sh", "-c", f'exec {sys.executable} -c "{code}"']
     at = float(subprocess.run(shell, capture_output=True, text=True, check=True).stdout)
     assert before - 0.02 <= at <= time.time()
+
+
+def test_a_run_that_is_done_is_concluded_with_its_last_step(run: RunDirectory) -> None:
+    """The supervisor whose ranks finished may have died with its node before it recorded their last checkpoint."""
+    append_line(run.events_file, {"event": "checkpoint", "attempt": 0, "time": 1.0, "step": 3})
+    append_line(run.metrics_file, {"step": 9, "attempt": 0, "loss": 1.0})
+    assert main.conclude(run, JOB, 1, Action.COMPLETE, "done exists") == 0
+    assert (run.outcome() or {})["step"] == 10

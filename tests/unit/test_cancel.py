@@ -43,7 +43,7 @@ def test_one_run_is_cancelled_without_a_question(three: list[RunDirectory], caps
 
 
 def test_several_need_a_yes_where_nobody_can_be_asked(three: list[RunDirectory]) -> None:
-    with pytest.raises(UsageError, match="cancel: 2 runs to cancel and no terminal to ask on. Add --yes"):
+    with pytest.raises(UsageError, match="cancel 2 runs, because there is no terminal. Add --yes"):
         command(["cancel", "."])
     assert states(three) == [None, "completed", None]
 
@@ -66,7 +66,7 @@ def test_the_one_run_of_a_folder_or_pattern_needs_a_yes_as_nobody_has_named_it(
     run = RunDirectory(three[0].path.parent / "only" / "only-0")
     run.create()
     run.job_file.write_text("module: x\n")
-    with pytest.raises(UsageError, match="cancel: 1 run to cancel and no terminal to ask on. Add --yes"):
+    with pytest.raises(UsageError, match="cancel 1 run, because there is no terminal. Add --yes"):
         command(["cancel", word])
     assert command(["cancel", word, "--yes"]) == 0
     assert states([run]) == ["cancelled"]

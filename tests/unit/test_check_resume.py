@@ -112,7 +112,7 @@ CHANGES: list[tuple[int, dict[str, Any], str, str]] = [
         5,
         {"batch": {"[0]": "#b0"}},
         BATCH,
-        "the batch in step 5 on rank 1 was different in [0] (it was the batch of step 0)",
+        "the batch in step 5 on rank 1 differed in [0] (it was the batch of step 0)",
     ),
     (5, {"logged": {"loss": "nan"}}, LOGGED, "the logged loss in step 5 on rank 1 differed (nan instead of 0.5)"),
     (5, {"logged": {}}, LOGGED, "the logged loss in step 5 on rank 1 differed (missing instead of 0.5)"),

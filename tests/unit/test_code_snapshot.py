@@ -172,7 +172,7 @@ def test_a_submission_without_a_snapshot_returns_the_run_to_its_checkout(reposit
     submit(run)
     name = folder_of(run).name
     said = use(run, Code(None)) or ""
-    assert said.startswith("code: the checkout as it is when each attempt starts") and said.endswith(f"code/{name}")
+    assert said.startswith("code: each attempt uses the checkout as it is") and said.endswith(f"code/{name}")
     assert (current(run), use(run, Code(None))) == (None, None)
 
 
@@ -281,7 +281,7 @@ def test_a_program_that_is_no_file_of_a_repository_has_no_snapshot(
     scripts = {"outside": tmp_path / "train.py", "ignored": repository / "data/train.py", "packaged": PACKAGED_JOB}
     values = {"script": None, "module": "json.tool"} if where == "module elsewhere" else {"script": str(scripts[where])}
     assert checkout_of(job(**values), []) is None
-    with pytest.raises(UsageError, match="snapshot: True needs a program in a git repository"):
+    with pytest.raises(UsageError, match="snapshot: true needs a program in a git repository"):
         checkout_of(job(**values, snapshot=True), [])
 
 
@@ -301,7 +301,7 @@ def test_without_git_a_job_is_submitted_as_before_unless_it_asks_for_a_snapshot(
     monkeypatch.setenv("PATH", "/nowhere")
     assert checkout_of(job(), []) is None
     said = capsys.readouterr().err
-    assert "git is not installed here" in said and "Each attempt uses the code in the checkout when it starts" in said
+    assert "git is not installed here" in said and "runs the code that is in the checkout when it starts" in said
     with pytest.raises(UsageError, match="could not take a snapshot of the code: git is not installed"):
         checkout_of(job(snapshot=True), [])
 

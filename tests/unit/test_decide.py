@@ -93,6 +93,12 @@ def recorded(state: State, event: Event) -> list[str]:
 # ---- a rank fails
 
 
+def test_a_connection_that_breaks_before_its_rank_has_named_its_host_is_that_of_its_node() -> None:
+    """The host of a batch step that stood still may find the connection broken first. The supervisor had crashed."""
+    state = State(JOB, NodeNames(("n1", "n2")), abandon_s=5.0)
+    assert "(n2) exited" in step(state, ConnectionLost(1), NOW)[0].dismissal
+
+
 @pytest.mark.parametrize(
     ("events", "event", "expected"),
     [
@@ -269,8 +275,8 @@ def test_all_ranks_leave_a_slow_node_once_its_facts_are_known() -> None:
     assert (state.wanted, state.drained) == (Stop.SWAP, "n2")
     words = sentence({"event": "slow_node", "attempt": 0, **left})
     assert words == (
-        "attempt 0: rank 1 (n2) has been slow for 10 min, 1.3 times the others. The load is 9 on 8 CPUs. "
-        "All ranks save, and continue on a spare node instead of n2"
+        "attempt 0: rank 1 (n2) has been slow for 10 min. It computes 1.3 times as long as the others. "
+        "The load is 9 on 8 CPUs. All ranks save, and continue on a spare node instead of n2"
     )
     assert recorded(state, dataclasses.replace(SLOW, rank=0)) == ["slow_node"]
     assert Broadcast("stop", Stop.PREEMPTION.value) in actions(step(state, PREEMPTED, NOW)[0], Timer.LOOK)

@@ -158,9 +158,9 @@ def test_each_node_is_a_row_with_what_was_found() -> None:
         ),
         (rank(GPU, state="starting"), "rank 0 did not continue after the check 'device' within 120 s"),
         (rank(state="gone", why="killed by signal 9"), "rank 0 exited before its first check (killed by signal 9)"),
-        (rank(GPU, state="ready"), "rank 0 did not finish after the check 'device' within 90 s"),
+        (rank(GPU, state="ready"), "rank 0 did not continue after the check 'device' within 90 s"),
         (rank(failed("device", "no GPU", "request one"), state="unable"), "device: no GPU"),
-        (rank(warning("clock", "clock +3.0 s from the first node's", "run chrony")), "clock +3.0 s"),
+        (rank(warning("clock", "clock differs by +3.0 s from the first node's", "run chrony")), "clock differs"),
     ],
 )
 def test_what_is_wrong_with_a_node_is_its_row(known: dict[str, Any], words: str) -> None:
@@ -276,7 +276,7 @@ def test_the_clocks_of_two_hosts_are_compared_over_tcp(monkeypatch: pytest.Monke
         assert abs(ahead_s) <= trip_s and probe.judge_clock(ahead_s, trip_s).state == "ok"
         monkeypatch.setattr(clock, "_receive", lambda connection: connection.recv(8) and time.time() - 5.0)
         check = probe.judge_clock(*clock.difference("127.0.0.1", server.port))
-        assert check.state == "warning" and "clock +5.0 s" in check.found
+        assert check.state == "warning" and "clock differs by +5.0 s" in check.found
     finally:
         server.close()
 

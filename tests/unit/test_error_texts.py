@@ -107,7 +107,7 @@ TEXTS = [
            "Cuda failure 999 'unknown error'"),
     (NODE, "[PG ID 0 PG GUID 0 Rank 0] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in "
            "monitoring enqueued collectives."),
-    (NODE, "DeviceError: needs 8 GPUs on node n2, Slurm gave 7"),
+    (NODE, "DeviceError: the ranks on node n2 need 8 GPUs, but Slurm gave 7"),
     (NODE, "DeviceError: device cuda requested, but no GPU is visible on node n2. Request GPUs (--gpus-per-node)"),
     (NODE, "PreflightError: node n2: the product of two matrices is wrong"),
 ]  # fmt: skip

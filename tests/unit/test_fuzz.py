@@ -36,7 +36,7 @@ from clusterddp.jobdef.schema import READERS
 from clusterddp.report.booking import book
 from clusterddp.report.efficiency import advice, spent
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.progress import Progress
+from clusterddp.runs.progress_display import Progress
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration
 from clusterddp.slurm.run_states import read_cause

@@ -40,7 +40,7 @@ def test_a_short_run_is_not_told() -> None:
 def test_the_advice_depends_on_workers_and_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: range(8))
     advice = [told([0.2] * 50, workers=workers)[0]["advice"] for workers in (0, 2, 8)]
-    assert "num_workers=4" in advice[0] and "more than num_workers=2" in advice[1] and "cpus_per_task" in advice[2]
+    assert "num_workers=4" in advice[0] and "num_workers, which is 2" in advice[1] and "cpus_per_task" in advice[2]
 
 
 def test_the_step_timing_passes_its_totals_on() -> None:

@@ -149,6 +149,8 @@ def test_a_folder_without_runs_is_no_error(tmp_path: Path, monkeypatch: pytest.M
     assert command(["list"]) == 0
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "no runs in runs\n")
+    assert command(["list", "--state", "failed,held"]) == 0
+    assert capsys.readouterr().err == "no runs in runs are failed or held\n"
     assert json.loads(said(capsys, "list", "--json")) == []
 
 
@@ -156,7 +158,7 @@ def test_status_says_why_a_run_waits_and_what_to_do(runs: Path, capsys: pytest.C
     """With the start that Slurm expects."""
     shown = said(capsys, "status", "runs/pending")
     assert "state     job 42 (PENDING)\n" in shown
-    assert "waits     a limit of its QOS is reached: GPUs of all your jobs (QOSMaxGRESPerUser)\n" in shown
+    assert "waits     a limit of its QOS is reached: GPUs per user (QOSMaxGRESPerUser)\n" in shown
     assert "to do     the job starts when others that count towards the limit end" in shown
     assert "starts    11-23 08:00" in shown
     shown = said(capsys, "status", "runs/held")
@@ -241,7 +243,7 @@ def test_a_metric_that_no_run_has_logged_is_named(runs: Path, capsys: pytest.Cap
     """And those that were; the other metrics are shown."""
     command(["list", "--show", "los,acc"])
     printed = capsys.readouterr()
-    assert "--show los: no run has logged this. Logged: acc, loss" in printed.err
+    assert "--show: no run has logged los. Logged: acc, loss" in printed.err
     assert "ACC" in printed.out and "LOS" not in printed.out
 
 

@@ -36,6 +36,7 @@ def failure(node: str, run: str, age_days: float = 0.0) -> NodeFailure:
         ([failure("n2", "a", 0.5), failure("n2", "b", 1.4)], ["n2"]),
         ([failure("n2", "a", 1.1), failure("n2", "b", 1.1)], []),  # both have lost more than half
         ([failure("n2", "a"), failure("n2", "b", 1.2)], []),  # more than a day apart
+        ([failure("n2", "a"), failure("n2", "a", 0.5), failure("n2", "b", 1.3)], ["n2"]),  # one more makes it no better
         ([failure("n2", "a", 0.9), failure("n2", "b", 0.9), failure("n3", "a"), failure("n3", "b")], ["n3", "n2"]),
         ([failure("gone", "a"), failure("gone", "b")], []),
     ],

@@ -45,48 +45,48 @@ def at(nodes: str, allocated: str, aside: str = "") -> Placement:
         ),
         pytest.param(
             *(SPARE, at("n1 n2 n3", "n1 n2 n3 n4"), LOST, ALL, Course.SPARE, "n1 n3 n4"),
-            "node n2 is lost: the ranks continue on the spare node n4",
+            "node n2 is lost, so the ranks continue on the spare node n4",
             id="a spare node",
         ),
         pytest.param(
             *(SPARE, at("n2 n3 n4", "n1 n2 n3 n4"), LOST, None, Course.SPARE, "n1 n3 n4"),
-            "node n2 is lost: the ranks continue on the spare node n1",
+            "node n2 is lost, so the ranks continue on the spare node n1",
             id="nodes stay in Slurm's order; what answers is unknown",
         ),
         pytest.param(
             *(replace(SPARE, spare_nodes=2), at("n1 n2 n3", "n1 n2 n3 n4 n5"), LOST, ("n3", "n5"), Course.SPARE),
             "n1 n3 n5",
-            "node n2 is lost and the spare node n4 cannot be used: the ranks continue on the spare node n5",
+            "node n2 is lost and the spare node n4 cannot be used, so the ranks continue on the spare node n5",
             id="a dead spare node",
         ),
         pytest.param(
             *(SPARE, at("n1 n3 n4", "n1 n2 n3 n4", "n2"), {"n3": "hangs"}, ALL, Course.NEW_JOB, ""),
-            "node n3 hangs: the job has 2 nodes left, but the run needs 3",
+            "node n3 hangs, and the job has 2 nodes left, but the run needs 3",
             id="the spare node is used up",
         ),
         pytest.param(
             *(SPARE, at("n1 n2 n3", "n1 n2 n3 n4"), {**LOST, "n3": "is lost"}, ALL, Course.NEW_JOB, ""),
-            "node n2 is lost and node n3 is lost: the job has 2 nodes left, but the run needs 3",
+            "node n2 is lost and node n3 is lost, and the job has 2 nodes left, but the run needs 3",
             id="two nodes with one spare",
         ),
         pytest.param(
             *(RANGE, at("n1 n2 n3", "n1 n2 n3"), LOST, ALL, Course.SHRINK, "n1 n3"),
-            "node n2 is lost: the run continues on the other 2 nodes",
+            "node n2 is lost, so the run continues on the other 2 nodes",
             id="a range shrinks",
         ),
         pytest.param(
             *(replace(RANGE, spare_nodes=1), at("n1 n2 n3", "n1 n2 n3 n4"), LOST, ALL, Course.SPARE, "n1 n3 n4"),
-            "node n2 is lost: the ranks continue on the spare node n4",
+            "node n2 is lost, so the ranks continue on the spare node n4",
             id="a spare node before shrinking",
         ),
         pytest.param(
             *(replace(RANGE, nodes=2), at("n1 n2", "n1 n2 n3", "n3"), LOST, ALL, Course.NEW_JOB, ""),
-            "node n2 is lost: the job has 1 node left, but the run needs 2",
+            "node n2 is lost, and the job has 1 node left, but the run needs 2",
             id="a range at its least",
         ),
         pytest.param(
             *(FIXED, at("n1 n2 n3", "n1 n2 n3"), LOST, ALL, Course.NEW_JOB, ""),
-            "node n2 is lost: the job has no spare nodes",
+            "node n2 is lost, and the job has no spare nodes",
             id="neither",
         ),
     ],
@@ -195,13 +195,13 @@ def test_after_two_failures_of_a_node_all_ranks_restart_without_it(
     events = {event["event"]: event for event in run.events()}
     assert (events["started"]["ranks"], events["started"]["aside"], events["moved"]["aside"]) == (ranks, ["n2"], ["n2"])
     assert events["excluded"]["nodes"] == ["n2"]
-    assert (sentence(events["moved"]) or "").startswith("attempt 1: node n2 failed repeatedly in this run: the r")
+    assert (sentence(events["moved"]) or "").startswith("attempt 1: node n2 failed repeatedly in this run, so the r")
 
 
 @pytest.mark.parametrize(
     ("answering", "moved"),
     [
-        (["n1", "n2", "n3"], ["node n2 is slow: the ranks continue on the spare node n3"]),
+        (["n1", "n2", "n3"], ["node n2 is slow, so the ranks continue on the spare node n3"]),
         (["n1", "n2"], []),
     ],
     ids=["spare", "failed spare"],

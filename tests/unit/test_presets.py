@@ -162,7 +162,11 @@ def test_a_value_is_not_filled_in_again_and_is_no_pattern() -> None:
             {"resume": {"checkpoint": "out/{epoch}.pt"}},
             "unknown placeholder {epoch}. Expected {run_dir}. Write * for the parts that vary",
         ),
-        ({"resume": {"checkpoint": "{attempt}.pt"}}, "resume.checkpoint: unknown placeholder {attempt}"),
+        (
+            {"resume": {"checkpoint": "{attempt}.pt"}},
+            "resume.checkpoint: unknown placeholder {attempt}. Expected {run_dir}. For the literal text, write "
+            "{{attempt}}. Write * for the parts that vary",
+        ),
         (
             {"resume": {"checkpoint": "a.pt", "args": ["{chekpoint}"]}},
             "resume.args: unknown placeholder {chekpoint}. Did you mean {checkpoint}?",
@@ -177,11 +181,11 @@ def test_a_value_is_not_filled_in_again_and_is_no_pattern() -> None:
         ({"resume": {"checkpoint": "${SCRATCH}/*.pt"}}, "'${SCRATCH}' is not expanded. Write the full path"),
         (
             {"resume": {"checkpoint": "a[0-9]/b[0-9.pt"}},
-            "'a[0-9]/b[0-9.pt' has a '[' without its ']'. Write [[] for the character itself",
+            "'a[0-9]/b[0-9.pt' has a '[' without a closing ']'. Write [[] for a literal '['",
         ),
         (
             {"resume": {"checkpoint": "a.pt", "args": ["-r"], "replace": ["fit"]}},
-            "resume: expected args or replace, got both. replace replaces all arguments",
+            "resume: expected args or replace, got both. The key replace replaces all arguments",
         ),
         (
             {"resume": {"preset": "some", "replace": ["fit"]}},

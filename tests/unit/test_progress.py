@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from clusterddp.rundir.progress import Recent, recent
-from clusterddp.runs import progress
-from clusterddp.runs.progress import Progress, Shown
+from clusterddp.runs import progress_display
+from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.training import context
 from clusterddp.training.context import ProgressLines
 from clusterddp.worker import rank_exit
@@ -94,7 +94,7 @@ def test_the_bar_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TERM", "dumb")
     run = recorded_run(tmp_path / "net", [event("training", step=0)])
     with Progress(run, 5000) as shown:
-        shown._bar = bar = progress._bar()
+        shown._bar = bar = progress_display._bar()
         shown._task, shown._every_s = bar.add_task("", total=5000, words=""), 0.0
         write_lines(run.metrics_file, steps(range(1190, 1200), loss=0.41234, lr=0.001, acc=0.9))
         shown.update()

@@ -362,20 +362,26 @@ def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
 
 @pytest.mark.parametrize(
     ("state", "ends", "continues"),
-    [("NODE_FAIL", [], True), ("CANCELLED", [], False), ("NODE_FAIL", ["stopped"], False)],
+    [
+        ("NODE_FAIL", [], True),
+        ("CANCELLED", [], False),
+        ("NODE_FAIL", [{**UNKNOWN, "reason": "x"}], False),
+        ("COMPLETED", [REFUSED], True),
+    ],
 )
 def test_a_run_whose_job_died_while_it_submitted_the_next_one_is_submitted(
     run: RunDirectory,
     submitted: list[str],
     monkeypatch: pytest.MonkeyPatch,
     state: str,
-    ends: list[str],
+    ends: list[dict[str, object]],
     continues: bool,
 ) -> None:
-    """It had released the run, so that the command took it for stopped. One that has recorded its end is stopped."""
+    """It had released the run, so that the command took it for stopped. One that has recorded its end is stopped,
+    unless Slurm refused its next job."""
     lease.let_go(run, 0)
     for end in ends:
-        append_line(run.events_file, {"event": end, "attempt": 0, "time": 2.0, "reason": "x"})
+        append_line(run.events_file, end)
     monkeypatch.setattr(waiting, "state_of", lambda _: ("stopped", "stopped"))
     resubmitter = look(run, info(state), monkeypatch)
     assert (submitted == ["job.sbatch"], resubmitter.result) == (continues, None if continues else 1)
@@ -403,6 +409,28 @@ def test_a_resubmitter_retries_what_slurm_refuses(
     said = capsys.readouterr().err
     assert said.count("run: retrying: AssocMaxSubmitJobLimit\n") == 1
     assert "job 41 ended (COMPLETED) without recording an outcome. Resubmitted as job 42" in said
+
+
+def test_a_job_that_slurm_forgets_while_it_refuses_the_next_one_is_remembered(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm forgets a job MinJobAge after its end. Why it ended decides whether the run continues."""
+    jobs: list[JobInfo | None] = [info("NODE_FAIL"), None]
+    answers: list[str | SlurmError] = [SlurmError("AssocMaxSubmitJobLimit"), "42"]
+
+    def submit(script: Path, *options: str) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: jobs.pop(0))
+    resubmitter = Resubmitter(run, JOB)
+    for _ in range(2):
+        resubmitter._pace = Pace()
+        resubmitter.look()
+    assert (resubmitter.result, lease.holders(run)[0]["job"]) == (None, "42")
 
 
 def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(

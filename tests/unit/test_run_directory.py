@@ -22,9 +22,9 @@ from clusterddp.rundir import files, run_directory
 from clusterddp.rundir.files import append_line, make_folder, write_atomically, write_json
 from clusterddp.rundir.records import drop_torn_line, read_backwards, read_json, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs.progress import Progress
+from clusterddp.runs.progress_display import Progress
 from clusterddp.runs.recording import claim
-from clusterddp.runs.requests import cancel_run
+from clusterddp.runs.request_client import cancel_run
 from clusterddp.supervisor.attempt import last_line
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.verdict import RankEnd

@@ -27,8 +27,8 @@ from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.ownership import Address, read_address, write_address
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import requests
-from clusterddp.runs.requests import ask, relay
+from clusterddp.runs import request_client
+from clusterddp.runs.request_client import ask, relay
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.attempt import Attempt
@@ -208,7 +208,7 @@ def test_the_stacks_of_many_ranks_are_grouped_and_a_silent_rank_is_named(
     assert command(["stacks", str(run), "--rank", f"0,2-{RANKS - 1}"]) == 0
     shown = capsys.readouterr().out
     assert f"{RANKS - slow - 1} ranks in the all_reduce of backward, {slow} in data.py:88 (read)\n\n" in shown
-    monkeypatch.setattr("clusterddp.supervisor.requests.ANSWER_S", 0.5)
+    monkeypatch.setattr("clusterddp.supervisor.user_requests.ANSWER_S", 0.5)
     assert f"({socket.gethostname()}) in data.py:88 (read)\n  MainThread, most recent call first\n    /" in shown
     assert command(["stacks", str(run), "--rank", "0-1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])  # the supervisor, a thread here, may print before
@@ -337,7 +337,7 @@ def test_a_rank_that_exits_without_its_profile_is_named(
             ["profile=2", "--rank", "all"],
             "--rank all: 'all' is neither a rank nor a range. Expected",
         ),
-        (["profile=2", "--rank", "0-99"], "--rank 0-99: 100 ranks, but at most 32 can record at a time"),
+        (["profile=2", "--rank", "0-99"], "--rank 0-99 names 100 ranks, but at most 32 can record at a time"),
         (["save", "--rank", "1"], "--rank: save applies to the whole run. Only profile=STEPS accepts --rank"),
     ],
 )
@@ -464,11 +464,11 @@ def test_a_job_that_is_being_requeued_is_waited_for(
     """Slurm has it as running until its batch step has ended, and as completing until the epilog has."""
     lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
     append_line(run.events_file, {"time": 1.0, "attempt": 0, **end})
-    monkeypatch.setattr(requests, "ASK_S", 0.0)
+    monkeypatch.setattr(request_client, "ASK_S", 0.0)
     states = ["RUNNING", "COMPLETING", "PENDING"]
     job = lambda state: JobInfo("41", state, "BeginTime", "", 0, None, None)  # noqa: E731
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job(states.pop(0)))
-    found = requests.waiting_job(run)
+    found = request_client.waiting_job(run)
     assert (found and found.state, states) == (("PENDING", []) if waits else (None, ["COMPLETING", "PENDING"]))
     assert capsys.readouterr().err.count("job 41 is being requeued (RUNNING). Waiting until") == waits
 
@@ -529,7 +529,7 @@ def test_where_the_node_cannot_be_reached_a_step_of_the_job_asks(
     srun = 'printf "%s " "$@" > $(dirname $0)/given; while [[ $1 == --* ]]; do shift; done; exec "$@"'
     in_a_job(run, monkeypatch, server.server.port, tmp_path, srun)
     heard: queue.Queue[Any] = queue.Queue()
-    threading.Thread(target=lambda: heard.put(requests.request(run, "stacks", ranks="0"))).start()
+    threading.Thread(target=lambda: heard.put(request_client.request(run, "stacks", ranks="0"))).start()
     number, kind, values = server.requests.get(timeout=20)
     assert (kind, values) == ("stacks", {"ranks": "0"})
     server.server.answer(number, {"news": "wait"}, last=False)
@@ -544,7 +544,7 @@ def test_where_neither_way_works_both_reasons_are_given(
 ) -> None:
     in_a_job(run, monkeypatch, server.server.port, tmp_path, "echo 'srun: error: Job is completing' >&2; exit 1")
     with pytest.raises(RunDirectoryError, match=r"refused\), and also from a step of job 41 \(srun: .* completing"):
-        requests.request(run, "save")
+        request_client.request(run, "save")
 
 
 def test_a_step_that_finds_no_supervisor_says_so(run: RunDirectory) -> None:
@@ -571,6 +571,6 @@ def test_an_unreachable_controller_does_not_keep_a_request_from_the_supervisor(
     monkeypatch.setattr("clusterddp.slurm.commands.node_address", away)
     write_address(run, 0, Address("127.0.0.1", server.server.port, TOKEN, "41"))
     heard: queue.Queue[Any] = queue.Queue()
-    threading.Thread(target=lambda: heard.put(requests.request(run, "save"))).start()
+    threading.Thread(target=lambda: heard.put(request_client.request(run, "save"))).start()
     server.server.answer(server.requests.get(timeout=20)[0], {"checkpoint": 7}, last=True)
     assert heard.get(timeout=10) == (0, {"checkpoint": 7})

@@ -145,7 +145,7 @@ def test_a_value_that_is_given_twice_makes_one_member(slurm: Slurm, capsys: pyte
     assert sweep("seed=1,2,1") == 0
     assert submitted(slurm) == [["seed=1", "seed=2"]]
     said = capsys.readouterr().err
-    assert "1 combination given more than once. Each of them runs once" in said
+    assert "ignoring 1 repeated combination, because each combination runs once" in said
     assert "seed is a key of the job definition. To set the script's own --seed, write args.seed" in said
     assert sweep("seed=1,2") == 0
     assert "is a key of the job definition" not in capsys.readouterr().err
@@ -229,6 +229,25 @@ def test_a_member_that_completes_while_slurm_is_asked_is_not_submitted_again(
     assert len(slurm.scripts) == 1 and member(0).outcome_file.exists()
 
 
+def test_a_member_that_completes_before_its_array_is_written_keeps_its_outcome(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm is asked for its limits in between, and may answer late."""
+    sweep("seed=0..1")
+    slurm.end()
+    real = slurm.scontrol
+
+    def scontrol(*words: str) -> str:
+        if words[:2] == ("show", "config"):
+            end(member(0), "completed")
+        return real(*words)
+
+    monkeypatch.setattr(slurm, "scontrol", scontrol)
+    sweep("seed=0..1", "--retry", "failed")
+    assert submitted(slurm)[1:] == [["seed=1"]]
+    assert (member(0).outcome() or {})["state"] == "completed"
+
+
 def test_arrays_are_split_evenly_above_the_largest_size(slurm: Slurm) -> None:
     """All together may run as many as one would."""
     slurm.max_array = 10
@@ -253,7 +272,7 @@ def test_at_the_submit_limit_as_many_as_possible_are_submitted(
     slurm.max_submit = 11
     assert sweep("seed=0..23") == 75
     assert sum(map(len, submitted(slurm))) == 11 and slurm.refusals <= 6
-    assert "13 members not submitted: `sbatch` failed: AssocMaxSubmitJobLimit" in capsys.readouterr().err
+    assert "Slurm did not accept 13 members: `sbatch` failed: AssocMaxSubmitJobLimit" in capsys.readouterr().err
     assert not member(11).path.exists()
     slurm.max_submit = 100
     assert sweep("seed=0..23") == 0

@@ -110,15 +110,21 @@ def test_a_crash_near_the_time_limit_is_a_crash_unless_the_ranks_were_told_to_st
 
 @pytest.mark.parametrize(("age_s", "cause"), [(5, Cause.ENDED_IN_GRACE), (25, Cause.PREEMPTED_WITHOUT_GRACE)])
 def test_a_job_that_ends_before_its_grace_does_was_scancelled(age_s: float, cause: Cause) -> None:
-    """Slurm ends a grace late, never early; and what may be a scancel is never run again."""
-    ending = job("COMPLETING", preempt_time=NOW - age_s)
-    assert read_cause(ending, restarts=0, notice_s=120, grace_s=lambda: 20, now=NOW) is cause
+    """Slurm ends a grace late, never early; and what may be a scancel is never run again. The answer may come late."""
+    ending = replace(job("COMPLETING", preempt_time=NOW - age_s), end_time=NOW)
+    assert read_cause(ending, restarts=0, notice_s=120, grace_s=lambda: 20, now=NOW + 60) is cause
 
 
 def test_a_time_limit_within_a_grace_is_no_scancel() -> None:
     """Slurm then ends the grace at the time limit. The run was taken for cancelled, and never ran again."""
-    ended = replace(job("COMPLETING", preempt_time=NOW - 5), run_time_s=3600.0, time_limit_s=3600.0)
+    ended = replace(job("COMPLETING", preempt_time=NOW - 5), end_time=NOW, run_time_s=3600.0, time_limit_s=3600.0)
     assert read_cause(ended, 0, 90.0, lambda: 20.0, NOW) is Cause.PREEMPTED_WITHOUT_GRACE
+
+
+def test_a_cancelled_job_is_cancelled_however_long_it_has_run() -> None:
+    """Jobs may run beyond their limit, by OverTimeLimit, and a supervisor whose node stood still asks late."""
+    cancelled = replace(job("CANCELLED"), run_time_s=3601.0, time_limit_s=3600.0)
+    assert read_cause(cancelled, 0, 90.0, lambda: 0.0, NOW) is Cause.CANCELLED
 
 
 def test_a_later_start_of_the_same_job_is_not_this_attempts_cause() -> None:
@@ -245,7 +251,7 @@ def test_the_message_of_sys_exit_follows_its_code() -> None:
     assert replace(EXIT, exit_code=1, error="loss is NaN").words() == "exited with code 1: loss is NaN"
 
 
-LACKING = end("exception", 1, error="DeviceError: needs 8 GPUs on node n1, Slurm gave 7")
+LACKING = end("exception", 1, error="DeviceError: the ranks on node n1 need 8 GPUs, but Slurm gave 7")
 MEMORY = replace(EIO, error="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", step=None)
 
 

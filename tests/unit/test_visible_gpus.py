@@ -44,7 +44,7 @@ def test_a_list_that_is_too_short_for_a_local_run_is_refused_before_it_starts(mo
     check_ranks(Job("train.py", gpus_per_node=2), "--local")
     check_ranks(Job("train.py", nodes=2, gpus_per_node=2, device="cpu"), "--local")
     check_ranks(Job("train.py", nodes=2, gpus_per_node=2), None)
-    with pytest.raises(UsageError, match=r"need 4 GPUs of this machine, but CUDA_VISIBLE_DEVICES=0,1 lists 2. "):
+    with pytest.raises(UsageError, match=r"--local needs 4 GPUs of this .* but CUDA_VISIBLE_DEVICES=0,1 lists 2. "):
         check_ranks(Job("train.py", nodes=2, gpus_per_node=2), "--local")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES= lists none. Unset or change it"):
@@ -88,7 +88,7 @@ def test_each_rank_uses_its_own_mig_device(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("ranks", "per_rank", "words"),
     [
-        (4, 1, "needs 4 GPUs on node n1, but it has 3 \\(MIG\\)"),
+        (4, 1, "the ranks on node n1 need 4 GPUs, but CUDA_VISIBLE_DEVICES lists 3 MIG devices"),
         (1, 2, "gpus_per_rank is 2, but node n1 has MIG devices"),
     ],
 )

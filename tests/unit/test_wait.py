@@ -177,7 +177,7 @@ def test_an_unreachable_controller_is_not_the_end(world: World, capsys: Captured
         700: lambda: (world.over("a", "completed"), world.over("b", "completed")),
     }
     assert command(["wait", "a", "b"]) == 0
-    assert capsys.readouterr().err.count("state unknown, retrying: reason\n") == 1
+    assert capsys.readouterr().err.count("the state of a run is unknown, retrying: reason\n") == 1
 
 
 def test_a_run_that_ends_while_the_controller_does_not_answer_has_not_ended_unknown(world: World) -> None:

@@ -93,7 +93,7 @@ def test_documents_compose(text: str, value: Any) -> None:
         ("a: !!timestamp 2024-01-01", "f:1:4: tag !!timestamp is not allowed"),
         ("a: !!set {x}", "f:1:4: tag !!set is not allowed"),
         ("a: !!int three", "f:1:4: tag !!int is not allowed here"),
-        ("[a]: 1", "f:1:1: expected a word as key"),
+        ("[a]: 1", "f:1:1: expected a word as the key, got a list"),
         ("a: &x [*x]", "f:1:4: this alias refers to itself"),
         ("<<: 1", "f:1:5: expected a mapping, or a list of mappings, after '<<'"),
         ("a:\n\tb: 1", "f:2:1: while scanning for the next token, found character '\\t'"),
@@ -111,7 +111,7 @@ def test_documents_compose(text: str, value: Any) -> None:
         ("a: 1\n---\nb: 2", "f:2:1: expected a single document"),
         ("a: 'x", "f:1:6: while scanning a quoted scalar"),
         ("a: 1\nb: x\x07", "f:2:5: the character U+0007 is not allowed in YAML"),
-        ("[" * 5000, "f: nested too deeply"),
+        ("[" * 5000, "f: the YAML is nested too deeply"),
     ],
 )
 def test_a_mistake_is_refused_with_its_place(text: str, message: str) -> None:

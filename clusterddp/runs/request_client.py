@@ -1,10 +1,9 @@
-"""Sends a request to the supervisor that trains a run, and returns its answer or raises why there is none.
+"""Sends a user's request to the supervisor that trains a run, and returns its answer or raises why there is none.
 
-The connection goes to the supervisor's node. If the login node cannot reach it, a job step sends the request from
-that node.
-
-A request is one TCP connection with JSON lines. ``python -m clusterddp.runs.requests RUN ATTEMPT KIND VALUES`` sends a
-request from the supervisor's own node, for a login node that cannot reach it, and prints the answers.
+A request is one TCP connection with JSON lines to the supervisor, whose address and token are in the run directory.
+``supervisor/user_requests.py`` decides what follows. If the login node cannot reach the supervisor's node, a job step
+sends the request from there (``python -m clusterddp.runs.request_client RUN ATTEMPT KIND VALUES``) and prints the
+answers.
 
 ``cancel_run`` ends a run permanently. It asks Slurm or the local processes, not the supervisor.
 """
@@ -254,7 +253,7 @@ def step_command(address: Address, python: str | None) -> list[str]:
     """
     options = ("--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0", "--gres=none", "--unbuffered")
     where = (f"--jobid={address.job}", f"--nodelist={address.host}", "--chdir=/")
-    return ["srun", *where, *options, *module_command("clusterddp.runs.requests", python)]
+    return ["srun", *where, *options, *module_command("clusterddp.runs.request_client", python)]
 
 
 def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:

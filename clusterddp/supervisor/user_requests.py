@@ -316,7 +316,16 @@ def _requeue(state: State, request: Request, now: float) -> Step:
 
 
 def _drain(state: State, request: Request, now: float) -> Step:
-    """The same, and the run continues in this job without a node: on a spare one, or on fewer nodes."""
+    """All ranks stop, and the run continues in this job without a node: on a spare one, or on fewer nodes.
+
+    Refused if no rank runs on the node, if the run already stops for another reason, or without a place to continue.
+    ``decide._look`` sends the ranks the stop until one confirms it, and they stop as for a signal. Once they have
+    exited, ``Recovery._why`` gives ``Cause.DRAIN_REQUESTED``, unless Slurm has a cause. ``Recovery._restart`` chooses
+    the nodes again with ``placement.choose``, now among those that answer, records them as the event ``moved``, and
+    returns RESTART. The loop in ``main.supervise`` then starts the next attempt: ``placement.place`` reads that event,
+    and ``launcher.srun_command`` passes the nodes as ``--nodelist``. If too few nodes answer by then, a new job
+    continues the run. ``tell`` prints the event that ended the attempt.
+    """
     node = request.values.get("node")
     if not is_text(node):
         return _refuse(state, request, f"node {node!r}: expected a name")
@@ -331,7 +340,7 @@ def _drain(state: State, request: Request, now: float) -> Step:
     choice = choose(state.job, state.placement, {node: "is drained"}, None)
     if choice.course is Course.NEW_JOB:
         instead = f"`clusterddp requeue RUN --exclude {node}` continues the run without {node} in a new job"
-        return _refuse(state, request, f"not drained: {choice.why.partition(': ')[2]}. {instead}")
+        return _refuse(state, request, f"not drained: {choice.why.partition(', and ')[2]}. {instead}")
     return _end(replace(state, drained=node), request, Stop.DRAIN, now)
 
 
