@@ -25,8 +25,8 @@ from tests.simulation.world import EPOCH, Killed, Process, World
 
 #: What `remembered` functions do not read: checkpoints, and files that grow with each step.
 UNSEEN, UNREAD = "/checkpoints/", ("/metrics.jsonl", "/timing.jsonl")
-#: What they do read: claims and folders of attempts; files in the run's folder; these, and what is added to them.
-CLAIMS, FILES, LINES = range(3)
+#: What they do read: claims; files in the run's folder; these, and what is added to them; which attempts have folders.
+CLAIMS, FILES, LINES, ATTEMPTS = range(4)
 
 
 @dataclass
@@ -69,8 +69,8 @@ class Disk:
         self._temporary = 0
         #: Who holds a file's lock.
         self.locks: dict[str, Process | None] = {}
-        #: Counts the changes of what `remembered` functions read: claims, other files, and these with what is added.
-        self.changes = [0, 0, 0]
+        #: Counts the changes of what `remembered` functions read.
+        self.changes = [0, 0, 0, 0]
         #: What they found, at which number of changes, in how many steps, and when the first folder was looked into.
         self._known: dict[tuple[Any, ...], tuple[Any, int, int, float]] = {}
         #: How many steps were made so far, and when the first of the folders that count was looked into.
@@ -187,6 +187,7 @@ class Disk:
             return
         if "/private" in name or "/logs" in name:
             self.changes[CLAIMS] += 1
+            self.changes[ATTEMPTS] += _above(name).endswith(("/private", "/logs"))
         else:
             self.changes[FILES] += 1
             self.changes[LINES] += 1

@@ -42,7 +42,7 @@ from clusterddp.slurm import configuration as preemption_policy
 from clusterddp.supervisor import attempt, controller, done, history, lease, main, own_checkpoints, recovery
 from clusterddp.supervisor.verdict import failure_box
 from tests.simulation import sweeps
-from tests.simulation.disk import CLAIMS, FILES, LINES, Disk
+from tests.simulation.disk import ATTEMPTS, CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
 from tests.simulation.slurm import Slurm
 from tests.simulation.world import Queues, Threading, Time, World
@@ -397,7 +397,7 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield ownership, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
     yield records, "parse", _parsed_line
     yield records, "parsed", _parsed
-    yield RunDirectory, "attempts", _of_run("attempts", list, CLAIMS, _attempts)
+    yield RunDirectory, "attempts", _of_run("attempts", list, ATTEMPTS, _attempts)
     yield RunDirectory, "events", _of_run("events", list, LINES)
     yield RunDirectory, "outcome", _of_run("outcome", _copied, FILES)
     for name in ("attempt_logs", "attempt_private", "holder_file", "control_file", "resume_record"):

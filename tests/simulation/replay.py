@@ -184,6 +184,8 @@ def _moment(history: History, fault: Fault) -> Struck | None:
         return Struck(fault.kind, newest, None) if fault.kind in ("scancel", "cancel", "submit again") else None
     ranks = [rank for rank in history.training if rank.attempt == newest and rank.training]
     stopping = job.preempt_time is not None or any(rank.stop for rank in ranks)
+    if fault.kind == "preempt" and history.slurm.cut:
+        return None  # Slurm shows the requeued job as COMPLETING until it gives up the lost node. The model does not.
     if job.state != "RUNNING" or len(ranks) < 2 or stopping or attempt.reached <= attempt.resumed:
         return None
     limited = history.plan.time_limit_s == LIMIT_S
