@@ -168,9 +168,11 @@ def _confirmed(state: State, why: str) -> Step:
 
 
 def _on_left(state: State, event: RankEvent, now: float) -> Step:
-    """A rank's last report is the record of its end. A rank that is done may still be dismissed before it exits."""
+    """A rank's last report is the record of its end. A rank that is done may still be dismissed before it exits. One
+    that failed keeps its failure if it takes so long to exit that it is dismissed, too."""
     check_record(event.values)
-    if event.rank not in state.ends or event.values["end"] == "dismissed":
+    before = state.ends.get(event.rank, {}).get("end")
+    if before is None or (before in ("done", "stopped") and event.values["end"] == "dismissed"):
         state = replace(state, ends=state.ends.put(event.rank, event.values))
     if event.values["end"] in ("done", "stopped"):
         return replace(state, alone=state.alone or bool(event.values.get("alone"))), []
