@@ -406,18 +406,12 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
 
 def _reading() -> dict[int, Callable[..., Any]]:
     """Functions that only read, and find the same until something changes; by the id of what they replace."""
-    read_claim, waiting_claim, holders = ownership.read_claim, ownership.waiting_claim, lease.holders
-
-    def claim(path: Path, run: RunDirectory) -> Any:
-        return _now.disk.remembered(lambda: read_claim(path, run), _copied, CLAIMS, str(path))
-
-    def waiting(run: RunDirectory, attempts: Sequence[int]) -> Any:
-        return _now.disk.remembered(lambda: waiting_claim(run, attempts), _copied, CLAIMS, str(run.path), *attempts)
+    holders = lease.holders
 
     def held(run: RunDirectory) -> Any:
         return _now.disk.remembered(lambda: holders(run), _each_copied, CLAIMS, "held", str(run.path))
 
-    return {id(read_claim): claim, id(waiting_claim): waiting, id(holders): held}
+    return {id(holders): held}
 
 
 def _of_run(

@@ -220,6 +220,14 @@ class Slurm:
                 self.shown_at[self.world.process.name] = self.world.now
                 self.requests[self.world.process.name] = 0
                 return _done(command, self.shown(job)) if job else _failed(command, "Invalid job id specified")
+            case ["squeue", "--noheader", "--me", *states, "--format=%F|%o"]:
+                jobs = [job for job in self.jobs.values() if self._known(job.id) and (states or is_live(job))]
+                return _done(command, "".join(f"{job.id.partition('_')[0]}|{job.script}\n" for job in jobs))
+            case ["squeue", *options]:
+                ids = options[options.index("-j") + 1].split(",")
+                if len(ids) == 1 and self._known(ids[0]) is None:
+                    return _failed(command, "Invalid job id specified")
+                return _done(command, self._queue(ids))
             case ["scontrol", "show", "config"]:
                 return _done(command, self._configuration())
             case ["scontrol", "show", "partition", "-o", _]:
@@ -251,14 +259,6 @@ class Slurm:
                 return _done(command, "\n".join(lines) + "\n")
             case ["sinfo", "-h", "-o", "%P"]:
                 return _done(command, "low*\n")
-            case ["squeue", "--noheader", "--me", *states, "--format=%F|%o"]:
-                jobs = [job for job in self.jobs.values() if self._known(job.id) and (states or is_live(job))]
-                return _done(command, "".join(f"{job.id.partition('_')[0]}|{job.script}\n" for job in jobs))
-            case ["squeue", *options]:
-                ids = options[options.index("-j") + 1].split(",")
-                if len(ids) == 1 and self._known(ids[0]) is None:
-                    return _failed(command, "Invalid job id specified")
-                return _done(command, self._queue(ids))
         raise AssertionError(f"the model knows no {command}")
 
     def shown(self, job: Batch) -> str:
