@@ -511,8 +511,9 @@ class Invariants:
             return False
         if batch.node in slurm.cut or self._history.disk.broken[0] > now:
             return False
-        newest = self._newest()
-        return any(rank.step._batch is job and rank.server and rank.process.node in slurm.cut for rank in newest)
+        own = [rank for rank in self._newest() if rank.step._batch is job and rank.server]
+        # One that has reported its end may still run its script's exit handlers.
+        return any(rank.process.node in slurm.cut and not rank.ended for rank in own)
 
     def _newest(self) -> list[Rank]:
         """The ranks of the newest attempt."""

@@ -150,6 +150,13 @@ def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_waitin
     assert lease.holders(run) == []
 
 
+def test_a_job_whose_submission_is_recorded_only_after_it_has_started_releases_the_run(run: RunDirectory) -> None:
+    """sbatch's answer may come late. The next job then ended as it started, because the run seemed to be held."""
+    lease.submitted(run, "41")
+    lease.let_go(run, 0)
+    assert lease.holders(run) == []
+
+
 def test_an_attempt_whose_holder_a_shared_disk_does_not_show_yet_is_held_by_its_submission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
