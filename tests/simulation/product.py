@@ -20,7 +20,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
