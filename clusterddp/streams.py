@@ -200,7 +200,7 @@ def members(read: Read, start: int, stop: int, whole: bool = True) -> Iterator[M
             raise ValueError(f"{name!r} at byte {at} is stored as a sparse file, which is not supported")
         if kind in _LINKS and split_name(name)[1]:
             raise ValueError(
-                f"{name!r} at byte {at} is a link, which has no data here. Pack files with GNU tar's --dereference and "
+                f"{name!r} at byte {at} is a link without data. Pack files with GNU tar's --dereference and "
                 "--hard-dereference"
             )
         if kind in _FILE:
@@ -218,13 +218,13 @@ def _check_end(read: Read, position: int, stop: int) -> None:
         zeros = read(at, min(_MOST_PADDING, stop - at))
         if data := zeros.lstrip(b"\0"):
             raise ValueError(
-                f"zeros follow at byte {position}, where a header or the end should be, but more data at byte "
-                f"{at + len(zeros) - len(data)}. It is damaged, or made of several archives, which should be separate "
-                "shards"
+                f"there are zeros at byte {position}, where a header or the end should be, and more data at byte "
+                f"{at + len(zeros) - len(data)}. The archive is damaged, or made of several archives, which should be "
+                "separate shards"
             )
     if stop - position > _MOST_PADDING:
         raise ValueError(
-            f"zeros follow from byte {position} to the end, {stop - position} bytes. The copy is incomplete, or the "
+            f"the last {stop - position} bytes, from byte {position} on, are zeros. The copy is incomplete, or the "
             "archive was packed with a --blocking-factor above 4096"
         )
 
@@ -332,7 +332,7 @@ def read_sample(data: bytes, start: int) -> tuple[str, dict[str, bytes]]:
         if not extension:
             continue
         if extension in files:
-            raise ValueError(f"sample {key_of_file!r} has two files .{extension}")
+            raise ValueError(f"sample {key_of_file!r} has two .{extension} files")
         key, files[extension] = key_of_file, data[member.data - start : member.stop - start]
     if not files:
         raise ValueError("this sample has no file, so the archive has changed since it was indexed")

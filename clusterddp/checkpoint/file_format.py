@@ -381,7 +381,7 @@ def _check_entries(header: Mapping[str, Any]) -> int:
     for name, entry in header.items():
         if name == "__metadata__":
             if not all(isinstance(fact, str) for fact in entry.values()):
-                raise ValueError("metadata that is not text")
+                raise ValueError("the metadata contains values other than text")
             continue
         start, stop = entry["data_offsets"]
         whole = all(type(number) is int and number >= 0 for number in (start, stop, *entry["shape"]))

@@ -159,7 +159,7 @@ def _open(pid: int, number: int, inode: int) -> int | None:
     """The file of another process. None, with a message, if it cannot be opened."""
     if number < 0:
         return None
-    file, reason = None, "a different file is there"
+    file, reason = None, "its descriptor is now a different file"
     try:
         file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
         if os.fstat(file).st_ino == inode:

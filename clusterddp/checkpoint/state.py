@@ -374,9 +374,9 @@ class Packing:
         if kind.__module__ == "numpy" and (found := self._numpy(item, path)) is not None:
             return found
         raise CheckpointError(
-            f"cannot save the state of {path!r}, a {kind.__module__}.{kind.__qualname__}: expected tensors, numpy "
-            "arrays and scalars, numbers, text, bytes, None, and lists, tuples, sets and dicts of them. Convert it in "
-            "state_dict(), and back in load_state_dict()"
+            f"cannot save the state of {path!r}, which is of type {kind.__module__}.{kind.__qualname__}: expected "
+            "tensors, numpy arrays and scalars, numbers, text, bytes, None, and lists, tuples, sets and dicts of them. "
+            "Convert it in state_dict(), and back in load_state_dict()"
         )
 
     def _members(self, pairs: list[list[Any]], path: str) -> Any:
@@ -398,8 +398,8 @@ class Packing:
         if type(tensor) not in _PLAIN_TENSORS:
             kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
             raise CheckpointError(
-                f"cannot save the state of {path!r}, a {kind}: a subclass of torch.Tensor would be restored as a plain "
-                "tensor. Convert it in state_dict(), and back in load_state_dict()"
+                f"cannot save the state of {path!r}, which is of type {kind}: a subclass of torch.Tensor would be "
+                "restored as a plain tensor. Convert it in state_dict(), and back in load_state_dict()"
             )
         if tensor.is_nested or tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
             nested = "nested, " if tensor.is_nested else ""

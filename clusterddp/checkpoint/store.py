@@ -258,12 +258,14 @@ class Checkpoints:
         try:
             free = shutil.disk_usage(self._directory.checkpoints).free
             kept = next(
-                (f"Keeping step {checkpoint.step}" for checkpoint in self.candidates()), "There is no older one"
+                (f"Keeping step {checkpoint.step}" for checkpoint in self.candidates()), "There is no older checkpoint"
             )
         except OSError as other:
-            return f"checkpoint needs {_size(needed)} ({error.strerror}). Could not list the others ({other.strerror})"
+            return (
+                f"the checkpoint needs {_size(needed)} ({error.strerror}). Could not list the others ({other.strerror})"
+            )
         full = f", {_size(free)} free" if error.errno in (errno.ENOSPC, errno.EFBIG) else ""
-        return f"checkpoint needs {_size(needed)}{full} ({error.strerror}). {kept}"
+        return f"the checkpoint needs {_size(needed)}{full} ({error.strerror}). {kept}"
 
     def _path(self, step: int) -> Path:
         return self._directory.checkpoints / f"step-{step:012d}.attempt-{self._attempt}.safetensors"

@@ -51,8 +51,8 @@ def read_weights(file: Path, part: str) -> Mapping[str, Any]:
             return content
     found = f"{', '.join(map(str, list(content)[:10]))}" if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
-        f"init_from: {file} has no state for {part}, only {found or 'no keys'}. Expected a state_dict, or a dict with "
-        f"one under {part!r} or {_USUAL!r}"
+        f"init_from: {file} has no state for {part}. It contains {found or 'no keys'}. Expected a state_dict, or "
+        f"a dict with one under {part!r} or {_USUAL!r}"
     )
 
 
@@ -61,8 +61,8 @@ def _pickled(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"init_from: {file} is damaged, or contains more than tensors, numbers and text, and loading that would "
-            f"execute code. Save the model's state_dict() alone ({_refused(str(error))})"
+            f"init_from: {file} is damaged, or contains objects that would execute code when loaded "
+            f"({_refused(str(error))}). Save only the model's state_dict()"
         ) from error
 
 
@@ -146,8 +146,8 @@ def export(
         fsync_directory(beside)
     except (OSError, RuntimeError) as error:  # torch turns system errors into RuntimeError
         raise UsageError(f"could not write {target}: {getattr(error, 'strerror', None) or error}") from error
-    words = f"{target}: {part or 'everything'} of checkpoint {checkpoint.step}"
-    return f"{words}, the best: {_value(checkpoint)}" if step == "best" else words
+    best = f" (the best: {_value(checkpoint)})" if step == "best" else ""
+    return f"wrote {part or 'everything'} of checkpoint {checkpoint.step}{best} to {target}"
 
 
 def _value(checkpoint: Checkpoint) -> str:
@@ -164,7 +164,7 @@ def _chosen(content: dict[str, Any], part: str | None, file: str) -> str:
         return part or "model"
     modules = [name for name in parts if hasattr(content[name], "_metadata")]
     if len(modules) != 1:
-        raise CheckpointError(f"{file} has no part 'model'. Choose one by --part: {', '.join(parts)}")
+        raise CheckpointError(f"{file} has no part 'model'. Choose one with --part: {', '.join(parts)}")
     return modules[0]
 
 

@@ -222,10 +222,11 @@ class ExternalLoader(Passes):
         elif hasattr(self._loader, SPLIT):
             getattr(self._loader, SPLIT)(copied({"states": states})["states"], rank, ranks)
         else:
+            before = counted(len(states), "rank")
             raise CheckpointError(
-                f"the checkpoint has the {self._name} states of {len(states)} ranks, but there are now {ranks}. Use "
-                f"{len(states)} ranks, give the loader a method {SPLIT}(states, rank, world_size), or use "
-                "ctx.loader(), which works with any number"
+                f"the checkpoint has the {self._name} states of {before}, but the world size is now {ranks}. Use "
+                f"{before}, give the loader a method {SPLIT}(states, rank, world_size), or start a new run with "
+                "ctx.loader(), which works with any number of ranks"
             )
 
 
@@ -325,13 +326,15 @@ class ReplayedLoader(Passes):
         """Raises CheckpointError if the run started with a different kind of loader or number of ranks."""
         if progress.get("loaders", self) is not None:
             raise CheckpointError(
-                f"ctx.run() received {self._name}, which has no state_dict(), but the run started with another "
-                "kind of loader. Pass the loader that the run started with, or start a new run"
+                f"ctx.run() received {self._name}, which has no state_dict(), but the run started with a "
+                "different kind of loader. Pass the loader that the run started with, or start a new run"
             )
         if (ranks := progress["world_size"]) != self._group.world_size:
+            before = counted(ranks, "rank")
             raise CheckpointError(
-                f"the run read its batches from {self._name} on {ranks} ranks, but there are now "
-                f"{self._group.world_size}. Use {ranks} ranks, or ctx.loader(), which works with any number"
+                f"the run read its batches from {self._name} on {before}, but the world size is now "
+                f"{self._group.world_size}. Use {before}, or start a new run with ctx.loader(), which works with any "
+                "number of ranks"
             )
 
 

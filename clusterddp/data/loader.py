@@ -147,8 +147,8 @@ def checked(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> 
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"{type(dataset).__name__} has no length and no index, so a run cannot resume mid-epoch. Use a dataset "
-            "with __len__ and __getitem__, such as those of clusterddp.streams, or give ctx.run() a loader, such as "
-            "torchdata's StatefulDataLoader, which it resumes by its state"
+            "with __len__ and __getitem__, such as those of clusterddp.streams, or give ctx.run() a loader that has a "
+            "state, such as torchdata's StatefulDataLoader"
         )
     try:
         number = operator.index(batch_size)
@@ -263,8 +263,8 @@ class Loader:
             )
         if progress.get("seeded", ALWAYS) not in SEEDED:
             raise CheckpointError(
-                f"the run seeds its samples as {progress['seeded']!r}, which this clusterddp does not support. "
-                "Resume it with the version that it started with, or a newer one"
+                f"the run seeds its samples as {progress['seeded']!r}, which this version of clusterddp does not "
+                "support. Resume it with the version that it started with, or a newer one"
             )
         self.global_batch = global_batch
         self._samples.seeded = progress.get("seeded", ALWAYS)
@@ -404,8 +404,8 @@ class EvalLoader:
     ) -> None:
         if clash := _ORDERING & options.keys():
             raise TypeError(
-                f"{', '.join(sorted(clash))}: ctx.eval_loader() takes each sample once, in the dataset's order. Leave "
-                "it out, or loop over your own DataLoader with ctx.stop_requested()"
+                "ctx.eval_loader() takes each sample once, in the dataset's order. Leave out "
+                f"{', '.join(sorted(clash))}, or loop over your own DataLoader with ctx.stop_requested()"
             )
         length, batch_size = checked(dataset, batch_size, options)
         share = range(rank, length, world_size)

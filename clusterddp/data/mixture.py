@@ -100,7 +100,7 @@ def _shares(weights: Weights, names: Sequence[Any]) -> Indices:
         weights = [weights[name] for name in names]
     values = np.asarray(weights, dtype=np.float64)
     if values.shape != (len(names),):
-        raise ValueError(f"weights: expected one for each of {len(names)} datasets, got {weights!r}")
+        raise ValueError(f"weights: expected one weight per dataset ({len(names)}), got {weights!r}")
     if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
         raise ValueError(f"weights: expected 0 or more, and not all 0, got {weights!r}")
     with np.errstate(over="ignore"):
@@ -109,7 +109,7 @@ def _shares(weights: Weights, names: Sequence[Any]) -> Indices:
         raise ValueError(f"weights: their sum is too large for a float. Divide all by the largest, got {weights!r}")
     shares = _split(_ROUND, values / total)
     if (shares[values > 0] == 0).any():
-        raise ValueError(f"weights: the smallest share of a dataset is one in {_ROUND}, got {weights!r}")
+        raise ValueError(f"weights: the share of a dataset must be 0, or at least one in {_ROUND}, got {weights!r}")
     return shares
 
 

@@ -589,7 +589,7 @@ class _Table:
             self._ends = np.cumsum(np.concatenate(sums))
         self.hash = short_hash(*checksums)
         if not self._ends[-1] > 0:
-            raise ValueError("weights: all are 0")
+            raise ValueError("weights: expected at least one above 0, but all are 0")
         if not np.isfinite(self._ends[-1]):
             raise ValueError("weights: their sum is too large for a float. Divide all of them by the largest")
 

@@ -101,7 +101,7 @@ class Sampled(Order):
             found = list(islice(self._samples(), self._most + 1))
         if len(found) > self._most:
             raise ValueError(
-                f"{self._argument}: {self._name} yielded {self._most} samples without an end, but epochs must end"
+                f"{self._argument}: {self._name} yielded {self._most} samples and did not end, but an epoch must end"
             )
         return found
 
@@ -166,7 +166,7 @@ def chosen(
     given = {"shuffle": shuffle, "order": order, "sampler": sampler, "batch_sampler": batch_sampler}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise TypeError(f"{' and '.join(names)} each set the order of the samples. Give ctx.loader() one of them")
+        raise TypeError(f"{' and '.join(names)} each set the order of the samples. Give ctx.loader() only one of them")
     if order is not None:
         if not isinstance(order, Order):
             raise TypeError(f"order is {order!r}, expected one of clusterddp.orders, such as orders.weighted(weights)")
@@ -178,7 +178,8 @@ def chosen(
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
         listed = ", ".join(map(repr, islice(dataset, 3))) + ", ..." * (len(dataset) > 3)
         raise TypeError(
-            f"the dataset is a dict with {listed}. Pass one of its datasets, or order=orders.mixture(weights) for all"
+            f"the dataset is a dict with {listed}. Pass one of its datasets, or pass order=orders.mixture(weights) to "
+            "use all of them"
         )
     return Sequential() if shuffle is False else Shuffled()
 
@@ -206,7 +207,9 @@ def _of_batch_sampler(sampler: Any, batch_size: int, dataset: Any) -> Order:
     if type(sampler) is not BatchSampler or sampler.drop_last:
         return Sampled(sampler, batch_size)
     if sampler.batch_size != batch_size:
-        raise ValueError(f"batch_size is {batch_size}, but batch_sampler has batch_size {sampler.batch_size}")
+        raise ValueError(
+            f"batch_size is {batch_size}, but batch_sampler has batch_size {sampler.batch_size}. Make them equal"
+        )
     return _of_sampler(sampler.sampler, dataset)
 
 

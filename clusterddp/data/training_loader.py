@@ -223,8 +223,8 @@ def _of_other(loader: Any, group: ProcessGroup, seed: int) -> ExternalLoader | R
         return ExternalLoader(loader, group)
     if not hasattr(loader, "__iter__"):
         raise TypeError(
-            f"run(loader=...) received a {type(loader).__name__}, expected ctx.loader(), or an iterable of this "
-            "rank's batches, such as torchdata's StatefulDataLoader"
+            f"run(loader=...) received an object of type {type(loader).__name__}, expected ctx.loader(), or an "
+            "iterable of this rank's batches, such as torchdata's StatefulDataLoader"
         )
     return ReplayedLoader(loader, group, seed)
 
@@ -315,7 +315,8 @@ class MicroBatches:
         """Ends a step: whether it is the first with more than ``batch_size`` samples per rank that were not split."""
         if self._unfinished:
             raise RuntimeError(
-                "the loop over run.micro(batch) ended early, so the gradients cover only part of the batch"
+                "the loop over run.micro(batch) ended early, so the gradients cover only part of the batch. "
+                "Complete it in every step"
             )
         if self._too_large is None:
             self._too_large = self._loader.share > self._loader.batch_size

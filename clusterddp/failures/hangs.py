@@ -17,7 +17,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clusterddp.process import RunningClock
@@ -283,22 +283,14 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
     elif place := _most_common([status for status in others if status.waits]):
         what += f". The others wait in {place}"
     of_device = on_devices and apart is None and bool(others) and all(s.device and s.device[1] == OWN for s in late)
-    return _hang(late, seconds, what, statuses, now, of_device, late is silent)
+    return replace(_hang(late, seconds, what, statuses, now), of_device=of_device, silent=late is silent)
 
 
-def _hang(
-    late: Sequence[RankStatus],
-    seconds: float,
-    what: str,
-    statuses: Sequence[RankStatus],
-    now: float,
-    of_device: bool = False,
-    silent: bool = False,
-) -> Hang:
+def _hang(late: Sequence[RankStatus], seconds: float, what: str, statuses: Sequence[RankStatus], now: float) -> Hang:
     stalled_s = round(now - max(status.moved for status in statuses), 1)
     ranks, first = tuple(status.rank for status in late), late[0]
     step = None if first.of_attempt else first.step
-    return Hang(ranks, first.host, step, round(seconds, 1), what, stalled_s, of_device, silent)
+    return Hang(ranks, first.host, step, round(seconds, 1), what, stalled_s)
 
 
 def _is_watched(status: RankStatus) -> bool:

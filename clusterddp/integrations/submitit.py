@@ -37,11 +37,11 @@ _SBATCH = (
 #: Those that clusterddp does not support, with the value for unused, and why.
 _REFUSED: Mapping[str, tuple[Any, str]] = {
     "teardown": (None, "use the key `hook` in a configuration file instead"),
-    "stderr_to_stdout": (False, "each rank has a file for each, in the run directory below logs/"),
+    "stderr_to_stdout": (False, "each rank has separate files for stdout and stderr in the run directory, below logs/"),
     "use_srun": (True, "clusterddp always starts the ranks with srun"),
     "gpus_per_task": (
         None,
-        "give gpus_per_node. A task sees all GPUs of its node and uses the one with the number of its local rank",
+        "set gpus_per_node. A task sees all GPUs of its node and uses the one with the number of its local rank",
     ),
 }
 

@@ -107,7 +107,7 @@ def check_revealed(job: Job, job_file: Path) -> None:
     """Raises RunDirectoryError if a secret is missing."""
     if missing := masks(job):
         raise RunDirectoryError(
-            f"the values of {', '.join(missing)} are masked in {job_file} and missing in {secrets_file(job_file)}. "
+            f"the values of {', '.join(missing)} are masked in {job_file} and missing from {secrets_file(job_file)}. "
             "Submit again with the values and --change"
         )
 

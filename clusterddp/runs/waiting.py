@@ -140,14 +140,16 @@ class Resubmitter:
         newest, job = claims[0]["job"], jobs[0]
         if self._run.outcome() is not None:  # it ended between the two queries
             return SOON_S
-        is_unread = self._should_continue(job) and not self._run.events()  # the user may have stopped it
+        early = early_end(self._run, claims[0], job.state if job else None)
+        # The user may have stopped it, or the history is hidden with all that the job has done.
+        is_unread = not self._run.events() and (self._should_continue(job) or bool(early and not early.lines))
         if self._is_hidden(is_unread or self._run.may_be_over(job.state if job else None)):
             return self._say(f"job {newest} ended. Waiting until its outcome is visible here")
         ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without recording an outcome"
         if self._should_continue(job):
             return self._resubmit(ended, claims)
         self.result = 1
-        if early := early_end(self._run, claims[0], job.state if job else None):
+        if early:
             show("\n".join(early.lines))
             ended = early.reason
         return self._say(f"{ended}. Continue with: clusterddp submit --run-dir {self._run.quoted}")
@@ -398,7 +400,8 @@ class _Wait:
         if state.word == "unknown":
             return UNKNOWN_S
         with suppress(RunDirectoryError, OSError):
-            if self.run.may_be_over(None if state.job is None else state.job.state):
+            is_unread = state.word == "failed" and not state.log and not self.run.events()
+            if is_unread or self.run.may_be_over(None if state.job is None else state.job.state):
                 return HIDDEN_S
         return END_SETTLE_S
 

@@ -117,8 +117,9 @@ def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
     most = max(node.gpus_of(job.gpu_type) for node in nodes)
     raise UsageError(
         f"{_partition(job)} has {counted(len(fitting), 'node')} with at least {counted(job.gpus_per_node, kind)} "
-        f"({len(nodes)} in total, at most {counted(most, kind)} per node), but the job requests {job.allocated_text} "
-        "of them. --gpus is the number per node. Request fewer GPUs, or add --device cpu for gloo ranks without GPUs"
+        f"({counted(len(nodes), 'node')} in total, at most {counted(most, kind)} per node), but the job requests "
+        f"{job.allocated_text} such nodes. --gpus is the number per node. Request fewer GPUs, or add --device cpu for "
+        "gloo ranks without GPUs"
     )
 
 

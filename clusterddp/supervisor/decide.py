@@ -91,8 +91,11 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     rank, values = event.rank, event.values
     if event.name == "joined":
         state = replace(state, hosts=state.hosts.put(rank, values["host"]))
-        # The others may have stopped before it joined, and it would wait for them. No rank listens before rank 0 joins.
-        late = sorted(state.told - {SIGNAL}) if 0 in state.hosts else []
+        # The others may have stopped before it joined, and it would wait for them. No rank listens before rank 0 joins,
+        # which may have stopped, too: a signal ends the ranks that wait for it.
+        late = sorted(state.told - {SIGNAL})
+        if late and 0 not in state.hosts:
+            return state, [Do.NOTIFY_RANKS]
         return state, [Broadcast("stop", why, frozenset((rank,))) for why in late]
     if event.name == "alive":
         if is_time(values.get("stood_s")):
@@ -165,9 +168,11 @@ def _confirmed(state: State, why: str) -> Step:
 
 
 def _on_left(state: State, event: RankEvent, now: float) -> Step:
-    """A rank's last report is the record of its end. A rank that is done may still be dismissed before it exits."""
+    """A rank's last report is the record of its end. A rank that is done may still be dismissed before it exits. One
+    that failed keeps its failure if it takes so long to exit that it is dismissed, too."""
     check_record(event.values)
-    if event.rank not in state.ends or event.values["end"] == "dismissed":
+    before = state.ends.get(event.rank, {}).get("end")
+    if before is None or (before in ("done", "stopped") and event.values["end"] == "dismissed"):
         state = replace(state, ends=state.ends.put(event.rank, event.values))
     if event.values["end"] in ("done", "stopped"):
         return replace(state, alone=state.alone or bool(event.values.get("alone"))), []

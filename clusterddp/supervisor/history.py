@@ -121,10 +121,13 @@ class History:
     def conclude(self, state: str, reason: str, *, confirmed: bool = True, step: int | None = None) -> bool:
         """Writes the outcome, outcome.json: the run is over. Its step is None if the script recorded none.
 
-        Four callers write it. A supervisor whose ranks have exited does (``Recovery._act``) if the verdict is complete,
-        fail or cancel, or if a limit forbids another attempt (``_bounded``), or if the run was cancelled while it was
-        being resubmitted (``_hand_over``). A supervisor that starts no ranks does (``main.conclude``), because ``done``
-        is met or a limit is exceeded. ``clusterddp cancel`` does, once no holder is left and if there is no outcome.
+        It is written by
+
+        - the supervisor, once its ranks have exited, in ``Recovery``: if the verdict is complete, fail or cancel
+          (``_act``), if a limit forbids another attempt (``_bounded``), or if the run was cancelled while it was being
+          resubmitted (``_hand_over``),
+        - a supervisor that starts no ranks, because ``done`` is met or a limit is exceeded (``main.conclude``),
+        - ``clusterddp cancel``, once no job or process holds the run, if there is no outcome yet.
 
         The file has no lock: it is replaced atomically. ``main.supervise_one`` excludes a second writer earlier. A
         supervisor exits if the run is over or another live job holds it (``lease.held_by_other``), and claims its

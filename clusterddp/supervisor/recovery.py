@@ -213,7 +213,7 @@ class Recovery:
         if self._controller.resubmits and self._controller.starts_again:
             excluded = self._choose_nodes(lost)
             if lost or self._state.wanted is Stop.DRAIN:
-                return self._resubmit(verdict, excluded.nodes, node_lost=bool(lost))
+                return self._resubmit(verdict, excluded.nodes or self._excluded(), node_lost=bool(lost))
             if any(self._state.node_of(rank) in excluded.nodes for rank in range(self._job.world_size)):
                 try:
                     return self._hand_over(verdict, self._submit(excluded.nodes))

@@ -165,7 +165,7 @@ def _tracker(
         return TensorBoard(folder, replace(sent, step=first, attempt=attempt), first, attempt)
     if first < sent.step:
         steps = f"{first} to {sent.step - 1}"
-        print(f"keeps the values that an earlier attempt logged in steps {steps}, now repeated", file=out, flush=True)
+        print(f"keeps an earlier attempt's values of steps {steps}, which are now repeated", file=out, flush=True)
     if name == "wandb":
         from clusterddp.trackers.wandb import WeightsAndBiases
 

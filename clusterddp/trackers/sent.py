@@ -172,12 +172,12 @@ def overview(run: RunDirectory) -> list[tuple[str, str]]:
 
 
 def _tensorboard(folder: Path, _: Sent) -> str:
-    return f"look at it with: tensorboard --logdir {shlex.quote(str(folder))}"
+    return f"view it with: tensorboard --logdir {shlex.quote(str(folder))}"
 
 
 def _wandb(folder: Path, sent: Sent) -> str:
     if sent.mode == "offline":
-        return f"offline, upload it with: wandb sync {shlex.quote(str(folder))}/offline-run-*-{sent.id}"
+        return f"offline. Upload it with: wandb sync {shlex.quote(str(folder))}/offline-run-*-{sent.id}"
     return f"run {sent.id}"
 
 

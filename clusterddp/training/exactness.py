@@ -136,7 +136,7 @@ _PGO = "torch._dynamo.pgo"
 REASON = "torch.compile chooses among its graphs by the order in which it saw shapes"
 _SHAPES_CHANGED = (
     "torch.compile has seen changing shapes, and chooses among its graphs by the order in which it saw them, so a "
-    "resume will not be exact. Pass torch.compile(..., dynamic=False), which compiles for each shape, or evaluate "
+    "resume will not be exact. Use torch.compile(..., dynamic=False), which compiles for each shape, or evaluate "
     "with the training's batch size or without torch.compile"
 )
 _COMPILED_AGAIN = (

@@ -227,9 +227,9 @@ def check(name: str, value: Any) -> None:
     size = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
     got = None
     if size != 1:
-        got = f"a {type(value).__name__} of {size} elements"
+        got = f"{size} elements ({type(value).__name__})"
     elif hasattr(value, "item"):
-        got = None if _is_real(value) else f"a {type(value).__name__} of {getattr(value, 'dtype', None)}"
+        got = None if _is_real(value) else f"{getattr(value, 'dtype', None)} ({type(value).__name__})"
     elif not isinstance(value, (int, float)):
         got = f"{value!r:.60} ({type(value).__name__})"
     elif isinstance(value, int) and not -(2**63) <= value < 2**64:

@@ -263,8 +263,8 @@ class Run:
                 "run.log(): expected values by name, as in run.log(loss=loss), or from a dict, run.log(**values)"
             )
         if not NOT_VALUES.isdisjoint(values):
-            taken = NOT_VALUES & values.keys()
-            raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved. Choose a different one")
+            taken = min(NOT_VALUES & values.keys())
+            raise TypeError(f"run.log({taken}=...): the name is reserved. Choose a different one")
         if self._making:
             self._values.add(values, reduce)
             if self._best_metric in values:

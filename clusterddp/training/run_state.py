@@ -310,7 +310,7 @@ class RunState:
         if progress.get("cut"):
             reason = f"step {step - 1} was stopped during an evaluation, and the rest of its code did not run"
             waiting = _listed(progress.get("not_stepped", []))
-            self.inexact.append(reason + (f", and {waiting} had not stepped" if waiting else ""))
+            self.inexact.append(reason + (f", including the optimizer steps of {waiting}" if waiting else ""))
         if progress.get("buffers_changed"):
             size = f"{LARGEST_COPY_BYTES >> 20} MiB"
             self.inexact.append(
@@ -399,7 +399,9 @@ def load(files: Files, strict: bool, parts: Mapping[str, Stateful], group: Proce
     """
     chosen = _by_part(files, parts)
     if unknown := chosen.keys() - parts.keys():
-        raise TypeError(f"run(init_from=...): no part {', '.join(sorted(unknown))}. Parts: {', '.join(parts)}")
+        raise TypeError(
+            f"run(init_from=...): the run has no part {', '.join(sorted(unknown))}, only {', '.join(parts)}"
+        )
     return [_load_part(name, parts[name], Path(file), strict, group) for name, file in chosen.items()]
 
 

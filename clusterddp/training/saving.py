@@ -125,7 +125,22 @@ State = Callable[[], Mapping[str, Any]]
 
 class Saver:
     """The run's checkpoints and metrics. Methods that are not collective have no effect on ranks other than 0 and
-    without a run directory."""
+    without a run directory.
+
+    A checkpoint is saved at the boundary after a step
+
+    - if ``checkpoint.every`` says so: by the number of the step, by the seconds since the last save, or with ``auto``
+      by the interval that ``interval_s`` computes,
+    - if the script has logged the best value so far of the metric in ``ctx.run(best=...)`` or ``checkpoint.keep.best``
+      (``BestSoFar``; after an evaluation at once, before the step),
+    - after a request: `tell save`, or a skip of batches (``request``),
+    - at every stop, and at the end of the training loop, unless that step is saved already (``commit``). There all
+      ranks wait until it is durable.
+
+    A save that is due by time or by request waits until the writer has finished the previous one. A save by the number
+    of the step, or of the best value, cannot wait, so training waits for the writer. If every rank has a state to save,
+    such as that of its loader, all ranks save together (``due_together``).
+    """
 
     def __init__(
         self,

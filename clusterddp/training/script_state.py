@@ -15,6 +15,7 @@ from clusterddp.checkpoint.state import Stateful, check_parts, copied, with_stat
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
+from clusterddp.reporter import counted
 
 #: What ``ctx.run()`` takes under one name.
 Parts: TypeAlias = "Stateful | list[Any] | tuple[Any, ...] | dict[str, Any] | None"
@@ -232,8 +233,8 @@ class PerRank:
         saved = set(states[self._group.rank] if same else set().union(*states))
         if saved != self._parts.keys():
             raise CheckpointError(
-                f"the checkpoint has per-rank state of {_listed(saved)}, but ctx.run(per_rank=...) received "
-                f"{_listed(self._parts)}. Pass the parts that the run started with, or start a new run"
+                f"ctx.run(per_rank=...) received {_listed(self._parts)}, but the checkpoint has {_listed(saved)}. Pass "
+                "the parts that the run started with, or start a new run"
             )
         for name, part in self._parts.items():
             try:
@@ -248,10 +249,11 @@ class PerRank:
         elif hasattr(part, SPLIT):
             getattr(part, SPLIT)([copied(one[name]) for one in states], rank, ranks)
         else:
+            before = counted(len(states), "rank")
             raise CheckpointError(
-                f"the checkpoint has the state of {name} for {len(states)} ranks, but there are now {ranks}. Use "
-                f"{len(states)} ranks, or give {name} a method {SPLIT}(states, rank, world_size) that "
-                "takes over a rank's share of all states"
+                f"the checkpoint has the state of {name} for {before}, but the world size is now {ranks}. Use "
+                f"{before}, or give {name} a method {SPLIT}(states, rank, world_size) that takes over a rank's share "
+                "of all states"
             )
 
 

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clusterddp.distributed import torch_patches
 from clusterddp.distributed.wrapping import ddp_modules
 from clusterddp.protocol import IDLE, OWN, WAIT
+from clusterddp.reporter import counted
 from clusterddp.rundir.timing import PHASES
 
 #: The pace, by which stragglers are found, is the median of this many samples, each the mean of this many steps.
@@ -442,6 +443,6 @@ class InputWait:
             return f"the training process reads the samples itself. Pass num_workers={min(4, cpus)} to the loader"
         if self._workers < cpus:
             more = f"increase the loader's num_workers, which is {self._workers}"
-            return f"{more}, because this process may use {cpus} CPUs"
-        most = f"{self._workers} workers share {cpus} CPUs"
-        return f"{most}. Request more (cpus_per_task), or make the samples cheaper to read"
+            return f"{more}, because this process may use {counted(cpus, 'CPU')}"
+        most = f"{counted(self._workers, 'worker')} may use only {counted(cpus, 'CPU')}"
+        return f"{most}. Request more CPUs (cpus_per_task), or make the samples cheaper to read"

@@ -165,8 +165,8 @@ def test_state_per_rank_that_does_not_fit_is_refused(folder: Path, script: Path,
     run, _ = stopped
     refused = ddp.start(script, run, 14, "-1", ranks=1, folder=folder / "out").expect(1)
     assert (
-        "the checkpoint has the state of world for 2 ranks, but there are now 1. Use 2 ranks, or give world a method "
-        "load_state_dicts(states, rank, world_size) that takes over a rank's share of all states"
+        "the checkpoint has the state of world for 2 ranks, but the world size is now 1. Use 2 ranks, or give world "
+        "a method load_state_dicts(states, rank, world_size) that takes over a rank's share of all states"
     ) in refused.output(0)
     refused = ddp.start(script, folder / "uneven", 14, "-1", "uneven", ranks=2, folder=folder / "out").expect(1)
     assert (
@@ -175,6 +175,6 @@ def test_state_per_rank_that_does_not_fit_is_refused(folder: Path, script: Path,
     ) in refused.output(1)
     refused = ddp.start(script, run, 14, "-1", "fewer", ranks=2, folder=folder / "out").expect(1)
     assert (
-        "the checkpoint has per-rank state of random.0, random.1, world, but ctx.run(per_rank=...) received world. "
+        "ctx.run(per_rank=...) received world, but the checkpoint has random.0, random.1, world. "
         "Pass the parts that the run started with, or start a new run"
     ) in refused.output(0)

@@ -62,7 +62,7 @@ def test_init_takes_the_objects_of_imported_modules_out_of_garbage_collection(tm
     ("best", "words"),
     [
         ("1.5", "run(best=1.5): expected a metric, such as 'accuracy', or '-score' for the smallest, or a part with"),
-        ("None", "run.log(confusion=...): expected a number or a tensor of one element, got a Tensor of 4 elements"),
+        ("None", "run.log(confusion=...): expected a number or a tensor of one element, got 4 elements (Tensor)"),
     ],
 )
 def test_a_part_or_a_value_that_cannot_be_saved_is_refused_by_name(tmp_path: Path, best: Any, words: str) -> None:

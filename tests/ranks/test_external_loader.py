@@ -143,7 +143,7 @@ def test_all_ranks_save_at_steps_that_all_of_them_know(tmp_path: Path, script: A
 def test_another_number_of_ranks_cannot_use_the_states_and_is_refused(tmp_path: Path, script: Any) -> None:
     ddp.run(script, tmp_path / "run", 4, -1, ranks=2, folder=tmp_path / "out")
     alone = ddp.start(script, tmp_path / "run", 8, -1, ranks=1, folder=tmp_path / "out").expect(1)
-    assert "the checkpoint has the Letters states of 2 ranks, but there are now 1" in alone.output(0)
+    assert "the checkpoint has the Letters states of 2 ranks, but the world size is now 1" in alone.output(0)
 
 
 ITERABLE = """

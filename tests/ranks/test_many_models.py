@@ -144,8 +144,8 @@ def test_a_stop_between_two_optimizers_keeps_the_step_and_names_the_others(folde
     (resumed,) = events_of(RunDirectory(run), "resumed")
     assert resumed["step"] == 7
     assert resumed["inexact"] == [
-        "step 6 was stopped during an evaluation, and the rest of its code did not run, and optimizers.0, optimizers.2 "
-        "had not stepped"
+        "step 6 was stopped during an evaluation, and the rest of its code did not run, including the optimizer steps "
+        "of optimizers.0, optimizers.2"
     ]
 
 
@@ -160,7 +160,7 @@ def test_one_of_several_models_is_exported_by_name(whole: Path, tmp_path: Path) 
     run = RunDirectory(whole)
     with pytest.raises(
         CheckpointError,
-        match="has no part 'model'. Choose one by --part: generator, discriminator, branches, optimizers.0",
+        match="has no part 'model'. Choose one with --part: generator, discriminator, branches, optimizers.0",
     ):
         export(run, tmp_path / "model.pt")
     assert "generator of checkpoint 10" in export(run, tmp_path / "model.pt", "generator")

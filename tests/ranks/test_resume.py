@@ -142,7 +142,7 @@ def test_a_full_disk_does_not_stop_training_and_the_run_resumes_from_the_last_go
     first = ddp.start(EXACT, run_dir, 500, "--every", 30, "--sleep", 0.1, ranks=2, folder=tmp_path / "out")
     first.wait_for(0, "begin 4")
     resource.prlimit(writer_of(first.processes[0].pid), resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    first.wait_for(0, "step 30 was not saved: checkpoint needs ")
+    first.wait_for(0, "step 30 was not saved: the checkpoint needs ")
     assert "Keeping step 4" in first.output(0)
     first.signal(1)
     first.expect(75)

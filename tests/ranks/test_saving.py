@@ -303,7 +303,7 @@ def test_a_full_disk_costs_the_oldest_checkpoints_before_the_newest_step(tmp_pat
         *("room_made 6 [2]", "room_made 6 [3]", "checkpoint 6"),  # for the metrics, and for the file
         "checkpoint 7",
     ]
-    reason = r"checkpoint needs 3\.4 MiB, .* free \(No space left on device\)\. Keeping step 7"
+    reason = r"the checkpoint needs 3\.4 MiB, .* free \(No space left on device\)\. Keeping step 7"
     assert re.fullmatch(rf"checkpoint_failed 8 {reason}", failed) and left == "4 5 6 7"  # two would not make enough
 
 

@@ -106,7 +106,7 @@ def test_submitits_parameters_become_keys_of_a_job(parameters: dict[str, Any], e
         ),
         ({"array_parallelism": 2}, "array_parallelism=2: 3 runs are submitted, each as a separate job"),
         ({"ntasks_per_node": 3, "gpus_per_node": 8}, "tasks_per_node=3 with gpus_per_node=8: expected as many tasks"),
-        ({"gpus_per_task": 1}, "gpus_per_task=1: give gpus_per_node"),
+        ({"gpus_per_task": 1}, "gpus_per_task=1: set gpus_per_node"),
         ({"new_in_submitit": 1}, "does not support these parameters of submitit: new_in_submitit"),
     ],
 )

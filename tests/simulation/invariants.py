@@ -121,6 +121,7 @@ class Invariants:
         self._idle_since: dict[str, float] = {}
         self._incomplete_since: dict[str, float] = {}
         self._waits_since: dict[str, float] = {}
+        self._most_events = MOST_EVENTS
         self._dead_since: float | None = None
         #: When a user last wanted the run to end, or to go on.
         self._cancelled_at: float | None = None
@@ -171,8 +172,19 @@ class Invariants:
         self._cancelled_at = None
         self._submitted_after = max((event["attempt"] for event in self.events()), default=-1)
 
-    def _is_held(self, number: int) -> bool:
-        """Whether a user has stopped the run by ``tell stop`` in an earlier attempt, and not submitted it since."""
+    def _is_held(self, number: int, supervisor: Process) -> bool:
+        """Whether a user has stopped the run by ``tell stop`` in an earlier attempt, and not submitted it since.
+
+        A second job that the user had submitted before is not stopped with the first.
+        """
+        job = self._history.slurm.jobs.get(supervisor.name.removeprefix("job ").partition(".")[0])
+        if (
+            job is not None
+            and job.by.startswith("submit")
+            and not job.restarts
+            and job.id != min(self._history.slurm.jobs)
+        ):
+            return False
         asked = (event for event in self.events() if event["event"] == "requested" and event["request"] == "stop")
         return any(self._submitted_after < event["attempt"] < number for event in asked)
 
@@ -306,7 +318,7 @@ class Invariants:
             self._violated("I10", f"attempt {number} trains, and the run has completed")
         if self._is_done_before(number, server_of(rank)):
             self._violated("I10", f"attempt {number} trains, and the mark of `done` is there")
-        if self._is_held(number):
+        if self._is_held(number, server_of(rank)):
             self._violated("I9", f"attempt {number} trains, and the run was stopped by `clusterddp tell stop`")
         if self._marked:
             marked = self._history.disk.nodes[f"{self._history.run.path}/cancelled"].created
@@ -433,9 +445,17 @@ class Invariants:
     def check(self) -> None:
         """What lasts, at ``look_at``."""
         self.look_at = self._world.now + LOOK_S
-        if self._world.events > MOST_EVENTS:
-            self._violated("progress", f"{len(self.attempts)} attempts, and no end")
+        if self._world.events > self._most_events:
+            if not self._lacks_nodes():
+                self._violated("progress", f"{len(self.attempts)} attempts, and no end")
+            self._most_events += MOST_EVENTS
         self._look()
+
+    def _lacks_nodes(self) -> bool:
+        """Whether a job waits for nodes that are lost."""
+        slurm = self._history.slurm
+        usable = set(slurm.node_names) - slurm.down - slurm.cut
+        return any(job.state == "PENDING" and job.nodes_least > len(usable) for job in slurm.jobs.values())
 
     def _look(self) -> None:
         history, now = self._history, self._world.now

@@ -101,7 +101,7 @@ def test_the_best_is_exported_by_the_rule_in_its_files(tmp_path: Path, capsys: p
     for target, words in ((a, (run, "best", a)), (b, ("--best", run, b)), (c, (run, "best", c, "--best"))):
         assert exported(*words) == 0
         assert float(torch.load(target, weights_only=True)["weight"]) == 20.0
-        assert capsys.readouterr().out == f"{target}: model of checkpoint 20, the best: f1 0.875\n"
+        assert capsys.readouterr().out == f"wrote model of checkpoint 20 (the best: f1 0.875) to {target}\n"
     with pytest.raises(UsageError, match="--best and step 10 were given. Expected only one of them"):
         exported("--best", run, "10", tmp_path / "d.pt")
     with pytest.raises(SystemExit):

@@ -252,6 +252,21 @@ def test_a_node_that_slurm_takes_out_of_the_job_before_its_rank_has_joined_is_lo
     assert recorded(after(), Notice(None, nodes=frozenset(("n1", "n3")))) == []  # the connection tells
 
 
+def test_a_failed_rank_that_is_dismissed_while_it_exits_stays_the_one_that_failed() -> None:
+    """Its exit handlers may take longer than its peers have. The history then named one of the peers."""
+    failed = RankEvent(1, "left", {"host": "n2", "end": "exception", "error": "ValueError"})
+    dismissed = RankEvent(1, "left", {"host": "n2", "end": "dismissed", "error": "rank 1 (n2) failed"})
+    assert after(failed, dismissed).ends[1]["end"] == "exception"
+    done = RankEvent(1, "left", {"host": "n2", "end": "done"})
+    assert after(done, dismissed).ends[1]["end"] == "dismissed"
+
+
+def test_a_rank_that_joins_late_gets_a_signal_if_rank_0_stopped_before_it_joined() -> None:
+    """It waits for rank 0's address, and the job held its nodes until the time limit."""
+    state, _ = step(State(JOB, NodeNames(("n1", "n2")), abandon_s=5.0), Request(1, "requeue", {}), NOW)
+    assert actions(state, RankEvent(1, "joined", {"host": "n2"})) == [Do.NOTIFY_RANKS]
+
+
 def test_ranks_that_stay_on_nodes_of_a_job_that_goes_on_are_killed_first() -> None:
     """The next attempt starts on these nodes, too."""
     job = dataclasses.replace(JOB, spare_nodes=1)

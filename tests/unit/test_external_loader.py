@@ -180,10 +180,15 @@ def test_a_stop_before_the_step_repeats_its_batch() -> None:
 @pytest.mark.parametrize(
     ("started_with", "now", "ranks", "message"),
     [
-        (Plain, Plain, 2, "read its batches from Plain on 1 ranks, but there are now 2"),
+        (
+            Plain,
+            Plain,
+            2,
+            "read its batches from Plain on 1 rank, but the world size is now 2. Use 1 rank, or",
+        ),
         (Letters, Plain, 1, "ctx.run\\(\\) received Plain, which has no .* Pass the loader that the run started with"),
         (Plain, Letters, 1, "Pass the loader that the run started with, which had no state_dict"),
-        (Letters, Letters, 2, "the Letters states of 1 ranks, but there are now 2. Use 1 ranks, give the loader"),
+        (Letters, Letters, 2, "the Letters states of 1 rank, but the world size is now 2. Use 1 rank, give the loader"),
     ],
 )
 def test_a_resume_with_another_loader_is_refused(started_with: Any, now: Any, ranks: int, message: str) -> None:
@@ -193,7 +198,9 @@ def test_a_resume_with_another_loader_is_refused(started_with: Any, now: Any, ra
 
 
 def test_what_is_no_iterable_is_refused_and_what_ends_is_reported() -> None:
-    with pytest.raises(TypeError, match=r"run\(loader=...\) received a int, expected ctx.loader\(\), or an iterable"):
+    with pytest.raises(
+        TypeError, match=r"run\(loader=...\) received an object of type int, expected ctx.loader\(\), or an iterable"
+    ):
         made(5)
     with pytest.raises(ValueError, match="list_iterator has no batches, or none in its second pass"):
         take(made(iter([1, 2])), 0, 3)

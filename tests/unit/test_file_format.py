@@ -137,17 +137,17 @@ def test_the_plain_state_shares_nothing_with_the_live_one() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (Path("x"), r"'ema.decay', a pathlib\.\w+: expected tensors, numpy arrays"),
+        (Path("x"), r"'ema.decay', which is of type pathlib\.\w+: expected tensors, numpy arrays"),
         (torch.ones(2, dtype=torch.complex128), r"'ema.decay', a tensor .*complex128.*expected a dense tensor of"),
         (torch.ones(2).to_sparse(), "sparse_coo"),
         (torch.ones(2, device="meta"), "on meta"),
         (torch.nested.nested_tensor([torch.ones(1)]), "nested, torch.float32"),
         (
             Wrapper(torch.ones(2)),
-            r"'ema.decay', a tests.unit.test_file_format.Wrapper: a subclass of torch.Tensor would",
+            r"'ema.decay', which is of type tests.unit.test_file_format.Wrapper: a subclass of torch.Tensor would",
         ),
         (torch.nn.LazyLinear(2).weight, "UninitializedParameter: a subclass of torch.Tensor"),
-        (Phase.WARM_UP, r"'ema.decay', a tests.unit.test_file_format.Phase: expected"),
+        (Phase.WARM_UP, r"'ema.decay', which is of type tests.unit.test_file_format.Phase: expected"),
         (Mode.EVAL, "tests.unit.test_file_format.Mode"),
         (numpy.datetime64("2030-01-01"), "numpy.datetime64"),
         (numpy.timedelta64(1, "ns"), "numpy.timedelta64"),

@@ -274,7 +274,9 @@ def test_switches_are_true_or_false() -> None:
 
 
 def test_an_evaluation_takes_no_order() -> None:
-    with pytest.raises(TypeError, match=r"order: ctx.eval_loader\(\) takes each sample once, in the dataset's order"):
+    with pytest.raises(
+        TypeError, match=r"ctx.eval_loader\(\) takes each sample once, in the dataset's order. Leave out order,"
+    ):
         EvalLoader(Numbers(5), 1, rank=0, world_size=1, at_batch=lambda: None, order=Sequential())
 
 
@@ -325,7 +327,7 @@ def test_drop_last_ends_each_epoch_at_a_whole_global_batch() -> None:
 
 
 def test_two_orders_are_refused() -> None:
-    with pytest.raises(TypeError, match="shuffle and order each set .* Give ctx.loader.. one of them"):
+    with pytest.raises(TypeError, match="shuffle and order each set .* Give ctx.loader.. only one of them"):
         chosen(Numbers(2), 1, shuffle=True, order=Sequential())
     with pytest.raises(TypeError, match=r"order is \[1, 0\], expected one of clusterddp.orders"):
         chosen(Numbers(2), 1, order=[1, 0])  # type: ignore[arg-type]

@@ -171,7 +171,7 @@ _FLOAT: Any = 1.5
     [
         (lambda: orders.weighted([1, -1]), "the weight of sample 1 is -1.0, expected 0 or more"),
         (lambda: orders.weighted([1, float("nan")]), "the weight of sample 1 is nan"),
-        (lambda: orders.weighted([0, 0]), "weights: all are 0"),
+        (lambda: orders.weighted([0, 0]), "weights: expected at least one above 0, but all are 0"),
         (lambda: orders.weighted([1]), "weights: expected one per sample, got 1 for a dataset of 2"),
         (lambda: orders.weighted([1, 1], [0, 2]), "labels are 0 to 2, but there are weights for classes 0 to 1"),
         (
@@ -208,10 +208,10 @@ _WITH_EMPTY: list[Any] = [[1], [], [1]]
     [
         ({"a": [1], "b": [1]}, {"a": 1}, {}, "weights are for a, but the datasets are a, b"),
         ([[1], [1]], {"a": 1, "b": 1}, {}, "weights are for a, b, but the datasets are 0, 1"),
-        ([[1], [1]], [1], {}, "expected one for each of 2 datasets, got [1]"),
+        ([[1], [1]], [1], {}, "expected one weight per dataset (2), got [1]"),
         ([[1], [1]], [0, 0], {}, "expected 0 or more, and not all 0, got [0, 0]"),
         ([[1], [1]], [1, 1], {5: [1, -1]}, "expected 0 or more, and not all 0, got [1, -1]"),
-        ([[1], [1]], [1, 1e-9], {}, "the smallest share of a dataset is one in 100000"),
+        ([[1], [1]], [1, 1e-9], {}, "weights: the share of a dataset must be 0, or at least one in 100000"),
         ([[1], [1]], [1, 1], {0: [1, 2]}, "changes: expected a step number of at least 1, got 0"),
         ([[1], [1]], [1, 1], {True: [1, 2]}, "changes: expected a step number of at least 1, got True"),
         ([[1], [1]], [1e308, 1e308], {}, "weights: their sum is too large for a float"),
@@ -233,7 +233,7 @@ def test_a_number_of_samples_from_numpy_can_be_recorded_in_a_checkpoint(make: An
 
 
 def test_several_datasets_without_a_mixture_are_refused_and_a_dict_of_samples_is_not() -> None:
-    words = "the dataset is a dict with 'a', 'b'. Pass one of its datasets, or order=orders.mixture(weights) for all"
+    words = "the dataset is a dict with 'a', 'b'. Pass one of its datasets, or pass order=orders.mixture(weights) to"
     with pytest.raises(TypeError, match=re.escape(words)):
         chosen({"a": [1], "b": [1]}, 1)
     assert isinstance(chosen({0: 1.0, 1: 2.0}, 1), Shuffled)

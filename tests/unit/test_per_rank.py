@@ -124,17 +124,17 @@ def test_a_part_that_can_be_split_continues_on_another_number_of_ranks(ranks: in
 @pytest.mark.parametrize(
     ("progress", "given", "message"),
     [
-        ({}, {"env": Numbers()}, r"has per-rank state of nothing, but ctx.run\(per_rank=...\) received env"),
+        ({}, {"env": Numbers()}, r"ctx.run\(per_rank=...\) received env, but the checkpoint has nothing"),
         (
             {"per_rank": [{"env": {}}]},
             None,
-            "has per-rank state of env, but .* received nothing. Pass the parts",
+            "received nothing, but the checkpoint has env. Pass the parts",
         ),
         ({"per_rank": [{"env": {}}]}, {"env": Numbers()}, "the checkpoint does not fit per_rank env: KeyError"),
         (
             {"per_rank": [{"gen": {}}, {"gen": {}}]},
             {"gen": torch.Generator()},
-            r"the state of gen for 2 ranks, but there are now 1. Use 2 ranks, or give gen a method load_state_dicts",
+            r"the state of gen for 2 ranks, but the world size is now 1. Use 2 ranks, or give gen a method",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from clusterddp.events import sentence
 from clusterddp.failures.hangs import Hang
 from clusterddp.failures.placement import Course, Placement, choose, place
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.files import write_json
+from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import Cause
@@ -224,6 +225,23 @@ def test_a_slow_node_is_left_unless_the_spare_node_has_failed(
     assert events["restarted"]["cause"] == Cause.SLOW_NODE.value
     assert controller.asked == []
     assert exceeded(job, [{**events["restarted"], "attempt": number} for number in range(3)], 0.0) is None
+
+
+def test_a_drained_node_is_excluded_from_the_next_job_if_the_spare_node_has_failed(tmp_path: Path) -> None:
+    run, controller = RunDirectory(tmp_path / "run"), Job41(Cause.NONE)
+    run.create()
+    run.create_attempt()
+    controller.nodes = ["n1", "n4", "n5"]
+    append_line(
+        run.events_file,
+        {"event": "requested", "attempt": 0, "time": time.time(), "request": "drain", "nodes": ["n2"]},
+    )
+    job = replace(SPARE, nodes=2, gpus_per_node=1, device="cpu")
+    state = State(job, ("n1", "n2"), placement=at("n1 n2", "n1 n2 n3"), told=frozenset(("drain",)), exit_code=0)
+    state = replace(state, wanted=Stop.DRAIN, drained="n2")
+    ends = tuple(RankEnd(rank, f"n{rank + 1}", "stopped", 0.0, used_clusterddp=True) for rank in (0, 1))
+    Recovery(run, 0, controller, History(run, 0), AttemptResult(state, ends)).act()
+    assert controller.asked == ["resubmit n2"]
 
 
 @pytest.mark.parametrize(

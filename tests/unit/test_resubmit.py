@@ -330,6 +330,18 @@ def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_a
     assert "job 42 ended (FAILED) before it started the supervisor: slurm_script: line 20: python: not found" in said
 
 
+def test_a_job_of_which_nothing_is_visible_yet_may_have_completed_the_run(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared disk may hide its attempt, history, log and outcome alike, and a run that was killed just after its
+    outcome was called failed."""
+    run.events_file.unlink()
+    lease.submitted(run, "42")
+    assert look(run, info("FAILED", job="42"), monkeypatch).result is None
+    monkeypatch.setattr(waiting, "HIDDEN_S", 0.0)
+    assert look(run, info("FAILED", job="42"), monkeypatch).result == 1
+
+
 def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_run(run: RunDirectory) -> None:
     """Its folder is there, its entry not yet: the one before still holds the run."""
     run.create_attempt()

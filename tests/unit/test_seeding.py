@@ -200,7 +200,7 @@ def test_a_run_of_an_older_version_keeps_seeding_as_it_began() -> None:
 
 
 def test_a_way_of_seeding_that_is_not_known_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="the run seeds its samples as 'otherwise', which this clusterddp"):
+    with pytest.raises(CheckpointError, match="the run seeds its samples as 'otherwise', which this version"):
         seeds_seen("nothing", "otherwise")
 
 

@@ -136,12 +136,12 @@ def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_counts(
 def test_an_unreadable_folder_hides_no_failure(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(directory, attempt(directory), Keep())
     directory.checkpoints.rename(directory.path / "away")
-    words = r"checkpoint needs 1\.0 MiB \(No space left on device\)\. Could not list the others \(No such file"
+    words = r"the checkpoint needs 1\.0 MiB \(No space left on device\)\. Could not list the others \(No such file"
     assert re.match(words, checkpoints.why_not(OSError(28, "No space left on device"), 1 << 20))
 
 
 def test_a_used_up_quota_says_nothing_about_the_free_space_of_the_disk(directory: RunDirectory) -> None:
-    words = "checkpoint needs 1.0 MiB (Disk quota exceeded). There is no older one"
+    words = "the checkpoint needs 1.0 MiB (Disk quota exceeded). There is no older checkpoint"
     error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
     assert Checkpoints(directory, attempt(directory), Keep()).why_not(error, 1 << 20) == words
 

@@ -126,7 +126,7 @@ def test_a_tar_that_lost_a_part_between_two_files_is_refused(tmp_path: Path) -> 
         end = archive.offset
     middle = starts[4]
     cut = r"it ends at byte {} without the zeros that end an archive"
-    hole = r"zeros follow at byte {}, where a header or the end should be, but more data at byte {}"
+    hole = r"there are zeros at byte {}, where a header or the end should be, and more data at byte {}"
     for damaged, message in (
         (b"", cut.format(0)),
         (whole[:middle], cut.format(middle)),
@@ -136,7 +136,7 @@ def test_a_tar_that_lost_a_part_between_two_files_is_refused(tmp_path: Path) -> 
         (holes(whole, middle, starts[6] - middle), hole.format(middle, starts[6])),
         (holes(whole, 0, middle), hole.format(0, middle)),
         (whole + whole, hole.format(end, len(whole))),
-        (whole[:middle] + bytes((2 << 20) + 512), f"zeros follow from byte {middle} to the end, 2097664 bytes"),
+        (whole[:middle] + bytes((2 << 20) + 512), f"the last 2097664 bytes, from byte {middle} on, are zeros"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"a\.tar: {message}"):
@@ -228,7 +228,7 @@ def test_a_sample_that_is_only_a_link_is_refused(tmp_path: Path, kind: bytes) ->
     link.type, link.linkname = kind, "000.txt"
     with tarfile.open(path, "a") as archive:
         archive.addfile(link)
-    with pytest.raises(ValueError, match=r"a\.tar: '002\.txt' at byte \d+ is a link, which has no data here"):
+    with pytest.raises(ValueError, match=r"a\.tar: '002\.txt' at byte \d+ is a link without data"):
         streams.TarShards([path])
 
 

@@ -375,5 +375,5 @@ def test_status_shows_no_tracker_without_one(run: RunDirectory) -> None:
     (run.wandb / "sent.json").write_text("[]")
     assert overview(run) == []
     write_sent(run.tensorboard, Sent(3))
-    assert overview(run) == [("tensorboard", f"look at it with: tensorboard --logdir {run.tensorboard}")]
+    assert overview(run) == [("tensorboard", f"view it with: tensorboard --logdir {run.tensorboard}")]
     assert sent.read_sent(run.tensorboard) == Sent(3)
