@@ -163,7 +163,7 @@ def let_go(run: RunDirectory, attempt: int) -> None:
     entry = read_json(run.holder_file(attempt)) or {}
     write_json(run.holder_file(attempt), {**entry, "let_go": True}, mode=0o600)
     pending = read_json(run.submitted_file) or {}
-    if "attempt" in pending and _same(pending, entry):
+    if pending and _same(pending, entry):  # also if `submit` wrote it only after the job had started
         write_json(run.submitted_file, {**pending, "let_go": True}, mode=0o600)
 
 

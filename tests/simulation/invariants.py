@@ -559,8 +559,9 @@ class Invariants:
             self._check_causes(events)
         self._check_events(events, faults)
         self._check_hand_overs(events)
+        started = [event for event in events if event["event"] == "started"]
         for name, (first, last, count) in history.slurm.asked.items():
-            begun = sum(attempt.supervisor.name == name for attempt in self.attempts.values())
+            begun = sum(f"job {event.get('job')}.{event.get('restarts')}" == name for event in started)
             most = ASKED + begun * ASKED_AGAIN + (last - first) / ASKED_EVERY_S
             if name.startswith("job ") and count > most:
                 self._violated("budget", f"{name} asked Slurm {count} times in {last - first:.0f} s")
