@@ -49,8 +49,8 @@ CONFIG = ClusterConfig(nodes=4, cpus=2, slurmdbd=False, grace=20, slurmd_timeout
 #: The training: two nodes with a rank each. The model's faults strike by time, the real ones by step.
 SCRIPT = Script(steps=40, step_s=0.5, save_every=5, save_s=0.1, import_s=2.0)
 PAUSE_S = 0.6
-#: The same, of a training that needs two jobs, with a notice of a quarter of their time. Ranks may take 20 s to start:
-#: in jobs of one minute they made a third of the steps. The fault strikes where one job more is enough.
+#: The same, of a training that needs two jobs, with a notice of a quarter of their time. Ranks may take 18 s to start.
+#: The fault strikes where one job more is enough.
 LONG, LONG_PAUSE_S, LIMIT_S, NOTICE_S = replace(SCRIPT, step_s=2.4), 2.4, 120, 30.0
 LONG_STEPS = range(15, 26)
 #: A fault after this step might find the run over.
