@@ -379,7 +379,7 @@ class Invariants:
             if self._history.plan.memory:
                 for wrong in self._history.memory.submitted(job, self.events()):
                     self._violated("nodes", wrong)
-        elif what == "revoked":
+        elif what == "revoked" and self._history.slurm.latency_s <= 0.5:  # else it may be requeued after the look
             self._violated("hold", f"job {job.id} was released within a second of its requeue, and failed")
         elif what == "start" and self._is_unneeded(job):
             self._violated("I10", f"job {job.id} starts, and the run has completed")
@@ -428,9 +428,9 @@ class Invariants:
         disk, slurm = self._history.disk, self._history.slurm
         if not complete or not ours or slurm.unanswered:
             return False
-        users = (other.made for other in slurm.jobs.values() if other.by.startswith("submit"))
-        # While a job submits the next one after a lost node, the run is free, also for a user.
-        if any(0.0 <= job.made - made < SLOW_S + 3 * slurm.latency_s for made in users):
+        users = [other.made for other in slurm.jobs.values() if other.by.startswith("submit")]
+        # While a job submits the next one after a lost node, the run is free, also for a user. sbatch may take long.
+        if any(job.asked < made or 0.0 <= job.made - made < SLOW_S + 3 * slurm.latency_s for made in users):
             return False
         by = [process for process in self._world.processes if process.name == job.by]
         if any(process.stopped_until > job.asked for process in by):  # between look and request
