@@ -474,7 +474,9 @@ class Slurm:
         if job.state != "COMPLETING":
             return
         left = [process for process in job.processes if process.alive and process.node not in self.cut | self.down]
-        if not left:
+        # A node that does not respond keeps the job completing until Slurm gives it up (seen on 22.05.8).
+        silent = self.cut.difference(self.down).intersection(job.nodes)
+        if not left and not silent:
             self.world.after(0.2 + self.world.random.random(), self._end_if_empty, job, job.era)
 
     def _end_if_empty(self, job: Batch, era: int) -> None:
