@@ -103,9 +103,9 @@ def submitting(run: RunDirectory) -> Iterator[str | None]:
             continue
         claims = _submissions(run)  # others may have come and gone since, and taken this number
         earlier = {other: claims[other] for other in claims if other != number}
-        if max(claims) == number and being_submitted(run, earlier) is None:
+        if max(claims, default=-1) == number and being_submitted(run, earlier) is None:
             mine = path
-        else:
+        elif number in claims:  # else another process has removed it
             unlink(path)
     try:
         for path in earlier.values():

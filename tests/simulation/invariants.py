@@ -379,7 +379,7 @@ class Invariants:
             if self._history.plan.memory:
                 for wrong in self._history.memory.submitted(job, self.events()):
                     self._violated("nodes", wrong)
-        elif what == "revoked" and self._history.slurm.latency_s <= 0.5:  # else it may be requeued after the look
+        elif what == "released early":
             self._violated("hold", f"job {job.id} was released within a second of its requeue, and failed")
         elif what == "start" and self._is_unneeded(job):
             self._violated("I10", f"job {job.id} starts, and the run has completed")
@@ -438,7 +438,8 @@ class Invariants:
         if any(not process.alive and process.code is None for process in by):  # killed before it could record the job
             return False
         # One that was queued before the run completed on a node that was cut off ends as it starts.
-        return job.submitted - disk.nodes[f"{self._history.run.path}/outcome.json"].created >= disk.lag_s
+        late_s = disk.lag_s + SLOW_S + 3 * slurm.latency_s
+        return job.submitted - disk.nodes[f"{self._history.run.path}/outcome.json"].created >= late_s
 
     # --- what lasts
 

@@ -306,6 +306,8 @@ class Slurm:
             if job.state == "PENDING":  # of a job that is completing it is overwritten
                 if self.world.now - job.begin + self.settings.hold_s < 1.0:
                     job.reason = "revoked"  # as seen: a job released within a second of its requeue fails
+                    if self.shown_at.get(self.world.process.name, 0.0) > job.begin - self.settings.hold_s:
+                        self.listener("released early", job, "")  # by who has been shown that it was requeued
                 job.begin = self.world.now
                 self._wake()
             return _done(command, "")
@@ -401,7 +403,6 @@ class Slurm:
         self.listener("start", job, "")
         if revoked:
             self._tell(f"job {job.id}: credential revoked")
-            self.listener("revoked", job, "")
             self._end(job, "FAILED")
             return
         world.after(0.1 + world.random.random(), self._launch_batch, job, job.era)

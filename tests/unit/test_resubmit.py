@@ -157,6 +157,25 @@ def test_a_job_whose_submission_is_recorded_only_after_it_has_started_releases_t
     assert lease.holders(run) == []
 
 
+def test_a_claim_that_another_process_has_removed_is_made_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has just submitted the run removes older claims. `resubmit` had crashed."""
+    real, looks = lease._submissions, 0
+
+    def submissions(run: RunDirectory) -> dict[int, Path]:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            (run.private / "submitting-0.json").unlink()
+        return real(run)
+
+    monkeypatch.setattr(lease, "_submissions", submissions)
+    with lease.submitting(run) as other:
+        assert other is None and list(real(run)) == [0]
+    assert real(run) == {}
+
+
 def test_an_attempt_whose_holder_a_shared_disk_does_not_show_yet_is_held_by_its_submission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
