@@ -162,8 +162,9 @@ class Slurm:
         world, draw = self.world, self.world.random
         self.commands += 1
         process = world.process
-        first, _, count = self.asked.get(process.name) or (world.now, 0.0, 0)
-        self.asked[process.name] = (first, world.now, count + 1)
+        if command[0] != "sacctmgr":  # which asks another daemon
+            first, _, count = self.asked.get(process.name) or (world.now, 0.0, 0)
+            self.asked[process.name] = (first, world.now, count + 1)
         if command[1] != "show":
             self.on_command(process.name, f"{command[0]} {command[1]}")
             if command[:2] == ("scontrol", "requeue"):
