@@ -122,7 +122,8 @@ class Checkpoints:
     - ``clusterddp prune`` (``runs/pruning.py``), for a run that is over, keeps the newest checkpoint, or as many as the
       user asks for, and the best one. It deletes all others of the lineage, those of ``keep.every`` included, and
       incomplete files. If the newest is damaged, it deletes none.
-    - If Slurm refuses the first job of a new run, its directory is removed, with the checkpoint of ``--fork`` in it.
+    - If Slurm refuses the first job of a new run, or its files cannot be written, its directory is removed, with the
+      checkpoint of ``--fork`` in it.
 
     A run never deletes its newest checkpoint, one that ``keep.every`` or ``keep.best`` matches, or one outside the
     lineage. Once a newer attempt exists, the older one deletes only the file that it is writing, because

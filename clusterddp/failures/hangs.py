@@ -2,11 +2,12 @@
 
 A run hangs if a rank has not reached a step boundary within its timeout and three more heartbeats (``find_hang``).
 Heartbeats have the timeout (``training/heartbeat.Pace``): ``watchdog.start_s`` (1800 s) until the first step is
-complete, then ``watchdog.step_s`` (600 s), or four times the rank's longest step if that is more. There is none during
-a save or in ``ctx.unwatched()``. It is no hang while the rank that the others wait for makes progress (``_works``):
-its main thread moves, or its GPU completes steps. ``Watch.confirmed_hang`` waits for one more heartbeat of that rank,
-so a hang is found after about 610 s. ``decide._on_hang`` then asks all ranks to exit and kills them after 3 s. They
-restart, or the run fails (``watchdog.on_hang``).
+complete, then ``watchdog.step_s`` (600 s), or four times the rank's longest step if that is more. A script with its own
+loop keeps ``start_s`` as the minimum. There is no timeout during a save or in ``ctx.unwatched()``. It is no hang while
+the rank that the others wait for makes progress (``_works``): its main thread moves, or its GPU completes steps.
+``Watch.confirmed_hang`` waits for one more heartbeat of that rank, so a hang is found after about 610 s.
+``decide._on_hang`` then asks all ranks to exit and kills them after 3 s. They restart, or the run fails
+(``watchdog.on_hang``).
 
 A rank is slow if it reaches its boundaries, but its own work takes longer than that of the others (``find_slow``).
 """

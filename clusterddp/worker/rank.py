@@ -178,14 +178,14 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     host, _, supervisor_port = os.environ[protocol.SUPERVISOR].rpartition(":")
     # srun sets this to the address of the node that it runs on, which is the supervisor's.
     address = f"{host or os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{supervisor_port}"
-    held = reserve_port(os.environ.get("MASTER_PORT")) if ranks.rank == 0 else None
+    held = reserve_port(os.environ.get("MASTER_PORT") or None) if ranks.rank == 0 else None
     port = held.getsockname()[1] if held else None
     channel = ControlChannel.join(address, os.environ[protocol.TOKEN], ranks.rank, port, JOIN_TIMEOUT_S, _notified)
     control_channel.current = channel
     if channel is None:
         return None
     # The peer address of rank 0's connection, so that no name is resolved. A MASTER_ADDR of the user has precedence.
-    master = os.environ.get("MASTER_ADDR", channel.store_host)
+    master = os.environ.get("MASTER_ADDR") or channel.store_host
     channel.variables = {**ranks.exports(), "MASTER_ADDR": master, "MASTER_PORT": str(channel.store_port)}
     os.environ.update(channel.variables)
     if channel.term_notice_s is not None:
