@@ -38,8 +38,8 @@ class TrainingLoader:
       stream of epochs to a sample. Batch b of B samples has positions b * B to (b + 1) * B - 1, and each rank takes its
       slice. So the step, B and the skips in the checkpoint give the epoch and the place in it, on any number of ranks.
       The checkpoint also has the dataset's length, the order's label, ``drop_last`` and the run's seed. A restore takes
-      over B, and raises CheckpointError if the others would change the samples (``Loader.restore``, and ``run_state`` for
-      the seed).
+      over B, and raises CheckpointError if the others would change the samples (``Loader.restore``, ``run_state``
+      for the seed).
     - A loader with ``state_dict()`` continues from its own state. All ranks send theirs to rank 0 before a save, and
       each loads its own after a restore (``ExternalLoader``).
     - Other iterables are read again from the start of the run, and the batches of the steps made are dropped
