@@ -78,7 +78,7 @@ def test_a_node_whose_processes_end_is_left_once_slurm_gives_it_up(
     cluster.kill_node("n2")
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
-    assert reasons(training) == ["node n2 is lost: the ranks continue on the spare node n3"]
+    assert reasons(training) == ["node n2 is lost, so the ranks continue on the spare node n3"]
 
 
 def test_a_drained_node_is_left_without_repeating_a_step(
