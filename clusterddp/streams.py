@@ -218,7 +218,7 @@ def _check_end(read: Read, position: int, stop: int) -> None:
         zeros = read(at, min(_MOST_PADDING, stop - at))
         if data := zeros.lstrip(b"\0"):
             raise ValueError(
-                f"there are zeros at byte {position}, where a header or the end should be, and more data at byte "
+                f"there are zeros at byte {position}, which should end the archive, but more data at byte "
                 f"{at + len(zeros) - len(data)}. The archive is damaged, or made of several archives, which should be "
                 "separate shards"
             )

@@ -228,7 +228,7 @@ def index_of(path: Path, shards: list[Shard], scan: Scan) -> Index:
         found = _read(path)
         if found is None or found.shards != shards:
             raise ValueError(
-                f"{path}: shards changed while their index was built. Restart the script when they are complete"
+                f"{path}: shards changed while their index was being built. Restart the script when they are complete"
             )
     return Index(path, [entry.samples for entry in found.entries], found.rows, found.tail)
 

@@ -174,7 +174,7 @@ def avoided(
         say(f"could not list the usable nodes, so recorded node failures are ignored: {error}")
         return []
     if nodes:
-        them = "it" if len(nodes) == 1 else "them"
+        them = "the node" if len(nodes) == 1 else "the nodes"
         say(
             f"The job avoids {' and '.join(nodes)} because other runs failed there in the last few days. "
             f"`clusterddp nodes` shows the failures. To use {them}, add --no-node-memory"

@@ -153,7 +153,7 @@ _BEGINNINGS: tuple[tuple[str, Why], ...] = (
     ),
     (
         "Nodes required for job are DOWN",
-        Why("nodes that the job needs are down, drained or reserved for other partitions"),
+        Why("nodes that the job needs are down, drained or reserved for jobs in higher priority partitions"),
     ),
     (
         "launch failed requeued held",

@@ -168,7 +168,7 @@ def load_private(path: Path) -> Any:
         for name, status in ((path, os.fstat(descriptor)), (path.parent, path.parent.stat())):
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise RunDirectoryError(
-                    f"refusing to unpickle {name}, because it belongs to user {status.st_uid} with mode "
+                    f"refusing to unpickle {name}, because it belongs to user {status.st_uid} and has mode "
                     f"{status.st_mode & 0o777:04o}. Expected user {os.geteuid()} and no access for others"
                 )
         return pickle.load(file)

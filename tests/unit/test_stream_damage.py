@@ -126,7 +126,7 @@ def test_a_tar_that_lost_a_part_between_two_files_is_refused(tmp_path: Path) -> 
         end = archive.offset
     middle = starts[4]
     cut = r"it ends at byte {} without the zeros that end an archive"
-    hole = r"there are zeros at byte {}, where a header or the end should be, and more data at byte {}"
+    hole = r"there are zeros at byte {}, which should end the archive, but more data at byte {}"
     for damaged, message in (
         (b"", cut.format(0)),
         (whole[:middle], cut.format(middle)),
