@@ -106,7 +106,9 @@ def _shares(weights: Weights, names: Sequence[Any]) -> Indices:
     with np.errstate(over="ignore"):
         total = values.sum()
     if not np.isfinite(total):
-        raise ValueError(f"weights: their sum is too large for a float. Divide all by the largest, got {weights!r}")
+        raise ValueError(
+            f"weights: expected a sum that fits into a float, got {weights!r}. Divide all weights by the largest"
+        )
     shares = _split(_ROUND, values / total)
     if (shares[values > 0] == 0).any():
         raise ValueError(f"weights: the share of a dataset must be 0, or at least one in {_ROUND}, got {weights!r}")
