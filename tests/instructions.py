@@ -20,7 +20,9 @@ class Instructions:
     def __init__(self) -> None:
         self.counting = False
         self.by_module: Counter[str] = Counter()
-        self._modules: dict[FrameType, str] = {}
+        #: The traced frames that run now, by their ids, and their modules. A frame that is kept may crash the next
+        #: garbage collection (Python 3.11.2).
+        self._running: list[tuple[int, str]] = []
         self._before: Any = None
 
     def __enter__(self) -> Instructions:
@@ -35,20 +37,19 @@ class Instructions:
 
     def _on_call(self, frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
         path = Path(frame.f_code.co_filename)
-        own = path.is_relative_to(PACKAGE)
-        module = (
-            path.relative_to(PACKAGE).as_posix() if own else self._modules.get(frame.f_back) if frame.f_back else None
-        )
-        if module is None:
+        caller, module = self._running[-1] if self._running else (0, "")
+        if path.is_relative_to(PACKAGE):
+            module = path.relative_to(PACKAGE).as_posix()
+        elif caller != id(frame.f_back):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        self._modules[frame] = module
+        self._running.append((id(frame), module))
 
         def on_event(frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
             if event == "opcode":
                 self.by_module[module] += self.counting
             elif event == "return":
-                self._modules.pop(frame, None)
+                self._running.pop()
             return on_event
 
         return on_event

@@ -214,7 +214,7 @@ _WITH_EMPTY: list[Any] = [[1], [], [1]]
         ([[1], [1]], [1, 1e-9], {}, "weights: the share of a dataset must be 0, or at least one in 100000"),
         ([[1], [1]], [1, 1], {0: [1, 2]}, "changes: expected a step number of at least 1, got 0"),
         ([[1], [1]], [1, 1], {True: [1, 2]}, "changes: expected a step number of at least 1, got True"),
-        ([[1], [1]], [1e308, 1e308], {}, "weights: their sum is too large for a float"),
+        ([[1], [1]], [1e308, 1e308], {}, "weights: expected a sum that fits into a float"),
         ({"a": [1], "b": []}, {"a": 1, "b": 1}, {}, "dataset b has no samples"),
         (ConcatDataset(_WITH_EMPTY), [1, 1, 1], {}, "dataset 1 has no samples"),
         ([[1], iter([1])], [1, 1], {}, "dataset 1 (list_iterator) has no length"),
