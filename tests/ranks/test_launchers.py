@@ -85,7 +85,7 @@ def require_mpirun() -> None:
 
 
 #: These have tests of their own, clusterddp in test_jobs.py; here they are part of the full product.
-TESTED = ("clusterddp", "torchrun", "torch.distributed.launch", "none: one rank")
+TESTED = ("clusterddp", "torchrun", "torch.distributed.launch", "none (one rank)")
 CASES = [pytest.param(*case, marks=[pytest.mark.product] * (case[0] in TESTED)) for case in launchers.cases(HERE)]
 
 
@@ -105,7 +105,7 @@ def test_a_job_has_the_same_results_under_every_launcher(tmp_path: Path, launche
         require_mpirun()
     own = {"MASTER_PORT": port} if "as-torchrun" in command else {}
     said = execute(*launchers.words(command, job, tmp_path, programs), CLUSTERDDP_RUNS=str(tmp_path), **own)
-    launchers.check_result(job, 1 if launcher == "none: one rank" else 2, said)
+    launchers.check_result(job, 1 if launcher == "none (one rank)" else 2, said)
 
 
 def test_the_tables_list_all_supported_launchers() -> None:
