@@ -184,7 +184,7 @@ def supervise_one(
         return 1
     number = run.create_attempt()
     outcome = run.outcome()  # read once: a node may freeze between any two looks, and another job complete the run
-    if (code := finished(run, controller, outcome)) is not None:
+    if (code := finished(run, controller, outcome, number)) is not None:
         return code
     if again := outcome is not None:
         remove(run.outcome_file)  # the user who restarts the run has seen it
@@ -220,14 +220,17 @@ def conclude(run: RunDirectory, job: Job, number: int, action: Action, reason: s
     return 0 if action is Action.COMPLETE else 1
 
 
-def finished(run: RunDirectory, controller: Controller, outcome: Mapping[str, Any] | None) -> int | None:
+def finished(
+    run: RunDirectory, controller: Controller, outcome: Mapping[str, Any] | None, claimed: int | None = None
+) -> int | None:
     """The exit code if the run is over. None if it may continue, as one that failed, or whose completion is not
-    confirmed, may on a user's request. ``outcome``: the run's, as it was read.
+    confirmed, may on a user's request. ``outcome``: the run's, as it was read. ``claimed``: the attempt that this
+    process has claimed. The one before it is the run's last.
 
     Slurm 24.11 restarts a job that had been requeued within a grace period, however it ended. That is no request.
     """
     outcome = outcome or {"state": None}
-    newest = run.newest_attempt()
+    newest = run.newest_attempt() if claimed is None else claimed - 1
     same_job = newest is not None and lease.held_before(run, newest, controller.holder())
     by_slurm = same_job and controller.starts_again
     if outcome["state"] == Action.COMPLETE.value and (by_slurm or outcome.get("confirmed") is not False):

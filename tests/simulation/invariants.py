@@ -175,7 +175,8 @@ class Invariants:
     def _is_held(self, number: int, supervisor: Process) -> bool:
         """Whether a user has stopped the run by ``tell stop`` in an earlier attempt, and not submitted it since.
 
-        A second job that the user had submitted before is not stopped with the first.
+        A second job that the user had submitted before is not stopped with the first, nor one that is recorded nowhere,
+        because its submission got no answer.
         """
         job = self._history.slurm.jobs.get(supervisor.name.removeprefix("job ").partition(".")[0])
         if (
@@ -184,6 +185,8 @@ class Invariants:
             and not job.restarts
             and job.id != min(self._history.slurm.jobs)
         ):
+            return False
+        if job is not None and job.id in self._history.slurm.unanswered:
             return False
         asked = (event for event in self.events() if event["event"] == "requested" and event["request"] == "stop")
         return any(self._submitted_after < event["attempt"] < number for event in asked)

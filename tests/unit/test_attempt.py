@@ -422,6 +422,22 @@ def test_an_outcome_that_is_written_while_a_start_stands_still_is_kept(
     assert (run.outcome() or {})["state"] == "completed"
 
 
+def test_a_failure_in_the_jobs_restart_while_its_first_start_stands_still_is_kept(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restart had failed the run. The start took its own attempt for the last one, and removed the outcome."""
+    real = RunDirectory.create_attempt
+
+    def create_attempt(run: RunDirectory) -> int:
+        lease.take(run, real(run), {**FakeController().holder(), "restarts": 1})
+        write_json(run.outcome_file, {"state": "failed", "step": 0, "attempts": 1, "reason": "ValueError"})
+        return real(run)
+
+    monkeypatch.setattr(RunDirectory, "create_attempt", create_attempt)
+    assert supervise(run, JOB, lambda *_: FakeRanks(run, STOPPED), FakeController(Cause.NONE)) == 1
+    assert (run.outcome() or {})["state"] == "failed"
+
+
 def test_an_outcome_that_is_written_while_a_start_looks_at_the_last_one_is_kept(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
