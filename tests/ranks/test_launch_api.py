@@ -213,7 +213,7 @@ def test_a_pickle_that_others_could_have_written_is_not_loaded(tmp_path: Path, w
         os.chown(path, 12345, -1)
     else:
         (path if what == "file" else run.private).chmod(0o770)
-    with pytest.raises(RunDirectoryError, match="expected user"):
+    with pytest.raises(RunDirectoryError, match="Expected user"):
         function.load_function(path)
 
 
