@@ -27,7 +27,7 @@ def test_of_a_range_the_fewest_nodes_must_be_there() -> None:
     with pytest.raises(UsageError, match="has 3 nodes, fewer than --nodes 4-9"):
         check_nodes(job(nodes=9, min_nodes=4), NODES)
     check_gpus(job(nodes=9, min_nodes=2), NODES)
-    with pytest.raises(UsageError, match="has 2 nodes with at least 4 GPUs .* but the job requests 3-9 of them"):
+    with pytest.raises(UsageError, match="has 2 nodes with at least 4 GPUs .* but the job requests 3-9 such nodes"):
         check_gpus(job(nodes=9, min_nodes=3), NODES)
     fitted, _ = share_of_node(job(nodes=9, min_nodes=2), NODES)
     assert (fitted.cpus_per_task, fitted.mem, fitted.nodes_text) == (8, "64000M", "2-9")
