@@ -400,8 +400,11 @@ class Invariants:
         since = self._cancelled_at
         if since is None or self._marked or self._world.now - since <= 1.0:
             return False
-        if job.by.startswith("job ") and (not job.restarts or job.made > since):
+        if job.by.startswith("job ") and (not job.restarts or job.made > since or job.id not in self._scancelled):
             return self._survives(job)
+        # A second job that the user had submitted meanwhile is not ended with the first.
+        if job.by.startswith("submit") and not job.restarts and self._scancelled and job.id not in self._scancelled:
+            return False
         return job.submitted < since or job.restarts > 0
 
     def _survives(self, job: Batch) -> bool:
