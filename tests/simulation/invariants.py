@@ -519,6 +519,7 @@ class Invariants:
         if batch.node in slurm.cut or self._history.disk.broken[0] > now:
             return False
         own = [rank for rank in self._newest() if rank.step._batch is job and rank.server]
+        own = [rank for rank in own if rank.server and rank.server._ranks.get(rank.number) is rank]
         # One that has reported its end may still run its script's exit handlers.
         return any(rank.process.node in slurm.cut and not rank.ended for rank in own)
 
