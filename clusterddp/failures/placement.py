@@ -6,10 +6,9 @@ The ranks then restart in the same job, on a spare node or on fewer nodes.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clusterddp.failures import exclusion
@@ -98,7 +97,7 @@ def as_placed(job: Job, placement: Placement) -> Job:
     """The job with the number of nodes that an attempt has, after it lost some for which there was no spare one."""
     if job.min_nodes is None or not placement.nodes:
         return job
-    return dataclasses.replace(job, nodes=len(placement.nodes))
+    return replace(job, nodes=len(placement.nodes))
 
 
 def choose(job: Job, placement: Placement, leave: Mapping[str, str], answering: Collection[str] | None) -> Choice:

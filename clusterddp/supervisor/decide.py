@@ -168,8 +168,8 @@ def _confirmed(state: State, why: str) -> Step:
 
 
 def _on_left(state: State, event: RankEvent, now: float) -> Step:
-    """A rank's last report is the record of its end. A rank that is done may still be dismissed before it exits. One
-    that failed keeps its failure if it takes so long to exit that it is dismissed, too."""
+    """A rank's last report is the record of its end. A rank that is done may still be dismissed before it exits. A rank
+    that failed keeps its failure, even if its exit takes so long that it is dismissed."""
     check_record(event.values)
     before = state.ends.get(event.rank, {}).get("end")
     if before is None or (before in ("done", "stopped") and event.values["end"] == "dismissed"):

@@ -129,8 +129,8 @@ class Saver:
 
     A checkpoint is saved at the boundary after a step
 
-    - if ``checkpoint.every`` says so: by the number of the step, by the seconds since the last save, or with ``auto``
-      by the interval that ``interval_s`` computes,
+    - if it is due by ``checkpoint.every``: by the number of the step, by the seconds since the last save, or with
+      ``auto`` by the interval that ``interval_s`` computes,
     - if the script has logged the best value so far of the metric in ``ctx.run(best=...)`` or ``checkpoint.keep.best``
       (``BestSoFar``; after an evaluation at once, before the step),
     - after a request: `tell save`, or a skip of batches (``request``),

@@ -25,6 +25,7 @@ from clusterddp.slurm.pace import Pace
 from clusterddp.slurm.queue import QueuedJob
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
+from tests.fake_slurm import next_answer
 
 JOB = Job(name="x", module="x")
 #: What the supervisor of the run's only attempt records when it could not ask, and when the run's next job was refused.
@@ -430,14 +431,7 @@ def test_a_resubmitter_retries_what_slurm_refuses(
 ) -> None:
     """And says Slurm's reason, once."""
     answers: list[str | SlurmError] = [SlurmError("AssocMaxSubmitJobLimit"), SlurmError("AssocMaxSubmitJobLimit"), "42"]
-
-    def submit(script: Path, *options: str) -> str:
-        answer = answers.pop(0)
-        if isinstance(answer, SlurmError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
+    monkeypatch.setattr("clusterddp.slurm.commands.submit", lambda *_: next_answer(answers))
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("COMPLETED"))
     append_line(run.events_file, REFUSED)
     resubmitter = Resubmitter(run, JOB)
@@ -455,15 +449,8 @@ def test_a_job_that_slurm_forgets_while_it_refuses_the_next_one_is_remembered(
     """Slurm forgets a job MinJobAge after its end. Why it ended decides whether the run continues."""
     jobs: list[JobInfo | None] = [info("NODE_FAIL"), None]
     answers: list[str | SlurmError] = [SlurmError("AssocMaxSubmitJobLimit"), "42"]
-
-    def submit(script: Path, *options: str) -> str:
-        answer = answers.pop(0)
-        if isinstance(answer, SlurmError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: jobs.pop(0))
+    monkeypatch.setattr("clusterddp.slurm.commands.submit", lambda *_: next_answer(answers))
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: next_answer(jobs))
     resubmitter = Resubmitter(run, JOB)
     for _ in range(2):
         resubmitter._pace = Pace()

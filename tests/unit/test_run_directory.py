@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,25 @@ from clusterddp.rundir.files import append_line, make_folder, write_atomically, 
 from clusterddp.rundir.records import drop_torn_line, read_backwards, read_json, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.progress_display import Progress
-from clusterddp.runs.recording import claim
+from clusterddp.runs.recording import claim, recorded
 from clusterddp.runs.request_client import cancel_run
 from clusterddp.supervisor.attempt import last_line
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.training.metrics import Metrics
+
+
+@pytest.mark.parametrize(("steps", "refused"), [(10, True), (20, False)])
+def test_a_submission_keeps_the_outcome_of_a_run_that_has_completed_meanwhile(
+    run: RunDirectory, steps: int, refused: bool
+) -> None:
+    """Between the command's checks and its record. A run that is to train for longer continues."""
+    write_atomically(run.job_file, Job(name="x", module="x", steps=10).to_yaml())
+    write_json(run.outcome_file, {"state": "completed", "step": 10, "attempts": 1, "reason": "all ranks finished"})
+    said = pytest.raises(RunDirectoryError, match="has completed since this command began")
+    with said if refused else nullcontext(), recorded(run, Job(name="x", module="x", steps=steps), created=False):
+        pass
+    assert run.outcome_file.exists() is refused
 
 
 def test_attempts_are_numbered_from_zero_without_gaps_or_doubles(run: RunDirectory) -> None:
