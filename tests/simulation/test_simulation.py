@@ -22,8 +22,8 @@ FOUND: tuple[int, ...] = (
     *(2_009_161, 2_027_330, 2_107_273, 2_177_243, 3_131_228, 3_136_771, 3_162_497, 3_184_251, 3_211_189),
     *(5_016_340, 5_056_128, 5_119_291, 5_198_976, 7_282_249, 4_088_797),
 )
-#: Mutants that any few histories find, and in how many of them: a change of the product draws other histories.
-QUICKLY_FOUND, TRIES = [name for name, number in FOUND_AFTER.items() if number <= 60], 120
+#: Mutants that few histories find. Ten times as many are played here: after a change of the product, others find them.
+QUICKLY_FOUND, TRIES = [name for name, number in FOUND_AFTER.items() if number <= 160], 1600
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_seed_repeats_a_history_exactly() -> None:
 @pytest.mark.parametrize("name", QUICKLY_FOUND)
 def test_a_mistake_in_the_product_is_found(name: str) -> None:
     """The others: `make simulate SIMULATE=--mutants`."""
-    assert found_after(name, max(0, FOUND_AFTER[name] - 20), TRIES) is not None, MUTANTS[name].__doc__
+    assert found_after(name, 0, TRIES) is not None, MUTANTS[name].__doc__
 
 
 @pytest.mark.usefixtures("simulated")
