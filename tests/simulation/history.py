@@ -40,7 +40,8 @@ HUNG_S = 60.0
 class Fault:
     """Something that happens at a time: ``kind`` is a function below; ``draw`` decides its details.
 
-    ``moment``: a command, the first of which by a supervisor is the time's beginning.
+    ``moment``: the time's beginning. It is the first use of this command by a supervisor, the third start of one
+    ("start 3"), or the first save.
     """
 
     at: float
@@ -93,6 +94,7 @@ SHARE = {"hang": 0.07, "tell stop": 0.2, "scancel": 0.25, "cancel": 0.25}
 
 
 #: Commands by which a supervisor continues a run.
+SAVE = "a save"
 MOMENTS = ("scontrol requeue", "scontrol update", "sbatch --parsable")
 #: What may happen in such a moment, and what may be wrong with the controller then.
 STRIKING = (
@@ -183,6 +185,9 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
         faults.append(Fault(0.0, odd.choice(("refused", "answers lost", "kill a command")), odd.getrandbits(32)))
     if odd.random() < 0.02:  # a start that stands still
         faults.append(Fault(0.28 + 0.2 * odd.random(), "freeze the host", odd.getrandbits(32), "start 1"))
+    save = random.Random(f"save {plan.seed}")
+    if save.random() < 0.01:
+        faults.append(Fault(0.0, "freeze the host", save.getrandbits(32), SAVE))
     chained = odd.random()
     if chained < 0.02 and not plan.array:
         plan = replace(plan, job_nodes=2, resubmitters=max(1, plan.resubmitters), policy=None)
@@ -324,7 +329,8 @@ class History:
         for fault in plan.faults:
             if not fault.moment:
                 world.after(fault.at, self._strike, fault)
-        self.slurm.on_command = self._on_command
+        self.slurm.on_command = lambda who, command: self._at(command) if who.startswith("job ") else None
+        self.cluster.on_save = lambda: self._at(SAVE)
         for number in range(1, 4):  # the user looks at the queue now and then
             world.after(1200.0 * number, self.slurm.release)
         try:
@@ -462,10 +468,7 @@ class History:
         }
         process = Process(self.world, f"job {batch.id}.{batch.restarts}", batch.nodes[0], environ)
         self._starts += 1
-        for fault in self.plan.faults:
-            if fault.moment == f"start {self._starts}" and fault not in self._struck:
-                self._struck.add(fault)
-                self.world.after(fault.at, self._strike, fault)
+        self._at(f"start {self._starts}")
 
         def main() -> int:
             self.world.sleep(0.3)
@@ -493,10 +496,10 @@ class History:
 
     # --- faults
 
-    def _on_command(self, who: str, command: str) -> None:
-        """Of a supervisor, what waits for it strikes."""
+    def _at(self, moment: str) -> None:
+        """What waits for the moment strikes."""
         for fault in self.plan.faults:
-            if fault.moment == command and who.startswith("job ") and fault not in self._struck:
+            if fault.moment == moment and fault not in self._struck:
                 self._struck.add(fault)
                 self.world.after(fault.at, self._strike, fault)
 
@@ -556,9 +559,9 @@ def _lose_node(history: History, draw: random.Random) -> None:
 
 
 def _freeze_host(history: History, draw: random.Random) -> None:
-    """The node of a supervisor stands still until its job has been restarted."""
+    """The node of a supervisor stands still until its job has been restarted, perhaps for some time."""
     slurm = history.slurm
-    still_s = 1.1 * slurm.settings.slurmd_timeout_s + draw.choice((15.0, 40.0, 160.0))
+    still_s = 1.1 * slurm.settings.slurmd_timeout_s + draw.choice((15.0, 40.0, 160.0, 320.0))
     for batch in history.batches[:1]:
         slurm.lose_node(batch.host, still_s, "stands still", history.cluster.on_node)
 

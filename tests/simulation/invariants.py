@@ -251,7 +251,7 @@ class Invariants:
             self.failed(rank)
         elif what == "placed" and rank.step._batch.no_kill:
             self._on_placed(rank.step)
-        elif what == "saved" and self._is_late(rank.attempt, self._world.now) and not self._stood_still(rank.process):
+        elif what == "saved" and self._saves_late(rank):
             self._violated("I1", f"attempt {rank.attempt} commits a checkpoint, and has long been superseded")
 
     def _on_placed(self, step: Launcher) -> None:
@@ -297,9 +297,14 @@ class Invariants:
         """Whether a process may have stood still between its look for a newer attempt and what it then wrote."""
         return process.stopped_until > 0.0 and self._history.disk.slow > 0.0
 
-    def _is_late(self, attempt: int, now: float) -> bool:
-        """Whether a newer attempt had begun a minute before, and longer ago than a shared disk may hide it."""
-        before = now - TOGETHER_S - self._history.disk.lag_s
+    def _saves_late(self, rank: Rank) -> bool:
+        """A save looks for a newer attempt right before it commits."""
+        quick = SLOW_S if self._history.disk.slow == 0.0 else TOGETHER_S
+        return self._is_late(rank.attempt, self._world.now, quick) and not self._stood_still(rank.process)
+
+    def _is_late(self, attempt: int, now: float, after_s: float = TOGETHER_S) -> bool:
+        """Whether a newer attempt had begun that long before, and longer ago than a shared disk may hide it."""
+        before = now - after_s - self._history.disk.lag_s
         return any(other.number > attempt and other.since < before for other in self.attempts.values())
 
     def _on_training(self, rank: Rank, step: int, weights: str) -> None:

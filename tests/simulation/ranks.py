@@ -116,6 +116,7 @@ class Cluster:
         self.committed: list[Committed] = []
         #: Told of what ranks do: (what, rank, values).
         self.listener: Callable[[str, Rank, Mapping[str, Any]], Any] = lambda *_: None
+        self.on_save: Callable[[], Any] = lambda: None
 
     def reaches(self, one: str, other: str) -> bool:
         """Whether a message between two nodes arrives."""
@@ -374,6 +375,8 @@ class Rank:
         #: Where its main thread stands, and since when.
         self.place, self.moved = "", 0.0
         self._fencing = False
+        #: Whether a checkpoint is being written.
+        self.saving = False
         self.ended = False
 
     def begin(self) -> None:
@@ -434,6 +437,8 @@ class Rank:
             except OSError:
                 pass
             self.world.sleep(FENCE_S)
+        while self.saving:  # the writer, a process of its own, survives its rank
+            self.world.sleep(0.1)
         self.world.tell(self.process.name, "superseded; exits")
         self.process.exit(1)
 
@@ -635,10 +640,12 @@ class Rank:
         if self.cluster.script.own:
             self._save_own({"attempt": self.attempt, "step": step, "weights": weights, "samples": samples})
             return step
+        self.saving = True
         try:
             temporary = store.temporary(step)
             content = json.dumps({"step": step, "weights": weights, "samples": samples})
             disk.create_exclusively(temporary, content, 0o600)
+            self.cluster.on_save()
             self.world.sleep(self.cluster.script.save_s * (0.5 + self.world.random.random()))
             # Asked in all scripts; of those whose ranks end with their peers, the answer changes nothing.
             if self.cluster.script.alone and (self.training or self.alone) and not self._may_commit():
@@ -652,6 +659,8 @@ class Rank:
         except OSError as error:
             self.report("checkpoint_failed", step=step, reason=str(error.strerror))
             return before
+        finally:
+            self.saving = False
         save_s = self.cluster.script.save_s
         self.report("checkpoint", step=step, blocked_s=0.0, durable_s=save_s, bytes=100)
         return step
