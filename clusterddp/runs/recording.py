@@ -6,6 +6,7 @@ With ``submit --fork``, a new run starts from a checkpoint of another run.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -135,6 +136,11 @@ def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> No
             remedy = (
                 "If that job or process has ended, continue the run with --take-over. If it is still training, "
                 "--take-over makes it exit"
+            )
+        elif pending := re.fullmatch(r"held by job (\S+) \(PENDING\)", held):  # `tell` needs a running job
+            remedy = (
+                f"Follow it with `clusterddp resubmit {run.quoted}`, or end the job with `scancel {pending[1]}` and "
+                "submit the run again"
             )
         else:
             remedy = (

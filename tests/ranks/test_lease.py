@@ -278,5 +278,5 @@ def test_two_submissions_of_one_run_directory_at_the_same_moment_are_one(
     submission.submit_to_slurm(JOB, str(run))
     second()
     assert "is being submitted by process" in refused[0] and "is being submitted by process" in refused[1]
-    assert "held by job 41 (PENDING)" in refused[2]
+    assert "held by job 41 (PENDING)" in refused[2] and "end the job with `scancel 41`" in refused[2]
     assert lease.holders(run)[0]["job"] == "41"
