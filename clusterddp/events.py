@@ -420,7 +420,7 @@ class Diverged(_Explained):
 
 
 class Tracker(Event):
-    """TensorBoard, W&B or MLflow does not get all values. Training continues"""
+    """a tracker does not get all values. Training continues"""
 
     tracker: str
     problem: str

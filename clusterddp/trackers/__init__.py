@@ -1,1 +1,1 @@
-"""The processes that send a run's metrics to TensorBoard, W&B and MLflow. ``training/`` only starts them."""
+"""The processes that send a run's metrics to trackers. ``training/`` only starts them."""

@@ -81,7 +81,8 @@ def event_page() -> list[str]:
     ]
     for name, event in events.EVENTS.items():
         meaning = _capital(" ".join((event.__doc__ or "").split()))
-        said = "<br>".join(sentences.get(name, []))
+        composed = "composed of the fields" if event.sentence is not events.Event.sentence else ""
+        said = "<br>".join(sentences.get(name, [])) or composed
         lines.append(f"| `{name}` | {', '.join(event.fields.split())} | {meaning} | {said} |")
     return [
         *lines,
