@@ -121,7 +121,7 @@ def test_a_preempted_training_in_a_function_resumes_at_its_step(launch: Launch, 
 class Counting:
     """A callable as it is written for submitit: ``checkpoint()`` carries its state over.
 
-    Each of its first ``waits`` calls waits for the end of the attempt.
+    Each of its first ``waits`` calls waits for the end of the attempt, unless it is made again.
     """
 
     def __init__(self, marks: Path, waits: int = 1) -> None:
@@ -132,8 +132,9 @@ class Counting:
 
         place = submitit.JobEnvironment()
         self.calls += 1
-        if self.calls <= self.waits:
-            (self.marks / f"{self.calls}-{place.global_rank}").touch()
+        mark = self.marks / f"{self.calls}-{place.global_rank}"
+        if self.calls <= self.waits and not mark.exists():
+            mark.touch()
             while True:
                 threading.Event().wait(0.05)
         return word, self.calls, self.checkpointed_on, place.num_tasks
