@@ -99,7 +99,7 @@ def bucketed(lengths: Any, *, buckets: int = 50) -> Order:
 
 
 def by_shard(window: int = 10_000) -> Order:
-    """Every sample once per epoch, nearly in the sequence of the files, for ``clusterddp.streams``.
+    """Every sample once per epoch, in shuffled files and shuffled windows, for ``clusterddp.streams``.
 
     In each epoch the shards come in a new random order, and the samples are shuffled within windows of it. The disk
     therefore reads a window of neighbouring samples at a time, and only once per epoch.
