@@ -60,9 +60,9 @@ class Mixture(Order):
         names = list(given) if isinstance(given, Mapping) else None
         datasets = list(given.values()) if isinstance(given, Mapping) else given
         if not isinstance(datasets, (list, tuple)) or not datasets:
+            kind = f"{'an empty ' if isinstance(datasets, (list, tuple)) else ''}{type(given).__name__}"
             raise TypeError(
-                f"a mixture needs several datasets, such as ctx.loader({{'web': web, 'books': books}}, ...), got "
-                f"{type(given).__name__}"
+                f"a mixture needs several datasets, such as ctx.loader({{'web': web, 'books': books}}, ...), got {kind}"
             )
         _check_samples(datasets, names)
         return _Joined(datasets, names)
@@ -102,7 +102,7 @@ def _shares(weights: Weights, names: Sequence[Any]) -> Indices:
     if values.shape != (len(names),):
         raise ValueError(f"weights: expected one weight per dataset ({len(names)}), got {weights!r}")
     if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
-        raise ValueError(f"weights: expected 0 or more, and not all 0, got {weights!r}")
+        raise ValueError(f"weights: expected finite numbers, 0 or more, and not all 0, got {weights!r}")
     with np.errstate(over="ignore"):
         total = values.sum()
     if not np.isfinite(total):

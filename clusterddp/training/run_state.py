@@ -339,9 +339,10 @@ class RunState:
             unsaved = sum(parameter.untyped_storage().data_ptr() not in storages for parameter in parameters)
             if unsaved:
                 found.append(name)
+                them = "it" if unsaved == 1 else "them"
                 say(
                     f"ctx.run() received no part with {unsaved} of {name}'s {counted(len(parameters), 'parameter')}, "
-                    "so checkpoints do not contain them. Also pass the module that has them, as in "
+                    f"so checkpoints do not contain {them}. Also pass the module that has {them}, as in "
                     "ctx.run(criterion=criterion, ...)"
                 )
         return found
@@ -468,7 +469,7 @@ def _misfit(loaded: Loaded) -> str:
 
 
 def _in_words(loaded: Loaded) -> str:
-    sides = (("missing in the file", loaded.missing), ("not in the model", loaded.unexpected))
+    sides = (("missing from the file", loaded.missing), ("not in the model", loaded.unexpected))
     return "".join(f". {counted(len(names), 'tensor')} {what}: {_some(names)}" for what, names in sides if names)
 
 
