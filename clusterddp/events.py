@@ -245,7 +245,8 @@ class Initialized(Event):
 
 
 class Training(Event):
-    """the attempt starts from step 0 or, if rank 0 prints step numbers, from the one before the first, `log`"""
+    """the attempt starts from step 0. If rank 0 prints step numbers, `log` is the first, and the attempt starts one step
+    before it"""
 
     step: int
     redone: int | None = None

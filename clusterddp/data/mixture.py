@@ -60,9 +60,9 @@ class Mixture(Order):
         names = list(given) if isinstance(given, Mapping) else None
         datasets = list(given.values()) if isinstance(given, Mapping) else given
         if not isinstance(datasets, (list, tuple)) or not datasets:
-            kind = f"{'an empty ' if isinstance(datasets, (list, tuple)) else ''}{type(given).__name__}"
             raise TypeError(
-                f"a mixture needs several datasets, such as ctx.loader({{'web': web, 'books': books}}, ...), got {kind}"
+                f"a mixture needs several datasets, such as ctx.loader({{'web': web, 'books': books}}, ...), got "
+                f"{type(given).__name__}"
             )
         _check_samples(datasets, names)
         return _Joined(datasets, names)

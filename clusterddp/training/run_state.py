@@ -339,10 +339,9 @@ class RunState:
             unsaved = sum(parameter.untyped_storage().data_ptr() not in storages for parameter in parameters)
             if unsaved:
                 found.append(name)
-                them = "it" if unsaved == 1 else "them"
                 say(
                     f"ctx.run() received no part with {unsaved} of {name}'s {counted(len(parameters), 'parameter')}, "
-                    f"so checkpoints do not contain {them}. Also pass the module that has {them}, as in "
+                    "so checkpoints are incomplete. Also pass the missing module, as in "
                     "ctx.run(criterion=criterion, ...)"
                 )
         return found
