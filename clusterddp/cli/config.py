@@ -36,7 +36,8 @@ def show_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | No
     job = describe(target, option_values(arguments, script_arguments), set_values(arguments), places)
     visible = without_secrets(job)[0]
     cluster, files = submission_cluster(os.environ), find_configuration_files(os.environ, Path.cwd())
-    show(f"cluster: {cluster or 'unknown'}\nconfiguration files: {', '.join(map(str, files)) or 'none'}")
+    show(f"cluster: {cluster or 'unknown'}")
+    show(f"configuration files: {', '.join(map(str, files)) or 'none'}")
     origins = {key: _words(key, str(place)) for key, place in places.items()}
     if arguments.json:
         values = written(visible)

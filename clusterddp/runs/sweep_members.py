@@ -173,7 +173,9 @@ def of_python(grid: Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]) -
     else:
         members = [dict(values) for values in grid]
     if not members or not all(members):
-        raise UsageError("this sweep has no members. Expected a mapping of keys to values, or a list of mappings")
+        raise UsageError(
+            "this sweep has no members, or an empty one. Expected a mapping of keys to values, or a list of mappings"
+        )
     return members
 
 

@@ -95,12 +95,12 @@ def check_nodes(job: Job, nodes: list[NodeShape]) -> None:
     if len(nodes) < job.least_allocated:
         raise UsageError(
             f"{_partition(job)} has {counted(len(nodes), 'node')}, fewer than {_asked(job)}. Reduce "
-            "--nodes, or choose a different partition with -p"
+            f"{'one of them' if job.spare_nodes else '--nodes'}, or choose a different partition with -p"
         )
 
 
 def _asked(job: Job) -> str:
-    spares = f" and --spare-nodes {job.spare_nodes}" if job.spare_nodes else ""
+    spares = f" plus --spare-nodes {job.spare_nodes}" if job.spare_nodes else ""
     return f"--nodes {job.nodes_text}{spares}"
 
 
