@@ -160,7 +160,8 @@ def avoided(
 ) -> list[str]:
     """The nodes that a new job of the run avoids besides those ``excluded``, which it names in a message.
 
-    ``usable`` asks Slurm, and is called only if there is a node to avoid.
+    None of ``nodelist``, because Slurm refuses a job that requires and excludes the same node. ``usable`` asks Slurm,
+    and is called only if there is a node to avoid.
     """
     if not job.node_memory:
         return []
@@ -168,9 +169,10 @@ def avoided(
     if not any(is_avoided(own, now) for own in by_node(failures).values()):
         return []
     try:
-        given = [*excluded, *expand(job.exclude or "")]
-        nodes = choose(failures, usable(), given, job.least_allocated, now)
-    except (SlurmError, LauncherEnvironmentError) as error:  # no answer, or `exclude` names a file
+        given, required = [*excluded, *expand(job.exclude or "")], expand(job.nodelist or "")
+        free = [failure for failure in failures if failure.node not in required]
+        nodes = choose(free, usable(), given, job.least_allocated, now)
+    except (SlurmError, LauncherEnvironmentError) as error:  # no answer, or `exclude` or `nodelist` names a file
         say(f"could not list the usable nodes, so recorded node failures are ignored: {error}")
         return []
     if nodes:
