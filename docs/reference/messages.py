@@ -54,7 +54,7 @@ REASONS = {"reason", "error", "problem", "why", "because"}
 #: Packages whose other texts are not messages: a page, job definitions, a script.
 OTHER_TEXTS = {"report", "bench", "digits", "cli"}
 #: Modules, classes and variables whose texts describe something in the documentation, or are never printed.
-DESCRIPTIONS = {"json_schema", "PLACEHOLDERS", "Timer"}
+DESCRIPTIONS = {"json_schema", "PLACEHOLDERS", "Timer", "Do"}
 #: The most rows of one message.
 MOST_VARIANTS = 4
 PART = "part of a message"
@@ -129,7 +129,7 @@ class Module:
             return f"`{name}` in the script" if self.package in IN_SCRIPTS else ""
         if name in PRINTING:
             where = {"cli": "printed by a command", "runs": "printed by a command", "supervisor": "the job's log"}
-            ranks = "a rank's `.err`" if self.package in IN_SCRIPTS | {"worker"} - {""} else "standard error"
+            ranks = "a rank's `.err`" if self.package in (IN_SCRIPTS | {"worker"}) - {""} else "standard error"
             return where.get(self.package, ranks)
         return ""
 
