@@ -741,7 +741,10 @@ class ControllerMissing(Event):
     error: str
 
     def sentence(self) -> str:
-        return f"{self.error}. The ranks stop only when they receive a signal, and the cause of a stop will be unknown"
+        return (
+            f"{self.error}. The ranks stop only when they receive a signal, and the cause of a stop will be unknown. Add "
+            "Slurm's commands to PATH with `setup` in the job definition"
+        )
 
 
 class Slow(Event):
