@@ -318,8 +318,8 @@ def run(arguments: argparse.Namespace, _: object) -> int:
             show(found.steps)
         _tell_unknown(found, _names(arguments.show))
     else:
-        kind = f" are {' or '.join(_names(arguments.state))}" if arguments.state else ""
-        show(f"no runs in {', '.join(arguments.run) or runs_folder(os.environ)}{kind}")
+        kind = f"{' or '.join(_names(arguments.state))} " if arguments.state else ""
+        show(f"no {kind}runs in {', '.join(arguments.run) or runs_folder(os.environ)}")
     return 0
 
 

@@ -101,7 +101,8 @@ def state_sentence(summary: Summary, state: RunState) -> str:
     if summary.outcome is not None:
         return how_it_ended(summary.outcome)
     if state.word == "failed":
-        return f"failed: {state.reason}. Fix it, then continue with: clusterddp submit --run-dir {summary.run.quoted}"
+        how = f"Fix the cause, then continue with: clusterddp submit --run-dir {summary.run.quoted}"
+        return f"failed: {state.reason}. {how}"
     if state.word in OVER:
         return state.reason
     if state.word == "unknown":
