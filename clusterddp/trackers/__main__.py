@@ -35,7 +35,7 @@ def main() -> int:
     check_packages(job)
     trackers = wanted(job, run.path.name, os.environ)
     if not trackers:
-        raise UsageError(f"{run} has no trackers. Set tensorboard, wandb or mlflow in {run.job_file}")
+        raise UsageError(f"{run} has no trackers. Set one of {', '.join(NAMES)} in {run.job_file}")
     saved = [event["step"] for event in run.events() if event["event"] in ("checkpoint", "resumed")]
     orders = Orders(saved[-1] if saved else 0)
     orders.ended = orders.clean = True

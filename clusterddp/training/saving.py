@@ -370,7 +370,8 @@ class Saver:
             self._sender.close()
         if self._checkpoints is not None:
             best = self._best.metric
-            if best is not None and self._logged and not self._best.found:  # a misspelled metric, perhaps
+            logged_it = self._best.found or best in self._logged  # logged but not found: as NaN, or in no saved step
+            if best is not None and self._logged and not logged_it:  # a misspelled metric, perhaps
                 logged = ", ".join(sorted(self._logged))
                 say(f"no step has logged {best!r}, the metric of the best checkpoint. Logged so far: {logged}")
                 if complete:

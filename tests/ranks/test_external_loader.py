@@ -211,6 +211,7 @@ from clusterddp.training import saving
 saving.FIRST_S = 0.0
 policy = {
     "best": Checkpointing(None, None, keep=Keep(last=1, best="f1")),
+    "nan": Checkpointing(None, None, keep=Keep(last=1, best="f1")),
     "misspelt": Checkpointing(None, None, keep=Keep(last=1, best="F1")),
     "auto": Checkpointing(None, None, auto=True),
 }[sys.argv[2]]
@@ -218,7 +219,7 @@ ctx = clusterddp.init(run_dir=sys.argv[1], checkpoint=policy)
 model = ctx.wrap(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.zeros(16, 4), batch_size=2))
-scores = {3: 0.5, 7: 0.9, 11: 0.7, 15: 0.2}
+scores = {3: 0.5, 7: 0.9, 11: 0.7, 15: 0.2} if sys.argv[2] != "nan" else {3: float("nan")}
 for batch in run.steps(int(sys.argv[3])):
     model(batch).sum().backward()
     optimizer.step()
@@ -249,6 +250,8 @@ def test_a_metric_that_no_step_logs_is_reported(tmp_path: Path) -> None:
     assert "no step has logged" not in ranks.output(1)
     (said,) = events_of(RunDirectory(tmp_path / "run"), "no_best")
     assert sentence(said) == "attempt 0: there is no best checkpoint, because the script never logged 'F1', only f1"
+    ranks = ddp.run(script, tmp_path / "nan", "nan", 9, ranks=1, folder=tmp_path / "out")
+    assert "no step has logged" not in ranks.output(0)
 
 
 def test_a_chosen_interval_is_reported(tmp_path: Path) -> None:
