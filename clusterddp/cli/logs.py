@@ -295,8 +295,10 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         earlier = logs[-1].attempt > 0 and arguments.attempt is None
         so_far = "" if run.outcome() else " so far"
         hint = ". To print earlier attempts, use --attempt all" if earlier else ""
-        where = "any attempt" if arguments.attempt == _ALL else f"attempt {logs[-1].attempt}"
-        show(f"no output from {ranks} in {where}{so_far}{hint}")
+        if arguments.attempt == _ALL:
+            show(f"no output from {ranks} in any attempt{so_far}")
+        else:
+            show(f"no output from {ranks} in attempt {logs[-1].attempt}{so_far}{hint}")
     return 0
 
 
