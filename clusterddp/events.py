@@ -914,12 +914,11 @@ class _Ended(Event):
         if self.file is not None and checkpoint is None:
             sentences.append(f"The newest checkpoint is {self.file}")
         elif step is None:
-            made = (
-                "No step was recorded"
-                if self.made is None
-                else f"The attempt completed at least {counted(self.made, 'step')}"
-            )
-            sentences.append(made)
+            if self.made is None:
+                sentences.append("No step was recorded")
+            else:
+                made = f"The attempt completed at least {counted(self.made, 'step')}, and no checkpoint is known"
+                sentences += [made, "Unless the script itself resumes, it trains from the beginning"]
         elif step == 0:
             sentences.append("No step was completed")
         elif checkpoint is None:

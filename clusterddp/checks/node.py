@@ -223,8 +223,8 @@ def multiply(device: torch.device) -> Check:
         wrong = int((left @ right != tile.to(dtype).repeat(size // PERIOD, size // PERIOD)).sum())
         if wrong:
             found = (
-                f"{wrong:,} of {size * size:,} elements of a matrix product in {str(dtype).removeprefix('torch.')} are "
-                "wrong"
+                f"{wrong:,} of {size * size:,} elements of a matrix product in {str(dtype).removeprefix('torch.')} "
+                f"{'is' if wrong == 1 else 'are'} wrong"
             )
             return failed("compute", found, REPLACE)
     if device.type == "cuda":

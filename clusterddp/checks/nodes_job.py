@@ -19,7 +19,7 @@ from clusterddp.errors import SlurmError
 from clusterddp.jobdef.configuration_files import find_configuration_files, read_configuration_files
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values
-from clusterddp.reporter import show
+from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory, runs_folder
@@ -193,8 +193,9 @@ def checks_of(rank: int, node: str, known: Mapping[str, Any]) -> list[Check]:
     checks = [Check.from_json(check) for check in known.get("checks", ())]
     state, why, look = known["state"], known.get("why", ""), _LOOK.format(node)
     because = f" ({why})" if why else ""
-    after = f"after the check {checks[-1].name!r}" if checks else "before its first check"
-    stuck = f"did not continue {after}" if checks else "did not finish its first check"
+    last = f"after the check {checks[-1].name!r}" if checks else ""
+    after = last or "before its first check"
+    stuck = f"did not continue {last}" if last else "did not finish its first check"
     if state == "missing" and known.get("exited"):
         checks.append(failed("answer", f"rank {rank} exited {after}{because}", look))
     elif state == "missing":
@@ -223,4 +224,4 @@ def shared_gpus(checks: Sequence[tuple[int, Check]]) -> list[tuple[int, Check]]:
 def summary(nodes: Sequence[Node]) -> str:
     """How many nodes passed."""
     good = sum(node.row.state != FAILED for node in nodes)
-    return f"{good} of {len(nodes)} nodes passed"
+    return f"{good} of {counted(len(nodes), 'node')} passed"

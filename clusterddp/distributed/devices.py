@@ -23,6 +23,7 @@ _THREAD_LOCAL = 1
 _EXCHANGES = ("cudaThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode")
 _LIBRARY: Any = ctypes.CDLL(None)  # torch loads the runtime of its GPUs with global symbols
 TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
+_FEWER = "Request more GPUs, or use fewer ranks per node"
 
 
 def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -> tuple[torch.device, ...]:
@@ -64,13 +65,13 @@ def choose_devices(
         needs = environment.world_size * per_rank
         whole = f". With --local, the job needs {needs} GPUs on this machine" if local else ""
         raise DeviceError(
-            f"device {asked} requested, but node {host} has none of the GPUs that CUDA_VISIBLE_DEVICES={named} "
+            f"device {device} requested, but node {host} has none of the GPUs that CUDA_VISIBLE_DEVICES={named} "
             f"lists{whole}"
         )
     if not visible_gpus:
         hidden = ", because CUDA_VISIBLE_DEVICES is empty" if named == "" else ""
         raise DeviceError(
-            f"device {asked} requested, but no GPU is visible on node {host}{hidden}. Request GPUs (--gpus-per-node), "
+            f"device {device} requested, but no GPU is visible on node {host}{hidden}. Request GPUs (--gpus-per-node), "
             "install a CUDA build of torch, or use --device cpu"
         )
     if device.index is not None:
@@ -80,7 +81,7 @@ def choose_devices(
     elif visible_gpus < needed:
         gpus = "1 GPU" if needed == 1 else f"{needed} GPUs"
         found = f"Slurm gave {visible_gpus}" if slurm else f"torch sees {visible_gpus}"
-        raise DeviceError(f"the ranks on node {host} need {gpus}, but {found}")
+        raise DeviceError(f"the ranks on node {host} need {gpus}, but {found}. {_FEWER}")
     else:
         first = environment.local_rank * per_rank
     return tuple(torch.device("cuda", index) for index in range(first, first + per_rank))
@@ -102,7 +103,7 @@ def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host
         )
     if len(devices) < environment.local_world_size:
         needed = f"the ranks on node {host} need {environment.local_world_size} GPUs"
-        raise DeviceError(f"{needed}, but CUDA_VISIBLE_DEVICES lists {len(devices)} MIG devices")
+        raise DeviceError(f"{needed}, but CUDA_VISIBLE_DEVICES lists {len(devices)} MIG devices. {_FEWER}")
     return devices[environment.local_rank]
 
 

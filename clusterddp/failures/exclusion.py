@@ -51,7 +51,7 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
         if len(set(usable) - set(before)) >= needed:
             return Choice(tuple(before), refused=reason)
         return Choice(refused=f"{reason}. The next job excludes no node" if before else reason)
-    reason = f"{' and '.join(over)} failed, but {' and '.join(nodes)} are already excluded (at most {MOST} nodes)"
+    reason = f"{' and '.join(over)} failed, but at most {MOST} failed nodes are excluded at a time"
     return Choice(tuple(nodes), tuple(node for node in new if node in nodes), reason if over else None)
 
 

@@ -176,7 +176,7 @@ def avoided(
     if nodes:
         them = "the node" if len(nodes) == 1 else "the nodes"
         say(
-            f"The job avoids {' and '.join(nodes)} because other runs failed there in the last few days. "
+            f"The job avoids {' and '.join(nodes)} because several runs failed there in the last few days. "
             f"`clusterddp nodes` shows the failures. To use {them}, add --no-node-memory"
         )
     return nodes

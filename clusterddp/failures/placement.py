@@ -122,7 +122,7 @@ def choose(job: Job, placement: Placement, leave: Mapping[str, str], answering: 
     if count == before:
         return Choice(Course.SPARE, f"{what}, so the ranks continue on the spare {_named(taken)}", following)
     if count in job.node_counts:
-        return Choice(Course.SHRINK, f"{what}, so the run continues on the other {_counted(count)}", following)
+        return Choice(Course.SHRINK, f"{what}, so the run continues on {_counted(count)}", following)
     left = f"the job has {_counted(count)} left, but the run needs {job.node_counts[0]}"
     return Choice(Course.NEW_JOB, f"{what}, and {left}")
 

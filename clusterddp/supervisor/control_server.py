@@ -473,7 +473,9 @@ class ControlServer:
     def _refusal(self, rank: Any, port: Any, process: Any) -> str | None:
         """Why this rank may not join. None if it may."""
         if type(rank) is not int or rank < 0 or (self._ranks is not None and rank >= self._ranks):
-            return f"there is no rank {rank}" + ("" if self._ranks is None else f" among {self._ranks} ranks")
+            return f"there is no rank {rank}" + (
+                "" if self._ranks is None else f" in a run of {counted(self._ranks, 'rank')}"
+            )
         if rank in self._taken and (process is None or self._taken[rank] != process):
             return f"rank {rank} has already joined"
         if rank == 0 and not (type(port) is int and 0 < port < 65536):

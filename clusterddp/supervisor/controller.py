@@ -150,7 +150,7 @@ class SlurmController(Controller):
         job = slurm.show_job(self._job_id)
         cause = read_cause(job, self._restarts, notice_s, lambda: self._preemption().announced_s, time.time())
         if cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE, Cause.NONE):
-            say(f"Slurm's record of the job: {job}")
+            say(f"Slurm's record of the job: {job}" if job else f"Slurm has no record of job {self._job_id}")
         return cause
 
     def term_notice_s(self) -> float | None:

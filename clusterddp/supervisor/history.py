@@ -311,7 +311,7 @@ class Hook:
             thread.join(max(0.0, (HANDOVER_S if soon else TIMEOUT_S + 1) - (time.monotonic() - begun)))
             if thread.is_alive() and word in self._processes:
                 say(
-                    f"hook killed ({word!r}), because it was still running when this job had to end. "
+                    f"killed the hook ({word!r}), because it was still running when this job had to end. "
                     f"Its output is in {self._run.hook_log}"
                 )
                 _kill(self._processes.pop(word))

@@ -352,8 +352,8 @@ def _replacing(target: Path) -> Iterator[str]:
     except BaseException as error:
         if _is_full(error, beside):
             say(
-                f"not enough space to save {target}. A save needs space for the new file in addition to the old one, "
-                "which is unchanged. Free space, or set `protect_saves: false` to overwrite files in place"
+                f"not enough space to save {target}. A save needs space for the new file in addition to an existing "
+                "one, which is unchanged. Free space, or set `protect_saves: false` to overwrite files in place"
             )
         raise
     finally:

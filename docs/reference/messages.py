@@ -54,7 +54,7 @@ REASONS = {"reason", "error", "problem", "why", "because"}
 #: Packages whose other texts are not messages: a page, job definitions, a script.
 OTHER_TEXTS = {"report", "bench", "digits", "cli"}
 #: Modules, classes and variables whose texts describe something in the documentation, or are never printed.
-DESCRIPTIONS = {"json_schema", "PLACEHOLDERS", "Timer"}
+DESCRIPTIONS = {"json_schema", "PLACEHOLDERS", "Timer", "Do", "Course"}
 #: The most rows of one message.
 MOST_VARIANTS = 4
 PART = "part of a message"

@@ -35,7 +35,7 @@ def test_a_node_on_which_two_runs_failed_is_left_out_by_the_third(cluster: Clust
         training.wait(lambda: events_of(training.run, "rank_failed"), "the failure")  # noqa: B023
         cluster.run([cluster.python, "-m", "clusterddp", "cancel", training.run.path], cwd=cluster.source)
     third, said = submit(cluster, RunDirectory(runs / "third"))
-    assert "The job avoids n2 because other runs failed there in the last few days" in said
+    assert "The job avoids n2 because several runs failed there in the last few days" in said
     assert cluster.job(third.job_id)["ExcNodeList"] == "n2"
     listed = cluster.run([cluster.python, "-m", "clusterddp", "nodes", runs], cwd=cluster.source).stdout
     assert "n2" in listed and "n1" not in listed

@@ -235,7 +235,7 @@ def test_a_run_with_a_range_of_nodes_continues_on_fewer_and_grows_again_in_its_n
     cluster.cut("n2")
     training.wait_for_a_step_of(1)
     assert {event["job"] for event in events_of(run, "started")} == {training.job_id}
-    assert reasons(training) == ["node n2 is lost, so the run continues on the other 2 nodes"]
+    assert reasons(training) == ["node n2 is lost, so the run continues on 2 nodes"]
     cluster.run([cluster.python, "-m", "clusterddp", "requeue", run.path], cwd=cluster.source)
     training.job_id = str(events_of(run, "resubmitted")[-1]["job"])
     assert training.finish() == "completed", story(run)

@@ -514,7 +514,7 @@ server.close()
     ("rank", "port", "words"),
     [
         (0, 2, "rank 0 has already joined"),
-        (4, None, "no rank 4 among 4"),
+        (4, None, "no rank 4 in a run of 4 ranks"),
         (-1, None, "no rank -1"),
         ("0", 2, "no rank"),
     ],

@@ -142,7 +142,7 @@ def test_each_node_is_a_row_with_what_was_found() -> None:
     nodes = nodes_of(reported(rank(GPU, right), rank(OTHER, right), per_node=2))
     (row,) = (node.row for node in nodes)
     assert (row.name, row.state, row.found) == ("n1", "ok", "2 ranks: H100, right")
-    assert summary(nodes) == "1 of 1 nodes passed"
+    assert summary(nodes) == "1 of 1 node passed"
 
 
 @pytest.mark.parametrize(

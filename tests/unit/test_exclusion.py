@@ -54,7 +54,7 @@ def test_a_node_is_excluded_after_two_failures_within_a_day_or_while_it_is_lost(
 
 def test_of_more_lost_nodes_than_may_be_excluded_some_are() -> None:
     """They come before a node that failed and answers."""
-    words = "n4 and n1 failed, but n2 and n3 are already excluded (at most 2 nodes)"
+    words = "n4 and n1 failed, but at most 2 failed nodes are excluded at a time"
     assert choose(failed("n1", "n1"), ["n2", "n3", "n4"], ALL, 2, NOW) == Choice(("n2", "n3"), (), words)
 
 
@@ -78,7 +78,7 @@ def test_two_events_of_one_attempt_are_one_failure() -> None:
     [
         (failed("n2", "n2"), [], ["n1", "n2"], "without n2 the partition has 1 usable node, but the run needs 2"),
         ([left_out("n1", "n3")], ["n2"], ["n1", "n2", "n3", "n4", "n5"],
-         "n2 failed, but n1 and n3 are already excluded (at most 2 nodes)"),
+         "n2 failed, but at most 2 failed nodes are excluded at a time"),
     ],
 )  # fmt: skip
 def test_slurms_choice_is_kept_where_excluding_would_leave_too_few(

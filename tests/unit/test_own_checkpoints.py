@@ -223,7 +223,11 @@ def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> N
             "The attempt ended at step 35. The newest checkpoint is 30, so 5 steps will be repeated",
         ),
         ({"step": None, "checkpoint": None, "file": "a.pt"}, "The newest checkpoint is a.pt"),
-        ({"step": None, "checkpoint": None, "made": 14}, "The attempt completed at least 14 steps"),
+        (
+            {"step": None, "checkpoint": None, "made": 14},
+            "The attempt completed at least 14 steps, and no checkpoint is known. Unless the script itself resumes, "
+            "it trains from the beginning",
+        ),
         ({"step": None, "checkpoint": None}, "No step was recorded"),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
     said = capfd.readouterr().err
     assert (
-        f"not enough space to save {path}. A save needs space for the new file in addition to the old one" in said
+        f"not enough space to save {path}. A save needs space for the new file in addition to an existing one" in said
     ) == (error is OSError)
 
 

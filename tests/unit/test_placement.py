@@ -72,7 +72,7 @@ def at(nodes: str, allocated: str, aside: str = "") -> Placement:
         ),
         pytest.param(
             *(RANGE, at("n1 n2 n3", "n1 n2 n3"), LOST, ALL, Course.SHRINK, "n1 n3"),
-            "node n2 is lost, so the run continues on the other 2 nodes",
+            "node n2 is lost, so the run continues on 2 nodes",
             id="a range shrinks",
         ),
         pytest.param(
