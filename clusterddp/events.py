@@ -245,7 +245,8 @@ class Initialized(Event):
 
 
 class Training(Event):
-    """the attempt starts from step 0, or from the one before `log`, the first in rank 0's output"""
+    """the attempt starts from step 0. If rank 0 prints step numbers, `log` is the first, and the attempt starts one
+    step before it"""
 
     step: int
     redone: int | None = None
@@ -350,7 +351,7 @@ class MicrobatchingSkipped(Event):
 
 
 class WaitsForData(Event):
-    """rank 0 waits for batches in `percent` % of its time. Recorded once"""
+    """rank 0 spends `percent` % of its time waiting for batches. Recorded once"""
 
     step: int
     percent: int

@@ -70,8 +70,8 @@ def class_weights(labels: Any) -> npt.NDArray[np.float64]:
     Args:
         labels: the class of each sample, from 0, as a list, array or tensor.
 
-    Returns the number of samples divided by that of the classes and that of the class's samples, and 0 for a class
-    without samples. The mean over the samples is 1.
+    Returns for each class n / (k * m), where n is the number of samples, k that of the classes with samples, and m that
+    of the class's samples. A class without samples gets 0. The mean over the samples is 1.
 
     Raises TypeError and ValueError for anything but numbers from 0.
 
@@ -83,12 +83,13 @@ def class_weights(labels: Any) -> npt.NDArray[np.float64]:
 def bucketed(lengths: Any, *, buckets: int = 50) -> Order:
     """Every sample once per epoch, in global batches of similar length, in a random order.
 
-    Saves padding. The samples are sorted by length and cut into buckets. Batches are mixed within them, differently
-    in each epoch.
+    Saves padding. The samples are sorted by length and cut into buckets. They are shuffled within the buckets,
+    differently in each epoch.
 
     Args:
         lengths: the length of each sample, as a list, array or tensor.
-        buckets: the number of buckets. More save more padding and mix less. Each has at least 4 global batches.
+        buckets: the maximum number of buckets. More save more padding and mix less. There are fewer if a bucket would
+            have fewer than 4 global batches.
 
     Raises TypeError and ValueError for invalid lengths. ``ctx.loader`` raises ValueError if their number is not that
     of the samples.

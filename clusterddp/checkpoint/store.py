@@ -66,7 +66,7 @@ class Checkpoint:
 
     def _check_step(self, facts: Mapping[str, str]) -> None:
         if facts.get("step", str(self.step)) != str(self.step):
-            raise CheckpointError(f"{self.path.name} was renamed. It has the state after step {facts['step']}")
+            raise CheckpointError(f"{self.path.name} was renamed. It contains checkpoint {facts['step']}")
 
     def verify(self) -> None:
         """Reads the file. Raises CheckpointError if it is damaged or unreadable."""

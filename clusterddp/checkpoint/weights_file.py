@@ -49,9 +49,11 @@ def read_weights(file: Path, part: str) -> Mapping[str, Any]:
                 return inner
         if any(isinstance(value, torch.Tensor) for value in content.values()):
             return content
-    found = f"{', '.join(map(str, list(content)[:10]))}" if isinstance(content, Mapping) else type(content).__name__
+        found = ", ".join(map(str, list(content)[:10])) or "no keys"
+    else:
+        found = f"an object of type {type(content).__name__}"
     raise CheckpointError(
-        f"init_from: {file} has no state for {part}. It contains {found or 'no keys'}. Expected a state_dict, or "
+        f"init_from: {file} has no state for {part}. It contains {found}. Expected a state_dict, or "
         f"a dict with one under {part!r} or {_USUAL!r}"
     )
 

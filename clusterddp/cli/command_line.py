@@ -72,12 +72,13 @@ DESCRIPTIONS = {
     "wait": (
         "Wait until all runs are over, or stopped until you submit them again. Unlike resubmit, never change them. "
         "The exit code is 0 if all completed. Otherwise, the worst outcome decides: 10 failed, 11 cancelled, 12 "
-        "stopped, 13 unknown. It is 124 after the timeout."
+        "stopped, 13 unknown, 14 unconfirmed. It is 124 after the timeout."
     ),
     "cancel": "End runs permanently: cancel their jobs or processes, and wait until they have ended. They cannot be "
     "continued. For several runs, list them first and ask, unless --yes is given.",
-    "prune": "Delete old checkpoints, and with --logs old logs, of runs that are over. Keep the newest checkpoint and "
-    "the one with the best metric. Print first what would be deleted and ask, unless --yes is given.",
+    "prune": "Delete old checkpoints and unused snapshots of the code, and with --logs old logs, of runs that are "
+    "over. Keep the newest checkpoint and the one with the best metric. Print first what would be deleted and ask, "
+    "unless --yes is given.",
     "stacks": "Show where the ranks are now, as Python stacks of their threads. Show equal stacks once.",
     "tell": "Send a command to a running job, and wait until it is done.",
     "requeue": "Checkpoint a run after its current step and requeue its job, or continue it in a new job without some "

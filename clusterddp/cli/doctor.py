@@ -37,7 +37,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-N", "--nodes", type=int, metavar="N", help="check N nodes with a job of about a minute")
     parser.add_argument(
         "--gpus", "--gpus-per-node", dest="gpus_per_node", metavar="G",
-        help="with --nodes: GPUs per node, or TYPE:G (default: all) or, with --device cpu, ranks per node (default: 1)",
+        help="with --nodes: GPUs per node, or TYPE:G (default: all). With --device cpu, ranks per node (default: 1)",
     )  # fmt: skip
     parser.add_argument("--device", metavar="cuda|cpu", help="with --nodes: cuda (NCCL, the default) or cpu (gloo)")
     parser.add_argument(

@@ -83,8 +83,8 @@ def add_arguments(
     sweep = parser.add_argument_group("sweep")
     sweep.add_argument(
         "--sweep", action="append", default=[], metavar="KEY=V1,V2|KEY=0..4",
-        help="start a run for each value of a key of the job definition or of an argument of the script. Repeat it for "
-        "each combination. --run-dir then names the parent folder",
+        help="start a run for each value of a key of the job definition or of an argument of the script. Repeat it to "
+        "start a run for each combination. --run-dir then names the parent folder",
     )  # fmt: skip
     add_sweep_arguments(sweep)
     submission = parser.add_argument_group("submission")

@@ -76,7 +76,7 @@ def add_tell_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``tell``."""
     parser.add_argument("run", metavar="RUN", help=ONE_RUN)
     meanings = {name: text for name, (_, text) in ORDERS.items()} | NUMBERED
-    orders = ", ".join(f"{name}: {text}" for name, text in meanings.items())
+    orders = ". ".join(f"{name}: {text}" for name, text in meanings.items())
     parser.add_argument("order", metavar="save|stop|skip|profile|drain", help=orders)
     parser.add_argument("--rank", metavar="R", help="for a profile: the ranks, such as 0,3-5 (default: 0)")
 

@@ -36,6 +36,7 @@ from clusterddp.data.sample_order import Binding, BoundOrder, Order, ScheduledOr
 from clusterddp.data.seeding import ALWAYS, SEEDED, Batch, SeededSamples
 from clusterddp.data.workers import ShieldedDataLoader, close
 from clusterddp.errors import CheckpointError
+from clusterddp.reporter import counted
 
 
 @dataclass(frozen=True)
@@ -248,18 +249,18 @@ class Loader:
         global_batch, length = progress["global_batch"], progress["dataset_length"]
         if length != self.length:
             raise CheckpointError(
-                f"the run started with {length} samples, but the dataset now has {self.length}, which would change the "
-                "sample order. Use the same dataset, or start a new run"
+                f"the run started with {counted(length, 'sample')}, but the dataset now has {self.length}, which would "
+                "change the sample order. Use the same dataset, or start a new run"
             )
         if self._asked not in (None, global_batch):
             raise CheckpointError(
-                f"the run started with a global batch of {global_batch} samples, but global_batch is now {self._asked}"
-                ", which would change the sample order. Keep the old value, or start a new run"
+                f"the run started with a global batch of {counted(global_batch, 'sample')}, but global_batch is now "
+                f"{self._asked}, which would change the sample order. Keep the old value, or start a new run"
             )
         if global_batch % self._world_size:
             raise CheckpointError(
-                f"the run's global batch of {global_batch} samples is not divisible by {self._world_size} ranks. Use a "
-                "number of ranks that divides it"
+                f"the run's global batch of {counted(global_batch, 'sample')} is not divisible by {self._world_size} "
+                "ranks. Use a number of ranks that divides it"
             )
         if progress.get("seeded", ALWAYS) not in SEEDED:
             raise CheckpointError(

@@ -102,7 +102,7 @@ def _shares(weights: Weights, names: Sequence[Any]) -> Indices:
     if values.shape != (len(names),):
         raise ValueError(f"weights: expected one weight per dataset ({len(names)}), got {weights!r}")
     if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
-        raise ValueError(f"weights: expected 0 or more, and not all 0, got {weights!r}")
+        raise ValueError(f"weights: expected finite numbers, 0 or more, and not all 0, got {weights!r}")
     with np.errstate(over="ignore"):
         total = values.sum()
     if not np.isfinite(total):

@@ -211,13 +211,13 @@ def array_of(values: Any, name: str) -> Array:
     found = np.asanyarray(values)
     if found.ndim != 1 or found.dtype.kind not in "biuf":
         raise TypeError(
-            f"{name}: expected a one-dimensional array of numbers, got {type(values).__name__} of {_shape(found)}"
+            f"{name}: expected a one-dimensional array of numbers, got {type(values).__name__} with {_shape(found)}"
         )
     return cast(Array, found)
 
 
 def _shape(values: Array) -> str:
-    return f"shape {values.shape}" if values.ndim != 1 else f"type {values.dtype}"
+    return f"shape {values.shape}" if values.ndim != 1 else f"dtype {values.dtype}"
 
 
 def optional_count(value: Any, name: str, meaning: str) -> int | None:
@@ -622,7 +622,10 @@ class _Table:
 def _check_weights(values: Floats, start: int) -> None:
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
     if wrong.size:
-        raise ValueError(f"weights: the weight of sample {start + wrong[0]} is {values[wrong[0]]}, expected 0 or more")
+        raise ValueError(
+            f"weights: the weight of sample {start + wrong[0]} is {values[wrong[0]]}, expected a finite number, 0 or "
+            "more"
+        )
 
 
 def _labels(values: Any) -> Array:

@@ -282,7 +282,7 @@ def _build(path: Path, shards: list[Shard], scan: Scan, old: _Found | None) -> N
     """Writes the index. Several processes may do that at the same time."""
     kept = _Kept(old)
     changed = [shard for shard in shards if shard not in kept]
-    say(f"indexing {counted(len(changed), 'shard')} of {len(shards)}: {path}")
+    say(f"indexing {len(changed)} of {counted(len(shards), 'shard')}: {path}")
     with ExitStack() as stack:
         try:
             file = stack.enter_context(replacing(path))

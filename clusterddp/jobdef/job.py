@@ -81,8 +81,8 @@ class Watchdog:
     """When a run without progress counts as hung, and what happens then. In YAML, ``off`` disables it."""
 
     step_s: float = 600.0
-    """Seconds that an idle rank may take to reach the end of a step or another stop point. At least four times the
-    longest time that it has taken so far."""
+    """Seconds that an idle rank may take to reach the end of a step or another stop point. The timeout is at
+    least four times the longest time that it has taken so far."""
     start_s: float = 1800.0
     """The same until the first step is complete: compilation, the first batch."""
     on_hang: Literal["restart", "end"] = "restart"
@@ -160,7 +160,7 @@ class Limits:
     attempts: int | None = None
     """The number of attempts, including the first."""
     gpu_hours: float | None = None
-    """Hours of all attempts times ranks. With device cpu, rank hours."""
+    """Hours of all attempts times the GPUs of their ranks. With device cpu, rank hours."""
 
 
 @dataclass(frozen=True)

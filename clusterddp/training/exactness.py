@@ -88,7 +88,7 @@ def explanation_of_calls(counts: Mapping[int, int]) -> str:
     shown = dict(list({rank: n for rank, n in counts.items() if n != usual or rank == 0}.items())[:_NAMED])
     if len(set(shown.values())) == 1:
         shown[next(rank for rank, n in counts.items() if n == usual)] = usual
-    said = ", ".join(f"rank {rank} {counted(n, 'time')}" for rank, n in sorted(shown.items()))
+    said = ", ".join(f"rank {rank}: {counted(n, 'time')}" for rank, n in sorted(shown.items()))
     return (
         f"some ranks called run.every() more often than others ({said}). All ranks must call it in the same steps, so "
         "that they agree on evaluations and saves. Put it first, as in `if run.every(...) and ctx.is_main:`"

@@ -118,7 +118,7 @@ class Run:
     def end_of_epoch(self) -> bool:
         """Whether the current step takes the last sample of an epoch.
 
-        Raises TypeError with a loader that is not ``ctx.loader()``'s.
+        Raises TypeError without a loader, and RuntimeError before the first batch of a loader of your own.
         """
         return self._loader.ends_epoch(self.step)
 

@@ -144,7 +144,7 @@ class Profiling:
         if self._dropped:
             return
         if wait:
-            self._give_up("its training has ended")
+            self._give_up("its training ended")
             self.end()
         else:
             self._drop("the script failed")
@@ -215,7 +215,7 @@ class Profiling:
             self._report("profiled", **what, file=str(file))
             return
         lines = said.strip().removeprefix("clusterddp: ").splitlines()
-        why = lines[-1] if lines else f"its process exited with code {process.returncode}"
+        why = lines[-1] if lines else f"the process that stores it exited with code {process.returncode}"
         named = {"request": what["request"]} if "request" in what else {}
         self._report("not_profiled", reason=f"could not store {file}: {self._over if self._dropped else why}", **named)
 

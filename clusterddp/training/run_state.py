@@ -341,7 +341,7 @@ class RunState:
                 found.append(name)
                 say(
                     f"ctx.run() received no part with {unsaved} of {name}'s {counted(len(parameters), 'parameter')}, "
-                    "so checkpoints do not contain them. Also pass the module that has them, as in "
+                    "so checkpoints are incomplete. Also pass the missing module, as in "
                     "ctx.run(criterion=criterion, ...)"
                 )
         return found
@@ -468,7 +468,7 @@ def _misfit(loaded: Loaded) -> str:
 
 
 def _in_words(loaded: Loaded) -> str:
-    sides = (("missing in the file", loaded.missing), ("not in the model", loaded.unexpected))
+    sides = (("missing from the file", loaded.missing), ("not in the model", loaded.unexpected))
     return "".join(f". {counted(len(names), 'tensor')} {what}: {_some(names)}" for what, names in sides if names)
 
 

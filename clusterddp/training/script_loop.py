@@ -76,8 +76,8 @@ class EpochItems:
                 before = counted(loop.done, "item")
                 say(f"continue_epoch: skipping the first {before} of this epoch, which the run used before the stop")
             if loop.taken < skip:
-                least = counted(skip, "item")
-                say(f"continue_epoch: expected at least {least}. Did the data or the batch size change?")
+                found = f"expected at least {counted(skip, 'item')}, got {loop.taken}"
+                say(f"continue_epoch: {found}. Did the data or the batch size change?")
             for item in rest:
                 skipped.clear()
                 loop.taken += 1

@@ -141,7 +141,7 @@ for (batch,) in run.steps(4):
     optimizer.step()
 """
 SAID = (
-    "some ranks called run.every() more often than others (rank 0 1 time, rank 1 0 times). All ranks must call it in "
+    "some ranks called run.every() more often than others (rank 0: 1 time, rank 1: 0 times). All ranks must call it in "
     "the same steps"
 )
 

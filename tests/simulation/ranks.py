@@ -114,6 +114,8 @@ class Cluster:
         self._clients = itertools.count(1)
         self.ranks: list[Rank] = []
         self.committed: list[Committed] = []
+        #: The attempts of which a rank has left by os._exit(0) while its connection was broken.
+        self.left_unheard: set[int] = set()
         #: Told of what ranks do: (what, rank, values).
         self.listener: Callable[[str, Rank, Mapping[str, Any]], Any] = lambda *_: None
         self.on_save: Callable[[], Any] = lambda: None
@@ -270,6 +272,10 @@ class Server:
         self.report(rank.number, "rejoined", host=rank.process.node, pid=rank.process.pid, address=rank.process.node)
         for event, values in said:
             self.report(rank.number, event, **values)
+
+    def repeats(self, rank: Rank) -> bool:
+        """Whether the rank has lost its connection, and repeats its reports once it has another one."""
+        return rank.number in self._repeated
 
     def left(self, rank: Rank) -> None:
         """A rank's process has ended: its connection breaks, after what it has said."""
@@ -606,6 +612,8 @@ class Rank:
         if accident == "leaves":  # os._exit(0)
             self.cluster.listener("failed", self, {})
             self.world.after(0.05, self.step.group.lose, self.process.node, self.cluster.slurm.cut)
+            if self.server is not None and self.server.repeats(self):
+                self.cluster.left_unheard.add(self.attempt)
             self.process.exit(0)
             self.world.park()
         if accident == "bad report":

@@ -169,14 +169,14 @@ _FLOAT: Any = 1.5
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: orders.weighted([1, -1]), "the weight of sample 1 is -1.0, expected 0 or more"),
+        (lambda: orders.weighted([1, -1]), "the weight of sample 1 is -1.0, expected a finite number, 0 or more"),
         (lambda: orders.weighted([1, float("nan")]), "the weight of sample 1 is nan"),
         (lambda: orders.weighted([0, 0]), "weights: expected at least one above 0, but all are 0"),
         (lambda: orders.weighted([1]), "weights: expected one per sample, got 1 for a dataset of 2"),
         (lambda: orders.weighted([1, 1], [0, 2]), "labels are 0 to 2, but there are weights for classes 0 to 1"),
         (
             lambda: orders.weighted(["a", "b"]),
-            "weights: expected a one-dimensional array of numbers, got list of type <U1",
+            "weights: expected a one-dimensional array of numbers, got list with dtype <U1",
         ),
         (lambda: orders.weighted([1, 1], [0.0, 1.0]), "labels: expected an integer class index for each sample"),
         (lambda: orders.weighted([1, 1], num_samples=0), "num_samples is 0"),
@@ -184,7 +184,7 @@ _FLOAT: Any = 1.5
         (lambda: orders.weighted([1e308, 1e308]), "weights: their sum is too large for a float"),
         (
             lambda: orders.bucketed([[1], [2]]),
-            r"lengths: expected a one-dimensional array of numbers, got list of shape \(2, 1\)",
+            r"lengths: expected a one-dimensional array of numbers, got list with shape \(2, 1\)",
         ),
         (lambda: orders.bucketed([1, 2, 3]), "lengths: expected one per sample, got 3 for a dataset of 2"),
         (lambda: orders.bucketed([1, 2], buckets=0), "buckets is 0"),
@@ -209,8 +209,8 @@ _WITH_EMPTY: list[Any] = [[1], [], [1]]
         ({"a": [1], "b": [1]}, {"a": 1}, {}, "weights are for a, but the datasets are a, b"),
         ([[1], [1]], {"a": 1, "b": 1}, {}, "weights are for a, b, but the datasets are 0, 1"),
         ([[1], [1]], [1], {}, "expected one weight per dataset (2), got [1]"),
-        ([[1], [1]], [0, 0], {}, "expected 0 or more, and not all 0, got [0, 0]"),
-        ([[1], [1]], [1, 1], {5: [1, -1]}, "expected 0 or more, and not all 0, got [1, -1]"),
+        ([[1], [1]], [0, 0], {}, "expected finite numbers, 0 or more, and not all 0, got [0, 0]"),
+        ([[1], [1]], [1, 1], {5: [1, -1]}, "expected finite numbers, 0 or more, and not all 0, got [1, -1]"),
         ([[1], [1]], [1, 1e-9], {}, "weights: the share of a dataset must be 0, or at least one in 100000"),
         ([[1], [1]], [1, 1], {0: [1, 2]}, "changes: expected a step number of at least 1, got 0"),
         ([[1], [1]], [1, 1], {True: [1, 2]}, "changes: expected a step number of at least 1, got True"),

@@ -133,7 +133,7 @@ def test_a_failed_script_does_not_wait_for_its_profile_and_says_what_became_of_i
 
 
 def test_a_request_that_waits_for_a_step_is_answered_when_there_is_none(run: RunDirectory) -> None:
-    for end, words in (("drop", "the run stopped (TERM)"), ("close", "its training has ended")):
+    for end, words in (("drop", "the run stopped (TERM)"), ("close", "its training ended")):
         profiling, told = rank_of(run)
         assert profiling.request("7", 2) is None
         profiling.drop("TERM") if end == "drop" else profiling.close(wait=True)

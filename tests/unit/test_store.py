@@ -187,7 +187,7 @@ def test_a_file_under_another_steps_name_is_not_that_step(directory: RunDirector
     checkpoint = save(directory, attempt(directory), 1, CONTENT)
     checkpoint.path.rename(checkpoint.path.with_name("step-000000000009.attempt-0.safetensors"))
     (found,) = Checkpoints(directory, 0, Keep()).candidates()
-    with pytest.raises(CheckpointError, match="was renamed. It has the state after step 1"):
+    with pytest.raises(CheckpointError, match="was renamed. It contains checkpoint 1"):
         found.read()
 
 

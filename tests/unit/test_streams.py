@@ -274,13 +274,13 @@ def test_the_index_is_built_once_and_then_only_for_shards_that_changed(
     pattern = tars / "train-*.tar"
     whole = list(map(streams.TarShards(pattern).__getitem__, range(7)))
     assert sorted(scanned) == ["train-0.tar", "train-1.tar", "train-2.tar"]
-    assert "indexing 3 shards of 3" in capfd.readouterr().err
+    assert "indexing 3 of 3 shards" in capfd.readouterr().err
     assert list(map(streams.TarShards(pattern).__getitem__, range(7))) == whole and len(scanned) == 3
     write_tar(tars / "train-1.tar", samples(50, 2))
     write_tar(tars / "train-9.tar", samples(90, 1))
     changed = streams.TarShards(pattern)
     assert sorted(scanned[3:]) == ["train-1.tar", "train-9.tar"]
-    assert "indexing 2 shards of 4" in capfd.readouterr().err
+    assert "indexing 2 of 4 shards" in capfd.readouterr().err
     assert [changed[number] for number in (0, 1, 2, 5, 6, 7, 8)] == whole
     assert [changed[number]["__key__"] for number in (3, 4, 9)] == ["050", "051", "090"]
     (tars / "train-0.tar").unlink()

@@ -101,7 +101,7 @@ def test_names_on_one_side_only_are_an_error_unless_they_are_expected(
     model = net()
     with pytest.raises(
         CheckpointError,
-        match=r"net.pt does not fit model. 1 tensor missing in the file: 0.bias. 1 tensor not in the model: "
+        match=r"net.pt does not fit model. 1 tensor missing from the file: 0.bias. 1 tensor not in the model: "
         r"head.weight. If that is intended, use ctx.run\(init_strict=False\)",
     ):
         loaded(tmp_path / "net.pt", model=model)
