@@ -152,17 +152,13 @@ def book_run(
     return book(events, now, word, step if is_time(step) else None, min(claimed, default=None), waited)
 
 
-def idle_node_s(events: Iterable[Event], end: float) -> float:
-    """Seconds times nodes for which the job had nodes without ranks: spare ones, and those that the run had left.
-
-    ``end``: of the run's records, in unix seconds, for an attempt whose end they do not have.
-    """
-    total = 0.0
-    for attempt in _attempts(list(events)):
-        idle = len(attempt.launch.get("spares", ())) + len(attempt.launch.get("aside", ()))
-        until = end if attempt.end is None else attempt.end["time"]
-        total += idle * max(0.0, until - attempt.launch["time"])
-    return total
+def idle_node_s(booking: Booking, events: Iterable[Event]) -> float:
+    """Seconds of attempts, times nodes of the job that had no ranks: spare ones, and those that the run had left."""
+    idle: dict[int | None, int] = {
+        attempt.number: len(attempt.launch.get("spares", ())) + len(attempt.launch.get("aside", ()))
+        for attempt in _attempts(list(events))
+    }
+    return sum(one.seconds * idle.get(one.attempt, 0) for one in booking.intervals)
 
 
 def continues(end: Event | None) -> bool:

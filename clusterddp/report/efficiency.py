@@ -87,7 +87,7 @@ def spent(booking: Booking, events: Iterable[Mapping[str, Any]]) -> Spent | None
     unnumbered -= {event["attempt"] for event in events if event["event"] in ("training", "resumed")}
     repeated = None if len(unnumbered) > 1 else sum(steps for steps in known if is_count(steps))
     goodput = min(1.0, productive / with_nodes) if with_nodes > 0 else None
-    idle_s = idle_node_s(events, booking.intervals[-1].end)
+    idle_s = idle_node_s(booking, events)
     return Spent(seconds, total, productive / total, goodput, repeated, booking.provisional, idle_s)
 
 

@@ -376,7 +376,7 @@ def scripts(sweep: Sweep, plan: Plan) -> Iterator[str]:
 
 def run_all(sweep: Sweep, plan: Plan) -> int:
     """Runs the members that the plan names. Returns the exit code. The one that Ctrl-C stops is continued first."""
-    failed, unconfirmed = [], []
+    failed, cancelled, unconfirmed = [], [], []
     order = sorted(plan.submit, key=lambda name: plan.states[name] != "stopped")
     for number, name in enumerate(order, start=1):
         show(f"member {number} of {len(order)}: {name}")
@@ -387,14 +387,17 @@ def run_all(sweep: Sweep, plan: Plan) -> int:
         outcome = sweep.folder.member(name).outcome()
         if outcome is not None and is_unconfirmed(outcome):  # not by the code, which may be the script's
             unconfirmed.append(name)
+        elif outcome is not None and outcome["state"] == "cancelled":
+            cancelled.append(name)
         elif code:
             failed.append(name)
     if unconfirmed:
         show(f"completed, but not confirmed: {listed(unconfirmed)}. For the reason, see `clusterddp status`")
-    if failed:
-        show(f"failed: {listed(failed)}. To run failed members again, use {sweep.retry_option.format('failed')}")
+    for state, names in (("failed", failed), ("cancelled", cancelled)):
+        if names:
+            show(f"{state}: {listed(names)}. To run {state} members again, use {sweep.retry_option.format(state)}")
     failed_before = set(plan.in_state("failed")) - set(plan.submit)
-    return FAILED if failed or failed_before else UNCONFIRMED if unconfirmed else 0
+    return FAILED if failed or cancelled or failed_before else UNCONFIRMED if unconfirmed else 0
 
 
 def _run(sweep: Sweep, name: str) -> int:

@@ -146,8 +146,17 @@ def options_in(words: Sequence[str]) -> dict[str, Any]:
             continue
         name, assigned, value = word[2:].partition("=")
         following = words[index + 1] if index + 1 < len(words) else "--"
-        found[name] = _value(value if assigned else following) if assigned or not following.startswith("--") else True
+        found[name] = _value(value) if assigned else True if _is_option(following) else _value(following)
     return found
+
+
+def _is_option(word: str) -> bool:
+    """Whether argparse would read a word as an option: a negative number and a single dash are values."""
+    try:
+        float(word)
+    except ValueError:
+        return word.startswith("-") and word != "-"
+    return False
 
 
 def _value(text: str) -> Any:

@@ -40,6 +40,19 @@ def test_a_preempted_lightning_run_resumes_though_only_one_rank_got_the_signal(l
     check_resumes(handle)
 
 
+def test_lightning_resumes_from_the_checkpoint_with_the_highest_step(tmp_path: Path) -> None:
+    """Of the callback or of ModelCheckpoint. A file name sorts as text, in which 900 comes after 1000."""
+    require("lightning")
+    from clusterddp.integrations.lightning import SaveAndRequeue
+
+    stop = SaveAndRequeue(None, tmp_path)  # type: ignore[arg-type]
+    assert stop.newest_checkpoint is None
+    for name in ("stop-step=900.ckpt", "last.ckpt", "stop-step=1000.ckpt", "epoch=2-step=1200.ckpt"):
+        (tmp_path / name).touch()
+        if "step" in name:
+            assert stop.newest_checkpoint == str(tmp_path / name)
+
+
 def start_until_step_3(launch: Launch, tmp_path: Path, package: str) -> clusterddp.Handle:
     """Both ranks have made the third of 60 steps, and wait."""
     out, marks = tmp_path / "out", tmp_path / "marks"

@@ -119,18 +119,22 @@ def test_a_preempted_training_in_a_function_resumes_at_its_step(launch: Launch, 
 
 
 class Counting:
-    """A callable as it is written for submitit: ``checkpoint()`` carries its state over."""
+    """A callable as it is written for submitit: ``checkpoint()`` carries its state over.
 
-    def __init__(self, marks: Path) -> None:
-        self.marks, self.calls, self.checkpointed_on = marks, 0, []  # type: ignore[var-annotated]
+    Each of its first ``waits`` calls waits for the end of the attempt, unless it is made again.
+    """
+
+    def __init__(self, marks: Path, waits: int = 1) -> None:
+        self.marks, self.waits, self.calls, self.checkpointed_on = marks, waits, 0, []  # type: ignore[var-annotated]
 
     def __call__(self, word: str) -> Any:
         import submitit
 
         place = submitit.JobEnvironment()
         self.calls += 1
-        if self.calls == 1:
-            (self.marks / str(place.global_rank)).touch()
+        mark = self.marks / f"{self.calls}-{place.global_rank}"
+        if self.calls <= self.waits and not mark.exists():
+            mark.touch()
             while True:
                 threading.Event().wait(0.05)
         return word, self.calls, self.checkpointed_on, place.num_tasks
@@ -141,12 +145,14 @@ class Counting:
 
 
 def test_a_submitit_callable_continues_from_its_checkpoint(launch: Launch, marks: Path) -> None:
-    """checkpoint() is called once, on rank 0; every rank of the next attempt calls what it returned."""
-    handle = launch(Counting(marks), "trained")
-    wait_for_marks(handle, marks)
-    preempt_local(RunDirectory(handle.path))
-    assert handle.result(all_ranks=True) == [("trained again", 2, ["0"], 2)] * 2, story(RunDirectory(handle.path))
-    assert [event["event"] for event in RunDirectory(handle.path).events()].count("requeued") == 1
+    """Each attempt calls it once, on rank 0. Every rank of the next attempt calls what it returned."""
+    handle = launch(Counting(marks, waits=2), "trained")
+    run = RunDirectory(handle.path)
+    for preemption in (1, 2):
+        wait_for_marks(handle, marks, 2 * preemption)
+        preempt_local(run)
+    assert handle.result(all_ranks=True) == [("trained again again", 3, ["0", "0"], 2)] * 2, story(run)
+    assert [event["event"] for event in run.events()].count("requeued") == 2
 
 
 class Ending(Counting):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,10 @@ from clusterddp.checkpoint.state import load_state, state_of
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.writer import Messages, Writer
 from clusterddp.errors import CheckpointError, Superseded
-from clusterddp.jobdef.job import Keep
+from clusterddp.jobdef.job import Checkpointing, Keep
 from clusterddp.process import process_start
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.training.saving import Saver
 from tests import ddp
 from tests.checkpoint_files import content_of
 from tests.waiting import wait_until
@@ -251,6 +253,22 @@ def test_a_failed_write_leaves_no_file_behind_and_keeps_the_previous_one(
         save(checkpoint_client, 2, state(size=100_000_000))
     assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
     save(checkpoint_client, 3, state())
+
+
+def test_the_best_checkpoint_is_the_best_state_that_could_be_saved(directory: RunDirectory) -> None:
+    """A better one that did not fit on the disk does not keep a later one from being saved."""
+    cpu, said = torch.device("cpu"), []
+    alone: Any = SimpleNamespace(rank=0, world_size=1, device=cpu, collective_device=cpu, control_device=cpu)
+    settings = Checkpointing(every_steps=None, every_s=None, keep=Keep(1, best="loss", best_is="min"))
+    saver = Saver(directory, 0, alone, lambda event, **values: said.append((event, values.get("best"))), settings)
+    saver.log_best(1, 2.0, state, last=True)
+    resource.prlimit(writer_pid(), resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+    saver.log_best(2, 1.0, lambda: state(size=1 << 20), last=True)
+    for step, loss in ((3, 1.5), (4, 1.75)):
+        saver.log_best(step, loss, state, last=True)
+    saver.close(clean=True)
+    assert said == [("checkpoint", {"loss": 2.0}), ("checkpoint_failed", None), ("checkpoint", {"loss": 1.5})]
+    assert names(directory) == ["step-000000000003.attempt-0.safetensors"]
 
 
 FULL_DISK = """

@@ -40,6 +40,32 @@ def test_the_members_run_one_after_another_and_those_that_failed_are_named(
     assert attempts(folder) == {"seed=0": 1, "seed=1": 2, "seed=2": 1}
 
 
+CANCELLED = """import os, signal, subprocess, sys
+subprocess.Popen([sys.executable, "-m", "clusterddp", "cancel", os.environ["CLUSTERDDP_RUN_DIR"]])
+signal.pause()
+"""
+DONE = 'import os; open(os.environ["CLUSTERDDP_RUN_DIR"] + "/done", "w")\n'
+
+
+def test_a_cancelled_member_trains_again_only_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is not named as one that failed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(CANCELLED)
+    job = 'job: {script: train.py, device: cpu, done: "{run_dir}/done"}'
+    (tmp_path / "seeds.yaml").write_text(f"{job}\ngrid: {{args.seed: 0}}\n")
+    folder = tmp_path / "runs" / "seeds"
+    assert command(["sweep", "seeds.yaml", "--local"]) == 1
+    said = capfd.readouterr().err
+    assert "cancelled: seed=0. To run them again, use --retry cancelled" in said and "failed" not in said
+    (tmp_path / "train.py").write_text(DONE)
+    assert command(["sweep", "seeds.yaml", "--local"]) == 0
+    assert attempts(folder) == {"seed=0": 1}
+    assert command(["sweep", "seeds.yaml", "--local", "--retry", "cancelled"]) == 0
+    assert attempts(folder) == {"seed=0": 2}
+
+
 def scaled(factor: int, *, lr: float, sizes: tuple[int, ...]) -> tuple[float, tuple[int, ...], str]:
     """What each rank of a member returns."""
     return factor * lr, sizes, os.environ["RANK"]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -1264,6 +1264,17 @@ def test_each_attempt_counts_with_the_ranks_that_it_had() -> None:
     for hours, ended in ((6, True), (6.1, False)):
         job = dataclasses.replace(JOB, limits=Limits(gpu_hours=hours))
         assert (exceeded(job, events, now=events[-1]["time"]) is not None) == ended
+
+
+@pytest.mark.parametrize(("device", "hours"), [("cuda", 16), ("cpu", 4)])
+def test_a_rank_counts_with_each_of_its_gpus(device: Literal["cuda", "cpu"], hours: int) -> None:
+    """Two hours of two ranks with four GPUs each, or of two ranks without GPUs."""
+    job = Job(name="x", module="x", gpus_per_node=8, gpus_per_rank=4, device=device, limits=Limits(gpu_hours=hours))
+    events = history((LIMIT, True), (LIMIT, True))
+    found = exceeded(job, events, now=events[-1]["time"])
+    assert found and f"{hours:.2f} used" in found
+    more = dataclasses.replace(job, limits=Limits(gpu_hours=hours + 1))
+    assert exceeded(more, events, now=events[-1]["time"]) is None
 
 
 def test_of_a_range_of_nodes_the_job_has_what_slurm_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:

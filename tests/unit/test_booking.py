@@ -306,6 +306,27 @@ def test_a_live_attempt_counts_up_to_now_and_a_dead_one_to_its_last_step() -> No
     assert (dead["training"], dead["unknown"]) == (50, 100)
 
 
+def test_a_node_without_ranks_is_idle_while_an_attempt_runs() -> None:
+    """A spare node, or one that the run has left. The end of attempt 0 is not recorded, and attempt 2 is live."""
+    events = [
+        {"time": 0.0, "attempt": 0, "event": "started", "job": "7", "spares": ["n3", "n4"]},
+        {
+            "time": 1000.0,
+            "attempt": 1,
+            "event": "started",
+            "job": "8",
+            "spares": ["n3"],
+            "aside": ["n2"],
+            "seen": 500.0,
+        },
+        {"time": 1600.0, "attempt": 1, "event": "restarted"},
+        {"time": 1700.0, "attempt": 2, "event": "started", "job": "8", "aside": ["n2", "n3"]},
+    ]
+    made = spent(book(events, 2700.0, state="running"), events)
+    assert made is not None and made.idle_node_s == 2 * 500 + 2 * 600 + 2 * 1000
+    assert made.idle() == "spare nodes: 1.17 node-hours idle"
+
+
 def test_a_run_that_waits_for_its_first_start_is_queued_or_held() -> None:
     for state, category in {"pending": "queued", "held": "held", "stopped": "down"}.items():
         seconds = book([], BEGAN + 60, state=state, submitted=BEGAN).seconds()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from clusterddp.checkpoint import transfer
 from clusterddp.data.training_loader import TrainingLoader, training_loader
@@ -83,6 +83,21 @@ def test_batches_of_a_loader_without_a_state_are_read_again_and_are_the_same(sto
     assert take(stopped, 0, stop) == whole[:stop]
     torch.rand(7)
     assert take(made(Plain(), checkpoint(stopped, stop)), stop, 17 - stop) == whole[stop:]
+
+
+def test_each_sample_is_augmented_with_random_numbers_of_its_own() -> None:
+    """torch's loader, which draws them in this process, over two passes."""
+
+    class Augmented(Dataset[tuple[float, ...]]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, _: int) -> tuple[float, ...]:
+            return float(torch.rand(())), random.random(), float(np.random.rand())
+
+    batches = take(made(DataLoader(Augmented(), 2, collate_fn=list)), 0, 6)
+    for drawn in zip(*itertools.chain(*batches), strict=True):
+        assert len(set(drawn)) == 12
 
 
 def test_it_says_how_long_reading_again_took_and_what_to_use_instead(capfd: pytest.CaptureFixture[str]) -> None:

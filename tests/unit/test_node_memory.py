@@ -138,6 +138,18 @@ def test_a_new_job_says_which_nodes_it_avoids_and_asks_slurm_only_then(
     assert avoided(run, Job(name="train", script="train.py", nodes=2, node_memory=False), (), usable, NOW) == []
 
 
+@pytest.mark.parametrize(("exclude", "nodes"), [("n[4-20]", ["n2"]), ("n[3-20]", []), ("n2", ["n3"])])
+def test_nodes_that_the_job_definition_excludes_are_neither_avoided_nor_left_for_the_job(
+    run: RunDirectory, exclude: str, nodes: list[str]
+) -> None:
+    """n2 and n3 failed. The job needs two nodes, and avoids at most a tenth of 10."""
+    for node, at in (("n2", NOW), ("n3", NOW - 60)):
+        for name in "ab":
+            remember(RunDirectory(run.path.with_name(name)), "7", lost(node, at))
+    job = Job(name="train", script="train.py", nodes=2, exclude=exclude)
+    assert avoided(run, job, (), lambda: MANY, NOW) == nodes
+
+
 def test_nodes_refuses_what_is_not_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="missing is not a folder. Expected the folder that holds your run"):
         command(["nodes", str(tmp_path / "missing")])

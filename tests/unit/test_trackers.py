@@ -339,9 +339,11 @@ def test_a_script_without_run_directory_has_no_trackers() -> None:
 
 def test_wandb_and_mlflow_runs_have_the_scripts_options_without_secrets() -> None:
     """As their tables of runs show them."""
-    args = ("data", "--lr", "1e-3", "--amp", "--epochs=3", "--name", "a b", "--api-key", "s3cr3tvalue")
+    words = "data --lr 1e-3 --amp -v --offset -0.5 --epochs=3 --name".split()
+    args = (*words, "a b", "--api-key", "s3cr3tvalue")
     job = Job("digits", args=args, nodes=2, gpus_per_node=4, seed=7, wandb=Wandb(group="g"))
-    shown = {"seed": 7, "world_size": 8, "lr": 1e-3, "amp": True, "epochs": 3, "name": "a b", "api-key": "***"}
+    shown = {"seed": 7, "world_size": 8, "lr": 1e-3, "amp": True, "offset": -0.5, "epochs": 3, "name": "a b"}
+    shown["api-key"] = "***"
     assert config(replace(job, args=args[:-2])) == {key: value for key, value in shown.items() if key != "api-key"}
     options = {"project": "digits", "group": "g", "name": "digits-3", "config": shown}
     assert wanted(job, "digits-3", {}) == {"wandb": options}

@@ -53,7 +53,7 @@ def save_safetensors(path: Path, tensors: dict[str, torch.Tensor], **facts: str)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-@pytest.mark.parametrize("shape", ["plain", "in DDP", "compiled", "under its name", "under state_dict"])
+@pytest.mark.parametrize("shape", ["plain", "in DDP", "compiled", "under its name", "under state_dict", "under both"])
 def test_weights_are_found_however_the_model_was_saved(
     tmp_path: Path, weights: dict[str, torch.Tensor], shape: str
 ) -> None:
@@ -64,6 +64,7 @@ def test_weights_are_found_however_the_model_was_saved(
         "compiled": {f"module._orig_mod.{name}": value for name, value in weights.items()},
         "under its name": {"model": weights, "optimizer": {"state": {}}, "epoch": 3},
         "under state_dict": {"state_dict": weights, "epoch": 3},
+        "under both": {"state_dict": net().state_dict(), "model": weights},
     }
     torch.save(contents[shape], tmp_path / "net.pt")
     model = net()
