@@ -487,7 +487,7 @@ class Interval(Event):
     def sentence(self) -> str:
         return (
             f"saving every {self.seconds:.0f} s, because a save blocks training for {1000 * self.stall_s:.0f} ms and "
-            f"this run is interrupted every {self.between_s / 3600:.1f} hours on average"
+            f"an interruption is expected every {self.between_s / 3600:.1f} hours"
         )
 
 
@@ -537,7 +537,7 @@ class CheckpointDamaged(Event):
 
 
 class PerRankGrows(Event):
-    """the per-rank state takes more than half of what a checkpoint holds. Recorded once"""
+    """the per-rank state takes more than half of the `limit`. Recorded once"""
 
     step: int
     names: Sequence[str]
@@ -547,8 +547,8 @@ class PerRankGrows(Event):
     def sentence(self) -> str:
         return (
             f"the per-rank state of all ranks ({', '.join(self.names)}) takes {self.bytes / 1e6:,.0f} MB, more than "
-            f"half of the {self.limit / 1e6:,.0f} MB that a checkpoint can hold. If it grows beyond that, the run "
-            "fails. state_dict() should omit values that can be recomputed"
+            f"half of the limit of {self.limit / 1e6:,.0f} MB. If it exceeds the limit, the run fails. state_dict() "
+            "should omit values that can be recomputed"
         )
 
 
@@ -742,7 +742,10 @@ class ControllerMissing(Event):
     error: str
 
     def sentence(self) -> str:
-        return f"{self.error}. The ranks stop only when they receive a signal, and the cause of a stop will be unknown"
+        return (
+            f"{self.error}. The ranks stop only when they receive a signal, and the cause of a stop will be unknown. "
+            "Add Slurm's commands to PATH with `setup` in the job definition"
+        )
 
 
 class Slow(Event):
@@ -857,7 +860,7 @@ class Excluded(Event):
     def sentence(self) -> str:
         pairs = zip(self.nodes, self.failures, strict=True)
         failed = " and ".join(f"{node} (failed {counted(number, 'time')})" for node, number in pairs)
-        return f"the jobs of this run exclude {failed} for 24 hours"
+        return f"the next jobs of this run exclude {failed} for 24 hours"
 
 
 class NotExcluded(Event):
@@ -957,8 +960,8 @@ class Resubmitted(_Ended):
 
 
 class Stopped(_Ended):
-    """the run can be continued. `file`: the script's own checkpoint. `made`: the least number of steps that the attempt
-    completed. `refused`: why Slurm refused the run's next job, which `clusterddp resubmit` submits again"""
+    """the run can be continued. `file`: the script's own checkpoint. `made`: the attempt completed at least this
+    many steps. `refused`: why Slurm refused the run's next job, which `clusterddp resubmit` submits again"""
 
     then: str = "stopped"
     refused: str | None = None

@@ -273,11 +273,12 @@ def judge_accounts(config: Configuration, associations: Sequence[Association], d
         return ok("accounts", f"{found}, and the cluster requires none")
     accounts = list(dict.fromkeys(one.account for one in associations))
     qos = list(dict.fromkeys(name for one in associations for name in one.qos))
-    found = f"{_listed(accounts)} (QOS {_listed(qos) or 'none'})"
+    listed = f"{_listed(accounts)} (QOS {_listed(qos) or 'none'})"
     values = {"accounts": accounts, "qos": qos, "default": default}
     if default:
-        return ok("accounts", f"{found}, default account {default}", **values)
-    return warning("accounts", f"{found}, no default account", "name one with -A, or in a configuration file", **values)
+        return ok("accounts", f"{listed}, default account {default}", **values)
+    advice = "name one with -A, or in a configuration file"
+    return warning("accounts", f"{listed}, no default account", advice, **values)
 
 
 def judge_partition(

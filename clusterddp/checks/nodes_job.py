@@ -132,10 +132,10 @@ def _await_results(job_id: str, folder: RunDirectory) -> dict[str, Any]:
         if job and (words := progress_of(job)) not in ("", said):
             show(f"doctor: job {job_id} is {words}")
             said = words
-        if state == "PENDING" and time.monotonic() > deadline:
+        if job and state == "PENDING" and time.monotonic() > deadline:
             raise SlurmError(
-                f"job {job_id} did not start within {QUEUE_S / 60:.0f} minutes ({said or 'no reason given'}) and was "
-                "cancelled. Try fewer nodes, or a different partition with -p"
+                f"job {job_id} did not start within {QUEUE_S / 60:.0f} minutes ({waiting(job) or 'no reason given'}) "
+                "and was cancelled. Try fewer nodes, or a different partition with -p"
             )
         time.sleep(ASK_S)
 
@@ -161,8 +161,13 @@ def find_job(job_id: str) -> QueuedJob | None:
 def progress_of(job: QueuedJob) -> str:
     """Why the job is pending, or on which nodes it runs, or '' if Slurm does not report that yet."""
     if job.state == "PENDING":
-        return f"waiting: {why_waiting(job, begun=False).words}" if job.reason != "None" else ""
+        return waiting(job)
     return f"running on {job.nodes}" if job.live and job.nodes else ""
+
+
+def waiting(job: QueuedJob) -> str:
+    """Why the job is pending, or '' if Slurm does not report that yet."""
+    return f"waiting: {why_waiting(job, begun=False).words}" if job.reason != "None" else ""
 
 
 def end_job(job_id: str) -> None:

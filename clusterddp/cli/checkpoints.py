@@ -138,7 +138,7 @@ def _wanted(plans: Sequence[Plan], yes: bool) -> bool:
     parts += [counted(code, "unused snapshot of the code", "unused snapshots of the code")] if code else []
     parts += ["profiles"] if profiles else []
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
-    what = f"{listed} of {counted(len(plans), 'run')}, {size_text(sum(plan.size for plan in plans))}"
+    what = f"{listed} of {counted(len(plans), 'run')} ({size_text(sum(plan.size for plan in plans))})"
     if yes:
         return True
     if can_ask():

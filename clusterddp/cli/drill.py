@@ -107,7 +107,7 @@ def last_save_s(run: RunDirectory) -> float | None:
 def verdict(preemption: Preemption, first: Found, second: Found, save_s: float | None) -> str | None:
     """Why a run would not survive a preemption here, or None if it would."""
     if not first:
-        return "the job did not start"
+        return "the job did not start within an hour, or failed. See its state with sacct"
     if first["signalled"] < first["ranks"]:
         return "the signal does not reach every rank. Start python directly, not in a wrapper script"
     if "scontrol" in first["missing"]:

@@ -318,8 +318,8 @@ def run(arguments: argparse.Namespace, _: object) -> int:
             show(found.steps)
         _tell_unknown(found, _names(arguments.show))
     else:
-        kind = f" are {' or '.join(_names(arguments.state))}" if arguments.state else ""
-        show(f"no runs in {', '.join(arguments.run) or runs_folder(os.environ)}{kind}")
+        states, where = _names(arguments.state), ", ".join(arguments.run) or runs_folder(os.environ)
+        show(f"no {' or '.join(states)} runs in {where}" if states else f"no runs in {where}")
     return 0
 
 

@@ -219,6 +219,11 @@ class Ranks:
         """The highest rank that the value names, or None for all or failed."""
         return max(part[-1] for part in self._ranges) if self._ranges else None
 
+    def __str__(self) -> str:
+        """In words, as after "no output from"."""
+        words = {_ALL: "any rank", _FAILED: "the failed ranks"}
+        return words.get(self.text, f"rank {self.text}" if self.single is not None else f"ranks {self.text}")
+
     def __contains__(self, rank: int) -> bool:
         return self._ranges is None or any(rank in part for part in self._ranges)
 
@@ -290,8 +295,10 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         earlier = logs[-1].attempt > 0 and arguments.attempt is None
         so_far = "" if run.outcome() else " so far"
         hint = ". To print earlier attempts, use --attempt all" if earlier else ""
-        which = "any rank" if ranks.text == _ALL else f"rank {ranks.text}"
-        show(f"no output from {which} in attempt {logs[-1].attempt}{so_far}{hint}")
+        if arguments.attempt == _ALL:
+            show(f"no output from {ranks} in any attempt{so_far}")
+        else:
+            show(f"no output from {ranks} in attempt {logs[-1].attempt}{so_far}{hint}")
     return 0
 
 
@@ -310,7 +317,7 @@ def _chosen(run: RunDirectory, ranks: Ranks, attempt: int | str | None) -> list[
         logs = [log for number in run.attempts() for log in logs_of(run, number, ranks.__contains__)]
     if not logs:
         where = "" if attempt in (_ALL, None) else f" in attempt {attempt}"
-        raise RunDirectoryError(f"{run} has no log of rank {ranks.text}{where}. To print all logs, use --rank all")
+        raise RunDirectoryError(f"{run} has no log of {ranks}{where}. To print all logs, use --rank all")
     return sorted(logs, key=lambda log: (log.rank, log.attempt))
 
 

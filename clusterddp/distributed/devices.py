@@ -63,10 +63,10 @@ def choose_devices(
     if not visible_gpus and named:
         local = environment.launcher == "local" and environment.world_size > environment.local_world_size
         needs = environment.world_size * per_rank
-        whole = f". With --local, the job needs {needs} GPUs on this machine" if local else ""
+        advice = "Install a CUDA build of torch, check nvidia-smi or rocm-smi there, or use --device cpu"
         raise DeviceError(
-            f"device {device} requested, but node {host} has none of the GPUs that CUDA_VISIBLE_DEVICES={named} "
-            f"lists{whole}"
+            f"device {device} requested, but torch sees none of the GPUs that CUDA_VISIBLE_DEVICES={named} lists on "
+            f"node {host}. {f'With --local, the job needs {needs} GPUs on this machine' if local else advice}"
         )
     if not visible_gpus:
         hidden = ", because CUDA_VISIBLE_DEVICES is empty" if named == "" else ""

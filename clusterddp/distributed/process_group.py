@@ -157,7 +157,7 @@ class AttemptStore:
         except (OSError, RuntimeError) as error:
             doing = "open" if owns else "reach"
             raise LauncherEnvironmentError(
-                f"rank {self.rank} could not {doing} {where} ({time.monotonic() - started:.0f} s): {error}"
+                f"rank {self.rank} could not {doing} {where} (after {time.monotonic() - started:.0f} s): {error}"
             ) from error
         digest, _, owner = mark.partition(" ")
         if digest != address.digest:

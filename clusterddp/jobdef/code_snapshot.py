@@ -421,7 +421,7 @@ def use(run: RunDirectory, code: Code) -> str | None:
         remove(run.code_file) if before else None
         if before is None or code.owner is not None:
             return None
-        return f"code: each attempt uses the checkout as it is at its start, instead of {before.words()}"
+        return f"code: each attempt uses the checkout as it is when the attempt starts, instead of {before.words()}"
     snapshot = _take(run, code.checkout)
     write_json(run.code_file, asdict(snapshot))
     if before is None or before.snapshot == snapshot.snapshot:

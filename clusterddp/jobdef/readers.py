@@ -60,7 +60,8 @@ def regex(node: Node) -> str:
 
 def name(node: Node) -> str:
     """A job's name, also that of its run directory."""
-    given = matching(r"[\w+=@][\w.+=@-]*", "a name that consists of letters, digits and the characters _.+=@-")(node)
+    expected = "a name of letters, digits and the characters _.+=@- that does not begin with . or -"
+    given = matching(r"[\w+=@][\w.+=@-]*", expected)(node)
     if len(given.encode()) > 200:
         raise Wrong(f"expected at most 200 bytes (the run directory has this name), got {len(given.encode())}")
     return given
@@ -137,7 +138,8 @@ def truth(node: Node) -> bool:
 
 def _argument(node: Node) -> str:
     if isinstance(node.value, (dict, list)) or (node.value is None and not node.text):
-        raise Wrong(f"expected only text and numbers in the list, got {node.quoted}. Quote it if it is meant as text")
+        hint = "" if node.value is None else ". Quote it if it is meant as text"
+        raise Wrong(f"expected only text and numbers in the list, got {node.quoted}{hint}")
     if "\0" in node.text:
         raise Wrong("expected arguments without U+0000")
     return node.text

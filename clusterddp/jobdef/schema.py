@@ -148,7 +148,8 @@ def _every(node: Node, _: list[Mistake]) -> dict[str, Any]:
         name = "every_steps" if match and match[2].startswith("step") else "every_s"
         wanted = int if name == "every_steps" else (int, float)
         if not match or not isinstance(number, wanted) or not 0 < number < float("inf") or values[name] is not None:
-            raise Wrong(f"expected 500 steps, 5 minutes, [500 steps, 5 minutes], auto or never, got {item.quoted}")
+            expected = "an interval such as 500 steps, 5 minutes or [500 steps, 5 minutes], or auto, or never"
+            raise Wrong(f"expected {expected}, got {item.quoted}")
         values[name] = number if name == "every_steps" else float(number) * _UNIT_SECONDS[match[2].rstrip("s")]
     return values
 
@@ -386,7 +387,7 @@ def file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
         raise JobDefinitionError(f"could not read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise JobDefinitionError(
-            f"{path}: expected UTF-8 text, got a different encoding (byte {error.start})"
+            f"{path}: expected UTF-8 text, got a different encoding (at byte {error.start})"
         ) from error
     root = yaml12.load(text, str(path), mistakes)
     fields = fields_of(root, mistakes)

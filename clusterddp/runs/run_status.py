@@ -100,8 +100,9 @@ def state_sentence(summary: Summary, state: RunState) -> str:
     """The state in a sentence, with the job or process that holds the run, or how to continue it."""
     if summary.outcome is not None:
         return how_it_ended(summary.outcome)
+    run = summary.run.quoted
     if state.word == "failed":
-        return f"failed: {state.reason}. Fix it, then continue with: clusterddp submit --run-dir {summary.run.quoted}"
+        return f"failed: {state.reason}. Fix the cause, then continue with: clusterddp submit --run-dir {run}"
     if state.word in OVER:
         return state.reason
     if state.word == "unknown":
@@ -109,7 +110,7 @@ def state_sentence(summary: Summary, state: RunState) -> str:
     if state.word == "stopped":
         how = "--local --run-dir" if summary.run.loop_file.exists() else "--run-dir"
         ended = f" ({state.reason})" if state.reason else ""
-        return f"stopped{ended}. Continue with: clusterddp submit {how} {summary.run.quoted}"
+        return f"stopped{ended}. Continue with: clusterddp submit {how} {run}"
     if state.job is None:
         return state.reason
     return f"job {state.job_id} ({state.job.state}{f' on {state.nodes}' if state.nodes else ''})"

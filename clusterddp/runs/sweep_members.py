@@ -188,8 +188,8 @@ def nodes_of(members: Iterable[Mapping[str, Any]]) -> list[Values]:
         if wrong := [key for key, value in values.items() if not _is_plain(value)]:
             key = wrong[0]
             raise UsageError(
-                f"{key}={values[key]!r:.80}: expected numbers, text or lists of them, which name the run. Sweep a name "
-                "or an index, and look the object up in the function"
+                f"{key}={values[key]!r:.80}: expected numbers, text or lists of them, because the run's name contains "
+                "the values. Sweep a name or an index, and look the object up in the function"
             )
     return [{key: node_of(value, f"{key}={value}"[:80]) for key, value in values.items()} for values in members]
 

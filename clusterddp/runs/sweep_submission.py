@@ -174,7 +174,7 @@ def tell(sweep: Sweep, plan: Plan) -> None:
     show(f"{sweep.folder}: {counted(len(plan.states), 'member')}: {words}")
     for state in RETRIED:
         if (names := plan.in_state(state)) and state not in sweep.retry:
-            show(f"{state}: {listed(names)}. To submit them again, use {sweep.retry_option.format(state)}")
+            show(f"{state}: {listed(names)}. To submit {state} members again, use {sweep.retry_option.format(state)}")
     if names := plan.in_state(STOPPED_BY_USER):
         show(f"stopped by their user (to continue one, use `clusterddp submit --run-dir`): {listed(names)}")
     if names := plan.in_state("unknown"):
@@ -395,7 +395,7 @@ def run_all(sweep: Sweep, plan: Plan) -> int:
         show(f"completed, but not confirmed: {listed(unconfirmed)}. For the reason, see `clusterddp status`")
     for state, names in (("failed", failed), ("cancelled", cancelled)):
         if names:
-            show(f"{state}: {listed(names)}. To run them again, use {sweep.retry_option.format(state)}")
+            show(f"{state}: {listed(names)}. To run {state} members again, use {sweep.retry_option.format(state)}")
     failed_before = set(plan.in_state("failed")) - set(plan.submit)
     return FAILED if failed or cancelled or failed_before else UNCONFIRMED if unconfirmed else 0
 

@@ -118,7 +118,7 @@ def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
     raise UsageError(
         f"{_partition(job)} has {counted(len(fitting), 'node')} with at least {counted(job.gpus_per_node, kind)} "
         f"({counted(len(nodes), 'node')} in total, at most {counted(most, kind)} per node), but the job requests "
-        f"{job.allocated_text} such nodes. --gpus is the number per node. Request fewer GPUs, or add --device cpu for "
+        f"{job.allocated_text} of them. --gpus is the number per node. Request fewer GPUs, or add --device cpu for "
         "gloo ranks without GPUs"
     )
 
@@ -127,16 +127,19 @@ def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
     """The job with CPUs per task and memory per node in proportion to its GPUs, on the smallest node that fits."""
     fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
     values: dict[str, object] = {}
+    shown = []
     if job.cpus_per_task is None:
-        values["cpus_per_task"] = max(1, min(node.cpus * job.gpus_per_rank // node.gpus_of(None) for node in fitting))
+        cpus = max(1, min(node.cpus * job.gpus_per_rank // node.gpus_of(None) for node in fitting))
+        values["cpus_per_task"] = cpus
+        shown.append(f"{counted(cpus, 'CPU')} per rank")
     if job.mem is None and not any(key.startswith("mem") for key in job.sbatch):
         shares = (node.memory_mib * job.gpus_per_node // node.gpus_of(None) for node in fitting)
         values["mem"] = f"{min(shares)}M"
+        shown.append(f"{values['mem']} of memory per node")
     if not values:
         return job, []
     fitted: Job = dataclasses.replace(job, **values)  # type: ignore[arg-type]
-    share = f"{fitted.cpus_per_task} CPUs per rank and {fitted.mem} of memory per node"
-    return fitted, [f"requesting {share}, in proportion to the GPUs"]
+    return fitted, [f"requesting {' and '.join(shown)}, in proportion to the GPUs"]
 
 
 def _exported() -> list[str]:

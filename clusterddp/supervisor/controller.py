@@ -412,7 +412,9 @@ class Monitor:
         except (SlurmError, RunDirectoryError, OSError) as error:
             self._failures += 1
             reachable = isinstance(error, SlurmError) and not isinstance(error, SlurmUnavailable)
-            return ControllerFailed(str(error), reachable, missing=isinstance(error, SlurmMissing))
+            missing = isinstance(error, SlurmMissing)
+            # The rest of that message is about submissions.
+            return ControllerFailed(str(error).partition(". ")[0] if missing else str(error), reachable, missing)
         self._failures, self._end_time = 0, notice.end_time
         return notice
 

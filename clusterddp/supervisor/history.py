@@ -346,6 +346,8 @@ def _wait(process: subprocess.Popen[bytes], word: str, values: bytes) -> str | N
         _kill(process)
         process.wait()
         return f"hook timed out after {TIMEOUT_S:.0f} s ({word!r})"
+    if process.returncode < 0:
+        return f"hook was killed by signal {-process.returncode} ({word!r})"
     return f"hook failed with exit code {process.returncode} ({word!r})" if process.returncode else None
 
 

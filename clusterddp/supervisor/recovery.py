@@ -89,8 +89,8 @@ class Recovery:
             return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
         if not completes:
             return verdict
-        reason = f"all ranks exited with code 0, but the completion marker (`done`) is missing: {found}"
-        return Verdict(Action.RESTART, f"{reason}. If the training is complete, correct `done`")
+        missing = f"all ranks exited with code 0, but the completion marker (`done`) is missing: {found}"
+        return Verdict(Action.RESTART, f"{missing}. If the training is complete, correct `done`")
 
     def _doubt(self) -> str | None:
         """Why exit code 0 may not mean that the script is done. None if it probably is.
@@ -218,7 +218,7 @@ class Recovery:
                 try:
                     return self._hand_over(verdict, self._submit(excluded.nodes))
                 except SlurmError as error:
-                    self._history.add("not_excluded", reason=f"could not submit a new job ({error})")
+                    self._history.add("not_excluded", reason=f"a new job could not be submitted ({error})")
         if verdict.first_failure is not None and verdict.first_failure.lacks_gpus:
             return self._stop(verdict)
         return self._restart_ranks(verdict)

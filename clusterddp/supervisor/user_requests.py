@@ -309,7 +309,8 @@ def _stop(state: State, request: Request, now: float) -> Step:
 def _requeue(state: State, request: Request, now: float) -> Step:
     """The same, and the run is requeued, in a job without some nodes if they are given."""
     if not state.restartable:
-        return _refuse(state, request, "not requeued: Slurm cannot requeue your own allocation")
+        instead = "To save and stop the run, use `clusterddp tell RUN stop`"
+        return _refuse(state, request, f"not requeued: Slurm cannot requeue your own allocation. {instead}")
     if state.wanted is Stop.HOLD:
         return _refuse(state, request, "not requeued: the run is being stopped by `clusterddp tell stop`")
     return _end(state, request, Stop.REQUEUE, now)

@@ -368,5 +368,5 @@ def _key(rank: int, number: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:8])) + ("" if len(ranks) <= 8 else f" and {len(ranks) - 8} others")
+    named = ", ".join(map(str, ranks[:8])) + ("" if len(ranks) <= 8 else f" and {counted(len(ranks) - 8, 'other')}")
     return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"

@@ -420,7 +420,7 @@ def _greet(
         connection.close()
         if attempts >= _TRIES and time.monotonic() > deadline:
             raise LauncherEnvironmentError(
-                f"{address} closed the connection of rank {hello['rank']} {attempts} times without an answer. The "
+                f"{address} closed rank {hello['rank']}'s connection {attempts} times without an answer. The "
                 "supervisor has too many other connections, or this is not a clusterddp supervisor"
             )
         # After random pauses, because other displaced ranks also join again.

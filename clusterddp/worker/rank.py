@@ -466,7 +466,10 @@ def reserve_port(asked: str | None) -> socket.socket:
     for _ in range(100):
         with suppress(LauncherEnvironmentError):
             return _bind(random.choice(candidates))
-    raise LauncherEnvironmentError(f"found no free port from {candidates.start} to {candidates.stop - 1} in 100 tries")
+    raise LauncherEnvironmentError(
+        f"found no free port from {candidates.start} to {candidates.stop - 1} in 100 tries. Set MASTER_PORT to a free "
+        "port"
+    )
 
 
 def _bind(port: int) -> socket.socket:

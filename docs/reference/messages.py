@@ -129,7 +129,7 @@ class Module:
             return f"`{name}` in the script" if self.package in IN_SCRIPTS else ""
         if name in PRINTING:
             where = {"cli": "printed by a command", "runs": "printed by a command", "supervisor": "the job's log"}
-            ranks = "a rank's `.err`" if self.package in IN_SCRIPTS | {"worker"} - {""} else "standard error"
+            ranks = "a rank's `.err`" if self.package in (IN_SCRIPTS | {"worker"}) - {""} else "standard error"
             return where.get(self.package, ranks)
         return ""
 

@@ -79,7 +79,7 @@ FAULTS: dict[Callable[[Context], None], tuple[int, str]] = {
     scripts.unseeded_generator: (4, "the batch in step 0 on rank 0 differed"),
     scripts.generator_of_the_dataset: (3, "the batch in step 6 on rank 0 differed"),
     scripts.sampler_with_hidden_state: (3, "the batch in step 6 on rank 0 differed"),
-    scripts.second_resume_starts_over: (3, "after the second resume, from step 8: the batch in step 8 on rank 0"),
+    scripts.second_resume_starts_over: (3, "after the second resume (from step 8): the batch in step 8 on rank 0"),
     scripts.short_epochs: (3, "the batch in step 10 on rank 0 differed"),
     scripts.forgotten_average: (3, "a resume loses the state of ema, which ctx.run() did not receive"),
     scripts.forgotten_scheduler: (3, "a resume loses the state of parts.scheduler, which ctx.run() did not receive"),

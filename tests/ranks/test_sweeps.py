@@ -29,7 +29,7 @@ def test_the_members_run_one_after_another_and_those_that_failed_are_named(
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "seeds.yaml").write_text("job: {script: train.py, device: cpu}\ngrid: {args.seed: 0..2}\n")
     assert command(["sweep", "seeds.yaml", "--local", "--", "--epochs", "3"]) == 1
-    assert "failed: seed=1. To run them again, use --retry failed" in capfd.readouterr().err
+    assert "failed: seed=1. To run failed members again, use --retry failed" in capfd.readouterr().err
     folder = tmp_path / "runs" / "seeds"
     printed = [path.read_text() for path in sorted(folder.glob("*/logs/attempt-0/rank-0.out"))]
     assert printed == [f"--epochs 3 --seed {seed}\n" for seed in range(3)]

@@ -37,7 +37,7 @@ def test_the_notice_is_compared_with_the_last_save() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "save_s", "words"),
     [
-        ({}, {}, None, "the job did not start"),
+        ({}, {}, None, "the job did not start within an hour, or failed. See its state with sacct"),
         ({**FIRST, "signalled": 1}, SECOND, None, "does not reach every rank"),
         ({**FIRST, "missing": ["scontrol"]}, SECOND, None, "clusterddp resubmit"),
         ({**FIRST, "requeue_error": "Requeue disabled"}, {}, None, "Requeue disabled"),

@@ -116,7 +116,7 @@ def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
     )
     assert re.search(r"as a result: rank 0 \(n1\) ", log)
     shown = cluster.run([cluster.python, "-m", "clusterddp", "status", training.run.path]).stdout
-    assert "the jobs of this run exclude n2 (failed 2 times) for 24 hours" in shown
+    assert "the next jobs of this run exclude n2 (failed 2 times) for 24 hours" in shown
     assert "Node n2 caused 2 failures in one of our training runs:" in shown
 
 

@@ -78,7 +78,7 @@ def test_the_same_command_submits_only_what_is_left(cluster: Cluster, runs: Path
     assert wait_for_end(runs, 0, 1, 2) == ["completed", "failed", "completed"]
     (second,), said = sweep(cluster, runs, "0..4")
     assert "5 members: 1 new, 1 never started, 2 completed, 1 failed" in said
-    assert "failed: seed=1. To submit them again, use --retry failed" in said
+    assert "failed: seed=1. To submit failed members again, use --retry failed" in said
     assert wait_for_end(runs, 3, 4) == ["completed", "completed"]
     assert [run.attempts() for run in (member(runs, seed) for seed in range(5))] == [[0]] * 5
     held = read_json(member(runs, 4).holder_file(0))
@@ -159,7 +159,7 @@ def test_members_that_are_preempted_at_random_end_as_their_undisturbed_selves(
     again = cluster.run(of_all(cluster, folder), cwd=cluster.source)
     assert len(again.stdout.split()) == 1 and "Submitted 1 member as job" in again.stderr, again.stderr
     assert "24 members: 1 never started, 21 completed, 2 failed" in again.stderr, again.stderr
-    assert "failed: lr=0,seed=0 lr=0,seed=1. To submit them again, use --retry failed" in again.stderr
+    assert "failed: lr=0,seed=0 lr=0,seed=1. To submit failed members again, use --retry failed" in again.stderr
     wait_for_outcome(runs[left])
     attempts = {name: len(run.attempts()) for name, run in runs.items()}
     record_property("figures", f"{preempted} preemptions, {sum(attempts.values())} attempts of {len(runs)} members")

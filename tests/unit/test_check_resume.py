@@ -120,13 +120,13 @@ CHANGES: list[tuple[int, dict[str, Any], str, str]] = [
         6,
         {"after": States({"model": {"weight": "#x"}})},
         STATE,
-        "after the second resume, from step 5: the state of model.weight differed after step 6 on rank 1",
+        "after the second resume (from step 5): the state of model.weight differed after step 6 on rank 1",
     ),
     (
         3,
         {"before": States({"model": {"weight": "#x"}})},
         RESTORED,
-        "after the first resume, from step 3: the state of model.weight was not restored before step 3 on rank 1",
+        "after the first resume (from step 3): the state of model.weight was not restored before step 3 on rank 1",
     ),
 ]
 

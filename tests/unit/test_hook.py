@@ -95,6 +95,7 @@ def test_a_limit_that_ends_a_run_before_its_next_attempt_is_told_as_a_failure(ru
     ("command", "said"),
     [
         ("echo oh; exit 3", "hook failed with exit code 3 ('completed'). Its output is in "),
+        ("kill -KILL $$", "hook was killed by signal 9 ('completed'). Its output is in "),
         ("sleep 600 & echo $! > $CLUSTERDDP_RUN_DIR/pid; wait", "hook timed out after 0 s ('completed'). "),
         (None, "could not call the hook for 'completed': No such file or directory (/nowhere/notify)"),
     ],

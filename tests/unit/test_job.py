@@ -264,7 +264,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("srun: {ntasks: 2}", "srun.ntasks: not allowed here: use gpus_per_node"),
         ("srun: {kill-on-bad-exit: 0}", "clusterddp sets this option itself"),
         ("checkpoint: 5 minutes", "expected a mapping with the keys every, keep, got '5 minutes'"),
-        ("checkpoint: {every: 500}", "checkpoint.every: expected 500 steps, 5 minutes"),
+        ("checkpoint: {every: 500}", "checkpoint.every: expected an interval such as 500 steps, 5 minutes"),
         ("checkpoint: {every: 1.5 steps}", "got '1.5 steps'"),
         ("checkpoint: {every: 0 minutes}", "got '0 minutes'"),
         ("checkpoint: {every: [5 steps, 6 steps]}", "got '6 steps'"),

@@ -150,7 +150,7 @@ def test_a_folder_without_runs_is_no_error(tmp_path: Path, monkeypatch: pytest.M
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "no runs in runs\n")
     assert command(["list", "--state", "failed,held"]) == 0
-    assert capsys.readouterr().err == "no runs in runs are failed or held\n"
+    assert capsys.readouterr().err == "no failed or held runs in runs\n"
     assert json.loads(said(capsys, "list", "--json")) == []
 
 

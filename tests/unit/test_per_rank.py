@@ -92,7 +92,7 @@ def test_a_state_beyond_half_of_the_limit_is_told_once_with_its_size(monkeypatch
     assert near is not None and near["names"] == ["env"] and 500_000 < near["bytes"] < 1_000_000
     assert own.near_limit() is None
     said = sentence({"event": "per_rank_grows", "attempt": 0, "step": 7, **near, "bytes": 612_000_000, "limit": 2**30})
-    assert said and "the per-rank state of all ranks (env) takes 612 MB, more than half of the 1,074 MB" in said
+    assert said and "state of all ranks (env) takes 612 MB, more than half of the limit of 1,074 MB" in said
 
 
 def test_a_change_since_the_place_for_an_evaluation_is_noticed() -> None:

@@ -72,7 +72,7 @@ def test_without_a_yes_it_only_says_what_it_would_delete(run: RunDirectory, caps
     ]
     assert lines[-1].split()[:2] == ["1000", "B"] and lines[-2].split()[:2] == ["4", "B"]
     assert shown.err.startswith(
-        "No file was deleted. To delete 5 checkpoint files and the logs of 1 attempt of 1 run, "
+        "No file was deleted. To delete 5 checkpoint files and the logs of 1 attempt of 1 run ("
     )
     assert files(run) == before
 
@@ -97,7 +97,7 @@ def test_profiles_are_deleted_on_request(run: RunDirectory, capsys: Captured) ->
     assert command(["prune", str(run), "--profiles"]) == 0
     shown = capsys.readouterr()
     assert "1000 B  profiles/" in shown.out
-    assert shown.err.endswith("To delete profiles of 1 run, 1000 B, add --yes\n")
+    assert shown.err.endswith("To delete profiles of 1 run (1000 B), add --yes\n")
     assert command(["prune", str(run), "--profiles", "--yes"]) == 0
     assert not run.profiles.exists()
 
@@ -119,7 +119,7 @@ def test_the_answer_on_the_terminal_counts(run: RunDirectory, monkeypatch: pytes
     monkeypatch.setattr(checkpoints, "agreed", agreed)
     assert (command(["prune", str(run)]), steps(run)) == (0, [1, 2, 3, 4, 5, 6])
     assert (command(["prune", str(run)]), steps(run)) == (0, [2, 6])
-    assert asked[0].startswith("delete 5 checkpoint files of 1 run, ") and asked[0].endswith("?")
+    assert asked[0].startswith("delete 5 checkpoint files of 1 run (") and asked[0].endswith(")?")
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_ranks_and_attempts_that_do_not_exist_are_refused(run: RunDirectory) -> 
     for words, message in {
         ("--attempt", "1"): "has no attempt 1. Available: 0$",
         ("--rank", "9"): r"attempt 0 of \S+ has no rank 9: \S+ does not exist",
-        ("--rank", "7-9"): r"/\S+ has no log of rank 7-9. To print all logs, use --rank all$",
+        ("--rank", "7-9"): r"/\S+ has no log of ranks 7-9. To print all logs, use --rank all$",
         ("--rank", "failed"): r"no rank of \S+ failed. See the run's history with: ",
     }.items():
         with pytest.raises(RunDirectoryError, match=message):
@@ -150,9 +150,11 @@ def test_ranks_without_output_are_named(run: RunDirectory, capsys: Captured) -> 
     attempt(run, r0="")
     over(run, "completed")
     assert logs(run) == 0
+    assert logs(run, "--rank", "all", "--attempt", "all") == 0
     assert capsys.readouterr().err.splitlines() == [
-        "no output from rank 0-1 in attempt 0 so far",
+        "no output from ranks 0-1 in attempt 0 so far",
         "no output from rank 0 in attempt 1. To print earlier attempts, use --attempt all",
+        "no output from any rank in any attempt",
     ]
 
 

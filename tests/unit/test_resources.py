@@ -27,8 +27,10 @@ def test_of_a_range_the_fewest_nodes_must_be_there() -> None:
     with pytest.raises(UsageError, match="has 3 nodes, fewer than --nodes 4-9"):
         check_nodes(job(nodes=9, min_nodes=4), NODES)
     check_gpus(job(nodes=9, min_nodes=2), NODES)
-    with pytest.raises(UsageError, match="has 2 nodes with at least 4 GPUs .* but the job requests 3-9 such nodes"):
+    with pytest.raises(UsageError, match="has 2 nodes with at least 4 GPUs .* but the job requests 3-9 of them"):
         check_gpus(job(nodes=9, min_nodes=3), NODES)
+    with pytest.raises(UsageError, match="has 0 nodes with at least 5 GPUs .* but the job requests 1 of them"):
+        check_gpus(job(gpus_per_node=5), NODES)
     fitted, _ = share_of_node(job(nodes=9, min_nodes=2), NODES)
     assert (fitted.cpus_per_task, fitted.mem, fitted.nodes_text) == (8, "64000M", "2-9")
 
@@ -37,6 +39,15 @@ def test_a_rank_with_several_gpus_gets_the_cpus_that_go_with_all_of_them() -> No
     """The node's share is the same, in half as many tasks."""
     fitted, _ = share_of_node(job(gpus_per_rank=2), NODES)
     assert (fitted.cpus_per_task, fitted.mem) == (16, "64000M")
+
+
+def test_the_remark_names_only_what_the_user_has_not_requested() -> None:
+    assert share_of_node(job(gpus_per_node=1), [NodeShape(1, 8000, {"": 1})])[1] == [
+        "requesting 1 CPU per rank and 8000M of memory per node, in proportion to the GPUs"
+    ]
+    remark = ["requesting 8 CPUs per rank, in proportion to the GPUs"]
+    assert share_of_node(job(sbatch={"mem-per-cpu": "2G"}), NODES)[1] == remark
+    assert share_of_node(job(cpus_per_task=2, mem="9G"), NODES)[1] == []
 
 
 def test_what_is_reserved_on_a_node_is_not_for_jobs() -> None:

@@ -179,8 +179,8 @@ def test_only_what_nothing_trains_is_submitted_again(slurm: Slurm, capsys: pytes
     assert sweep("seed=0..4") == 0
     assert submitted(slurm)[1:] == [["seed=3", "seed=4"]]
     said = capsys.readouterr().err
-    assert "failed: seed=1. To submit them again, use --retry failed" in said
-    assert "cancelled: seed=2. To submit them again, use --retry cancelled" in said
+    assert "failed: seed=1. To submit failed members again, use --retry failed" in said
+    assert "cancelled: seed=2. To submit cancelled members again, use --retry cancelled" in said
     assert sweep("seed=0..4", "--retry", "failed", "--retry", "cancelled") == 0
     assert submitted(slurm)[2:] == [["seed=1", "seed=2"]]
     assert member(1).outcome() is None and not member(2).cancelled
