@@ -58,7 +58,7 @@ def test_a_cancelled_member_trains_again_only_on_request(
     folder = tmp_path / "runs" / "seeds"
     assert command(["sweep", "seeds.yaml", "--local"]) == 1
     said = capfd.readouterr().err
-    assert "cancelled: seed=0. To run them again, use --retry cancelled" in said and "failed" not in said
+    assert "cancelled: seed=0. To run cancelled members again, use --retry cancelled" in said and "failed" not in said
     (tmp_path / "train.py").write_text(DONE)
     assert command(["sweep", "seeds.yaml", "--local"]) == 0
     assert attempts(folder) == {"seed=0": 1}
