@@ -189,10 +189,10 @@ class OwnResume(Event):
     def sentence(self) -> str | None:
         passed = f". Not used: {', '.join(self.passed_over)}" if self.passed_over else ""
         if self.file is not None:
-            words = shlex.join(self.arguments)
-            resumed = "resumed from" if words else "the newest checkpoint of the script is"
-            age = duration(self.before_s)
-            return f"{resumed} {self.file}, written {age} before the stop{f', with {words}' if words else ''}{passed}"
+            written = f"{self.file}, written {duration(self.before_s)} before the stop"
+            if self.arguments:
+                return f"resumed from {written}, with {shlex.join(self.arguments)}{passed}"
+            return f"the newest checkpoint of the script is {written}{passed}"
         if self.attempt == 0:
             return passed.removeprefix(". ")
         start = (

@@ -26,7 +26,7 @@ import numpy
 import torch
 
 from clusterddp.checkpoint import file_format
-from clusterddp.checkpoint.file_format import Tensor, offsets
+from clusterddp.checkpoint.file_format import LONGEST_HEADER, Tensor, offsets
 from clusterddp.checkpoint.state import TORCH_DTYPES, anonymous_file, free_memory, pack, tensor_facts
 from clusterddp.distributed.devices import device_thread
 from clusterddp.errors import CheckpointError, Superseded
@@ -386,6 +386,13 @@ class CheckpointClient:
             step, plain, facts, urgent, before, freed_here = request
             try:
                 beginning = file_format.head(self._snapshot.described, plain, facts)
+                if len(beginning) > LONGEST_HEADER:
+                    raise NotSaved(
+                        step,
+                        f"the names and plain values of the state take {len(beginning) / 1e6:.0f} MB, but a "
+                        f"checkpoint's header is limited to {LONGEST_HEADER / 1e6:.0f} MB. Store long lists of numbers "
+                        "as tensors",
+                    )
                 self._snapshot.wait()
                 if before is not None:
                     before()

@@ -35,7 +35,7 @@ _READERS = 4
 #: The least bytes per thread. Three threads take as long for 10 MB as one.
 _PER_READER = 1 << 24
 _CHECKSUMS = "checksums"
-_LONGEST_HEADER = 100_000_000  # the limit of safetensors
+LONGEST_HEADER = 100_000_000  # the limit of safetensors
 #: Starts a piece of work, in this or a different thread. The returned function waits for its result.
 Begin = Callable[[Callable[[], Any]], Callable[[], Any]]
 #: The target of data: memory, in one piece or several, the file of this descriptor, or None to only verify it.
@@ -119,11 +119,6 @@ def head(tensors: str, state: Any, facts: Mapping[str, str]) -> bytes:
     """
     metadata = json.dumps({"format": FORMAT, **facts})[:-1]
     text = f'{{"__metadata__": {metadata}, "state": {json.dumps(json.dumps(state))}}}, {tensors[1:]}'.encode()
-    if len(text) > _LONGEST_HEADER:
-        raise ValueError(
-            f"the names and plain values of the state take {len(text) / 1e6:.0f} MB, but a checkpoint's header is "
-            f"limited to {_LONGEST_HEADER / 1e6:.0f} MB. Store long lists of numbers as tensors"
-        )
     text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     return _LENGTH.pack(len(text)) + text
 
@@ -357,7 +352,7 @@ def _read_head(file: int) -> tuple[bytes, dict[str, Any]]:
         raise Damaged(f"truncated: {size} bytes")
     length = _read_bytes(file, _LENGTH.size, 0)
     (number,) = _LENGTH.unpack(length)
-    if number > min(size - _LENGTH.size, _LONGEST_HEADER):
+    if number > min(size - _LENGTH.size, LONGEST_HEADER):
         raise Damaged(f"truncated, or not a checkpoint: a header of {number} bytes in a file of {size}")
     text = _read_bytes(file, number, _LENGTH.size)
     try:
@@ -375,19 +370,20 @@ def _read_head(file: int) -> tuple[bytes, dict[str, Any]]:
 def _check_entries(header: Mapping[str, Any]) -> int:
     """Where the checksums, and with them the file, end in the data.
 
-    Raises ValueError, TypeError or KeyError unless the metadata is text and each tensor is within the data.
+    Raises Damaged, or the errors of a header of a different form, unless the metadata is text and each tensor is within
+    the data.
     """
     size, end = header[_CHECKSUMS]["data_offsets"]
     for name, entry in header.items():
         if name == "__metadata__":
             if not all(isinstance(fact, str) for fact in entry.values()):
-                raise ValueError("the metadata contains values other than text")
+                raise Damaged("its metadata contains values other than text")
             continue
         start, stop = entry["data_offsets"]
         whole = all(type(number) is int and number >= 0 for number in (start, stop, *entry["shape"]))
         most = end if name == _CHECKSUMS else size
         if not whole or not isinstance(entry["dtype"], str) or not start <= stop <= most:
-            raise ValueError(f"tensor {name} is not within the data")
+            raise Damaged(f"tensor {name} is not within the data")
     if end - size != 4 * _checksum_count(size):
-        raise ValueError("the number of checksums does not match the data")
+        raise Damaged("the number of checksums does not match the data")
     return int(end)

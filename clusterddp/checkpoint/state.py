@@ -282,7 +282,7 @@ class _Kind:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch.{name} is not a dtype")
+        raise LookupError(f"torch.{name} is not a dtype")
     return found
 
 
@@ -308,7 +308,7 @@ def _numpy_scalar(pair: list[Any]) -> Any:
 
     name, value = pair
     if name not in _NUMPY_SCALARS:
-        raise ValueError(f"expected one of {', '.join(_NUMPY_SCALARS)}, got numpy.{name}")
+        raise LookupError(f"expected one of {', '.join(_NUMPY_SCALARS)}, got numpy.{name}")
     return numpy.dtype(name).type(value)
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import ClusterddpError, DeviceError
+from clusterddp.errors import DeviceError
 from clusterddp.rundir.files import write_atomically
 
 if TYPE_CHECKING:
@@ -369,7 +369,7 @@ GPU_ELEMENTS, CPU_ELEMENTS, FEW_ELEMENTS = 2**24, 2**20, 2**18
 REPETITIONS = 5
 
 
-class NoAnswer(ClusterddpError):
+class NoAnswer(Exception):
     """An all-reduce did not end in time."""
 
 

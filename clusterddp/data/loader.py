@@ -287,7 +287,7 @@ class Loader:
             try:
                 self._stream, self.order_changed = self._stream.resumed(schedule, progress["samples"])
                 why = None
-            except ValueError as error:
+            except CheckpointError as error:
                 why = str(error)
         if why is not None:
             raise CheckpointError(

@@ -29,6 +29,7 @@ from clusterddp.data.sample_order import (
     optional_count,
     short_hash,
 )
+from clusterddp.errors import CheckpointError
 
 #: Samples per round: the finest share of a dataset is 1 / _ROUND. And per block.
 _ROUND, _BLOCK = 100_000, 4000
@@ -252,16 +253,19 @@ class _Mixed(ScheduledOrder):
         return {"of": facts, "given": list(map(list, self._given)), "planned": list(map(list, self._planned))}
 
     def resumed(self, schedule: Mapping[str, Any], position: int) -> tuple[_Mixed, dict[str, str] | None]:
-        """The order of a run that was at a position of a different schedule. Raises ValueError if its past differs."""
+        """The order of a run that was at a position of a different schedule.
+
+        Raises CheckpointError if its past differs.
+        """
         if schedule["of"] != self.schedule["of"]:
-            raise ValueError("Use the same datasets, num_samples, drop_last and shuffle, or start a new run")
+            raise CheckpointError("Use the same datasets, num_samples, drop_last and shuffle, or start a new run")
         old, words = [(start, shares) for start, shares in schedule["given"]], self._words
         planned = [(start, stop, shares) for start, stop, shares in schedule["planned"]]
         change = _first_difference(old, self._given)
         if change is None:
             return self._with(planned), None
         if change < position:
-            raise ValueError(
+            raise CheckpointError(
                 f"Weights may change only from step {words.step(position)} on, where the run resumes, but the weights "
                 f"of step {words.step(change)} differ. Keep earlier weights and changes as they were, or start a new "
                 "run"

@@ -108,7 +108,7 @@ class ScheduledOrder(BoundOrder):
         """The order of a run that was at a position of a different schedule, and the fields of event ``order_changed``.
 
         Both have the same samples up to the first change that differs. If there is none, the fields are None. Raises
-        ValueError, with the remedy, if that change is before the position.
+        CheckpointError, with the remedy, if that change is before the position.
         """
 
 

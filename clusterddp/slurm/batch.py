@@ -93,15 +93,11 @@ def check_micro(job: Job) -> list[str]:
 def check_nodes(job: Job, nodes: list[NodeShape]) -> None:
     """Checks that the partition has enough nodes. sbatch would accept a job that never starts."""
     if len(nodes) < job.least_allocated:
+        spares = f" plus --spare-nodes {job.spare_nodes}. Reduce one of them" if job.spare_nodes else ". Reduce --nodes"
         raise UsageError(
-            f"{_partition(job)} has {counted(len(nodes), 'node')}, fewer than {_asked(job)}. Reduce "
-            f"{'one of them' if job.spare_nodes else '--nodes'}, or choose a different partition with -p"
+            f"{_partition(job)} has {counted(len(nodes), 'node')}, fewer than --nodes {job.nodes_text}{spares}, or "
+            "choose a different partition with -p"
         )
-
-
-def _asked(job: Job) -> str:
-    spares = f" plus --spare-nodes {job.spare_nodes}" if job.spare_nodes else ""
-    return f"--nodes {job.nodes_text}{spares}"
 
 
 def _partition(job: Job) -> str:

@@ -35,9 +35,8 @@ LIVE_STATES = {
 
 #: In the output of Slurm's commands, if the controller is not configured here or does not answer.
 #: The last one is from `scontrol requeue` (seen on 22.05.8).
-_NO_ANSWER = (
-    *("configuration source", "Unable to contact slurm controller", "Connection refused", "timed out"),
-    "Unexpected message received",
+_NO_ANSWER = re.compile(
+    "configuration source|Unable to contact slurm controller|Connection refused|timed out|Unexpected message received"
 )
 
 
@@ -190,7 +189,7 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
         raise SlurmUnavailable(f"could not start `{shown}`: {error}") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-        kind = SlurmUnavailable if any(sign in line for sign in _NO_ANSWER for line in lines) else SlurmError
+        kind = SlurmUnavailable if any(map(_NO_ANSWER.search, lines)) else SlurmError
         said = lines[-1:] if kind is SlurmUnavailable else lines[-8:]  # a site's plugin explains a refusal in several
         raise kind(f"`{shown}` failed: {', '.join(said)}")
     return done.stdout

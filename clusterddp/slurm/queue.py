@@ -143,28 +143,21 @@ _REASONS: dict[str, Why] = {
 }
 
 #: Reasons that come with details, such as names of nodes, by how they begin.
-_BEGINNINGS: tuple[tuple[str, Why], ...] = (
-    (
-        "ReqNodeNotAvail",
-        Why(
-            "nodes that the job needs are down, drained or reserved, often for maintenance",
-            "a shorter --time may fit before the maintenance window (see `scontrol show reservation`)",
-        ),
+_BEGINNINGS: dict[str, Why] = {
+    "ReqNodeNotAvail": Why(
+        "nodes that the job needs are down, drained or reserved, often for maintenance",
+        "a shorter --time may fit before the maintenance window (see `scontrol show reservation`)",
     ),
-    (
-        "Nodes required for job are DOWN",
-        Why("nodes that the job needs are down, drained or reserved for jobs in higher priority partitions"),
+    "Nodes required for job are DOWN": Why(
+        "nodes that the job needs are down, drained or reserved for jobs in higher priority partitions"
     ),
-    (
-        "launch failed requeued held",
-        Why(
-            "held, because Slurm could not launch the job on its node and requeued it",
-            f"{_RELEASE}. If it happens again, {_ADMIN}",
-        ),
+    "launch failed requeued held": Why(
+        "held, because Slurm could not launch the job on its node and requeued it",
+        f"{_RELEASE}. If it happens again, {_ADMIN}",
     ),
-    ("job requeued in held state", Why("held, because the job was requeued with a hold", _RELEASE)),
-    ("BurstBuffer", Why("waiting for the burst buffer")),
-)
+    "job requeued in held state": Why("held, because the job was requeued with a hold", _RELEASE),
+    "BurstBuffer": Why("waiting for the burst buffer"),
+}
 
 #: Limits have dozens of names, such as QOSMaxGRESPerUser or QOSMaxWallDurationPerJobLimit: whose limit it is, which
 #: kind, what is limited, and over which jobs.
@@ -219,7 +212,7 @@ def _explained(reason: str) -> Why | None:
 
 
 def _by_beginning(reason: str) -> Why | None:
-    found = next((why for beginning, why in _BEGINNINGS if reason.startswith(beginning)), None)
+    found = next((why for beginning, why in _BEGINNINGS.items() if reason.startswith(beginning)), None)
     nodes = re.search(r"UnavailableNodes:(\S+)", reason)
     return Why(f"{found.words} ({nodes[1]})", found.remedy) if found and nodes else found
 

@@ -417,7 +417,7 @@ class ControlServer:
     def _open_store(self, rank: int) -> None:
         if rank == 0 and self._store is not None:
             self._store["open"] = True  # for ranks that reconnect
-            self._send_to_all({"connect": "rank 0's store is open"}, None)
+            self._send_to_all({"connect": True}, None)
 
     def _take(self, peer: _Peer, message: Mapping[str, Any]) -> bool:
         """Takes a request from any process with the token, which only the user can read."""

@@ -74,11 +74,11 @@ def _line(
     everywhere = [dict.fromkeys(first, slice(0, None))] * (0 if early else job.world_size - 1)
     parts = [{kind: slice(size, None) for kind, size in first.items()}, *everywhere]
     found = next(filter(None, (_printed(logs, rank, pattern, part) for rank, part in enumerate(parts))), None)
-    if found is None:
-        return False, f"{early} before its first step, which does not count" if early else none
-    if exited or not job.see_steps or own.keys() & {*STEPPED, *SAVED_ITSELF}:
+    if not found and not early:
+        return False, none
+    if found and (exited or not job.see_steps or own.keys() & {*STEPPED, *SAVED_ITSELF}):
         return True, found
-    return False, f"{found} before its first step, which does not count"
+    return False, f"{found or early} before its first step, so this line does not count"
 
 
 def _printed(logs: Path, rank: int, pattern: re.Pattern[str], parts: Mapping[str, slice]) -> str | None:

@@ -29,7 +29,7 @@ def main() -> int:
     check_run(run)
     if not run.exists() or run.outcome() is None:
         raise RunDirectoryError(
-            f"{run} has not ended. When the run continues, it sends the missing values automatically"
+            f"{run} holds no run that has ended. A run that continues sends the missing values automatically"
         )
     job = load_resolved(run.job_file)
     check_packages(job)

@@ -85,7 +85,7 @@ class Follower:
 
     def _check_newest(self) -> None:
         if self._run.superseded(self._attempt):
-            raise Superseded(f"attempt {self._attempt} was superseded")
+            raise Superseded
 
 
 class Orders:

@@ -160,20 +160,24 @@ class Profiling:
             self._report("not_profiled", reason=f"{why} before its next step", **wish.named)
 
     def _start(self, wish: _Wish, step: int) -> None:
+        if torch._C._autograd._profiler_enabled():
+            self._reject(wish, "the script is running torch's profiler itself")
+            return
         try:
-            if torch._C._autograd._profiler_enabled():
-                raise RuntimeError("the script is running torch's profiler itself")
             with self._pause():  # a GPU's first profile loads CUPTI
                 profiler = profile(activities=activities(self._device, supported()))
                 profiler.start()
         except Exception as error:
-            with self._lock:
-                self._wish = None
-            self._report("not_profiled", reason=in_words(error), **wish.named)
+            self._reject(wish, in_words(error))
             return
         with self._lock:
             self._wish, self._recording = None, _Recording(wish, step, profiler, _annotated(step))
         self._report("profiling", step=step, steps=wish.steps, **wish.named)
+
+    def _reject(self, wish: _Wish, reason: str) -> None:
+        with self._lock:
+            self._wish = None
+        self._report("not_profiled", reason=reason, **wish.named)
 
     def _finish(self, recording: _Recording) -> None:
         """Ends a recording. The trace goes to a local disk first: torch holds the GIL while it writes."""

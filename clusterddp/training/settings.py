@@ -20,8 +20,11 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import control_channel
 
 _NOTICES = {
-    **dict.fromkeys(("TERM", "preemption", "end of the job"), protocol.TERM_NOTICE_S),
-    **dict.fromkeys(("USR2", "time limit"), protocol.USR2_NOTICE_S),
+    "TERM": protocol.TERM_NOTICE_S,
+    "preemption": protocol.TERM_NOTICE_S,
+    "end of the job": protocol.TERM_NOTICE_S,
+    "USR2": protocol.USR2_NOTICE_S,
+    "time limit": protocol.USR2_NOTICE_S,
 }
 
 

@@ -44,7 +44,7 @@ TOPICS: Mapping[str, tuple[str, str]] = {
 #: Modules beside the packages that belong to a topic of their own.
 ALONE = {"events": "events", "orders": "data", "streams": "data"}
 #: Where ranks run scripts: exceptions of Python itself reach the user there.
-IN_SCRIPTS = {"training", "data", "checkpoint", "distributed", "integrations", "trackers", ""}
+IN_SCRIPTS = {"training", "data", "checkpoint", "distributed", "integrations", "trackers"}
 PRINTING = {"say", "show", "say_unlocked", "said_once"}
 #: Which argument is the text: of a mistake in a job definition, and of the likely cause of a library's error.
 MISTAKES: Mapping[str, int] = {"Wrong": 0, "Mistake": 1}
@@ -58,6 +58,7 @@ DESCRIPTIONS = {"json_schema", "PLACEHOLDERS", "Timer", "Do", "Course"}
 #: The most rows of one message.
 MOST_VARIANTS = 4
 PART = "part of a message"
+VALUE = "..."
 #: The fewest letters by which a message can be found.
 FEWEST_LETTERS = 8
 
@@ -112,7 +113,7 @@ class Module:
         if kind := self._kind_of_call(name):
             arguments = node.args[{**MISTAKES, **CAUSES}.get(name, 0) :][:1]
             yield from (Message(text, kind) for each in arguments for text in self._texts(each, scopes))
-        elif self._has_parts(scopes) and not name.endswith("Error"):
+        elif self._has_parts(scopes) and (name == "ValueError" or not name.endswith("Error")):
             named = [keyword.value for keyword in node.keywords if keyword.arg in REASONS]
             texts = [text for each in (*node.args, *named) for text in self._texts(each, scopes)]
             yield from (Message(text, PART) for text in texts if is_sentence(text))
@@ -129,7 +130,7 @@ class Module:
             return f"`{name}` in the script" if self.package in IN_SCRIPTS else ""
         if name in PRINTING:
             where = {"cli": "printed by a command", "runs": "printed by a command", "supervisor": "the job's log"}
-            ranks = "a rank's `.err`" if self.package in (IN_SCRIPTS | {"worker"}) - {""} else "standard error"
+            ranks = "a rank's `.err`" if self.package in IN_SCRIPTS | {"worker"} else "standard error"
             return where.get(self.package, ranks)
         return ""
 
@@ -150,9 +151,9 @@ class Module:
     # --- the texts of an expression
 
     def _texts(self, node: ast.AST, scopes: tuple[ast.AST, ...], depth: int = 0) -> list[str]:
-        """Its possible values; none if it is no text that the sources contain."""
+        """Its possible values, with VALUE for those that the sources do not contain."""
         if depth > 6:
-            return []
+            return [VALUE]
         if isinstance(node, ast.Constant):
             return [node.value] if isinstance(node.value, str) else []
         if isinstance(node, ast.JoinedStr):
@@ -163,17 +164,19 @@ class Module:
         if isinstance(node, ast.IfExp):
             return [text for branch in (node.body, node.orelse) for text in self._texts(branch, scopes, depth + 1)]
         if isinstance(node, ast.BoolOp):
-            return [text for value in node.values for text in self._texts(value, scopes, depth + 1)]
+            values = node.values if isinstance(node.op, ast.Or) else node.values[-1:]
+            return [text for value in values for text in self._texts(value, scopes, depth + 1)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            sides = [self._longest(side, scopes, depth) or "..." for side in (node.left, node.right)]
-            return ["".join(sides)]
+            sides = [self._texts(side, scopes, depth + 1) or [VALUE] for side in (node.left, node.right)]
+            return ["".join(sides) for sides in itertools.product(*sides)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             return self._texts(node.left, scopes, depth + 1)
         if isinstance(node, ast.Name):
-            return [text for value in _assigned(node.id, scopes) for text in self._texts(value, scopes, depth + 1)]
+            values = _assigned(node.id, scopes)
+            return [text for value in values for text in self._texts(value, scopes, depth + 1)] if values else [VALUE]
         if isinstance(node, ast.Call):
             return self._texts_of_call(node, scopes, depth)
-        return []
+        return [VALUE]
 
     def _texts_of_call(self, node: ast.Call, scopes: tuple[ast.AST, ...], depth: int) -> list[str]:
         """Those that a function of this module returns, or those of a format."""
@@ -181,7 +184,7 @@ class Module:
             return [re.sub(r"\{[^{}]*\}", "...", text) for text in self._texts(node.func.value, scopes, depth + 1)]
         function = self.functions.get(_last(node.func))
         if function is None:
-            return []
+            return [VALUE]
         inside = (self.tree, function)
         returned = [item.value for item, _ in _nodes(function, inside) if isinstance(item, ast.Return) and item.value]
         return [text for value in returned for text in self._texts(value, inside, depth + 1)]
@@ -192,12 +195,12 @@ class Module:
             return [str(part.value)]
         assert isinstance(part, ast.FormattedValue)
         if isinstance(part.value, ast.Call) and _last(part.value.func) == "counted":
-            return ["..."]
+            return [VALUE]
         texts = dict.fromkeys(self._texts(part.value, scopes, depth + 1))
-        return [text for text in texts if re.search("[a-z]{2}", text)] or ["..."]
-
-    def _longest(self, node: ast.AST, scopes: tuple[ast.AST, ...], depth: int) -> str:
-        return max(self._texts(node, scopes, depth + 1), key=len, default="")
+        words = [text for text in texts if re.search("[a-z]{2}", text)]
+        if VALUE in texts:  # beside a value, a few words stand in its place, such as "none", unless they are a hint
+            words = [text for text in words if is_sentence(text) or re.match("[.,;:]? ", text)]
+        return words or [VALUE]
 
 
 def _nodes(node: ast.AST, scopes: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:

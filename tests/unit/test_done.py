@@ -91,7 +91,7 @@ def test_a_line_before_the_first_step_does_not_count(run: RunDirectory) -> None:
     for rank in (0, 1):
         (logs / f"rank-{rank}.out").write_text("training for 90 epochs\n")
         (logs / f"rank-{rank}.err").write_text("")
-    early = "rank 0 printed 'training for 90 epochs' before its first step, which does not count"
+    early = "rank 0 printed 'training for 90 epochs' before its first step, so this line does not count"
     assert looked(run, mark, exited=False) == (False, early)
     assert looked(run, mark)[0]  # this script's steps are not seen
     first = {"time": BEGAN, "attempt": 0, "event": "steps_seen", "out": (logs / "rank-0.out").stat().st_size, "err": 0}

@@ -317,7 +317,7 @@ def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
     attempt(run, 0, 0, 1, 2)
     run.job_file.write_text(Job("digits", module="net", device="cpu", tensorboard=True).to_yaml())
     monkeypatch.setattr(sys, "argv", ["", str(run)])
-    with pytest.raises(RunDirectoryError, match="has not ended"):
+    with pytest.raises(RunDirectoryError, match="holds no run that has ended"):
         send_rest()
     append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": 3})
     write_json(run.outcome_file, {"state": "completed", "step": 3, "attempts": 1, "reason": ""})
