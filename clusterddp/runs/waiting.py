@@ -256,7 +256,7 @@ class Resubmitter:
             self._run.events(),
             time.time(),
             lambda: slurm.usable_nodes(self._job.partition),
-            self._job.least_allocated,
+            self._job,
         )
         nodes += node_memory.avoided(
             self._run, self._job, nodes, lambda: slurm.usable_nodes(self._job.partition), time.time()

@@ -609,13 +609,13 @@ class Cut(FakeRanks):
         return 137
 
 
-def cut(run: RunDirectory, controller: FakeController, nodes: int = 2) -> int:
+def cut(run: RunDirectory, controller: FakeController, nodes: int = 2, nodelist: str | None = None) -> int:
     """The exit code of an attempt that loses all nodes but its first."""
     number = run.create_attempt()
     lease.take(run, number, controller.holder())
     ranks = Cut(run, {"end": "died"})
     controller.describe = lambda: {"job": "41", "restarts": 0, "nodes": f"n[1-{nodes}]"}  # type: ignore[method-assign]
-    job = dataclasses.replace(JOB, nodes=nodes, gpus_per_node=1)
+    job = dataclasses.replace(JOB, nodes=nodes, gpus_per_node=1, nodelist=nodelist)
     ranks.attempt, ranks.nodes = Attempt(run, job, number, ranks, controller), nodes
     return ranks.attempt.supervise()
 
@@ -629,6 +629,17 @@ def test_a_node_that_does_not_answer_is_lost_and_the_run_continues_without_it(ru
     assert run.events()[2]["error"] == "was lost because node n2 no longer responds"
     assert controller.asked == ["resubmit n2"]
     assert lease.holders(run) == []
+
+
+def test_the_next_job_waits_for_a_lost_node_that_nodelist_requires(run: RunDirectory) -> None:
+    """Slurm would refuse a job that requires and excludes the node, and the run would stop."""
+    controller = FakeController(Cause.NONE)
+    controller.nodes = ["n1", "n3"]
+    assert cut(run, controller, nodelist="n[1-2]") == 4
+    names = [event["event"] for event in run.events()]
+    assert names == ["started", "node_lost", "rank_failed", "not_excluded", "resubmitted"]
+    assert run.events()[3]["reason"] == "nodelist requires n2"
+    assert controller.asked == ["resubmit"]
 
 
 def test_a_run_whose_ranks_finish_while_a_node_does_not_respond_has_completed(
