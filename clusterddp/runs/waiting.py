@@ -247,6 +247,9 @@ class Resubmitter:
                 return SOON_S
             # A process that submitted it may have been killed, or got no answer from Slurm, before it recorded the job.
             if job_id := jobs_by_script(ended=False).get(str(self._run.batch_script)):
+                job = slurm.show_job(job_id)
+                if job is not None and job.state == "COMPLETING":  # an earlier one of the run, perhaps on a lost node
+                    return self._say(f"{ended}. Waiting until job {job_id} has left its nodes")
                 submitted(self._run, job_id)
                 return self._say(f"{ended}. Job {job_id}, which was not recorded, continues the run")
             return self._submit(ended)
