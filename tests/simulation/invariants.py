@@ -606,8 +606,9 @@ class Invariants:
         waited_s = self._claimed_at(completed[-1]["attempt"]) - (completed[-2]["time"] - EPOCH)
         if not self._lag_s or not (cut or waited_s < self._lag_s + SLOW_S):
             return False
+        ahead_s = max(0.0, *self._world.skew.values()) if self._world.skew else 0.0
         return not any(
-            event["time"] - EPOCH > other.since + self._history.disk.lag_s
+            event["time"] - EPOCH - ahead_s > other.since + self._history.disk.lag_s
             for event in completed[:-1]
             for other in self.attempts.values()
             if other.number > event["attempt"]

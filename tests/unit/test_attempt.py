@@ -866,6 +866,23 @@ def test_a_job_that_would_be_requeued_for_its_exit_code_is_not_as_a_run_fails(
         assert said == asked
 
 
+@pytest.mark.parametrize(
+    ("submitted_at", "recorded", "code"),
+    [(90.0, False, 0), (110.0, False, None), (90.0, True, None), (None, False, None)],
+)
+def test_a_job_queued_before_the_user_stopped_the_run_does_not_continue_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, submitted_at: float | None, recorded: bool, code: int | None
+) -> None:
+    """A supervisor submitted it and was killed before it recorded that (seed 20392991). A user's job continues it."""
+    lease.take(run, run.create_attempt(), lease.of_job("41"))
+    append_line(run.events_file, {"attempt": 0, "time": 100.0, "event": "requested", "request": "stop"})
+    if recorded:
+        lease.submitted(run, "42")
+    info = slurm.JobInfo("42", "RUNNING", "None", "n1", 0, None, None, submit_time=submitted_at)
+    monkeypatch.setattr(slurm, "show_job", lambda _: info)
+    assert main.finished(run, SlurmController({"SLURM_JOB_ID": "42"}, run, JOB), None) == code
+
+
 @pytest.mark.parametrize(("nodes", "without"), [(["n1", "n7"], " n7"), (["n7"], ""), ("n[1-", "")])
 def test_an_excluded_node_stays_excluded_in_a_new_job_where_others_work(
     run: RunDirectory, nodes: list[str] | str, without: str
