@@ -176,7 +176,8 @@ class Invariants:
         """Whether a user has stopped the run by ``tell stop`` in an earlier attempt, and not submitted it since.
 
         A second job that the user had submitted before is not stopped with the first, nor one that is recorded nowhere,
-        because its submission got no answer.
+        because its submission got no answer. ``resubmit``, while it waits for Slurm, does not see a request that a
+        supervisor records once its frozen node is back.
         """
         job = self._history.slurm.jobs.get(supervisor.name.removeprefix("job ").partition(".")[0])
         if (
@@ -188,7 +189,10 @@ class Invariants:
             return False
         if job is not None and job.id in self._history.slurm.unanswered:
             return False
-        asked = (event for event in self.events() if event["event"] == "requested" and event["request"] == "stop")
+        asked = [event for event in self.events() if event["event"] == "requested" and event["request"] == "stop"]
+        if job is not None and job.by.startswith("resubmit"):
+            back = [process.stopped_until for process, _, _ in self._history.slurm.started if process.stopped_until]
+            asked = [event for event in asked if all(abs(event["time"] - EPOCH - at) > SLOW_S for at in back)]
         return any(self._submitted_after < event["attempt"] < number for event in asked)
 
     def forked(self, into: RunDirectory, begun: float) -> None:
