@@ -189,16 +189,11 @@ class Invariants:
             return False
         if job is not None and job.id in self._history.slurm.unanswered:
             return False
-        asked = [event for event in self.events() if event["event"] == "requested" and event["request"] == "stop"]
-        back = [
-            process.stopped_until for process, _, _ in self._history.slurm.started if process.name.startswith("job")
-        ]
-        if (
-            job is not None
-            and job.by.startswith("resubmit")
-            and any(0.0 < job.made - at < TOGETHER_S for at in back if at)
-        ):
-            return False
+        if job is not None and job.by.startswith("resubmit"):
+            back = [process.stopped_until for process, _, _ in self._history.slurm.started if process.stopped_until]
+            if any(0.0 < job.made - at < TOGETHER_S for at in back):
+                return False
+        asked = (event for event in self.events() if event["event"] == "requested" and event["request"] == "stop")
         return any(self._submitted_after < event["attempt"] < number for event in asked)
 
     def forked(self, into: RunDirectory, begun: float) -> None:
