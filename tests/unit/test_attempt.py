@@ -631,6 +631,26 @@ def test_a_node_that_does_not_answer_is_lost_and_the_run_continues_without_it(ru
     assert lease.holders(run) == []
 
 
+def test_a_run_continues_after_a_lost_node_once_the_disk_answers(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk error while the job released the run had ended the supervisor before it submitted the next job (seed
+    30005019)."""
+    real, errors = lease.let_go, [OSError(errno.EIO, "Input/output error", "submitted.json"), None]
+
+    def let_go(run: RunDirectory, attempt: int) -> None:
+        if error := errors.pop(0):
+            raise error
+        real(run, attempt)
+
+    monkeypatch.setattr(lease, "let_go", let_go)
+    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+    controller = FakeController(Cause.NONE)
+    controller.nodes = ["n1", "n2", "n3"]
+    assert cut(run, controller) == 4
+    assert controller.asked == ["resubmit n2"] and lease.holders(run) == []
+
+
 def test_a_run_whose_ranks_finish_while_a_node_does_not_respond_has_completed(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
