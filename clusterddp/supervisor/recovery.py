@@ -377,12 +377,12 @@ class Recovery:
         Slurm may take minutes to end a job with a lost node, so the new job does not wait for that.
         """
         if node_lost:
-            lease.let_go(self._run, self._number)
+            _until_answered(partial(lease.let_go, self._run, self._number))
         try:
             new = self._submit(without, after_this=not node_lost)
         except SlurmError as error:
             if node_lost:
-                lease.take(self._run, self._number, self._controller.holder())
+                _until_answered(partial(lease.take, self._run, self._number, self._controller.holder()))
             return self._stop(verdict, f"{verdict.reason}. Could not resubmit the run: {error}", refused=str(error))
         return self._hand_over(verdict, new)
 
