@@ -26,6 +26,9 @@ class FakeController:
     def holder(self) -> dict[str, Any]:
         return {"kind": "slurm", "job": "41"}
 
+    def submitted_at(self) -> float | None:
+        return None
+
     def describe(self) -> dict[str, Any]:
         return {"job": "41", "restarts": 0, "nodes": "n1"}
 

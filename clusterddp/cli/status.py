@@ -103,7 +103,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         "progress": [*_progress(summary, state, now), *_own_checkpoint(summary, events, now), *_best(events)],
         "slow": _slow(intervals) if state.word not in OVER else [],
         "gpus": _gpus(intervals) if state.word == "running" else [],
-        "nodes": [*_nodes(job, summary, state), *_idle(events), *_excluded(events, now)],
+        "nodes": [*_nodes(job, summary, state), *_idle(events), *_excluded(job, events, now)],
         "trackers": overview(summary.run),
     }
     return {subject: list(found) for subject, found in facts.items()}
@@ -251,7 +251,7 @@ def _idle(events: Sequence[Event]) -> Sequence[Fact]:
     return [("idle", ", ".join(idle))] if idle else []
 
 
-def _excluded(events: Sequence[Event], now: float) -> Sequence[Fact]:
+def _excluded(job: Job, events: Sequence[Event], now: float) -> Sequence[Fact]:
     """The nodes that the next jobs exclude."""
     failed, slow = exclusion.excluded(events, now), exclusion.slow(events, now)
     wanted = [node for node in exclusion.left_out(events, now) if node not in (*failed, *slow)]
@@ -260,7 +260,8 @@ def _excluded(events: Sequence[Event], now: float) -> Sequence[Fact]:
         (slow, "slow in this run"),
         (wanted, "by `clusterddp requeue --exclude` or `clusterddp tell drain`"),
     )
-    return [("excluded", f"{', '.join(nodes)}: {reason}") for nodes, reason in reasons if nodes]
+    found = [(exclusion.may_exclude(job, nodes), reason) for nodes, reason in reasons]
+    return [("excluded", f"{', '.join(nodes)}: {reason}") for nodes, reason in found if nodes]
 
 
 def _values(logged: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from clusterddp.errors import (
     UsageError,
 )
 from clusterddp.events import at_step, over_already, sentence
+from clusterddp.failures import exclusion
 from clusterddp.failures.stack_traces import NAMED, described, summary
 from clusterddp.hostlist import expand, ranges, ranks_in
 from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS, MOST_SKIPPED, Job, ProfiledSteps
@@ -262,6 +263,9 @@ def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
             raise
         except SlurmError as error:
             raise UsageError(f"--exclude: this cluster has no node {node!r}: {error}") from error
+    if required := set(nodes).difference(exclusion.may_exclude(job, nodes)):
+        names = ", ".join(sorted(required))
+        raise UsageError(f"--exclude: {names} cannot be excluded, because the run's nodelist is {job.nodelist}")
     left = set(slurm.usable_nodes(job.partition)) - set(nodes) - set(expand(job.exclude or ""))
     needed = job.least_allocated
     if len(left) < needed:

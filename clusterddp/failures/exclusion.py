@@ -1,7 +1,8 @@
 """Which failed nodes the next jobs of a run exclude, and a message for their administrator. Pure functions.
 
 Slurm chooses a job's nodes and keeps them as long as the job runs. Nodes that fail the run repeatedly are excluded from
-its next jobs with ``sbatch --exclude``: few of them, for a day, and only if enough other nodes remain.
+its next jobs with ``sbatch --exclude``: few of them, for a day, and only if enough other nodes remain. Nodes that
+``nodelist`` names are not, because Slurm refuses a job that requires and excludes the same node.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.hostlist import expand
+from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted
 
 Event = Mapping[str, Any]
@@ -31,17 +33,18 @@ class Choice:
     refused: str | None = None
 
 
-def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], needed: int, now: float) -> Choice:
+def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], job: Job, now: float) -> Choice:
     """Which nodes the next job excludes.
 
     ``lost``: nodes that do not respond now, with precedence if not all can be excluded. ``usable``: the nodes that
-    Slurm could allocate to the job, which needs ``needed`` of them. If too few would remain, none is added, and those
-    excluded before are not either, if too few remain without them.
+    Slurm could allocate to the job. If fewer than it needs would remain, none is added, and those excluded before are
+    not either, if too few remain without them.
     """
-    events = list(events)
-    before = left_out(events, now)
+    events, needed = list(events), job.least_allocated
+    before = may_exclude(job, left_out(events, now))
     new = [node for node in failed(events, now) if node not in before]
-    fresh = [node for node in dict.fromkeys([*lost, *new]) if node not in before]
+    failing = [node for node in dict.fromkeys([*lost, *new]) if node not in before]
+    fresh = may_exclude(job, failing)
     room = max(0, MOST - len(excluded(events, now)))
     nodes, over = [*before, *fresh[:room]], fresh[room:]
     left = set(usable) - set(nodes)
@@ -51,8 +54,18 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
         if len(set(usable) - set(before)) >= needed:
             return Choice(tuple(before), refused=reason)
         return Choice(refused=f"{reason}. The next job excludes no node" if before else reason)
-    reason = f"{' and '.join(over)} failed, but at most {MOST} failed nodes are excluded at a time"
-    return Choice(tuple(nodes), tuple(node for node in new if node in nodes), reason if over else None)
+    reasons = [f"{' and '.join(over)} failed, but at most {MOST} failed nodes are excluded at a time"] if over else []
+    if required := [node for node in failing if node not in fresh]:
+        reasons.append(f"nodelist requires {' and '.join(required)}")
+    return Choice(tuple(nodes), tuple(node for node in new if node in nodes), ", and ".join(reasons) or None)
+
+
+def may_exclude(job: Job, nodes: Iterable[str]) -> list[str]:
+    """Those of the nodes that the run's next jobs may exclude: not those of ``nodelist``, if it names no file."""
+    required: list[str] = []
+    with suppress(LauncherEnvironmentError):
+        required = expand(job.nodelist or "")
+    return [node for node in nodes if node not in required]
 
 
 def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:
@@ -99,12 +112,12 @@ def _named(events: Iterable[Event], kinds: Sequence[str], now: float) -> list[st
 
 
 def still_excluded(
-    events: Iterable[Event], now: float, usable: Callable[[], Sequence[str] | None], needed: int
+    events: Iterable[Event], now: float, usable: Callable[[], Sequence[str] | None], job: Job
 ) -> list[str]:
-    """The excluded nodes, unless fewer than ``needed`` others are usable, or that is unknown (None)."""
-    nodes = left_out(events, now)
+    """The excluded nodes, unless fewer others are usable than the job needs, or that is unknown (None)."""
+    nodes = may_exclude(job, left_out(events, now))
     found = usable() if nodes else None
-    return nodes if found is not None and len(set(found) - set(nodes)) >= needed else []
+    return nodes if found is not None and len(set(found) - set(nodes)) >= job.least_allocated else []
 
 
 def option(given: str | None, nodes: Sequence[str]) -> list[str]:

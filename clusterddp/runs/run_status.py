@@ -58,7 +58,7 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
         "best": best_saved(events),
         "gpus_per_node": job.gpus_per_node if job.device == "cuda" else 0,
         "gpu_type": job.gpu_type,
-        "excluded": exclusion.left_out(events, now),
+        "excluded": exclusion.may_exclude(job, exclusion.left_out(events, now)),
         "cost": _cost(booking, made, events),
         "time": made
         and {

@@ -126,7 +126,7 @@ class Resubmitter:
 
     def _help(self) -> float:
         """Does what the run needs. Returns the longest pause until the next query of the controller."""
-        if held(self._run.events()):  # the user has stopped the run, and its job does not continue it
+        if held(self._run.events()) is not None:  # the user has stopped the run, and its job does not continue it
             return self._look_on()
         if not (claims := self._claims()):
             return self._help_released()
@@ -230,7 +230,7 @@ class Resubmitter:
         or a lost node ended its job, if a requeued job failed before its batch script ran, or if its supervisor could
         not continue it."""
         events = self._run.events()
-        if self._run.cancelled or job is None or job.state == "CANCELLED" or held(events):
+        if self._run.cancelled or job is None or job.state == "CANCELLED" or held(events) is not None:
             return False
         started = [event for event in events if event["event"] == "started"]
         of_job = [event for event in started if (event.get("job"), event.get("restarts")) == (job.job_id, job.restarts)]
@@ -247,6 +247,9 @@ class Resubmitter:
                 return SOON_S
             # A process that submitted it may have been killed, or got no answer from Slurm, before it recorded the job.
             if job_id := jobs_by_script(ended=False).get(str(self._run.batch_script)):
+                job = slurm.show_job(job_id)
+                if job is not None and job.state == "COMPLETING":  # an earlier one of the run, perhaps on a lost node
+                    return self._say(f"{ended}. Waiting until job {job_id} has left its nodes")
                 submitted(self._run, job_id)
                 return self._say(f"{ended}. Job {job_id}, which was not recorded, continues the run")
             return self._submit(ended)
@@ -256,7 +259,7 @@ class Resubmitter:
             self._run.events(),
             time.time(),
             lambda: slurm.usable_nodes(self._job.partition),
-            self._job.least_allocated,
+            self._job,
         )
         nodes += node_memory.avoided(
             self._run, self._job, nodes, lambda: slurm.usable_nodes(self._job.partition), time.time()

@@ -66,6 +66,10 @@ class Controller(Protocol):
     def holder(self) -> dict[str, Any]:
         """The lease entry of this attempt."""
 
+    def submitted_at(self) -> float | None:
+        """When this job was submitted or requeued. None if a user starts each attempt."""
+        return None
+
     def describe(self) -> dict[str, Any]:
         """The job or process and its nodes, for the event ``started``."""
 
@@ -130,6 +134,11 @@ class SlurmController(Controller):
     def holder(self) -> dict[str, Any]:
         """The job, and how often Slurm had restarted it."""
         return {**lease.of_job(self._job_id), "restarts": self._restarts}
+
+    def submitted_at(self) -> float | None:
+        """Slurm's SubmitTime."""
+        job = slurm.show_job(self._job_id)
+        return None if job is None else job.submit_time
 
     def describe(self) -> dict[str, Any]:
         """Job, restart count and nodes."""
@@ -231,6 +240,10 @@ class AllocationController(SlurmController):
 
     leave_code = INTERRUPTED
     starts_again = False
+
+    def submitted_at(self) -> None:
+        """Its user starts each attempt in it."""
+        return
 
     def notice(self) -> Notice:
         """The file that ``submit --here`` wrote before it sent a signal, else slurmctld's answer."""

@@ -184,6 +184,12 @@ def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
     return entry is not None and not entry.get("let_go") and _same(entry, me)
 
 
+def submitted_as(run: RunDirectory, me: Mapping[str, Any]) -> bool:
+    """Whether this job is the run's newest submission on record."""
+    claim = read_claim(run.submitted_file, run)
+    return claim is not None and _same(claim, me)
+
+
 def restarted(run: RunDirectory, me: Mapping[str, Any]) -> bool:
     """Whether Slurm has restarted the job of ``me`` since, and the restart has begun an attempt.
 

@@ -270,7 +270,7 @@ class Recovery:
             return exclusion.Choice()
         if (usable := self._usable_nodes()) is None:
             return exclusion.Choice()
-        choice = exclusion.choose(events, lost, usable, self._job.least_allocated, now)
+        choice = exclusion.choose(events, lost, usable, self._job, now)
         if choice.refused:
             self._history.add("not_excluded", reason=choice.refused)
         if choice.new:
@@ -280,8 +280,7 @@ class Recovery:
 
     def _excluded(self) -> list[str]:
         """The nodes that a new job excludes, as the previous ones did."""
-        needed = self._job.least_allocated
-        return exclusion.still_excluded(self._history.events, time.time(), self._usable_nodes, needed)
+        return exclusion.still_excluded(self._history.events, time.time(), self._usable_nodes, self._job)
 
     def _usable_nodes(self) -> list[str] | None:
         """The nodes that the job could be given. None if unknown."""
@@ -378,12 +377,12 @@ class Recovery:
         Slurm may take minutes to end a job with a lost node, so the new job does not wait for that.
         """
         if node_lost:
-            lease.let_go(self._run, self._number)
+            _until_answered(partial(lease.let_go, self._run, self._number))
         try:
             new = self._submit(without, after_this=not node_lost)
         except SlurmError as error:
             if node_lost:
-                lease.take(self._run, self._number, self._controller.holder())
+                _until_answered(partial(lease.take, self._run, self._number, self._controller.holder()))
             return self._stop(verdict, f"{verdict.reason}. Could not resubmit the run: {error}", refused=str(error))
         return self._hand_over(verdict, new)
 

@@ -176,7 +176,8 @@ class Invariants:
         """Whether a user has stopped the run by ``tell stop`` in an earlier attempt, and not submitted it since.
 
         A second job that the user had submitted before is not stopped with the first, nor one that is recorded nowhere,
-        because its submission got no answer.
+        because its submission got no answer. ``resubmit``, while it waits for Slurm, does not see a request that a
+        supervisor records once its frozen node is back.
         """
         job = self._history.slurm.jobs.get(supervisor.name.removeprefix("job ").partition(".")[0])
         if (
@@ -188,6 +189,10 @@ class Invariants:
             return False
         if job is not None and job.id in self._history.slurm.unanswered:
             return False
+        if job is not None and job.by.startswith("resubmit"):
+            back = [process.stopped_until for process, _, _ in self._history.slurm.started if process.stopped_until]
+            if any(0.0 < job.made - at < TOGETHER_S for at in back):
+                return False
         asked = (event for event in self.events() if event["event"] == "requested" and event["request"] == "stop")
         return any(self._submitted_after < event["attempt"] < number for event in asked)
 
@@ -606,8 +611,9 @@ class Invariants:
         waited_s = self._claimed_at(completed[-1]["attempt"]) - (completed[-2]["time"] - EPOCH)
         if not self._lag_s or not (cut or waited_s < self._lag_s + SLOW_S):
             return False
+        ahead_s = max(0.0, *self._world.skew.values()) if self._world.skew else 0.0
         return not any(
-            event["time"] - EPOCH > other.since + self._history.disk.lag_s
+            event["time"] - EPOCH - ahead_s > other.since + self._history.disk.lag_s
             for event in completed[:-1]
             for other in self.attempts.values()
             if other.number > event["attempt"]

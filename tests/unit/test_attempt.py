@@ -609,13 +609,13 @@ class Cut(FakeRanks):
         return 137
 
 
-def cut(run: RunDirectory, controller: FakeController, nodes: int = 2) -> int:
+def cut(run: RunDirectory, controller: FakeController, nodes: int = 2, nodelist: str | None = None) -> int:
     """The exit code of an attempt that loses all nodes but its first."""
     number = run.create_attempt()
     lease.take(run, number, controller.holder())
     ranks = Cut(run, {"end": "died"})
     controller.describe = lambda: {"job": "41", "restarts": 0, "nodes": f"n[1-{nodes}]"}  # type: ignore[method-assign]
-    job = dataclasses.replace(JOB, nodes=nodes, gpus_per_node=1)
+    job = dataclasses.replace(JOB, nodes=nodes, gpus_per_node=1, nodelist=nodelist)
     ranks.attempt, ranks.nodes = Attempt(run, job, number, ranks, controller), nodes
     return ranks.attempt.supervise()
 
@@ -629,6 +629,37 @@ def test_a_node_that_does_not_answer_is_lost_and_the_run_continues_without_it(ru
     assert run.events()[2]["error"] == "was lost because node n2 no longer responds"
     assert controller.asked == ["resubmit n2"]
     assert lease.holders(run) == []
+
+
+def test_the_next_job_waits_for_a_lost_node_that_nodelist_requires(run: RunDirectory) -> None:
+    """Slurm would refuse a job that requires and excludes the node, and the run would stop."""
+    controller = FakeController(Cause.NONE)
+    controller.nodes = ["n1", "n3"]
+    assert cut(run, controller, nodelist="n[1-2]") == 4
+    names = [event["event"] for event in run.events()]
+    assert names == ["started", "node_lost", "rank_failed", "not_excluded", "resubmitted"]
+    assert run.events()[3]["reason"] == "nodelist requires n2"
+    assert controller.asked == ["resubmit"]
+
+
+def test_a_run_continues_after_a_lost_node_once_the_disk_answers(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk error while the job released the run had ended the supervisor before it submitted the next job (seed
+    30005019)."""
+    real, errors = lease.let_go, [OSError(errno.EIO, "Input/output error", "submitted.json"), None]
+
+    def let_go(run: RunDirectory, attempt: int) -> None:
+        if error := errors.pop(0):
+            raise error
+        real(run, attempt)
+
+    monkeypatch.setattr(lease, "let_go", let_go)
+    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+    controller = FakeController(Cause.NONE)
+    controller.nodes = ["n1", "n2", "n3"]
+    assert cut(run, controller) == 4
+    assert controller.asked == ["resubmit n2"] and lease.holders(run) == []
 
 
 def test_a_run_whose_ranks_finish_while_a_node_does_not_respond_has_completed(
@@ -864,6 +895,23 @@ def test_a_job_that_would_be_requeued_for_its_exit_code_is_not_as_a_run_fails(
     if not raises:
         main.supervise(run, job, lambda *_: None, controller)  # type: ignore[arg-type]
         assert said == asked
+
+
+@pytest.mark.parametrize(
+    ("submitted_at", "recorded", "code"),
+    [(90.0, False, 0), (110.0, False, None), (90.0, True, None), (None, False, None)],
+)
+def test_a_job_queued_before_the_user_stopped_the_run_does_not_continue_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, submitted_at: float | None, recorded: bool, code: int | None
+) -> None:
+    """A supervisor submitted it and was killed before it recorded that (seed 20392991). A user's job continues it."""
+    lease.take(run, run.create_attempt(), lease.of_job("41"))
+    append_line(run.events_file, {"attempt": 0, "time": 100.0, "event": "requested", "request": "stop"})
+    if recorded:
+        lease.submitted(run, "42")
+    info = slurm.JobInfo("42", "RUNNING", "None", "n1", 0, None, None, submit_time=submitted_at)
+    monkeypatch.setattr(slurm, "show_job", lambda _: info)
+    assert main.finished(run, SlurmController({"SLURM_JOB_ID": "42"}, run, JOB), None) == code
 
 
 @pytest.mark.parametrize(("nodes", "without"), [(["n1", "n7"], " n7"), (["n7"], ""), ("n[1-", "")])

@@ -10,7 +10,8 @@ from submitit import SlurmExecutor
 
 from clusterddp.jobdef.job import Job, Timeouts
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.batch import batch_script
+from clusterddp.slurm import commands
+from clusterddp.slurm.batch import batch_script, submit
 
 GOLDEN = """\
 #!/bin/bash
@@ -126,3 +127,13 @@ def test_a_folder_with_blanks_and_quotes_stays_one_word() -> None:
     text = script(Job(name="net", script="/net.py", python="/a b/python"), run="/runs/it's mine")
     assert text.splitlines()[-1].startswith("exec '/a b/python' -u -c ")
     assert """'/runs/it'"'"'s mine'""" in text
+
+
+def test_a_job_excludes_the_nodes_of_its_definition_and_those_to_avoid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch's option replaces the line of the script."""
+    given: list[str] = []
+    monkeypatch.setattr(commands, "submit", lambda script, *options, timeout_s: given.extend(options))
+    submit(Job(name="net", script="/net.py", exclude="n[1-2]"), RunDirectory(tmp_path), tmp_path, ["n3"])
+    assert given == ["--exclude=n[1-2],n3"]

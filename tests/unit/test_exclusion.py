@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from clusterddp.failures.exclusion import FOR_S, Choice, choose, excluded, letter, option
+from clusterddp.failures.exclusion import FOR_S, Choice, choose, excluded, letter, option, still_excluded
+from clusterddp.jobdef.job import Job
 from clusterddp.slurm.commands import parse_usable
 
 NOW = 1_000_000.0
 ALL = ["n1", "n2", "n3", "n4"]
+JOB = Job(name="x", module="x", nodes=2)
 
 
 def failed(*nodes: str, kind: str = "rank_failed", age_s: float = 60.0) -> list[dict[str, Any]]:
@@ -49,13 +52,13 @@ def test_a_node_is_excluded_after_two_failures_within_a_day_or_while_it_is_lost(
     events: list[dict[str, Any]], lost: list[str], usable: list[str], choice: Choice
 ) -> None:
     """Of a run that needs two nodes, on a partition of four."""
-    assert choose(events, lost, usable, 2, NOW) == choice
+    assert choose(events, lost, usable, JOB, NOW) == choice
 
 
 def test_of_more_lost_nodes_than_may_be_excluded_some_are() -> None:
     """They come before a node that failed and answers."""
     words = "n4 and n1 failed, but at most 2 failed nodes are excluded at a time"
-    assert choose(failed("n1", "n1"), ["n2", "n3", "n4"], ALL, 2, NOW) == Choice(("n2", "n3"), (), words)
+    assert choose(failed("n1", "n1"), ["n2", "n3", "n4"], ALL, JOB, NOW) == Choice(("n2", "n3"), (), words)
 
 
 def test_nodes_that_the_user_drained_are_used_again_if_too_few_others_are_left() -> None:
@@ -63,14 +66,26 @@ def test_nodes_that_the_user_drained_are_used_again_if_too_few_others_are_left()
     drained = {"event": "requested", "attempt": 1, "time": NOW - 60.0, "request": "drain", "nodes": ["n1", "n2"]}
     reason = "without n1 and n2 and n3 the partition has 1 usable node, but the run needs 3"
     refused = f"{reason}. The next job excludes no node"
-    assert choose([drained], ["n3"], ALL, 3, NOW) == Choice(refused=refused)
-    assert choose([drained], ["n3"], [*ALL, "n5"], 3, NOW).nodes == ("n1", "n2")
+    job = replace(JOB, nodes=3)
+    assert choose([drained], ["n3"], ALL, job, NOW) == Choice(refused=refused)
+    assert choose([drained], ["n3"], [*ALL, "n5"], job, NOW).nodes == ("n1", "n2")
+
+
+def test_nodes_that_the_job_definition_requires_are_not_excluded() -> None:
+    """Slurm would refuse the next job, which waits for the node instead."""
+    job, refused = replace(JOB, nodelist="n[1-2]"), "nodelist requires n2"
+    assert choose([], ["n2"], ALL, job, NOW) == Choice(refused=refused)
+    assert choose(failed("n2", "n2"), [], ALL, job, NOW) == Choice(refused=refused)
+    assert choose([left_out("n2")], ["n3"], ALL, job, NOW) == Choice(("n3",))
+    assert choose([], ["n3", "n2"], ALL, replace(job, nodes=3), NOW) == Choice(("n3",), refused=refused)
+    assert still_excluded([left_out("n2", "n3")], NOW, lambda: ALL, job) == ["n3"]
+    assert still_excluded([left_out("n2")], NOW, lambda: ALL, replace(job, nodelist="./hosts")) == ["n2"]
 
 
 def test_two_events_of_one_attempt_are_one_failure() -> None:
     """A node that is lost takes its rank with it."""
     events = failed("n2", kind="node_lost") + failed("n2")
-    assert choose(events, [], ALL, 2, NOW) == Choice()
+    assert choose(events, [], ALL, JOB, NOW) == Choice()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +100,7 @@ def test_slurms_choice_is_kept_where_excluding_would_leave_too_few(
     events: list[dict[str, Any]], lost: list[str], usable: list[str], words: str
 ) -> None:
     """Excluded nodes stay excluded."""
-    choice = choose(events, lost, usable, 2, NOW)
+    choice = choose(events, lost, usable, JOB, NOW)
     assert (choice.nodes, choice.new, choice.refused) == (tuple(excluded(events, NOW)), (), words)
 
 

@@ -127,6 +127,13 @@ def test_an_attempt_starts_where_the_one_before_has_moved_to() -> None:
     assert place(SPARE, allocated[:3], [STARTED, *FAILED], START, 4.0).nodes == ("n1", "n2", "n3")
 
 
+def test_a_node_that_was_left_stays_idle_after_the_next_move() -> None:
+    """A further move would put ranks back on a bad node."""
+    job, again = replace(RANGE, spare_nodes=1), {**MOVED, "attempt": 1, "aside": ["n1"], "nodes": ["n3", "n4"]}
+    events = [STARTED, MOVED, {**STARTED, "attempt": 1}, again]
+    assert place(job, ALL[:4], events, START, 4.0) == at("n3 n4", "n1 n2 n3 n4", "n1 n2")
+
+
 def test_a_slow_node_that_was_kept_stays_in_use_until_the_jobs_next_start() -> None:
     """An attempt that could not leave it after all is followed by one on the same nodes, and not on a failed spare."""
     slow = {"event": "slow_node", "attempt": 0, "time": 2.0, "rank": 1, "nodes": ["n2"]}

@@ -35,7 +35,7 @@ def run(run: RunDirectory) -> RunDirectory:
         Checkpoints(run, number, everything).record_resume(parent)
         (run.attempt_logs(number) / "rank-0.out").write_text("x" * 1000)
         for step in (2 * number + 1, 2 * number + 2):
-            facts = {"metrics": json.dumps({"f1": 0.9 if step == 2 else 0.1})}
+            facts = {"best": "f1 max", "metrics": json.dumps({"f1": 0.9 if step == 2 else 0.1})}
             save(run, number, step, {"a": 1}, keep=everything, facts=facts)
     (run.checkpoints / ".step-000000000007.attempt-2.safetensors.00ff.tmp").write_bytes(b"half")
     over(run, "completed")
@@ -77,8 +77,10 @@ def test_without_a_yes_it_only_says_what_it_would_delete(run: RunDirectory, caps
     assert files(run) == before
 
 
-def test_the_newest_and_the_best_checkpoint_stay(run: RunDirectory, capsys: Captured) -> None:
+@pytest.mark.parametrize("keep", ["{best: f1 max}", "{}"], ids=["rule in the job definition", "rule in the script"])
+def test_the_newest_and_the_best_checkpoint_stay(run: RunDirectory, capsys: Captured, keep: str) -> None:
     """The run can still be exported and forked from them. Logs stay without --logs."""
+    run.job_file.write_text(f"module: x\ncheckpoint: {{keep: {keep}}}\n")
     assert command(["prune", str(run), "--yes"]) == 0
     assert (steps(run), logs(run)) == ([2, 6], ["attempt-0", "attempt-1", "attempt-2"])
     assert (choose(run, None).step, choose(run, 2).step) == (6, 2)

@@ -500,5 +500,5 @@ def test_a_requeue_without_some_nodes_is_a_new_job(run: RunDirectory) -> None:
     now = events[-1]["time"]
     assert (exclusion.left_out(events, now), exclusion.excluded(events, now)) == (["n2"], [])
     append_line(run.events_file, {"time": now, "attempt": 1, "event": "node_lost", "node": "n1", "suspect": "n1"})
-    choice = exclusion.choose(run.events(), ["n1"], controller.nodes, 1, now)
+    choice = exclusion.choose(run.events(), ["n1"], controller.nodes, TWO_RANKS, now)
     assert choice.nodes == ("n2", "n1")

@@ -260,6 +260,22 @@ def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_i
     assert "Job 77, which was not recorded, continues the run" in capsys.readouterr().err
 
 
+def test_an_earlier_job_that_still_leaves_its_nodes_does_not_continue_the_run(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is COMPLETING until Slurm gives up its lost node (seed 20420625)."""
+    jobs = {"41": info("NODE_FAIL"), "40": info("COMPLETING", job="40")}
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
+    monkeypatch.setattr(waiting, "jobs_by_script", lambda ended: {str(run.batch_script): "40"})
+    resubmitter = Resubmitter(run, JOB)
+    resubmitter.look()
+    assert (submitted, resubmitter.result, lease.holders(run)[0]["job"]) == ([], None, "41")
+    monkeypatch.setattr(waiting, "jobs_by_script", lambda ended: {})
+    monkeypatch.setattr(resubmitter._pace, "due", lambda _: True)
+    resubmitter.look()
+    assert submitted == ["job.sbatch"]
+
+
 @pytest.mark.parametrize(("usable", "options"), [(["n1", "n2"], " --exclude=n2"), (["n2"], "")])
 def test_a_node_that_failed_the_run_twice_stays_excluded(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, usable: list[str], options: str

@@ -168,6 +168,11 @@ def test_a_failure_is_shown_without_the_secrets(tmp_path: Path) -> None:
     assert known_secrets({}, ["--api-key=YWJjZA==", "--token", "x=YWJjZB=="]) == ["x=YWJjZB==", "YWJjZA=="]
 
 
+def test_a_secret_that_contains_another_is_masked_to_its_end() -> None:
+    url = "https://me:s3cret-password@host/s3cret-path"
+    assert masked(f"no answer from {url} at the end", [url, "s3cret-password"]) == f"no answer from {MASK} at the end"
+
+
 @pytest.mark.parametrize(
     "secret", ["simple-s3cret", PASSWORD, "a'b'c-s3cret", 'a"b\\n-s3cret', "pässwörd-s3cret", "%2F/+ s3cret"]
 )

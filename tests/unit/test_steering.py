@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import queue
@@ -482,6 +483,8 @@ def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
     steering.check_nodes(run, job, ["n3"])
     with pytest.raises(UsageError, match="without n2, n3 the partition has 1 usable node, but the run needs 2"):
         steering.check_nodes(run, job, ["n2", "n3"])
+    with pytest.raises(UsageError, match=r"--exclude: n2 cannot be excluded, because the run's nodelist is n\[1-2\]"):
+        steering.check_nodes(run, dataclasses.replace(job, nodelist="n[1-2]"), ["n2", "n3"])
 
     def unknown(node: str) -> str:
         raise SlurmError(f"`scontrol show node -o {node}` failed: Node {node} not found")
@@ -500,11 +503,13 @@ def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
 
 
 def test_status_says_why_a_node_is_excluded() -> None:
+    """A drained node that the job definition requires is not excluded from the next job."""
+    job = Job(name="x", module="x", nodelist="n4")
     requested = {"time": 1.0, "attempt": 0, "event": "requested", "request": "requeue", "nodes": ["n3"]}
     failed = {"time": 1.0, "attempt": 0, "event": "excluded", "nodes": ["n1"], "failures": [2]}
     slow = {"time": 1.0, "attempt": 0, "event": "slow_node", "rank": 1, "nodes": ["n2"]}
-    kept = {**slow, "nodes": []}
-    assert status._excluded([requested, failed, slow, kept], 2.0) == [
+    kept, drained = {**slow, "nodes": []}, {**requested, "request": "drain", "nodes": ["n4"]}
+    assert status._excluded(job, [requested, failed, slow, kept, drained], 2.0) == [
         ("excluded", "n1: failed repeatedly in this run"),
         ("excluded", "n2: slow in this run"),
         ("excluded", "n3: by `clusterddp requeue --exclude` or `clusterddp tell drain`"),
