@@ -10,7 +10,7 @@ from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
-from clusterddp.supervisor.state import Notice
+from clusterddp.supervisor.attempt_state import Notice
 
 
 class FakeController:

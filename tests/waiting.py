@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from clusterddp.checkpoint.state import RESERVED
+from clusterddp.checkpoint.state_dict import RESERVED
 from clusterddp.rundir.records import read_json, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause

@@ -24,8 +24,8 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import main
 from clusterddp.supervisor.attempt import Attempt
+from clusterddp.supervisor.attempt_state import Notice, Stop
 from clusterddp.supervisor.recovery import RESTART
-from clusterddp.supervisor.state import Notice, Stop
 from tests.fake_slurm import FakeController, NoRanks
 
 answers = sys.stdout

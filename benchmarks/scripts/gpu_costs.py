@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import clusterddp
 from clusterddp.checkpoint.client import Snapshot
-from clusterddp.checkpoint.state import pack, tensor_facts
+from clusterddp.checkpoint.state_dict import pack, tensor_facts
 
 parser = argparse.ArgumentParser()
 parser.add_argument("file", type=Path)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import clusterddp
 from benchmarks.steps.agreement import STEP_S, Trainer
 from clusterddp.training.loop import Run
-from clusterddp.training.timing import StepTimes
+from clusterddp.training.step_timing import StepTimes
 
 TIMED = ("ask", "begin", "end", "_on_gradient", "_before_reduction", "_after_reduction")
 

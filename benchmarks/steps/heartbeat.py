@@ -25,7 +25,7 @@ from clusterddp.failures.hangs import Hang, Watch
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.training.heartbeat import Heartbeat, WatchedSteps
-from clusterddp.training.timing import step_times
+from clusterddp.training.step_timing import step_times
 from clusterddp.worker.control_channel import ControlChannel
 
 WATCHDOG = Watchdog(step_s=2.0)

@@ -27,7 +27,7 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import LONGEST_HEADER, Tensor, offsets
-from clusterddp.checkpoint.state import TORCH_DTYPES, anonymous_file, free_memory, pack, tensor_facts
+from clusterddp.checkpoint.state_dict import TORCH_DTYPES, anonymous_file, free_memory, pack, tensor_facts
 from clusterddp.distributed.devices import device_thread
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep

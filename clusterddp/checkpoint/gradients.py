@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.checkpoint.state import parameters_of
+from clusterddp.checkpoint.state_dict import parameters_of
 from clusterddp.distributed.wrapping import ddp_modules, optimizers, trained_parameters
 
 #: Gradients by part and parameter.

@@ -24,7 +24,15 @@ import torch.distributed as dist
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
 from clusterddp.checkpoint.file_format import Content, Head
-from clusterddp.checkpoint.state import Blocks, Stateful, anonymous_file, check_parts, free_memory, load_state, state_of
+from clusterddp.checkpoint.state_dict import (
+    Blocks,
+    Stateful,
+    anonymous_file,
+    check_parts,
+    free_memory,
+    load_state,
+    state_of,
+)
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.checkpoint.transfer import unpacked
 from clusterddp.distributed.collectives import (

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 from clusterddp.checkpoint import transfer
-from clusterddp.checkpoint.state import copied
+from clusterddp.checkpoint.state_dict import copied
 from clusterddp.data import randomness
 from clusterddp.data.workers import close
 from clusterddp.distributed.process_group import ProcessGroup

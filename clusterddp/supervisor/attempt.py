@@ -40,13 +40,7 @@ from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import TimingFile, TimingLines
 from clusterddp.supervisor import decide
-from clusterddp.supervisor.control_server import ControlServer, Handlers
-from clusterddp.supervisor.controller import Controller, Monitor
-from clusterddp.supervisor.history import History, Hook, StepLog
-from clusterddp.supervisor.launcher import Launcher, rank_command
-from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
-from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
-from clusterddp.supervisor.state import (
+from clusterddp.supervisor.attempt_state import (
     Action,
     Answer,
     Broadcast,
@@ -69,6 +63,12 @@ from clusterddp.supervisor.state import (
     TermNotice,
     Timer,
 )
+from clusterddp.supervisor.control_server import ControlServer, Handlers
+from clusterddp.supervisor.controller import Controller, Monitor
+from clusterddp.supervisor.history import History, Hook, StepLog
+from clusterddp.supervisor.launcher import Launcher, rank_command
+from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
+from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.verdict import rank_ends
 from clusterddp.worker.code_paths import mapped_variables
 

@@ -46,7 +46,7 @@ from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.queue import jobs_by_script
 from clusterddp.slurm.run_states import ACTIVE, Cause, read_cause
 from clusterddp.supervisor import lease
-from clusterddp.supervisor.state import ASK_S, ControllerFailed, Event, Notice, RunRemoved, Stop, Superseded
+from clusterddp.supervisor.attempt_state import ASK_S, ControllerFailed, Event, Notice, RunRemoved, Stop, Superseded
 
 
 class Controller(Protocol):

@@ -15,7 +15,7 @@ from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered
 from clusterddp.failures.placement import Course, choose
 from clusterddp.rundir.records import is_count, is_time, optional, schema_error
 from clusterddp.supervisor import user_requests
-from clusterddp.supervisor.state import (
+from clusterddp.supervisor.attempt_state import (
     ASK_S,
     SIGNAL,
     WISHES,

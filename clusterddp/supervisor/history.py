@@ -35,8 +35,8 @@ from clusterddp.rundir.files import append_line, create_file, finite, write_json
 from clusterddp.rundir.records import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
+from clusterddp.supervisor.attempt_state import RankEvent
 from clusterddp.supervisor.limits import attempts_made
-from clusterddp.supervisor.state import RankEvent
 from clusterddp.worker.control_channel import clip
 
 #: The most characters of a free text in an event.

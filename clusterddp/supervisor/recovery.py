@@ -31,10 +31,10 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import done, lease
+from clusterddp.supervisor.attempt_state import State, Stop
 from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History, highest
 from clusterddp.supervisor.limits import began, doubt, exceeded, own_checkpoint, progress
-from clusterddp.supervisor.state import State, Stop
 from clusterddp.supervisor.verdict import Action, FirstFailure, RankEnd, Verdict, added_arguments, failure_box, judge
 
 _T = TypeVar("_T")

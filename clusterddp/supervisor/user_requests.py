@@ -18,7 +18,7 @@ from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS, MOST_SKIPPED
 from clusterddp.reporter import counted
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, schema_error
-from clusterddp.supervisor.state import (
+from clusterddp.supervisor.attempt_state import (
     Action,
     Answer,
     Broadcast,

@@ -42,8 +42,8 @@ from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
+from clusterddp.supervisor.attempt_state import State
 from clusterddp.supervisor.limits import FRUITLESS, LONG_S, PROGRESS_S, SAVED_ITSELF, STEPPED, Progress
-from clusterddp.supervisor.state import State
 
 #: Two connections that end within this many seconds count as ending together.
 JITTER_S = 0.5

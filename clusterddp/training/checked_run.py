@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from clusterddp.checkpoint.state import GeneratorPart, Stateful, bits_of, pack, state_of, with_state
+from clusterddp.checkpoint.state_dict import GeneratorPart, Stateful, bits_of, pack, state_of, with_state
 from clusterddp.data import randomness
 from clusterddp.rundir.records import WHY, Recording, States, StepRecord
 from clusterddp.training import logged_values as logged

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.checkpoint.state import Stateful
+from clusterddp.checkpoint.state_dict import Stateful
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
 from clusterddp.data.samplers import Loaders
@@ -43,8 +43,8 @@ from clusterddp.training.saving import Saver, metric_or_part, with_best
 from clusterddp.training.script_loop import Item
 from clusterddp.training.script_state import Parts, PerRank, Values, by_name
 from clusterddp.training.settings import AttemptHistory
+from clusterddp.training.step_timing import Evaluations, step_times
 from clusterddp.training.stopping import Stopping, open_store
-from clusterddp.training.timing import Evaluations, step_times
 from clusterddp.worker import control_channel, gpus, rank_exit
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from clusterddp.checkpoint.state import Stateful, bits_of, pack, parameters_of, state_of
+from clusterddp.checkpoint.state_dict import Stateful, bits_of, pack, parameters_of, state_of
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.distributed.wrapping import ddp_modules
 from clusterddp.reporter import counted

@@ -124,9 +124,9 @@ class Heartbeat:
         self._device, self._patient = watched.device, watched.patient
         self._send, self._flight_record = send, flight_record
         self._rank, self._ranks = rank, ranks
-        #: Returns the figures about the steps (``training/timing.py``).
+        #: Returns the figures about the steps (``training/step_timing.py``).
         self.timing: Callable[[], Mapping[str, Any]] = dict
-        #: Where the device is, relative to the completed steps (``training/timing.py``).
+        #: Where the device is, relative to the completed steps (``training/step_timing.py``).
         self.on_device: Callable[[], tuple[int, str] | None] = lambda: None
         self._thread: threading.Thread | None = None
         self._begun_at: int | None = None

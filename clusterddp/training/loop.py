@@ -27,7 +27,7 @@ from clusterddp.training import exactness
 from clusterddp.training import logged_values as logged
 from clusterddp.training.exactness import COMPARED_AFTER, explanation_of_calls, explanation_of_divergence
 from clusterddp.training.run_state import Given, OptimizerSteps, RunState, Step
-from clusterddp.training.timing import InputWait
+from clusterddp.training.step_timing import InputWait
 from clusterddp.worker import control_channel, rank_exit
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from clusterddp.training.metrics import Tracking
     from clusterddp.training.profiling import Profiling
     from clusterddp.training.saving import Saver
+    from clusterddp.training.step_timing import StepTimes
     from clusterddp.training.stopping import Agreement, Deadline
-    from clusterddp.training.timing import StepTimes
 
 
 @dataclass(frozen=True)

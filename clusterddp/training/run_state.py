@@ -22,7 +22,7 @@ import torch
 from clusterddp.checkpoint import transfer
 from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.checkpoint.restore import Place
-from clusterddp.checkpoint.state import RESERVED, Stateful, copied, load_state, pack, state_of
+from clusterddp.checkpoint.state_dict import RESERVED, Stateful, copied, load_state, pack, state_of
 from clusterddp.checkpoint.transfer import broadcast
 from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.distributed import wrapping

@@ -28,7 +28,7 @@ from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
 from clusterddp.training import settings
 from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
-from clusterddp.training.timing import step_times
+from clusterddp.training.step_timing import step_times
 from clusterddp.worker import control_channel, own_saves
 
 #: The counted optimizer is replaced by one that makes this many steps without it, because training has moved on.

@@ -147,7 +147,7 @@ FAULTS = [
     ),
     Fault(
         "the marks of step times are recorded on device 0",
-        "training/timing.py",
+        "training/step_timing.py",
         "self._stream = torch.cuda.current_stream(self._device)",
         "self._stream = torch.cuda.current_stream(0)",
     ),

@@ -235,7 +235,7 @@ from clusterddp.failures.hangs import Hang
 from clusterddp.jobdef.job import Job
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.decide import step
-from clusterddp.supervisor.state import Broadcast, RankEvent, State
+from clusterddp.supervisor.attempt_state import Broadcast, RankEvent, State
 from clusterddp.worker import control_channel, rank
 
 server = ControlServer("token", Handlers(lambda *_: None), host="127.0.0.1")

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from clusterddp.checkpoint import client as snapshot
-from clusterddp.checkpoint import state as memory_blocks
+from clusterddp.checkpoint import state_dict as memory_blocks
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
-from clusterddp.checkpoint.state import load_state, state_of
+from clusterddp.checkpoint.state_dict import load_state, state_of
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.writer import Messages, Writer
 from clusterddp.errors import CheckpointError, Superseded

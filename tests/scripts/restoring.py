@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clusterddp.checkpoint import file_format, state
+from clusterddp.checkpoint import file_format, state_dict
 from clusterddp.checkpoint import restore as restoring
 from clusterddp.checkpoint.restore import CheckpointFolder, restore
-from clusterddp.checkpoint.state import load_state
+from clusterddp.checkpoint.state_dict import load_state
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.distributed import collectives
 from clusterddp.distributed.collectives import _AT_ONCE, broadcast_json
@@ -220,7 +220,7 @@ def killed(folder: Path) -> None:
 
     def write(file: int, data: memoryview, position: int) -> None:
         if position > file_format.CHUNK:
-            assert str(state.SHARED_MEMORY) in os.readlink(f"/proc/self/fd/{file}")
+            assert str(state_dict.SHARED_MEMORY) in os.readlink(f"/proc/self/fd/{file}")
             os.kill(os.getpid(), signal.SIGKILL)
         real(file, data, position)
 

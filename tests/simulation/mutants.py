@@ -17,10 +17,10 @@ from clusterddp.slurm import commands
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import controller, decide, lease, main, recovery, user_requests, verdict
 from clusterddp.supervisor.attempt import Attempt
+from clusterddp.supervisor.attempt_state import Broadcast
 from clusterddp.supervisor.controller import SlurmController
 from clusterddp.supervisor.history import History, Hook
 from clusterddp.supervisor.recovery import Recovery
-from clusterddp.supervisor.state import Broadcast
 from tests.simulation import product
 from tests.simulation.history import drawn, play
 

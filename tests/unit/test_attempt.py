@@ -38,11 +38,11 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import controller as monitor
 from clusterddp.supervisor import decide, lease, main, recovery
 from clusterddp.supervisor.attempt import Attempt
+from clusterddp.supervisor.attempt_state import ConnectionLost, Notice, PerRank, RankEvent, State, Stop
 from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import LocalLauncher, SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
-from clusterddp.supervisor.state import ConnectionLost, Notice, PerRank, RankEvent, State, Stop
 from clusterddp.supervisor.verdict import Action
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from clusterddp.checkpoint import file_format, state
-from clusterddp.checkpoint.state import LARGE, Blocks
+from clusterddp.checkpoint import file_format, state_dict
+from clusterddp.checkpoint.state_dict import LARGE, Blocks
 
 SMALL = (0, 100)
 FIRST = (100, 100 + LARGE)
@@ -30,7 +30,7 @@ def test_only_the_first_to_ask_for_a_block_is_told_that_it_is_alone() -> None:
 
 def test_only_the_largest_tensors_have_blocks_where_there_are_very_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may have so many mappings."""
-    monkeypatch.setattr(state, "MOST", 1)
+    monkeypatch.setattr(state_dict, "MOST", 1)
     memory = of(SMALL, FIRST, SECOND)
     assert [memory.bytes_of(*span)[1] for span in (SMALL, FIRST, SECOND)] == [False, False, True]
     assert len(list(memory.views(0, SIZE))) == 3

@@ -18,7 +18,7 @@ from clusterddp.events import BY_SLURM
 from clusterddp.jobdef.job import Job
 from clusterddp.report.booking import CATEGORIES, HOLD_S, Booking, Wait, book
 from clusterddp.report.efficiency import advice, spent
-from clusterddp.training import timing
+from clusterddp.training import step_timing
 from tests.histories import check_history
 
 BEGAN = 1_795_000_000
@@ -498,8 +498,8 @@ def test_a_run_that_is_continued_is_not_over() -> None:
 def test_short_evaluations_are_reported_together_and_nested_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 0.4 s in every step makes an event for every third of them."""
     clock, reported = iter([0.0, 0.4, 1.0, 1.4, 2.0, 2.4, 3.0, 3.4, 5.0, 9.0]), list[float]()
-    monkeypatch.setattr(timing.time, "monotonic", lambda: next(clock))
-    measuring = timing.Evaluations(reported.append)
+    monkeypatch.setattr(step_timing.time, "monotonic", lambda: next(clock))
+    measuring = step_timing.Evaluations(reported.append)
     for _ in range(4):
         with measuring.measured():
             pass

@@ -13,17 +13,7 @@ from clusterddp.events import sentence
 from clusterddp.failures.hangs import Hang, Slow, Watch
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
-from clusterddp.supervisor.decide import (
-    ASK_AGAIN_S,
-    END_S,
-    HANG_GRACE_S,
-    LOOK_S,
-    PEER_GRACE_S,
-    SETTLE_S,
-    UNKILLABLE_S,
-    step,
-)
-from clusterddp.supervisor.state import (
+from clusterddp.supervisor.attempt_state import (
     Action,
     Broadcast,
     ConnectionLost,
@@ -47,6 +37,16 @@ from clusterddp.supervisor.state import (
     Superseded,
     TermNotice,
     Timer,
+)
+from clusterddp.supervisor.decide import (
+    ASK_AGAIN_S,
+    END_S,
+    HANG_GRACE_S,
+    LOOK_S,
+    PEER_GRACE_S,
+    SETTLE_S,
+    UNKILLABLE_S,
+    step,
 )
 from clusterddp.worker.control_channel import SILENCE_S
 

@@ -23,8 +23,8 @@ from clusterddp.report import efficiency as report_gpus
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import GPU_FIGURES, TimedInterval, TimingLines, read_timings
 from clusterddp.slurm.run_states import Cause, RunState
+from clusterddp.supervisor.attempt_state import FAULT_S, Broadcast, GpuFigures, RankEvent, Record, State
 from clusterddp.supervisor.decide import step
-from clusterddp.supervisor.state import FAULT_S, Broadcast, GpuFigures, RankEvent, Record, State
 from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_box, judge
 from clusterddp.worker import gpus
 from tests.timings import write_timings

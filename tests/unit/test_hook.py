@@ -22,10 +22,10 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import history as hooks
 from clusterddp.supervisor import launcher
 from clusterddp.supervisor.attempt import Attempt
+from clusterddp.supervisor.attempt_state import Notice, Stop
 from clusterddp.supervisor.history import Hook, hook_event
 from clusterddp.supervisor.launcher import LocalLauncher
 from clusterddp.supervisor.main import supervise
-from clusterddp.supervisor.state import Notice, Stop
 from tests.fake_slurm import FakeController, FakeRanks
 from tests.unit.test_attempt import JOB, STOPPED
 from tests.waiting import wait_until

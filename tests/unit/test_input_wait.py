@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.training import timing
-from clusterddp.training.timing import SAMPLE_STEPS, SAMPLES, HostClock, InputWait, StepTimes
+from clusterddp.training import step_timing
+from clusterddp.training.step_timing import SAMPLE_STEPS, SAMPLES, HostClock, InputWait, StepTimes
 
 
 def told(shares: list[float], seconds: float = 60.0, workers: int = 0) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def test_a_short_run_is_not_told() -> None:
 
 
 def test_the_advice_depends_on_workers_and_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(step_timing.os, "sched_getaffinity", lambda _: range(8))
     advice = [told([0.2] * 50, workers=workers)[0]["advice"] for workers in (0, 2, 8)]
     assert "num_workers=4" in advice[0] and "num_workers, which is 2" in advice[1] and "cpus_per_task" in advice[2]
 

@@ -12,8 +12,8 @@ import pytest
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import controller
+from clusterddp.supervisor.attempt_state import ASK_S, ControllerFailed, Event, Notice, RunRemoved, Stop, Superseded
 from clusterddp.supervisor.controller import Monitor, pause_s
-from clusterddp.supervisor.state import ASK_S, ControllerFailed, Event, Notice, RunRemoved, Stop, Superseded
 from tests.fake_slurm import FakeController
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.checkpoint.state import load_state, state_of
+from clusterddp.checkpoint.state_dict import load_state, state_of
 from clusterddp.data.external_loader import NoLoader
 from clusterddp.distributed.wrapping import optimizers
 from clusterddp.errors import CheckpointError

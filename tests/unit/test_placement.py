@@ -17,12 +17,12 @@ from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import Cause
+from clusterddp.supervisor.attempt_state import State, Stop
 from clusterddp.supervisor.guard import lost_batch_host
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery, hung_node
-from clusterddp.supervisor.state import State, Stop
 from clusterddp.supervisor.verdict import RankEnd
 from tests.fake_slurm import FakeController, FakeRanks
 

@@ -18,10 +18,7 @@ from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.decide import step
-from clusterddp.supervisor.limits import held
-from clusterddp.supervisor.main import supervise
-from clusterddp.supervisor.state import (
+from clusterddp.supervisor.attempt_state import (
     Action,
     Answer,
     Broadcast,
@@ -36,6 +33,9 @@ from clusterddp.supervisor.state import (
     Stop,
     Timer,
 )
+from clusterddp.supervisor.decide import step
+from clusterddp.supervisor.limits import held
+from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.user_requests import ANSWER_S
 from tests.fake_slurm import FakeController, FakeRanks
 from tests.unit.test_attempt import JOB as TWO_RANKS

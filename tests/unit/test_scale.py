@@ -24,7 +24,7 @@ from clusterddp.failures.hangs import RankStatus, find_hang, find_slow
 from clusterddp.jobdef.job import MOST_BEATS, Job, Watchdog
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import decide
-from clusterddp.supervisor.state import (
+from clusterddp.supervisor.attempt_state import (
     ConnectionLost,
     Event,
     NodeNames,

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from clusterddp.checkpoint.state import pack, unpack
+from clusterddp.checkpoint.state_dict import pack, unpack
 from clusterddp.errors import CheckpointError
 from clusterddp.training.run_state import BeforeStep
 from clusterddp.training.script_state import Values

@@ -25,7 +25,7 @@ from clusterddp.data.sample_order import _AT_ONCE, Shuffled
 from clusterddp.data.training_loader import training_loader
 from clusterddp.training.log_reduction import Sender
 from clusterddp.training.logged_values import Values
-from clusterddp.training.timing import BATCH, SAMPLE_STEPS
+from clusterddp.training.step_timing import BATCH, SAMPLE_STEPS
 from tests.instructions import Instructions
 
 #: The first steps allocate and connect. Some work is done every BATCH or SAMPLE_STEPS steps.
@@ -69,7 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Instructions:
 
 
 def test_the_timing_of_a_step_takes_few_instructions(made: Instructions) -> None:
-    assert TIMING / 2 < per_step(made, "training/timing.py") <= TIMING
+    assert TIMING / 2 < per_step(made, "training/step_timing.py") <= TIMING
 
 
 def test_logging_four_values_takes_few_instructions(made: Instructions) -> None:

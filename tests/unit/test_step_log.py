@@ -10,8 +10,8 @@ import pytest
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import history
+from clusterddp.supervisor.attempt_state import RankEvent
 from clusterddp.supervisor.history import StepLog
-from clusterddp.supervisor.state import RankEvent
 
 
 class Followed:

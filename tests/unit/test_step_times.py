@@ -16,8 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from clusterddp.distributed import torch_patches
 from clusterddp.distributed.wrapping import Buffers
 from clusterddp.protocol import IDLE, OWN, WAIT
-from clusterddp.training import timing
-from clusterddp.training.timing import BATCH, MOST_PENDING, SAMPLE_STEPS, SAMPLES, HostClock, StepTimes, StreamClock
+from clusterddp.training import step_timing
+from clusterddp.training.step_timing import (
+    BATCH,
+    MOST_PENDING,
+    SAMPLE_STEPS,
+    SAMPLES,
+    HostClock,
+    StepTimes,
+    StreamClock,
+)
 
 
 class Stream:
@@ -276,7 +284,7 @@ class Gpu:
     stream, capturing = "the usual", False
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cuda = timing.torch.cuda
+        cuda = step_timing.torch.cuda
         monkeypatch.setattr(Event, "made", [])
         monkeypatch.setattr(cuda, "Event", Event)
         monkeypatch.setattr(cuda, "current_stream", lambda device: UsedStream(self.stream, device))
@@ -302,7 +310,7 @@ def gpu_step(times: StepTimes) -> None:
 
 
 def test_the_marks_of_a_gpu_are_events_on_its_stream_from_a_pool(gpu: Gpu) -> None:
-    times = timing.step_times([], torch.device("cuda:1"), world_size=1)
+    times = step_timing.step_times([], torch.device("cuda:1"), world_size=1)
     assert isinstance(times._clock, StreamClock)
     for _ in range(10):
         for _ in range(BATCH):
@@ -317,7 +325,7 @@ def test_the_marks_of_a_gpu_are_events_on_its_stream_from_a_pool(gpu: Gpu) -> No
 
 def test_where_the_device_is_follows_from_the_marks_that_it_has_passed(gpu: Gpu) -> None:
     """In step 2 of a host that makes step 4: in its own work, in the reduction, after it; in the next; at its end."""
-    times = timing.step_times([], torch.device("cuda:1"), world_size=2)
+    times = step_timing.step_times([], torch.device("cuda:1"), world_size=2)
     assert times.on_device() is None  # outside the loop
     for _ in range(2):
         times.ask()
@@ -345,7 +353,7 @@ def test_where_the_device_is_follows_from_the_marks_that_it_has_passed(gpu: Gpu)
 
 def test_no_event_is_recorded_while_a_graph_is_captured(gpu: Gpu) -> None:
     """It would become a part of the graph. What lacks a mark takes 0 s."""
-    times = timing.step_times([], torch.device("cuda:1"), world_size=1)
+    times = step_timing.step_times([], torch.device("cuda:1"), world_size=1)
     gpu_step(times)
     times.ask()
     times.begin()
@@ -364,7 +372,7 @@ def test_no_event_is_recorded_while_a_graph_is_captured(gpu: Gpu) -> None:
 
 def test_a_mark_on_another_stream_that_is_not_passed_yet_raises_nothing(gpu: Gpu) -> None:
     """A script may evaluate on a stream of its own, which the usual one never waits for."""
-    times = timing.step_times([], torch.device("cuda:1"), world_size=1)
+    times = step_timing.step_times([], torch.device("cuda:1"), world_size=1)
     gpu_step(times)
     times.ask()
     times.begin()
@@ -383,7 +391,7 @@ def test_a_mark_on_another_stream_that_is_not_passed_yet_raises_nothing(gpu: Gpu
 
 def test_an_error_of_cuda_does_not_hide_the_scripts_own(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call fails after it, also those at the end of the process."""
-    times = timing.step_times([], torch.device("cuda:1"), world_size=1)
+    times = step_timing.step_times([], torch.device("cuda:1"), world_size=1)
     gpu_step(times)
     times.ask()
 
@@ -397,7 +405,7 @@ def test_an_error_of_cuda_does_not_hide_the_scripts_own(gpu: Gpu, monkeypatch: p
 
 
 def test_the_hosts_clock_is_the_steps_clock_on_a_cpu() -> None:
-    assert isinstance(timing.step_times([], torch.device("cpu"), 2)._clock, HostClock)
+    assert isinstance(step_timing.step_times([], torch.device("cpu"), 2)._clock, HostClock)
 
 
 def test_a_loop_of_which_only_the_boundaries_are_known_is_timed_between_them() -> None:

@@ -11,7 +11,7 @@ import standin_watch
 import torch
 
 import clusterddp
-from clusterddp.checkpoint.state import state_of
+from clusterddp.checkpoint.state_dict import state_of
 from clusterddp.distributed import devices
 from clusterddp.jobdef.job import Checkpointing
 
