@@ -168,7 +168,7 @@ class Module:
             return [text for value in values for text in self._texts(value, scopes, depth + 1)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             sides = [self._texts(side, scopes, depth + 1) or [VALUE] for side in (node.left, node.right)]
-            return ["".join(sides) for sides in itertools.product(*sides)]
+            return [_one_value("".join(both)) for both in itertools.product(*sides)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             return self._texts(node.left, scopes, depth + 1)
         if isinstance(node, ast.Name):
@@ -241,6 +241,11 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
             yield from _pairs(part, each)
 
 
+def _one_value(text: str) -> str:
+    """The text with two values beside each other as one."""
+    return re.sub(r"(\.\.\.){2,}", VALUE, text)
+
+
 def is_sentence(text: str) -> bool:
     """Whether a text is in words: not a path, a command line or a format."""
     words = re.findall(r"(?<![\w`/.<-])[a-z]{2,}(?![\w/.=(>])", text)
@@ -283,7 +288,7 @@ def found() -> dict[str, list[Message]]:
         if path.stem in DESCRIPTIONS:
             continue
         for message in Module(package, tree).messages():
-            text = re.sub(r"(\.\.\.){2,}", "...", " ".join(message.text.split()))
+            text = _one_value(" ".join(message.text.split()))
             text = text.removeprefix(". ") if message.kind == PART else text
             if len(re.sub("[^A-Za-z]", "", text)) >= FEWEST_LETTERS:
                 packages.setdefault(package, set()).add(Message(text, message.kind))

@@ -187,6 +187,17 @@ def test_a_writer_that_cannot_be_started_fails_the_save_and_the_next_one_tries_a
     assert [name[5:17] for name in names(directory)] == ["000000000002"]
 
 
+def test_names_and_values_that_do_not_fit_into_the_header_are_not_saved(
+    monkeypatch: pytest.MonkeyPatch, checkpoint_client: Any
+) -> None:
+    monkeypatch.setattr("clusterddp.checkpoint.client.LONGEST_HEADER", 8)
+    checkpoint_client.save(1, state(), {}, urgent=True)
+    with pytest.raises(NotSaved, match="^the names and plain values of the state take 0 MB, but"):
+        checkpoint_client.result(wait=True)
+    monkeypatch.undo()
+    save(checkpoint_client, 2, state())
+
+
 def test_a_snapshot_that_fails_is_reported_as_what_it_is(directory: RunDirectory, checkpoint_client: Any) -> None:
     """Such as a CUDA error in the copy; the writer is not to blame, and saves the next one."""
 

@@ -256,6 +256,11 @@ def test_a_wrong_header_is_damage(tmp_path: Path, change: Any) -> None:
         file_format.read(liar(tmp_path / "x", change))
 
 
+def test_the_tensor_that_is_not_within_the_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(file_format.Damaged, match="^tensor a is not within the data$"):
+        file_format.read(liar(tmp_path / "x", lambda header: header["a"].update(data_offsets=[0, 10**15])))
+
+
 @pytest.mark.parametrize(
     "change",
     [
