@@ -333,8 +333,8 @@ def _differs(check: Check, difference: Difference, lost: Sequence[str], causes: 
     return text
 
 
-def _words(difference: Difference) -> str:
-    """What differs, with rank and step."""
+def _words(difference: Difference, resumed: bool = True) -> str:
+    """What differs, with rank and step. ``resumed``: in a run that was resumed before it."""
     where, names = f"in step {difference.step} on rank {difference.rank}", _listed(difference.names)
     values = f" ({difference.now} instead of {difference.was})" if _shown(difference) else ""
     if difference.kind == BATCH:
@@ -344,7 +344,8 @@ def _words(difference: Difference) -> str:
             f" (it was the batch of step {same})" if same is not None and same != difference.step else ""
         )
     if difference.kind == RESTORED:
-        return f"the state of {names}{values} was not restored before step {difference.step} on rank {difference.rank}"
+        verb = "was not restored" if resumed else "differed"
+        return f"the state of {names}{values} {verb} before step {difference.step} on rank {difference.rank}"
     if difference.kind == LOGGED:
         return f"the logged {names} {where} differed{values}"
     if difference.kind == STATE:
@@ -366,7 +367,7 @@ def _lost(names: Sequence[str]) -> str:
 
 
 def _not_repeatable(check: Check, difference: Difference) -> str:
-    text = f"the run is not repeatable even without a resume. When it ran again, {_words(difference)}"
+    text = f"the run is not repeatable even without a resume. When it ran again, {_words(difference, resumed=False)}"
     if names := unsteady(check.uninterrupted, check.again, difference):
         text += f". In its first step, these also differed: {_listed(names)}"
     text += (

@@ -130,7 +130,9 @@ class Module:
             return f"`{name}` in the script" if self.package in IN_SCRIPTS else ""
         if name in PRINTING:
             where = {"cli": "printed by a command", "runs": "printed by a command", "supervisor": "the job's log"}
-            ranks = "a rank's `.err`" if self.package in IN_SCRIPTS | {"worker"} else "standard error"
+            is_program = any(isinstance(node, ast.If) and "__name__" in ast.dump(node.test) for node in self.tree.body)
+            of_rank = self.package in IN_SCRIPTS or (self.package == "worker" and not is_program)
+            ranks = "a rank's `.err`" if of_rank else "standard error"
             return where.get(self.package, ranks)
         return ""
 
