@@ -315,7 +315,7 @@ def _differs(check: Check, difference: Difference, lost: Sequence[str], causes: 
     resume = max((stop for stop in check.stops if stop <= difference.step), default=0)
     nth = ["first", "second", "third"][check.stops.index(resume)] if resume else ""
     when = f"after the {nth} resume (from step {resume})" if nth else "before its first resume"
-    text = f"the resumed run differs {when}: {_words(difference)}"
+    text = f"the resumed run differs {when}: {_words(difference, resumed=bool(nth))}"
     if difference.kind in (LOGGED, STATE):
         text += ". The batch was the same, and so was the state of all parts when the step began"
     if lost:

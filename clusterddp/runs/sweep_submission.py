@@ -311,7 +311,8 @@ def _submit_array(sweep: Sweep, jobs: Mapping[str, Job], running: int | None) ->
         stack.enter_context(signals_blocked(signal.SIGINT))
         folder.prepare(array, names, script)
         first = sweep.folder.member(names[0])
-        job_id = _sbatch(array, exclusion.option(sweep.job.exclude, nodes_to_avoid(first, sweep.job)))
+        job = jobs[names[0]]
+        job_id = _sbatch(array, exclusion.option(job.exclude, nodes_to_avoid(first, job)))
         _record(folder, array, job_id)
     return job_id
 

@@ -40,7 +40,7 @@ from clusterddp.slurm.commands import TIMEOUT_S, JobInfo
 from clusterddp.slurm.pace import IMMINENT_S, QUIET_S, SILENT_S, SOON_S, Activity, Pace
 from clusterddp.slurm.queue import jobs_by_script
 from clusterddp.slurm.run_states import Cause, RunState, run_states
-from clusterddp.supervisor.lease import holders, reachable, submitted, submitting
+from clusterddp.supervisor.lease import holders, reachable, started, submitted, submitting
 from clusterddp.supervisor.limits import held
 
 LOOK_S = 0.2
@@ -248,7 +248,8 @@ class Resubmitter:
             # A process that submitted it may have been killed, or got no answer from Slurm, before it recorded the job.
             if job_id := jobs_by_script(ended=False).get(str(self._run.batch_script)):
                 job = slurm.show_job(job_id)
-                if job is not None and job.state == "COMPLETING":  # an earlier one of the run, perhaps on a lost node
+                # An earlier job of the run, which a lost node delays. It may have ended since squeue's answer.
+                if job is not None and (job.state == "COMPLETING" or (not job.live and started(self._run, job_id))):
                     return self._say(f"{ended}. Waiting until job {job_id} has left its nodes")
                 submitted(self._run, job_id)
                 return self._say(f"{ended}. Job {job_id}, which was not recorded, continues the run")

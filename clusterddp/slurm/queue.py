@@ -71,9 +71,10 @@ def jobs_by_script(ended: bool = True, without: str = "") -> dict[str, str]:
 
 
 def parse_scripts(text: str, without: str = "") -> dict[str, str]:
-    """Reads lines ``41|/sweep/arrays/0/array.sbatch``."""
+    """Reads lines ``41|/sweep/arrays/0/array.sbatch``. Of several jobs of a script, the newest counts."""
     rows = (line.partition("|") for line in text.splitlines())
-    return {script: job for job, _, script in rows if job.isdecimal() and job != without}
+    found = [(int(job), script) for job, _, script in rows if job.isdecimal() and job != without]
+    return {script: str(job) for job, script in sorted(found)}
 
 
 # --- why a job waits

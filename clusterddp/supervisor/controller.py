@@ -223,8 +223,9 @@ class SlurmController(Controller):
     def successor(self) -> str | None:
         """A different live job with the run's batch script."""
         new = jobs_by_script(ended=False, without=self._job_id).get(str(self._run.batch_script))
-        if new is not None:
-            self._record(new)
+        if new is None or lease.started(self._run, new):  # an earlier job, which a lost node keeps in COMPLETING
+            return None
+        self._record(new)
         return new
 
     def _record(self, new: str) -> None:

@@ -185,9 +185,9 @@ def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
 
 
 def submitted_as(run: RunDirectory, me: Mapping[str, Any]) -> bool:
-    """Whether this job is the run's newest submission on record."""
+    """Whether this job is the run's newest submission on record, and has started no attempt."""
     claim = read_claim(run.submitted_file, run)
-    return claim is not None and _same(claim, me)
+    return claim is not None and _same(claim, me) and "attempt" not in claim
 
 
 def restarted(run: RunDirectory, me: Mapping[str, Any]) -> bool:

@@ -230,10 +230,9 @@ def _timed(event: Mapping[str, Any]) -> bool:
     return event.get("cause") in (Cause.TIME_LIMIT.value, Cause.TIMED_OUT.value)
 
 
-def held(events: Iterable[Mapping[str, Any]]) -> float | None:
-    """When the user stopped the run by ``clusterddp tell stop``, so that only the user may continue it, or None."""
+def held(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The user's ``clusterddp tell stop`` in the newest attempt, after which only the user may continue the run."""
     events = list(events)
     newest = max((event["attempt"] for event in events), default=None)
     own = [event for event in events if event["attempt"] == newest]
-    asked = [event for event in own if event["event"] == "requested" and event.get("request") == "stop"]
-    return float(asked[0]["time"]) if asked else None
+    return next((event for event in own if event["event"] == "requested" and event.get("request") == "stop"), None)

@@ -239,18 +239,18 @@ def finished(
     if outcome["state"] == Action.FAIL.value and by_slurm:  # else a user restarted it
         say(f"{run} failed{at_step(outcome['step'])} in this job. A requeue does not restart it, {BUT_SUBMIT}")
         return 1
-    if outcome["state"] is None and (stopped_at := held(run.events())) is not None:
-        if by_slurm:
+    if run.cancelled or outcome["state"] == Action.CANCEL.value:
+        say(f"{run} was cancelled and will not run again")
+        return 1
+    if outcome["state"] is None and (stop := held(run.events())) is not None:
+        if by_slurm and stop["attempt"] == newest:
             say(f"{run} was stopped by `clusterddp tell stop`. A requeue does not continue it, {BUT_SUBMIT}")
             return controller.leave_code
         if not lease.submitted_as(run, controller.holder()):  # but by a supervisor that was killed, or by hand
             submitted_at = slurm.patiently(controller.submitted_at, math.inf, FIRST_PAUSE_S)
-            if submitted_at is not None and submitted_at < stopped_at:
-                say(f"{run} was stopped by `clusterddp tell stop` after this job had been queued, so it does not start")
+            if submitted_at is not None and submitted_at < stop["time"]:
+                say(f"{run} was stopped by `clusterddp tell stop`. An older job does not continue it, {BUT_SUBMIT}")
                 return controller.leave_code
-    if run.cancelled or outcome["state"] == Action.CANCEL.value:
-        say(f"{run} was cancelled and will not run again")
-        return 1
     return None
 
 

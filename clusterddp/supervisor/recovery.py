@@ -444,9 +444,11 @@ class Recovery:
 
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
-        if file := own_checkpoint(self._history.events, self._number):
+        own = [known for known in self._history.events if known["attempt"] == self._number]
+        resumed_from = next((known.get("file") for known in own if known["event"] == "own_resume"), None)
+        if file := own_checkpoint(own, self._number) or resumed_from:
             ended["file"] = file
-        if any((known["event"], known["attempt"]) == ("steps_seen", self._number) for known in self._history.events):
+        if any(known["event"] == "steps_seen" for known in own):
             ended["made"] = max(1, self._made or 0)
         self._history.add(event, **ended, **values)
 

@@ -160,10 +160,10 @@ class Profiling:
             self._report("not_profiled", reason=f"{why} before its next step", **wish.named)
 
     def _start(self, wish: _Wish, step: int) -> None:
-        if torch._C._autograd._profiler_enabled():
-            self._reject(wish, "the script is running torch's profiler itself")
-            return
         try:
+            if torch._C._autograd._profiler_enabled():
+                self._reject(wish, "the script is running torch's profiler itself")
+                return
             with self._pause():  # a GPU's first profile loads CUPTI
                 profiler = profile(activities=activities(self._device, supported()))
                 profiler.start()

@@ -21,6 +21,7 @@ import pytest
 
 from clusterddp import protocol
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
+from clusterddp.events import sentence
 from clusterddp.failures import exclusion
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import Hang
@@ -895,6 +896,15 @@ def test_a_job_that_would_be_requeued_for_its_exit_code_is_not_as_a_run_fails(
     if not raises:
         main.supervise(run, job, lambda *_: None, controller)  # type: ignore[arg-type]
         assert said == asked
+
+
+def test_a_script_that_saved_nothing_since_it_resumed_continues_from_the_same_file(run: RunDirectory) -> None:
+    """Its own. The history had said that no checkpoint is known."""
+    number = run.create_attempt()
+    append_line(run.events_file, {"attempt": number, "time": 1.0, "event": "own_resume", "file": "a.pt"})
+    append_line(run.events_file, {"attempt": number, "time": 2.0, "event": "steps_seen"})
+    Attempt(run, JOB, number, FakeRanks(run, STOPPED), FakeController(Cause.PREEMPTED)).supervise()
+    assert "The newest checkpoint is a.pt. The job is requeued" in (sentence(run.events()[-1]) or "")
 
 
 @pytest.mark.parametrize(
