@@ -94,7 +94,7 @@ def test_another_user_sees_nothing_of_a_run_and_cannot_disturb_it(cluster: Clust
     # Nothing is answered, but to what could be a rank of another attempt: that it is refused.
     refused = b'{"refused": "its token is not this attempt\'s"}\n'
     assert stranger.stdout is not None and stranger.stdout.readline() == f"{refused!r}\n"
-    for rank, words in ((0, "rank 0 has already joined"), (2, "no rank 2 among 2")):
+    for rank, words in ((0, "rank 0 has already joined"), (2, "there is no rank 2 in a run of 2 ranks")):
         with pytest.raises(LauncherEnvironmentError, match=words):
             ControlChannel.join(f"{address}:{port}", token, rank, 1, timeout=10)
     supervisor = next(each for each in cluster.processes(host) if "clusterddp.supervisor" in each.command())
