@@ -138,7 +138,7 @@ class Resubmitter:
             if job is not None and job.live:
                 return self._help_live(job)
         newest, job = claims[0]["job"], jobs[0]
-        if self._run.outcome() is not None:  # it ended between the two queries
+        if self._run.outcome() is not None or self._claims() != claims:  # it ended, or has a new job, since the query
             return SOON_S
         early = early_end(self._run, claims[0], job.state if job else None)
         # The user may have stopped it, or the history is hidden with all that the job has done.

@@ -703,5 +703,7 @@ class Invariants:
         for attempt in self.attempts.values():
             if attempt.supervisor.code is None or attempt.number in ended:
                 continue
-            if attempt.number == newest and not self._stood_before(newest + 1):
+            # A job that finds the run cancelled takes a number, and starts nothing.
+            is_taken = self._marked and self._claimed_at(newest + 1) < math.inf
+            if attempt.number == newest and not self._stood_before(newest + 1) and not is_taken:
                 self._violated("I6", f"attempt {attempt.number} ended without a cause in the history")

@@ -260,6 +260,23 @@ def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_i
     assert "Job 77, which was not recorded, continues the run" in capsys.readouterr().err
 
 
+def test_a_job_that_is_submitted_while_slurm_is_asked_about_the_last_one_is_waited_for(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one ended as COMPLETED, once it had submitted the next (seed 40468686)."""
+
+    append_line(run.events_file, {"event": "resubmitted", "attempt": 0, "time": 2.0, "job": "42"})
+
+    def show_job(job_id: str) -> JobInfo:
+        lease.submitted(run, "42")
+        return info("COMPLETED", job=job_id)
+
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
+    resubmitter = Resubmitter(run, JOB)
+    resubmitter.look()
+    assert (submitted, resubmitter.result) == ([], None)
+
+
 def test_an_earlier_job_that_still_leaves_its_nodes_does_not_continue_the_run(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
