@@ -6,6 +6,7 @@ controller does, and otherwise every few simulated seconds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -269,7 +270,7 @@ class Invariants:
         if again := sorted(used & left):
             self._violated("spares", f"attempt {step.attempt} uses {again[0]}, which an earlier one has left")
         before = earlier[-1][1] if earlier else used
-        dead = [node for node in used - before if node in slurm.down and slurm.down_since[node] < now - LOST_S]
+        dead = [node for node in used - before if node in slurm.down and slurm.down_since[node] < now - 2 * SLOW_S]
         stood = now - step.server.process.stopped_until < SLOW_S  # since it chose them
         if dead and self.answers and not stood:
             self._violated("spares", f"attempt {step.attempt} uses {dead[0]}, which is down")
@@ -577,6 +578,7 @@ class Invariants:
             if stuck:
                 self._violated("I7", f"{stuck[0].process.name} is left")
         if "disk errors" not in faults:
+            self._check_starts(events)
             self._check_causes(events)
         self._check_events(events, faults)
         self._check_hand_overs(events)
@@ -689,6 +691,15 @@ class Invariants:
             return False
         there = [process for process in self._world.processes if process.node == folder.node and process.stopped_until]
         return any(0 <= folder.created - process.stopped_until < SLOW_S for process in there)
+
+    def _check_starts(self, events: list[dict[str, Any]]) -> None:
+        """A start of a job that stood still begins no attempt once the job's restart has, as far as it could see."""
+        started = [event for event in events if event["event"] == "started"]
+        for event, later in itertools.combinations(started, 2):
+            seen_s = self._claimed_at(later["attempt"]) - self._claimed_at(event["attempt"])
+            is_restarted = event.get("job") == later.get("job") and event.get("restarts", 0) > later.get("restarts", 0)
+            if is_restarted and seen_s > self._lag_s + SLOW_S and self._history.disk.slow == 0.0:
+                self._violated("I1", f"attempt {later['attempt']} begins, and Slurm had restarted its job before")
 
     def _check_causes(self, events: list[dict[str, Any]]) -> None:
         """Every attempt has its cause, unless its supervisor was killed, or superseded."""
