@@ -93,13 +93,23 @@ class Cluster:
 
     def _await_nodes(self) -> None:
         # A slurmd that started before the controller tries to register again after a second or more.
-        if wait_until(lambda: self._node_states() == {"idle"}, START_TIMEOUT):
+        if wait_until(self._are_idle, START_TIMEOUT / 3):
+            return
+        # A slurmd of 22.05.8 may stand still while it starts, before it loads the plugin for munge.
+        for node, state in self._node_states().items():
+            if state != "idle":
+                self.restart_slurmd(node)
+        if wait_until(self._are_idle, START_TIMEOUT):
             return
         logs = "\n".join(f"slurmd-{node}: {tail(self._daemons.log(f'slurmd-{node}'))}" for node in self.nodes)
         raise ClusterError(f"the nodes are {self._node_states()}, not idle:\n{logs}")
 
-    def _node_states(self) -> set[str]:
-        return set(self.root(["sinfo", "--noheader", "--Node", "--format=%T"]).stdout.split())
+    def _are_idle(self) -> bool:
+        return set(self._node_states().values()) == {"idle"}
+
+    def _node_states(self) -> dict[str, str]:
+        lines = self.root(["sinfo", "--noheader", "--Node", "--format=%N %T"]).stdout.splitlines()
+        return dict(line.split() for line in lines)
 
     def down(self) -> None:
         """Ends every process of the cluster and removes all that it created on this machine."""
@@ -311,7 +321,7 @@ class Cluster:
             self._cancel_all()
             for node in dead:
                 self._update_node(node, "state=down", "reason=drained")
-        while not (self._cancel_all() and self._node_states() == {"idle"} and not self._steps()):
+        while not (self._cancel_all() and self._are_idle() and not self._steps()):
             if time.monotonic() > deadline:
                 left = "\n".join([self.root(["squeue", "--all"]).stdout, *self._steps()])
                 raise AssertionError(f"after {timeout:g} s: nodes {self._node_states()}, jobs:\n{left}")
