@@ -370,8 +370,8 @@ def _read_head(file: int) -> tuple[bytes, dict[str, Any]]:
 def _check_entries(header: Mapping[str, Any]) -> int:
     """Where the checksums, and with them the file, end in the data.
 
-    Raises Damaged, or the errors of a header of a different form, unless the metadata is text and each tensor is within
-    the data.
+    Raises Damaged unless the metadata is text and each tensor is within the data, and ValueError, TypeError or KeyError
+    for a header of a different form.
     """
     size, end = header[_CHECKSUMS]["data_offsets"]
     for name, entry in header.items():

@@ -168,8 +168,8 @@ def _confirmed(state: State, why: str) -> Step:
 
 
 def _on_left(state: State, event: RankEvent, now: float) -> Step:
-    """A rank's last report is the record of its end. A rank that is done may still be dismissed before it exits. A rank
-    that failed keeps its failure, even if its exit takes so long that it is dismissed."""
+    """A rank's last report is the record of its end. A rank that is done may still be dismissed before it exits. If a
+    rank that failed takes too long to exit and is dismissed, its record is still that of the failure."""
     check_record(event.values)
     before = state.ends.get(event.rank, {}).get("end")
     if before is None or (before in ("done", "stopped") and event.values["end"] == "dismissed"):
