@@ -9,6 +9,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -285,9 +286,7 @@ def test_submitted_members_are_counted_and_their_jobs_named(
     """By `clusterddp submit --sweep`, and in the same words by a Hydra multirun."""
     if command_of == "multirun":
         require("hydra")
-        from hydra_plugins.clusterddp_launcher import ClusterddpLauncher
-
-        launcher = ClusterddpLauncher()
+        launcher = import_module("hydra_plugins.clusterddp_launcher").ClusterddpLauncher()
         launcher._own = {"wait": False}
         monkeypatch.setattr("clusterddp.cli.sweep.submit", launcher._submit)
     sweep(*options)
