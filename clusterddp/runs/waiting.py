@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from clusterddp.errors import (
@@ -259,15 +260,8 @@ class Resubmitter:
             return self._submit(ended)
 
     def _submit(self, ended: str) -> float:
-        nodes = exclusion.still_excluded(
-            self._run.events(),
-            time.time(),
-            lambda: slurm.usable_nodes(self._job.partition),
-            self._job,
-        )
-        nodes += node_memory.avoided(
-            self._run, self._job, nodes, lambda: slurm.usable_nodes(self._job.partition), time.time()
-        )
+        usable = partial(slurm.usable_nodes, self._job.partition)
+        nodes = node_memory.left_out(self._run, self._job, usable, time.time())
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
         submitted(self._run, new)
         return self._say(f"{ended}. Resubmitted as job {new}")
