@@ -90,7 +90,7 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     with suppress(OSError):  # the disk may be full, and the entry then names a process that no longer runs
         lease.loop_ended(run)
     if code == 0 and local.missed:
-        say(f"the run completed, but it was not preempted by {', '.join(map(str, local.missed))}. The exit code is 1")
+        say(f"the run completed, but {', '.join(map(str, local.missed))} did not preempt it. The exit code is 1")
         return FAILED
     return ended(run, code, f"clusterddp submit --local --run-dir {run.quoted}")
 
