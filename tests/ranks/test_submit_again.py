@@ -96,8 +96,8 @@ def test_a_preemption_after_steps_that_the_script_does_not_record_is_reported(
     words = "\n--preempt-after 5 did not fire, because no step was recorded. Record steps with run.steps() or `steps:"
     assert words in done.stderr
     assert "\n--preempt-after 9s did not fire. The run was already over\n" in done.stderr
-    last = "clusterddp: the run completed, but --preempt-after 5, --preempt-after 9s did not preempt it. The exit code is 1"
-    assert done.stderr.splitlines()[-1] == last
+    last = "the run completed, but --preempt-after 5, --preempt-after 9s did not preempt it. The exit code is 1"
+    assert done.stderr.splitlines()[-1] == f"clusterddp: {last}"
 
 
 @pytest.mark.parametrize(
