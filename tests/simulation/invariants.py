@@ -61,17 +61,21 @@ HARMLESS = frozenset(
             "fork",
             "refused",
             "connection breaks",
+            "shut down a node",
         ),
     )
 )
 #: Faults that may keep an attempt from saving though it had notice.
 HINDERING = frozenset(
-    ("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang", "odd failure")
+    (
+        *("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang"),
+        *("odd failure", "shut down a node"),
+    )
 )
 #: Faults that may keep Slurm or the disk from answering.
 SILENT = frozenset(("controller away", "answers lost", "requests limited", "controller slow", "disk errors"))
 #: Faults after which it is unclear which rank failed first.
-UNCLEAR = frozenset(("lose a node", "lose a spare", "suspend", "connection breaks"))
+UNCLEAR = frozenset(("lose a node", "lose a spare", "suspend", "connection breaks", "shut down a node"))
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: The same, and the ranks restart in the same job.
