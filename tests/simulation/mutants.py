@@ -433,6 +433,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "any number of nodes is avoided": 63,
     "new jobs forget other runs": 2409,
     "a started successor survives scancel": 8465,
+    "a node that was shut down takes ranks again": 115,
 }
 #: The kinds of faults without which some of them cannot be seen: other histories are drawn and counted, but not played.
 NEEDS: Mapping[str, set[str]] = {
@@ -454,6 +455,7 @@ NEEDS: Mapping[str, set[str]] = {
     "a node that was left takes ranks again": {"lose a node"},
     "a spare that is down takes ranks": {"lose a node"},
     "a run never shrinks": {"lose a node"},
+    "a node that was shut down takes ranks again": {"shut down a node"},
 }
 
 

@@ -732,7 +732,8 @@ class Launcher:
             self._left.add(number)
             if gone or rank.process.node in self.cluster.slurm.cut | self._batch.lost:
                 rank.process.alive = False
-                self.world.after(5.0, self._cannot_start, rank)
+                if rank.process.node not in self.cluster.slurm.shut:  # else srun waits until Slurm gives the node up
+                    self.world.after(5.0, self._cannot_start, rank)
                 continue
             self.cluster.slurm.add_process(self._batch, rank.process)
             rank.begin()

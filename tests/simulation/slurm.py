@@ -121,8 +121,8 @@ class Slurm:
         #: When each node that was lost came back.
         self.back_at: dict[str, float] = {}
         self.cut: set[str] = set()
-        #: Those that closed all connections as they went down: their system was shut down.
-        self.shut: set[str] = set()
+        #: Those that closed all connections as they went down, because they were shut down: the processes that ended.
+        self.shut: dict[str, list[Process]] = {}
         self.away_until = 0.0
         #: Until when sbatch is refused, as by a limit.
         self.refused_until = 0.0
@@ -608,10 +608,9 @@ class Slurm:
             return
         self._tell(f"({node} {how})")
         if how == "is shut down":
-            self.shut.add(node)
-            for process, _, _ in self.started:
-                if process.node == node:
-                    process.kill()
+            ended = self.shut[node] = [each for each, _, _ in self.started if each.node == node and each.alive]
+            for process in ended:
+                process.kill()
         self.cut.add(node)
         lost(node, True)
         for process, _, _ in self.started:
@@ -659,8 +658,9 @@ class Slurm:
     def _node_back(self, node: str, lost: Callable[[str, bool], Any], how: str) -> None:
         """slurmd registers, and kills what does not belong to a job of the node."""
         self._tell(f"(node {node} is back)")
-        for lost_nodes in (self.cut, self.down, self.shut):
-            lost_nodes.discard(node)
+        self.cut.discard(node)
+        self.down.discard(node)
+        self.shut.pop(node, None)
         self.back_at[node] = self.world.now
         lost(node, False)
         late_s = REGISTERS_S * self.world.random.random() if how == "stands still" else 0.0
