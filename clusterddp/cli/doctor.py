@@ -22,7 +22,7 @@ from clusterddp.checks.node import FAILED, Check, worst
 from clusterddp.checks.nodes_job import check_nodes, summary
 from clusterddp.cli import options, submit
 from clusterddp.errors import UsageError
-from clusterddp.failures.node_memory import FOLDER, by_node, is_avoided, letter, recall, weight
+from clusterddp.failures.node_memory import FOLDER, UNLESS, by_node, is_avoided, letter, recall, weight
 from clusterddp.reporter import counted, duration, put, show
 from clusterddp.rundir.run_directory import runs_folder
 
@@ -149,10 +149,10 @@ def run_nodes(arguments: argparse.Namespace, _: object) -> int:
     for node, failures in nodes.items():
         runs = counted(len({failure.run for failure in failures}), "run")
         ago = duration(max(0.0, now - failures[0].time))
-        avoided = "new jobs avoid it" if is_avoided(failures, now) else "new jobs may use it"
+        avoided = f"new jobs avoid it, {UNLESS}" if is_avoided(failures, now) else "new jobs may use it"
         times = counted(len(failures), "failure")
         put(f"{node}: {times} in {runs}, the last {ago} ago ({failures[0].what}), {avoided}")
     for node, failures in nodes.items():
         if weight(failures, now):
-            put(f"\nTo send to the cluster's administrator:\n\n{letter(node, failures)}")
+            put(f"\nTo send to the cluster's administrator:\n\n{letter(node, failures, now)}")
     return 0
