@@ -31,6 +31,8 @@ Event = Mapping[str, Any]
 PRODUCTIVE = ("training", "evaluating")
 #: The run has no nodes in these.
 WITHOUT_NODES = ("queued", "held", "limited", "down")
+#: The nodes of ``Spent.idle_node_s``.
+IDLE_NODES = "spare nodes, and nodes that the run left"
 #: The smallest share in ``breakdown``.
 LEAST = 0.01
 
@@ -64,13 +66,18 @@ class Spent:
         return f"ETTR {100 * self.ettr:.0f}% of {of}{goodput}, {repeated}"
 
     def idle(self) -> str:
-        """``spare nodes: 2.5 node-hours idle``. Empty if there were none."""
-        return f"spare nodes: {self.idle_node_s / 3600:.3g} node-hours idle" if self.idle_node_s else ""
+        """``idle nodes: 2.5 node-hours (spare nodes, and nodes that the run left)``. Empty if there were none."""
+        return f"idle nodes: {node_hours(self.idle_node_s)} ({IDLE_NODES})" if self.idle_node_s else ""
 
     def breakdown(self) -> str:
         """``training 91%, queued 5%, importing 2%``: the categories with at least LEAST of the time."""
         parts = [f"{CATEGORIES[name]} {100 * share:.0f}%" for name, share in self.shares().items() if share >= LEAST]
         return ", ".join(parts)
+
+
+def node_hours(seconds: float) -> str:
+    """``2.5 node-hours``"""
+    return f"{seconds / 3600:.3g} node-hours"
 
 
 def spent(booking: Booking, events: Iterable[Mapping[str, Any]]) -> Spent | None:
