@@ -202,8 +202,11 @@ class Recovery:
         if self._bounded("restarted", verdict):
             return verdict.exit_code
         choice = self._choose_course(lost)
+        leaves = verdict
+        if choice.course is Course.NEW_JOB and self._state.job.outlives_nodes:
+            leaves = replace(verdict, reason=f"{verdict.reason}. {choice.why[0].upper()}{choice.why[1:]}")
         if choice.course is Course.NEW_JOB and lost and not self._controller.starts_again:
-            return self._stop(verdict)  # the rest of the allocation is too small for the ranks
+            return self._stop(leaves)  # the rest of the allocation is too small for the ranks
         if choice.course in (Course.SPARE, Course.SHRINK):
             self._choose_nodes(())  # for the run's next job
             moved = choice.placement
@@ -213,10 +216,10 @@ class Recovery:
         if self._controller.resubmits and self._controller.starts_again:
             excluded = self._choose_nodes(lost)
             if lost or self._state.wanted is Stop.DRAIN:
-                return self._resubmit(verdict, excluded.nodes or self._excluded(), node_lost=bool(lost))
+                return self._resubmit(leaves, excluded.nodes or self._excluded(), node_lost=bool(lost))
             if any(self._state.node_of(rank) in excluded.nodes for rank in range(self._job.world_size)):
                 try:
-                    return self._hand_over(verdict, self._submit(excluded.nodes))
+                    return self._hand_over(leaves, self._submit(excluded.nodes))
                 except SlurmError as error:
                     self._history.add("not_excluded", reason=f"a new job could not be submitted ({error})")
         if verdict.first_failure is not None and verdict.first_failure.lacks_gpus:
