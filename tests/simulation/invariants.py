@@ -40,6 +40,8 @@ INCOMPLETE_S = 200.0
 TOLD_S = 0.1 + JITTER_S
 #: Between a look at the disk, or a question to Slurm, and what follows from it.
 SLOW_S = 5.0
+#: Two attempts of which one ends and one begins within this may not see each other.
+SAME_S = 1.0
 #: A history has an end.
 MOST_EVENTS = 30_000
 #: Faults after which a run that `resubmit` waits for must complete.
@@ -623,9 +625,11 @@ class Invariants:
 
     def _is_one_hidden(self, completed: list[dict[str, Any]]) -> bool:
         """Whether all but the last attempt completed, on nodes that were cut off, while a newer one was hidden; or the
-        last one began while the outcome was hidden."""
+        last one began while the outcome was hidden, or was being written."""
         cut = any(fault.kind == "lose a node" for fault in self._history.plan.faults)
         waited_s = self._claimed_at(completed[-1]["attempt"]) - (completed[-2]["time"] - EPOCH)
+        if abs(waited_s) < SAME_S:
+            return True
         if not self._lag_s or not (cut or waited_s < self._lag_s + SLOW_S):
             return False
         ahead_s = max(0.0, *self._world.skew.values()) if self._world.skew else 0.0

@@ -723,8 +723,9 @@ class Launcher:
         """Starts the ranks on the job's nodes."""
         self.attempt, self.environment = int(environment["CLUSTERDDP_ATTEMPT"]), environment
         self.server = self.world.process.server  # type: ignore[attr-defined]
+        gone = self._batch.batch is not self.world.process or self._batch.state not in ("RUNNING", "SUSPENDED")
+        gone = gone or len(self._nodes) < self._job.nodes  # then srun refuses the step
         for number in range(self._job.world_size):
-            gone = self._batch.batch is not self.world.process or self._batch.state not in ("RUNNING", "SUSPENDED")
             node = "" if gone else self._nodes[number // self._job.ranks_per_node]
             rank = Rank(self, number, node)
             self.ranks.append(rank)

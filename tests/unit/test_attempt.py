@@ -847,6 +847,28 @@ def test_ranks_leave_a_node_that_slurm_took_out_of_the_job_before_they_had_start
     assert (events[3]["nodes"], events[3]["aside"]) == (["n1", "n3"], ["n2"])
 
 
+@pytest.mark.parametrize("status", [ExitStatus(not_started="Communication connection failure"), None])
+def test_a_run_leaves_a_job_that_had_lost_too_many_nodes_before_its_first_attempt(
+    run: RunDirectory, status: ExitStatus | None
+) -> None:
+    """Whether srun refuses the step or cannot start its tasks. Three attempts had failed, and with them the run
+    (seed 20056324)."""
+
+    class NotStarted(FakeRanks):
+        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None: ...
+
+        def exit_statuses(self) -> Mapping[int, ExitStatus]:
+            return {0: status, 1: status} if status else {}
+
+    controller, number = FakeController(Cause.NONE), run.create_attempt()
+    controller.nodes = ["n1", "n2", "n3"]
+    job = dataclasses.replace(JOB, nodes=2, gpus_per_node=1, spare_nodes=1)
+    ranks, placement = NotStarted(run, {"end": "died"}), Placement(("n1",), ("n1",))
+    assert Attempt(run, job, number, ranks, controller, placement=placement).supervise() == 4
+    assert controller.asked == ["resubmit"]
+    assert "left, but the run needs 2" in run.events()[-1]["reason"]
+
+
 def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(run: RunDirectory) -> None:
     """`resubmit` queries that job, whose state tells what happened, and no other job trains meanwhile."""
     controller = Refusing(Cause.NONE)
