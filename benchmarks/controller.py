@@ -1,7 +1,7 @@
 """What a run asks of slurmctld while it trains: ``python -m benchmarks.controller`` (``make bench-controller``).
 
 On the test cluster, two nodes with a rank each: how many questions about jobs slurmctld answers to a run in its first
-minute, then in ten minutes of undisturbed training, and in as many beside five commands that watch the run, by sdiag.
+minute, then in ten minutes of undisturbed training, and in as many beside six commands that watch the run, by sdiag.
 The bars: one a minute, as sites ask of their users, and 70 an hour beside the commands.
 """
 
@@ -19,7 +19,7 @@ from tests.trainings import Training
 #: ``scontrol show job`` and squeue, which nothing else calls here.
 QUESTIONS = "REQUEST_JOB_INFO(?:_SINGLE)?|REQUEST_JOB_USER_INFO"
 #: The commands that watch the run.
-BESIDE = [["resubmit"], *[["wait"]] * 2, *[["status", "--watch"]] * 2]
+BESIDE = [["resubmit"], *[["wait"]] * 2, *[["status", "--watch"]] * 2, ["list", "--watch"]]
 #: The pauses between the questions of a command have grown after this.
 SETTLED_S = 300.0
 #: From an attempt's start: what precedes training.
@@ -53,7 +53,7 @@ def measure(quick: bool) -> report.Found:
     hourly = [60 * count / minutes for count in questions]
     name = "queries to slurmctld in a minute of training"
     found = [rows.counted(name, "", hourly[0] / 60, 1.0, "one a minute", allowed=1.0)]
-    beside = "the same in an hour, beside resubmit, two wait and two status --watch"
+    beside = "the same in an hour, beside resubmit, two wait, two status --watch and list --watch"
     found.append(rows.counted(beside, "", hourly[1], 70.0, "70", allowed=1.0))
     figures = {"start": at_start, "questions": questions, "seconds": 60 * minutes}
     return report.Found(figures, found, f"Slurm {up.version}")

@@ -9,6 +9,7 @@ import io
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,11 @@ def say_unlocked(message: str) -> None:
 def counted(number: int, one: str, many: str | None = None) -> str:
     """``1 step``, ``2 steps``."""
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def enumerated(one: str, names: Sequence[str]) -> str:
+    """``job 5``, ``jobs 5, 6``."""
+    return f"{one if len(names) == 1 else one + 's'} {', '.join(names)}"
 
 
 def in_words(error: BaseException) -> str:

@@ -223,7 +223,7 @@ class ClusterddpLauncher(Launcher):
     def _submit(self, sweep: "Sweep") -> None:
         """Submits the members, and waits for them. Slurm may take the rest only once some have ended."""
         from clusterddp.errors import INTERRUPTED
-        from clusterddp.reporter import show
+        from clusterddp.reporter import counted, enumerated, show
         from clusterddp.rundir.run_directory import as_typed
         from clusterddp.runs import sweep_submission
         from clusterddp.runs.sweep_submission import planned, tell
@@ -234,7 +234,7 @@ class ClusterddpLauncher(Launcher):
                 tell(sweep, replace(plan, left=[]))
                 done = sweep_submission.submit(sweep, plan)
             if done.job_ids:
-                show(f"Submitted {len(done.members)} members as job {', '.join(done.job_ids)}")
+                show(f"Submitted {counted(len(done.members), 'member')} as {enumerated('job', done.job_ids)}")
             show(f"See them with: clusterddp list {as_typed(sweep.folder.path)}")
             if not self._own["wait"]:
                 if done.refused:

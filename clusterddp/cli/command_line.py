@@ -60,9 +60,9 @@ DESCRIPTIONS = {
     "attempts, job and nodes.",
     "status": "Show a run's state, why it is waiting, its progress and its history.",
     "logs": (
-        "Print what ranks wrote, by default rank 0: its stdout to stdout, its stderr to stderr. The output of several "
-        "ranks or attempts all goes to stdout, each file below a line with its name. For a failed run, show its first "
-        "failure."
+        "Print what rank 0 wrote in the newest attempt: its stdout to stdout, its stderr to stderr. --rank and "
+        "--attempt select others. The output of several ranks or attempts all goes to stdout, each file below a line "
+        "with its name. For a failed run, show its first failure."
     ),
     "report": "Write a self-contained HTML file about a run: what happened when and why, where the time went, "
     "metrics, checkpoints, failures, and the commands to continue it. For several runs or a sweep, draw "

@@ -17,7 +17,7 @@ from pathlib import Path
 from clusterddp.cli.options import add_arguments as add_arguments
 from clusterddp.cli.options import check_combinations, resolve_job
 from clusterddp.environment import in_batch_step
-from clusterddp.errors import INTERRUPTED, UsageError
+from clusterddp.errors import FAILED, INTERRUPTED, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, say, show
 from clusterddp.rundir.files import write_atomically
@@ -84,10 +84,14 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     if warning := step_warning(job, moments):
         show(warning)
     run = record_local(job, arguments.run_dir, Content(fork=arguments.fork))
+    local = LocalRun(run, job, moments, arguments.debug)
     with Progress(run, job.steps, job.progress_interval, Shown(bar=arguments.debug is None)) as progress:
-        code = LocalRun(run, job, moments, arguments.debug).loop(progress)
+        code = local.loop(progress)
     with suppress(OSError):  # the disk may be full, and the entry then names a process that no longer runs
         lease.loop_ended(run)
+    if code == 0 and local.missed:
+        say(f"the run completed, but {', '.join(map(str, local.missed))} did not preempt it. The exit code is 1")
+        return FAILED
     return ended(run, code, f"clusterddp submit --local --run-dir {run.quoted}")
 
 

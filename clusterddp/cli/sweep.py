@@ -12,7 +12,7 @@ from pathlib import Path
 from clusterddp.cli.options import add_job_arguments, add_sweep_arguments, option_values, set_values
 from clusterddp.errors import STOPPED, UsageError
 from clusterddp.jobdef.job import Job
-from clusterddp.reporter import counted, show
+from clusterddp.reporter import counted, enumerated, show
 from clusterddp.rundir.run_directory import as_typed, runs_folder
 from clusterddp.runs import sweep_submission
 from clusterddp.runs.submission import check_ranks, describe
@@ -99,8 +99,7 @@ def submit(sweep: Sweep) -> int:
     if not sys.stdout.isatty():
         print(*done.job_ids, sep="\n", end="\n" if done.job_ids else "", flush=True)
     if done.members:
-        jobs = "job" if len(done.job_ids) == 1 else "jobs"
-        show(f"Submitted {counted(len(done.members), 'member')} as {jobs} {', '.join(done.job_ids)}")
+        show(f"Submitted {counted(len(done.members), 'member')} as {enumerated('job', done.job_ids)}")
     show(f"See them with: clusterddp list {shlex.quote(as_typed(sweep.folder.path))}")
     if done.refused:
         left = counted(len(plan.submit) - len(done.members), "member")

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,14 @@ def avoided(
             f"`clusterddp nodes` shows the failures. To use {them}, add --no-node-memory"
         )
     return nodes
+
+
+def left_out(run: RunDirectory, job: Job, usable: Callable[[], Sequence[str]], now: float) -> list[str]:
+    """The nodes that a job of the run which a command submits excludes: those that the run has left out, and those that
+    it avoids because other runs failed there. ``usable``: as of ``avoided``."""
+    once = cache(usable)
+    nodes = exclusion.still_excluded(run.events(), now, once, job)
+    return nodes + avoided(run, job, nodes, once, now)
 
 
 def letter(node: str, failures: Sequence[NodeFailure]) -> str:

@@ -33,6 +33,10 @@ from clusterddp.supervisor.controller import give_notice
 #: Seconds between two looks at a run's files: for the user, and while waiting to preempt.
 LOOK_S, POLL_S = 0.2, 0.05
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+#: How to preempt a script that records no steps.
+_WITHOUT_STEPS = (
+    "Record steps with run.steps() or `steps: {log: REGEX}`, or use seconds (--preempt-after 2.5s) or --preempt-at"
+)
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,7 @@ class Moment:
             return f"{self} did not fire. The attempt ended earlier"
         if steps_done:
             return f"{self} did not fire. The attempt ended after {counted(steps_done, 'step')}"
-        others = "--preempt-at 'REGEX' or seconds, as in --preempt-after 2.5s"
-        return f"{self} did not fire, because the script's step numbers are unknown. Use {others}"
+        return f"{self} did not fire, because no step was recorded. {_WITHOUT_STEPS}"
 
 
 class Output:
@@ -115,15 +118,17 @@ class Output:
 def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
     """A warning if a moment is given as a step and the script seems to record none."""
     moment = next((moment for moment in moments if moment.step), None)
-    if moment is None or job.script is None:
+    if moment is None or job.step_log is not None or not without_clusterddp(job):
         return None
+    return f"{job.script} does not mention clusterddp. If it records no steps, {moment} never fires. {_WITHOUT_STEPS}"
+
+
+def without_clusterddp(job: Job) -> bool:
+    """Whether the script's own text does not mention clusterddp. Modules that it imports may still use it."""
     try:
-        text = Path(job.script).read_bytes()
+        return job.script is not None and b"clusterddp" not in Path(job.script).read_bytes()
     except OSError:  # a missing script is reported elsewhere
-        return None
-    if b"clusterddp" in text:
-        return None
-    return f"{job.script} does not mention clusterddp. If it records no steps, {moment} never fires. Use seconds (2.5s)"
+        return False
 
 
 @dataclass
@@ -139,6 +144,8 @@ class LocalRun:
     debug_rank: int | None = None
     interrupts: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    #: The preemptions that did not happen.
+    missed: list[Moment] = field(default_factory=list)
     _process: subprocess.Popen[bytes] | None = None
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
@@ -151,6 +158,7 @@ class LocalRun:
                     return INTERRUPTED
                 code = self._attempt(progress)
                 if (outcome := self.run.outcome()) is not None:  # even if the script itself exited with one of these
+                    self.missed += self.preemptions
                     for moment in self.preemptions:
                         show(f"{moment} did not fire. The run was already over")
                     return UNCONFIRMED if is_unconfirmed(outcome) else code
@@ -201,6 +209,7 @@ class LocalRun:
                 moment = None
         progress.update()
         if moment and not self.interrupts:
+            self.missed.append(moment)
             show(moment.missed(progress.steps_done))
         return process.wait()
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from clusterddp.errors import INTERRUPTED, STOPPED, CheckUnfinished, ClusterddpError, NotRepeatable, ResumeDiffers
 from clusterddp.jobdef.job import Job, Limits
@@ -23,7 +23,7 @@ from clusterddp.protocol import CHECK_RESUME
 from clusterddp.reporter import counted, say, show
 from clusterddp.rundir.records import WHY, Digests, Recording, States, StepRecord, Trial, read_trial
 from clusterddp.rundir.run_directory import RunDirectory, runs_folder
-from clusterddp.runs.local import LocalRun, interrupts_counted
+from clusterddp.runs.local import LocalRun, interrupts_counted, without_clusterddp
 from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.submission import record_local
 
@@ -410,8 +410,32 @@ class Trials(Protocol):
         """Why the resumes of a trial are not exact, according to its events."""
 
 
+#: What the check needs, for messages.
+_NEEDS = "The check needs a script with `run = ctx.run(...)` and a loop over run.steps() or run.epochs()"
+
+
+class _Watched(Progress):
+    """Ends the attempt once its script has trained a step without clusterddp's loop."""
+
+    def __init__(self, trial: _Interruptions, steps: int, output: bool) -> None:
+        super().__init__(trial.run, steps, shown=Shown(bar=False, output=output, events=_SHOWN))
+        self._trial = trial
+
+    def _event(self, event: dict[str, Any]) -> None:
+        super()._event(event)
+        if event["event"] == "steps_seen":
+            self._trial.end()
+
+
 class _Interruptions(LocalRun):
     """A local run whose attempts stop after given steps."""
+
+    ended: bool = False
+
+    def end(self) -> None:
+        """Ends a run that cannot be checked."""
+        self.ended = True
+        self._kill()
 
     def interrupted(self) -> None:
         """Handles Ctrl-C without saving, because the run is temporary."""
@@ -424,6 +448,11 @@ class _Interruptions(LocalRun):
         code = self._attempt(progress)
         if self.interrupts:
             raise Interrupted
+        if self.ended:
+            raise ClusterddpError(
+                "the script completed a step without calling ctx.run() first, so its resume cannot be checked. "
+                f"{_NEEDS}"
+            )
         outcome = self.run.outcome()
         if outcome is None and code in (STOPPED, INTERRUPTED):
             if why := stopped_by_others(self.run):
@@ -470,8 +499,7 @@ class LocalTrials:
         records = self.folder / f"{name}-steps"
         records.mkdir(mode=0o700)
         trial = _Interruptions(record_local(self.job, str(self.folder / name), told=False, loop=False), self.job)
-        shown = Progress(trial.run, untils[-1], shown=Shown(bar=False, output=output, events=_SHOWN))
-        with shown as progress, interrupts_counted(trial.interrupted):
+        with _Watched(trial, untils[-1], output) as progress, interrupts_counted(trial.interrupted):
             for until in untils:
                 if not trial.make(Recording(until, records.absolute()), progress):
                     break
@@ -488,6 +516,8 @@ def check_resume(job: Job, steps: int) -> int:
 
     Raises ResumeDiffers, with the first difference, ClusterddpError when the script fails or makes too few steps.
     """
+    if without_clusterddp(job):
+        show(f"{job.script} does not mention clusterddp. {_NEEDS}")
     with temporary_folder() as folder:
         try:
             check = compare(LocalTrials(folder, without_side_effects(job)), steps)
@@ -506,10 +536,7 @@ def compare(trials: Trials, steps: int) -> Check:
     uninterrupted = trials.run("uninterrupted", [steps], output=True)
     epochs = epochs_of(uninterrupted)
     if not epochs:
-        raise ClusterddpError(
-            "the check has recorded no steps. It needs a script with `run = ctx.run(...)` and a loop over run.steps() "
-            "or run.epochs()"
-        )
+        raise ClusterddpError(f"the check has recorded no steps. {_NEEDS}")
     if len(epochs) < LEAST_STEPS:
         raise ClusterddpError(
             f"the script completed {counted(len(epochs), 'step')}, but the check needs {LEAST_STEPS} for two resumes"

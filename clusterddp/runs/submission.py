@@ -251,16 +251,12 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
     warn_of_unseen(run)
     # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
     with alone(run, created), signals_blocked(signal.SIGINT), recorded(run, job, created, content):
-        job_id = batch.submit(fitted, run, Path.cwd(), nodes_to_avoid(run, job))
+        excluded = node_memory.left_out(run, job, lambda: slurm.usable_nodes(job.partition), time.time())
+        job_id = batch.submit(fitted, run, Path.cwd(), excluded)
         lease.submitted(run, job_id)
         run.loop_file.unlink(missing_ok=True)
         show(f"Submitted as job {job_id}. Run directory: {run}")  # before Ctrl-C ends the command
     return run, job_id
-
-
-def nodes_to_avoid(run: RunDirectory, job: Job) -> list[str]:
-    """The nodes on which other runs failed, as far as a new job of the run avoids them."""
-    return node_memory.avoided(run, job, (), lambda: slurm.usable_nodes(job.partition), time.time())
 
 
 def warn_of_unseen(run: RunDirectory) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ from clusterddp.errors import (
     UsageError,
 )
 from clusterddp.events import is_unconfirmed
-from clusterddp.failures import exclusion
+from clusterddp.failures import exclusion, node_memory
 from clusterddp.jobdef.code_snapshot import Code
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import list_differences
@@ -43,7 +44,7 @@ from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.local import LocalRun
 from clusterddp.runs.progress_display import Progress
 from clusterddp.runs.recording import ONLY_JOB, Content, claim, has_completed, present_code, recorded, write_code
-from clusterddp.runs.submission import check_continues, fit_to_cluster, nodes_to_avoid, record_local, warn_of_unseen
+from clusterddp.runs.submission import check_continues, fit_to_cluster, record_local, warn_of_unseen
 from clusterddp.runs.sweep_folder import Array, Record, SweepFolder, read_record
 from clusterddp.runs.sweep_members import (
     Values,
@@ -312,7 +313,8 @@ def _submit_array(sweep: Sweep, jobs: Mapping[str, Job], running: int | None) ->
         folder.prepare(array, names, script)
         first = sweep.folder.member(names[0])
         job = jobs[names[0]]
-        job_id = _sbatch(array, exclusion.option(job.exclude, nodes_to_avoid(first, job)))
+        avoided = node_memory.avoided(first, job, (), lambda: slurm.usable_nodes(job.partition), time.time())
+        job_id = _sbatch(array, exclusion.option(job.exclude, avoided))
         _record(folder, array, job_id)
     return job_id
 

@@ -9,9 +9,11 @@ nodes, or Slurm refused its next job. For a local run, the command only waits.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from clusterddp.errors import (
@@ -145,6 +147,8 @@ class Resubmitter:
         is_unread = not self._run.events() and (self._should_continue(job) or bool(early and not early.lines))
         if self._is_hidden(is_unread or self._run.may_be_over(job.state if job else None)):
             return self._say(f"job {newest} ended. Waiting until its outcome is visible here")
+        if early and job and len(jobs) > 1 and jobs[1] and (jobs[1].end_time or 0.0) > (job.end_time or math.inf):
+            newest, job = claims[1]["job"], jobs[1]  # which held the run when the newest job started
         ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without recording an outcome"
         if self._should_continue(job):
             return self._resubmit(ended, claims)
@@ -256,15 +260,8 @@ class Resubmitter:
             return self._submit(ended)
 
     def _submit(self, ended: str) -> float:
-        nodes = exclusion.still_excluded(
-            self._run.events(),
-            time.time(),
-            lambda: slurm.usable_nodes(self._job.partition),
-            self._job,
-        )
-        nodes += node_memory.avoided(
-            self._run, self._job, nodes, lambda: slurm.usable_nodes(self._job.partition), time.time()
-        )
+        usable = partial(slurm.usable_nodes, self._job.partition)
+        nodes = node_memory.left_out(self._run, self._job, usable, time.time())
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
         submitted(self._run, new)
         return self._say(f"{ended}. Resubmitted as job {new}")

@@ -205,10 +205,10 @@ def script_text(parameters: dict[str, Any], command: str) -> str:
     return executor._make_submission_file_text(command, "")
 
 
-def submit(job: Job, run: RunDirectory, folder: Path, avoided: Sequence[str] = ()) -> str:
-    """Writes the run's ``job.sbatch`` and submits it, without the nodes to avoid now. Returns the job id."""
+def submit(job: Job, run: RunDirectory, folder: Path, excluded: Sequence[str] = ()) -> str:
+    """Writes the run's ``job.sbatch`` and submits it, without the nodes to exclude now. Returns the job id."""
     write_atomically(run.batch_script, batch_script(job, run, folder))
-    options = exclusion.option(job.exclude, avoided)
+    options = exclusion.option(job.exclude, excluded)
     return slurm.submit(run.batch_script, *options, timeout_s=None)  # a timeout could leave an unknown job
 
 

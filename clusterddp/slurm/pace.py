@@ -3,7 +3,7 @@
 What usually changes, a run's own files show: an attempt starts or ends, or falls silent. So these are looked at often,
 and slurmctld, which serves everyone, is asked seldom. Sites ask for at most about one query a minute and user.
 
-The commands of a user that watch runs on one machine share squeue's answers: one of them asks for all. The answers are
+The commands of a user that watch runs on one machine share squeue's answers: one of them asks for all. The answer is
 in a small file of the user's, in $XDG_RUNTIME_DIR or the folder for temporary files. Without a usable file, each
 command asks.
 """
@@ -11,6 +11,7 @@ command asks.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -31,36 +32,38 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.queue import QueuedJob, queued_jobs
 
-#: Seconds after which an answer is deleted. Commands accept none that is older.
+#: Seconds after which an answer counts no more, and a job that no command has wanted since is not asked about.
 KEPT_S = 600.0
 
 
 class _Answer(NamedTuple):
-    """What squeue answered at a time, in unix seconds, about these ids."""
+    """What squeue answered at a time, in unix seconds, about the jobs that commands want: when each was last wanted."""
 
     at: float
-    ids: frozenset[str]
+    wanted: Mapping[str, float]
     jobs: Mapping[str, QueuedJob]
 
 
 def shared_jobs(ids: Collection[str], since: float, timeout_s: float) -> tuple[Mapping[str, QueuedJob], float]:
-    """The jobs with these ids, as in ``queued_jobs``, and when Slurm was asked. Asks only if no command has since then.
+    """The jobs with these ids, as in ``queued_jobs``, and when Slurm was asked. Asks only if no command has since then,
+    and also about the jobs that other commands want.
 
     Both times are on the monotonic clock.
     """
     file, now, wall = _file(), time.monotonic(), time.time()
-    known = [answer for answer in _read(file) if 0.0 <= wall - answer.at < KEPT_S] if file else []
-    for answer in known:
-        if now - (wall - answer.at) > since and answer.ids.issuperset(ids):
-            jobs = {job_id: job for job_id, job in answer.jobs.items() if job_id in ids}
-            return jobs, now - (wall - answer.at)
-    new = _Answer(wall, frozenset(ids), queued_jobs(ids, timeout_s))
+    answer = _read(file) if file else None
+    if answer is None or not 0.0 <= wall - answer.at < KEPT_S:
+        answer = _Answer(-math.inf, {}, {})
+    wanted = {job_id: at for job_id, at in answer.wanted.items() if wall - at < KEPT_S} | dict.fromkeys(ids, wall)
+    if now - (wall - answer.at) > since and answer.wanted.keys() >= set(ids):
+        answer = answer._replace(wanted=wanted)
+    else:
+        answer = _Answer(wall, wanted, queued_jobs(wanted, timeout_s))
     if file:
-        kept = [new, *(answer for answer in known if not answer.ids <= new.ids)]
-        values = [(at, sorted(ids), {key: astuple(job) for key, job in jobs.items()}) for at, ids, jobs in kept]
+        jobs = {job_id: astuple(job) for job_id, job in answer.jobs.items()}
         with suppress(OSError):
-            write_atomically(file, json.dumps(values), mode=0o600)
-    return new.jobs, now
+            write_atomically(file, json.dumps([answer.at, wanted, jobs]), mode=0o600)
+    return {job_id: job for job_id, job in answer.jobs.items() if job_id in ids}, now - (wall - answer.at)
 
 
 def _file() -> Path | None:
@@ -70,20 +73,18 @@ def _file() -> Path | None:
     return Path(folder, f"clusterddp-squeue-{os.geteuid()}-{name}.json") if name else None
 
 
-def _read(file: Path) -> list[_Answer]:
-    """The answers in the file, unless another user could have written it."""
+def _read(file: Path) -> _Answer | None:
+    """The answer in the file, unless another user could have written it."""
     try:
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
             status = os.fstat(opened.fileno())
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600:
-                return []
-            values = json.loads(opened.read())
-        return [
-            _Answer(float(at), frozenset(ids), {key: QueuedJob(*job) for key, job in jobs.items()})
-            for at, ids, jobs in values
-        ]
+                return None
+            at, wanted, jobs = json.loads(opened.read())
+        times = {job_id: float(when) for job_id, when in wanted.items()}
+        return _Answer(float(at), times, {job_id: QueuedJob(*job) for job_id, job in jobs.items()})
     except (OSError, ValueError, TypeError, AttributeError):
-        return []
+        return None
 
 
 #: The pause after a change, in seconds. Each further pause is twice as long, and random by a quarter, so that the

@@ -34,7 +34,7 @@ from clusterddp.jobdef.code_snapshot import changed_code, code_state, recorded_c
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
-from clusterddp.rundir.files import create_folder, read_bytes, write_atomically
+from clusterddp.rundir.files import create_folder, exists, read_bytes, write_atomically
 from clusterddp.rundir.ownership import Address, write_address
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
@@ -74,6 +74,8 @@ from clusterddp.worker.code_paths import mapped_variables
 
 #: The exceptions that a malformed report of a rank may raise.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+#: For how long a shared disk may hide a new file from other nodes, in seconds (``acdirmax`` of NFS).
+HIDDEN_S = 60.0
 
 
 class Attempt:
@@ -138,6 +140,7 @@ class Attempt:
         with suppress(OSError):  # the script may have deleted it, and the next attempt's log goes there
             create_folder(self._run.logs, exist_ok=True)
         self._find_lost_nodes()
+        self._await_records()
         code = Recovery(self._run, self._number, self._controller, self._history, self._result()).act()
         if code != RESTART:
             self._hook.finish()
@@ -159,6 +162,23 @@ class Attempt:
             say(f"could not ask Slurm which nodes the job still has: {error}")
             return
         self._state = decide.lose_unjoined(replace(state, notice=notice), time.time())
+
+    def _await_records(self) -> None:
+        """Waits until the disk shows how ranks on other nodes ended whose last reports were lost with their connection.
+
+        Without a record, a rank that had steps left counts as ended by ``os._exit(0)``, and the run fails.
+        """
+        state, here = self._state, nodes_of(self._controller)[:1]
+        if state.exit_code != 0 or not state.unfinished or state.superseded:
+            return
+        joined = sorted(state.hosts.keys() - state.ends.keys())
+        records = [self._run.rank_record(self._number, rank) for rank in joined if state.node_of(rank) not in here]
+        deadline = time.monotonic() + HIDDEN_S
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                if all(map(exists, records)):
+                    return
+            time.sleep(1)
 
     def post(self, event: Event) -> None:
         """Adds an event to the queue. From any thread."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from clusterddp import __version__
+from clusterddp.failures.exclusion import may_exclude
 from clusterddp.failures.placement import Course, choose
 from clusterddp.failures.stack_traces import grouped, is_threads, stacks_key
 from clusterddp.hostlist import ranges, ranks_in
@@ -340,8 +341,10 @@ def _drain(state: State, request: Request, now: float) -> Step:
         return _refuse(state, request, f"not drained: the run is already leaving {state.drained}. Try again after that")
     choice = choose(state.job, state.placement, {node: "is drained"}, None)
     if choice.course is Course.NEW_JOB:
-        instead = f"`clusterddp requeue RUN --exclude {node}` continues the run without {node} in a new job"
-        return _refuse(state, request, f"not drained: {choice.why.partition(', and ')[2]}. {instead}")
+        why = f"not drained: {choice.why.partition(', and ')[2]}"
+        if may_exclude(state.job, [node]):
+            why += f". `clusterddp requeue RUN --exclude {node}` continues the run without {node} in a new job"
+        return _refuse(state, request, why)
     return _end(replace(state, drained=node), request, Stop.DRAIN, now)
 
 

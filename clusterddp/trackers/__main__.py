@@ -37,7 +37,11 @@ def main() -> int:
     if not trackers:
         raise UsageError(f"{run} has no trackers. Set one of {', '.join(NAMES)} in {run.job_file}")
     saved = [event["step"] for event in run.events() if event["event"] in ("checkpoint", "resumed")]
-    orders = Orders(saved[-1] if saved else 0)
+    committed = saved[-1] if saved else 0
+    if committed == 0:
+        say(f"sent no values, because only steps below a checkpoint are sent and {run} has no such step")
+        return 0
+    orders = Orders(committed)
     orders.ended = orders.clean = True
     codes = [_send(name, run, options, orders) for name, options in trackers.items()]
     return max(codes)

@@ -150,6 +150,33 @@ def test_the_command_says_that_a_run_depends_on_the_order_of_a_set(script: Path)
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
 
 
+PLAIN = """
+import time
+import torch
+
+weights = torch.zeros(2, requires_grad=True)
+optimizer = torch.optim.SGD([weights], lr=0.1)
+for step in range(1000):
+    weights.sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
+print("trained to the end")
+"""
+
+
+def test_a_script_without_clusterddp_is_named_before_the_check_and_ended_after_its_first_step(script: Path) -> None:
+    script.write_text(PLAIN)
+    done = submit(script)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[1:] == [
+        f"{script} does not mention clusterddp. {resume_check._NEEDS}",
+        "resume check: running 12 steps without a resume",
+        "clusterddp: the script completed a step without calling ctx.run() first, so its resume cannot be checked. "
+        f"{resume_check._NEEDS}",
+    ]
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+
+
 #: Steps of the example jobs, across the end of an epoch, and arguments that bring it near.
 JOBS = {
     "basic": "12",

@@ -158,11 +158,11 @@ def test_no_attempt_is_started_once_the_mark_is_there(folder: Path) -> None:
 
 
 def test_preemptions_at_lines_and_seconds_come_in_their_order(folder: Path) -> None:
-    """One per attempt; one whose line never comes is named."""
+    """One per attempt; one whose line never comes is named, and the command fails."""
     preempt = ["--preempt-at", "starts at", "--preempt-after", "0s", "--preempt-at", "no such line"]
     done = submit(SAVES, *preempt, "--", "SIGUSR1", "saves", "10")
-    assert done.returncode == 0, done.stderr
-    assert outcome()["attempts"] == 3
+    assert done.returncode == 1, done.stderr
+    assert (outcome()["state"], outcome()["attempts"]) == ("completed", 3)
     missed = "--preempt-at 'no such line' did not fire. The attempt ended without a matching line in its ranks' output"
     assert missed in done.stderr
     Path("run").rename("first")

@@ -7,16 +7,17 @@ import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clusterddp.cli import steering
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.failures import exclusion
+from clusterddp.failures import exclusion, node_memory
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Done, Job, Limits, Resume, Timeouts, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.runs import pruning, request_client, submission, waiting
+from clusterddp.runs import pruning, request_client, waiting
 from clusterddp.slurm import commands
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
@@ -431,7 +432,8 @@ class History:
                 return 1
             self.invariants.submitted()
             with sweeps.without_outcome(self.disk, self.run):
-                nodes = submission.nodes_to_avoid(self.run, self.job) if self.plan.memory else []
+                usable = partial(commands.usable_nodes, self.job.partition)
+                nodes = node_memory.left_out(self.run, self.job, usable, waiting.time.time())
                 job_id = commands.submit(self.run.batch_script, *exclusion.option(None, nodes), timeout_s=None)
                 lease.submitted(self.run, job_id if job_id in self.slurm.jobs else f"{job_id}_0")
         return 0

@@ -590,8 +590,7 @@ class Invariants:
                 self._violated("budget", f"{name} asked Slurm {count} times in {last - first:.0f} s")
         if outcome is None and faults <= HARMLESS and history.plan.resubmitters:
             self._violated("progress", "the run has not completed, and nothing continues it")
-        # The second is a rank whose last report went down with its connection, and whose record the disk still hides.
-        expected = ("consecutive attempts", "limits.", *(("os._exit(0)",) if "connection breaks" in faults else ()))
+        expected = ("consecutive attempts", "limits.")
         if outcome is None or outcome["state"] == "completed" or any(word in outcome["reason"] for word in expected):
             return
         if faults <= HARMLESS and history.plan.script.bug_at < 0:

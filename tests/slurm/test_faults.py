@@ -95,7 +95,8 @@ def test_an_unreachable_controller_and_a_restarted_slurmd_cost_nothing(
 def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """Restarted in place once; then the run continues in a new job elsewhere, with a text for the administrator."""
+    """Restarted in place once; then the run continues in a new job elsewhere, with a text for the administrator. A job
+    that the user submits leaves the node out, too."""
     training = Training.submit(cluster, runs, "--pause", "0.2", options=OFTEN)
     for attempt, signum in enumerate((signal.SIGKILL, signal.SIGSEGV)):
         training.wait_for_a_step_of(attempt)
@@ -103,11 +104,15 @@ def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
         victim.kill(signum)
         training.wait_for_attempt(attempt + 1)
     follow_resubmission(training)
+    training.wait_for_a_step_of(2)
+    cluster.run([cluster.python, "-m", "clusterddp", "tell", training.run.path, "stop"])
+    assert cluster.wait_job(training.job_id, {"COMPLETED"})["ExcNodeList"] == "n2"
+    training = Training.submit(cluster, runs, "--pause", "0.2", options=OFTEN)
     assert training.finish() == "completed", story(training.run)
     check_same_run(training.run, uninterrupted_training, redone=True)
     nodes = [expand(event["nodes"]) for event in events_of(training.run, "started")]
     assert nodes[0] == nodes[1] == ["n1", "n2"]
-    assert "n2" not in nodes[2]
+    assert "n2" not in set().union(*nodes[2:])
     assert cluster.job(training.job_id)["ExcNodeList"] == "n2"
     log = log_of(training)
     assert "rank 1 (n2) was killed by SIGKILL, probably out of memory" in log

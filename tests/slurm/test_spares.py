@@ -196,11 +196,13 @@ def test_without_a_spare_node_that_is_left_the_run_continues_in_a_new_job(
     assert not {"n2", "n3"} & {*nodes_of(training)[-1]}
 
 
-@pytest.mark.product
 @pytest.mark.parametrize(
     ("lose", "lost"),
-    [(Cluster.cut, ["n1"]), (die, ["n1"]), (die, ["n1", "n2"])],
-    ids=["cut off", "dead", "dead together with a guard's node"],
+    [
+        pytest.param(Cluster.cut, ["n1"], marks=pytest.mark.product, id="cut off"),
+        pytest.param(die, ["n1"], id="dead"),
+        pytest.param(die, ["n1", "n2"], marks=pytest.mark.product, id="dead together with a guard's node"),
+    ],
 )
 def test_a_job_that_loses_its_batch_host_is_requeued(
     cluster: Cluster,

@@ -306,6 +306,32 @@ def test_a_killed_ranks_step_is_that_of_the_ranks_that_waited_for_it(run: RunDir
     assert (failed["event"], failed["rank"], failed["step"]) == ("rank_failed", 1, 30)
 
 
+def test_a_record_that_a_shared_disk_hides_when_all_ranks_have_exited_is_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last report of its rank was lost with its node's connection, and the run failed (seed 40476828)."""
+
+    class TwoNodes(FakeController):
+        def describe(self) -> dict[str, Any]:
+            return {**super().describe(), "nodes": "n1,n2"}
+
+    class OneHidden(FakeRanks):
+        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+            super().start(command, environment, logs)
+            record.rename(hidden)
+
+    number = run.create_attempt()
+    record, hidden = run.rank_record(number, 1), run.path / "hidden"
+    monkeypatch.setattr("clusterddp.supervisor.attempt.time.sleep", lambda _: hidden.rename(record))
+    job = dataclasses.replace(JOB, nodes=2, gpus_per_node=1)
+    attempt = Attempt(run, job, number, OneHidden(run, {"end": "done", "step": 7}), TwoNodes(Cause.NONE))
+    for rank in range(2):
+        attempt.post(RankEvent(rank, "joined", {"host": f"n{rank + 1}"}))
+    attempt.post(RankEvent(0, "progress", {"step": 0, "steps": 7}))
+    attempt.supervise()
+    assert run.events()[-1]["event"] == "completed"
+
+
 def test_a_plain_crash_does_not_wait_for_an_unreachable_controller(run: RunDirectory) -> None:
     """No rank was told to stop, so no query is needed; the nodes are free at once."""
     raised = {"end": "exception", "error": "ValueError: no"}

@@ -151,7 +151,7 @@ def test_a_hook_that_fails_while_local_ranks_run_is_reported(
     monkeypatch.setattr(launcher, "_end_orphans", lambda: None)  # which would end other children of the tests' process
     os.mkfifo(run.path / "go")
     ranks = LocalLauncher(JOB)
-    ranks.start(["/bin/sh", "-c", f"cat {run.path}/go"], {}, run.attempt_logs(run.create_attempt()))
+    ranks.start(["/bin/cat", f"{run.path}/go"], {}, run.attempt_logs(run.create_attempt()))
     waiting = threading.Thread(target=ranks.wait, daemon=True)
     waiting.start()
     try:

@@ -14,8 +14,19 @@ import pytest
 from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
 from clusterddp.failures import node_memory
-from clusterddp.failures.node_memory import DAY_S, NodeFailure, avoided, choose, memory_of, recall, remember, weight
+from clusterddp.failures.node_memory import (
+    DAY_S,
+    NodeFailure,
+    avoided,
+    choose,
+    left_out,
+    memory_of,
+    recall,
+    remember,
+    weight,
+)
 from clusterddp.jobdef.job import Job
+from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 
 NOW = 1_900_000_000.0
@@ -136,6 +147,18 @@ def test_a_new_job_says_which_nodes_it_avoids_and_asks_slurm_only_then(
     assert avoided(run, job, (), usable, NOW) == ["n2"]
     assert "avoids n2" in capsys.readouterr().err
     assert avoided(run, Job(name="train", script="train.py", nodes=2, node_memory=False), (), usable, NOW) == []
+
+
+def test_a_job_that_a_command_submits_excludes_what_the_run_has_left_out_and_avoids_a_tenth_of_the_nodes_besides(
+    run: RunDirectory,
+) -> None:
+    """n4 failed twice in this run, n2 in two others (seed 20052461)."""
+    for name in "ab":
+        remember(RunDirectory(run.path.with_name(name)), "7", lost("n2"))
+    append_line(run.events_file, {"event": "excluded", "attempt": 0, "time": NOW, "nodes": ["n4"]})
+    asked = iter([MANY])
+    job = Job(name="train", script="train.py", nodes=2)
+    assert left_out(run, job, lambda: next(asked), NOW) == ["n4", "n2"]
 
 
 @pytest.mark.parametrize(

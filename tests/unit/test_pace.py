@@ -175,6 +175,24 @@ def test_five_commands_ask_as_often_as_one(clock: Clock, asked: list[tuple[float
     assert 1 <= len(asked) <= 12
 
 
+def test_commands_that_watch_different_runs_ask_as_often_as_one(
+    clock: Clock, asked: list[tuple[float, list[str]]]
+) -> None:
+    """Each asks for all jobs that a command has wanted in the last ten minutes."""
+    watched = {"1": PacedQueue(), "2": PacedQueue(), "3": PacedQueue()}
+    for second in range(2 * 3600):
+        if second == 3600:
+            asked.clear()
+        for job_id, queue in watched.items():
+            assert list(queue.jobs("trains", [job_id], 1.0)) == (["1"] if job_id == "1" else [])
+            clock.now += 0.3
+    assert 1 <= len(asked) <= 12
+    assert {tuple(ids) for _, ids in asked} == {("1", "2", "3")}
+    clock.now += pace.KEPT_S
+    watched["1"].jobs("trains", ["1"], 1.0)
+    assert asked[-1][1] == ["1"]
+
+
 def test_an_answer_counts_only_if_slurm_was_asked_after_the_last_question_and_the_last_change(
     clock: Clock, asked: list[tuple[float, list[str]]], tmp_path: Path
 ) -> None:
@@ -186,7 +204,7 @@ def test_an_answer_counts_only_if_slurm_was_asked_after_the_last_question_and_th
     assert len(asked) == 1
     shared_jobs(["1"], 1000.0, 1.0)
     shared_jobs(["3"], 999.0, 1.0)
-    assert asked[1:] == [(1007.0, ["1"]), (1007.0, ["3"])]
+    assert asked[1:] == [(1007.0, ["1", "2"]), (1007.0, ["1", "2", "3"])]
     assert stat.S_IMODE(answer_file(tmp_path).stat().st_mode) == 0o600
 
 
@@ -194,7 +212,7 @@ def test_an_answer_counts_only_if_slurm_was_asked_after_the_last_question_and_th
     "spoil",
     [
         pytest.param(lambda file: file.write_text("[[1000.0, ["), id="torn"),
-        pytest.param(lambda file: file.write_text('[[1000.0, ["1"], {"1": [1]}]]'), id="of another form"),
+        pytest.param(lambda file: file.write_text('[1000.0, {"1": 1000.0}, {"1": [1]}]'), id="of another form"),
         pytest.param(lambda file: file.chmod(0o622), id="others can write it"),
         pytest.param(lambda file: file.symlink_to(file.rename(file.with_name("other"))), id="a link"),
         pytest.param(lambda file: (file.unlink(), file.mkdir()), id="a folder"),

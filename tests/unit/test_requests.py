@@ -421,6 +421,16 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
             "not drained: the job has 1 node left, but the run needs 2. "
             "`clusterddp requeue RUN --exclude n2` continues the run without n2 in a new job",
         ),
+        (
+            "n2",
+            [],
+            dataclasses.replace(
+                PLACED,
+                placement=Placement(("n1", "n2"), ("n1", "n2")),
+                job=dataclasses.replace(PLACED.job, nodelist="n[1-2]"),
+            ),
+            "not drained: the job has 1 node left, but the run needs 2",
+        ),
     ],
 )
 def test_a_drain_that_is_not_possible_is_refused(node: object, events: list[Event], state: State, why: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -388,6 +389,23 @@ def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_a
     said = capsys.readouterr().err
     assert said.startswith("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
     assert "job 42 ended (FAILED) before it started the supervisor: slurm_script: line 20: python: not found" in said
+
+
+@pytest.mark.parametrize(("ended", "resubmitted"), [(20.0, ["job.sbatch"]), (5.0, [])])
+def test_a_job_that_found_the_run_held_gives_way_to_the_end_of_the_one_that_held_it(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, ended: float, resubmitted: list[str]
+) -> None:
+    """Only if that one ended later (seed 20438082). Otherwise the next job would end as the new one did."""
+    lease.submitted(run, "42")
+    jobs = {
+        "41": dataclasses.replace(info("TIMEOUT"), end_time=ended),
+        "42": dataclasses.replace(info("FAILED", job="42"), end_time=10.0),
+    }
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
+    resubmitter = Resubmitter(run, JOB)
+    resubmitter.look()
+    assert submitted == resubmitted
+    assert resubmitter.result == (None if resubmitted else 1)
 
 
 def test_a_job_of_which_nothing_is_visible_yet_may_have_completed_the_run(

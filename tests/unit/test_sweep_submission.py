@@ -9,6 +9,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from clusterddp.runs.sweep_folder import read_record
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.lease import holders
+from tests.packages import require
 
 
 class Slurm:
@@ -263,6 +265,32 @@ def test_members_that_request_other_resources_are_in_another_array(slurm: Slurm)
         ["seed=0,gpus_per_node=2", "seed=1,gpus_per_node=2"],
     ]
     assert "--ntasks-per-node=2" in slurm.texts["42"]
+
+
+@pytest.mark.parametrize("command_of", ["sweep", "multirun"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["seed=0"], "Submitted 1 member as job 41"),
+        (["seed=0", "--sweep", "gpus_per_node=1,2"], "Submitted 2 members as jobs 41, 42"),
+    ],
+)
+def test_submitted_members_are_counted_and_their_jobs_named(
+    slurm: Slurm,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command_of: str,
+    options: list[str],
+    expected: str,
+) -> None:
+    """By `clusterddp submit --sweep`, and in the same words by a Hydra multirun."""
+    if command_of == "multirun":
+        require("hydra")
+        launcher = import_module("hydra_plugins.clusterddp_launcher").ClusterddpLauncher()
+        launcher._own = {"wait": False}
+        monkeypatch.setattr("clusterddp.cli.sweep.submit", launcher._submit)
+    sweep(*options)
+    assert f"{expected}\n" in capsys.readouterr().err
 
 
 def test_at_the_submit_limit_as_many_as_possible_are_submitted(

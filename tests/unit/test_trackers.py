@@ -328,6 +328,24 @@ def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
     assert capsys.readouterr().err == 2 * "clusterddp: TensorBoard has all steps below 3\n"
 
 
+@pytest.mark.parametrize("steps", [(), (0,)], ids=["no checkpoint", "stopped before the first step"])
+def test_a_run_without_a_saved_step_has_no_values_for_its_trackers(
+    run: RunDirectory, steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says why, and starts no tracker."""
+    attempt(run, 0, 0)
+    run.job_file.write_text(Job("digits", module="net", device="cpu", tensorboard=True).to_yaml())
+    for step in steps:
+        append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": step})
+    write_json(run.outcome_file, {"state": "failed", "step": 0, "attempts": 1, "reason": ""})
+    monkeypatch.setattr(sys, "argv", ["", str(run)])
+    monkeypatch.setattr("clusterddp.trackers.__main__.check_packages", lambda _: None)
+    assert send_rest() == 0
+    expected = f"sent no values, because only steps below a checkpoint are sent and {run} has no such step\n"
+    assert capsys.readouterr().err == f"clusterddp: {expected}"
+    assert not list(run.tensorboard.iterdir())
+
+
 def test_a_script_without_run_directory_has_no_trackers() -> None:
     """Nor has a rank other than 0."""
     none = Tracking(None, Job("digits", tensorboard=True), 0, lambda *_, **__: None)
