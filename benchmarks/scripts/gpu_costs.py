@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import clusterddp
 from clusterddp.checkpoint.client import Snapshot
-from clusterddp.checkpoint.state_dict import pack, tensor_facts
+from clusterddp.checkpoint.state_dict import Packed
 
 parser = argparse.ArgumentParser()
 parser.add_argument("file", type=Path)
@@ -98,8 +98,7 @@ if ctx.rank == 0:
     content = {"tensors": tensors}
 
     def save():
-        packed = pack(content)[1]
-        snapshot.take(tensor_facts(packed), list(packed.values()))
+        snapshot.take(Packed(content))
 
     def copy():
         torch._foreach_copy_(pinned, tensors, non_blocking=cuda)

@@ -27,7 +27,7 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import LONGEST_HEADER, Tensor, offsets
-from clusterddp.checkpoint.state_dict import TORCH_DTYPES, anonymous_file, free_memory, pack, tensor_facts
+from clusterddp.checkpoint.state_dict import TORCH_DTYPES, Layout, Packed, anonymous_file, free_memory, tensor_facts
 from clusterddp.distributed.devices import device_thread
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
@@ -65,31 +65,34 @@ class Snapshot:
         self.described, self.nbytes = file_format.described([]), 0
         self._views: list[torch.Tensor] = []
         #: What the memory is laid out for.
-        self._layout: list[Tensor] = []
+        self._layout: Layout | None = None
         self._small = _SmallCopies([], [])
         self._copied: list[torch.cuda.Event] = []
         self._preparing: threading.Thread | None = None
 
-    def prepare(self, layout: list[Tensor]) -> None:
-        """Allocates memory for this layout in the background, so that the first save is also fast.
+    def prepare(self, packed: Packed) -> None:
+        """Allocates memory for tensors like these in the background, so that the first save is also fast.
 
         Raises CheckpointError if the machine does not have enough memory.
         """
-        self._reserve(layout)
-        self._preparing = device_thread(self._device, self._try_resize, args=(layout,), name="snapshot")
+        tensors = tensor_facts(packed.tensors)
+        self._reserve(tensors)
+        self._preparing = device_thread(self._device, self._try_resize, args=(packed.layout, tensors), name="snapshot")
         self._preparing.start()
 
-    def take(self, layout: list[Tensor], sources: list[torch.Tensor]) -> None:
-        """Copies tensors of this layout. Copies from GPUs are complete after ``wait``."""
+    def take(self, packed: Packed) -> None:
+        """Copies the tensors. Copies from GPUs are complete after ``wait``."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
-        if layout != self._layout:
-            self._reserve(layout)
-            self._resize(layout)
+        if packed.layout != self._layout:
+            tensors = tensor_facts(packed.tensors)
+            self._reserve(tensors)
+            self._resize(packed.layout, tensors)
+        sources = list(packed.tensors.values())
         on_gpus = self._device.type == "cuda"
         views = self._views
-        if not on_gpus and self._small.copy(self.file, sources):
+        if not on_gpus and self._small.copy(self.file, packed.addresses):
             views = [views[place] for place in self._small.others]
             sources = [sources[place] for place in self._small.others]
         if not sources:
@@ -114,25 +117,25 @@ class Snapshot:
             os.close(self.file)
             self.file = -1
 
-    def _try_resize(self, layout: list[Tensor]) -> None:
+    def _try_resize(self, layout: Layout, tensors: list[Tensor]) -> None:
         with suppress(CheckpointError):  # `take` tries again and raises it
-            self._resize(layout)
+            self._resize(layout, tensors)
 
-    def _resize(self, layout: list[Tensor]) -> None:
-        places, size = offsets(layout)
+    def _resize(self, layout: Layout, tensors: list[Tensor]) -> None:
+        places, size = offsets(tensors)
         if size > len(self._memory):
             self._grow(size)
         self._views = [
             self._memory[start : start + tensor.nbytes].view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
-            for start, tensor in zip(places, layout, strict=True)
+            for start, tensor in zip(places, tensors, strict=True)
         ]
-        self._small = _SmallCopies(layout, places)
+        self._small = _SmallCopies(tensors, places)
         self._layout = layout
-        self.described, self.nbytes = file_format.described(layout), size
+        self.described, self.nbytes = file_format.described(tensors), size
 
-    def _reserve(self, layout: list[Tensor]) -> None:
+    def _reserve(self, tensors: list[Tensor]) -> None:
         """Opens the file. Raises CheckpointError if there is not enough memory."""
-        size = offsets(layout)[1]
+        size = offsets(tensors)[1]
         more, free = size - len(self._memory), free_memory()
         if more > free:
             raise CheckpointError(
@@ -161,7 +164,7 @@ class Snapshot:
     def _release(self) -> None:
         if self._map is not None and self._device.type == "cuda":
             _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
-        self._views, self._layout, self._memory, self._map = [], [], torch.empty(0, dtype=torch.uint8), None
+        self._views, self._layout, self._memory, self._map = [], None, torch.empty(0, dtype=torch.uint8), None
 
 
 class _SmallCopies:
@@ -188,20 +191,18 @@ class _SmallCopies:
             self._calls[-1][3] += sizes[at]
             end = places[at] + sizes[at]
 
-    def copy(self, file: int, tensors: Sequence[torch.Tensor]) -> bool:
-        """Writes those of ``tensors``, in the layout's order, to the snapshot's file.
+    def copy(self, file: int, addresses: Sequence[int]) -> bool:
+        """Writes the tensors at these addresses (of the whole layout) to the snapshot's file.
 
-        Returns False if a tensor's bytes in memory are not those of the file, or the kernel could not read them.
+        Returns False if an address is 0 (``Packed.addresses``), or if the kernel could not read from one.
         """
         if not self._places:
             return True
-        small = list(map(tensors.__getitem__, self._places))
         write = getattr(_LIBC, "pwritev", None)
-        if write is None or not all(map(torch.Tensor.is_contiguous, small)):
+        small = list(map(addresses.__getitem__, self._places))
+        if write is None or 0 in small:
             return False
-        if any(map(torch.Tensor.is_neg, small)) or any(map(torch.Tensor.is_conj, small)):
-            return False  # their elements are changed when they are read
-        self._vectors[:, 0] = list(map(torch.Tensor.data_ptr, small))
+        self._vectors[:, 0] = small
         start = self._vectors.ctypes.data
         for first, count, offset, size in self._calls:
             place = ctypes.c_void_p(start + first * self._vectors.strides[0])
@@ -273,7 +274,7 @@ class CheckpointClient:
 
         Raises CheckpointError if there is not enough memory, or if the state cannot be saved.
         """
-        self._snapshot.prepare(tensor_facts(pack(state)[1]))
+        self._snapshot.prepare(Packed(state))
         with suppress(OSError):  # the first save tries again
             self._start()
 
@@ -290,8 +291,8 @@ class CheckpointClient:
         ``urgent``: the caller will wait for the result. ``before``: called in a separate thread before the writer
         starts. It may wait, and raise NotSaved.
         """
-        plain, tensors = pack(state)
-        self._snapshot.take(tensor_facts(tensors), list(tensors.values()))
+        packed = Packed(state)
+        self._snapshot.take(packed)
         self._step = step
         try:
             self._start()
@@ -303,7 +304,7 @@ class CheckpointClient:
         self._sent.wait()  # for a request to a writer that has exited
         self._sent.clear()
         # The thread also frees the state, because each tensor freed here could pass the GIL to it.
-        self._requests.put((step, plain, facts, urgent, before, (state, tensors)))
+        self._requests.put((step, packed, facts, urgent, before, state))
 
     def result(self, wait: bool) -> Saved | None:
         """The result of the save. None while it is in progress, or if there is none. ``wait`` raises its priority.
@@ -383,9 +384,9 @@ class CheckpointClient:
     def _send(self) -> None:
         """Sends each save to the writer once the snapshot is complete, in a thread, because JSON takes time."""
         while (request := self._requests.get()) is not None:
-            step, plain, facts, urgent, before, freed_here = request
+            step, packed, facts, urgent, before, state = request
             try:
-                beginning = file_format.head(self._snapshot.described, plain, facts)
+                beginning = file_format.head(self._snapshot.described, packed.plain(), facts)
                 if len(beginning) > LONGEST_HEADER:
                     raise NotSaved(
                         step,
@@ -404,7 +405,7 @@ class CheckpointClient:
                 traceback.print_exc()
                 self._refused = NotSaved(step, f"could not take the snapshot ({in_words(error)})")
             finally:
-                del request, plain, freed_here, before
+                del request, packed, state, before
                 self._sent.set()
 
     def _say(self, message: Mapping[str, Any], rest: bytes = b"") -> None:

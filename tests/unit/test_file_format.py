@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from clusterddp.checkpoint import file_format
-from clusterddp.checkpoint.state_dict import DTYPES, pack, unpack
+from clusterddp.checkpoint.state_dict import DTYPES, Packed, pack, unpack
 from clusterddp.errors import CheckpointError
 from tests.checkpoint_files import content_of, file_bytes
 
@@ -114,6 +114,25 @@ def test_tied_weights_are_there_once_and_stay_one(tmp_path: Path) -> None:
     assert torch.equal(read["head"], weight) and read["head"].data_ptr() == read["embed"].data_ptr()
 
 
+def test_only_the_same_view_of_the_same_memory_is_stored_once() -> None:
+    memory, array = torch.randn(4), numpy.ones(2)
+    different = {
+        "whole": memory,
+        "part": memory[:2],
+        "rows": memory.view(2, 2),
+        "integers": memory.view(torch.int32),
+        "every_other": memory[::2],
+        "empty": [torch.ones(0), torch.ones(0)],
+        "arrays": [torch.from_numpy(array), torch.from_numpy(array)],
+    }
+    plain, tensors = pack({"a": different, "b": {"whole": memory.detach(), "rows": memory.view(2, 2)}})
+    assert list(tensors) == [
+        *(f"a.{name}" for name in ("whole", "part", "rows", "integers", "every_other")),
+        *("a.empty.0", "a.empty.1", "a.arrays.0", "a.arrays.1"),
+    ]
+    assert plain["b"] == {"whole": {"$tensor": "a.whole"}, "rows": {"$tensor": "a.rows"}}
+
+
 @pytest.mark.parametrize("tensor", [torch.randn(4, 5, 5, 3).permute(0, 3, 1, 2), torch.randn(2, 3).t()])
 def test_the_order_of_dimensions_in_memory_is_restored(tmp_path: Path, tensor: Any) -> None:
     """A fused optimizer pairs a parameter with its state by address, whatever the strides of both."""
@@ -128,10 +147,14 @@ def test_names_that_meet_in_the_header_are_kept_apart(tmp_path: Path) -> None:
 
 
 def test_the_plain_state_shares_nothing_with_the_live_one() -> None:
-    live = {"groups": [{"lr": 1.0}]}
-    plain, _ = pack(live)
+    one = torch.ones(())
+    live: dict[str, Any] = {"groups": [{"lr": 1.0}], "moments": {"a": one}, "versions": {"a": 1}}
+    packed = Packed(live)
     live["groups"][0]["lr"] = 2.0
-    assert unpack(plain, {}) == {"groups": [{"lr": 1.0}]}
+    live["moments"]["b"] = live["versions"]["b"] = 2
+    plain = packed.plain()
+    assert live["moments"] == {"a": one, "b": 2}
+    assert unpack(plain, packed.tensors) == {"groups": [{"lr": 1.0}], "moments": {"a": one}, "versions": {"a": 1}}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +163,8 @@ def test_the_plain_state_shares_nothing_with_the_live_one() -> None:
         (Path("x"), r"'ema.decay', which is of type pathlib\.\w+: expected tensors, numpy arrays"),
         (torch.ones(2, dtype=torch.complex128), r"'ema.decay', a tensor .*complex128.*expected a dense tensor of"),
         (torch.ones(2).to_sparse(), "sparse_coo"),
+        (torch.ones(2, 2).to_sparse_csr(), "sparse_csr"),
+        (torch.ones(0, device="meta"), "on meta"),
         (torch.ones(2, device="meta"), "on meta"),
         (torch.nested.nested_tensor([torch.ones(1)]), "nested, torch.float32"),
         (

@@ -11,7 +11,7 @@ import torch
 
 from clusterddp.checkpoint import client
 from clusterddp.checkpoint.client import Snapshot
-from clusterddp.checkpoint.state_dict import pack, tensor_facts
+from clusterddp.checkpoint.state_dict import Packed
 
 
 class NoLibc:
@@ -27,9 +27,9 @@ class Libc:
 
 def bytes_in_snapshot(folder: Path, state: Any) -> bytes:
     """What a snapshot has after two saves of a state."""
-    taken, (_, tensors) = Snapshot(torch.device("cpu"), folder), pack(state)
+    taken = Snapshot(torch.device("cpu"), folder)
     for _ in range(2):
-        taken.take(tensor_facts(tensors), list(tensors.values()))
+        taken.take(Packed(state))
     return os.pread(taken.file, taken.nbytes, 0)
 
 
@@ -80,3 +80,24 @@ def test_a_tensor_whose_bytes_in_memory_are_others_is_copied_by_torch(
     tensor: torch.Tensor, saved: list[float], tmp_path: Path
 ) -> None:
     assert bytes_in_snapshot(tmp_path, {"tensor": tensor}) == torch.tensor(saved).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        {"b": torch.ones(2, 3), "a": torch.zeros(6)},
+        {"a": torch.zeros(6), "c": torch.ones(2, 3)},
+        {"a": torch.zeros(6), "b": torch.ones(3, 2)},
+        {"a": torch.zeros(6, dtype=torch.int32), "b": torch.ones(2, 3)},
+        {"a": torch.zeros(6)},
+    ],
+    ids=["order", "name", "shape", "dtype", "number"],
+)
+def test_a_layout_that_changed_since_the_last_save_is_noticed(after: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    taken = Snapshot(torch.device("cpu"), tmp_path)
+    taken.take(Packed({"a": torch.zeros(6), "b": torch.ones(2, 3)}))
+    taken.take(Packed(after))
+    fresh = Snapshot(torch.device("cpu"), tmp_path)
+    fresh.take(Packed(after))
+    assert taken.described == fresh.described
+    assert os.pread(taken.file, taken.nbytes, 0) == os.pread(fresh.file, fresh.nbytes, 0)
