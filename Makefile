@@ -30,7 +30,8 @@
 # make bench  our figures, each beside its limit, in one table: benchmarks/results/bench.md; at most 15 minutes;
 #             BENCH="--only saves,restore" prints some of them
 # make bench-controller   what a run asks of slurmctld, by sdiag
-# make bench-spares       how soon a run continues on a spare node after it lost one, beside a restart in place
+# make bench-spares       how soon a run continues on a spare node after it lost one, beside a restart in place;
+#                         5 nodes, 12 minutes; SPARES="--rounds 1" one round
 # make bench-submission   what submitting and launching cost, beside sbatch and srun
 # make bench-compare REV=main  what is slower by 10% or more than at that commit; REV="v1 v2" compares two commits
 # make bench-steady-state what a run costs while it trains, beside a bare DDP loop
