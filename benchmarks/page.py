@@ -24,7 +24,6 @@ HEADLINES = (
     "wall time, a rank stops (SIGSTOP)",
     "a node is cut off, Slurm 22.05: detection to next new step",
     "a node loses power, Slurm 22.05: detection to next new step",
-    "a node shuts down, Slurm 22.05: detection to next new step",
     "step of 10 ms: CPU of rank 0's training thread",
     "step of 10 ms: wall time",
     "step of 100 ms: CPU of rank 0's training thread",
