@@ -30,6 +30,7 @@
 # make bench  our figures, each beside its limit, in one table: benchmarks/results/bench.md; at most 15 minutes;
 #             BENCH="--only saves,restore" prints some of them
 # make bench-controller   what a run asks of slurmctld, by sdiag
+# make bench-spares       how soon a run continues on a spare node after it lost one, beside a restart in place
 # make bench-submission   what submitting and launching cost, beside sbatch and srun
 # make bench-compare REV=main  what is slower by 10% or more than at that commit; REV="v1 v2" compares two commits
 # make bench-steady-state what a run costs while it trains, beside a bare DDP loop
@@ -163,6 +164,10 @@ bench-agreement: .venv/ready
 .PHONY: bench-controller
 bench-controller: .venv/ready slurm
 	.venv/bin/python -m benchmarks.controller
+
+.PHONY: bench-spares
+bench-spares: .venv/ready slurm
+	.venv/bin/python -m benchmarks.spares $(SPARES)
 
 .PHONY: bench-submission
 bench-submission: .venv/ready slurm

@@ -18,10 +18,13 @@ class FakeController:
 
     leave_code, again_code, resubmits, starts_again, busy = 3, 4, True, True, True
     nodes = ["n1"]
+    #: Nodes whose slurmd does not answer.
+    dead: Sequence[str] = ()
 
     def __init__(self, *causes: Cause | Exception, requeue: list[Exception | None] | None = None) -> None:
         self._causes, self._requeue = list(causes), requeue or [None]
         self.asked: list[str] = []
+        self.connected_to: list[str] = []
 
     def holder(self) -> dict[str, Any]:
         return {"kind": "slurm", "job": "41"}
@@ -49,6 +52,10 @@ class FakeController:
 
     def before_exit(self) -> None:
         """For ``expedite_requeue``."""
+
+    def unanswering(self, nodes: Sequence[str]) -> Sequence[str]:
+        self.connected_to += nodes
+        return [node for node in nodes if node in self.dead]
 
     def requeue(self) -> None:
         self.asked.append("requeue")

@@ -89,6 +89,7 @@ DESCRIPTIONS = {
     "drill": "Test with a small job what a preemption would do to a run in a partition: whether the nodes have Slurm's "
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
     "doctor": "Check what a run needs. On this host: Slurm, partitions, accounts, the folder for runs, Python, torch. "
+    "If lost nodes ended jobs of the runs in that folder, also show what spare nodes would have saved. "
     "With --nodes, in a job: the devices, folder, clock and network of nodes. The exit code is 1 if a check failed.",
     "nodes": "List the nodes on which runs failed in the last week, and whether new jobs avoid them. Print a message "
     "that you can send to the cluster's administrator.",

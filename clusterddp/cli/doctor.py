@@ -13,7 +13,8 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from clusterddp.checks.login_node import login_checks, slurm_checks
 from clusterddp.checks.node import FAILED, Check, worst
 from clusterddp.checks.nodes_job import check_nodes, summary
 from clusterddp.cli import options, submit
-from clusterddp.errors import UsageError
-from clusterddp.failures.node_memory import FOLDER, by_node, is_avoided, letter, recall, weight
+from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.failures.node_memory import FOLDER, UNLESS, by_node, is_avoided, letter, recall, weight
+from clusterddp.report.efficiency import lost_nodes, node_hours
 from clusterddp.reporter import counted, duration, put, show
-from clusterddp.rundir.run_directory import runs_folder
+from clusterddp.rundir.run_directory import find_runs, runs_folder
 
 #: The format of ``--json``.
 SCHEMA = 1
@@ -58,19 +60,39 @@ def run_doctor(arguments: argparse.Namespace, _: object) -> int:
             )
         checks, preempted = slurm_checks(arguments.partition, arguments.qos)
         checks += login_checks(os.environ)
+        lost = lost_nodes(_histories(), time.time())
         results: dict[str, Any] = {"checks": [check.as_json() for check in checks], "preemption": preempted}
-        last = f"preemption: {preempted}"
+        results["lost_nodes"] = lost
+        last = [f"preemption: {preempted}", *([_spares(lost)] if lost else [])]
     else:
         nodes = check_nodes(arguments)
         checks = [node.row for node in nodes]
-        results, last = {"nodes": [node.as_json() for node in nodes]}, summary(nodes)
+        results, last = {"nodes": [node.as_json() for node in nodes]}, [summary(nodes)]
     state = worst(checks)
     if arguments.json:
         print(json.dumps({"schema": SCHEMA, "state": state, **results}, indent=1))
     else:
         columns = _columns()
-        print("\n".join([*rows(checks, columns), *([last] if columns is None else _wrapped(last, columns))]))
+        ends = last if columns is None else [part for line in last for part in _wrapped(line, columns)]
+        print("\n".join([*rows(checks, columns), *ends]))
     return int(state == FAILED)
+
+
+def _histories() -> Iterator[list[dict[str, Any]]]:
+    """Those of the runs in the folder for runs. A run whose history cannot be read is skipped."""
+    for run in find_runs(()):
+        with suppress(OSError, RunDirectoryError):
+            yield run.events()
+
+
+def _spares(lost: Mapping[str, float]) -> str:
+    """What lost nodes cost the runs, and what spare nodes would have cost and saved."""
+    runs, jobs = counted(int(lost["runs"]), "run"), counted(int(lost["jobs"]), "job")
+    return (
+        f"lost nodes: they ended {jobs} of the {runs} in {runs_folder(os.environ)}, which then waited "
+        f"{duration(lost['queued_s'])} in the queue. `--spare-nodes 1` for each run would have saved this wait, and "
+        f"used {node_hours(lost['spare_node_s'])} more"
+    )
 
 
 def _columns() -> int | None:
@@ -149,10 +171,10 @@ def run_nodes(arguments: argparse.Namespace, _: object) -> int:
     for node, failures in nodes.items():
         runs = counted(len({failure.run for failure in failures}), "run")
         ago = duration(max(0.0, now - failures[0].time))
-        avoided = "new jobs avoid it" if is_avoided(failures, now) else "new jobs may use it"
+        avoided = f"new jobs avoid it, {UNLESS}" if is_avoided(failures, now) else "new jobs may use it"
         times = counted(len(failures), "failure")
         put(f"{node}: {times} in {runs}, the last {ago} ago ({failures[0].what}), {avoided}")
     for node, failures in nodes.items():
         if weight(failures, now):
-            put(f"\nTo send to the cluster's administrator:\n\n{letter(node, failures)}")
+            put(f"\nTo send to the cluster's administrator:\n\n{letter(node, failures, now)}")
     return 0

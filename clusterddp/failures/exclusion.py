@@ -130,18 +130,22 @@ def letter(events: Iterable[Event], node: str, now: float) -> str:
     events = list(events)
     jobs = {event["attempt"]: event["job"] for event in events if event["event"] == "started" and "job" in event}
     found = [(event["time"], jobs.get(event["attempt"]), what(event)) for event in failures(events, node, now)]
-    return letter_about(node, f"caused {counted(len(found), 'failure')} in one of our training runs", found)
+    words = f"caused {counted(len(found), 'failure')} in one of our training runs"
+    excluded = f"Until then, our jobs exclude this node (sbatch --exclude={node})."
+    return letter_about(node, words, found, [excluded])
 
 
-def letter_about(node: str, failed: str, found: Iterable[tuple[float, str | None, str]]) -> str:
-    """The text, from each failure's time, job and error."""
+def letter_about(
+    node: str, failed: str, found: Iterable[tuple[float, str | None, str]], excluded: Sequence[str]
+) -> str:
+    """The text, from each failure's time, job and error. ``excluded``: whether jobs exclude the node, in a sentence."""
     times = [(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)), job, error) for at, job, error in found]
     return "\n".join(
         [
             f"Node {node} {failed}:",
             *(f"  {when}  job {job or 'unknown'}: {error}" for when, job, error in times),
             "Ranks on other nodes did not fail first. Could you check this node (memory, GPUs, network, disk)?",
-            f"Until then, our jobs exclude this node (sbatch --exclude={node}).",
+            *excluded,
         ]
     )
 

@@ -193,8 +193,13 @@ def left_out(run: RunDirectory, job: Job, usable: Callable[[], Sequence[str]], n
     return nodes + avoided(run, job, nodes, once, now)
 
 
-def letter(node: str, failures: Sequence[NodeFailure]) -> str:
+#: What keeps a node from being avoided, for those who do not know its partition.
+UNLESS = "unless that would exclude more than a tenth of its partition's usable nodes"
+
+
+def letter(node: str, failures: Sequence[NodeFailure], now: float) -> str:
     """A text that a user can send to the cluster's administrator."""
     runs = counted(len({failure.run for failure in failures}), "of our training runs", "of our training runs")
     found = [(failure.time, failure.job, failure.what) for failure in failures]
-    return exclusion.letter_about(node, f"caused {counted(len(failures), 'failure')} in {runs}", found)
+    excluded = [f"For now, our new jobs exclude this node, {UNLESS}."] if is_avoided(failures, now) else []
+    return exclusion.letter_about(node, f"caused {counted(len(failures), 'failure')} in {runs}", found, excluded)

@@ -33,6 +33,10 @@ class Placement:
         """The nodes that may take ranks."""
         return tuple(node for node in self.allocated if node not in self.nodes and node not in self.aside)
 
+    def is_short(self, job: Job) -> bool:
+        """Whether Slurm had taken so many nodes out of the job before the attempt began that its ranks cannot start."""
+        return 0 < len(self.nodes) < (job.min_nodes or job.nodes)
+
     @property
     def recorded(self) -> dict[str, list[str]]:
         """The idle nodes, for the event ``started``."""
@@ -108,6 +112,9 @@ def choose(job: Job, placement: Placement, leave: Mapping[str, str], answering: 
     remain. A spare that cannot be used is left aside, too.
     """
     bad = {node: why for node, why in leave.items() if node in placement.nodes}
+    if placement.is_short(job) and not bad:
+        has = _counted(len(placement.nodes))
+        return Choice(Course.NEW_JOB, f"the job has {has} left, but the run needs {job.min_nodes or job.nodes}")
     if not bad:
         return Choice(Course.SAME)
     what = " and ".join(f"node {node} {why}" for node, why in bad.items())

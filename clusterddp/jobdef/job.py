@@ -160,7 +160,7 @@ class Limits:
     attempts: int | None = None
     """The number of attempts, including the first."""
     gpu_hours: float | None = None
-    """Hours of all attempts times the GPUs of their ranks. With device cpu, rank hours."""
+    """Hours of all attempts times the GPUs of their ranks. Spare nodes are not counted. With device cpu, rank hours."""
 
 
 @dataclass(frozen=True)

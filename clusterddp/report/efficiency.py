@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.report.booking import CATEGORIES, Booking, continues, idle_node_s
+from clusterddp.report.booking import CATEGORIES, Booking, book, continues, idle_node_s
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.records import is_count, is_time
 from clusterddp.rundir.timing import GPU_FIGURES, GPU_LARGEST, TimedInterval
@@ -31,6 +31,8 @@ Event = Mapping[str, Any]
 PRODUCTIVE = ("training", "evaluating")
 #: The run has no nodes in these.
 WITHOUT_NODES = ("queued", "held", "limited", "down")
+#: The nodes of ``Spent.idle_node_s``.
+IDLE_NODES = "spare nodes, and nodes that the run left"
 #: The smallest share in ``breakdown``.
 LEAST = 0.01
 
@@ -64,13 +66,18 @@ class Spent:
         return f"ETTR {100 * self.ettr:.0f}% of {of}{goodput}, {repeated}"
 
     def idle(self) -> str:
-        """``spare nodes: 2.5 node-hours idle``. Empty if there were none."""
-        return f"spare nodes: {self.idle_node_s / 3600:.3g} node-hours idle" if self.idle_node_s else ""
+        """``idle nodes: 2.5 node-hours (spare nodes, and nodes that the run left)``. Empty if there were none."""
+        return f"idle nodes: {node_hours(self.idle_node_s)} ({IDLE_NODES})" if self.idle_node_s else ""
 
     def breakdown(self) -> str:
         """``training 91%, queued 5%, importing 2%``: the categories with at least LEAST of the time."""
         parts = [f"{CATEGORIES[name]} {100 * share:.0f}%" for name, share in self.shares().items() if share >= LEAST]
         return ", ".join(parts)
+
+
+def node_hours(seconds: float) -> str:
+    """``2.5 node-hours``"""
+    return f"{seconds / 3600:.3g} node-hours"
 
 
 def spent(booking: Booking, events: Iterable[Mapping[str, Any]]) -> Spent | None:
@@ -163,14 +170,41 @@ def _hold(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
 
 def _spare(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
     """The queue after each node that was lost, of a job without spare nodes."""
-    lost = {event["attempt"] for event in events if event["event"] == "node_lost"}
-    ends = {event["time"] for event in events if event["event"] == "resubmitted" and event["attempt"] in lost}
-    waits = [one.seconds for one in booking.intervals if one.category == "queued" and one.begin in ends]
+    waits = [seconds for seconds in _waits_after_lost_nodes(booking, events) if seconds]
     if waits and not job.spare_nodes and sum(waits) >= WORTH * booking.total_s:
         yield (
             f"spare_nodes: 1 would have saved about {duration(sum(waits))} in the queue, where the run waited after it "
             f"lost {counted(len(waits), 'node')}"
         )
+
+
+def _waits_after_lost_nodes(booking: Booking, events: Sequence[Event]) -> list[float]:
+    """For each job that ended because of a lost node, how long the run was then in the queue."""
+    lost = {event["attempt"] for event in events if event["event"] == "node_lost"}
+    queued = {one.begin: one.seconds for one in booking.intervals if one.category == "queued"}
+    ends = [event["time"] for event in events if event["event"] == "resubmitted" and event["attempt"] in lost]
+    return [queued.get(end, 0.0) for end in ends]
+
+
+def lost_nodes(runs: Iterable[Sequence[Event]], now: float) -> dict[str, float] | None:
+    """What lost nodes cost these histories, and what a spare node for each would have cost. None if they ended no job.
+
+    Runs without a Slurm job, and those that had spare nodes, do not count.
+    """
+    histories = [
+        events
+        for events in runs
+        if any(event["event"] == "started" and event.get("job") for event in events)
+        and not any(event.get("spares") for event in events)
+    ]
+    if not any(event["event"] == "node_lost" for events in histories for event in events):
+        return None
+    # What follows the records of a run is not known without Slurm, and does not count.
+    bookings = [(book(events, now, state="stopped"), events) for events in histories]
+    waits = [seconds for booking, events in bookings for seconds in _waits_after_lost_nodes(booking, events)]
+    spare_s = sum(one.seconds for booking, _ in bookings for one in booking.intervals if one.attempt is not None)
+    found = {"runs": len(histories), "jobs": len(waits), "queued_s": sum(waits), "spare_node_s": spare_s}
+    return found if waits else None
 
 
 def _notice(job: Job, events: Sequence[Event]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from clusterddp.report.charts import (
     zoomable,
 )
 from clusterddp.report.curves import Point, has_rank, label, main_of, newest, parameters, ranked
-from clusterddp.report.efficiency import WITHOUT_NODES
+from clusterddp.report.efficiency import IDLE_NODES, WITHOUT_NODES, node_hours
 from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES, Axis, Markup, clipped, number, tag, time_axis, with_code
 from clusterddp.report.timeline import spans
 from clusterddp.reporter import counted, duration
@@ -184,7 +184,7 @@ def where_the_time_went(run: Run) -> Section | None:
     ]
     head = _row([tag("th", "Category"), tag("td", ""), tag("th", "Time", class_="n"), tag("th", "Share", class_="n")])
     whole = _row([tag("td", tag("b", "all")), tag("td", ""), _number(_time(total, total)), _number("100%")])
-    table = tag("table", tag("thead", head), tag("tbody", *body, whole))
+    table = tag("table", tag("thead", head), tag("tbody", *body, whole, _idle_nodes(booked["idle_node_s"])))
     found = [table, _ratios(run)]
     if run["advice"]:
         found += [
@@ -192,6 +192,13 @@ def where_the_time_went(run: Run) -> Section | None:
             tag("ul", *(tag("li", with_code(words)) for words in run["advice"])),
         ]
     return section("Where the time went", "time", *found)
+
+
+def _idle_nodes(seconds: float) -> Markup | None:
+    """The row of the nodes without ranks, which is no part of the run's time."""
+    if not seconds:
+        return None
+    return _row([tag("td", "idle nodes", class_="cat"), tag("td", IDLE_NODES), _number(node_hours(seconds)), tag("td")])
 
 
 def _ratios(run: Run) -> Markup:
@@ -208,8 +215,6 @@ def _ratios(run: Run) -> Markup:
             f"Goodput = training and evaluating / time with nodes = {_exact(productive, total)} / "
             f"{_exact(total - without, total)} = {_share(booked['goodput'])}."
         )
-    if booked["idle_node_s"]:
-        lines.append(f"Spare nodes: {booked['idle_node_s'] / 3600:.3g} node-hours idle.")
     if booked["provisional"]:
         lines.append("The run has not ended, so the figures may still change.")
     return tag("p", " ".join(lines), class_="quiet small", style="margin-top:10px")

@@ -140,6 +140,7 @@ class Attempt:
         with suppress(OSError):  # the script may have deleted it, and the next attempt's log goes there
             create_folder(self._run.logs, exist_ok=True)
         self._find_lost_nodes()
+        self._find_dead_nodes()
         self._await_records()
         code = Recovery(self._run, self._number, self._controller, self._history, self._result()).act()
         if code != RESTART:
@@ -149,8 +150,8 @@ class Attempt:
     def _find_lost_nodes(self) -> None:
         """Asks Slurm which nodes the job still has, if ranks failed before they joined.
 
-        If a node's processes end without a silence, as when it is rebooted, the ranks restart on it. srun then waits
-        until Slurm takes the node out of the job, and fails without naming it (seen on 22.05.8).
+        If ranks restart on a node that still answered (``_find_dead_nodes``), or on one of which this is unknown, srun
+        waits until Slurm takes the node out of the job, and fails without naming it (seen on 22.05.8).
         """
         state = self._state
         joined = len(state.hosts.keys() | state.ends.keys())
@@ -162,6 +163,27 @@ class Attempt:
             say(f"could not ask Slurm which nodes the job still has: {error}")
             return
         self._state = decide.lose_unjoined(replace(state, notice=notice), time.time())
+
+    def _find_dead_nodes(self) -> None:
+        """Asks nodes directly whose ranks, all of them, have ended without a report or an exit status.
+
+        srun reports a status for a process that died while its node lives. If a node is rebooted, its ranks'
+        connections are closed, and Slurm needs SlurmdTimeout to notice the loss. A job that ends has no time for this.
+        """
+        state, ranks = self._state, dict[str, list[int]]()
+        if state.exit_code == 0 or state.superseded or state.notice.stop is not None:
+            return
+        connected = state.hosts.keys() - state.lost_at.keys()
+        known = connected | state.ends.keys() | state.silent | self._launcher.exit_statuses().keys()
+        for rank in range(self._job.world_size):
+            ranks.setdefault(state.node_of(rank), []).append(rank)
+        asked = [node for node in state.nodes if node in ranks and known.isdisjoint(ranks[node])]
+        try:
+            dead = self._controller.unanswering(asked) if asked else ()
+        except SlurmError as error:
+            say(f"could not look for nodes that do not respond: {error}")
+            return
+        self._state = decide.lose(state, [rank for node in dead for rank in ranks[node]], time.time())
 
     def _await_records(self) -> None:
         """Waits until the disk shows how ranks on other nodes ended whose last reports were lost with their connection.

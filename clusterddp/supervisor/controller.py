@@ -41,7 +41,7 @@ from clusterddp.rundir.files import exists, status, write_json
 from clusterddp.rundir.records import is_text, read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm import configuration
+from clusterddp.slurm import configuration, slurmd
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.queue import jobs_by_script
 from clusterddp.slurm.run_states import ACTIVE, Cause, read_cause
@@ -87,6 +87,11 @@ class Controller(Protocol):
         """Whether a preempted job does not run again unless it is resubmitted."""
         return False
 
+    def unanswering(self, nodes: Sequence[str]) -> Sequence[str]:
+        """Those of these nodes that certainly do not answer."""
+        del nodes
+        return ()
+
     def requeue(self) -> None:
         """Requeues this job. The caller exits at once."""
 
@@ -130,6 +135,7 @@ class SlurmController(Controller):
         self._partition = environ.get("SLURM_JOB_PARTITION") or job.partition
         self._qos = environ.get("SLURM_JOB_QOS") or job.qos
         self._policy: configuration.Preemption | None = None
+        self._own_node = environ.get("SLURMD_NODENAME")
 
     def holder(self) -> dict[str, Any]:
         """The job, and how often Slurm had restarted it."""
@@ -170,6 +176,11 @@ class SlurmController(Controller):
     def ends_what_it_preempts(self) -> bool:
         """PreemptMode=CANCEL, as read at the start, because a preempting job waits meanwhile."""
         return (self._policy or self._preemption()).must_resubmit
+
+    def unanswering(self, nodes: Sequence[str]) -> Sequence[str]:
+        """Those whose slurmd does not answer. Never this node."""
+        others = [node for node in nodes if node != self._own_node]
+        return slurmd.unanswering(others) if others else ()
 
     def _preemption(self) -> configuration.Preemption:
         return configuration.preemption(self._partition, self._qos)

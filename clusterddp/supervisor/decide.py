@@ -6,7 +6,7 @@ This module reads no clock, file or socket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -365,9 +365,14 @@ def lose_unjoined(state: State, now: float) -> State:
     known = state.hosts.keys() | state.ends.keys() | state.silent
     unjoined = [rank for rank in range(state.job.world_size) if rank not in known]
     gone = [rank for rank in unjoined if state.node_of(rank) in nodes and state.node_of(rank) not in left]
-    for rank in gone:
-        state = _lose(state, rank, now)
-    return replace(state, silent=state.silent | set(gone), confirming=state.confirming or bool(gone))
+    return replace(lose(state, gone, now), confirming=state.confirming or bool(gone))
+
+
+def lose(state: State, ranks: Iterable[int], now: float) -> State:
+    """These ranks were lost with their nodes, now or when their connections ended."""
+    for rank in ranks:
+        state = replace(_lose(state, rank, now), silent=state.silent | {rank})
+    return state
 
 
 def _lose_nodes(state: State) -> Step:

@@ -202,8 +202,11 @@ class Recovery:
         if self._bounded("restarted", verdict):
             return verdict.exit_code
         choice = self._choose_course(lost)
+        leaves = verdict
+        if choice.course is Course.NEW_JOB and self._state.job.outlives_nodes:
+            leaves = replace(verdict, reason=f"{verdict.reason}. {choice.why[0].upper()}{choice.why[1:]}")
         if choice.course is Course.NEW_JOB and lost and not self._controller.starts_again:
-            return self._stop(verdict)  # the rest of the allocation is too small for the ranks
+            return self._stop(leaves)  # the rest of the allocation is too small for the ranks
         if choice.course in (Course.SPARE, Course.SHRINK):
             self._choose_nodes(())  # for the run's next job
             moved = choice.placement
@@ -212,11 +215,12 @@ class Recovery:
             return self._restart_ranks(verdict)
         if self._controller.resubmits and self._controller.starts_again:
             excluded = self._choose_nodes(lost)
-            if lost or self._state.wanted is Stop.DRAIN:
-                return self._resubmit(verdict, excluded.nodes or self._excluded(), node_lost=bool(lost))
+            too_few = leaves is not verdict and (self._not_started or self._state.placement.is_short(self._state.job))
+            if lost or too_few or self._state.wanted is Stop.DRAIN:
+                return self._resubmit(leaves, excluded.nodes or self._excluded(), node_lost=bool(lost))
             if any(self._state.node_of(rank) in excluded.nodes for rank in range(self._job.world_size)):
                 try:
-                    return self._hand_over(verdict, self._submit(excluded.nodes))
+                    return self._hand_over(leaves, self._submit(excluded.nodes))
                 except SlurmError as error:
                     self._history.add("not_excluded", reason=f"a new job could not be submitted ({error})")
         if verdict.first_failure is not None and verdict.first_failure.lacks_gpus:
@@ -230,6 +234,11 @@ class Recovery:
         _until_answered(self._history.write_pending, OUTAGE_S)
         return RESTART
 
+    @property
+    def _not_started(self) -> list[int]:
+        """The ranks that srun could not start."""
+        return [end.rank for end in self._ends if end.death is not None and end.death.not_started]
+
     def _choose_course(self, lost: Sequence[str]) -> Choice:
         """Where the ranks restart."""
         state, now = self._state, time.time()
@@ -241,9 +250,8 @@ class Recovery:
             for node in exclusion.failed(self._history.events, now):
                 if node in suspects:
                     leave.setdefault(node, "failed repeatedly in this run")
-            for end in self._ends:
-                if end.death is not None and end.death.not_started:
-                    leave.setdefault(state.node_of(end.rank), "did not start its ranks")
+            for rank in self._not_started:
+                leave.setdefault(state.node_of(rank), "did not start its ranks")
             # The script may hang instead, which is no reason to shrink.
             if state.placement.spares and (hung := hung_node(state)):
                 leave.setdefault(hung, "hangs")

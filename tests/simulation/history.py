@@ -201,6 +201,9 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
     spare = random.Random(f"spare {plan.seed}")
     if plan.spare_nodes and spare.random() < 0.3:
         faults.append(Fault(length * 0.5 * spare.random(), "lose a spare", spare.getrandbits(32)))
+    shut = random.Random(f"shut off {plan.seed}")
+    if plan.job_nodes > 1 and shut.random() < 0.08:
+        faults.append(Fault(length * 1.2 * shut.random(), "shut down a node", shut.getrandbits(32)))
     return replace(
         plan,
         settings=settings,
@@ -560,6 +563,15 @@ def _lose_node(history: History, draw: random.Random) -> None:
     history.slurm.lose_node(node, lost_s, how, history.cluster.on_node)
 
 
+def _shut_down_node(history: History, draw: random.Random) -> None:
+    """The system of a node with ranks, but without a batch step, is shut down: its connections are closed."""
+    hosts = {batch.host for batch in history.slurm.jobs.values()}
+    nodes = sorted({rank.process.node for rank in history.training} - hosts)
+    if nodes:
+        lost_s = draw.choice((40.0, 200.0, 4000.0))
+        history.slurm.lose_node(draw.choice(nodes), lost_s, "is shut down", history.cluster.on_node)
+
+
 def _freeze_host(history: History, draw: random.Random) -> None:
     """The node of a supervisor stands still until its job has been restarted, perhaps for some time."""
     slurm = history.slurm
@@ -777,11 +789,12 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "odd failure": _odd_failure,
     "refused": _refused,
     "connection breaks": _connection_breaks,
+    "shut down a node": _shut_down_node,
 }
 #: What is drawn in certain histories only, each by its own rule.
 APART = {
     *("drain", "lose a spare", "slow node", "another run fails", "accounting away", "fork", "odd failure", "refused"),
-    *("connection breaks", "freeze the host"),
+    *("connection breaks", "freeze the host", "shut down a node"),
 }
 
 

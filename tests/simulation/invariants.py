@@ -40,6 +40,8 @@ INCOMPLETE_S = 200.0
 TOLD_S = 0.1 + JITTER_S
 #: Between a look at the disk, or a question to Slurm, and what follows from it.
 SLOW_S = 5.0
+#: Two attempts of which one ends and one begins within this may not see each other.
+SAME_S = 1.0
 #: A history has an end.
 MOST_EVENTS = 30_000
 #: Faults after which a run that `resubmit` waits for must complete.
@@ -61,17 +63,21 @@ HARMLESS = frozenset(
             "fork",
             "refused",
             "connection breaks",
+            "shut down a node",
         ),
     )
 )
 #: Faults that may keep an attempt from saving though it had notice.
 HINDERING = frozenset(
-    ("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang", "odd failure")
+    (
+        *("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang"),
+        *("odd failure", "shut down a node"),
+    )
 )
 #: Faults that may keep Slurm or the disk from answering.
 SILENT = frozenset(("controller away", "answers lost", "requests limited", "controller slow", "disk errors"))
 #: Faults after which it is unclear which rank failed first.
-UNCLEAR = frozenset(("lose a node", "lose a spare", "suspend", "connection breaks"))
+UNCLEAR = frozenset(("lose a node", "lose a spare", "suspend", "connection breaks", "shut down a node"))
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
 #: The same, and the ranks restart in the same job.
@@ -255,10 +261,22 @@ class Invariants:
             self.attempts[rank.attempt].reached = int(values["step"])
         elif what == "failed":
             self.failed(rank)
-        elif what == "placed" and rank.step._batch.no_kill:
-            self._on_placed(rank.step)
+        elif what == "placed":
+            self._check_shut(rank.step)
+            if rank.step._batch.no_kill:
+                self._on_placed(rank.step)
         elif what == "saved" and self._saves_late(rank):
             self._violated("I1", f"attempt {rank.attempt} commits a checkpoint, and has long been superseded")
+
+    def _check_shut(self, step: Launcher) -> None:
+        """No attempt uses a node that was shut down during the previous one, which lost its ranks there."""
+        ranks = [rank for rank in self._history.cluster.ranks if rank.step.server.process is step.server.process]
+        before = [rank for rank in ranks if rank.attempt == step.attempt - 1]
+        for node, ended in self._history.slurm.shut.items():
+            there = [rank for rank in before if rank.process.node == node]
+            unheard = there and all(rank.process in ended and not rank.ended for rank in there)
+            if unheard and self.answers and any(rank.process.node == node for rank in step.ranks):
+                self._violated("shut down", f"attempt {step.attempt} uses {node}, which was shut down")
 
     def _on_placed(self, step: Launcher) -> None:
         """An attempt of a job that outlives its nodes starts its ranks on some of them."""
@@ -607,9 +625,11 @@ class Invariants:
 
     def _is_one_hidden(self, completed: list[dict[str, Any]]) -> bool:
         """Whether all but the last attempt completed, on nodes that were cut off, while a newer one was hidden; or the
-        last one began while the outcome was hidden."""
+        last one began while the outcome was hidden, or was being written."""
         cut = any(fault.kind == "lose a node" for fault in self._history.plan.faults)
         waited_s = self._claimed_at(completed[-1]["attempt"]) - (completed[-2]["time"] - EPOCH)
+        if abs(waited_s) < SAME_S:
+            return True
         if not self._lag_s or not (cut or waited_s < self._lag_s + SLOW_S):
             return False
         ahead_s = max(0.0, *self._world.skew.values()) if self._world.skew else 0.0

@@ -27,6 +27,7 @@ LEFT_OUT = {
         *("read_associations", "read_default_account"),
     },
     "slurm/queue.py": {"_of_limit", "_by_beginning", "_changed"},
+    "slurm/slurmd.py": {"unanswering", "addresses", "_is_down"},
     "slurm/run_states.py": {"_of_process", "_recorded"},
     "supervisor/attempt.py": {"_tell_of_missing_steps", "_record_own", "last_line", "_on_new_nodes", "_run_began"},
     "supervisor/controller.py": {

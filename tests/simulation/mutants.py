@@ -329,6 +329,11 @@ def _new_jobs_forget_other_runs() -> Patches:
     return [(controller, "node_memory", forgetful)]
 
 
+def _a_node_that_was_shut_down_takes_ranks_again() -> Patches:
+    """A supervisor does not ask a node whose ranks left no trace, and waits for it in the next attempt."""
+    return [(SlurmController, "unanswering", lambda *_: ())]
+
+
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -377,6 +382,7 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_run_that_fails_twice_on_a_node_has_it_avoided,
         _any_number_of_nodes_is_avoided,
         _new_jobs_forget_other_runs,
+        _a_node_that_was_shut_down_takes_ranks_again,
     )
 }
 
@@ -427,6 +433,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "any number of nodes is avoided": 63,
     "new jobs forget other runs": 2409,
     "a started successor survives scancel": 8465,
+    "a node that was shut down takes ranks again": 115,
 }
 #: The kinds of faults without which some of them cannot be seen: other histories are drawn and counted, but not played.
 NEEDS: Mapping[str, set[str]] = {
@@ -448,6 +455,7 @@ NEEDS: Mapping[str, set[str]] = {
     "a node that was left takes ranks again": {"lose a node"},
     "a spare that is down takes ranks": {"lose a node"},
     "a run never shrinks": {"lose a node"},
+    "a node that was shut down takes ranks again": {"shut down a node"},
 }
 
 

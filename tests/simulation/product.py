@@ -37,7 +37,7 @@ from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, request_client, submission, waiting
-from clusterddp.slurm import commands, pace
+from clusterddp.slurm import commands, pace, slurmd
 from clusterddp.slurm import configuration as preemption_policy
 from clusterddp.supervisor import attempt, controller, done, history, lease, main, own_checkpoints, recovery
 from clusterddp.supervisor.verdict import failure_box
@@ -261,10 +261,12 @@ def _why_incomplete(path: str) -> str | None:
 
 
 #: What is left out: git's state of the code, its snapshot, the ranks' command line, old logs, when slurmstepd began,
-#: who owns files, what is in a checkpoint. The user's end of the control channel and the hook's process are models.
+#: who owns files, what is in a checkpoint. The user's end of the control channel, the hook's process and a slurmd that
+#: is asked are models.
 NAMED: tuple[tuple[Any, str, Any], ...] = (
     (request_client, "ask", lambda *args: _now.cluster.ask(*args)),
     (request_client, "_through_a_step", _unreachable),
+    (slurmd, "unanswering", lambda nodes: _now.cluster.unanswering(nodes)),
     (history, "subprocess", _Part(subprocess, Popen=_Call)),
     (history, "open", lambda *_, **__: io.BytesIO()),
     (history, "ending_alone", lambda _: nullcontext()),

@@ -19,12 +19,13 @@ from queue import Empty
 from typing import Any
 
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
-from clusterddp.errors import Superseded
+from clusterddp.errors import SlurmUnavailable, Superseded
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.protocol import CHECKPOINT
 from clusterddp.rundir.ownership import Address
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.slurmd import CONNECT_S
 from clusterddp.supervisor.control_server import Handlers
 from clusterddp.worker.control_channel import SILENCE_S
 from clusterddp.worker.rank import FENCE_S, JOIN_TIMEOUT_S
@@ -123,6 +124,17 @@ class Cluster:
     def reaches(self, one: str, other: str) -> bool:
         """Whether a message between two nodes arrives."""
         return one == other or not {one, other} & self.slurm.cut
+
+    def unanswering(self, nodes: Sequence[str]) -> list[str]:
+        """The nodes whose slurmd does not answer the calling process. Asks the controller for their addresses."""
+        world, slurm, here = self.world, self.slurm, self.world.process.node
+        if here in slurm.cut or world.now < max(slurm.away_until, slurm.limited_until, slurm.lossy[0]):
+            world.sleep(12.0)
+            raise SlurmUnavailable("Unable to contact slurm controller (connect failure)")
+        silent = [node for node in nodes if not self.reaches(here, node)]
+        if silent:
+            world.sleep(CONNECT_S)
+        return silent
 
     def ask(self, address: Address, host: str, kind: str, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """A user's request to a supervisor, as ``runs/request_client.py`` sends it."""
@@ -711,8 +723,9 @@ class Launcher:
         """Starts the ranks on the job's nodes."""
         self.attempt, self.environment = int(environment["CLUSTERDDP_ATTEMPT"]), environment
         self.server = self.world.process.server  # type: ignore[attr-defined]
+        gone = self._batch.batch is not self.world.process or self._batch.state not in ("RUNNING", "SUSPENDED")
+        gone = gone or len(self._nodes) < self._job.nodes  # then srun refuses the step
         for number in range(self._job.world_size):
-            gone = self._batch.batch is not self.world.process or self._batch.state not in ("RUNNING", "SUSPENDED")
             node = "" if gone else self._nodes[number // self._job.ranks_per_node]
             rank = Rank(self, number, node)
             self.ranks.append(rank)
@@ -720,7 +733,8 @@ class Launcher:
             self._left.add(number)
             if gone or rank.process.node in self.cluster.slurm.cut | self._batch.lost:
                 rank.process.alive = False
-                self.world.after(5.0, self._cannot_start, rank)
+                if rank.process.node not in self.cluster.slurm.shut:  # else srun waits until Slurm gives the node up
+                    self.world.after(5.0, self._cannot_start, rank)
                 continue
             self.cluster.slurm.add_process(self._batch, rank.process)
             rank.begin()
@@ -774,8 +788,15 @@ class Launcher:
 
     def ended(self, rank: Rank, code: int | None) -> None:
         """A rank's process has ended, which srun learns once the rank's node can be reached."""
-        node = rank.process.node
-        if node in self.cluster.slurm.cut and node != self._batch.host and rank.number in self._left:
+        node, slurm = rank.process.node, self.cluster.slurm
+        if node in slurm.shut:  # srun sees that slurmstepd closes its connection, and no status
+            self._left.discard(rank.number)
+            self._code = self._code or 1
+            self.world.after(0.05 * self.world.random.random(), self.group.lose, node, slurm.cut - {node})
+            if not self._left:
+                self._wake()
+            return
+        if node in slurm.cut and node != self._batch.host and rank.number in self._left:
             self.world.after(HEARS_S, self.ended, rank, code)
             return
         self._left.discard(rank.number)

@@ -121,6 +121,8 @@ class Slurm:
         #: When each node that was lost came back.
         self.back_at: dict[str, float] = {}
         self.cut: set[str] = set()
+        #: Those that closed all connections as they went down, because they were shut down: the processes that ended.
+        self.shut: dict[str, list[Process]] = {}
         self.away_until = 0.0
         #: Until when sbatch is refused, as by a limit.
         self.refused_until = 0.0
@@ -600,11 +602,15 @@ class Slurm:
             self.world.after(job.end_time - self.world.now, self._time_limit, job, era)
 
     def lose_node(self, node: str, for_s: float, how: str, lost: Callable[[str, bool], Any]) -> None:
-        """A node ``loses its power``, ``is cut off`` or ``stands still`` with all of its processes, which go on
-        afterwards. ``lost``: told when it is lost, and (False) when it is back."""
+        """A node ``loses its power``, ``is shut down``, ``is cut off`` or ``stands still`` with all of its processes,
+        which go on afterwards. ``lost``: told when it is lost, and (False) when it is back."""
         if node in self.cut | self.down:
             return
         self._tell(f"({node} {how})")
+        if how == "is shut down":
+            ended = self.shut[node] = [each for each, _, _ in self.started if each.node == node and each.alive]
+            for process in ended:
+                process.kill()
         self.cut.add(node)
         lost(node, True)
         for process, _, _ in self.started:
@@ -654,13 +660,17 @@ class Slurm:
         self._tell(f"(node {node} is back)")
         self.cut.discard(node)
         self.down.discard(node)
+        self.shut.pop(node, None)
         self.back_at[node] = self.world.now
         lost(node, False)
         late_s = REGISTERS_S * self.world.random.random() if how == "stands still" else 0.0
         self.world.after(late_s, self._clean, node)
         for job in self.jobs.values():
             runs_there = job.state in ("RUNNING", "SUSPENDED") and node in job.nodes
-            if runs_there and how == "loses its power":  # it was restarted: a lost node, by slurmctld's source
+            if runs_there and how in (
+                "loses its power",
+                "is shut down",
+            ):  # it was restarted: a lost node, by slurmctld's source
                 if job.no_kill and node != job.host:
                     self._leave_node(job, node)
                 else:

@@ -125,13 +125,15 @@ def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
     assert "Node n2 caused 2 failures in one of our training runs:" in shown
 
 
+@pytest.mark.parametrize("closes", [False, True], ids=["power failure", "reboot"])
 def test_a_dead_node_is_detected_and_the_run_continues_without_it(
-    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, closes: bool
 ) -> None:
-    """Long before Slurm gives it up: its power fails, and no connection is closed."""
+    """Long before Slurm gives it up: its power fails, and no connection is closed, or it is rebooted, and all are."""
     training = Training.submit(cluster, runs, "--pause", "0.1", options=OFTEN)
     wait_for_step(training.run, 7)
-    cluster.cut("n2")
+    if not closes:
+        cluster.cut("n2")
     cluster.kill_node("n2")
     wait_until(lambda: events_of(training.run, "node_lost"), f"the loss to be noticed\n{story(training.run)}", 30)
     wait_until(lambda: not training.ranks_on("n1"), f"the ranks on n1 to end\n{story(training.run)}", 60)

@@ -8,7 +8,7 @@ from typing import Any
 
 from clusterddp.jobdef.job import Checkpointing, Job
 from clusterddp.report.booking import book
-from clusterddp.report.efficiency import advice
+from clusterddp.report.efficiency import advice, lost_nodes
 
 BEGAN = 1_795_000_000
 JOB = Job(name="x", module="x", checkpoint=Checkpointing(every_s=60))
@@ -85,18 +85,37 @@ def test_steps_that_are_lost_in_spite_of_a_notice_are_named() -> None:
         assert words.startswith("1 announced stop lost steps, because a step did not end") and "save" not in words
 
 
+def resubmitted(wait_s: float, *lost: dict[str, Any], **started: Any) -> list[dict[str, Any]]:
+    """Ten thousand seconds in one job, a wait, and the rest of 30,000 in the next job."""
+    start = {"event": "started", "job": "1", **started}
+    ended = {"time": BEGAN + 10_000, "attempt": 0, "event": "resubmitted", "job": "2"}
+    again = {"time": BEGAN + 10_000 + wait_s, "attempt": 1, **start}
+    end = {"time": BEGAN + 30_000, "attempt": 1, "event": "failed"}
+    return [{"time": BEGAN, "attempt": 0, **start}, *lost, ended, again, end]
+
+
+LOST = {"time": BEGAN + 9_990, "attempt": 0, "event": "node_lost", "node": "n2", "suspect": "n2"}
+
+
 def test_spare_nodes_are_advised_by_the_queue_after_lost_nodes() -> None:
     """Not where there are some, where the run waited for another reason, or for a moment."""
-
-    def events(wait_s: float, *lost: dict[str, Any]) -> list[dict[str, Any]]:
-        started = {"event": "started", "job": "1"}
-        before = [{"time": BEGAN, "attempt": 0, **started}, *lost]
-        ended = {"time": BEGAN + 10_000, "attempt": 0, "event": "resubmitted", "job": "2"}
-        again = {"time": BEGAN + 10_000 + wait_s, "attempt": 1, **started}
-        return [*before, ended, again, {"time": BEGAN + 30_000, "attempt": 1, "event": "failed"}]
-
-    lost = {"time": BEGAN + 9_990, "attempt": 0, "event": "node_lost", "node": "n2", "suspect": "n2"}
     words = "spare_nodes: 1 would have saved about 2 h 00 min in the queue, where the run waited after it lost 1 node"
-    assert advised(events(7200, lost)) == [words]
-    assert advised(events(7200)) == advised(events(20, lost)) == []
-    assert advised(events(7200, lost), replace(JOB, spare_nodes=1)) == []
+    assert advised(resubmitted(7200, LOST)) == [words]
+    assert advised(resubmitted(7200)) == advised(resubmitted(20, LOST)) == []
+    assert advised(resubmitted(7200, LOST), replace(JOB, spare_nodes=1)) == []
+
+
+def test_lost_nodes_are_summed_over_runs_with_what_spare_nodes_would_have_cost() -> None:
+    """The spare nodes of runs that lose no node cost as much. What follows the records of a run does not count."""
+    unaffected, live = resubmitted(7200), resubmitted(3600, LOST)[:-2]
+    runs = [resubmitted(7200, LOST), unaffected, live]
+    assert lost_nodes(runs, BEGAN + 1e6) == {
+        "runs": 3,
+        "jobs": 2,
+        "queued_s": 7200,
+        "spare_node_s": 2 * (30_000 - 7200) + 10_000,
+    }
+    local = [{key: value for key, value in event.items() if key != "job"} for event in resubmitted(60, LOST)]
+    spare = resubmitted(60, LOST, spares=["n3"])
+    assert lost_nodes([*runs, local, spare], BEGAN + 1e6) == lost_nodes(runs, BEGAN + 1e6)
+    assert lost_nodes([unaffected, local, spare], BEGAN + 1e6) is None

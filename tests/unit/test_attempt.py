@@ -25,6 +25,7 @@ from clusterddp.events import sentence
 from clusterddp.failures import exclusion
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import Hang
+from clusterddp.failures.placement import Placement
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.process import started_at
@@ -724,6 +725,96 @@ def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_excluded(
     assert exclusion.failed(run.events(), time.time()) == ["n3"]
 
 
+class Rebooted(FakeRanks):
+    """Two ranks, each on a node of its own. The second one's connection is closed, and the first one is dismissed. To
+    be told the attempt before the start."""
+
+    attempt: Attempt
+    statuses: Mapping[int, ExitStatus] = {}
+
+    def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None: ...
+
+    def wait(self) -> int:
+        for rank in range(2):
+            self.attempt.post(RankEvent(rank, "joined", {"host": f"n{rank + 1}"}))
+        self.attempt.post(ConnectionLost(1))
+        self.attempt.post(RankEvent(0, "left", {"host": "n1", "end": "dismissed", "error": "rank 1 exited"}))
+        return 1
+
+    def exit_statuses(self) -> Mapping[int, ExitStatus]:
+        return self.statuses
+
+
+def rebooted(
+    run: RunDirectory,
+    controller: FakeController,
+    statuses: Mapping[int, ExitStatus] | None = None,
+    **changes: Any,
+) -> int:
+    """The exit code of an attempt, in which the connection to the rank on n2 is closed."""
+    number = run.create_attempt()
+    lease.take(run, number, controller.holder())
+    nodes = "n[1-3]" if "spare_nodes" in changes else "n[1-2]"
+    controller.describe = lambda: {"job": "41", "restarts": 0, "nodes": nodes}  # type: ignore[method-assign]
+    controller.nodes = ["n1", "n2", "n3"]
+    job = dataclasses.replace(JOB, nodes=2, gpus_per_node=1, **changes)
+    placement = Placement(("n1", "n2", "n3"), ("n1", "n2")) if "spare_nodes" in changes else None
+    ranks = Rebooted(run, {"end": "died"})
+    ranks.statuses = statuses or {}
+    ranks.attempt = Attempt(run, job, number, ranks, controller, placement=placement)
+    return ranks.attempt.supervise()
+
+
+def test_a_node_that_closed_its_connections_and_does_not_answer_is_lost(run: RunDirectory) -> None:
+    """As after a reboot. All ranks had restarted there, and srun had waited for the node until Slurm gave it up."""
+    controller = FakeController(Cause.NONE)
+    controller.dead = ["n2"]
+    assert rebooted(run, controller) == 4
+    assert [event["event"] for event in run.events()] == ["started", "rank_failed", "node_lost", "resubmitted"]
+    failed, lost = run.events()[1:3]
+    assert (failed["rank"], failed["error"]) == (1, "was lost because node n2 no longer responds")
+    assert (lost["node"], lost["suspect"]) == ("n2", "n2")
+    assert controller.asked == ["resubmit n2"] and controller.connected_to == ["n2"]
+
+
+def test_ranks_leave_a_node_that_does_not_answer_for_a_spare_one(run: RunDirectory) -> None:
+    """In the same job, without an attempt in between."""
+    controller = FakeController(Cause.NONE)
+    controller.dead = ["n2"]
+    assert rebooted(run, controller, spare_nodes=1) == recovery.RESTART
+    (moved,) = [event for event in run.events() if event["event"] == "moved"]
+    assert (moved["nodes"], moved["aside"]) == (["n1", "n3"], ["n2"])
+
+
+@pytest.mark.parametrize("error", [None, SlurmUnavailable("Unable to contact slurm controller")])
+def test_ranks_restart_on_a_node_that_answers_or_whose_address_is_unknown(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Only the rank's process has ended."""
+
+    def unanswering(nodes: Sequence[str]) -> Sequence[str]:
+        assert nodes == ["n2"]
+        return next_answer([error or ()])  # type: ignore[no-any-return]
+
+    controller = FakeController(Cause.NONE)
+    monkeypatch.setattr(controller, "unanswering", unanswering)
+    assert rebooted(run, controller) == recovery.RESTART
+    assert [event["event"] for event in run.events()] == ["started", "rank_failed", "restarted"]
+
+
+@pytest.mark.parametrize("notice", [Notice(None), Notice(None, Stop.PREEMPTION)], ids=["exit status", "preemption"])
+def test_a_node_is_not_asked_about_a_rank_that_was_killed_or_in_a_job_that_ends(
+    run: RunDirectory, notice: Notice
+) -> None:
+    """srun reports an exit status only while the node lives."""
+    controller = FakeController(Cause.NONE if notice.stop is None else Cause.PREEMPTED)
+    controller.dead = ["n2"]
+    controller.notice = lambda: notice  # type: ignore[method-assign]
+    rebooted(run, controller, {1: ExitStatus(signal=9)} if notice.stop is None else {})
+    assert controller.connected_to == []
+    assert "node_lost" not in [event["event"] for event in run.events()]
+
+
 def test_ranks_leave_a_node_that_slurm_took_out_of_the_job_before_they_had_started_there(run: RunDirectory) -> None:
     """Seen on 22.05.8 after the processes of n2 had ended: srun waited for n2, and then failed with "Requested node
     configuration is not available". Three attempts failed on n2 within a second, n1 was blamed, and the run failed."""
@@ -754,6 +845,28 @@ def test_ranks_leave_a_node_that_slurm_took_out_of_the_job_before_they_had_start
     assert [event["event"] for event in events] == ["started", "rank_failed", "node_lost", "moved", "started"]
     assert (events[1]["rank"], events[1]["suspect"]) == (1, "n2")
     assert (events[3]["nodes"], events[3]["aside"]) == (["n1", "n3"], ["n2"])
+
+
+@pytest.mark.parametrize("status", [ExitStatus(not_started="Communication connection failure"), None])
+def test_a_run_leaves_a_job_that_had_lost_too_many_nodes_before_its_first_attempt(
+    run: RunDirectory, status: ExitStatus | None
+) -> None:
+    """Whether srun refuses the step or cannot start its tasks. Three attempts had failed, and with them the run
+    (seed 20056324)."""
+
+    class NotStarted(FakeRanks):
+        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None: ...
+
+        def exit_statuses(self) -> Mapping[int, ExitStatus]:
+            return {0: status, 1: status} if status else {}
+
+    controller, number = FakeController(Cause.NONE), run.create_attempt()
+    controller.nodes = ["n1", "n2", "n3"]
+    job = dataclasses.replace(JOB, nodes=2, gpus_per_node=1, spare_nodes=1)
+    ranks, placement = NotStarted(run, {"end": "died"}), Placement(("n1",), ("n1",))
+    assert Attempt(run, job, number, ranks, controller, placement=placement).supervise() == 4
+    assert controller.asked == ["resubmit"]
+    assert "left, but the run needs 2" in run.events()[-1]["reason"]
 
 
 def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(run: RunDirectory) -> None:

@@ -324,7 +324,7 @@ def test_a_node_without_ranks_is_idle_while_an_attempt_runs() -> None:
     ]
     made = spent(book(events, 2700.0, state="running"), events)
     assert made is not None and made.idle_node_s == 2 * 500 + 2 * 600 + 2 * 1000
-    assert made.idle() == "spare nodes: 1.17 node-hours idle"
+    assert made.idle() == "idle nodes: 1.17 node-hours (spare nodes, and nodes that the run left)"
 
 
 def test_a_run_that_waits_for_its_first_start_is_queued_or_held() -> None:

@@ -20,6 +20,7 @@ from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable, UsageE
 from clusterddp.jobdef.job import Job
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration
+from tests.runs_on_disk import BEGAN, event, recorded_run, started
 
 # scontrol show config, shortened. 22.05.8, 24.11.5 and 26.05.5 print these lines alike but for the last.
 CONFIG = """Configuration data as of 2026-11-22T09:05:26
@@ -333,6 +334,26 @@ def test_rows_fit_the_terminal_and_are_whole_in_a_pipe() -> None:
     assert piped[2] == " " * 22 + "-> use a shared one"
     assert max(map(len, doctor.rows(checks, 60))) <= 60
     assert worst(checks) == "warning" and worst([]) == "ok"
+
+
+def test_doctor_sums_what_lost_nodes_cost_the_runs_in_the_folder(
+    answers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, and none if no run lost a node."""
+    monkeypatch.setenv("CLUSTERDDP_RUNS", str(tmp_path))
+    given = dict.fromkeys(["nodes", *doctor.OF_THE_JOB, "partition", "qos"])
+    doctor.run_doctor(argparse.Namespace(json=False, **given), None)
+    assert "lost nodes" not in capsys.readouterr().out
+    lost = event("node_lost", node="n2", suspect="n2") | {"time": BEGAN + 3600}
+    end, again = event("resubmitted", job="42"), started(1, "42")
+    history = [started(), lost, end | {"time": BEGAN + 3600}, again | {"time": BEGAN + 7200}]
+    recorded_run(tmp_path / "a", history)
+    recorded_run(tmp_path / "b", [started(), event("completed") | {"time": BEGAN + 7200}])
+    doctor.run_doctor(argparse.Namespace(json=False, **given), None)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"lost nodes: they ended 1 job of the 2 runs in {tmp_path}, which then waited 60 min in the queue. "
+        "`--spare-nodes 1` for each run would have saved this wait, and used 3 node-hours more"
+    )
 
 
 def test_options_of_the_job_without_nodes_are_refused() -> None:

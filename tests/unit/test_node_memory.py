@@ -19,7 +19,9 @@ from clusterddp.failures.node_memory import (
     NodeFailure,
     avoided,
     choose,
+    is_avoided,
     left_out,
+    letter,
     memory_of,
     recall,
     remember,
@@ -199,7 +201,15 @@ def test_nodes_lists_failures_and_writes_to_the_administrator(
     remember(run, "9", lost("n3", now - 60))
     assert command(["nodes", folder]) == 0
     out = capsys.readouterr().out
-    assert "n2: 2 failures in 2 runs" in out and "new jobs avoid it" in out
+    unless = "unless that would exclude more than a tenth of its partition's usable nodes"
+    assert "n2: 2 failures in 2 runs" in out and f"new jobs avoid it, {unless}" in out
     assert "n3: 1 failure in 1 run" in out
     assert "Node n2 caused 2 failures in 2 of our training runs:" in out
+    assert out.endswith(f"For now, our new jobs exclude this node, {unless}.\n")
     assert "Node n3" not in out
+
+
+def test_the_message_of_a_node_that_new_jobs_use_again_does_not_say_that_they_exclude_it() -> None:
+    failures = [failure("n2", "a", 2), failure("n2", "b", 2)]
+    assert not is_avoided(failures, NOW)
+    assert letter("n2", failures, NOW).endswith("(memory, GPUs, network, disk)?")

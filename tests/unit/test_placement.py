@@ -249,6 +249,31 @@ def test_a_drained_node_is_excluded_from_the_next_job_if_the_spare_node_has_fail
     ends = tuple(RankEnd(rank, f"n{rank + 1}", "stopped", 0.0, used_clusterddp=True) for rank in (0, 1))
     Recovery(run, 0, controller, History(run, 0), AttemptResult(state, ends)).act()
     assert controller.asked == ["resubmit n2"]
+    (end,) = (event for event in run.events() if event["event"] == "resubmitted")
+    why = "Node n2 is drained and the spare node n3 cannot be used, and the job has 1 node left, but the run needs 2"
+    assert end["reason"] == f"stopped by `clusterddp tell drain`. {why}"
+    assert f"{why}. " in (sentence(end) or "")
+
+
+@pytest.mark.parametrize("starts_again", [True, False], ids=["new job", "own allocation"])
+def test_the_end_of_an_attempt_says_why_its_job_has_too_few_nodes(tmp_path: Path, starts_again: bool) -> None:
+    """Only for a job that outlives its nodes. Any other one ends because of the lost node itself."""
+    reasons = []
+    for job in (replace(RANGE, nodes=2), replace(FIXED, nodes=2)):
+        run, controller = RunDirectory(tmp_path / f"run-{job.outlives_nodes}"), Job41(Cause.NONE)
+        run.create()
+        run.create_attempt()
+        controller.nodes, controller.starts_again = ["n1", "n4", "n5"], starts_again
+        state = State(
+            replace(job, gpus_per_node=1, device="cpu"),
+            ("n1", "n2"),
+            placement=at("n1 n2", "n1 n2"),
+            silent=frozenset({1}),
+        )
+        ends = (RankEnd(0, "n1", "stopped", 0.0, used_clusterddp=True), RankEnd(1, "n2", "died", 0.0, "lost"))
+        Recovery(run, 0, controller, History(run, 0), AttemptResult(state, ends)).act()
+        reasons.append(run.events()[-1]["reason"])
+    assert reasons[0] == f"{reasons[1]}. Node n2 is lost, and the job has 1 node left, but the run needs 2"
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,16 @@ def test_the_ratios_can_be_checked_with_the_times_beside_them(tmp_path: Path) ->
             )
 
 
+def test_idle_nodes_have_a_row_that_does_not_call_a_node_that_the_run_left_a_spare_one(tmp_path: Path) -> None:
+    """As after a lost node of a range: the run has no spare nodes."""
+    events = [started() | {"aside": ["n2"]}, event("completed") | {"time": BEGAN + 7200}]
+    text = page_of(recorded_run(tmp_path / "run", events, outcome={"state": "completed"}))
+    row = '<td>spare nodes, and nodes that the run left</td><td class="n">2 node-hours</td>'
+    assert row in text
+    assert "Spare nodes" not in text
+    assert "idle nodes" not in page_of(long_run(tmp_path / "none"))
+
+
 # --- size
 
 

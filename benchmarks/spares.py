@@ -1,0 +1,161 @@
+"""How soon a run continues on a spare node: ``python -m benchmarks.spares`` (``make bench-spares``).
+
+On the test cluster, a rank on each of four nodes, and a spare node. In turns:
+
+(a) a rank is killed, and all ranks restart in place: the limit;
+(b) a node's network cable is cut, while its ranks live on;
+(c) a node loses power.
+
+Measured from the detection (the event ``node_lost``, or the broken connection of the killed rank) to the next step that
+the run had not completed before. The bar of (b) and (c): 1.3 times the restart in place of the same turn. A table
+without a bar has the times of the detection, of the event ``rank_failed``, and of the old ranks' end.
+
+Each run must complete in one job, with the same losses and the same final bits as one without a fault.
+``CLUSTERDDP_TEST_RELEASE=sid`` measures on another Slurm, which ``python -m tests.cluster install --release sid``
+installs. A round takes two minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks import report, rows
+from benchmarks.runs import cluster, folder_for, in_folders, power_off
+from benchmarks.sides import in_turns
+from clusterddp.hostlist import expand
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
+from tests.cluster import Cluster, ClusterConfig
+from tests.trainings import Training, check_same_run, events_of
+from tests.waiting import story, wait_for_step
+
+RELEASE = os.environ.get("CLUSTERDDP_TEST_RELEASE")
+CLUSTER = ClusterConfig(nodes=5, cpus=2, slurmdbd=False, slurmd_timeout=20, release=RELEASE)
+NODES, SPARE, VICTIM = ["n1", "n2", "n3", "n4"], "n5", "n3"
+ALLOWED = 1.3
+INTERVAL, STEP_BEFORE, PAUSE = 5, 20, "0.4"
+OPTIONS = ["--nodes", "4", "--spare-nodes", "1", "--set", f"checkpoint.every={INTERVAL} steps"]
+#: In seconds. A rank that is cut off ends once it sees the next attempt.
+OLD_RANKS_END_S = 90.0
+TEXT = """# A lost node and a spare one
+
+A run of four nodes and a spare one loses a node, in turns with a run that restarts in place because a rank was killed.
+`benchmarks/spares.py` says what each row measures. Each run completed in one job, with the same final bits as a run
+without a fault, and all ranks of its first attempt ended."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """After one fault, in seconds, and the steps repeated.
+
+    ``recorded`` and ``step`` count from the detection, to the event ``rank_failed`` and to the next new step. The
+    others count from the fault.
+    """
+
+    detection: float
+    recorded: float
+    step: float
+    old_ranks: float
+    repeated: int
+
+
+REPLACED = [node for node in [*NODES, SPARE] if node != VICTIM]
+#: By kind: what the tables call it, what happens, and the nodes on which the ranks continue.
+FAULTS: dict[str, tuple[str, Callable[[Training], None], list[str]]] = {
+    "restart": ("a rank is killed", lambda training: training.ranks_on(VICTIM)[0].kill(), NODES),
+    "cut": ("a node is cut off", lambda training: training.cluster.cut(VICTIM), REPLACED),
+    "dead": ("a node loses power", lambda training: power_off(training.cluster, VICTIM), REPLACED),
+}
+
+
+def recover(kind: str, reference: RunDirectory, up: Cluster, folder: Path) -> Recovery:
+    """One run with one fault, checked."""
+    _, fail, nodes = FAULTS[kind]
+    training = Training.submit(up, folder, "--pause", PAUSE, options=OPTIONS)
+    wait_for_step(training.run, STEP_BEFORE)
+    old = [rank for node in NODES for rank in training.ranks_on(node)]
+    failed = time.time()
+    fail(training)
+    training.wait(lambda: not any(rank.alive() for rank in old), "the old ranks to end", OLD_RANKS_END_S)
+    ended = time.time()
+    check(training, reference, nodes)
+    detected, step = detection(training.run), next_new_step(training.run)
+    recorded = events_of(training.run, "rank_failed")[0]["time"]
+    repeated = sum(event["redone"] for event in events_of(training.run, "resumed"))
+    found = Recovery(detected - failed, recorded - detected, step - detected, ended - failed, repeated)
+    report.say(f"{kind}: {found}")
+    return found
+
+
+def check(training: Training, reference: RunDirectory, nodes: Sequence[str]) -> None:
+    """The run completes in its job, in two attempts, with the bits of the reference."""
+    assert training.finish() == "completed", story(training.run)
+    started = events_of(training.run, "started")
+    assert {event["job"] for event in started} == {training.job_id}, story(training.run)
+    assert [expand(event["nodes"]) for event in started] == [NODES, nodes], story(training.run)
+    check_same_run(training.run, reference, redone=True)
+
+
+def detection(run: RunDirectory) -> float:
+    """When the supervisor noticed the fault. It records a rank's failure later, once srun has exited."""
+    for event in run.events():
+        if event["event"] in ("node_lost", "rank_failed"):
+            return float(event.get("since", event["time"]))
+    raise AssertionError(f"no failure in the history\n{story(run)}")
+
+
+def next_new_step(run: RunDirectory) -> float:
+    """When the first step was completed that the first attempt had not completed."""
+    lines = list(read_lines(run.metrics_file))
+    done = max(line["step"] for line in lines if line["attempt"] == 0)
+    return min(float(line["time"]) for line in lines if line["step"] > done)
+
+
+def measure(quick: bool, rounds: int | None) -> report.Found:
+    with cluster(CLUSTER) as up:
+        where = f"Slurm {up.version}, 5 nodes, proctrack/{up.proctrack}"
+        release = up.version.rpartition(".")[0]
+        reference = Training.submit(up, folder_for(up, "reference"), options=OPTIONS)
+        assert reference.finish() == "completed", story(reference.run)
+        kinds = {kind: partial(recover, kind, reference.run) for kind in FAULTS}
+        found = in_turns(in_folders(up, kinds), rounds or (1 if quick else 5), warm_up=0)
+    figures = {kind: [asdict(recovery) for recovery in recoveries] for kind, recoveries in found.items()}
+    return report.Found(figures, table_rows(found, release), where, {"Detection": detection_table(found)})
+
+
+def table_rows(found: dict[str, list[Recovery]], release: str) -> list[rows.Row]:
+    """For the common table."""
+    steps = {kind: [recovery.step for recovery in recoveries] for kind, recoveries in found.items()}
+    return [
+        rows.paired(
+            f"{FAULTS[kind][0]}, Slurm {release}: detection to next new step",
+            *("s", steps[kind], steps["restart"], "a rank is killed, a restart in place"),
+            allowed=ALLOWED,
+        )
+        for kind in ("cut", "dead")
+    ]
+
+
+def detection_table(found: dict[str, list[Recovery]]) -> str:
+    """As median / largest."""
+    columns = {
+        "detection": "fault to detection (s)",
+        "recorded": "detection to `rank_failed` (s)",
+        "old_ranks": "fault to the end of the last old rank (s)",
+        "repeated": "repeated steps",
+    }
+    lines = [
+        [FAULTS[kind][0], *(report.spread([getattr(one, column) for one in recoveries]) for column in columns)]
+        for kind, recoveries in found.items()
+    ]
+    return report.table(["median / largest", *columns.values()], lines)
+
+
+if __name__ == "__main__":
+    name = f"spares-{RELEASE}" if RELEASE else "spares"
+    report.main(name, __doc__, TEXT, measure, "1 round", rounds={"type": int, "help": "(default: 5)"})
