@@ -89,6 +89,8 @@ class Resubmitter:
         self._ended: dict[str, JobInfo] = {}
         #: The time since which the run seems to be over, without an outcome.
         self._hidden_since: float | None = None
+        #: Whether a job has held the run.
+        self._was_held = False
         #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if it is not confirmed.
         self.result: int | None = None
 
@@ -132,6 +134,7 @@ class Resubmitter:
             return self._look_on()
         if not (claims := self._claims()):
             return self._help_released()
+        self._was_held = True
         if (quiet := self._quiet) and quiet.job_id == claims[0]["job"] and self._is_as_before(quiet):
             return QUIET_S
         jobs = []
@@ -190,6 +193,8 @@ class Resubmitter:
     def _help_released(self) -> float:
         """Handles a run that no job holds. The newest attempt's job may have released it to submit the next one."""
         newest = self._run.newest_attempt()
+        if newest is None and self._was_held and not self._run.cancelled and self._is_hidden(True):
+            return self._say("waiting until the run's first attempt is visible here")
         entry = None if newest is None else read_claim(self._run.holder_file(newest), self._run)
         if self._run.outcome() is not None or not entry or entry["kind"] != "slurm" or not reachable(entry):
             return self._look_on()

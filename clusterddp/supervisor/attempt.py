@@ -173,8 +173,7 @@ class Attempt:
         state, ranks = self._state, dict[str, list[int]]()
         if state.exit_code == 0 or state.superseded or state.notice.stop is not None:
             return
-        connected = state.hosts.keys() - state.lost_at.keys()
-        known = connected | state.ends.keys() | state.silent | self._launcher.exit_statuses().keys()
+        known = state.ends.keys() | state.silent | self._launcher.exit_statuses().keys()
         for rank in range(self._job.world_size):
             ranks.setdefault(state.node_of(rank), []).append(rank)
         asked = [node for node in state.nodes if node in ranks and known.isdisjoint(ranks[node])]
