@@ -4,15 +4,16 @@ On the test cluster, a rank on each of four nodes, and a spare node. In turns:
 
 (a) a rank is killed, and all ranks restart in place: the limit;
 (b) a node's network cable is cut, while its ranks live on;
-(c) a node loses power.
+(c) a node loses power, so that it closes no connection;
+(d) a node shuts down: its processes and its slurmd are killed, which closes their connections.
 
-Measured from the detection (the event ``node_lost``, or the broken connection of the killed rank) to the next step that
-the run had not completed before. The bar of (b) and (c): 1.3 times the restart in place of the same turn. A table
-without a bar has the times of the detection, of the event ``rank_failed``, and of the old ranks' end.
+Measured from the detection (the event ``node_lost``, or the rank's broken connection if that came first) to the next
+step that the run had not completed before. The bar of (b) to (d): 1.3 times the restart in place of the same turn. A
+table without a bar has the times of the detection, of the event ``rank_failed``, and of the old ranks' end.
 
 Each run must complete in one job, with the same losses and the same final bits as one without a fault.
 ``CLUSTERDDP_TEST_RELEASE=sid`` measures on another Slurm, which ``python -m tests.cluster install --release sid``
-installs. A round takes two minutes.
+installs. A round takes two or three minutes.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ FAULTS: dict[str, tuple[str, Callable[[Training], None], list[str]]] = {
     "restart": ("a rank is killed", lambda training: training.ranks_on(VICTIM)[0].kill(), NODES),
     "cut": ("a node is cut off", lambda training: training.cluster.cut(VICTIM), REPLACED),
     "dead": ("a node loses power", lambda training: power_off(training.cluster, VICTIM), REPLACED),
+    "down": ("a node shuts down", lambda training: training.cluster.kill_node(VICTIM), REPLACED),
 }
 
 
@@ -137,7 +139,8 @@ def table_rows(found: dict[str, list[Recovery]], release: str) -> list[rows.Row]
             *("s", steps[kind], steps["restart"], "a rank is killed, a restart in place"),
             allowed=ALLOWED,
         )
-        for kind in ("cut", "dead")
+        for kind in FAULTS
+        if kind != "restart"
     ]
 
 
