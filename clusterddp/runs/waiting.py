@@ -146,12 +146,12 @@ class Resubmitter:
         if self._run.outcome() is not None or self._claims() != claims:  # it ended, or has a new job, since the query
             return SOON_S
         early = early_end(self._run, claims[0], job.state if job else None)
+        if early and job and len(jobs) > 1 and jobs[1] and (jobs[1].end_time or 0.0) > (job.end_time or math.inf):
+            newest, job, early = claims[1]["job"], jobs[1], None  # which held the run when the newest job started
         # The user may have stopped it, or the history is hidden with all that the job has done.
         is_unread = not self._run.events() and (self._should_continue(job) or bool(early and not early.lines))
         if self._is_hidden(is_unread or self._run.may_be_over(job.state if job else None)):
             return self._say(f"job {newest} ended. Waiting until its outcome is visible here")
-        if early and job and len(jobs) > 1 and jobs[1] and (jobs[1].end_time or 0.0) > (job.end_time or math.inf):
-            newest, job = claims[1]["job"], jobs[1]  # which held the run when the newest job started
         ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without recording an outcome"
         if self._should_continue(job):
             return self._resubmit(ended, claims)
@@ -200,6 +200,7 @@ class Resubmitter:
             return self._look_on()
         job = self._show_job(entry["job"])
         if job is not None and job.live:
+            self._hidden_since = None
             return self._say(f"waiting for the run's next job after job {job.job_id}")
         events = self._run.events()
         own = [event for event in events if event["attempt"] == newest]
@@ -221,6 +222,7 @@ class Resubmitter:
         return IMMINENT_S
 
     def _help_live(self, job: JobInfo) -> float:
+        self._hidden_since = None
         if job.state in ("RUNNING", "SUSPENDED") or (job.state == "PENDING" and job.reason != "BeginTime"):
             self._quiet = job
         if job.state != "PENDING":
