@@ -89,9 +89,9 @@ def _spares(lost: Mapping[str, float]) -> str:
     """What lost nodes cost the runs, and what spare nodes would have cost and saved."""
     runs, jobs = counted(int(lost["runs"]), "run"), counted(int(lost["jobs"]), "job")
     return (
-        f"lost nodes: they ended {jobs} of the {runs} in {runs_folder(os.environ)}, which then waited "
-        f"{duration(lost['queued_s'])} in the queue. `--spare-nodes 1` for each run would have saved this wait, and "
-        f"used {node_hours(lost['spare_node_s'])} more"
+        f"lost nodes: they ended {jobs} of {runs} without spare nodes in {runs_folder(os.environ)}. These runs then "
+        f"waited {duration(lost['queued_s'])} in the queue. `--spare-nodes 1` for each run would have saved up to "
+        f"that, and used {node_hours(lost['spare_node_s'])} more"
     )
 
 

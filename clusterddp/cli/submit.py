@@ -17,7 +17,7 @@ from pathlib import Path
 from clusterddp.cli.options import add_arguments as add_arguments
 from clusterddp.cli.options import check_combinations, resolve_job
 from clusterddp.environment import in_batch_step
-from clusterddp.errors import FAILED, INTERRUPTED, UsageError
+from clusterddp.errors import FAILED, INTERRUPTED, UNCONFIRMED, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, say, show
 from clusterddp.rundir.files import write_atomically
@@ -89,7 +89,7 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
         code = local.loop(progress)
     with suppress(OSError):  # the disk may be full, and the entry then names a process that no longer runs
         lease.loop_ended(run)
-    if code == 0 and local.missed:
+    if code in (0, UNCONFIRMED) and local.missed:
         say(f"the run completed, but {', '.join(map(str, local.missed))} did not preempt it. The exit code is 1")
         return FAILED
     return ended(run, code, f"clusterddp submit --local --run-dir {run.quoted}")

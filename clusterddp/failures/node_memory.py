@@ -189,7 +189,11 @@ def left_out(run: RunDirectory, job: Job, usable: Callable[[], Sequence[str]], n
     """The nodes that a job of the run which a command submits excludes: those that the run has left out, and those that
     it avoids because other runs failed there. ``usable``: as of ``avoided``."""
     once = cache(usable)
-    nodes = exclusion.still_excluded(run.events(), now, once, job)
+    try:
+        nodes = exclusion.still_excluded(run.events(), now, once, job)
+    except SlurmError as error:
+        say(f"could not list the usable nodes, so the next job may get nodes that failed this run: {error}")
+        nodes = []
     return nodes + avoided(run, job, nodes, once, now)
 
 

@@ -35,7 +35,7 @@ class Placement:
 
     def is_short(self, job: Job) -> bool:
         """Whether Slurm had taken so many nodes out of the job before the attempt began that its ranks cannot start."""
-        return 0 < len(self.nodes) < (job.min_nodes or job.nodes)
+        return job.outlives_nodes and 0 < len(self.nodes) < (job.min_nodes or job.nodes)
 
     @property
     def recorded(self) -> dict[str, list[str]]:

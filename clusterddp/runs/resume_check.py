@@ -415,7 +415,7 @@ _NEEDS = "The check needs a script with `run = ctx.run(...)` and a loop over run
 
 
 class _Watched(Progress):
-    """Ends the attempt once its script has trained a step without clusterddp's loop."""
+    """Ends the attempt of a script that does not mention clusterddp once it has trained a step."""
 
     def __init__(self, trial: _Interruptions, steps: int, output: bool) -> None:
         super().__init__(trial.run, steps, shown=Shown(bar=False, output=output, events=_SHOWN))
@@ -423,7 +423,7 @@ class _Watched(Progress):
 
     def _event(self, event: dict[str, Any]) -> None:
         super()._event(event)
-        if event["event"] == "steps_seen":
+        if event["event"] == "steps_seen" and without_clusterddp(self._trial.job):
             self._trial.end()
 
 

@@ -89,6 +89,8 @@ class Resubmitter:
         self._ended: dict[str, JobInfo] = {}
         #: The time since which the run seems to be over, without an outcome.
         self._hidden_since: float | None = None
+        #: Whether a job has held the run.
+        self._was_held = False
         #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if it is not confirmed.
         self.result: int | None = None
 
@@ -132,6 +134,7 @@ class Resubmitter:
             return self._look_on()
         if not (claims := self._claims()):
             return self._help_released()
+        self._was_held = True
         if (quiet := self._quiet) and quiet.job_id == claims[0]["job"] and self._is_as_before(quiet):
             return QUIET_S
         jobs = []
@@ -143,12 +146,12 @@ class Resubmitter:
         if self._run.outcome() is not None or self._claims() != claims:  # it ended, or has a new job, since the query
             return SOON_S
         early = early_end(self._run, claims[0], job.state if job else None)
+        if early and job and len(jobs) > 1 and jobs[1] and (jobs[1].end_time or 0.0) > (job.end_time or math.inf):
+            newest, job, early = claims[1]["job"], jobs[1], None  # which held the run when the newest job started
         # The user may have stopped it, or the history is hidden with all that the job has done.
         is_unread = not self._run.events() and (self._should_continue(job) or bool(early and not early.lines))
         if self._is_hidden(is_unread or self._run.may_be_over(job.state if job else None)):
             return self._say(f"job {newest} ended. Waiting until its outcome is visible here")
-        if early and job and len(jobs) > 1 and jobs[1] and (jobs[1].end_time or 0.0) > (job.end_time or math.inf):
-            newest, job = claims[1]["job"], jobs[1]  # which held the run when the newest job started
         ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without recording an outcome"
         if self._should_continue(job):
             return self._resubmit(ended, claims)
@@ -190,11 +193,14 @@ class Resubmitter:
     def _help_released(self) -> float:
         """Handles a run that no job holds. The newest attempt's job may have released it to submit the next one."""
         newest = self._run.newest_attempt()
+        if newest is None and self._was_held and not self._run.cancelled and self._is_hidden(True):
+            return self._say("waiting until the run's first attempt is visible here")
         entry = None if newest is None else read_claim(self._run.holder_file(newest), self._run)
         if self._run.outcome() is not None or not entry or entry["kind"] != "slurm" or not reachable(entry):
             return self._look_on()
         job = self._show_job(entry["job"])
         if job is not None and job.live:
+            self._hidden_since = None
             return self._say(f"waiting for the run's next job after job {job.job_id}")
         events = self._run.events()
         own = [event for event in events if event["attempt"] == newest]
@@ -216,6 +222,7 @@ class Resubmitter:
         return IMMINENT_S
 
     def _help_live(self, job: JobInfo) -> float:
+        self._hidden_since = None
         if job.state in ("RUNNING", "SUSPENDED") or (job.state == "PENDING" and job.reason != "BeginTime"):
             self._quiet = job
         if job.state != "PENDING":

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from clusterddp.errors import SlurmUnavailable
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.configuration import fields
 
@@ -32,7 +33,10 @@ def unanswering(nodes: Sequence[str]) -> list[str]:
     asking = [threading.Thread(target=ask, args=(node,), daemon=True) for node in known]
     deadline = time.monotonic() + 2 * CONNECT_S  # a name server may not answer
     for thread in asking:
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # too many processes at the moment
+            raise SlurmUnavailable(f"could not ask slurmd: {error}") from error
     for thread in asking:
         thread.join(max(0.0, deadline - time.monotonic()))
     return [node for node in nodes if node in down]

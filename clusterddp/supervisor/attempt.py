@@ -150,8 +150,8 @@ class Attempt:
     def _find_lost_nodes(self) -> None:
         """Asks Slurm which nodes the job still has, if ranks failed before they joined.
 
-        If ranks restart on a node that still answered (``_find_dead_nodes``), or on one of which this is unknown, srun
-        waits until Slurm takes the node out of the job, and fails without naming it (seen on 22.05.8).
+        If ranks restart on a node that still answered (``_find_dead_nodes``), or may have answered, srun waits until
+        Slurm takes the node out of the job, and fails without naming it (seen on 22.05.8).
         """
         state = self._state
         joined = len(state.hosts.keys() | state.ends.keys())
@@ -165,7 +165,7 @@ class Attempt:
         self._state = decide.lose_unjoined(replace(state, notice=notice), time.time())
 
     def _find_dead_nodes(self) -> None:
-        """Asks nodes directly whose ranks, all of them, have ended without a report or an exit status.
+        """Asks nodes directly whose ranks, all of them, have finished or reported no end, and have no exit status.
 
         srun reports a status for a process that died while its node lives. If a node is rebooted, its ranks'
         connections are closed, and Slurm needs SlurmdTimeout to notice the loss. A job that ends has no time for this.
@@ -173,8 +173,8 @@ class Attempt:
         state, ranks = self._state, dict[str, list[int]]()
         if state.exit_code == 0 or state.superseded or state.notice.stop is not None:
             return
-        connected = state.hosts.keys() - state.lost_at.keys()
-        known = connected | state.ends.keys() | state.silent | self._launcher.exit_statuses().keys()
+        failed = {rank for rank, end in state.ends.items() if end["end"] != "done"}
+        known = failed | state.silent | self._launcher.exit_statuses().keys()
         for rank in range(self._job.world_size):
             ranks.setdefault(state.node_of(rank), []).append(rank)
         asked = [node for node in state.nodes if node in ranks and known.isdisjoint(ranks[node])]
@@ -188,18 +188,22 @@ class Attempt:
     def _await_records(self) -> None:
         """Waits until the disk shows how ranks on other nodes ended whose last reports were lost with their connection.
 
-        Without a record, a rank that had steps left counts as ended by ``os._exit(0)``, and the run fails.
+        Without a record, a rank that had steps left counts as ended by ``os._exit(0)``, and the run fails. After a
+        request to stop, its cause decides what follows.
         """
         state, here = self._state, nodes_of(self._controller)[:1]
-        if state.exit_code != 0 or not state.unfinished or state.superseded:
+        if state.exit_code != 0 or not state.unfinished or state.superseded or state.told or state.notice.stop:
             return
         joined = sorted(state.hosts.keys() - state.ends.keys())
         records = [self._run.rank_record(self._number, rank) for rank in joined if state.node_of(rank) not in here]
-        deadline = time.monotonic() + HIDDEN_S
+        deadline, told = time.monotonic() + HIDDEN_S, False
         while time.monotonic() < deadline:
             with suppress(OSError):
                 if all(map(exists, records)):
                     return
+            if not told:
+                say(f"waiting up to {HIDDEN_S:.0f} s for the records of ranks whose last reports are missing")
+                told = True
             time.sleep(1)
 
     def post(self, event: Event) -> None:

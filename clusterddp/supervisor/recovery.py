@@ -215,8 +215,7 @@ class Recovery:
             return self._restart_ranks(verdict)
         if self._controller.resubmits and self._controller.starts_again:
             excluded = self._choose_nodes(lost)
-            too_few = leaves is not verdict and (self._not_started or self._state.placement.is_short(self._state.job))
-            if lost or too_few or self._state.wanted is Stop.DRAIN:
+            if lost or self._state.placement.is_short(self._state.job) or self._state.wanted is Stop.DRAIN:
                 return self._resubmit(leaves, excluded.nodes or self._excluded(), node_lost=bool(lost))
             if any(self._state.node_of(rank) in excluded.nodes for rank in range(self._job.world_size)):
                 try:
@@ -234,11 +233,6 @@ class Recovery:
         _until_answered(self._history.write_pending, OUTAGE_S)
         return RESTART
 
-    @property
-    def _not_started(self) -> list[int]:
-        """The ranks that srun could not start."""
-        return [end.rank for end in self._ends if end.death is not None and end.death.not_started]
-
     def _choose_course(self, lost: Sequence[str]) -> Choice:
         """Where the ranks restart."""
         state, now = self._state, time.time()
@@ -250,8 +244,9 @@ class Recovery:
             for node in exclusion.failed(self._history.events, now):
                 if node in suspects:
                     leave.setdefault(node, "failed repeatedly in this run")
-            for rank in self._not_started:
-                leave.setdefault(state.node_of(rank), "did not start its ranks")
+            for end in self._ends:
+                if end.death is not None and end.death.not_started:
+                    leave.setdefault(state.node_of(end.rank), "did not start its ranks")
             # The script may hang instead, which is no reason to shrink.
             if state.placement.spares and (hung := hung_node(state)):
                 leave.setdefault(hung, "hangs")

@@ -439,6 +439,7 @@ class History:
                 nodes = node_memory.left_out(self.run, self.job, usable, waiting.time.time())
                 job_id = commands.submit(self.run.batch_script, *exclusion.option(None, nodes), timeout_s=None)
                 lease.submitted(self.run, job_id if job_id in self.slurm.jobs else f"{job_id}_0")
+                self.invariants.submitted()  # also after a scancel while Slurm answered slowly
         return 0
 
     def _resubmit(self) -> int:

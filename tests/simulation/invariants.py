@@ -628,7 +628,7 @@ class Invariants:
         last one began while the outcome was hidden, or was being written."""
         cut = any(fault.kind == "lose a node" for fault in self._history.plan.faults)
         waited_s = self._claimed_at(completed[-1]["attempt"]) - (completed[-2]["time"] - EPOCH)
-        if abs(waited_s) < SAME_S:
+        if -SAME_S < waited_s <= 0.0:
             return True
         if not self._lag_s or not (cut or waited_s < self._lag_s + SLOW_S):
             return False

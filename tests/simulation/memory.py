@@ -94,10 +94,10 @@ class Memory:
         mine = [Failed(event["time"] - EPOCH, event["suspect"], str(self.history.run), None) for event in suspects]
         failed = [*self.failed, *mine]
         room = int(len(self.history.slurm.node_names) * 0.1)
-        if len(avoided) > room:
-            yield f"job {job.id} avoids {len(avoided)} nodes of {len(self.history.slurm.node_names)}"
         # On a full disk the history may lack what the supervisor knows of the run's own failures.
         full = any(fault.kind == "disk errors" for fault in self.history.plan.faults)
+        if len(avoided) > room and not full:
+            yield f"job {job.id} avoids {len(avoided)} nodes of {len(self.history.slurm.node_names)}"
         for node in sorted(avoided) if not full else ():
             if not self._is_bad(node, failed, now, -0.01):
                 yield f"job {job.id} avoids {node}, where no two runs have failed within a day"

@@ -323,7 +323,12 @@ def test_a_record_that_a_shared_disk_hides_when_all_ranks_have_exited_is_waited_
 
     number = run.create_attempt()
     record, hidden = run.rank_record(number, 1), run.path / "hidden"
-    monkeypatch.setattr("clusterddp.supervisor.attempt.time.sleep", lambda _: hidden.rename(record))
+    hides = iter([True])
+
+    def exists(path: Path) -> bool:
+        return not next(hides, False) and hidden.rename(record).exists()
+
+    monkeypatch.setattr("clusterddp.supervisor.attempt.exists", exists)
     job = dataclasses.replace(JOB, nodes=2, gpus_per_node=1)
     attempt = Attempt(run, job, number, OneHidden(run, {"end": "done", "step": 7}), TwoNodes(Cause.NONE))
     for rank in range(2):
@@ -762,6 +767,7 @@ def rebooted(
     ranks = Rebooted(run, {"end": "died"})
     ranks.statuses = statuses or {}
     ranks.attempt = Attempt(run, job, number, ranks, controller, placement=placement)
+    ranks.attempt.post(controller.notice())
     return ranks.attempt.supervise()
 
 
@@ -775,6 +781,24 @@ def test_a_node_that_closed_its_connections_and_does_not_answer_is_lost(run: Run
     assert (failed["rank"], failed["error"]) == (1, "was lost because node n2 no longer responds")
     assert (lost["node"], lost["suspect"]) == ("n2", "n2")
     assert controller.asked == ["resubmit n2"] and controller.connected_to == ["n2"]
+
+
+def test_a_node_that_is_rebooted_just_after_its_ranks_have_finished_does_not_fail_the_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun exits with code 1, because it does not learn how they ended (seed 20091232)."""
+
+    def wait(self: Rebooted) -> int:
+        for rank in range(2):
+            self.attempt.post(RankEvent(rank, "joined", {"host": f"n{rank + 1}"}))
+            self.attempt.post(RankEvent(rank, "left", {"host": f"n{rank + 1}", "end": "done", "used_clusterddp": True}))
+        return 1
+
+    monkeypatch.setattr(Rebooted, "wait", wait)
+    controller = FakeController(Cause.NONE)
+    controller.dead = ["n2"]
+    assert rebooted(run, controller) == 0
+    assert run.events()[-1]["event"] == "completed"
 
 
 def test_ranks_leave_a_node_that_does_not_answer_for_a_spare_one(run: RunDirectory) -> None:

@@ -351,8 +351,8 @@ def test_doctor_sums_what_lost_nodes_cost_the_runs_in_the_folder(
     recorded_run(tmp_path / "b", [started(), event("completed") | {"time": BEGAN + 7200}])
     doctor.run_doctor(argparse.Namespace(json=False, **given), None)
     assert capsys.readouterr().out.splitlines()[-1] == (
-        f"lost nodes: they ended 1 job of the 2 runs in {tmp_path}, which then waited 60 min in the queue. "
-        "`--spare-nodes 1` for each run would have saved this wait, and used 3 node-hours more"
+        f"lost nodes: they ended 1 job of 2 runs without spare nodes in {tmp_path}. These runs then waited 60 min "
+        "in the queue. `--spare-nodes 1` for each run would have saved up to that, and used 3 node-hours more"
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,6 +390,21 @@ def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_a
     said = capsys.readouterr().err
     assert said.startswith("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
     assert "job 42 ended (FAILED) before it started the supervisor: slurm_script: line 20: python: not found" in said
+
+
+def test_a_released_run_whose_first_attempt_a_shared_disk_hides_is_waited_for(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job is about to submit the next one after a lost node (seed 20007627)."""
+    resubmitter = look(run, info("RUNNING"), monkeypatch)
+    for folder in (run.attempt_private(0), run.attempt_logs(0)):
+        shutil.rmtree(folder, ignore_errors=True)
+    monkeypatch.setattr(resubmitter._pace, "due", lambda _: True)
+    resubmitter.look()
+    assert (submitted, resubmitter.result) == ([], None)
+    monkeypatch.setattr(waiting, "HIDDEN_S", 0.0)
+    resubmitter.look()
+    assert resubmitter.result == 1
 
 
 @pytest.mark.parametrize(("ended", "resubmitted"), [(20.0, ["job.sbatch"]), (5.0, [])])
