@@ -340,7 +340,7 @@ def judge(
 ) -> Verdict:
     """The verdict. ``ask`` queries the controller and is called only where its answer matters.
 
-    ``exit_code`` is the launcher's (srun's). It shows what happened during the interpreter's shutdown, after the records.
+    ``exit_code`` is the launcher's (srun's). It shows what happened while an interpreter shut down, after the records.
     A signal then (128 + its number) does not undo the training, as gloo of torch 2.13 may abort a rank there.
     ``told``: whether ranks were asked to stop. A crash just before the time limit is not a consequence of the limit.
     ``progress``: of this attempt and those before. None if there was none.
