@@ -340,14 +340,18 @@ def judge(
 ) -> Verdict:
     """The verdict. ``ask`` queries the controller and is called only where its answer matters.
 
-    ``exit_code`` is the launcher's (srun's): it shows a crash during the interpreter's shutdown, after the records.
+    ``exit_code`` is the launcher's (srun's). It shows what happened while an interpreter shut down, after the records.
+    A signal then (128 + its number) does not undo the training, as gloo of torch 2.13 may abort a rank there.
     ``told``: whether ranks were asked to stop. A crash just before the time limit is not a consequence of the limit.
     ``progress``: of this attempt and those before. None if there was none.
     """
-    all_done = exit_code == 0 and all(end.end == "done" for end in ends)
+    all_done = (exit_code == 0 or exit_code > 128) and all(end.end == "done" for end in ends)
     left_loop = any(end.left_loop for end in ends)
+    finished = "all ranks finished" + (
+        f", and one exited with code {exit_code} during its shutdown" if exit_code else ""
+    )
     if all_done and not left_loop and all(end.used_clusterddp for end in ends):
-        return Verdict(Action.COMPLETE, "all ranks finished")
+        return Verdict(Action.COMPLETE, finished)
     failures = _in_order([end for end in ends if end.failed])
     raised = failures[0] if failures and failures[0].end == "exception" else None
     others = tuple(failures[1:])
@@ -365,7 +369,7 @@ def judge(
     if cause is not Cause.NONE and not (raised and not restarts and cause is Cause.UNKNOWN):
         return Verdict(_FOLLOWS.get(cause, Action.LEAVE), cause.value, cause, raised, others if raised else ())
     if all_done:
-        return Verdict(Action.COMPLETE, "all ranks finished")
+        return Verdict(Action.COMPLETE, finished)
     if failures and (early := _early_leaver(ends, failures)) is not None:
         others = tuple(end for end in failures if end.rank != early.rank)
         return Verdict(Action.RESTART, early.sentence(), cause, early, others)

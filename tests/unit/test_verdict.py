@@ -73,7 +73,8 @@ def end(what: str, rank: int = 0, lost_at: float = 1.0, **values: object) -> Ran
         (["exception", "died"], 1, Cause.NONE, Action.FAIL),
         (["exception", "died"], 1, Cause.INTERRUPTED, Action.LEAVE),
         (["done", "exit"], 3, Cause.NONE, Action.FAIL),
-        (["done", "done"], 139, Cause.NONE, Action.FAIL),
+        (["done", "done"], 139, Cause.NONE, Action.COMPLETE),  # a crash while the interpreter shut down
+        (["done", "done"], 3, Cause.NONE, Action.FAIL),
         (["stopped", "done"], 0, Cause.PREEMPTED, Action.AGAIN),
         (["done", "dismissed"], 1, Cause.NONE, Action.RESTART),  # the node of a rank that was done was lost
     ],
