@@ -69,7 +69,7 @@ def test_ranks_of_a_lost_node_continue_on_the_spare_one_in_the_same_job(
     assert reasons(training) == ["node n2 is lost, so the ranks continue on the spare node n3"]
 
 
-def test_a_node_whose_processes_end_is_left_at_once(
+def test_a_node_whose_processes_end_is_left_without_an_attempt_in_between(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """As in a reboot: the connections are closed. A restart there would wait until Slurm gives the node up."""
