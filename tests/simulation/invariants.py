@@ -270,6 +270,9 @@ class Invariants:
 
     def _check_shut(self, step: Launcher) -> None:
         """No attempt uses a node that was shut down during the previous one, which lost its ranks there."""
+        slurm, here = self._history.slurm, step.server.process.node
+        if here in slurm.cut or slurm.back_at.get(here, -math.inf) > self._world.now - LOST_S:
+            return  # the supervisor could not ask for the node's address
         ranks = [rank for rank in self._history.cluster.ranks if rank.step.server.process is step.server.process]
         before = [rank for rank in ranks if rank.attempt == step.attempt - 1]
         for node, ended in self._history.slurm.shut.items():

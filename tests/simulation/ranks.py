@@ -515,6 +515,7 @@ class Rank:
         group.joined.add(self.number)
         while len(group.joined) < group.size:  # in the worker's join, and in init(): both look for a stop signal
             if self.stop:
+                group.joined.discard(self.number)
                 return {"end": "stopped", "reason": "stop signal before all ranks had joined"}, 0
             world.sleep(0.5)  # a rank that is gone is never missed here: the supervisor dismisses those that wait
         store = Checkpoints(self.run, self.attempt, Keep(last=script.keep))
