@@ -154,6 +154,10 @@ SAVED_ITEMS = Variable(
     "CLUSTERDDP_SAVED_ITEMS",
     "supervisor to ranks: the items of its epoch that the script had trained on when it saved that file",
 )
+COMMITTED = Variable(
+    "CLUSTERDDP_COMMITTED",
+    "supervisor to ranks: the step of the last attempt's newest checkpoint, if ranks have moved to other nodes since",
+)
 TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
 )
@@ -190,7 +194,7 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 
 #: Set for each rank. A job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
-    *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
+    *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S, COMMITTED),
     *(CODE, CHECKOUT, PREFLIGHT, PROFILE, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),
     *(MLFLOW, SAVED, SAVED_ITEMS, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK, PROTECT_SAVES, SEE_STEPS),
 )

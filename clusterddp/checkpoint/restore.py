@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from clusterddp import protocol
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
 from clusterddp.checkpoint.file_format import Content, Head
@@ -232,6 +233,8 @@ class _Search:
 
     def __init__(self, checkpoints: Checkpoints | None, on_damaged: OnDamaged) -> None:
         self._checkpoints, self._on_damaged = checkpoints, on_damaged
+        if checkpoints is not None and (step := os.environ.get(protocol.COMMITTED)):
+            checkpoints.await_committed(int(step))
         self._candidates = iter(checkpoints.candidates() if checkpoints is not None else [])
         self._current: Checkpoint | None = None
         self._reasons: list[str] = []

@@ -15,6 +15,7 @@ import json
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from clusterddp.checkpoint import file_format
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
-from clusterddp.rundir.files import exists, fsync_directory, names_in, rename, status, unlink, write_json
+from clusterddp.rundir.files import HIDDEN_S, exists, fsync_directory, names_in, rename, status, unlink, write_json
 from clusterddp.rundir.records import METRICS, retrying, schema_error
 from clusterddp.rundir.run_directory import RunDirectory
 
@@ -144,6 +145,15 @@ class Checkpoints:
             for checkpoint in found
             if checkpoint.attempt == attempt and checkpoint.step <= highest
         ]
+
+    def await_committed(self, step: int) -> None:
+        """Waits, at most for HIDDEN_S, until a shared disk shows the last attempt's checkpoint of this step."""
+        deadline = time.monotonic() + HIDDEN_S
+        while not any(found.step == step and found.attempt == self._attempt - 1 for found in self.candidates()):
+            if time.monotonic() >= deadline:
+                say(f"checkpoint {step} was committed, but is missing from {self.folder}")
+                return
+            time.sleep(0.5)
 
     def check_present(self) -> None:
         """Raises CheckpointError if all committed checkpoints of the run are missing, as it would start from step 0."""

@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 #: JSON has no such numbers, so they are written as text, as in protobuf's JSON mapping. float() reads it.
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
+#: For how long a shared disk may hide a new file from other nodes, in seconds (``acdirmax`` of NFS).
+HIDDEN_S = 60.0
 #: Errors of the run directory that do not come from a file server's outage, so that waiting does not help.
 LASTING = frozenset(
     (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)

@@ -34,7 +34,7 @@ from clusterddp.jobdef.code_snapshot import changed_code, code_state, recorded_c
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
-from clusterddp.rundir.files import create_folder, exists, read_bytes, write_atomically
+from clusterddp.rundir.files import HIDDEN_S, create_folder, exists, read_bytes, write_atomically
 from clusterddp.rundir.ownership import Address, write_address
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
@@ -74,8 +74,6 @@ from clusterddp.worker.code_paths import mapped_variables
 
 #: The exceptions that a malformed report of a rank may raise.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-#: For how long a shared disk may hide a new file from other nodes, in seconds (``acdirmax`` of NFS).
-HIDDEN_S = 60.0
 
 
 class Attempt:
@@ -277,6 +275,7 @@ class Attempt:
             **self._script_trackers(),
             **({protocol.DEVICE_MEMORY: str(used[-1])} if used else {}),
             **self._own.saved(),
+            **self._committed(),
             **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),
@@ -293,6 +292,13 @@ class Attempt:
             protocol.HYDRA: str(self._run_began()) if self._job.hydra else "",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
+
+    def _committed(self) -> dict[str, str]:
+        """The last attempt's newest checkpoint, if ranks have moved to other nodes, where a shared disk may hide it."""
+        last = [event for event in self._history.events if event["attempt"] == self._number - 1]
+        steps = [event["step"] for event in last if event["event"] == "checkpoint"]
+        moved = any(event["event"] == "moved" for event in last)
+        return {protocol.COMMITTED: str(steps[-1])} if moved and steps else {}
 
     def _first_job(self) -> str:
         """The run's name in `submitit.JobEnvironment()`: the same in all attempts, also after a resubmission."""

@@ -22,7 +22,7 @@ from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.errors import SlurmUnavailable, Superseded
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job, Keep
-from clusterddp.protocol import CHECKPOINT
+from clusterddp.protocol import CHECKPOINT, COMMITTED
 from clusterddp.rundir.ownership import Address
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.slurmd import CONNECT_S
@@ -640,6 +640,8 @@ class Rank:
             path = self.step.environment.get(CHECKPOINT)
             saved: dict[str, Any] = json.loads(self.cluster.disk.read_bytes(Path(path))) if path else {}
             return {"step": 0, "weights": "0", "samples": (), **saved, "parent": None}
+        if step := self.step.environment.get(COMMITTED):
+            store.await_committed(int(step))
         found: Checkpoint | None = next(iter(store.candidates()), None)
         if found is None:
             store.record_resume(None)

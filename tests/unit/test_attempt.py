@@ -810,6 +810,25 @@ def test_ranks_leave_a_node_that_does_not_answer_for_a_spare_one(run: RunDirecto
     assert (moved["nodes"], moved["aside"]) == (["n1", "n3"], ["n2"])
 
 
+@pytest.mark.parametrize(("moved", "known"), [(True, "8"), (False, None)])
+def test_ranks_that_move_to_other_nodes_are_given_the_step_of_the_last_checkpoint(
+    run: RunDirectory, moved: bool, known: str | None
+) -> None:
+    """A shared disk may hide it from them (seed 50185460)."""
+    number, given = run.create_attempt(), dict[str, str]()
+    events = [{"event": "checkpoint", "step": step} for step in (4, 8)] + [{"event": "moved"}] * moved
+    for event in events:
+        append_line(run.events_file, {**event, "attempt": number, "time": 1.0})
+
+    class Told(FakeRanks):
+        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+            super().start(command, environment, logs)
+            given.update(environment)
+
+    Attempt(run, JOB, run.create_attempt(), Told(run, {"end": "done"}), FakeController(Cause.NONE)).supervise()
+    assert given.get(protocol.COMMITTED) == known
+
+
 @pytest.mark.parametrize("error", [None, SlurmUnavailable("Unable to contact slurm controller")])
 def test_ranks_restart_on_a_node_that_answers_or_whose_address_is_unknown(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, error: Exception | None

@@ -6,13 +6,16 @@ import errno
 import json
 import os
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from clusterddp.checkpoint import file_format
+from clusterddp import protocol
+from clusterddp.checkpoint import file_format, restore
 from clusterddp.checkpoint.store import Checkpoints, lineage
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
@@ -171,6 +174,36 @@ def test_the_lineage_excludes_what_was_written_after_the_run_continued_elsewhere
     fourth = Checkpoints(directory, directory.create_attempt(), Keep())
     assert list(lineage(directory, 4)) == [(3, float("inf")), (1, 20), (0, 10)]
     assert [(one.attempt, one.step) for one in fourth.candidates()] == [(1, 20), (0, 10)]
+
+
+def test_a_committed_checkpoint_that_a_shared_disk_hides_is_waited_for(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks have moved to other nodes, which may not see yet what the last attempt saved (seed 50185460)."""
+    first = attempt(directory)
+    save(directory, first, 10, CONTENT)
+    (path,) = directory.checkpoints.glob("step-*")
+    hidden, waited = path.rename(directory.path / "hidden"), list[float]()
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            hidden.rename(path)
+
+    monkeypatch.setattr("clusterddp.checkpoint.store.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setenv(protocol.COMMITTED, "10")
+    search = restore._Search(Checkpoints(directory, directory.create_attempt(), Keep()), lambda *_: None)
+    found = search.next()
+    assert found is not None and found[0].step == 10 and len(waited) == 3
+
+
+def test_a_committed_checkpoint_that_stays_away_is_reported(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("clusterddp.checkpoint.store.HIDDEN_S", 0.0)
+    attempt(directory)
+    Checkpoints(directory, directory.create_attempt(), Keep()).await_committed(10)
+    assert f"checkpoint 10 was committed, but is missing from {directory.checkpoints}" in capsys.readouterr().err
 
 
 def test_deleting_stays_within_the_lineage(directory: RunDirectory) -> None:
