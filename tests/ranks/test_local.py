@@ -427,9 +427,10 @@ def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirector
 
 
 def test_preemptions_that_are_already_due_wait_for_the_attempts_ranks(run: RunDirectory) -> None:
-    """TERM in an attempt's first milliseconds would end the shell of the local command, and the run with it."""
+    """TERM in an attempt's first milliseconds would end the shell of the local command, and the run with it. The last
+    attempt takes a second, because a script that exits much sooner than before may not have trained."""
     script = run.path.with_name("waits_twice.py")
-    script.write_text("import os, time\ntime.sleep(60 if int(os.environ['CLUSTERDDP_ATTEMPT']) < 2 else 0)\n")
+    script.write_text("import os, time\ntime.sleep(60 if int(os.environ['CLUSTERDDP_ATTEMPT']) < 2 else 1)\n")
     done = submit(run, str(script), "--device", "cpu", "--preempt-after", "0", "--preempt-after", "0s")
     assert done.returncode == 0, done.stderr
     assert (run.outcome() or {})["attempts"] == 3
