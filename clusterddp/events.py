@@ -245,8 +245,8 @@ class Initialized(Event):
 
 
 class Training(Event):
-    """the attempt starts from step 0. If rank 0 prints step numbers, `log` is the first one that it printed, and the
-    attempt starts from the step before"""
+    """the attempt starts from step 0. If rank 0 prints step numbers, `log` is the first of them, and the attempt starts
+    from the step before it"""
 
     step: int
     redone: int | None = None
