@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -334,6 +333,8 @@ def _hash_of(path: Path) -> str | None:
 
 
 def _version(package: str) -> str | None:
+    import importlib.metadata  # slow to import, and a report does not need it
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

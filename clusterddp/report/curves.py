@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
 Point = list[float]
+Column = npt.NDArray[Any]
 #: The maximum number of points of a curve, and of metrics to read.
 BUCKETS, MOST_METRICS = 1000, 100
 #: Larger values are clipped, to keep differences between values finite.
@@ -37,20 +37,41 @@ _NUMBERS, _TOGETHER = frozenset((int, float, bool)), 250
 
 
 @dataclass
-class _Values:
-    """The values of one metric in one attempt. A time that was not recorded is NaN."""
+class Lines:
+    """The lines of one attempt as columns. NaN: a time that was not recorded, or a value that a line does not have."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     times: array[float] = field(default_factory=lambda: array("d"))
-    values: array[float] = field(default_factory=lambda: array("d"))
+    values: dict[str, array[float]] = field(default_factory=dict)
+
+    def add(self, steps: list[int], times: list[float], values: Mapping[str, Sequence[float]]) -> None:
+        """Adds lines, of which the metrics in ``values`` have a value each, or NaN."""
+        for name in values.keys() - self.values.keys():
+            self.values[name] = array("d", [math.nan] * len(self.steps))
+        absent = [math.nan] * len(steps)
+        for name, column in self.values.items():
+            column.extend(values.get(name, absent))
+        self.steps.extend(steps)
+        self.times.extend(times)
+
+    def known(self, name: str) -> tuple[Column, Column, Column]:
+        """The steps, times and values of the lines that have a value of the metric, in the order of their steps."""
+        steps, times, values = np.asarray(self.steps), np.asarray(self.times), np.asarray(self.values[name])
+        if not (known := ~np.isnan(values)).all():
+            steps, times, values = steps[known], times[known], values[known]
+        if (steps[1:] < steps[:-1]).any():  # some were logged between two steps
+            order = np.argsort(steps, kind="stable")
+            steps, times, values = steps[order], times[order], values[order]
+        return steps, times, values
 
 
 @dataclass
 class Metrics:
-    """All values by metric and attempt. ``first``: the first step of each attempt that has lines. ``notes``: what
-    could not be read."""
+    """All lines by attempt. ``names``: of the metrics, in the order in which they were first logged. ``first``: the
+    first step of each attempt that has lines. ``notes``: what could not be read."""
 
-    values: dict[str, dict[int, _Values]] = field(default_factory=dict)
+    attempts: dict[int, Lines] = field(default_factory=dict)
+    names: dict[str, None] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)
     not_finite: dict[str, list[int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -104,6 +125,7 @@ def _add(found: Metrics, lines: Sequence[Mapping[str, Any]], left_out: set[str])
     times = [float(line["time"]) if records.is_time(line.get("time")) else math.nan for line in lines]
     found.lines += len(lines)
     found.first[attempt] = min(found.first.get(attempt, steps[0]), *steps)
+    columns: dict[str, Sequence[float]] = {}
     for name in lines[0]:
         if name in records.NOT_METRICS:
             continue
@@ -113,35 +135,28 @@ def _add(found: Metrics, lines: Sequence[Mapping[str, Any]], left_out: set[str])
             column = [records.with_floats({name: value})[name] for value in column]
         if not any(type(value) in _NUMBERS for value in column):
             continue
-        if name not in found.values:
-            if len(found.values) >= MOST_METRICS:
-                left_out.add(name)
-                continue
-            found.values[name] = {}
-        if whole:
-            _extend(found.values[name], attempt, steps, times, column)
+        if name not in found.names and len(found.names) >= MOST_METRICS:
+            left_out.add(name)
             continue
-        for step, time, value in zip(steps, times, column, strict=True):
-            if type(value) not in _NUMBERS:
-                continue
-            if value != value or value in (math.inf, -math.inf):
-                found.not_finite.setdefault(name, []).append(step)
-            else:
-                _extend(found.values[name], attempt, [step], [time], [max(-_LARGEST, min(_LARGEST, value))])
+        found.names[name] = None
+        if not whole:
+            wrong = [step for step, value in zip(steps, column, strict=True) if _is_not_finite(value)]
+            if wrong:
+                found.not_finite.setdefault(name, []).extend(wrong)
+            column = [_clipped(value) for value in column]
+        columns[name] = column
+    found.attempts.setdefault(attempt, Lines()).add(steps, times, columns)
 
 
-def _extend(
-    own: dict[int, _Values], attempt: int, steps: list[int], times: list[float], values: Sequence[float]
-) -> None:
-    part = own.setdefault(attempt, _Values())
-    if part.steps and part.steps[-1] > steps[0]:  # logged between two steps
-        at = bisect_right(part.steps, steps[0])
-        part.steps[at:at], part.times[at:at] = array("q", steps), array("d", times)
-        part.values[at:at] = array("d", values)
-        return
-    part.steps.extend(steps)
-    part.times.extend(times)
-    part.values.extend(values)
+def _is_not_finite(value: object) -> bool:
+    return type(value) is float and not math.isfinite(value)
+
+
+def _clipped(value: Any) -> float:
+    """NaN if it is not a finite number."""
+    if type(value) not in _NUMBERS or _is_not_finite(value):
+        return math.nan
+    return float(max(-_LARGEST, min(_LARGEST, value)))
 
 
 def limits(run: RunDirectory, events: Iterable[Mapping[str, Any]], metrics: Metrics) -> dict[int, float]:
@@ -171,56 +186,58 @@ def limits(run: RunDirectory, events: Iterable[Mapping[str, Any]], metrics: Metr
 def curves(metrics: Metrics, limit: Mapping[int, float], began: float, buckets: int = BUCKETS) -> list[dict[str, Any]]:
     """Each metric's curves, and its newest value. ``began``: unix seconds from which on the hours count."""
     found = []
-    for name, own in metrics.values.items():
-        steps = Grid((step for part in own.values() for step in _ends(part.steps)), buckets)
-        times = (np.asarray(part.times) for part in own.values())
-        known = (part[~np.isnan(part)] for part in times)
-        ends = (float(end) for part in known if part.size for end in (part.min(), part.max()))
+    for name in metrics.names:
+        logged = {attempt: lines.known(name) for attempt, lines in metrics.attempts.items() if name in lines.values}
+        own = {attempt: columns for attempt, columns in logged.items() if columns[0].size}
+        steps = Grid((float(end) for numbers, _, _ in own.values() for end in (numbers[0], numbers[-1])), buckets)
+        timed = (times[~np.isnan(times)] for _, times, _ in own.values())
+        ends = (float(end) for part in timed if part.size for end in (part.min(), part.max()))
         hours = Grid(((end - began) / 3600 for end in ends), buckets)
         found.append(_metric(name, own, limit, (steps, hours, began)) | {"not_finite": _not_finite(metrics, name)})
     return found
 
 
 def _metric(
-    name: str, own: Mapping[int, _Values], limit: Mapping[int, float], grids: tuple[Grid, Grid, float]
+    name: str,
+    own: Mapping[int, tuple[Column, Column, Column]],
+    limit: Mapping[int, float],
+    grids: tuple[Grid, Grid, float],
 ) -> dict[str, Any]:
     steps, hours, began = grids
-    counted_steps, counted_values = array("q"), array("d")
+    counted_lines: list[tuple[Column, Column]] = []
     discarded: list[dict[str, Any]] = []
     over_hours: list[dict[str, Any]] = []
     for attempt in sorted(own):
-        part = own[attempt]
-        until = _where(part.steps, limit.get(attempt, math.inf))
+        until = _where(own[attempt][0], limit.get(attempt, math.inf))
         for counts, chosen in ((True, slice(0, until)), (False, slice(until, None))):
-            numbers, values = part.steps[chosen], part.values[chosen]
-            if not numbers:
+            numbers, times, values = (column[chosen] for column in own[attempt])
+            if not numbers.size:
                 continue
             if counts:
-                counted_steps += numbers
-                counted_values += values
+                counted_lines.append((numbers, values))
             else:
                 discarded.append({"attempt": attempt, "points": steps.reduced(numbers, values)})
-            timed = hours.reduced((np.asarray(part.times[chosen]) - began) / 3600, values)
+            timed = hours.reduced((times - began) / 3600, values)
             if timed:
                 over_hours.append({"attempt": attempt, "counts": counts, "points": timed})
+    counted_lines = counted_lines or [(np.empty(0), np.empty(0))]
+    numbers, values = (np.concatenate(columns) for columns in zip(*counted_lines, strict=True))
     return {
         "name": name,
-        "values": sum(len(part.values) for part in own.values()),
-        "last": {"step": counted_steps[-1], "value": counted_values[-1]} if counted_steps else None,
-        "best": _best(name, counted_steps, counted_values),
-        "steps": steps.reduced(counted_steps, counted_values),
+        "values": sum(values.size for _, _, values in own.values()),
+        "last": {"step": int(numbers[-1]), "value": float(values[-1])} if numbers.size else None,
+        "best": _best(name, numbers, values) if numbers.size else None,
+        "steps": steps.reduced(numbers, values),
         "discarded": discarded,
         "hours": over_hours,
     }
 
 
-def _best(name: str, steps: Sequence[int], values: Sequence[float]) -> dict[str, Any] | None:
+def _best(name: str, steps: Column, values: Column) -> dict[str, Any]:
     """The best of the values that count: the smallest of a loss or an error, the largest of others."""
-    if not steps:
-        return None
     smallest = is_loss(name)
-    place = int((np.argmin if smallest else np.argmax)(np.asarray(values)))
-    return {"step": steps[place], "value": values[place], "smallest": smallest}
+    place = (np.argmin if smallest else np.argmax)(values)
+    return {"step": int(steps[place]), "value": float(values[place]), "smallest": smallest}
 
 
 def _not_finite(metrics: Metrics, name: str) -> dict[str, int] | None:
@@ -228,14 +245,10 @@ def _not_finite(metrics: Metrics, name: str) -> dict[str, int] | None:
     return None if steps is None else {"count": len(steps), "step": min(steps)}
 
 
-def _ends(steps: Sequence[int]) -> Sequence[int]:
-    return (steps[0], steps[-1]) if steps else ()
-
-
-def _where(steps: Sequence[int], limit: float) -> int:
+def _where(steps: Column, limit: float) -> int:
     """How many of an attempt's lines, which are in the order of their steps, count."""
-    beyond = np.flatnonzero(np.asarray(steps) >= limit)
-    return int(beyond[0]) if beyond.size else len(steps)
+    beyond = np.flatnonzero(steps >= limit)
+    return int(beyond[0]) if beyond.size else steps.size
 
 
 class Grid:
@@ -250,16 +263,19 @@ class Grid:
 
     def reduced(self, xs: npt.ArrayLike, ys: npt.ArrayLike) -> list[Point]:
         """The points of a curve in the order of ``xs``. Those whose x is NaN are left out."""
-        x, y = np.asarray(xs, dtype=float), np.asarray(ys, dtype=float)
-        x, y = x[~np.isnan(x)], y[~np.isnan(x)]
+        x, y = np.asarray(xs), np.asarray(ys, dtype=float)
+        if (unknown := np.isnan(x)).any():
+            x, y = x[~unknown], y[~unknown]
         if not x.size:
             return []
-        parts = ((x - self._low) / self._width).astype(np.int64) if self._width else np.zeros(x.size, np.int64)
-        begins = np.flatnonzero(np.diff(parts, prepend=parts[0] - 1))
+        parts = np.subtract(x, self._low, dtype=float)
+        parts /= self._width or 1.0
+        parts = parts.astype(np.int16)
+        begins = np.append(0, 1 + np.flatnonzero(parts[1:] != parts[:-1]))
         numbers = np.diff(begins, append=x.size)
         low, high = np.minimum.reduceat(y, begins), np.maximum.reduceat(y, begins)
         mean = np.clip(np.add.reduceat(y, begins) / numbers, low, high)
-        points = np.stack([np.add.reduceat(x, begins) / numbers, mean, low, high], axis=1)
+        points = np.stack([np.add.reduceat(x, begins, dtype=float) / numbers, mean, low, high], axis=1)
         return [[short(value) for value in point] for point in points.tolist()]
 
 

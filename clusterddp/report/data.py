@@ -61,9 +61,6 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
     run, notes = summary.run, [summary.error] if summary.error else []
     job = _tried("job.yaml", lambda: load_resolved(run.job_file), notes)
     events = _events(run, notes)
-    metrics = read_metrics(run, events)
-    counted_until = _tried("the attempts", lambda: limits(run, events, metrics), notes) or {}
-    notes += metrics.notes
     timings = _tried("timing.jsonl", lambda: read_timings(run), notes) or Timings()
     if timings.skipped:
         notes.append(f"{counted(timings.skipped, 'line')} of timing.jsonl skipped, because another program wrote them")
@@ -71,13 +68,19 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         notes.append("timing.jsonl has no timed step")
     if timings.torn:
         notes.append(incomplete("timing.jsonl"))
-    notes += _absent(run, events, metrics, state)
     empty = Booking((), state.word not in OVER)
     booking = _tried("the history", lambda: _booked(summary, state, events, timings, now), notes) or empty
     found = _tried("the history", lambda: lanes(booking, events, words.sentence, state.word), notes) or []
     within = (booking.intervals[0].begin, booking.intervals[-1].end) if booking.intervals else None
-    began = within[0] if within else _first_time(metrics.values, summary)
-    parts = max(LEAST_PARTS, PARTS * buckets // BUCKETS)
+    advised = _tried("the history", lambda: _advice(job, booking, events, timings), notes) or []
+    ranks = ranks_over_time(timings.intervals, within, max(LEAST_PARTS, PARTS * buckets // BUCKETS))
+    gpus = gpu_rows(timings.intervals)
+    timings = Timings()  # to free them before the metrics are read
+    metrics = read_metrics(run, events)
+    counted_until = _tried("the attempts", lambda: limits(run, events, metrics), notes) or {}
+    notes += metrics.notes
+    notes += _absent(run, events, metrics, state)
+    began = within[0] if within else _first_time(metrics, summary)
     stops = interruptions(found)
     data = {
         "run": str(run),
@@ -92,12 +95,12 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         "ended": within[1] if within else None,
         "notes": notes,
         "time": _tried("the history", lambda: _time(booking, events), notes),
-        "advice": _tried("the history", lambda: _advice(job, booking, events, timings), notes) or [],
+        "advice": advised,
         "attempts": found,
         "interruptions": stops,
         "metrics": _main_first(curves(metrics, counted_until, began, buckets), best_saved(events)),
-        "ranks": ranks_over_time(timings.intervals, within, parts),
-        "gpus": gpu_rows(timings.intervals),
+        "ranks": ranks,
+        "gpus": gpus,
         "checkpoints": _checkpoints(events),
         "failures": _failures(run, events, words, notes),
         "history": _history(events, words.sentence),
@@ -184,9 +187,9 @@ def _advice(job: Job | None, booking: Booking, events: Sequence[Event], timings:
     return advice(job, booking, events, timings.intervals) if job else []
 
 
-def _first_time(values: Mapping[str, Mapping[int, Any]], summary: Summary) -> float:
+def _first_time(metrics: Metrics, summary: Summary) -> float:
     """When the first step was recorded, for a run without a history."""
-    times = [time for own in values.values() for part in own.values() for time in part.times[:1] if time == time]
+    times = [time for lines in metrics.attempts.values() for time in lines.times[:1] if time == time]
     return min(times, default=summary.started)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -53,8 +54,9 @@ def ranks_over_time(
     width = max(end - begin, 1.0) / parts
     medians: dict[int, list[float | None]] = {}
     cells: dict[int, dict[Worker, Cell]] = {}
-    for part, own in _summed(intervals, begin, width, parts).items():
-        cells[part], medians[part] = _compared(own)
+    sums = _summed(intervals, begin, width, parts)
+    for part in list(sums):
+        cells[part], medians[part] = _compared(sums.pop(part))
     unknown = [None] * len(PHASES)
     return {
         "begin": begin,
@@ -75,8 +77,9 @@ def _summed(
 ) -> dict[int, dict[Worker, list[float]]]:
     """For each part and rank, two numbers per phase, its seconds and steps, and the sum of all steps."""
     found: defaultdict[int, dict[Worker, list[float]]] = defaultdict(dict)
+    worker_of = cache(Worker)  # one object for all parts
     for one in intervals:
-        workers = [Worker(one.hosts[rank] if one.hosts else "", rank) for rank in range(len(one.steps))]
+        workers = [worker_of(one.hosts[rank] if one.hosts else "", rank) for rank in range(len(one.steps))]
         phases = [one.seconds[phase] for phase in PHASES]
         for part, share in _shares(one, begin, width, parts):
             own = found[part]
@@ -109,7 +112,7 @@ def _compared(sums: Mapping[Worker, Sequence[float]]) -> tuple[dict[Worker, Cell
     """The ranks in a part of the time, and the median of each phase, in seconds per step."""
     cells: dict[Worker, Cell] = {}
     for worker, own in sums.items():
-        seconds = [own[at] / own[at + 1] if own[at + 1] else None for at in range(0, 2 * len(PHASES), 2)]
+        seconds = tuple(own[at] / own[at + 1] if own[at + 1] else None for at in range(0, 2 * len(PHASES), 2))
         work = None if seconds[1] is None else seconds[1] + (seconds[0] or 0.0)
         cells[worker] = Cell(own[-1], seconds, work)
     medians = [_median(cell.seconds[place] for cell in cells.values()) for place in range(len(PHASES))]

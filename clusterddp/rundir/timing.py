@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.reporter import say
-from clusterddp.rundir.files import append_line, read_bytes
+from clusterddp.rundir.files import append_line, open_binary
 from clusterddp.rundir.records import (
     Schema,
+    WholeLines,
     drop_torn_line,
     is_count,
     is_text,
@@ -224,22 +225,30 @@ def read_timings(run: RunDirectory) -> Timings:
 
     Raises OSError if the file cannot be read.
     """
+    try:
+        return retrying(run.timing_file, lambda: _timings(run.timing_file))
+    except FileNotFoundError:
+        return Timings()
+
+
+def _timings(path: Path) -> Timings:
     hosts: dict[int, tuple[str, ...]] = {}
     intervals: list[TimedInterval] = []
     skipped = 0
-    *complete, rest = _lines(run.timing_file)
-    for text in complete:
-        line, wrong = parse(text, {"attempt": is_count})
-        attempt = line["attempt"] if line else None
-        if line is None or attempt is None:
-            skipped += wrong is not None
-        elif _are(line.get("hosts"), is_text):
-            hosts[attempt] = tuple(line["hosts"])
-        elif (interval := _interval(line, hosts.get(attempt, ()))) is not None:
-            intervals.append(interval)
-        else:
-            skipped += not {"begin", "hosts"}.isdisjoint(line)  # other lines are those of a later version
-    return Timings(tuple(intervals), skipped, bool(rest))
+    with open_binary(path) as file:
+        lines = WholeLines(file)
+        for text in lines:
+            line, wrong = parse(text, {"attempt": is_count})
+            attempt = line["attempt"] if line else None
+            if line is None or attempt is None:
+                skipped += wrong is not None
+            elif _are(line.get("hosts"), is_text):
+                hosts[attempt] = tuple(line["hosts"])
+            elif (interval := _interval(line, hosts.get(attempt, ()))) is not None:
+                intervals.append(interval)
+            else:
+                skipped += not {"begin", "hosts"}.isdisjoint(line)  # other lines are those of a later version
+    return Timings(tuple(intervals), skipped, lines.torn)
 
 
 def newest_interval(run: RunDirectory) -> TimedInterval | None:
@@ -249,14 +258,6 @@ def newest_interval(run: RunDirectory) -> TimedInterval | None:
         if line is not None and (interval := _interval(line, ())) is not None:
             return interval
     return None
-
-
-def _lines(path: Path) -> list[bytes]:
-    """The lines, and what follows the last line end."""
-    try:
-        return retrying(path, lambda: read_bytes(path)).split(b"\n")
-    except FileNotFoundError:
-        return [b""]
 
 
 def _interval(line: Mapping[str, Any], hosts: tuple[str, ...]) -> TimedInterval | None:

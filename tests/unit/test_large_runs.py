@@ -91,7 +91,7 @@ def test_lines_of_all_kinds_are_read_as_one_by_one(tmp_path: Path) -> None:
     kept = [value for line in lines if (value := records.parse(line, records.METRICS)[0]) is not None]
     assert found.lines == len(kept)
     assert sorted(set(found.not_finite["loss"])) == [3, 5]
-    assert list(found.values) == ["loss"] and max(found.values["loss"][0].values) == 1e300
+    assert list(found.names) == ["loss"] and max(found.attempts[0].known("loss")[2]) == 1e300
     assert any("the last line of metrics.jsonl is incomplete" in note for note in found.notes)
 
 

@@ -113,6 +113,15 @@ def test_points_keep_the_least_and_the_largest_of_their_values(tmp_path: Path) -
     assert [point for point in loss["steps"] if point[3] == 50.0] == [[3332, 10.8, 1.0, 50.0]]
 
 
+def test_values_that_were_logged_between_two_steps_are_shown_in_their_order(tmp_path: Path) -> None:
+    """Each line may be of an earlier step than the one before, whichever metrics these have."""
+    lines = [*steps([4], loss=4.0), *steps([8, 2, 6], accuracy=0.5), *steps([8, 2, 6], loss=1.0)]
+    loss, accuracy = data_of(recorded_run(tmp_path / "run", [started()], metrics=lines))["metrics"]
+    assert [point[:2] for point in loss["steps"]] == [[2, 1.0], [4, 4.0], [6, 1.0], [8, 1.0]]
+    assert [point[0] for point in accuracy["steps"]] == [2, 6, 8]
+    assert accuracy["last"]["step"] == loss["last"]["step"] == 8
+
+
 def test_saves_are_summed_up(tmp_path: Path) -> None:
     """How many, how large, and how long they blocked training."""
     found = data_of(long_run(tmp_path / "run", attempts=1, steps=5 * EVERY))["checkpoints"]
