@@ -103,7 +103,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         "progress": [*_progress(summary, state, now), *_own_checkpoint(summary, events, now), *_best(events)],
         "slow": _slow(intervals) if state.word not in OVER else [],
         "gpus": _gpus(intervals) if state.word == "running" else [],
-        "nodes": [*_nodes(job, summary, state), *_idle(events), *_excluded(job, events, now)],
+        "nodes": [*_nodes(job, summary, state, events), *_excluded(job, events, now)],
         "trackers": overview(summary.run),
     }
     return {subject: list(found) for subject, found in facts.items()}
@@ -229,26 +229,17 @@ def _slow(intervals: Sequence[TimedInterval]) -> Sequence[Fact]:
     return [("slow", words)] if found is not None and (words := found.sentence()) else []
 
 
-def _nodes(job: Job, summary: Summary, state: RunState) -> Sequence[Fact]:
-    """The nodes of the running or the last attempt, with their GPUs."""
-    lines = []
-    if nodes := state.nodes or summary.nodes:
-        kind = f"{job.gpu_type} GPU" if job.gpu_type else "GPU"
-        each = (
-            counted(job.gpus_per_node, kind)
-            if job.device == "cuda"
-            else counted(job.ranks_per_node, "process", "processes")
-        )
-        lines.append(("nodes", f"{nodes}, {each} each"))
-    return lines
-
-
-def _idle(events: Sequence[Event]) -> Sequence[Fact]:
-    """The nodes of the newest attempt's job that have no ranks."""
+def _nodes(job: Job, summary: Summary, state: RunState, events: Sequence[Event]) -> Sequence[Fact]:
+    """The nodes of the running or the last attempt, with their GPUs, and those of its job that have no ranks."""
     started = next((event for event in reversed(events) if event["event"] == "started"), {})
     groups = (("aside", "no longer used"), ("spares", "spare"))
     idle = [f"{', '.join(started[name])} ({words})" for name, words in groups if started.get(name)]
-    return [("idle", ", ".join(idle))] if idle else []
+    kind = f"{job.gpu_type} GPU" if job.gpu_type else "GPU"
+    on_gpus, ranks = job.device == "cuda", job.ranks_per_node
+    each = counted(job.gpus_per_node, kind) if on_gpus else counted(ranks, "process", "processes")
+    nodes = summary.nodes if idle else state.nodes or summary.nodes
+    lines = [("nodes", f"{nodes}, {each} each")] if nodes else []
+    return [*lines, ("idle", ", ".join(idle))] if idle else lines
 
 
 def _excluded(job: Job, events: Sequence[Event], now: float) -> Sequence[Fact]:

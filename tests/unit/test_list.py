@@ -194,6 +194,17 @@ def test_status_says_how_far_a_run_is(runs: Path, capsys: pytest.CaptureFixture[
     assert "state     failed at step 3: rank 1 (n2) failed:" in said(capsys, "status", "runs/failed")
 
 
+def test_status_tells_the_nodes_with_ranks_from_the_jobs_idle_ones(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm lists the nodes of a job together."""
+    begun = {**started(nodes="n1"), "spares": ["n2"]}
+    recorded_run(runs / "running", [begun], holder=of_job())
+    shown = said(capsys, "status", "runs/running")
+    assert "RUNNING on n[1-2]" in shown
+    assert "nodes     n1, 1 process each\nidle      n2 (spare)\n" in shown
+
+
 def test_status_names_the_checkpoint_of_a_script_that_saves_by_itself(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
