@@ -84,6 +84,9 @@ class Summary:
     claims: tuple[Mapping[str, Any], ...] = ()
     """Who may train the run, the newest claim first (``rundir/ownership.py``); empty if it is free. That of the loop of
     a local run, which also holds it between two attempts, has "loop"."""
+    released: Mapping[str, Any] | None = None
+    """The claim of the job that has released the run last, unless the run has been claimed since. It may still submit
+    the next job."""
     begun: bool = False
     """Whether the newest job has started an attempt already."""
     readable: bool = True
@@ -108,7 +111,9 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
     metrics, seconds = _metrics(run, history, wanted)
     step = _step(outcome, metrics, history)
     made, seconds = _made(run, history) if step is None else (None, seconds)
-    claims, readable = _claims(run, problems) if outcome is None else ((), True)
+    found, readable = _claims(run, problems) if outcome is None else ((), True)
+    claims = tuple(claim for claim in found if not claim.get("let_go"))
+    released = next((claim for claim in found if claim["kind"] == "slurm"), None) if not claims else None
     newest = claims[0] if claims else {}
     in_sweep = os.path.lexists(run.path.parent / SWEEP_FILE)
     return Summary(
@@ -131,6 +136,7 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
         seconds_per_step=seconds,
         made=made,
         claims=claims if readable else history.claims(),
+        released=released,
         begun="job" in newest and newest["job"] == history.started_job,
         readable=readable,
         error=problems[0] if problems else None,
@@ -259,7 +265,7 @@ def _made(run: RunDirectory, history: _History) -> tuple[int | None, float | Non
 
 
 def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Mapping[str, Any], ...], bool]:
-    """Who may train the run, the newest claim first, and whether that could be read."""
+    """Who may train the run or has released it, the newest claim first, and whether that could be read."""
     names = _names_in(run.private)
     if names is None:
         return (), False
@@ -275,7 +281,7 @@ def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Mapping[str, 
     if "loop.json" in names and not any(claim["kind"] == "slurm" for claim in found):
         loop = _tried(partial(read_claim, run.loop_file, run), problems)
         found += [{**loop, "loop": True}] if loop else []
-    return tuple(claim for claim in found if not claim.get("let_go")), True
+    return tuple(found), True
 
 
 def _tried(read: Callable[[], _T | None], problems: list[str]) -> _T | None:

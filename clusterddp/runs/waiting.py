@@ -254,10 +254,11 @@ class Resubmitter:
         with submitting(self._run) as other:
             if other:
                 return self._say(f"{ended}. {other}")
-            if self._claims() != claims:
-                return SOON_S
             # A process that submitted it may have been killed, or got no answer from Slurm, before it recorded the job.
-            if job_id := jobs_by_script(ended=False).get(str(self._run.batch_script)):
+            job_id = jobs_by_script(ended=False).get(str(self._run.batch_script))
+            if self._run.outcome() is not None or self._claims() != claims:  # the answer may have taken long
+                return SOON_S
+            if job_id:
                 job = slurm.show_job(job_id)
                 # An earlier job of the run, which a lost node delays. It may have ended since squeue's answer.
                 if job is not None and (job.state == "COMPLETING" or (not job.live and started(self._run, job_id))):

@@ -19,7 +19,7 @@ import enum
 import os
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clusterddp.errors import SlurmError
@@ -146,7 +146,8 @@ def _recorded(summary: Summary) -> Hashable:
 
 
 def _jobs(summary: Summary) -> Iterable[Mapping[str, Any]]:
-    return () if summary.outcome else (claim for claim in summary.claims if claim["kind"] == "slurm")
+    claims = (*summary.claims, *([summary.released] if summary.released else []))
+    return () if summary.outcome else (claim for claim in claims if claim["kind"] == "slurm")
 
 
 def _reachable(claim: Mapping[str, Any], cluster: str | None) -> bool:
@@ -165,6 +166,10 @@ def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: 
         found = _of_job(summary, claim, jobs, away, cluster) if of_job else _of_process(summary, claim)
         if found is not None:
             return found
+    if summary.released and _reachable(summary.released, cluster):
+        found = _of_job(summary, summary.released, jobs, away, cluster)
+        if found is not None:
+            return replace(found, reason="submitting the next job") if found.word == "running" else found
     if not summary.readable:
         return RunState("unknown", _OTHERS, summary.job_id)
     job = jobs.get(summary.job_id or "")

@@ -475,9 +475,9 @@ class Invariants:
             return False
         if any(not process.alive and process.code is None for process in by):  # killed before it could record the job
             return False
-        # One that was queued before the run completed on a node that was cut off ends as it starts.
+        # One that was requested before the run completed ends as it starts. Slurm may limit requests.
         late_s = disk.lag_s + SLOW_S + 3 * slurm.latency_s
-        return job.submitted - disk.nodes[f"{self._history.run.path}/outcome.json"].created >= late_s
+        return job.sent - disk.nodes[f"{self._history.run.path}/outcome.json"].created >= late_s
 
     # --- what lasts
 
@@ -736,7 +736,9 @@ class Invariants:
         for attempt in self.attempts.values():
             if attempt.supervisor.code is None or attempt.number in ended:
                 continue
-            # A job that finds the run cancelled takes a number, and starts nothing.
-            is_taken = self._marked and self._claimed_at(newest + 1) < math.inf
+            # A job that finds the run cancelled takes a number, and starts nothing. A node that stood still may have
+            # overwritten the lines of the next attempt.
+            is_taken = self._marked or attempt.supervisor.stopped_until > 0.0
+            is_taken = is_taken and self._claimed_at(newest + 1) < math.inf
             if attempt.number == newest and not self._stood_before(newest + 1) and not is_taken:
                 self._violated("I6", f"attempt {attempt.number} ended without a cause in the history")

@@ -69,6 +69,8 @@ class Batch:
     script: str = ""
     #: When whoever submitted it had last been told of its own job.
     asked: float = 0.0
+    #: When the request to submit it was made.
+    sent: float = 0.0
     exclude: frozenset[str] = frozenset()
     after: str | None = None
     state: str = "PENDING"
@@ -336,7 +338,7 @@ class Slurm:
             self.world.now,
             self.world.process.name,
         )
-        job.no_kill, job.asked = self.no_kill, self.shown_at.get(job.by, 0.0)
+        job.no_kill, job.asked, job.sent = self.no_kill, self.shown_at.get(job.by, 0.0), self.asked[job.by][1]
         job.script, job.made = ARRAY_SCRIPT if is_task else script, self.world.now
         if "dependency" in words:
             job.after = words["dependency"].removeprefix("afterany:")

@@ -279,6 +279,20 @@ def test_a_job_that_is_submitted_while_slurm_is_asked_about_the_last_one_is_wait
     assert (submitted, resubmitter.result) == ([], None)
 
 
+def test_a_run_that_completes_while_slurm_is_asked_for_its_jobs_is_not_submitted(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An administrator requeued the job after its end. Slurm limited the rate of requests (seed 50516861)."""
+
+    def jobs(ended: bool) -> dict[str, str]:
+        write_json(run.outcome_file, {"state": "completed", "step": 9, "reason": "done"})
+        return {}
+
+    monkeypatch.setattr(waiting, "jobs_by_script", jobs)
+    look(run, info("TIMEOUT"), monkeypatch)
+    assert submitted == []
+
+
 def test_an_earlier_job_that_still_leaves_its_nodes_does_not_continue_the_run(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,6 +476,7 @@ def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
     lease.let_go(run, 0)
     assert look(run, info("RUNNING"), monkeypatch).result is None
     assert capsys.readouterr().err == "run: waiting for the run's next job after job 41\n"
+    monkeypatch.setattr(waiting, "state_of", lambda _: ("stopped", "stopped"))
     assert look(run, info("COMPLETED"), monkeypatch).result == 1
     assert submitted == []
 

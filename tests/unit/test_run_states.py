@@ -56,6 +56,25 @@ ENDED = "41|{}|n1|2026-11-22T08:00:00|1:00:00|gpu|NonZeroExitCode"
 
 
 @pytest.mark.parametrize(
+    ("line", "word", "reason"),
+    [
+        ("41|RUNNING|n[1-2]|2026-11-22T08:00:00|1:00:00|gpu|None", "running", "submitting the next job"),
+        ("41|NODE_FAIL|n[1-2]|2026-11-22T08:00:00|1:00:00|gpu|None", "stopped", "job 41 ended: NODE_FAIL"),
+        ("error: Unable to contact slurm controller", "unknown", "Slurm controller unreachable"),
+    ],
+)
+def test_a_run_whose_job_has_released_it_continues_as_long_as_the_job_may_submit_the_next_one(
+    tmp_path: Path, squeue: Squeue, line: str, word: str, reason: str
+) -> None:
+    """After a lost node. `wait` once ended while the controller was slow (seed 50726427)."""
+    run = recorded_run(tmp_path / "run", [started()], holder={**of_job(), "let_go": True})
+    squeue(line)
+    found = state_of(run)
+    assert (found.word, found.job_id) == (word, "41")
+    assert found.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
     ("line", "log", "word", "reason"),
     [
         (ENDED.format("FAILED"), NOT_FOUND, "failed", f"(FAILED) before it started the supervisor: {NOT_FOUND}"),

@@ -91,8 +91,10 @@ def test_the_jobs_that_may_train_a_run_are_named_the_newest_first(tmp_path: Path
     assert [claim["job"] for claim in summarize(run).claims] == ["42", "41"]
     record = json.loads(run.holder_file(1).read_text())
     run.holder_file(1).write_text(json.dumps({**record, "let_go": True}))
+    assert summarize(run).released is None
     run.submitted_file.write_text(json.dumps({**record, "run": {"path": "/elsewhere", "inode": 1}}))
-    assert summarize(run).claims == ()
+    found = summarize(run)
+    assert found.claims == () and found.released is not None and found.released["job"] == "41"
 
 
 def test_a_damaged_record_is_reported_and_nothing_else_is_lost(tmp_path: Path) -> None:
