@@ -19,8 +19,10 @@ import copy
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
+
+from torch.utils.data import DataLoader
 
 from clusterddp.checkpoint import transfer
 from clusterddp.checkpoint.state_dict import copied
@@ -67,6 +69,21 @@ class Passes(ABC):
     def _next(self, iterator: Any, end: Any) -> Any:
         """Its next batch, or ``end``."""
 
+    def _set_epoch(self) -> None:
+        """Passes the number of the pass to the loader and to what orders its samples, before its iterator is made."""
+        for part in self._parts():
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self._passes)
+
+    def _parts(self) -> Iterator[Any]:
+        """The loader, and what orders its samples."""
+        loader = self._loader
+        yield loader
+        for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+            yield part
+            yield getattr(part, "sampler", None)
+        yield getattr(loader, "dataset", None)
+
     def epoch(self, _step: int) -> int:
         """The number of completed passes over the loader."""
         return self._passes
@@ -89,7 +106,7 @@ class Passes(ABC):
         except TypeError:
             raise TypeError(f"{self._name} has no length. Use run.steps() instead of run.epochs()") from None
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Generator[Any]:
         """Pass after pass, from the loader's current position. Closing the iterator ends its workers."""
         empty = False
         while True:
@@ -157,15 +174,15 @@ class ExternalLoader(Passes):
 
     def batches(self, _step: int) -> Iterator[Any]:
         """Pass after pass, from the loader's current position."""
-        if self._before is not None:  # an earlier loop ended with a batch that was not yielded
-            self._loader.load_state_dict(self._before)
+        if self._iterator is not None:  # an earlier loop has ended, and with it the iterator's workers
+            state = copy.deepcopy(self._loader.state_dict()) if self._before is None else self._before
+            self._loader.load_state_dict(state)
             self._before = None
         return self._batches()
 
     def _iter(self) -> Any:
         before = randomness.states()
-        if hasattr(self._loader, "set_epoch"):  # Hugging Face's: the state applies to the pass in which it was saved
-            self._loader.set_epoch(self._passes)
+        self._set_epoch()  # Hugging Face's datasets use a state only in the pass in which it was saved
         with signals.blocked(self._loader):
             iterator = iter(self._loader)
         self._notice_draws(before)
@@ -254,7 +271,7 @@ class ReplayedLoader(Passes):
         super().__init__(loader)
         self._group, self._seed = group, seed
         self.taken = 0
-        self._stream: Iterator[Any] | None = None
+        self._stream: Generator[Any] | None = None
         self._generators = randomness.states()
         if group.rank == 0:
             say(f"{self._name} has no state_dict(), so a resume reads its batches again from the start. {_BETTER}")
@@ -267,6 +284,10 @@ class ReplayedLoader(Passes):
     def batches(self, step: int) -> Iterator[Any]:
         """From the current position, which may be before that of ``step``. The loader stays open for the next loop."""
         if self._stream is None or self.taken > step:
+            if self._stream is not None:
+                self._stream.close()
+                if isinstance(self._loader, DataLoader):
+                    self._loader._iterator = None  # it would use its persistent workers, which are closed
             self._stream, self.taken, self._passes = self._batches(), 0, 0
         return self._counted(self._stream)
 
@@ -276,9 +297,7 @@ class ReplayedLoader(Passes):
             yield batch
 
     def _iter(self) -> Any:
-        for part in self._parts():
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(self._passes)
+        self._set_epoch()
         with randomness.preserved(), signals.blocked(self._loader):
             # Equal on all ranks: they may each take their part of one random order.
             randomness.seed_all(randomness.hash32("pass", self._seed, self._passes))
@@ -292,15 +311,6 @@ class ReplayedLoader(Passes):
             batch = next(iterator, end)
             self._generators = randomness.states()
         return batch
-
-    def _parts(self) -> Iterator[Any]:
-        """The loader, and what orders its samples."""
-        loader = self._loader
-        yield loader
-        for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-            yield part
-            yield getattr(part, "sampler", None)
-        yield getattr(loader, "dataset", None)
 
     def replay(self, count: int, iterator: Iterator[Any], at_batch: Callable[[], None]) -> None:
         """Takes batches until there were ``count``. Rank 0 reports how long that took. ``at_batch``: before each

@@ -138,6 +138,11 @@ def test_the_loader_its_sampler_and_its_dataset_are_told_the_number_of_the_pass(
     assert passes[0][0].tolist() != passes[0][2].tolist()
 
 
+def test_a_loader_with_persistent_workers_is_read_again_for_a_step_that_was_left() -> None:
+    loader = made(DataLoader(list(range(10)), 1, num_workers=1, persistent_workers=True))  # type: ignore[arg-type]
+    assert [int(batch) for batch in take(loader, 0, 4) + take(loader, 3, 9)] == [*range(4), *range(3, 10), 0, 1]
+
+
 def test_a_shuffled_data_loader_is_read_again() -> None:
     data = torch.arange(12)
 
@@ -308,6 +313,53 @@ def test_what_has_not_changed_is_not_sent_again(monkeypatch: pytest.MonkeyPatch)
 # --- the libraries themselves
 
 
+def stateful(data: Any, batch_size: int, **options: Any) -> Any:
+    require("torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(data, batch_size, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stop", [3, 4, 6])
+def test_torchdatas_loader_has_the_samplers_order_of_the_pass_also_after_a_resume(stop: int, workers: int) -> None:
+    """As DataLoader with that sampler."""
+    data = list(range(16))
+
+    def loader(kind: Any) -> TrainingLoader:
+        share: Any = DistributedSampler(data, num_replicas=2, rank=1, seed=3)  # type: ignore[arg-type]
+        return made(kind(data, 2, sampler=share, num_workers=workers, persistent_workers=workers > 0))
+
+    whole = [batch.tolist() for batch in take(loader(DataLoader), 0, 12)]
+    assert whole[:4] != whole[4:8] != whole[8:]
+    stopped = loader(stateful)
+    assert [batch.tolist() for batch in take(stopped, 0, stop)] == whole[:stop]
+    resumed = loader(stateful)
+    resumed.restore(checkpoint(stopped, stop))
+    assert [batch.tolist() for batch in take(resumed, stop, 12 - stop)] == whole[stop:]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("ends", [[3, 9], [5, 7], [4, 10]])
+def test_later_loops_with_torchdatas_loader_continue_as_a_resume_does(ends: list[int], options: Any) -> None:
+    """At any place in a pass of five batches, and if the end of the pass was asked for."""
+
+    def loader() -> TrainingLoader:
+        return made(stateful(list(range(5)), 1, **options))
+
+    loops, saved = loader(), checkpoint(made(stateful(list(range(5)), 1)), 0)
+    found = []
+    for begin, end in itertools.pairwise([0, *ends, 12]):
+        found += [int(batch) for batch in take(loops, begin, end - begin)]
+        if end == ends[0]:
+            loops.ends_epoch(end - 1)
+            saved = checkpoint(loops, end)
+    assert found == [step % 5 for step in range(12)]
+    resumed = loader()
+    resumed.restore(saved)
+    assert [int(batch) for batch in take(resumed, ends[0], 12 - ends[0])] == found[ends[0] :]
+
+
 class Numbers(IterableDataset[Any]):
     def __iter__(self) -> Iterator[int]:
         worker = torch.utils.data.get_worker_info()
@@ -317,13 +369,10 @@ class Numbers(IterableDataset[Any]):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["map", "iterable"])
 def test_torchdatas_loader_continues_from_its_state(kind: str, workers: int) -> None:
-    require("torchdata")
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     def loader() -> Any:
         data = Numbers() if kind == "iterable" else list(range(30))
         shuffled = torch.Generator().manual_seed(1) if kind == "map" else None
-        return StatefulDataLoader(data, 4, shuffle=kind == "map", generator=shuffled, num_workers=workers)
+        return stateful(data, 4, shuffle=kind == "map", generator=shuffled, num_workers=workers)
 
     count = 12 if kind == "iterable" else 8  # torchdata 0.11 does not save the generator for the next pass
     whole = [batch.tolist() for batch in take(made(loader()), 0, count)]
@@ -342,19 +391,20 @@ def numbers(shards: list[int]) -> Iterator[dict[str, int]]:
         yield from ({"n": 10 * shard + line} for line in range(10))
 
 
-def test_hugging_faces_streaming_dataset_continues_from_its_state() -> None:
-    """Repeated by itself: after a resume, datasets 5.2 begins later passes where the state was."""
-    require("datasets", "torchdata")
+@pytest.mark.parametrize("stop", [5, 8])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_hugging_faces_streaming_dataset_continues_from_its_state(repeats: bool, stop: int) -> None:
+    """Its later passes are complete after a resume, because the dataset gets their numbers. Repeated, it has one."""
+    require("datasets")
     import datasets
-    from torchdata.stateful_dataloader import StatefulDataLoader
 
     def loader() -> Any:
         data = datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shards": [0, 1, 2]})
-        return StatefulDataLoader(data.repeat(None), 5)
+        return stateful(data.repeat(None) if repeats else data, 5)
 
-    whole = [batch["n"].tolist() for batch in take(made(loader()), 0, 12)]
-    assert sorted(itertools.chain(*whole[:6])) == list(range(30))
+    whole = [batch["n"].tolist() for batch in take(made(loader()), 0, 18)]
+    assert all(sorted(itertools.chain(*whole[step : step + 6])) == list(range(30)) for step in (0, 6, 12))
     stopped = made(loader())
-    assert [batch["n"].tolist() for batch in take(stopped, 0, 5)] == whole[:5]
-    resumed = take(made(loader(), checkpoint(stopped, 5)), 5, 7)
-    assert [batch["n"].tolist() for batch in resumed] == whole[5:]
+    assert [batch["n"].tolist() for batch in take(stopped, 0, stop)] == whole[:stop]
+    resumed = take(made(loader(), checkpoint(stopped, stop)), stop, 18 - stop)
+    assert [batch["n"].tolist() for batch in resumed] == whole[stop:]
