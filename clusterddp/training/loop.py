@@ -79,6 +79,8 @@ class Run:
         self._begun = self._stopping = False
         #: Whether a loop is running, and whether the last one is complete.
         self._in_loop = self._done = False
+        #: Whether the script has left a loop after an optimizer's step, and no loop is complete since.
+        self._left_unsaved = False
         #: Whether all ranks expect that rank 0 may save after this step.
         self._may_be_due = False
         self._agreement.on_skip = self._on_skip
@@ -166,6 +168,10 @@ class Run:
         holds the iterator in a variable, call its ``close()`` after ``break``, or use ``Context.unwatched``. Otherwise
         the code that follows looks like a long step.
 
+        A step that ends with ``break`` is complete if an optimizer has stepped in it. Otherwise the next loop repeats
+        it, with the following batch if the loader has a state. To accumulate gradients across loops, ``break`` only
+        after the optimizer's step.
+
         Args:
             total: the number of steps of the whole run. The job's ``steps`` if None.
 
@@ -180,6 +186,8 @@ class Run:
         self._seeds = randomness.step_seeds(self._job.seed, self._group.rank, self.step)
         self._done = self._over()
         if self._done:
+            if self._left_unsaved:  # the script left the loop in its last step
+                self._complete()
             return
         rank_exit.loop = loop = rank_exit.Loop(lambda: self.step, total)
         self._heartbeat.begin()
@@ -213,8 +221,6 @@ class Run:
             batches.close()  # type: ignore[attr-defined]
         self._profiling.end()
         self._complete()
-        self._done = True
-        rank_exit.complete_loop()
 
     def epochs(self, count: float) -> Iterator[Any]:
         """``steps`` for ``count`` passes over the dataset. The last step is filled from the next epoch.
@@ -435,13 +441,8 @@ class Run:
             self._report(
                 "microbatching_skipped", step=self.step, samples=self._loader.share, most=self._loader.batch_size
             )
-        made, step = self._making, self._state.step
-        assert made is not None
-        self._making = None
-        self._saver.log(step, self._values.take(), made.best_before)
-        self._state.step = step + 1
-        if made.special:
-            self._end_special(made)
+        step = self._state.step
+        self._count_step()
         self._state.gradients.note()
         self._state.buffers.share()
         self._made += 1
@@ -460,6 +461,16 @@ class Run:
             self._enter("repeating" if self.step < self._saver.steps_before else "training")
         elif step + 1 == self._saver.steps_before:
             self._enter("training")
+
+    def _count_step(self) -> None:
+        """The current step is completed. Uses no collective, because other ranks may still be in the loop."""
+        made, step = self._making, self._state.step
+        assert made is not None
+        self._making = None
+        self._saver.log(step, self._values.take(), made.best_before)
+        self._state.step = step + 1
+        if made.special:
+            self._end_special(made)
 
     def _compare(self) -> None:
         """Compares the ranks' states. Rank 0 waits for the others."""
@@ -548,6 +559,8 @@ class Run:
             )
         self._report("progress", step=self.step, steps=self.step)
         self._enter("after_loop")
+        self._done, self._left_unsaved = True, False
+        rank_exit.complete_loop()
 
     def _content(self) -> dict[str, Any]:
         self._look_at_shapes(ask=True)
@@ -562,11 +575,11 @@ class Run:
         possible. A stop during an evaluation, which is an exception too, has saved."""
         if self._stopping:
             return
-        stepped = self._making is not None and self._making.optimizer_stepped
-        if stepped:
-            self._saver.log(self.step, self._values.take())
+        if self._making is not None and self._making.optimizer_stepped:
+            self._count_step()
+            self._left_unsaved = True
         self._making = None
-        self._report("left_loop", step=self.step + stepped, steps=self._goal, by=by)
+        self._report("left_loop", step=self.step, steps=self._goal, by=by)
         self._enter("after_loop")
 
     def _note_optimizer_step(self, optimizer: Any) -> None:

@@ -1,9 +1,14 @@
-"""A loop that ends before its last step: by ``run.finish()`` as if it were done, by ``break`` with nothing saved."""
+"""A loop that ends before its last step: by ``run.finish()`` as if it were done, by ``break`` with nothing saved.
+
+Several loops, each left by ``break``, are one training.
+"""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
@@ -89,3 +94,73 @@ def test_finish_outside_a_step_is_refused(tmp_path: Path) -> None:
     script.write_text(SCRIPT.replace("made = []", "run.finish()"))
     ranks = ddp.start(script, "finish", 20, tmp_path / "run", ranks=1, folder=tmp_path / "out").expect(1)
     assert "run.finish() ends the loop over run.steps(). Call it inside that loop" in ranks.output(0)
+
+
+#: Loops to the steps in its arguments, as "8:3", where ``break`` follows after so many batches: "8:3-" before the
+#: optimizer's step, "8:3+" after it, "8:3f" after ``run.finish()``.
+LOOPS = """
+import sys
+import torch
+import clusterddp
+
+stop_before, run_dir, *loops = sys.argv[1:]
+ctx = clusterddp.init(device="cpu", run_dir=run_dir)
+model = ctx.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = torch.arange(32.0).unsqueeze(1)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(data, batch_size=1, shuffle=False))
+seen = []
+for number, (total, _, at) in enumerate(loop.partition(":") for loop in loops):
+    if str(number) == stop_before:
+        ctx.request_stop("test")
+    for taken, x in enumerate(run.steps(int(total)), 1):
+        seen.append((run.step, int(x.item() - ctx.rank) // ctx.world_size))
+        if at == f"{taken}-":
+            break
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(x=x)
+        if at == f"{taken}f":
+            run.finish()
+        if at.strip("+f") == str(taken):
+            break
+print("seen", seen, "at", run.step, "weight", model.module.weight.item(), flush=True)
+"""
+
+
+def seen(folder: Path, *loops: str, stop_before: str = "", ranks: int = 2, code: int = 0) -> str:
+    """What a rank has trained on, as (step, batch), where it ended, and its weight."""
+    script = folder / "loops.py"
+    script.write_text(LOOPS)
+    done = ddp.start(script, stop_before, folder / "run", *loops, ranks=ranks, folder=folder / "out").expect(code)
+    return next((line for line in done.output(ranks - 1).splitlines() if line.startswith("seen")), "")
+
+
+def test_a_step_is_complete_if_the_loop_was_left_after_the_optimizers_step(tmp_path: Path) -> None:
+    """The next loop continues with the step that follows. A step that was left earlier is repeated."""
+    found = seen(tmp_path, "8:3+", "8:2-", "8")
+    steps = [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (4, 4), (5, 5), (6, 6), (7, 7)]
+    assert found.startswith(f"seen {steps} at 8 ")
+    assert [line["step"] for line in RunDirectory(tmp_path / "run").metrics()] == list(range(8))
+    (tmp_path / "whole").mkdir()
+    assert seen(tmp_path / "whole", "8").partition("at 8")[2] == found.partition("at 8")[2]
+
+
+@pytest.mark.parametrize("left", ["3:3+", "8:3f"])
+def test_the_state_is_saved_by_the_next_loop_if_the_script_left_a_loop_in_its_last_step(
+    tmp_path: Path, left: str
+) -> None:
+    total = left.partition(":")[0]
+    assert seen(tmp_path, left, total, ranks=1).startswith("seen [(0, 0), (1, 1), (2, 2)] at 3 ")
+    assert [path.name.partition(".")[0] for path in (tmp_path / "run/checkpoints").iterdir()] == [f"step-{3:012}"]
+    assert seen(tmp_path, total, "10", ranks=1).startswith(f"seen {[(step, step) for step in range(3, 10)]} at 10 ")
+
+
+def test_a_stop_at_the_beginning_of_the_next_loop_saves_the_step_before_the_break(tmp_path: Path) -> None:
+    """Also if there is a checkpoint of the step before it."""
+    seen(tmp_path, "3", "8:1+", "8", stop_before="2", code=75)
+    (tmp_path / "whole").mkdir()
+    resumed, whole = seen(tmp_path, "8"), seen(tmp_path / "whole", "8")
+    assert resumed.startswith(f"seen {[(step, step) for step in range(4, 8)]} at 8 ")
+    assert resumed.partition("at 8")[2] == whole.partition("at 8")[2]
