@@ -39,7 +39,7 @@ sys.exit(0) if sys.argv[1] != "os._exit at the end" else os._exit(0)
 @pytest.mark.parametrize(
     ("how", "state", "reason"),
     [
-        ("sys.exit", "failed", "exited with code 0 inside its training loop, after step 3 of 6"),
+        ("sys.exit", "failed", "exited with code 0 inside its training loop, after step 4 of 6"),
         ("os._exit", "failed", "called os._exit(0) inside its training loop"),
         ("break", "completed", "all ranks finished"),
         ("os._exit at the end", "completed", "all ranks finished"),

@@ -68,7 +68,7 @@ def test_a_handler_of_the_script_is_reported_and_its_exit_0_is_a_preemption_not_
         f"{_line_of('def mine')}). If that handler exits or raises, the steps since the last checkpoint are "
         "repeated. Remove it, because clusterddp saves and stops the run\n"
     ) in said
-    assert "exited with code 0 inside its training loop, after step 4 of 6" in said
+    assert "exited with code 0 inside its training loop, after step 5 of 6" in said
 
 
 ONE_EXITS = f"""
@@ -97,7 +97,7 @@ def test_a_handler_that_exits_before_the_other_rank_has_the_signal_delays_no_pre
     _, err = process.communicate(timeout=90)
     assert process.returncode == 0 and run.attempts() == [0, 1], err + story(run)
     assert (
-        "exited with code 0 inside its training loop, after step 4 of 6"
+        "exited with code 0 inside its training loop, after step 5 of 6"
         in (run.attempt_logs(0) / "rank-0.err").read_text()
     )
     assert "after the end of the script; still running" not in story(run)
