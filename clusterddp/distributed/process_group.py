@@ -207,10 +207,13 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def backend_of(backend: str, device_type: str) -> str:
-    """Which backend communicates tensors of a kind of device: of one name, or of several as ``choose_backend``'s."""
+    """Which backend communicates tensors of a kind of device: of one name, or of several as ``choose_backend``'s.
+
+    Empty if there is none, as for tensors on the CPU with NCCL.
+    """
     for one in backend.split(","):
         kind, _, name = one.rpartition(":")
-        if kind in ("", device_type):
+        if kind == device_type or (kind == "" and (name != "nccl" or device_type == "cuda")):
             return name
     return ""
 
@@ -299,8 +302,7 @@ class ProcessGroup:
 
         A job with only the backend "nccl", and a script with a group of only NCCL, have no other device.
         """
-        without_cpu = self.backend == "nccl" or not backend_of(self.backend, "cpu")
-        return self.device if without_cpu else torch.device("cpu")
+        return torch.device("cpu") if backend_of(self.backend, "cpu") else self.device
 
     def hardware(self) -> dict[str, Any]:
         """The hardware that determines the order and precision of sums on GPUs, on rank 0: how many ranks have which
