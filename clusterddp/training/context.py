@@ -231,7 +231,7 @@ class Context(Loaders):
         """Seeds all generators. A script that makes its own group afterwards gets them back as they were, unless it has
         used them."""
         before = randomness.states()
-        randomness.seed_all(randomness.hash32("init", self.seed), self.device)
+        randomness.seed_all(randomness.hash32("init", self.seed))
         seeded = randomness.states()
 
         def restore() -> None:
