@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import resource
 import socket
 import time
@@ -23,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from clusterddp.distributed.devices import gpu_identity
+from clusterddp.distributed.devices import gpu_identity, pci_address
 from clusterddp.distributed.torch_patches import SecondGroup
 from clusterddp.environment import RankEnvironment
 from clusterddp.errors import DeviceError, LauncherEnvironmentError
@@ -227,6 +228,23 @@ def flight_recorder(version: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {names[release >= (2, 8)]: str(FLIGHT_RECORDS)}
 
 
+def nccl_settings(version: str, deterministic: bool) -> dict[str, str]:
+    """The variables for NCCL that the user has not set, before this torch makes a group. ``deterministic``: whether it
+    uses deterministic algorithms.
+    """
+    release = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    settings = {}
+    if (2, 6, 0) <= release < (2, 7, 1):
+        # With a device_id, torch 2.6.0 to 2.7.0 use NCCL's non-blocking mode, in which collectives sometimes hang.
+        # torch 2.7.1 uses it no more (https://github.com/pytorch/pytorch/pull/154055).
+        settings["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "0"
+    if deterministic:
+        # Sums in NVSwitches differ between calls (https://github.com/NVIDIA/nccl/issues/1497). Newer torch sets
+        # NCCL_ALGO=^NVLS itself, which still allows NVLSTree between nodes.
+        settings["NCCL_NVLS_ENABLE"] = "0"
+    return settings
+
+
 class ProcessGroup:
     """The default process group of torch.distributed, and the attempt's store.
 
@@ -259,6 +277,9 @@ class ProcessGroup:
     def _make(self) -> None:
         self._refuse_shared_gpu(socket.gethostname())
         os.environ.update(flight_recorder(torch.__version__, os.environ))
+        if self.over_nccl:
+            for name, value in nccl_settings(torch.__version__, torch.are_deterministic_algorithms_enabled()).items():
+                os.environ.setdefault(name, value)
         dist.init_process_group(
             self.backend,
             store=PrefixStore("group", self.store),
@@ -311,6 +332,23 @@ class ProcessGroup:
         gpus = dict(sorted(Counter(name.decode() for name in names).items()))
         return {"gpus": gpus, "ranks_per_node": self._ranks_per_node}
 
+    @property
+    def may_use_nvls(self) -> bool:
+        """Whether NCCL may sum in NVSwitches (NVLS, from Hopper on) although torch is in deterministic mode: the group
+        was made before that, or the user set the variable. False for a script's own group, for which torch sets
+        another variable. Sums of two ranks have no order.
+        """
+        return (
+            self.over_nccl
+            and not self.of_script
+            and self.world_size > 2
+            and torch.are_deterministic_algorithms_enabled()
+            and not torch.version.hip
+            and torch.cuda.get_device_capability(self.device) >= (9, 0)
+            and os.environ.get("NCCL_NVLS_ENABLE") != "0"
+            and "NCCL_ALGO" not in os.environ
+        )
+
     def shorten_timeout(self, step_s: float) -> None:
         """Start-up is over, and from now on a collective that takes longer than ``step_s`` seconds fails. A script's
         own group keeps its timeout."""
@@ -336,9 +374,16 @@ class ProcessGroup:
         """NCCL needs one GPU per rank. With two ranks on one it fails with 'Duplicate GPU detected' at best."""
         if not self.over_nccl or self.world_size == 1:
             return
-        mine = gpu_identity(self.device)
+        # MIG devices have different UUIDs, but NCCL identifies a GPU by its PCI address.
+        mig = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+        mine = pci_address(self.device) if mig else gpu_identity(self.device)
         holder = self.store.compare_set(f"gpu/{mine}", "", str(self.rank)).decode()
         if holder != str(self.rank):
+            if mig:
+                raise DeviceError(
+                    f"ranks {holder} and {self.rank} have MIG devices of the same GPU on node {host}, but NCCL "
+                    "connects only different GPUs. Set backend: gloo, or use one MIG device of each GPU"
+                )
             raise DeviceError(
                 f"ranks {holder} and {self.rank} see the same single GPU on node {host}. Request one GPU per rank "
                 "(--gpus-per-node, without a --gpu-bind that gives several tasks the same one)"
