@@ -4,6 +4,7 @@ holds."""
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import socket
 import threading
@@ -158,6 +159,13 @@ def device_thread(
         target(*args)
 
     return threading.Thread(target=run, name=name, daemon=True)
+
+
+def live_graphs() -> list[torch.cuda.CUDAGraph]:
+    """The CUDA graphs of this process, torch.compile's among them."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.cuda.CUDAGraph)]
 
 
 #: The driver frees the memory of a killed process within seconds, or after its last kernel. Between two looks.

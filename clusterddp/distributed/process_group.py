@@ -24,10 +24,11 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from clusterddp.distributed.devices import gpu_identity, pci_address
+from clusterddp.distributed.devices import gpu_identity, live_graphs, pci_address
 from clusterddp.distributed.torch_patches import SecondGroup
 from clusterddp.environment import RankEnvironment
 from clusterddp.errors import DeviceError, LauncherEnvironmentError
+from clusterddp.process import at_exit
 from clusterddp.reporter import say
 
 #: For waits without a timeout, which torch's stores lack.
@@ -362,13 +363,26 @@ class ProcessGroup:
                 f"times out after {self._start_s:g} s, not {step_s:g} s. torch 2.9 and newer can change it"
             )
 
-    def close(self) -> None:
-        """Leaves the group, if it was made here, and the store. Takes a bounded time. Not for use after errors."""
+    def close(self, *, ending: bool) -> None:
+        """Leaves the group, if it was made here, and the store. Takes a bounded time. Not for use after errors.
+
+        ``ending``: the script has ended. Otherwise it may still replay a CUDA graph, and the group stays until its end
+        if there is one.
+        """
         if self._second is not None:
             self._second.allow()
         if not self.of_script:
-            self._destroy()
+            if self.over_nccl and not ending and live_graphs():
+                at_exit(self._end)
+            else:
+                self._end()
         self.attempt_store.close()
+
+    def _end(self) -> None:
+        if self.over_nccl:
+            for graph in live_graphs():  # NCCL waits until each graph with a collective is destroyed
+                graph.reset()
+        self._destroy()
 
     def _refuse_shared_gpu(self, host: str) -> None:
         """NCCL needs one GPU per rank. With two ranks on one it fails with 'Duplicate GPU detected' at best."""

@@ -539,7 +539,7 @@ class Context(Loaders):
             services.saver.close(clean, complete)
             services.tracking.end(clean)
         if clean:
-            self._group.close()
+            self._group.close(ending=not restore_handlers)
         if services is not None:
             services.tracking.close(DONE_S if complete else STOP_S if clean else ERROR_S, complete)
 

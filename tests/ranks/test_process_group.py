@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -362,6 +363,47 @@ def test_two_single_processes_need_no_port(tmp_path: Path) -> None:
 def alone() -> dict[str, str]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in ddp.environment_of(0, 1, "0").items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("backend", "ending", "captured", "at_once", "at_the_end"),
+    [
+        ("nccl", True, True, ["reset", "destroyed"], []),
+        ("nccl", False, True, [], ["reset", "destroyed"]),
+        ("nccl", False, False, ["destroyed"], []),
+        ("gloo", False, True, ["destroyed"], []),
+    ],
+)
+def test_nccl_is_closed_only_once_no_cuda_graph_is_left(
+    backend: str,
+    ending: bool,
+    captured: bool,
+    at_once: list[str],
+    at_the_end: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits for graphs that have captured collectives. After a ``with`` block, the script may replay them."""
+    done: list[str] = []
+    later: list[Callable[[], None]] = []
+
+    class Graph:
+        def reset(self) -> None:
+            done.append("reset")
+
+    graph = Graph() if captured else None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(process_group, "at_exit", later.append)
+    group: Any = object.__new__(process_group.ProcessGroup)
+    group.device, group.backend = torch.device("cuda", 0), backend
+    group.of_script, group._second, group.attempt_store = False, None, SimpleNamespace(close=lambda: None)
+    group._destroy = lambda: done.append("destroyed")
+    group.close(ending=ending)
+    assert done == at_once
+    for act in later:
+        act()
+    assert done == at_once + at_the_end
+    del graph
 
 
 def test_a_transposed_tensor_is_summed_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
