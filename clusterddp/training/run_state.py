@@ -371,6 +371,8 @@ class RunState:
         """Why a resumed run may differ from an uninterrupted one, in its last bits or more."""
         reasons = [*(["rng='user'"] if self._rng == "user" else []), *self._loader.inexact]
         reasons += [f"{name} has parameters that no part saves" for name in self._partly_saved]
+        if self._group.may_use_nvls:
+            reasons.append("NCCL may sum with NVLS, which is not deterministic")
         for name, part in self._parts.items():
             for module in ddp_modules(part):
                 if self._group.world_size > 2 and (doubt := wrapping.doubt(module)):
