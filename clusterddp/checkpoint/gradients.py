@@ -86,7 +86,8 @@ class Gradients:
         #: What ``apart`` returned on each rank, since the step began; on rank 0, where the ranks have met.
         self.gathered: list[Named] | None = None
         self._modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
-        self._optimizers = set(optimizers(parts).values())
+        self._named_optimizers = optimizers(parts)
+        self._optimizers = set(self._named_optimizers.values())
         #: The optimizers that have not stepped since a backward, now and at the beginning of the current step.
         self._waiting: set[Any] = set()
         self._waited = self._waiting
@@ -134,12 +135,29 @@ class Gradients:
         if any(one.grad is not None for one in changed):
             return {"gradients_lost": True}
         found: dict[str, Any] = {}
+        if used := self._used(before_step):
+            found["gradients_used"] = used
         if gradients := self._named(together):
             found["gradients"] = gradients
         if any(self.gathered or []):
             found["gradients_apart"] = self.gathered
         elif self._named(apart):
             return {"gradients_lost": True}
+        return found
+
+    def _used(self, before_step: bool) -> dict[str, list[bool] | bool]:
+        """Which parameters of each optimizer still have a gradient that a step has used. True if all have one.
+
+        ``zero_grad(set_to_none=False)`` keeps it, as zeros, and the optimizer then updates a parameter that a step
+        leaves unused: by its momentum and weight decay.
+        """
+        waiting = self._waited if before_step else self._waiting
+        found: dict[str, list[bool] | bool] = {}
+        for name, optimizer in self._named_optimizers.items():
+            if optimizer not in waiting:
+                kept = [_has_dense_gradient(parameter) for parameter in _in_order(optimizer)]
+                if any(kept):
+                    found[name] = all(kept) or kept
         return found
 
     def apart(self, before_step: bool) -> Named:
@@ -187,7 +205,17 @@ class Gradients:
             for exchange in self._exchanges:
                 exchange.mark_used(self._parameters(apart[self._rank]))
             self._load(apart[self._rank])
+        self._load_used(progress.get("gradients_used", {}))
         return []
+
+    def _load_used(self, used: Mapping[str, list[bool] | bool]) -> None:
+        """Zeros for the parameters of ``_used``, whose gradients nothing reads before they are zeroed."""
+        for name, kept in used.items():
+            parameters = _in_order(self._named_optimizers[name])
+            marks = [kept] * len(parameters) if isinstance(kept, bool) else kept
+            for parameter, mark in zip(parameters, marks, strict=False):
+                if mark and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
     def _load(self, gradients: Named) -> None:
         for name, of_part in gradients.items():
@@ -198,3 +226,14 @@ class Gradients:
 
     def _parameters(self, gradients: Named) -> list[torch.nn.Parameter]:
         return [parameters_of(self._modules[name])[key] for name, of_part in gradients.items() for key in of_part]
+
+
+def _in_order(optimizer: Any) -> list[torch.Tensor]:
+    """The optimizer's parameters in the order by which torch identifies them. Empty if they are unknown."""
+    return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+
+
+def _has_dense_gradient(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a gradient that is not sparse. Zeros would make the next sparse gradient dense."""
+    gradient = parameter.grad
+    return gradient is not None and gradient.layout is torch.strided

@@ -32,6 +32,7 @@ from clusterddp.checkpoint.state_dict import (
     check_parts,
     free_memory,
     load_state,
+    recast_parameters,
     state_of,
 )
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
@@ -44,6 +45,7 @@ from clusterddp.distributed.collectives import (
     gather_numbers,
     own_facts,
 )
+from clusterddp.distributed.process_group import backend_of
 from clusterddp.errors import CheckpointError
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import at_exit, cancel_at_exit
@@ -413,10 +415,12 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int | Keep = 3) -> None:
         directory = RunDirectory(path)
-        only_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+        only_nccl = dist.is_initialized() and not backend_of(dist.get_backend_config(), "cpu")
         self._device = torch.device("cuda", torch.cuda.current_device()) if only_nccl else torch.device("cpu")
         self._checkpoints: Checkpoints | None = None
         self._restored = False
+        #: The step of the checkpoint that this process has restored or saved last.
+        self._newest: int | None = None
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         directory.create()
@@ -448,10 +452,12 @@ class CheckpointFolder:
         if restored is None:
             return 0
         content, (_, step) = restored
+        self._newest = step
         if missing := parts.keys() - content.keys():
             raise CheckpointError(f"checkpoint {step} lacks {', '.join(sorted(missing))}. It has {', '.join(content)}")
+        recast = recast_parameters(parts, content)
         for name, part in parts.items():
-            load_state(part, content[name])
+            load_state(part, content[name], recast)
         return step
 
     def save(self, step: int, **parts: Stateful) -> None:
@@ -465,7 +471,7 @@ class CheckpointFolder:
 
         Raises:
             TypeError: a part has no ``state_dict()``.
-            ValueError: ``step`` is not an integer of at least 0.
+            ValueError: ``step`` is not an integer of at least 0, or is smaller than that of the newest checkpoint.
             RuntimeError: ``restore()`` was not called.
             CheckpointError: the previous save failed, or the state cannot be saved.
             Superseded: a newer process uses the folder.
@@ -477,6 +483,11 @@ class CheckpointFolder:
             if not self._restored:
                 raise RuntimeError("call restore() before save(), so that existing checkpoints are not ignored")
             self.wait()
+            if self._newest is not None and step < self._newest:
+                raise ValueError(
+                    f"save({step}): the newest checkpoint has step {self._newest}, and restore() loads the largest "
+                    f"step. Pass a step of at least {self._newest}, or use a different folder to start again"
+                )
             states = {name: state_of(part) for name, part in parts.items()}
             self._checkpoint_client.save(int(step), states, {}, urgent=False)
 
@@ -495,9 +506,12 @@ class CheckpointFolder:
         if self._checkpoints is None:
             return None
         try:
-            return self._checkpoint_client.result(wait=True)
+            saved = self._checkpoint_client.result(wait=True)
         except NotSaved as error:
             raise CheckpointError(f"step {error.step} was not saved: {error}") from error
+        if saved is not None:
+            self._newest = saved.step
+        return saved
 
     def close(self) -> None:
         """Waits for the last save and ends the writer process. Raises the errors of ``wait()``."""

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from heapq import nlargest
 from itertools import pairwise
 from operator import attrgetter
@@ -102,17 +102,21 @@ def state_of(part: Stateful) -> dict[str, Any]:
     return state  # type: ignore[no-any-return]
 
 
-def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
-    """The inverse of ``state_of``. The part gets copies, because the tensors of ``state`` may share memory."""
+def load_state(part: Stateful, state: Mapping[str, Any], recast: Set[torch.Tensor] = frozenset()) -> None:
+    """The inverse of ``state_of``. The part gets copies, because the tensors of ``state`` may share memory.
+
+    The tensors of an optimizer keep their saved dtypes, except those of parameters in ``recast``, which get the dtype
+    of the parameter, as in torch.
+    """
     if not isinstance(part, torch.nn.Module):
         if isinstance(part, torch.optim.Optimizer):
             _check_kind(part, state)
-            part.load_state_dict(_for_optimizer(part, state))
+            _load(part, _for_optimizer(part, state), recast)
         elif isinstance(part, torch.amp.GradScaler):
             plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
             part.load_state_dict(plain)
         else:
-            part.load_state_dict(copied(state))
+            _load(part, copied(state), recast)
         return
     module = bare(part)
     own = module.state_dict()
@@ -197,15 +201,110 @@ def _copied_to_devices(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
     """The ids of the tensors that torch's ``load_state_dict`` copies to the devices of their parameters."""
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return set()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in state.get("param_groups", ()) for number in group["params"]]
     return {
         id(value)
-        for number, parameter in zip(numbers, parameters, strict=False)  # torch refuses a different number of them
+        for number, parameter in _parameters_in(optimizer, state)
         if parameter.device.type != "cpu"
         for name, value in state["state"].get(number, {}).items()
         if isinstance(value, torch.Tensor) and name != "step"  # which mostly stays where it is
     }
+
+
+def _parameters_in(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The keys of a state of this optimizer, each with its parameter, which torch finds by its place."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state.get("param_groups", ()) for number in group["params"]]
+    return zip(numbers, parameters, strict=False)  # torch refuses a different number of them
+
+
+def recast_parameters(parts: Mapping[str, Any], states: Mapping[str, Any]) -> set[torch.Tensor]:
+    """The modules' parameters whose dtype is not the one in these states, because the script has changed it."""
+    return {
+        parameter
+        for name, part in parts.items()
+        if isinstance(part, torch.nn.Module) and name in states
+        for key, parameter in parameters_of(part).items()
+        if isinstance(saved := states[name].get(key), torch.Tensor) and saved.dtype != parameter.dtype
+    }
+
+
+def changed_dtypes(part: Stateful, state: Mapping[str, Any]) -> list[str]:
+    """The names of the tensors whose dtype in the part is not the one in ``state``."""
+    (_, saved), (_, own) = pack(state), pack(state_of(part))
+    return [name for name, tensor in saved.items() if name in own and own[name].dtype != tensor.dtype]
+
+
+def _load(part: Stateful, state: dict[str, Any], recast: Set[torch.Tensor]) -> None:
+    """``load_state_dict`` of a part that is no module, with the saved dtypes in the optimizers of torch that it is or
+    holds."""
+    loaded: dict[torch.optim.Optimizer, Mapping[str, Any]] = {}
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(loaded.__setitem__)
+        for optimizer in _held_optimizers(part)
+        if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")  # accelerate's does not have it
+    ]
+    try:
+        part.load_state_dict(state)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if isinstance(part, torch.optim.Optimizer):
+        loaded[part] = state
+    for optimizer, own in loaded.items():
+        _restore_dtypes(optimizer, own, recast)
+
+
+def _held_optimizers(part: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch among a part's attributes, and in their lists and dicts."""
+    found: dict[torch.optim.Optimizer, None] = {}
+    for value in getattr(part, "__dict__", {}).values():
+        members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        found |= dict.fromkeys(one for one in members if isinstance(one, torch.optim.Optimizer))
+    return list(found)
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], recast: Set[torch.Tensor]) -> None:
+    """Replaces tensors whose dtype ``load_state_dict`` has changed by those of ``state``, on the same device.
+
+    torch casts the whole state of a parameter, except ``step``, to the parameter's dtype. Moments in float32 of
+    parameters in bfloat16 would lose bits.
+    """
+    state_of_all, shown = optimizer.state, None
+    for number, parameter in _parameters_in(optimizer, state):
+        saved = state.get("state", {}).get(number)
+        now = state_of_all.get(parameter)
+        if not isinstance(saved, dict) or not isinstance(now, dict) or parameter in recast:
+            continue
+        for name in saved.keys() & now.keys():
+            restored = _as_saved(saved[name], now[name])
+            if restored is now[name]:
+                continue
+            if shown is None:
+                shown = _shown(optimizer)
+            seen = shown.get(number, {}).get(name)
+            if seen is now[name] or _as_saved(saved[name], seen) is not seen:  # else its state_dict converts them
+                now[name] = restored
+
+
+def _as_saved(saved: Any, now: Any) -> Any:
+    """``now`` with the saved tensors where dtypes differ. ``now`` itself if none does."""
+    if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
+        return now if saved.dtype == now.dtype else saved.to(now.device)
+    if isinstance(saved, dict) and isinstance(now, dict) and saved.keys() == now.keys():
+        found = {key: _as_saved(saved[key], value) for key, value in now.items()}
+        return now if all(found[key] is value for key, value in now.items()) else found
+    if isinstance(saved, (list, tuple)) and isinstance(now, (list, tuple)) and len(saved) == len(now):
+        entries = [_as_saved(*both) for both in zip(saved, now, strict=True)]
+        return now if all(one is other for one, other in zip(entries, now, strict=True)) else type(now)(entries)
+    return now
+
+
+def _shown(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+    """The state of each parameter in the optimizer's ``state_dict``."""
+    try:
+        return optimizer.state_dict()["state"]  # type: ignore[no-any-return]
+    except RuntimeError:  # a ZeroRedundancyOptimizer before it is consolidated. It keeps dtypes itself.
+        return {}
 
 
 def _bare_name(name: str) -> str:

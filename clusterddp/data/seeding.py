@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from clusterddp.data import randomness
@@ -88,6 +88,26 @@ class _Numpy:
         return bool(np.random.random() != self._next)
 
 
+class _Gpus:
+    """Of all GPUs of a rank that reads samples itself. A draw adds to the offset, so that no fixed state is needed."""
+
+    def __init__(self) -> None:
+        self._offsets: list[int] = []
+
+    def seed(self, seed: int) -> None:
+        for generator in randomness.gpu_generators():
+            generator.manual_seed(seed)
+
+    def watch(self) -> None:
+        self._offsets = self._now()
+
+    def drew(self) -> bool:
+        return self._now() != self._offsets
+
+    def _now(self) -> list[int]:
+        return [generator.get_offset() for generator in randomness.gpu_generators()]
+
+
 ALL: tuple[Generator, ...] = (_Torch(), _Python(), _Numpy())
 
 
@@ -115,6 +135,7 @@ class SeededSamples(Dataset[Any]):
         self._begun = self._collate_may_draw = False
         #: Empty before the first batch, because workers that are not forked have their own generators.
         self._batches: Callable[[list[Any]], Any] | None = None
+        self._generators = ALL
         self._drawn: tuple[Generator, ...] = ()
         self._watched: tuple[Generator, ...] = ()
 
@@ -129,7 +150,9 @@ class SeededSamples(Dataset[Any]):
     def _begin(self) -> None:
         self._begun = True
         self._collate_may_draw = self.seeded != DRAWN or not _is_torchs(self._collate)
-        self._drawn, self._watched = (ALL, ()) if self.seeded == ALWAYS else ((), ALL)
+        if randomness.gpu_generators() and get_worker_info() is None:
+            self._generators = (*ALL, _Gpus())
+        self._drawn, self._watched = (self._generators, ()) if self.seeded == ALWAYS else ((), self._generators)
         batches = getattr(self.dataset, "__getitems__", None)
         self._batches = batches if callable(batches) else None
 
@@ -166,9 +189,9 @@ class SeededSamples(Dataset[Any]):
         if not drew:
             return True
         if self.seeded == DRAWING:
-            self._drawn, self._watched = ALL, ()
+            self._drawn, self._watched = self._generators, ()
         else:
-            self._drawn = tuple(generator for generator in ALL if generator in self._drawn or generator in drew)
+            self._drawn = tuple(one for one in self._generators if one in self._drawn or one in drew)
             self._watched = tuple(generator for generator in self._watched if generator not in drew)
         return False
 

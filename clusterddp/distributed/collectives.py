@@ -25,7 +25,9 @@ def all_reduce_sum(value: torch.Tensor | float, device: torch.device) -> torch.T
     """The sum over all ranks, as a tensor of the same dtype and device for a tensor, or a float for a number."""
     if not isinstance(value, torch.Tensor):
         return float(_summed(torch.tensor(value, dtype=torch.float64), device))
-    return _summed(value.detach().clone(), device).to(value.device)
+    # NCCL refuses a transposed tensor, whose strides a plain clone keeps.
+    own = value.detach().clone(memory_format=torch.contiguous_format)
+    return _summed(own, device).to(value.device)
 
 
 def all_reduce_mean(value: torch.Tensor | float, weight: float, device: torch.device) -> float:

@@ -4,6 +4,7 @@ holds."""
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import socket
 import threading
@@ -123,6 +124,12 @@ def gpu_identity(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     if hasattr(properties, "uuid"):
         return str(properties.uuid)
+    return pci_address(device)
+
+
+def pci_address(device: torch.device) -> str:
+    """The PCI address and host of a GPU, which the MIG devices of one GPU share. Raises DeviceError if CUDA does not
+    give it."""
     platform = "hip" if torch.version.hip else "cuda"
     library = ctypes.CDLL(str(TORCH_LIBRARIES / f"libc10_{platform}.so"))  # linked against the runtime in use
     address = ctypes.create_string_buffer(32)
@@ -154,13 +161,25 @@ def device_thread(
     return threading.Thread(target=run, name=name, daemon=True)
 
 
+def live_graphs() -> list[torch.cuda.CUDAGraph]:
+    """The CUDA graphs of this process, torch.compile's among them."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.cuda.CUDAGraph)]
+
+
 #: The driver frees the memory of a killed process within seconds, or after its last kernel. Between two looks.
 PATIENCE_S, LOOK_S = 60.0, 0.5
 GIB = 2**30
 
 
 def wait_until_free(devices: Sequence[torch.device], wanted: int, patience_s: float = PATIENCE_S) -> bool:
-    """Waits until each device has ``wanted`` free bytes, as the attempt before used. False after ``patience_s``."""
+    """Waits until each device has ``wanted`` free bytes, as the attempt before used. False after ``patience_s``.
+
+    Does not wait for more than a device has: the attempt before ran on larger ones.
+    """
+    if any(wanted > torch.cuda.mem_get_info(device)[1] for device in devices):
+        return True
     deadline, said = time.monotonic() + patience_s, False
     while (least := min((torch.cuda.mem_get_info(device)[0], str(device)) for device in devices))[0] < wanted:
         free = f"{least[0] / GIB:.2f} GiB are free on {least[1]}, but the previous attempt used {wanted / GIB:.2f} GiB"

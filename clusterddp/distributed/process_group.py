@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import resource
 import socket
 import time
@@ -23,10 +24,11 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from clusterddp.distributed.devices import gpu_identity
+from clusterddp.distributed.devices import gpu_identity, live_graphs, pci_address
 from clusterddp.distributed.torch_patches import SecondGroup
 from clusterddp.environment import RankEnvironment
 from clusterddp.errors import DeviceError, LauncherEnvironmentError
+from clusterddp.process import at_exit
 from clusterddp.reporter import say
 
 #: For waits without a timeout, which torch's stores lack.
@@ -207,10 +209,13 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def backend_of(backend: str, device_type: str) -> str:
-    """Which backend communicates tensors of a kind of device: of one name, or of several as ``choose_backend``'s."""
+    """Which backend communicates tensors of a kind of device: of one name, or of several as ``choose_backend``'s.
+
+    Empty if there is none, as for tensors on the CPU with NCCL.
+    """
     for one in backend.split(","):
         kind, _, name = one.rpartition(":")
-        if kind in ("", device_type):
+        if kind == device_type or (kind == "" and (name != "nccl" or device_type == "cuda")):
             return name
     return ""
 
@@ -225,6 +230,23 @@ def flight_recorder(version: str, environ: Mapping[str, str]) -> dict[str, str]:
     if release >= (2, 11) or any(name in environ for name in names):
         return {}
     return {names[release >= (2, 8)]: str(FLIGHT_RECORDS)}
+
+
+def nccl_settings(version: str, deterministic: bool) -> dict[str, str]:
+    """The variables for NCCL that the user has not set, before this torch makes a group. ``deterministic``: whether it
+    uses deterministic algorithms.
+    """
+    release = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    settings = {}
+    if (2, 6, 0) <= release < (2, 7, 1):
+        # With a device_id, torch 2.6.0 to 2.7.0 use NCCL's non-blocking mode, in which collectives sometimes hang.
+        # torch 2.7.1 uses it no more (https://github.com/pytorch/pytorch/pull/154055).
+        settings["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "0"
+    if deterministic:
+        # Sums in NVSwitches differ between calls (https://github.com/NVIDIA/nccl/issues/1497). Newer torch sets
+        # NCCL_ALGO=^NVLS itself, which still allows NVLSTree between nodes.
+        settings["NCCL_NVLS_ENABLE"] = "0"
+    return settings
 
 
 class ProcessGroup:
@@ -259,6 +281,9 @@ class ProcessGroup:
     def _make(self) -> None:
         self._refuse_shared_gpu(socket.gethostname())
         os.environ.update(flight_recorder(torch.__version__, os.environ))
+        if self.over_nccl:
+            for name, value in nccl_settings(torch.__version__, torch.are_deterministic_algorithms_enabled()).items():
+                os.environ.setdefault(name, value)
         dist.init_process_group(
             self.backend,
             store=PrefixStore("group", self.store),
@@ -299,8 +324,7 @@ class ProcessGroup:
 
         A job with only the backend "nccl", and a script with a group of only NCCL, have no other device.
         """
-        without_cpu = self.backend == "nccl" or not backend_of(self.backend, "cpu")
-        return self.device if without_cpu else torch.device("cpu")
+        return torch.device("cpu") if backend_of(self.backend, "cpu") else self.device
 
     def hardware(self) -> dict[str, Any]:
         """The hardware that determines the order and precision of sums on GPUs, on rank 0: how many ranks have which
@@ -310,6 +334,23 @@ class ProcessGroup:
         names = self.store.multi_get([f"{_GPU_NAME}/{rank}" for rank in range(self.world_size)])
         gpus = dict(sorted(Counter(name.decode() for name in names).items()))
         return {"gpus": gpus, "ranks_per_node": self._ranks_per_node}
+
+    @property
+    def may_use_nvls(self) -> bool:
+        """Whether NCCL may sum in NVSwitches (NVLS, from Hopper on) although torch is in deterministic mode: the group
+        was made before that, or the user set the variable. False for a script's own group, for which torch sets
+        another variable. Sums of two ranks have no order.
+        """
+        return (
+            self.over_nccl
+            and not self.of_script
+            and self.world_size > 2
+            and torch.are_deterministic_algorithms_enabled()
+            and not torch.version.hip
+            and torch.cuda.get_device_capability(self.device) >= (9, 0)
+            and os.environ.get("NCCL_NVLS_ENABLE") != "0"
+            and "NCCL_ALGO" not in os.environ
+        )
 
     def shorten_timeout(self, step_s: float) -> None:
         """Start-up is over, and from now on a collective that takes longer than ``step_s`` seconds fails. A script's
@@ -324,21 +365,41 @@ class ProcessGroup:
                 f"times out after {self._start_s:g} s, not {step_s:g} s. torch 2.9 and newer can change it"
             )
 
-    def close(self) -> None:
-        """Leaves the group, if it was made here, and the store. Takes a bounded time. Not for use after errors."""
+    def close(self, *, ending: bool) -> None:
+        """Leaves the group, if it was made here, and the store. Takes a bounded time. Not for use after errors.
+
+        ``ending``: the script has ended. Otherwise it may still replay a CUDA graph, and the group stays until its end
+        if there is one.
+        """
         if self._second is not None:
             self._second.allow()
         if not self.of_script:
-            self._destroy()
+            if self.over_nccl and not ending and live_graphs():
+                at_exit(self._end)
+            else:
+                self._end()
         self.attempt_store.close()
+
+    def _end(self) -> None:
+        if self.over_nccl:
+            for graph in live_graphs():  # NCCL waits until each graph with a collective is destroyed
+                graph.reset()
+        self._destroy()
 
     def _refuse_shared_gpu(self, host: str) -> None:
         """NCCL needs one GPU per rank. With two ranks on one it fails with 'Duplicate GPU detected' at best."""
         if not self.over_nccl or self.world_size == 1:
             return
-        mine = gpu_identity(self.device)
+        # MIG devices have different UUIDs, but NCCL identifies a GPU by its PCI address.
+        mig = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+        mine = pci_address(self.device) if mig else gpu_identity(self.device)
         holder = self.store.compare_set(f"gpu/{mine}", "", str(self.rank)).decode()
         if holder != str(self.rank):
+            if mig:
+                raise DeviceError(
+                    f"ranks {holder} and {self.rank} have MIG devices of the same GPU on node {host}, but NCCL "
+                    "connects only different GPUs. Set backend: gloo, or use one MIG device of each GPU"
+                )
             raise DeviceError(
                 f"ranks {holder} and {self.rank} see the same single GPU on node {host}. Request one GPU per rank "
                 "(--gpus-per-node, without a --gpu-bind that gives several tasks the same one)"

@@ -231,7 +231,7 @@ class Context(Loaders):
         """Seeds all generators. A script that makes its own group afterwards gets them back as they were, unless it has
         used them."""
         before = randomness.states()
-        randomness.seed_all(randomness.hash32("init", self.seed), self.device)
+        randomness.seed_all(randomness.hash32("init", self.seed))
         seeded = randomness.states()
 
         def restore() -> None:
@@ -539,7 +539,7 @@ class Context(Loaders):
             services.saver.close(clean, complete)
             services.tracking.end(clean)
         if clean:
-            self._group.close()
+            self._group.close(ending=not restore_handlers)
         if services is not None:
             services.tracking.close(DONE_S if complete else STOP_S if clean else ERROR_S, complete)
 

@@ -428,7 +428,7 @@ class Run:
 
     def _start_step(self) -> None:
         if self._rng == "step":
-            randomness.seed_all(next(self._seeds), self._group.device)
+            randomness.seed_all(next(self._seeds))
         self._state.gradients.begin_step()
         self._state.buffers.begin_step()
         self._optimizer_steps.begin_step()

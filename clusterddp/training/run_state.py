@@ -22,7 +22,16 @@ import torch
 from clusterddp.checkpoint import transfer
 from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.checkpoint.restore import Place
-from clusterddp.checkpoint.state_dict import RESERVED, Stateful, copied, load_state, pack, state_of
+from clusterddp.checkpoint.state_dict import (
+    RESERVED,
+    Stateful,
+    changed_dtypes,
+    copied,
+    load_state,
+    pack,
+    recast_parameters,
+    state_of,
+)
 from clusterddp.checkpoint.transfer import broadcast
 from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.distributed import wrapping
@@ -294,11 +303,14 @@ class RunState:
             self.inexact.append(f"{counted(self._group.world_size, 'rank')} instead of {progress['world_size']}")
         if self._group.rank == 0:
             self.inexact += other_hardware(progress.get("hardware", {}), self._hardware)
+        recast = recast_parameters(self._parts, content)
         for name, part in self._parts.items():
             try:
-                load_state(part, content[name])
+                load_state(part, content[name], recast)
             except (ValueError, RuntimeError, KeyError) as error:
                 raise CheckpointError(f"the checkpoint does not fit {name}: {error}. {_REMEDY}") from error
+        if self._group.rank == 0:
+            self.inexact += self._changed_dtypes(content)
         self._values.load_state_dict(progress.get("values", {}))
         self.per_rank.restore(progress)
         self.inexact += self.gradients.restore(progress)
@@ -319,6 +331,15 @@ class RunState:
         if progress.get("begun"):
             self.inexact.append(f"step {step} was stopped during an evaluation, and is repeated from its beginning")
         self.finished = list(progress.get("finished", []))
+
+    def _changed_dtypes(self, content: Mapping[str, Any]) -> list[str]:
+        """Why a resume is not exact: modules or optimizers that have other dtypes than the checkpoint."""
+        found = []
+        parts = {name: part for name, part in self._parts.items() if isinstance(part, torch.nn.Module)}
+        for name, part in (parts | optimizers(self._parts)).items():
+            if changed := changed_dtypes(part, content[name]):
+                found.append(f"{counted(len(changed), 'tensor')} of {name} changed dtype, such as {changed[0]}")
+        return found
 
     def _check_parts(self, saved: set[str]) -> None:
         if missing := self._parts.keys() - saved:
@@ -350,6 +371,8 @@ class RunState:
         """Why a resumed run may differ from an uninterrupted one, in its last bits or more."""
         reasons = [*(["rng='user'"] if self._rng == "user" else []), *self._loader.inexact]
         reasons += [f"{name} has parameters that no part saves" for name in self._partly_saved]
+        if self._group.may_use_nvls:
+            reasons.append("NCCL may sum with NVLS, which is not deterministic")
         for name, part in self._parts.items():
             for module in ddp_modules(part):
                 if self._group.world_size > 2 and (doubt := wrapping.doubt(module)):
@@ -402,7 +425,9 @@ def load(files: Files, strict: bool, parts: Mapping[str, Stateful], group: Proce
         raise TypeError(
             f"run(init_from=...): the run has no part {', '.join(sorted(unknown))}, only {', '.join(parts)}"
         )
-    return [_load_part(name, parts[name], Path(file), strict, group) for name, file in chosen.items()]
+    recast: set[torch.Tensor] = set()
+    modules_first = sorted(chosen, key=lambda name: not isinstance(parts[name], torch.nn.Module))
+    return [_load_part(name, parts[name], Path(chosen[name]), strict, group, recast) for name in modules_first]
 
 
 def _by_part(files: Files, parts: Mapping[str, Stateful]) -> dict[str, str | os.PathLike[str]]:
@@ -423,7 +448,10 @@ def _by_part(files: Files, parts: Mapping[str, Stateful]) -> dict[str, str | os.
     return {modules[0]: files}
 
 
-def _load_part(name: str, part: Stateful, file: Path, strict: bool, group: ProcessGroup) -> Loaded:
+def _load_part(
+    name: str, part: Stateful, file: Path, strict: bool, group: ProcessGroup, recast: set[torch.Tensor]
+) -> Loaded:
+    """``recast``: receives a module's parameters that have another dtype in the file, for its optimizer."""
     state, failure = None, None
     if group.rank == 0:
         from clusterddp.checkpoint.weights_file import read_weights
@@ -441,8 +469,9 @@ def _load_part(name: str, part: Stateful, file: Path, strict: bool, group: Proce
         if strict and (loaded.missing or loaded.unexpected):
             raise CheckpointError(_misfit(loaded))
         state = {**own, **{key: value for key, value in state.items() if key in own}}
+    recast |= recast_parameters({name: part}, {name: state})
     try:
-        load_state(part, state)
+        load_state(part, state, recast)
     except (ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"init_from: {file} does not fit {name}: {error}") from error
     if group.rank == 0:

@@ -17,11 +17,12 @@ import ctypes
 import errno
 import faulthandler
 import functools
-import hashlib
 import importlib
+import itertools
 import os
 import re
 import secrets
+import select
 import shutil
 import signal
 import stat
@@ -211,13 +212,13 @@ around: Callable[[], AbstractContextManager[None]] = nullcontext
 def protect(run: str, attempt: int, handles_stops: Callable[[], bool], stop_signal: str | None = None) -> None:
     """Protects the saves of this process from now on.
 
-    ``run``: the run directory. With the attempt's number, it identifies files that a killed rank has left.
-    ``handles_stops``: whether a stop does not end this process at once, so that it need not wait. ``stop_signal``: the
-    signal that the script expects at a stop (key ``stop``), without SIG. Then TERM and USR2 lead to it.
+    ``run``: the run directory. ``handles_stops``: whether a stop does not end this process at once, so that it need not
+    wait. ``stop_signal``: the signal that the script expects at a stop (key ``stop``), without SIG. Then TERM and USR2
+    lead to it.
     """
     if stop_signal is not None:
         _this.deferred = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.Signals[f"SIG{stop_signal}"]})
-    _this.mark = f"{SAVING}{hashlib.sha256(run.encode()).hexdigest()[:8]}-"
+    _this.records = RunDirectory(run).private.absolute()
     _this.attempt, _this.handles_stops = attempt, handles_stops
     _protect_children(run, attempt)
     when_imported("torch", _protect_torch)
@@ -295,13 +296,14 @@ def _tell(target: Path) -> None:
 
 
 class _Process:
-    """The state of this process. ``deferred``: the signals that wait for the end of a save. ``swept``: the folders
-    from which leftovers were removed. ``told``: the folders and suffixes of the files that were reported."""
+    """The state of this process. ``records``: the folder with a link for each save in progress. ``deferred``: the
+    signals that wait for the end of a save. ``unprotected``: the folders with a file whose saves are not protected.
+    ``told``: the folders and suffixes of the files that were reported."""
 
-    mark, attempt = SAVING, 0
+    records, attempt = Path(), 0
     deferred = frozenset({signal.SIGTERM})
     handles_stops: Callable[[], bool] = staticmethod(lambda: False)
-    swept: set[Path] = set()
+    unprotected: set[Path] = set()
     told: set[tuple[Path, str]] = set()
 
 
@@ -323,21 +325,31 @@ def _replaceable(path: Any) -> Path | None:
     folder = target.parent
     if os.access(folder, os.W_OK | os.X_OK) and folder.is_dir():
         return target
-    if target.exists() and folder not in _this.swept:
-        _this.swept.add(folder)
+    if target.exists() and folder not in _this.unprotected:
+        _this.unprotected.add(folder)
         why = f"this user cannot create files in {folder}"
         say(f"saves to {target} are not protected against interruptions, because {why}")
     return None
+
+
+#: Errors for a folder that this user may not read, or on a file system that does not sync folders.
+_CANNOT_SYNC = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP}
 
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[str]:
     """A path with the same file name, whose file then replaces ``target``. If the block raises, the old file stays.
 
-    The name is kept because torch writes it into the file.
+    The name is kept because torch writes it into the file. The new file is in a new folder beside ``target``. While
+    that exists, the run directory has a link of the same name to the folder of ``target``, for ``sweep``.
     """
-    _sweep(target.parent)
-    beside = target.parent / f"{_this.mark}{_this.attempt}-{secrets.token_hex(4)}"
+    beside = target.parent / f"{SAVING}{_this.attempt}-{secrets.token_hex(4)}"
+    record = _this.records / beside.name
+    try:
+        record.symlink_to(beside.parent)
+    except OSError as error:
+        reason = f"could not record the temporary folder {beside} in {_this.records}: {error.strerror}"
+        say(f"{reason}. If this rank is killed during the save, delete that folder")
     try:
         beside.mkdir()
         temporary = beside / target.name
@@ -358,8 +370,13 @@ def _replacing(target: Path) -> Iterator[str]:
         raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    with suppress(PermissionError):  # of a folder that may not be read
+        with suppress(OSError):
+            record.unlink()
+    try:
         fsync_directory(target.parent)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
 
 
 def _like_old(temporary: Path, target: Path) -> None:
@@ -387,16 +404,29 @@ def _is_full(error: BaseException, folder: Path) -> bool:
     return False
 
 
-def _sweep(folder: Path) -> None:
-    """Removes, once, files that killed ranks of earlier attempts have left in a folder, because they may be large."""
-    if folder in _this.swept:
-        return
-    _this.swept.add(folder)
-    with suppress(OSError):
-        for name in os.listdir(folder):
-            left = re.fullmatch(re.escape(_this.mark) + r"(\d+)-[0-9a-f]+", name)
-            if left and int(left[1]) < _this.attempt:
-                shutil.rmtree(folder / name, ignore_errors=True)
+_RECORD = re.compile(re.escape(SAVING) + r"(\d+)-[0-9a-f]+")
+
+
+def sweep(run: RunDirectory, attempt: int) -> None:
+    """Removes what killed saves of earlier attempts have left, because the script may take it for a checkpoint.
+
+    Each rank calls this before its script starts. Ranks may remove the same folder at the same time.
+    """
+    for name in os.listdir(run.private):
+        match = _RECORD.fullmatch(name)
+        if match is None or int(match[1]) >= attempt:
+            continue
+        record = run.private / name
+        try:
+            left = record.readlink() / name
+            for file in left.iterdir():
+                file.unlink(missing_ok=True)
+            left.rmdir()
+            record.unlink()
+        except FileNotFoundError:  # another rank has removed it, or it is on the disk of another node
+            pass
+        except OSError as error:
+            say(f"could not remove what a killed save of attempt {match[1]} has left: {error}")
 
 
 # --- the stop
@@ -407,13 +437,15 @@ class _Stops:
 
     A Python handler would not do, because only the main thread can install one, and a script may save in a different
     thread. Any thread can install faulthandler's handler, which leaves the script's own handlers in Python's table. It
-    writes the stack of the interrupted thread into a file in memory. If that is not empty, the signal came.
+    writes the stack of the interrupted thread into a pipe. If that is not empty, the signal came. The pipe is
+    non-blocking, because many signals would fill it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._saves = 0
-        self._notes: dict[int, int] = {}
+        #: For each signal that is held back: the ends of its pipe, to read and to write.
+        self._pipes: dict[int, tuple[int, int]] = {}
 
     def hold(self) -> None:
         with self._lock:
@@ -421,8 +453,8 @@ class _Stops:
             if self._saves == 1:
                 for number in _this.deferred:
                     with suppress(OSError):  # no file descriptor left
-                        self._notes[number] = os.memfd_create("clusterddp stop")
-                        faulthandler.register(number, self._notes[number], all_threads=False)
+                        self._pipes[number] = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+                        faulthandler.register(number, self._pipes[number][1], all_threads=False)
 
     def release(self) -> None:
         """After the last save, lets the signals that came take their usual effect."""
@@ -433,12 +465,12 @@ class _Stops:
             os.kill(os.getpid(), number)
 
     def _drop(self) -> list[int]:
-        for number in self._notes:
+        for number in self._pipes:
             faulthandler.unregister(number)
-        came = [number for number, note in self._notes.items() if os.fstat(note).st_size]
-        for note in self._notes.values():
-            os.close(note)
-        self._notes.clear()
+        came = [number for number, (reader, _) in self._pipes.items() if _has_data(reader)]
+        for descriptor in itertools.chain(*self._pipes.values()):
+            os.close(descriptor)
+        self._pipes.clear()
         return came
 
     def forget(self) -> None:
@@ -446,6 +478,13 @@ class _Stops:
         self._lock = threading.Lock()
         self._drop()
         self._saves = 0
+
+
+def _has_data(reader: int) -> bool:
+    """Whether a pipe has data. The data stays in the pipe, because a forked child shares it."""
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 _stops = _Stops()

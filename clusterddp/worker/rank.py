@@ -83,9 +83,10 @@ def main() -> None:
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     code_paths.use_snapshot()
+    attempt = int(os.environ[protocol.ATTEMPT])
+    own_saves.sweep(run, attempt)
     if os.environ.get(protocol.PROTECT_SAVES) != "off":
-        attempt, stop_signal = int(os.environ[protocol.ATTEMPT]), os.environ.get(protocol.STOP_SIGNAL)
-        own_saves.protect(str(run), attempt, stops_at_a_step, stop_signal)
+        own_saves.protect(str(run), attempt, stops_at_a_step, os.environ.get(protocol.STOP_SIGNAL))
     if os.environ.get(protocol.SEE_STEPS) != "off":
         own_saves.watch_optimizers()
     own_saves.continue_runs(run, ranks.rank, os.environ)

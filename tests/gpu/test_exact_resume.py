@@ -60,6 +60,19 @@ def test_every_kind_of_wrapped_model_on_devices_is_resumed_exactly(tmp_path: Pat
     assert {0.5, 2.0} <= {later / former for former, later in itertools.pairwise(scales)}  # it has skipped steps
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_numbers_that_samples_and_steps_draw_on_a_second_device_are_the_same_after_a_resume(
+    tmp_path: Path, own: bool
+) -> None:
+    """With ``ctx.loader``, and with a loader that a resume reads again from the start."""
+    script = [Path(__file__).with_name("scripts") / "draws.py", 8]
+    environment = {"OWN": "1"} if own else {}
+    preempted, whole, _ = train_twice(tmp_path, script, [3], ranks=1, devices=2, **environment)
+    assert logged(preempted) == logged(whole)
+    assert differing(final_state(preempted), final_state(whole)) == []
+    assert len({line["drawn"] for line in logged(whole)}) == 8
+
+
 def test_a_stop_needs_no_memory_of_the_devices(tmp_path: Path) -> None:
     """What the ranks agree on, their own state, and gradients that wait, reach rank 0 through its host."""
     script = [Path(__file__).with_name("scripts") / "full_device.py", 8]

@@ -136,3 +136,40 @@ def test_a_damaged_checkpoint_is_skipped_and_only_damaged_ones_are_an_error(
         pytest.raises(CheckpointError, match="never restarts from step 0 on its own"),
     ):
         folder.restore(model=model)
+
+
+def test_a_step_smaller_than_the_newest_checkpoint_is_refused(tmp_path: Path) -> None:
+    """The next process would restore the newest one. The same step may be saved again, as after a loop."""
+    model = torch.nn.Linear(1, 1, bias=False)
+
+    def save(folder: clusterddp.CheckpointFolder, step: int, weight: float) -> None:
+        torch.nn.init.constant_(model.weight, weight)
+        folder.save(step, model=model)
+
+    with clusterddp.CheckpointFolder(tmp_path, keep=1) as folder:
+        folder.restore(model=model)
+        save(folder, 10, 1.0)
+        save(folder, 20, 2.0)
+        with pytest.raises(ValueError, match=r"save\(5\): the newest checkpoint has step 20, .* at least 20"):
+            save(folder, 5, 3.0)
+        save(folder, 20, 4.0)
+    with clusterddp.CheckpointFolder(tmp_path, keep=1) as folder:
+        assert (folder.restore(model=model), model.weight.item()) == (20, 4.0)
+        with pytest.raises(ValueError, match=r"save\(19\): the newest checkpoint has step 20"):
+            save(folder, 19, 5.0)
+        save(folder, 20, 6.0)
+    with clusterddp.CheckpointFolder(tmp_path) as folder:
+        assert (folder.restore(model=model), model.weight.item()) == (20, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("cuda:nccl", "cuda:0"), ("nccl", "cuda:0"), ("cpu:gloo,cuda:nccl", "cpu"), ("gloo", "cpu")]
+)
+def test_the_folder_uses_a_gpu_only_in_a_group_without_a_backend_for_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, device: str
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda: backend)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    assert str(clusterddp.CheckpointFolder(tmp_path)._device) == device

@@ -119,3 +119,56 @@ def test_a_checkpoint_that_is_taken_between_two_updates_holds_the_gradients(tmp_
     assert (resumed["step"], resumed["inexact"]) == (4, [])
     one, other = weights(whole), weights(run)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+UNUSED = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+
+run_dir, stop, to_none, place = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "none", sys.argv[4]
+ctx = clusterddp.init(device="cpu", seed=1, run_dir=run_dir)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, head):
+        return self.head(self.body(x)) if head else self.body(x)
+
+
+model = ctx.wrap(Net(), find_unused_parameters=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(TensorDataset(torch.randn(64, 4)), batch_size=2))
+for (x,) in run.steps(10):
+    if ctx.attempt == 0 and run.step == stop:
+        run.stop("by the test")
+    if place == "before":
+        optimizer.zero_grad(set_to_none=to_none)
+    model(x, run.step % 3 == 0).square().mean().backward()
+    optimizer.step()
+    if place == "after":
+        optimizer.zero_grad(set_to_none=to_none)
+if ctx.is_main:
+    torch.save(model.module.state_dict(), f"{run_dir}/final.pt")
+"""
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("zeroed_to", ["zeros", "none"])
+def test_parameters_that_a_step_leaves_unused_are_updated_as_without_a_stop(
+    tmp_path: Path, zeroed_to: str, place: str
+) -> None:
+    """With ``set_to_none=False``, momentum moves them on in the steps that do not use them."""
+    script, whole, run = tmp_path / "unused.py", tmp_path / "whole", tmp_path / "run"
+    script.write_text(UNUSED)
+    ddp.run(script, whole, -1, zeroed_to, place, ranks=2, folder=tmp_path / "out")
+    ddp.start(script, run, 4, zeroed_to, place, ranks=2, folder=tmp_path / "out").expect(75)
+    ddp.run(script, run, 4, zeroed_to, place, ranks=2, folder=tmp_path / "out")
+    (resumed,) = events_of(RunDirectory(run), "resumed")
+    assert (resumed["step"], resumed["inexact"]) == (4, [])
+    one, other = weights(whole), weights(run)
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from clusterddp import environment
-from clusterddp.distributed import devices, process_group
+from clusterddp.distributed import collectives, devices, process_group
 from clusterddp.distributed.devices import choose_devices
 from clusterddp.distributed.process_group import choose_backend
 from clusterddp.distributed.wrapping import wrap
 from clusterddp.errors import DeviceError, LauncherEnvironmentError
 from clusterddp.training import settings
+from clusterddp.training.run_state import RunState
 from tests import ddp
 
 
@@ -91,6 +95,7 @@ def test_the_backend_of_a_device() -> None:
         choose_backend("smoke", cpu)
 
 
+NVLS = "NCCL_NVLS_ENABLE"
 PCI_OF_DEVICE = """
 #include <stdio.h>
 int cudaDeviceGetPCIBusId(char *text, int length, int device) {
@@ -115,6 +120,25 @@ def test_a_gpu_is_known_by_its_pci_address_where_torch_has_no_uuid(
         devices.gpu_identity(torch.device("cuda", 2))
     without.uuid = "1a2b3c4d-5e6f"
     assert devices.gpu_identity(torch.device("cuda", 0)) == "1a2b3c4d-5e6f"
+
+
+def test_mig_devices_of_one_gpu_are_refused_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have different UUIDs, but one PCI address, by which NCCL tells GPUs apart."""
+    group: Any = object.__new__(process_group.ProcessGroup)
+    monkeypatch.setattr(process_group, "gpu_identity", lambda device: str(group.rank))
+    monkeypatch.setattr(process_group, "pci_address", lambda device: "0000:17:00.0 on n1")
+    group.world_size, group.store = 2, HashStore()
+    group.device, group.backend = torch.device("cuda", 0), "cpu:gloo,cuda:nccl"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-11")
+    group.rank = 0
+    group._refuse_shared_gpu("n1")
+    group.rank = 1
+    with pytest.raises(
+        DeviceError, match="ranks 0 and 1 have MIG devices of the same GPU on node n1, but NCCL .* gloo"
+    ):
+        group._refuse_shared_gpu("n1")
+    group.backend = "gloo"
+    group._refuse_shared_gpu("n1")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +177,71 @@ os._exit(0)
 def test_the_size_of_the_flight_record_is_set_before_the_process_group_reads_it(tmp_path: Path) -> None:
     found = subprocess.run([sys.executable, "-c", RECORDER], capture_output=True, text=True, cwd=tmp_path)
     assert found.stdout == "2000\n", found.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "deterministic", "names"),
+    [
+        ("2.5.1", False, []),
+        ("2.6.0+cu124", False, ["TORCH_NCCL_USE_COMM_NONBLOCKING"]),
+        ("2.7.0a0+79aa17489c.nv25.4", False, ["TORCH_NCCL_USE_COMM_NONBLOCKING"]),
+        ("2.7.0", True, ["TORCH_NCCL_USE_COMM_NONBLOCKING", "NCCL_NVLS_ENABLE"]),
+        ("2.7.1", False, []),
+        ("2.13.0+cu130", True, ["NCCL_NVLS_ENABLE"]),
+    ],
+)
+def test_nccl_neither_hangs_at_random_nor_sums_in_a_random_order(
+    version: str, deterministic: bool, names: list[str]
+) -> None:
+    assert process_group.nccl_settings(version, deterministic) == dict.fromkeys(names, "0")
+
+
+@pytest.mark.parametrize("theirs", [None, "2"])
+def test_nccl_is_set_up_before_it_connects_and_as_the_user_has_asked(
+    theirs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a group of one, whose initializer would need a GPU."""
+    seen: list[str | None] = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: seen.append(os.environ.get(NVLS)))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(os, "environ", {} if theirs is None else {NVLS: theirs})
+    group: Any = object.__new__(process_group.ProcessGroup)
+    group.rank, group.world_size, group._start_s = 0, 1, 1.0
+    group.device, group.backend, group.store = torch.device("cuda", 0), "nccl", HashStore()
+    group._make()
+    group._second.allow()
+    assert seen == [theirs or "0"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "doubt"),
+    [
+        (4, {}, True),
+        (2, {}, False),  # a sum of two has no order
+        (4, {"of_script": True}, False),
+        (4, {"backend": "gloo"}, False),
+        (4, {"capability": (8, 0)}, False),
+        (4, {"deterministic": False}, False),
+        (4, {"environ": {NVLS: "0"}}, False),
+        (4, {"environ": {"NCCL_ALGO": "Ring"}}, False),
+        (4, {"environ": {NVLS: "1"}}, True),
+    ],
+)
+def test_sums_over_nvls_in_deterministic_mode_are_noticed(
+    ranks: int, changed: dict[str, Any], doubt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a script turns the mode on after ``init()``, on a node with NVSwitches."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: changed.get("deterministic", True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: changed.get("capability", (9, 0)))
+    monkeypatch.setattr(os, "environ", changed.get("environ", {}))
+    group = object.__new__(process_group.ProcessGroup)
+    group.world_size, group.of_script = ranks, changed.get("of_script", False)
+    group.device, group.backend = torch.device("cuda", 0), changed.get("backend", "cpu:gloo,cuda:nccl")
+    assert group.may_use_nvls is doubt
+    state: Any = object.__new__(RunState)
+    state._group, state._loader, state._rng = group, SimpleNamespace(inexact=[]), "step"
+    state._partly_saved, state._parts = [], {}
+    assert state._reasons_for_doubt() == ["NCCL may sum with NVLS, which is not deterministic"] * doubt
 
 
 HEAD = "import os, sys, time, torch, clusterddp\nimport torch.distributed as dist\nctx = clusterddp.init()\n"
@@ -274,6 +363,57 @@ def test_two_single_processes_need_no_port(tmp_path: Path) -> None:
 def alone() -> dict[str, str]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in ddp.environment_of(0, 1, "0").items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("backend", "ending", "captured", "at_once", "at_the_end"),
+    [
+        ("nccl", True, True, ["reset", "destroyed"], []),
+        ("nccl", False, True, [], ["reset", "destroyed"]),
+        ("nccl", False, False, ["destroyed"], []),
+        ("gloo", False, True, ["destroyed"], []),
+    ],
+)
+def test_nccl_is_closed_only_once_no_cuda_graph_is_left(
+    backend: str,
+    ending: bool,
+    captured: bool,
+    at_once: list[str],
+    at_the_end: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits for graphs that have captured collectives. After a ``with`` block, the script may replay them."""
+    done: list[str] = []
+    later: list[Callable[[], None]] = []
+
+    class Graph:
+        def reset(self) -> None:
+            done.append("reset")
+
+    graph = Graph() if captured else None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(process_group, "at_exit", later.append)
+    group: Any = object.__new__(process_group.ProcessGroup)
+    group.device, group.backend = torch.device("cuda", 0), backend
+    group.of_script, group._second, group.attempt_store = False, None, SimpleNamespace(close=lambda: None)
+    group._destroy = lambda: done.append("destroyed")
+    group.close(ending=ending)
+    assert done == at_once
+    for act in later:
+        act()
+    assert done == at_once + at_the_end
+    del graph
+
+
+def test_a_transposed_tensor_is_summed_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses tensors that are not contiguous."""
+    summed: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", summed.append)
+    given = torch.arange(6).view(2, 3).T
+    found = collectives.all_reduce_sum(given, torch.device("cpu"))
+    assert isinstance(found, torch.Tensor) and torch.equal(found, given) and found.data_ptr() != given.data_ptr()
+    assert [one.is_contiguous() for one in summed] == [True]
 
 
 def test_collectives_and_order_on_uneven_ranks(tmp_path: Path) -> None:

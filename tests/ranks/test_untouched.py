@@ -31,6 +31,35 @@ for _ in range(3):
     optimizer.step()
 dist.destroy_process_group()
 """
+KILLED = """
+import os
+import signal
+import sys
+import torch
+
+class Kills:
+    def __reduce__(self):
+        if os.environ["CLUSTERDDP_ATTEMPT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return str, ()
+
+folder = sys.argv[1]
+os.makedirs(folder, exist_ok=True)
+print("found", *sorted(os.listdir(folder)))
+for epoch in range(len(os.listdir(folder)), 3):
+    torch.save({"epoch": epoch, "last": Kills() if epoch == 2 else None}, f"{folder}/epoch-{epoch}.pt")
+"""
+
+
+def test_a_script_that_lists_its_folder_does_not_find_what_a_killed_save_has_left(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    script, out = tmp_path / "killed.py", tmp_path / "out"
+    script.write_text(KILLED)
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--", str(out))
+    assert done.returncode == 0, done.stderr
+    assert (run.attempt_logs(1) / "rank-0.out").read_text() == "found epoch-0.pt epoch-1.pt\n", story(run)
+    assert len(list(out.iterdir())) == 3
 
 
 def test_a_stop_in_the_middle_of_the_only_checkpoints_save_loses_nothing(run: RunDirectory, tmp_path: Path) -> None:

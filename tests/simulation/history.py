@@ -433,8 +433,8 @@ class History:
             if self.run.cancelled or (self.run.outcome() or {}).get("state") == "completed":
                 self.world.tell(self.world.process.name, "the run is over")
                 return 1
-            self.invariants.submitted()
             with sweeps.without_outcome(self.disk, self.run):
+                self.invariants.submitted()
                 usable = partial(commands.usable_nodes, self.job.partition)
                 nodes = node_memory.left_out(self.run, self.job, usable, waiting.time.time())
                 job_id = commands.submit(self.run.batch_script, *exclusion.option(None, nodes), timeout_s=None)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.checkpoint.store import Checkpoints
-from clusterddp.errors import SlurmError
+from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import recording, sweep_submission
@@ -128,8 +128,11 @@ class _Stored(Checkpoints):
 
 @contextmanager
 def without_outcome(disk: Disk, run: RunDirectory) -> Iterator[None]:
-    """Removes the outcome of a run that continues, and restores it if Slurm refuses the job."""
+    """Removes the outcome of a run that continues, and restores it if Slurm refuses the job. RunDirectoryError if the
+    run has completed meanwhile."""
     before = disk.read_bytes(run.outcome_file) if disk.exists(run.outcome_file) else None
+    if before is not None and recording.has_completed(run):  # a shared disk may have hidden it before
+        raise RunDirectoryError(f"{run} has completed since this command began")
     if before is not None:
         disk.remove(run.outcome_file)
     try:

@@ -79,7 +79,7 @@ def newest_model(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def seeded_as_by_init(seed: int = 0) -> None:
-    randomness.seed_all(randomness.hash32("init", seed), torch.device("cpu"))
+    randomness.seed_all(randomness.hash32("init", seed))
 
 
 @pytest.mark.product

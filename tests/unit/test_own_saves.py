@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from clusterddp.errors import STOPPED
 from clusterddp.protocol import SAVING
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import own_saves
 
 Save = Callable[..., Any]
@@ -38,11 +40,12 @@ def plain_save(value: bytes, f: Any) -> str:
 
 
 @pytest.fixture
-def save(monkeypatch: pytest.MonkeyPatch) -> Iterator[Save]:
+def save(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Save]:
     process = own_saves._Process()
-    process.swept, process.mark, process.attempt = set(), f"{SAVING}0123abcd-", 2
+    process.unprotected, process.records = set(), tmp_path_factory.mktemp("records")
     monkeypatch.setattr(own_saves, "_this", process)
     yield own_saves.protected(plain_save, "f")
+    assert not list(process.records.iterdir())
 
 
 def test_a_save_replaces_the_file_by_a_whole_one_of_the_same_mode(save: Save, tmp_path: Path) -> None:
@@ -105,33 +108,54 @@ def test_what_is_no_file_is_left_to_the_function_itself(save: Save, tmp_path: Pa
         save(b"x", tmp_path)
 
 
-def test_what_killed_ranks_of_earlier_attempts_left_is_removed(save: Save, tmp_path: Path) -> None:
-    """That of this attempt and of other runs stays: they may be saving."""
-    for name in ("0123abcd-0-aa", "0123abcd-1-bb", "0123abcd-2-cc", "ffffffff-0-dd"):
-        (tmp_path / f"{SAVING}{name}").mkdir()
-        (tmp_path / f"{SAVING}{name}" / "ckpt.pt").write_bytes(b"half")
-    save(LARGE, tmp_path / "ckpt.pt")
-    left = sorted(path.name.removeprefix(SAVING) for path in tmp_path.iterdir())
-    assert left == ["0123abcd-2-cc", "ckpt.pt", "ffffffff-0-dd"]
+@pytest.mark.parametrize(("number", "raised"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_sync_folders_fails_no_save(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raised: bool
+) -> None:
+    """An error of the disk does."""
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output error") if raised else nullcontext():
+        save(LARGE, tmp_path / "ckpt.pt")
+    assert (tmp_path / "ckpt.pt").read_bytes() == LARGE
 
 
 IN_A_PROCESS = """
 import os, signal, sys, threading
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import own_saves
+RunDirectory("run").create()
 own_saves.protect("run", 0, lambda: False)
 who, how = sys.argv[1:]
+
+def refuse(*_):
+    raise PermissionError
+
+if how == "refused":
+    os.memfd_create = refuse
+elif how == "missing" and hasattr(os, "memfd_create"):
+    del os.memfd_create
 
 def slow_save(value, f):
     with open(f, "w") as file:
         file.write("who")
+        if how == "killed":
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(1000 if how == "often" else 2):
+            os.kill(os.getpid(), signal.SIGTERM)
         if how == "forking":
             child = os.fork()
             if child == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
                 os._exit(0)
             file.write(f" {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
         if how == "nested" and f.endswith("ckpt.pt"):
             save(value, "inner.pt")
         file.write(" whole")
@@ -157,18 +181,37 @@ print("after", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
         ("handled", 0, "who whole", "handler who whole\nafter False\n"),
         ("nested", -15, "who whole", ""),
         ("forking", -15, "who -15 whole", ""),
+        ("often", -15, "who whole", ""),
+        ("refused", -15, "who whole", ""),
+        ("missing", -15, "who whole", ""),
     ],
 )
 def test_a_stop_waits_for_the_save_and_then_takes_its_effect(
     tmp_path: Path, who: str, how: str, code: int, content: str, said: str
 ) -> None:
-    """TERM ends the process, or calls the script's handler; a forked child gets it at once."""
+    """TERM ends the process, or calls the script's handler. A forked child gets it at once. Python or the system may
+    lack memfd_create."""
     command = [sys.executable, "-c", IN_A_PROCESS, who, how]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (code, said), done.stderr
     assert (tmp_path / "ckpt.pt").read_text() == content
     assert (tmp_path / "inner.pt").exists() == (how == "nested")
-    assert not list(tmp_path.glob(f"{SAVING}*"))
+    assert not list(tmp_path.rglob(f"{SAVING}*"))
+
+
+def test_what_a_killed_save_leaves_is_removed_by_the_next_attempt(tmp_path: Path) -> None:
+    """A save of the same attempt may still be in progress. That on the disk of a different node stays known."""
+    done = subprocess.run([sys.executable, "-c", IN_A_PROCESS, "thread", "killed"], cwd=tmp_path)
+    assert done.returncode == -9
+    [left] = tmp_path.glob(f"{SAVING}*")
+    assert (left / "ckpt.pt").read_text() == "who"
+    run = RunDirectory(tmp_path / "run")
+    own_saves.sweep(run, 0)
+    assert left.is_dir()
+    elsewhere = run.private / f"{SAVING}0-00112233"
+    elsewhere.symlink_to(tmp_path / "only on the other node")
+    own_saves.sweep(run, 1)
+    assert not left.exists() and list(run.private.iterdir()) == [elsewhere]
 
 
 LAUNCHED = """

@@ -219,6 +219,77 @@ def test_only_generators_that_samples_draw_from_are_seeded(monkeypatch: pytest.M
     assert seeded == ["torch"] * 6
 
 
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
+    """Generators of two GPUs that the process uses, with offsets as Philox has."""
+    found: list[Any] = [OnGpu(), OnGpu()]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", found)
+    return found
+
+
+class OnGpu:
+    def __init__(self) -> None:
+        self.number = self.offset = 0
+
+    def manual_seed(self, seed: int) -> None:
+        self.number, self.offset = seed, 0
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def get_state(self) -> torch.Tensor:
+        return torch.tensor([self.number, self.offset])
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.number, self.offset = state.tolist()
+
+    def draw(self) -> tuple[int, int]:
+        self.offset += 4
+        return self.number, self.offset
+
+
+def test_every_gpu_is_seeded_and_its_state_kept(gpus: list[Any]) -> None:
+    with randomness.preserved() as before:
+        randomness.seed_all(5)
+        assert [gpu.draw() for gpu in gpus] == [(5, 4)] * 2
+        assert not randomness.equal(before, randomness.states())
+        randomness.set_states(before)
+        assert randomness.equal(before, randomness.states())
+        gpus[1].draw()
+        assert not randomness.equal(before, randomness.states())
+    assert [gpu.offset for gpu in gpus] == [0, 0]
+
+
+@pytest.mark.parametrize("seeded", SEEDED)
+def test_samples_that_draw_on_a_gpu_have_their_own_numbers(gpus: list[Any], seeded: str) -> None:
+    """Also in a ``collate_fn``. In whatever order they are read."""
+
+    class OnDevice(Drawing):
+        def __getitem__(self, index: int) -> tuple[int, Any]:
+            return index, gpus[1].draw() if self.kinds[index] == "gpu" else None
+
+    def read(*batches: list[int]) -> list[Any]:
+        samples = SeededSamples(OnDevice(["nothing", "gpu", "gpu"]), 7, lambda found: (found, gpus[0].draw()))
+        samples.seeded = seeded
+        with randomness.preserved():
+            return [samples._collate(samples.__getitems__(columns([(0, i) for i in batch]))) for batch in batches]  # type: ignore[misc]
+
+    (together, drawn), (alone, drawn_alone) = read([0, 1, 2], [2])
+    assert together[0] == (0, None) and together[2] == alone[0] and drawn == drawn_alone
+    assert together[1][1] != together[2][1]
+    assert read([2], [1]) == [([together[2]], drawn), ([together[1]], read([1])[0][1])]
+
+
+def test_a_worker_leaves_the_gpus_alone(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding, "get_worker_info", lambda: "a worker")
+    samples = SeededSamples(Drawing(["nothing", "random"]), 7, drawing_collate)
+    with randomness.preserved():
+        gpus[0].draw()
+        samples.__getitems__(columns([(0, 0), (0, 1)]))
+        assert gpus[0].offset == 4
+
+
 def test_each_step_of_a_run_has_the_seed_that_it_always_had() -> None:
     """Those of runs that began with older versions. Wherever an attempt begins, the seeds are the same."""
     seeds = list(itertools.islice(randomness.step_seeds(1234, 1, 0), 200))

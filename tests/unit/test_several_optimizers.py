@@ -135,3 +135,26 @@ def test_zeroing_the_gradients_of_any_model_inside_the_loop_is_an_error() -> Non
         for piece in micro(given, 4).pieces(torch.randn(4, 2)):
             given["of_b"].zero_grad()
             given["b"](piece).mean().backward()
+
+
+def test_gradients_that_were_used_are_restored_as_zeros() -> None:
+    """``zero_grad(set_to_none=False)`` keeps them. Those that are None stay None, and sparse ones are left out."""
+
+    def made() -> dict[str, Any]:
+        of_c = torch.nn.Embedding(3, 2, sparse=True)
+        given = {**parts(), "c": of_c, "of_c": torch.optim.SGD(of_c.parameters(), lr=1.0)}
+        return {**given, "of_both": torch.optim.SGD([*given["a"].parameters(), *of_c.parameters()], lr=1.0)}
+
+    given = made()
+    gradients = Gradients(given, world_size=1)
+    backward(given["a"])
+    given["c"](torch.tensor([1])).sum().backward()
+    for name in ("of_a", "of_c", "of_both"):
+        gradients.stepped(given[name])
+    progress = gradients.progress(before_step=False)
+    assert progress == {"gradients_used": {"of_a": True, "of_both": [True, True, False]}}
+    resumed = made()
+    assert Gradients(resumed, world_size=1).restore(progress) == []
+    for parameter in resumed["a"].parameters():
+        assert parameter.grad is not None and not parameter.grad.any()
+    assert all(parameter.grad is None for name in ("b", "c") for parameter in resumed[name].parameters())

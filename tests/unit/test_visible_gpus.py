@@ -102,6 +102,17 @@ def test_what_mig_devices_cannot_do_is_refused(ranks: int, per_rank: int, words:
         own_mig_device(place(0, ranks, ranks), per_rank, MIG, "n1")
 
 
+def test_memory_that_no_device_has_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """As where a run continues on smaller GPUs than those of the attempt before."""
+    gib = devices.GIB
+    monkeypatch.setattr(devices.torch.cuda, "mem_get_info", lambda device: (39 * gib, 40 * gib))
+    monkeypatch.setattr(devices, "LOOK_S", 0)
+    gpus = [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert devices.wait_until_free(gpus, 70 * gib, patience_s=0)
+    assert not capfd.readouterr().err
+    assert not devices.wait_until_free(gpus, 40 * gib, patience_s=0)
+
+
 @pytest.mark.parametrize(
     ("before", "now", "words"),
     [
