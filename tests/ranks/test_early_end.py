@@ -100,6 +100,7 @@ def test_finish_outside_a_step_is_refused(tmp_path: Path) -> None:
 #: optimizer's step, "8:3+" after it, "8:3f" after ``run.finish()``.
 LOOPS = """
 import sys
+import time
 import torch
 import clusterddp
 
@@ -113,6 +114,8 @@ seen = []
 for number, (total, _, at) in enumerate(loop.partition(":") for loop in loops):
     if str(number) == stop_before:
         ctx.request_stop("test")
+        while not ctx._agreement._votes:  # no public name: the request has not reached this rank yet
+            time.sleep(0.01)
     for taken, x in enumerate(run.steps(int(total)), 1):
         seen.append((run.step, int(x.item() - ctx.rank) // ctx.world_size))
         if at == f"{taken}-":
