@@ -135,7 +135,7 @@ class SeededSamples(Dataset[Any]):
         self._begun = self._collate_may_draw = False
         #: Empty before the first batch, because workers that are not forked have their own generators.
         self._batches: Callable[[list[Any]], Any] | None = None
-        self._generators = ALL
+        self._generators: tuple[Generator, ...] = ()
         self._drawn: tuple[Generator, ...] = ()
         self._watched: tuple[Generator, ...] = ()
 
@@ -150,8 +150,8 @@ class SeededSamples(Dataset[Any]):
     def _begin(self) -> None:
         self._begun = True
         self._collate_may_draw = self.seeded != DRAWN or not _is_torchs(self._collate)
-        if randomness.gpu_generators() and get_worker_info() is None:
-            self._generators = (*ALL, _Gpus())
+        own_gpus = randomness.gpu_generators() and get_worker_info() is None
+        self._generators = (*ALL, _Gpus()) if own_gpus else ALL
         self._drawn, self._watched = (self._generators, ()) if self.seeded == ALWAYS else ((), self._generators)
         batches = getattr(self.dataset, "__getitems__", None)
         self._batches = batches if callable(batches) else None
