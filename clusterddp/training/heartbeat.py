@@ -235,8 +235,8 @@ class Heartbeat:
         if self._end.is_set() or allowed_s is None or math.isinf(allowed_s):
             self._stacks_at = math.inf
         else:
+            self._stacks_at = time.monotonic() + allowed_s  # before the timer starts, so that no stacks lack their reason
             faulthandler.dump_traceback_later(allowed_s, file=2)
-            self._stacks_at = time.monotonic() + allowed_s
 
     def write_flight_record(self) -> None:
         """Writes the last collectives, and which of them are not complete. torch itself does not print them.
