@@ -235,7 +235,7 @@ class Heartbeat:
         if self._end.is_set() or allowed_s is None or math.isinf(allowed_s):
             self._stacks_at = math.inf
         else:
-            self._stacks_at = time.monotonic() + allowed_s  # before the timer starts, so that no stacks lack their reason
+            self._stacks_at = time.monotonic() + allowed_s  # before the timer, so that no stacks lack their reason
             faulthandler.dump_traceback_later(allowed_s, file=2)
 
     def write_flight_record(self) -> None:
