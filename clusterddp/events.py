@@ -245,8 +245,8 @@ class Initialized(Event):
 
 
 class Training(Event):
-    """the attempt starts from step 0. If rank 0 prints step numbers, `log` is the first of them, and the attempt starts
-    from the step before it"""
+    """the attempt starts from step 0. If rank 0 prints step numbers, it starts from the step before the first number
+    that rank 0 prints, which is `log`"""
 
     step: int
     redone: int | None = None
