@@ -19,6 +19,7 @@ import tempfile
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from heapq import nlargest
 from itertools import pairwise
 from operator import attrgetter
@@ -758,6 +759,17 @@ def _memfd(name: str) -> int:
     return int(descriptor)
 
 
+#: A limit of a cgroup and the bytes that count towards it. Above ``memory.high``, the kernel slows every allocation
+#: down, so that a rank hardly moves. ``memsw`` also counts what is swapped out.
+CGROUP_V1 = (
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
+)
+CGROUP_V2 = (("memory.max", "memory.current"), ("memory.high", "memory.current"))
+#: What the kernel frees when a cgroup reaches its limit, by the names of cgroup v2.
+_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
+
+
 def free_memory() -> int:
     """Bytes that this process can still allocate: the machine's available memory, limited by its cgroups."""
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -765,26 +777,30 @@ def free_memory() -> int:
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, name = line.split(":", 2)
         if number == "0":
-            free = min(free, left_in_cgroups(Path("/sys/fs/cgroup"), name, "memory.max", "memory.current"))
+            free = min(free, left_in_cgroups(Path("/sys/fs/cgroup"), name, CGROUP_V2))
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            free = min(free, left_in_cgroups(Path("/sys/fs/cgroup/memory"), name, *names))
+            free = min(free, left_in_cgroups(Path("/sys/fs/cgroup/memory"), name, CGROUP_V1))
     return free
 
 
-def left_in_cgroups(root: Path, name: str, limit: str, used: str) -> int:
+def left_in_cgroups(root: Path, name: str, limits: Sequence[tuple[str, str]]) -> int:
     """The bytes that a cgroup and its parents still allow, where the page cache counts as free."""
     left = 1 << 62
     folder = root / name.lstrip("/")
     while folder != root.parent:
-        try:
-            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except OSError:
-            pass  # the root has no limits, and a container may hide the host's names
-        else:
-            if most != "max":
-                cache = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-                left = min(left, int(most) - now + cache)
+        for limit, used in limits:
+            with suppress(OSError):  # the root has no limits, and a container may hide the host's names
+                if (most := (folder / limit).read_text().strip()) != "max":
+                    left = min(left, int(most) - int((folder / used).read_text()) + _reclaimable(folder))
         folder = folder.parent
     return max(0, left)
+
+
+def _reclaimable(folder: Path) -> int:
+    """The bytes of a cgroup and those below it that the kernel frees when it needs them.
+
+    In v2 every figure is of all of them. In v1 only those that begin with ``total_`` are, and Slurm's tasks are below
+    job that has the limit.
+    """
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in _RECLAIMABLE)

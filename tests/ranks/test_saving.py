@@ -383,16 +383,6 @@ def test_where_memfds_are_refused_the_snapshot_is_a_file_without_a_name(
     assert set(directory.private.iterdir()) == files
 
 
-def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
-    for path, most, used in (("a", "1000000", 400000), ("a/b", "max", 300000)):
-        (tmp_path / path).mkdir()
-        (tmp_path / path / "memory.max").write_text(f"{most}\n")
-        (tmp_path / path / "memory.current").write_text(f"{used}\n")
-        (tmp_path / path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert memory_blocks.left_in_cgroups(tmp_path, "/a/b", "memory.max", "memory.current") == 650000
-    assert 1 << 20 < memory_blocks.free_memory() < 1 << 50
-
-
 def test_the_writer_exits_with_its_rank(directory: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
     save(checkpoint_client, 1, state())
