@@ -818,6 +818,17 @@ class Hung(Event):
         return f"{self.what}. Terminating all ranks"
 
 
+class NotConnected(Event):
+    """after a minute, ranks have not connected to the others. `late`: these ranks"""
+
+    late: Sequence[int]
+    seconds: float
+    what: str
+
+    def sentence(self) -> str:
+        return f"{self.what}. They may take timeouts.connect_s"
+
+
 class NodeLost(Event):
     """a node no longer responds, or these ranks did not exit after SIGKILL"""
 

@@ -34,6 +34,7 @@ ORDERS: Mapping[str, str] = {
     "stop": "stop at a step boundary",
     "explain": "report what may make this rank slow; the text is its ratio to the others, and for how many seconds",
     "flight_record": "write torch's Flight Recorder trace of the last collectives",
+    "write_stacks": "write the stacks of all threads to the rank's log; the text is for how many seconds it has waited",
     "stacks": "answer with the stacks of all threads; the text is the request's number",
     "save": "rank 0: save at the next step boundary; the text is the request's number",
     "profile": "record a profile from the next step on; the text is the request's number and the number of steps",
@@ -58,6 +59,8 @@ CHANNEL_EVENTS: Mapping[str, Message] = {
         "figures",
         "what the rank's GPUs did since the last such message: GPU_FIGURES of `rundir/timing.py`; null where unknown",
     ),
+    "connecting": Message("", "the rank has called `clusterddp.init()`, and connects to the other ranks"),
+    "connected": Message("", "the rank has connected to the other ranks"),
     "wrote": Message("file", "the script's first save in this folder of a file with such a suffix"),
     "stacks": Message("request place threads", "a rank's stacks, for a request"),
     "committing": Message(

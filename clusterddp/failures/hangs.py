@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from clusterddp.process import RunningClock
@@ -410,9 +411,14 @@ def _late(statuses: list[RankStatus], silent: list[RankStatus]) -> list[RankStat
 
 
 def _names(statuses: list[RankStatus]) -> str:
-    names = ", ".join(f"{status.rank} ({status.host})" for status in statuses[:NAMED])
-    more = f" and {len(statuses) - NAMED} more" if len(statuses) > NAMED else ""
-    return f"rank{'s' if len(statuses) > 1 else ''} {names}{more}"
+    return named({status.rank: status.host for status in statuses})
+
+
+def named(hosts: Mapping[int, str]) -> str:
+    """Ranks with their hosts, at most NAMED: ``ranks 0 (n1), 1 (n1)``."""
+    names = ", ".join(f"{rank} ({host})" for rank, host in islice(hosts.items(), NAMED))
+    more = f" and {len(hosts) - NAMED} more" if len(hosts) > NAMED else ""
+    return f"rank{'s' if len(hosts) > 1 else ''} {names}{more}"
 
 
 def _most_common(statuses: list[RankStatus]) -> str:

@@ -6,6 +6,7 @@ source files, which may be on the disk that the process waits for. Standard libr
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import re
@@ -15,6 +16,8 @@ import sysconfig
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -113,6 +116,16 @@ def after_suspension(error: str, stood_s: float, timeout_s: float) -> str:
         f"the ranks had been stopped for {stood_s:.0f} s, for example by scontrol suspend, and that time counts "
         f"against timeouts.step_s ({timeout_s:g} s). If this happens often, raise timeouts.step_s"
     )
+
+
+def write_stacks(seconds: float) -> None:
+    """Writes the stacks of all threads to stderr, as faulthandler's timer does after this time, for ``end_of_log``.
+
+    A timer that the script has set stays.
+    """
+    with suppress(OSError, ValueError, AttributeError):  # the script has closed stderr
+        os.write(2, f"Timeout ({timedelta(seconds=seconds)})!\n".encode())
+        faulthandler.dump_traceback(file=2, all_threads=True)
 
 
 def end_of_log(text: str) -> str:

@@ -66,6 +66,8 @@ class Timeouts:
     """The process group's timeout until the first step is complete: imports, data sets, compilation."""
     step_s: float = 1800.0
     """The process group's timeout after the first step."""
+    connect_s: float = 300.0
+    """Seconds that the ranks may take to connect to each other once all of them have called ``clusterddp.init()``."""
     notice_s: float = 120.0
     """Seconds before the time limit at which the run saves and stops."""
 
@@ -338,7 +340,7 @@ class Job:
 
     def debugged(self) -> Job:
         """The job with a rank in a debugger, for which the others wait."""
-        timeouts = replace(self.timeouts, start_s=DEBUGGED_S, step_s=DEBUGGED_S)
+        timeouts = replace(self.timeouts, start_s=DEBUGGED_S, step_s=DEBUGGED_S, connect_s=DEBUGGED_S)
         return replace(self, watchdog=None, timeouts=timeouts)
 
     @property

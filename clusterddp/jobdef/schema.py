@@ -356,7 +356,9 @@ READERS: dict[str, Reader] = {
     "steps": _steps,
     **_fields(protect_saves=value.truth, seed=value.whole(0), global_batch=value.whole(1)),
     "checkpoint": _section("checkpoint", Checkpointing, {"every": _every, "keep": _keep}),
-    "timeouts": _section("timeouts", Timeouts, _fields(start_s=_SECONDS, step_s=_SECONDS, notice_s=_SECONDS)),
+    "timeouts": _section(
+        "timeouts", Timeouts, _fields(start_s=_SECONDS, step_s=_SECONDS, connect_s=_SECONDS, notice_s=_SECONDS)
+    ),
     "watchdog": _watchdog,
     "progress_interval": _progress_interval,
     "limits": _section("limits", Limits, _fields(attempts=value.whole(1), gpu_hours=value.positive("hours"))),

@@ -135,6 +135,7 @@ class Timer(enum.Enum):
     UNKILLABLE = "stop waiting for ranks that outlive a KILL"
     ASK = "ask the controller again while a node is silent"
     ABANDON = "stop waiting for the launcher"
+    CONNECT = "look for ranks that do not connect to the others"
     ANSWER = "answer requests whose ranks have had enough time"
 
 
@@ -333,6 +334,12 @@ class State:
     swapped: frozenset[int] = frozenset()
 
     hosts: PerRank[str] = field(default_factory=PerRank[str])
+    #: The ranks that have called ``clusterddp.init()``, and whether each has connected to the other ranks since.
+    connecting: PerRank[bool] = field(default_factory=PerRank[bool])
+    #: Whether all have called it that have not ended, and for how many seconds they have connected since then. Before,
+    #: since the first one called it.
+    all_connecting: bool = False
+    connecting_s: float = 0.0
     #: When each rank's connection broke, or it reported a failure, in unix seconds.
     lost_at: PerRank[float] = field(default_factory=PerRank[float])
     #: The ranks whose connection has ended.

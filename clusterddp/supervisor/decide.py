@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from clusterddp.events import GpuFault, gpu_fault
-from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered
+from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered, named
 from clusterddp.failures.placement import Course, choose
 from clusterddp.rundir.records import is_count, is_time, optional, schema_error
 from clusterddp.supervisor import user_requests
@@ -58,6 +58,11 @@ UNKILLABLE_S = 60.0
 LOOK_S = 2.0
 #: A signal gets this much time to reach the ranks before its meaning is sent to them.
 SETTLE_S = 0.5
+#: How often ranks that connect to each other are looked at, at most, and after how long those that have not connected
+#: are named in the history.
+CONNECT_LOOK_S, MISSING_S = 5.0, 60.0
+#: How long ranks that wait for one that does not call `init()` may take to report that themselves.
+OWN_ERROR_S = 10.0
 #: How many events of one kind the history takes from ranks other than 0, in an attempt.
 MOST_RECORDED = 64
 _RANK_0 = frozenset((0,))
@@ -101,6 +106,8 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
         if is_time(values.get("stood_s")):
             state = replace(state, stood_s=max(state.stood_s, values["stood_s"]))
         return state, [Heartbeat(rank, state.hosts[rank], values)]
+    if event.name in ("connecting", "connected"):
+        return _on_connecting(state, rank, event.name == "connected")
     if event.name == "gpu":
         return state, [GpuFigures(rank, values)]
     if event.name == "left":
@@ -483,6 +490,67 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
     return replace(state, hang=hang, hung_at=now, watched=False), actions
 
 
+def _on_connecting(state: State, rank: int, connected: bool) -> Step:
+    """A rank has called ``clusterddp.init()``, or has connected to the other ranks."""
+    first = not state.connecting
+    state = replace(state, connecting=state.connecting.put(rank, connected))
+    return state, [StartTimer(Timer.CONNECT, _connect_look_s(state))] if first and state.job.world_size > 1 else []
+
+
+def _connect_look_s(state: State) -> float:
+    return min(CONNECT_LOOK_S, state.job.timeouts.connect_s / 4)
+
+
+def _on_connect(state: State, now: float) -> Step:
+    """Ends the attempt if ranks do not connect, for which NCCL alone waits without a limit.
+
+    Imports may take minutes, so that ``timeouts.connect_s`` counts from when all ranks have called
+    ``clusterddp.init()``. Until then, and from when the first one called it, ``timeouts.start_s`` holds. It leaves the
+    ranks time for their own errors.
+
+    Looks are counted rather than seconds, because this process may be suspended with its job.
+    """
+    again, ended, timeouts = StartTimer(Timer.CONNECT, _connect_look_s(state)), state.ends.keys(), state.job.timeouts
+    absent = [rank for rank in range(state.job.world_size) if rank not in state.connecting and rank not in ended]
+    missing = [rank for rank, connected in sorted(state.connecting.items()) if not connected and rank not in ended]
+    if not absent and not missing:
+        return state, []
+    if not state.watched:  # a rank was lost
+        return state, [again]
+    if not absent and not state.all_connecting:
+        state = replace(state, all_connecting=True, connecting_s=0.0)
+    before_s, waited_s = state.connecting_s, state.connecting_s + again.seconds
+    state = replace(state, connecting_s=waited_s)
+    if absent:
+        if waited_s < timeouts.start_s + OWN_ERROR_S:
+            return state, [again]
+        what = (
+            f"{_named(state, absent)} did not call clusterddp.init() within timeouts.start_s ({timeouts.start_s:g} s)"
+        )
+        return _end_connecting(state, absent, f"{what} after another rank", now)
+    every = len(missing) == state.job.world_size
+    have = "has" if len(missing) == 1 else "have"
+    who = "the ranks have not connected to each other" if every else f"{_named(state, missing)} {have} not connected"
+    what = f"{who} within {waited_s:.0f} s of the last call of clusterddp.init()"
+    if waited_s >= timeouts.connect_s:
+        return _end_connecting(state, missing, f"{what} (timeouts.connect_s)", now)
+    if before_s < MISSING_S <= waited_s:
+        return state, [Record("not_connected", {"late": missing, "seconds": waited_s, "what": what}), again]
+    return state, [again]
+
+
+def _named(state: State, ranks: Iterable[int]) -> str:
+    return named({rank: state.hosts.get(rank, state.node_of(rank)) for rank in ranks})
+
+
+def _end_connecting(state: State, late: list[int], what: str, now: float) -> Step:
+    """A hang whose ranks, which send no heartbeats yet, write their stacks only now."""
+    seconds, first = state.connecting_s, late[0]
+    hang = Hang(tuple(late), state.hosts.get(first, state.node_of(first)), None, seconds, what, seconds)
+    state, actions = _on_hang(state, hang, now)
+    return state, [Broadcast("write_stacks", f"{seconds:.0f}"), *actions]
+
+
 def _on_slow_node(state: State, values: Mapping[str, Any], now: float) -> Step:
     """A slow rank has reported facts about its node, which all ranks leave if the job definition wants it.
 
@@ -532,5 +600,6 @@ _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
     Timer.UNKILLABLE: _on_unkillable,
     Timer.ASK: lambda state, _: (state, [Do.ASK_CONTROLLER]),
     Timer.ABANDON: _on_abandon,
+    Timer.CONNECT: _on_connect,
     Timer.ANSWER: user_requests.on_timer,
 }

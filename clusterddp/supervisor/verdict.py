@@ -249,7 +249,7 @@ def rank_ends(run: RunDirectory, attempt: int, state: State, statuses: Mapping[i
         statuses = exit_status.in_order(statuses)
     ends = [_end_of(run, attempt, state, rank, statuses.get(rank)) for rank in range(state.job.world_size)]
     if hang is not None and ends[hang.late[0]].failed:  # it comes first
-        end = "hung" if state.job.watchdog and state.job.watchdog.on_hang == "restart" else "hung for good"
+        end = "hung for good" if state.job.watchdog and state.job.watchdog.on_hang == "end" else "hung"
         ends[hang.late[0]] = RankEnd(hang.late[0], hang.host, end, state.hung_at, hang.what, used_clusterddp=True)
     for rank, one in enumerate(ends):
         if one.failed and not one.end.startswith("hung"):

@@ -191,7 +191,9 @@ class Context(Loaders):
         backend = process_group.choose_backend(read.backend, self.device)
         if self.rank == 0:  # without a supervisor, the attempt has no number before the ranks have met
             control_channel.report("phase", phase="rendezvous")
+        control_channel.report("connecting")
         self._group = process_group.ProcessGroup(ranks, self.device, backend, open_store(read))
+        control_channel.report("connected")
         self._history = AttemptHistory(read, self._group.attempt_store)
         if self.rank == 0:
             self._history.report("phase", phase="importing")

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from clusterddp import environment, protocol
 from clusterddp.errors import STOPPED, ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
-from clusterddp.failures.stack_traces import stacks
+from clusterddp.failures.stack_traces import stacks, write_stacks
 from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
@@ -219,7 +219,8 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
 
 def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
     """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, commit, skip batches,
-    record a profile, report stacks, write torch's flight record, or exit at once, even if the main thread hangs.
+    record a profile, report or write stacks, write torch's flight record, or exit at once. Works even if the main
+    thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
@@ -229,6 +230,8 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
         channel.store_open.set()
     if "flight_record" in order:
         channel.write_flight_record()
+    if "write_stacks" in order:
+        write_stacks(float(order["write_stacks"]))
     if "stacks" in order:
         # In a separate thread, so that orders that follow do not wait for it.
         threading.Thread(

@@ -116,6 +116,42 @@ def test_a_hung_rank_is_named_with_its_stack_and_all_ranks_restart_in_place(
     assert differing(final_state(run), final_state(slow[0])) == []
 
 
+CONNECTING = """
+import os, time
+import torch.distributed
+import clusterddp
+
+first, rank = os.environ["CLUSTERDDP_ATTEMPT"] == "0", os.environ["RANK"]
+
+def stuck(*args, **options):
+    time.sleep(600)
+
+if first and rank == "1":
+    torch.distributed.init_process_group = stuck  # as NCCL's behind a firewall, to which no timeout applies
+if not first and rank == "1":
+    time.sleep(6)
+ctx = clusterddp.init()
+run = ctx.run(model=ctx.wrap(torch.nn.Linear(2, 1)))
+for _ in run.steps(1):
+    pass
+"""
+
+
+def test_ranks_that_never_connect_restart_and_one_that_calls_init_late_is_waited_for(run: RunDirectory) -> None:
+    """The first attempt ends with the stack of the rank that did not connect. In the second, a rank is late for longer
+    than ranks may take to connect."""
+    script = run.path.parent / "connecting.py"
+    script.write_text(CONNECTING)
+    command = [sys.executable, "-m", "clusterddp.submit", str(script), "--local", "--run-dir", str(run)]
+    options = ["--device", "cpu", "--gpus", "2", "--set", "timeouts.connect_s=3"]
+    process = subprocess.Popen([*command, *options], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    said = finished(process, run)
+    assert [(hung["attempt"], hung["late"][-1]) for hung in events_of(run, "hung")] == [(0, 1)], story(run)
+    assert run.attempts() == [0, 1], story(run)
+    assert "in stuck" in (run.attempt_logs(0) / "rank-1.err").read_text()
+    assert "timeouts.connect_s" in said
+
+
 def check_stacks(logs: Path) -> None:
     """Of both ranks, and torch's record of the last collectives."""
     assert "_engine_run_backward" in (logs / "rank-0.err").read_text()

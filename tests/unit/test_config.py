@@ -207,7 +207,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["{every: 5}", "{keep: 0}", "{often: true}", "{keep: {best: -f1 max}}", "5", "{every: 5 days}"],
     ),
-    "timeouts": (["{start_s: 60, step_s: 1.5}", "{step_s: null}"], ["{start_s: 0}", "{x: 1}", "60"]),
+    "timeouts": (["{start_s: 60, step_s: 1.5, connect_s: 30}", "{step_s: null}"], ["{start_s: 0}", "{x: 1}", "60"]),
     "watchdog": (["off", "{step_s: 5, on_hang: end}"], ["on", "{on_hang: x}", "false"]),
     "progress_interval": (["off", "2.5", "60"], ["on", "0", "-1", "false"]),
     "limits": (["{attempts: 3, gpu_hours: 0.5}", "{}"], ["{attempts: 0}", "{gpu_hours: -1}"]),

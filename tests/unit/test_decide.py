@@ -40,9 +40,11 @@ from clusterddp.supervisor.attempt_state import (
 )
 from clusterddp.supervisor.decide import (
     ASK_AGAIN_S,
+    CONNECT_LOOK_S,
     END_S,
     HANG_GRACE_S,
     LOOK_S,
+    OWN_ERROR_S,
     PEER_GRACE_S,
     SETTLE_S,
     UNKILLABLE_S,
@@ -515,6 +517,69 @@ def test_a_hang_ends_all_ranks_with_a_grace_period_first() -> None:
     assert Do.KILL_RANKS in actions(state, Timer.KILL)
     assert (state.hang, state.hung_at) == (HANG, NOW)
     assert actions(state, HANG) == []
+
+
+def connecting(rank: int) -> RankEvent:
+    return RankEvent(rank, "connecting")
+
+
+def looks(state: State, seconds: float) -> tuple[State, list[Action]]:
+    """What follows when ranks that connect are looked at for this long, and nothing else happens."""
+    found: list[Action] = []
+    for _ in range(round(seconds / CONNECT_LOOK_S)):
+        state, more = step(state, Timer.CONNECT, NOW)
+        found += [action for action in more if action != LOOK_AGAIN]
+    return state, found
+
+
+LOOK_AGAIN = StartTimer(Timer.CONNECT, CONNECT_LOOK_S)
+
+
+def test_ranks_that_do_not_connect_are_named_after_a_minute_and_end_the_attempt_with_their_stacks() -> None:
+    """The limit counts from when all have called ``init()``, however late that is."""
+    state, begun = step(after(), connecting(0), NOW)
+    assert begun == [LOOK_AGAIN]
+    state, found = looks(state, 1000.0)
+    assert found == []
+    state, found = looks(after(connecting(1), RankEvent(0, "connected"), state=state), 295.0)
+    assert [(action.event, action.values["late"]) for action in found if isinstance(action, Record)] == [
+        ("not_connected", [1])
+    ]
+    state, (stacks, record, _, leave, kill) = looks(state, CONNECT_LOOK_S)
+    assert isinstance(record, Record) and (record.event, record.values["late"]) == ("hung", (1,))
+    assert (stacks, kill) == (Broadcast("write_stacks", "300"), KILL)
+    assert isinstance(leave, Broadcast) and leave.order == "leave"
+    assert state.hang is not None and state.hang.late == (1,) and "suspect" not in record.values
+    assert looks(state, 1000.0)[1] == []
+
+
+def test_a_rank_that_never_calls_init_ends_the_attempt_after_the_ranks_had_time_for_their_own_error() -> None:
+    """NCCL's rank 0 would wait for it without a limit."""
+    state, found = looks(after(connecting(0)), JOB.timeouts.start_s + OWN_ERROR_S - CONNECT_LOOK_S)
+    assert found == []
+    state, _ = looks(state, CONNECT_LOOK_S)
+    assert state.hang is not None and state.hang.late == (1,)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (RankEvent(0, "connected"), RankEvent(1, "connected")),
+        (FAILED, ConnectionLost(1)),
+        (ConnectionLost(1, silent=True),),
+    ],
+    ids=["connected", "failed", "silent"],
+)
+def test_there_is_no_hang_once_all_have_connected_or_one_is_lost(events: Sequence[Event]) -> None:
+    """The peers of a lost rank are ended for that reason."""
+    assert looks(after(connecting(0), connecting(1), *events), 3000.0)[1] == []
+
+
+def test_ranks_that_wait_for_one_that_has_exited_without_init_have_the_same_limit() -> None:
+    """It is done, and will not call it."""
+    done = RankEvent(1, "left", {"host": "n2", "end": "done"})
+    state, _ = looks(after(connecting(0), done), 300.0)
+    assert state.hang is not None and state.hang.late == (0,)
 
 
 @pytest.mark.parametrize(
