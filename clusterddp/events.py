@@ -906,6 +906,15 @@ class RequeueRefused(Event):
         return f"Slurm refused the requeue ({self.error}). Resubmitting the run"
 
 
+class ResubmissionRefused(Event):
+    """Slurm refused a new job. The run's job is requeued"""
+
+    error: str
+
+    def sentence(self) -> str:
+        return f"Slurm refused a new job ({self.error}). Requeueing this one"
+
+
 class _Ended(Event):
     """An attempt that ended so that the run continues, now or later."""
 

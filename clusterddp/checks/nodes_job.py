@@ -24,6 +24,7 @@ from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory, runs_folder
 from clusterddp.slurm import commands as slurm
+from clusterddp.slurm import queue
 from clusterddp.slurm.batch import batch_script, fit_to_cluster
 from clusterddp.slurm.queue import QueuedJob, queued_jobs, why_waiting
 
@@ -74,7 +75,7 @@ def check_nodes(arguments: argparse.Namespace) -> list[Node]:
         write_atomically(folder.path / JOB_FILE, job.to_yaml(), mode=0o600)
         script = folder.batch_script
         write_atomically(script, batch_script(job, folder, Path.cwd(), module="clusterddp.checks.batch_step"))
-        job_id = slurm.submit(script, "--no-requeue")
+        job_id = queue.submit(script, "--no-requeue")
         show(f"doctor: submitted job {job_id} with {job.shape}")
         try:
             return nodes_of(_await_results(job_id, folder))

@@ -29,7 +29,7 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory, open_run
 from clusterddp.runs.waiting import Hold
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm import configuration
+from clusterddp.slurm import configuration, queue
 from clusterddp.slurm.configuration import Preemption
 
 #: What the job wrote at its first or second start.
@@ -59,12 +59,12 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         folder = Path(path)
         script = folder / "drill.sbatch"
         script.write_text(drill_script(arguments.partition, arguments.qos, arguments.nodes, folder, sys.executable))
-        job_id = slurm.submit(script)
+        job_id = queue.submit(script)
         show(f"drill: submitted job {job_id} to partition {preemption.partition}")
         try:
             lifted_at = _await_end(job_id, folder)
         finally:
-            slurm.cancel(job_id)
+            slurm.patiently(lambda: slurm.cancel(job_id))
         found = [read_json(folder / name) or {} for name in ("first.json", "second.json")]
     print("\n".join(report(preemption, found[0], found[1], lifted_at, save_s)))
     return 0 if verdict(preemption, found[0], found[1], save_s) is None else 1

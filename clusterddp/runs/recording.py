@@ -12,12 +12,20 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, choose
-from clusterddp.errors import CheckpointError, RunDirectoryError, SlurmError, UsageError
+from clusterddp.errors import (
+    CheckpointError,
+    RunDirectoryError,
+    SlurmError,
+    SlurmMissing,
+    SlurmUnavailable,
+    UsageError,
+)
 from clusterddp.events import is_unconfirmed, sentence
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_snapshot import Code, checkout_of
@@ -28,6 +36,7 @@ from clusterddp.reporter import show
 from clusterddp.rundir.files import append_line, file_mode, make_folder, remove, write_atomically, write_json
 from clusterddp.rundir.ownership import check_own, check_place, check_run
 from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
+from clusterddp.slurm import commands as slurm
 from clusterddp.supervisor.lease import being_submitted, held_by_other, loop_here, submitting
 
 
@@ -131,7 +140,7 @@ def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:
 
 def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> None:
     """Refuses a run that a job or process other than ``me`` trains. A run has one job at a time."""
-    if held := held_by_other(run, me):
+    if held := slurm.patiently(partial(held_by_other, run, me)):
         if "cannot be reached from here" in held:
             remedy = (
                 "If that job or process has ended, continue the run with --take-over. If it is still training, "
@@ -207,7 +216,12 @@ def recorded(run: RunDirectory, job: Job, created: bool, content: Content = ONLY
         raise
     try:
         yield
-    except SlurmError:
+    except SlurmError as error:
+        if isinstance(error, SlurmUnavailable) and not isinstance(error, SlurmMissing):
+            raise SlurmUnavailable(
+                f"Slurm may or may not have accepted the job of {run}: {error}. Look for it with `squeue --me`. If it "
+                f"is not there, submit it again with: clusterddp submit --run-dir {run.quoted}"
+            ) from error
         _undo(run, created, before, files)
         raise
 

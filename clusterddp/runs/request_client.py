@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -309,18 +310,26 @@ def await_outcome(run: RunDirectory) -> dict[str, Any]:
 def _end_holder(entry: Mapping[str, Any], run: RunDirectory) -> None:
     """Ends a job, or signals a local run, unless it has ended already."""
     if entry["kind"] == "slurm":
-        job = slurm.show_job(entry["job"])
-        if job is not None and job.live:
-            slurm.cancel(entry["job"])
+        slurm.patiently(partial(_end_job, entry["job"]))
     elif reachable(entry) and process_start(entry["pid"]) == entry["process_start"]:
         give_notice(run, Cause.CANCELLED)
         signal_ranks(entry["pid"], signal.SIGTERM)
 
 
+def _end_job(job_id: str) -> None:
+    job = slurm.show_job(job_id)
+    if job is not None and job.live:
+        slurm.cancel(job_id)
+
+
 def _await_end(run: RunDirectory) -> str | None:
     """Waits for the holders to end. Returns who still holds the run after a minute."""
     deadline = time.monotonic() + TIMEOUT_S
-    while (held := held_by_other(run)) and time.monotonic() < deadline and any(map(reachable, holders(run))):
+    while (
+        (held := slurm.patiently(partial(held_by_other, run)))
+        and time.monotonic() < deadline
+        and any(map(reachable, holders(run)))
+    ):
         time.sleep(0.1)
     return held
 

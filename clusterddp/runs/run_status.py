@@ -21,12 +21,11 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import TimedInterval, read_timings
 from clusterddp.runs.run_report import booked, report
+from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState, run_states
 from clusterddp.supervisor.limits import attempts_made
 
-#: Seconds for which to retry a controller that does not answer.
-PATIENCE_S = 20.0
 Event = Mapping[str, Any]
 
 
@@ -41,7 +40,7 @@ def looked_at(
 ) -> tuple[Summary, RunState]:
     """The run, and its state. ``queue``: of a view that is refreshed."""
     summary = summarize(run, metrics)
-    return summary, run_states([summary], PATIENCE_S, queue=queue)[0]
+    return summary, run_states([summary], slurm.PATIENCE_S, queue=queue)[0]
 
 
 def full_report(run: RunDirectory) -> dict[str, Any]:

@@ -252,7 +252,8 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
     # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
     with alone(run, created), signals_blocked(signal.SIGINT), recorded(run, job, created, content):
         excluded = node_memory.left_out(run, job, lambda: slurm.usable_nodes(job.partition), time.time())
-        job_id = batch.submit(fitted, run, Path.cwd(), excluded)
+        # A lost node may keep an earlier job of the run in COMPLETING.
+        job_id = batch.submit(fitted, run, Path.cwd(), excluded, lambda job: not lease.started(run, job))
         lease.submitted(run, job_id)
         run.loop_file.unlink(missing_ok=True)
         show(f"Submitted as job {job_id}. Run directory: {run}")  # before Ctrl-C ends the command

@@ -51,6 +51,7 @@ from clusterddp.runs.sweep_members import (
     text_of,
 )
 from clusterddp.slurm import commands as slurm
+from clusterddp.slurm import queue
 from clusterddp.slurm.batch import array_script, batch_script
 from clusterddp.slurm.configuration import largest_array
 from clusterddp.slurm.queue import jobs_by_script
@@ -333,7 +334,7 @@ def _member(sweep: Sweep, named: tuple[str, Job]) -> AbstractContextManager[None
 
 def _sbatch(array: Array, options: Sequence[str]) -> str:
     try:
-        return slurm.submit(array.script, *options, timeout_s=None)
+        return queue.submit(array.script, *options)
     except SlurmMissing:
         array.remove()
         raise

@@ -9,7 +9,8 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from clusterddp.reporter import counted
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
+from clusterddp.slurm import queue
 from clusterddp.slurm.commands import NodeShape
 from clusterddp.slurm.configuration import preemption
 
@@ -37,11 +39,12 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
     """The job with CPUs and memory in proportion to its GPUs, and remarks for the user.
 
     Slurm's default is one CPU per task and little memory. ``required``: whether a missing or unreachable Slurm is an
-    error, which it is not for a dry run.
+    error, which it is not for a dry run. A controller that does not answer is then asked again for a while.
     """
+    patience_s = slurm.PATIENCE_S if required else 0.0
     try:
         slurm.require("sbatch", "srun", "scontrol", "sinfo")
-        nodes = slurm.partition_nodes(job.partition)
+        nodes = slurm.patiently(partial(slurm.partition_nodes, job.partition), patience_s)
     except SlurmUnavailable as error:
         if not required:
             return job, [f"could not check partition, GPUs, CPUs and memory: {error}"]
@@ -54,7 +57,7 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
         check_gpus(job, nodes)
         job, share = share_of_node(job, nodes)
         remarks += [*share, *bound_gpus(job)]
-    policy = preemption(job.partition, job.qos)
+    policy = slurm.patiently(partial(preemption, job.partition, job.qos), patience_s)
     if job.expedite_requeue and not policy.expedites:
         job = dataclasses.replace(job, expedite_requeue=False)
         remarks.append("expedite_requeue: this cluster does not allow it, so Slurm holds a requeued job as usual")
@@ -205,11 +208,20 @@ def script_text(parameters: dict[str, Any], command: str) -> str:
     return executor._make_submission_file_text(command, "")
 
 
-def submit(job: Job, run: RunDirectory, folder: Path, excluded: Sequence[str] = ()) -> str:
-    """Writes the run's ``job.sbatch`` and submits it, without the nodes to exclude now. Returns the job id."""
+def submit(
+    job: Job,
+    run: RunDirectory,
+    folder: Path,
+    excluded: Sequence[str] = (),
+    is_new: Callable[[str], bool] = lambda _: True,
+) -> str:
+    """Writes the run's ``job.sbatch`` and submits it, without the nodes to exclude now. Returns the job id.
+
+    ``is_new``: as for ``queue.submit``.
+    """
     write_atomically(run.batch_script, batch_script(job, run, folder))
     options = exclusion.option(job.exclude, excluded)
-    return slurm.submit(run.batch_script, *options, timeout_s=None)  # a timeout could leave an unknown job
+    return queue.submit(run.batch_script, *options, is_new=is_new)
 
 
 def check_lines(job: Job, run: RunDirectory, folder: Path) -> None:

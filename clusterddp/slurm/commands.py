@@ -19,6 +19,7 @@ from typing import TypeVar
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.protocol import FOR_RANKS
 from clusterddp.reporter import say
+from clusterddp.slurm.refusals import is_refusal
 
 T = TypeVar("T")
 
@@ -26,19 +27,14 @@ T = TypeVar("T")
 CONFIGURATION_FILES = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
 
 TIMEOUT_S = 60.0
+#: For how long a command of a user asks a controller that does not answer again, in seconds.
+PATIENCE_S = 20.0
 
 #: Job states in which a job holds, or will hold, its run.
 LIVE_STATES = {
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "STOPPED", "SUSPENDED", "RESIZING", "REQUEUED"),
     *("REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SIGNALING", "STAGE_OUT"),
 }
-
-#: In the output of Slurm's commands, if the controller is not configured here or does not answer.
-#: The last one is from `scontrol requeue` (seen on 22.05.8).
-_NO_ANSWER = re.compile(
-    "configuration source|Unable to contact slurm controller|Connection refused|timed out|Unexpected message received"
-)
-
 
 #: Prefixes of the states of nodes that get no job.
 _UNUSABLE = ("down", "drain", "fail", "error", "unknown", "maint", "reboot", "inval", "powered_down", "powering_down")
@@ -170,7 +166,8 @@ def require(*commands: str) -> None:
 
 
 def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
-    """A command's standard output. SlurmError with Slurm's message when it fails or does not answer."""
+    """A command's standard output. Raises SlurmError with Slurm's message if Slurm refuses the request, else, if the
+    command fails or does not answer, SlurmUnavailable: the request may have been carried out."""
     require(command[0])
     shown = " ".join(word if len(word) < 200 else f"{word[:60]}..." for word in command)  # such as the ids of many jobs
     try:
@@ -189,8 +186,8 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
         raise SlurmUnavailable(f"could not start `{shown}`: {error}") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-        kind = SlurmUnavailable if any(map(_NO_ANSWER.search, lines)) else SlurmError
-        said = lines[-1:] if kind is SlurmUnavailable else lines[-8:]  # a site's plugin explains a refusal in several
+        kind = SlurmError if is_refusal(command, lines) else SlurmUnavailable
+        said = lines[-8:]  # a site's plugin explains a refusal in several
         raise kind(f"`{shown}` failed: {', '.join(said)}")
     return done.stdout
 
@@ -207,7 +204,7 @@ def show_job(job_id: str) -> JobInfo | None:
 
 def patiently(
     ask: Callable[[], T],
-    patience_s: float = 20.0,
+    patience_s: float = PATIENCE_S,
     pause_s: float = 1.0,
     errors: tuple[type[Exception], ...] = (SlurmUnavailable,),
 ) -> T:

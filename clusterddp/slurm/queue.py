@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from clusterddp.errors import SlurmError
 from clusterddp.slurm import commands as slurm
@@ -75,6 +76,26 @@ def parse_scripts(text: str, without: str = "") -> dict[str, str]:
     rows = (line.partition("|") for line in text.splitlines())
     found = [(int(job), script) for job, _, script in rows if job.isdecimal() and job != without]
     return {script: str(job) for job, script in sorted(found)}
+
+
+def submit(script: Path, *options: str, is_new: Callable[[str], bool] = lambda _: True) -> str:
+    """Submits a batch script, and tries for a while longer if Slurm does not answer. Returns the job id.
+
+    A submission whose answer was lost may have been accepted. The queue shows that before sbatch is called again.
+    ``is_new``: whether a job of this script that the queue shows may be the submitted one. Raises SlurmUnavailable if
+    that stays unknown.
+    """
+    sent = False
+
+    def ask() -> str:
+        nonlocal sent
+        if sent and (job := jobs_by_script(ended=False).get(str(script))) and is_new(job):
+            return job
+        slurm.require("sbatch")
+        sent = True
+        return slurm.submit(script, *options, timeout_s=None)  # a timeout could leave an unknown job
+
+    return slurm.patiently(ask)
 
 
 # --- why a job waits

@@ -225,8 +225,8 @@ class SlurmController(Controller):
             new = slurm.submit(self._run.batch_script, *dependency, *options)
         except SlurmError as error:
             if not isinstance(error, SlurmUnavailable) or isinstance(error, SlurmMissing):
-                with suppress(SlurmError):
-                    slurm.set_requeue(self._job_id, allowed=True)
+                with suppress(SlurmError):  # the caller may requeue the job instead
+                    slurm.patiently(partial(slurm.set_requeue, self._job_id, allowed=True))
             raise
         self._record(new)
         return new

@@ -44,6 +44,7 @@ RESTART = -1
 FIRST_PAUSE_S = 0.5
 #: For how long nodes are held while the run directory cannot be written, in seconds.
 OUTAGE_S = 600.0
+_NOT_RESUBMITTED = "Could not resubmit the run"
 _WISHES = {
     Stop.REQUEUE: Cause.REQUEUE_REQUESTED,
     Stop.DRAIN: Cause.DRAIN_REQUESTED,
@@ -319,36 +320,57 @@ class Recovery:
         # This process was stopped past the end of its job. While it holds the run, the other job exits as it starts.
         if other is not None and verdict.cause is Cause.TIMED_OUT:
             return self._stop(verdict, f"{verdict.reason}. The run was submitted again as job {other}")
-        if not self._requeues(verdict.cause):
+        if not self._can_requeue(verdict.cause):
             return self._resubmit(verdict, self._excluded())
+        if self._requeues(verdict.cause):
+            try:
+                return self._requeued(verdict)
+            except SlurmError as error:
+                self._history.add("requeue_refused", error=str(error))
+                return self._resubmit(verdict, self._excluded())
         try:
-            requeued = self._requeue(verdict.cause)
+            return self._hand_over(verdict, self._submit(self._excluded()))
+        except SlurmError as error:
+            refused = str(error)
+            self._history.add("resubmission_refused", error=refused)
+        try:
+            return self._requeued(verdict)
         except SlurmError as error:
             self._history.add("requeue_refused", error=str(error))
-            return self._resubmit(verdict, self._excluded())
+            return self._stop(verdict, f"{verdict.reason}. {_NOT_RESUBMITTED}: {refused}", refused=refused)
+
+    def _requeued(self, verdict: Verdict) -> int:
+        """Requeues the job. Returns the exit code. Raises SlurmError if Slurm refuses."""
+        requeued = self._requeue(verdict.cause)
         if isinstance(requeued, Verdict):
             return self._act(requeued)
         self._add_end("requeued", verdict, window_s=requeued)
         return self._controller.again_code
 
-    def _requeues(self, cause: Cause) -> bool:
-        """Whether to requeue this job, rather than to submit the run as a new job.
+    def _can_requeue(self, cause: Cause) -> bool:
+        """Whether Slurm probably accepts a requeue of this job, and it serves the purpose.
 
-        A requeue needs a job that is still running: in a preemption's grace period, before the time limit, or after
-        `clusterddp requeue`. The job definition's ``policy: resubmit`` forbids it, except in a local run, which has no
-        queue. For a range of nodes without a policy, ``main.as_started`` sets ``resubmit``. If Slurm cancels what it
-        preempts (PreemptMode=CANCEL), a preempted job is requeued only with ``policy: requeue``. A requeue cannot leave
-        out nodes, so there is none if the user asked for that (`requeue --exclude`, `tell drain`).
+        It needs a job that is still running: in a preemption's grace period, before the time limit, or after
+        `clusterddp requeue`. A requeue cannot leave out nodes, so there is none if the user asked for that (`requeue
+        --exclude`, `tell drain`).
         """
         if cause not in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED):
             return False
+        own = [event for event in self._history.events if event["attempt"] == self._number]
+        return not any(event["event"] == "requested" and event.get("nodes") for event in own)
+
+    def _requeues(self, cause: Cause) -> bool:
+        """Whether to requeue a job that can be requeued, rather than to submit the run as a new job. If Slurm refuses
+        one, the supervisor tries the other.
+
+        The job definition's ``policy: resubmit`` asks for a new job, except in a local run, which has no queue. For a
+        range of nodes without a policy, ``main.as_started`` sets ``resubmit``. If Slurm cancels what it preempts
+        (PreemptMode=CANCEL), a preempted job is requeued only with ``policy: requeue``.
+        """
         if self._job.policy == "resubmit" and self._controller.resubmits:
             return False
         # Slurm would accept a requeue within the grace, too, but `submit` has announced a new job, which is not held.
-        if self._job.policy is None and cause is Cause.PREEMPTED and self._ends_for_good():
-            return False
-        own = [event for event in self._history.events if event["attempt"] == self._number]
-        return not any(event["event"] == "requested" and event.get("nodes") for event in own)
+        return self._job.policy is not None or cause is not Cause.PREEMPTED or not self._ends_for_good()
 
     def _requeue(self, cause: Cause) -> float | Verdict:
         """Requeues the job, retrying until the controller answers. Before each try, asks whether the cause has changed.
@@ -386,7 +408,7 @@ class Recovery:
         except SlurmError as error:
             if node_lost:
                 _until_answered(partial(lease.take, self._run, self._number, self._controller.holder()))
-            return self._stop(verdict, f"{verdict.reason}. Could not resubmit the run: {error}", refused=str(error))
+            return self._stop(verdict, f"{verdict.reason}. {_NOT_RESUBMITTED}: {error}", refused=str(error))
         return self._hand_over(verdict, new)
 
     def _submit(self, without: Sequence[str], after_this: bool = True) -> str | None:

@@ -18,7 +18,7 @@ from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Done, Job, Limits, Resume, Timeouts, Watchdog
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, request_client, waiting
-from clusterddp.slurm import commands
+from clusterddp.slurm import commands, queue
 from clusterddp.supervisor import lease
 from clusterddp.supervisor import main as supervisor
 from clusterddp.supervisor.controller import SlurmController
@@ -437,10 +437,16 @@ class History:
                 self.invariants.submitted()
                 usable = partial(commands.usable_nodes, self.job.partition)
                 nodes = node_memory.left_out(self.run, self.job, usable, waiting.time.time())
-                job_id = commands.submit(self.run.batch_script, *exclusion.option(None, nodes), timeout_s=None)
+                job_id = self._sbatch(*exclusion.option(None, nodes))
                 lease.submitted(self.run, job_id if job_id in self.slurm.jobs else f"{job_id}_0")
                 self.invariants.submitted()  # also after a scancel while Slurm answered slowly
         return 0
+
+    def _sbatch(self, *options: str) -> str:
+        script = self.run.batch_script
+        if self.slurm.array:  # Slurm shows the script of the array, in which this finds no job
+            return commands.submit(script, *options, timeout_s=None)
+        return queue.submit(script, *options, is_new=lambda job_id: not lease.started(self.run, job_id))
 
     def _resubmit(self) -> int:
         """As ``clusterddp resubmit``, without what it shows of the training."""

@@ -602,6 +602,7 @@ class Invariants:
             self._check_starts(events)
             self._check_causes(events)
         self._check_events(events, faults)
+        self._check_refused(events)
         self._check_hand_overs(events)
         started = [event for event in events if event["event"] == "started"]
         for name, (first, last, count) in history.slurm.asked.items():
@@ -688,6 +689,20 @@ class Invariants:
                 self._violated(
                     "I4", f"attempt {number} had notice and reached {reached}, {after[0]} begins at {resumed}"
                 )
+
+    def _check_refused(self, events: list[dict[str, Any]]) -> None:
+        """A supervisor to which Slurm refuses a new job asks for a requeue while that is possible, and no answer of a
+        controller that forgets no job leaves it without the cause of a stop."""
+        slurm = self._history.slurm
+        started = {event["attempt"]: event for event in events if event["event"] == "started"}
+        for event in (each for each in events if each["event"] == "stopped" and each["attempt"] in started):
+            number, begun = event["attempt"], started[event["attempt"]]
+            if event["cause"] == Cause.UNKNOWN.value and slurm.settings.min_age_s == math.inf:
+                self._violated("I6", f"attempt {number} ended without its cause, which Slurm knows")
+            own = [other for other in events if other["attempt"] == number and other["event"] == "requested"]
+            may = event["cause"] in IN_TIME and not any(other.get("nodes") for other in own)
+            if "refused" in event and may and f"job {begun['job']}.{begun['restarts']}" not in slurm.requeuers:
+                self._violated("I6", f"attempt {number} ended without a requeue, as Slurm refused a new job")
 
     def _check_hand_overs(self, events: list[dict[str, Any]]) -> None:
         """A supervisor that has submitted a job asks Slurm, and hands the run over only if no scancel ended its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -334,6 +335,24 @@ def _a_node_that_was_shut_down_takes_ranks_again() -> Patches:
     return [(SlurmController, "unanswering", lambda *_: ())]
 
 
+def _only_a_timeout_is_no_answer() -> Patches:
+    """Slurm refuses a request unless its command names a timeout or a lost connection."""
+    no_answer = re.compile("Unable to contact slurm controller|Connection refused|timed out|Unexpected message")
+    return [(commands, "is_refusal", lambda _, lines: not any(map(no_answer.search, lines)))]
+
+
+def _a_refused_job_ends_the_run() -> Patches:
+    """If Slurm refuses a new job, the supervisor does not requeue its own."""
+
+    def requeued(recovery: Any, verdict: Any) -> int:
+        if any(event["event"] == "resubmission_refused" for event in recovery._history.events):
+            raise commands.SlurmError("not tried")
+        return real(recovery, verdict)
+
+    real = Recovery._requeued
+    return [(Recovery, "_requeued", requeued)]
+
+
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -383,6 +402,8 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _any_number_of_nodes_is_avoided,
         _new_jobs_forget_other_runs,
         _a_node_that_was_shut_down_takes_ranks_again,
+        _only_a_timeout_is_no_answer,
+        _a_refused_job_ends_the_run,
     )
 }
 
@@ -434,6 +455,8 @@ FOUND_AFTER: Mapping[str, int] = {
     "new jobs forget other runs": 2409,
     "a started successor survives scancel": 8465,
     "a node that was shut down takes ranks again": 115,
+    "only a timeout is no answer": 4,
+    "a refused job ends the run": 2,
 }
 #: The kinds of faults without which some of them cannot be seen: other histories are drawn and counted, but not played.
 NEEDS: Mapping[str, set[str]] = {

@@ -20,8 +20,14 @@ SUBMIT_LINE = " SubmitLine=sbatch --parsable --comment=JobState=FAILED /shared/r
 HAS_NODES = ("RUNNING", "SUSPENDED", "COMPLETING")
 #: That of a sweep's array.
 ARRAY_SCRIPT = "/shared/sweep/arrays/0/array.sbatch"
-#: What a command says whose answer is lost.
-LOST = "Socket timed out on send/recv operation"
+#: What commands say that get no answer from a controller, in turn.
+SILENT = (
+    *("Unable to contact slurm controller (connect failure)", "Zero Bytes were transmitted or received"),
+    *("Protocol authentication error", "Message receive failure", "Slurm backup controller in standby mode"),
+    *("Resource temporarily unavailable", "Unexpected message received", "Insane message length"),
+)
+#: The same where an answer is lost.
+LOST = ("Socket timed out on send/recv operation", "Zero Bytes were transmitted or received", "Message receive failure")
 #: Why a job is held that was requeued too often.
 HELD = "JobHoldMaxRequeue"
 #: At most so long after the loss of a batch host is a job requeued that outlives its nodes.
@@ -141,6 +147,8 @@ class Slurm:
         self.shown_at: dict[str, float] = {}
         #: How many requests for a requeue each process has sent since.
         self.requests: dict[str, int] = {}
+        #: The processes that have sent one.
+        self.requeuers: set[str] = set()
         #: Told of what the controller did: (what, job, by whom).
         self.listener: Callable[[str, Batch, str], Any] = lambda *_: None
         #: All processes of jobs so far, each with its job and the job's era: those on a lost node outlive their job.
@@ -173,11 +181,12 @@ class Slurm:
             self.on_command(process.name, f"{command[0]} {command[1]}")
             if command[:2] == ("scontrol", "requeue"):
                 self.requests[process.name] = self.requests.get(process.name, 0) + 1
+                self.requeuers.add(process.name)
         world.sleep(self.latency_s * (0.5 + draw.random()))
         if process.node in self.cut or world.now < self.away_until:
             world.sleep(9.0 + 9.0 * draw.random())
             if process.node in self.cut or world.now < self.away_until:
-                return _failed(command, "Unable to contact slurm controller (connect failure)")
+                return _failed(command, SILENT[self.commands % len(SILENT)])
         if world.now < self.limited_until:
             patience_s, late_s = more.get("timeout") or 3600.0, 80.0 * draw.random()
             world.sleep(min(late_s, patience_s))
@@ -187,17 +196,17 @@ class Slurm:
         lossy = until > world.now
         if lossy and draw.random() * 100 < before:
             world.sleep(10.0)
-            return _failed(command, LOST)
+            return _failed(command, LOST[self.commands % len(LOST)])
         answer = self._answer(command)
         if world.traced and command[1] not in ("show", "-h") and command[0] != "squeue":
             said = answer.stdout.strip() if answer.returncode == 0 else answer.stderr.strip()
             world.tell(process.name, f"$ {' '.join(map(str, command))}{f': {said}' if said else ''}")
         if self.loses == f"{command[0]} {command[1]}":
             self.loses = ""
-            return _failed(command, LOST)
+            return _failed(command, LOST[self.commands % len(LOST)])
         if lossy and draw.random() * 100 < after:
             world.sleep(10.0)
-            return _failed(command, LOST)
+            return _failed(command, LOST[self.commands % len(LOST)])
         world.sleep(self.latency_s * (0.5 + draw.random()))
         if command[0] == "sbatch":
             self.unanswered -= {answer.stdout, f"{answer.stdout}_0"}

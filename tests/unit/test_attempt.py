@@ -195,6 +195,41 @@ def test_a_refused_requeue_becomes_a_resubmission(run: RunDirectory) -> None:
     assert supervised(run, controller) == (4, ["started", "requeue_refused", "resubmitted"])
 
 
+@pytest.mark.parametrize("cause", [Cause.PREEMPTED, Cause.REQUEUE_REQUESTED])
+def test_a_refused_resubmission_becomes_a_requeue(run: RunDirectory, cause: Cause) -> None:
+    """Such as at MaxSubmitJobs, as long as the job runs."""
+    controller = Refusing(cause)
+    job = dataclasses.replace(JOB, policy="resubmit")
+    assert supervised(run, controller, job=job) == (4, ["started", "resubmission_refused", "requeued"])
+    assert controller.asked == ["resubmit", "requeue"]
+
+
+def test_where_slurm_cancels_what_it_preempts_a_refused_resubmission_becomes_a_requeue_too(run: RunDirectory) -> None:
+    """Slurm accepts a requeue within the grace period there."""
+
+    class Cancelling(Refusing):
+        def ends_what_it_preempts(self) -> bool:
+            return True
+
+    assert supervised(run, Cancelling(Cause.PREEMPTED))[1] == ["started", "resubmission_refused", "requeued"]
+
+
+def test_a_job_that_can_neither_be_resubmitted_nor_requeued_stops_with_slurms_reason(run: RunDirectory) -> None:
+    """`resubmit` submits it later."""
+    controller = Refusing(Cause.PREEMPTED, requeue=[SlurmError("Requeue is disabled")])
+    _, kinds = supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
+    assert kinds == ["started", "resubmission_refused", "requeue_refused", "stopped"]
+    assert "AssocMaxSubmitJobLimit" in run.events()[-1]["refused"]
+
+
+@pytest.mark.parametrize("cause", [Cause.ENDED_OTHERWISE, Cause.PREEMPTED_WITHOUT_GRACE])
+def test_a_job_that_is_ending_is_not_requeued_for_a_refused_resubmission(run: RunDirectory, cause: Cause) -> None:
+    """Slurm does with it what it does."""
+    controller = Refusing(cause)
+    supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
+    assert "requeue" not in controller.asked
+
+
 def test_an_unreachable_controller_is_queried_until_it_answers(run: RunDirectory) -> None:
     """Nothing is requeued without an answer, and nothing is given up."""
     away = SlurmUnavailable("Unable to contact slurm controller")

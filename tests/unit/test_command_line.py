@@ -13,6 +13,7 @@ from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.runs.local import Moment
 from clusterddp.runs.recording import choose_run_directory
+from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.batch import fit_to_cluster
 
 
@@ -63,6 +64,7 @@ def test_without_a_cluster_the_message_names_local_runs(tmp_path: Path, monkeypa
     for name in ("sbatch", "srun", "scontrol", "sinfo"):
         (tmp_path / name).write_text("#!/bin/sh\necho 'sinfo: fatal: no configuration source' >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
     with pytest.raises(SlurmUnavailable, match="no configuration source. To run on this machine.* add --local$"):
         fit_to_cluster(Job(name="net", script="net.py"), required=True)
 

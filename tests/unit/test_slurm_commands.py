@@ -7,12 +7,13 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
 from clusterddp.slurm import commands as slurm
+from clusterddp.slurm import queue
 
 # scontrol show job -o, 22.05.8, shortened at the end; the job's name imitates Slurm's own fields.
 RUNNING = (
@@ -140,21 +141,114 @@ def test_gpus_are_counted_by_type(gres: str, gpus: dict[str, int]) -> None:
     assert slurm.parse_gres(gres) == gpus
 
 
+FAILED = "sbatch: error: Batch job submission failed"
+
+
+class Answers(Protocol):
+    def __call__(self, name: str, words: str, first: str = "") -> None:
+        """Makes a command of Slurm that runs ``first``, and fails with these words."""
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answers:
+    """Commands of Slurm that answer as a test chooses."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def make(name: str, words: str, first: str = "") -> None:
+        file = tmp_path / name
+        file.write_text(f"#!/bin/sh\n{first}\ncat >&2 <<'WORDS'\n{words}\nWORDS\nexit 1\n")
+        file.chmod(0o755)
+
+    return make
+
+
 @pytest.mark.parametrize(
     "words",
     [
         "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
         "Unexpected message received for job 1",
+        "slurm_load_jobs error: Zero Bytes were transmitted or received",
+        "slurm_load_jobs error: Protocol authentication error",
+        "slurm_load_jobs error: Message receive failure",
+        "slurm_load_jobs error: Slurm backup controller in standby mode",
+        "Job can not be altered now, try again later for job 1",
+        "sbatch: error: Batch job submission failed: Invalid authentication credential",
+        "sbatch: error: Batch job submission failed: Resource temporarily unavailable",
+        "sbatch: error: Munge decode failed: Invalid credential",
+        "sbatch: error: Batch job submission failed: I/O error writing script/environment to file",
+        "the site's own wrapper is not available",
+        "",
     ],
 )
-def test_no_answer_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    """As scontrol show and requeue report a controller that is down, on 22.05.8."""
-    command = tmp_path / "scontrol"
-    command.write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with pytest.raises(SlurmUnavailable, match=words.split(":")[0]):
-        slurm.requeue("1")
+@pytest.mark.parametrize("request_", [("sbatch", "x"), ("scontrol", "requeue", "1"), ("scontrol", "show", "job", "1")])
+def test_only_a_known_refusal_is_one(command: Answers, words: str, request_: tuple[str, ...]) -> None:
+    """A busy, restarting or unreachable controller fails in many ways, and each of them may pass."""
+    command(request_[0], words)
+    with pytest.raises(SlurmUnavailable):
+        slurm.run(*request_)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (("scontrol", "show", "job", "1"), "slurm_load_jobs error: Invalid job id specified"),
+        (("scontrol", "show", "node", "n9"), "Node n9 not found"),
+        (("scontrol", "show", "config"), "slurm_load_ctl_conf error: Access/permission denied"),
+        (("sacctmgr", "show", "assoc"), "You are not running a supported accounting_storage plugin"),
+        (("scontrol", "requeue", "1"), "Requested operation is presently disabled for job 1"),
+        (("scontrol", "requeue", "1_0"), "1_0: Job is pending execution"),
+        (("scontrol", "update", "JobId=1", "Requeue=0"), "Job/step already completing or completed for job 1"),
+        (("scancel", "1"), "scancel: error: Kill job error on job id 1: Access/permission denied"),
+        (("sbatch", "x"), f"sbatch: error: AssocMaxSubmitJobLimit\n{FAILED}: Job violates accounting/QOS policy (job)"),
+        (("sbatch", "x"), f"sbatch: error: no hours left\n{FAILED}: Unspecified error"),
+        (("sbatch", "x"), f"sbatch: error: invalid partition: low\n{FAILED}: Invalid partition name specified"),
+        (("sbatch", "x"), f"{FAILED}: Requested node configuration is not available"),
+        (("sbatch", "x"), f"{FAILED}: Invalid account or account/partition combination specified"),
+        (("sbatch", "x"), "sbatch: error: Invalid --time specification"),
+        (("sbatch", "x"), "sbatch: unrecognized option --nonsense\nTry \"sbatch --help\" for more information"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_final(command: Answers, request_: tuple[str, ...], words: str) -> None:
+    """In the words of 22.05, 24.11 and 26.05."""
+    command(request_[0], words)
+    with pytest.raises(SlurmError) as caught:
+        slurm.run(*request_)
+    assert type(caught.value) is SlurmError
+
+
+def test_what_a_change_is_refused_with_is_no_answer_to_a_question(command: Answers) -> None:
+    """No question is refused with these words, so they come from a controller that is not ready."""
+    command("scontrol", "slurm_load_jobs error: Requested operation is presently disabled")
+    with pytest.raises(SlurmUnavailable):
+        slurm.show_job("1")
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_submission_whose_answer_is_lost_is_looked_for_before_it_is_repeated(
+    command: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accepted: bool
+) -> None:
+    """A second sbatch would make a second job of the run."""
+    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+    script, calls = tmp_path / "job.sbatch", tmp_path / "calls"
+    command(
+        "sbatch",
+        "Zero Bytes were transmitted or received",
+        f"echo >> {calls}; [ $(wc -l < {calls}) = 2 ] && echo 42 && exit",
+    )
+    command("squeue", "", f"echo '40|/other'; {str(accepted).lower()} && echo '41|{script}'; exit 0")
+    assert queue.submit(script) == ("41" if accepted else "42")
+    assert len(calls.read_text()) == (1 if accepted else 2)
+
+
+def test_a_job_that_was_submitted_before_is_not_taken_for_the_new_one(
+    command: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost node keeps an ended job in the queue for minutes."""
+    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+    script, calls = tmp_path / "job.sbatch", tmp_path / "calls"
+    command("sbatch", "Message receive failure", f"echo >> {calls}; [ $(wc -l < {calls}) = 2 ] && echo 42 && exit")
+    command("squeue", "", f"echo '41|{script}'; exit 0")
+    assert queue.submit(script, is_new=lambda job: job != "41") == "42"
 
 
 def test_a_controller_that_does_not_answer_is_queried_again_and_that_is_reported(
