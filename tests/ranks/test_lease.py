@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.errors import RunDirectoryError
+from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, process_start
 from clusterddp.rundir import ownership
@@ -252,6 +252,23 @@ def test_of_many_processes_that_claim_a_submission_at_once_one_wins(run: RunDire
     winner = processes[said.index("won")]
     assert said.count("won") == 1
     assert sum(f"is being submitted by process {winner.pid} on" in words for words in said) == len(said) - 1
+
+
+@pytest.mark.parametrize(("error", "stays"), [(SlurmError, False), (SlurmUnavailable, True), (SlurmMissing, False)])
+def test_a_new_run_directory_stays_if_slurm_may_have_accepted_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[SlurmError], stays: bool
+) -> None:
+    """The job would find nothing in its place."""
+
+    def sbatch(*_: object) -> str:
+        raise error("Zero Bytes were transmitted or received")
+
+    run = RunDirectory(tmp_path / "new")
+    monkeypatch.setattr(submission, "fit_to_cluster", lambda job, required: job)
+    monkeypatch.setattr("clusterddp.slurm.batch.submit", sbatch)
+    with pytest.raises(error, match="Zero Bytes"):
+        submission.submit_to_slurm(JOB, str(run))
+    assert run.exists() is stays
 
 
 def test_two_submissions_of_one_run_directory_at_the_same_moment_are_one(
