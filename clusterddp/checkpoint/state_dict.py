@@ -117,12 +117,12 @@ def load_state(part: Stateful, state: Mapping[str, Any], recast: Set[torch.Tenso
             plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
             part.load_state_dict(plain)
         else:
-            _load(part, copied(state), recast)
+            _load(part, placed(state, part.state_dict), recast)
         return
     module = bare(part)
     own = module.state_dict()
     names = {_bare_name(name): name for name in own}
-    found: Any = OrderedDict((names.get(name, name), _own(name, value)) for name, value in state.items())
+    found: Any = OrderedDict((names.get(name, name), _own(name, value, own)) for name, value in state.items())
     if versions := _metadata(state):
         found._metadata = OrderedDict((name, versions.get(_bare_name(name), {})) for name in _metadata(own))
     module.load_state_dict(found)
@@ -143,11 +143,11 @@ def _of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     return {"scale": scale, **factors, "_growth_tracker": growth}
 
 
-def _own(name: str, value: Any) -> Any:
+def _own(name: str, value: Any, own: Mapping[str, Any]) -> Any:
     """A copy for a module, which copies its tensors itself, but keeps the values of ``get_extra_state``."""
-    return (
-        copied({"state": value})["state"] if name.endswith(torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX) else value
-    )
+    if not name.endswith(torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX):
+        return value
+    return placed({"state": value}, lambda: {"state": own.get(name)})["state"]
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -182,20 +182,38 @@ def copied(state: Mapping[str, Any]) -> Any:
     return unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
+def placed(state: Mapping[str, Any], present: Callable[[], Any], kept: Set[int] = frozenset()) -> Any:
+    """``copied``, with each tensor on the device of the one at its place in the ``present`` state. If there is none, on
+    the GPU that has the place of the one from which it was saved among the rank's GPUs.
+
+    Tensors whose id is ``kept`` are not copied.
+    """
+    plain, tensors = pack(state)
+    devices = _devices(present) if torch.cuda.is_initialized() else {}  # type: ignore[no-untyped-call]
+    found = {}
+    for name, tensor in tensors.items():
+        device = devices.get(name) or _saved_device(tensor)
+        if id(tensor) in kept or (device == tensor.device and take_over(tensor)):
+            found[name] = tensor
+        else:
+            found[name] = tensor.to(device, copy=True)
+    return unpack(plain, found)
+
+
+def _devices(present: Callable[[], Any]) -> dict[str, torch.device]:
+    try:
+        return {name: tensor.device for name, tensor in pack(present())[1].items()}
+    except Exception:  # the script's own code may expect to run only on rank 0
+        return {}
+
+
 def _for_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Any:
-    """``copied``, except tensors in their own blocks, and those that the optimizer copies to a device.
+    """``placed``, except tensors in their own blocks, and those that the optimizer copies to a device.
 
     With clones of these, the host would hold the whole state once more for each of its ranks.
     """
-    plain, tensors = pack(state)
-    moved = _copied_to_devices(optimizer, state)
-    return unpack(
-        plain,
-        {
-            name: tensor if id(tensor) in moved or take_over(tensor) else tensor.clone()
-            for name, tensor in tensors.items()
-        },
-    )
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return placed(state, lambda: {"param_groups": groups}, _copied_to_devices(optimizer, state))
 
 
 def _copied_to_devices(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> set[int]:
@@ -331,7 +349,8 @@ def pack(content: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     """Converts a nested state to JSON and its tensors by name: their path in the state, such as ``model.fc.weight``.
 
     A tensor is replaced by ``{"$tensor": NAME}``, or by ``{"$tensor": [NAME, ORDER]}`` if its dimensions have a
-    different order in memory (as with ``channels_last``). Tied weights are stored once. Values that JSON lacks become
+    different order in memory (as with ``channels_last``), or by ``{"$tensor": [NAME, ORDER or None, GPU]}`` if it is on
+    a GPU, whose number counts from the rank's first one. Tied weights are stored once. Values that JSON lacks become
     ``{"$KIND": ...}``. ``unpack`` is the inverse. The result shares no list or dict with the state. Raises
     CheckpointError for a value that could not be restored, such as an object of a user's class, because loading a
     checkpoint executes no code.
@@ -342,31 +361,53 @@ def pack(content: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     }
 
 
-def unpack(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of ``pack``."""
-    return _unpack(state, dict(tensors))
+def unpack(state: Any, tensors: Mapping[str, torch.Tensor], mark: bool = False) -> Any:
+    """The inverse of ``pack``. ``mark``: tensors on the host know from which GPU they were saved."""
+    return _unpack(state, dict(tensors), mark)
 
 
-def _unpack(state: Any, tensors: dict[Any, torch.Tensor]) -> Any:
+def _unpack(state: Any, tensors: dict[Any, torch.Tensor], mark: bool) -> Any:
     if isinstance(state, list):
-        return [_unpack(entry, tensors) for entry in state]
+        return [_unpack(entry, tensors, mark) for entry in state]
     if not isinstance(state, dict):
         return state
     if len(state) != 1 or not (name := next(iter(state))).startswith("$"):
-        return {key: _unpack(entry, tensors) for key, entry in state.items()}
-    value = _unpack(state[name], tensors)
-    return _tensor(value, tensors) if name == "$tensor" else _KINDS[name[1:]].from_plain(value)
+        return {key: _unpack(entry, tensors, mark) for key, entry in state.items()}
+    value = _unpack(state[name], tensors, mark)
+    return _tensor(value, tensors, mark) if name == "$tensor" else _KINDS[name[1:]].from_plain(value)
 
 
-def _tensor(value: Any, tensors: dict[Any, torch.Tensor]) -> torch.Tensor:
+def _tensor(value: Any, tensors: dict[Any, torch.Tensor], mark: bool) -> torch.Tensor:
     """The tensor of this name, or, for a name and an order of dimensions, with that order in memory."""
     if isinstance(value, str):
         return tensors[value]
-    name, order = value[0], tuple(value[1])
-    if (name, order) not in tensors:
-        back = [order.index(dimension) for dimension in range(len(order))]
-        tensors[name, order] = tensors[name].permute(order).contiguous().permute(back)
-    return tensors[name, order]
+    name, order, *gpu = value
+    found = tensors[name]
+    if order is not None:
+        key = name, tuple(order)
+        if key not in tensors:
+            back = [order.index(dimension) for dimension in range(len(order))]
+            tensors[key] = found.permute(order).contiguous().permute(back)
+        found = tensors[key]
+    if gpu and mark:
+        setattr(found, _SAVED_FROM, int(*gpu))
+    return found
+
+
+def _gpu_of(tensor: torch.Tensor) -> int | None:
+    """The GPU that the tensor is on, or was saved from, counted from the rank's first one. None for a CPU."""
+    if not tensor.is_cuda:
+        return getattr(tensor, _SAVED_FROM, None)
+    return int(tensor.device.index - torch.cuda.current_device())
+
+
+def _saved_device(tensor: torch.Tensor) -> torch.device:
+    """The device of this rank for a tensor of which the part has none at present."""
+    gpu = getattr(tensor, _SAVED_FROM, None)
+    if gpu is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return tensor.device
+    first = torch.cuda.current_device()
+    return torch.device("cuda", first + gpu if 0 <= first + gpu < torch.cuda.device_count() else first)
 
 
 class _Kind:
@@ -481,12 +522,17 @@ class Packed:
 
     def plain(self) -> Any:
         """The state as JSON values. Training does not wait until they are complete."""
+        names = list(self._names)
+        for place, gpu in enumerate(map(_gpu_of, self._found)):
+            if gpu is not None:
+                name, order = names[place] if isinstance(names[place], list) else (names[place], None)
+                names[place] = [name, order, gpu]
         for form, first in self._forms:
             if "$tensor" in form:
-                form["$tensor"] = self._names[first]
+                form["$tensor"] = names[first]
             else:
                 for place, key in enumerate(form, first):
-                    form[key] = {"$tensor": self._names[place]}
+                    form[key] = {"$tensor": names[place]}
         return self._plain
 
     def _walk(self, item: Any, path: str) -> Any:
@@ -674,6 +720,8 @@ MOST = 1 << 12
 #: An attribute of a tensor, because the tensor passes through ``load_state_dict`` methods of torch and of the script,
 #: which pass on only tensors. A copy that one of them makes lacks the attribute.
 _OFFERED = "_clusterddp_offered"
+#: The same, of a tensor in a checkpoint's content: the GPU that it was saved from.
+_SAVED_FROM = "_clusterddp_saved_from"
 
 
 class Blocks:
@@ -715,6 +763,7 @@ def take_over(tensor: torch.Tensor) -> bool:
     if not getattr(tensor, _OFFERED, False):
         return False
     delattr(tensor, _OFFERED)
+    vars(tensor).pop(_SAVED_FROM, None)
     return True
 
 

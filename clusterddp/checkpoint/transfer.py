@@ -31,7 +31,7 @@ def unpacked(content: Content) -> Any:
     """
     try:
         tensors = {name: _tensor(entry, content.data) for name, entry in content.entries.items()}
-        return unpack(content.state, tensors)
+        return unpack(content.state, tensors, mark=True)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
         raise CheckpointError(
             f"the state in the checkpoint of step {content.facts.get('step')} does not match its tensors "

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from clusterddp.checkpoint import transfer
-from clusterddp.checkpoint.state_dict import Stateful, check_parts, copied, with_state
+from clusterddp.checkpoint.state_dict import Stateful, check_parts, placed, with_state
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
@@ -245,9 +245,9 @@ class PerRank:
     def _restore(self, name: str, part: Stateful, states: list[dict[str, Any]]) -> None:
         rank, ranks = self._group.rank, self._group.world_size
         if len(states) == ranks:
-            part.load_state_dict(copied(states[rank][name]))
+            part.load_state_dict(placed(states[rank][name], part.state_dict))
         elif hasattr(part, SPLIT):
-            getattr(part, SPLIT)([copied(one[name]) for one in states], rank, ranks)
+            getattr(part, SPLIT)([placed(one[name], part.state_dict) for one in states], rank, ranks)
         else:
             before = counted(len(states), "rank")
             raise CheckpointError(

@@ -75,3 +75,21 @@ def test_check_resume_compares_state_on_devices(tmp_path: Path) -> None:
     said = ddp.run(SCRIPTS / "check_resume.py", tmp_path, ranks=1, folder=tmp_path / "out", devices=2).output(0)
     assert "no difference in 11 steps" in said
     assert "the logged loss in step 6 on rank 0" in said
+
+
+def test_restored_tensors_are_where_they_were_on_devices_and_host(tmp_path: Path) -> None:
+    """Those of parts, of an optimizer's groups and steps, of schedulers and per rank; also those that only the
+    checkpoint has, and those on the second device of a rank."""
+    script, out = SCRIPTS / "places.py", tmp_path / "out"
+    saved = ddp.run(script, tmp_path / "run", 2, ranks=2, folder=out, devices=4)
+    places = told(saved.output(0))
+    for name in ("adam.param_groups.0.lr 0", "later.far 1", "own.far 1", "counting.state.0.step 0", "later.counts.0 h"):
+        assert any(line.startswith(f"place {name}") for line in places), saved.text()
+    resumed = ddp.run(script, tmp_path / "run", 2, ranks=2, folder=out, devices=4)
+    for rank in range(2):
+        assert told(resumed.output(rank)) == told(saved.output(rank))
+
+
+def told(output: str) -> list[str]:
+    """The lines of places.py."""
+    return [line for line in output.splitlines() if line.startswith(("place ", "same "))]
