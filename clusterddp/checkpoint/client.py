@@ -28,11 +28,11 @@ import torch
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import LONGEST_HEADER, Tensor, offsets
 from clusterddp.checkpoint.state_dict import TORCH_DTYPES, Layout, Packed, anonymous_file, free_memory, tensor_facts
-from clusterddp.distributed.devices import device_thread
+from clusterddp.distributed.devices import device_thread, pin_memory, unpin_memory
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command
-from clusterddp.reporter import in_words, what_failed
+from clusterddp.reporter import in_words, say, what_failed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import signals
 
@@ -40,8 +40,6 @@ from clusterddp.worker import signals
 SMALL = 1 << 16
 #: The kernel's limit (IOV_MAX) of one call.
 MOST_VECTORS = 1024
-#: ``cudaHostRegisterPortable``: pinned for all of a rank's GPUs, not only for the first.
-_PORTABLE = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -52,7 +50,8 @@ class Snapshot:
     /dev/shm is too small.
 
     With a GPU, the memory is pinned, and the copies are queued after the step's kernels without blocking the CPU. The
-    kernels of the next step wait for them, because any of these could overwrite what is being copied.
+    kernels of the next step wait for them, because any of these could overwrite what is being copied. If CUDA cannot
+    pin the memory, the CPU waits for each copy.
     """
 
     def __init__(self, device: torch.device, folder: Path) -> None:
@@ -60,6 +59,7 @@ class Snapshot:
         #: The file's descriptor, valid after ``prepare`` or ``take``.
         self.file = -1
         self._map: mmap.mmap | None = None
+        self._pinned = self._told = False
         self._memory = torch.empty(0, dtype=torch.uint8)
         #: The header entries of the tensors that the memory is laid out for, and their total size in bytes.
         self.described, self.nbytes = file_format.described([]), 0
@@ -156,14 +156,19 @@ class Snapshot:
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._memory.zero_()  # touches every page now, without the GIL
         if self._device.type == "cuda":
-            code = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), size, _PORTABLE))
-            if code != 0:
-                self._memory, self._map = torch.empty(0, dtype=torch.uint8), None
-                raise CheckpointError(f"could not pin {size / 2**30:.1f} GiB for the snapshot: CUDA error {code}")
+            error = pin_memory(self._memory.data_ptr(), size)
+            self._pinned = not error
+            if error and not self._told:
+                self._told = True
+                say(
+                    f"could not pin {size / 2**30:.1f} GiB for the snapshot of the state (CUDA error {error}). "
+                    "Training waits while a save copies the state from the GPU"
+                )
 
     def _release(self) -> None:
-        if self._map is not None and self._device.type == "cuda":
-            _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
+        if self._pinned:
+            unpin_memory(self._memory.data_ptr())
+            self._pinned = False
         self._views, self._layout, self._memory, self._map = [], None, torch.empty(0, dtype=torch.uint8), None
 
 
@@ -214,10 +219,6 @@ class _SmallCopies:
 def _blocking_event() -> torch.cuda.Event:
     """An event on which a waiting thread sleeps. With other events, it keeps a core busy."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-
-
-def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 #: Seconds that ``close`` waits for the writer to exit.

@@ -35,6 +35,7 @@ from clusterddp.data import randomness
 from clusterddp.data.sample_order import Binding, BoundOrder, Order, ScheduledOrder
 from clusterddp.data.seeding import ALWAYS, SEEDED, Batch, SeededSamples
 from clusterddp.data.workers import ShieldedDataLoader, close
+from clusterddp.distributed.devices import pinned
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted
 
@@ -99,9 +100,9 @@ def to_device(device: torch.device | None) -> ToDevice | None:
     return ToDevice(device) if device is not None and device.type == "cuda" else None
 
 
-def pinned(batch: Any) -> Any:
+def pinned_batch(batch: Any) -> Any:
     """The batch with its tensors in pinned memory, except those that are on a device or not dense."""
-    return mapped(batch, lambda tensor: tensor.pin_memory() if _is_on_host(tensor) else tensor)
+    return mapped(batch, lambda tensor: pinned(tensor) if _is_on_host(tensor) else tensor)
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
@@ -354,7 +355,7 @@ class Loader:
         if self.workers or loader.pin_memory:
             return iterator
         read = self._read_here(batches, self._options.get("collate_fn") or default_collate)
-        return map(pinned, read) if self._pins_here else read
+        return map(pinned_batch, read) if self._pins_here else read
 
     def _read_here(self, batches: Iterator[Batch], collate: Callable[[Any], Any]) -> Iterator[Any]:
         """Does the same as torch's iterator without workers, which takes 7 us more per batch."""
@@ -425,7 +426,7 @@ class EvalLoader:
 
     def _batches(self) -> Iterator[Any]:
         iterator = iter(self._loader)
-        batches = map(pinned, iterator) if self._pins_here else iterator
+        batches = map(pinned_batch, iterator) if self._pins_here else iterator
         try:
             for number in range(self._most):
                 self._at_batch()

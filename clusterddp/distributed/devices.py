@@ -17,11 +17,14 @@ import torch
 
 from clusterddp.environment import RankEnvironment
 from clusterddp.errors import DeviceError
-from clusterddp.reporter import say
+from clusterddp.reporter import in_words, say
 
 #: ``cudaStreamCaptureModeThreadLocal``, of the enumeration in driver_types.h; HIP's has the same value.
 _THREAD_LOCAL = 1
 _EXCHANGES = ("cudaThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode")
+_LAST_ERRORS = ("cudaGetLastError", "hipGetLastError")
+#: ``cudaHostRegisterPortable``: pinned for all of a rank's GPUs, not only for the first.
+_PORTABLE = 1
 _LIBRARY: Any = ctypes.CDLL(None)  # torch loads the runtime of its GPUs with global symbols
 TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
 _FEWER = "Request more GPUs, or use fewer ranks per node"
@@ -159,6 +162,41 @@ def device_thread(
         target(*args)
 
     return threading.Thread(target=run, name=name, daemon=True)
+
+
+def pin_memory(address: int, size: int) -> int:
+    """Pins memory of this process. Returns CUDA's error code, which is 0 if the memory is pinned now."""
+    return _cleared(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))  # type: ignore[no-untyped-call]
+
+
+def unpin_memory(address: int) -> None:
+    """The inverse of ``pin_memory``."""
+    _cleared(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+
+
+def _cleared(result: Any) -> int:
+    """The error code of a call of CUDA's runtime. CUDA also keeps it for this thread, and torch would raise it after
+    the next kernel, as if that had failed."""
+    if code := int(result):
+        for last_error in _LAST_ERRORS:
+            if hasattr(_LIBRARY, last_error):
+                getattr(_LIBRARY, last_error)()
+    return code
+
+
+_told_unpinned = False
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in pinned memory, from which and to which copies need no waiting, or as it is if CUDA refuses that."""
+    global _told_unpinned
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        if not _told_unpinned:
+            _told_unpinned = True
+            say(f"could not pin memory ({in_words(error)}). Copies to and from the GPU hold up the training")
+        return tensor
 
 
 def live_graphs() -> list[torch.cuda.CUDAGraph]:

@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from clusterddp.distributed.devices import pinned
+
 #: The most that the values of one step may take in the file. The same holds for an event, sent to the supervisor.
 MOST_BYTES = 1_000_000
 #: The most that a number takes in a line, with its punctuation.
@@ -96,7 +98,7 @@ class DeviceCopies:
 
 
 def _pinned(dtype: torch.dtype) -> Iterable[torch.Tensor]:
-    return torch.empty(_SLOTS, dtype=dtype, pin_memory=True).unbind()
+    return pinned(torch.empty(_SLOTS, dtype=dtype)).unbind()
 
 
 def _recorded(device: torch.device) -> Event:

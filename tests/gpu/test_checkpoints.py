@@ -13,6 +13,7 @@ from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
+from tests.preempted import logged
 from tests.trainings import events_of
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -88,6 +89,18 @@ def test_restored_tensors_are_where_they_were_on_devices_and_host(tmp_path: Path
     resumed = ddp.run(script, tmp_path / "run", 2, ranks=2, folder=out, devices=4)
     for rank in range(2):
         assert told(resumed.output(rank)) == told(saved.output(rank))
+
+
+def test_a_run_whose_memory_cannot_be_pinned_saves_and_logs_the_same_values(tmp_path: Path) -> None:
+    """Copies are then not asynchronous, the reason is printed once, and the next kernel does not fail with it."""
+    late = {"STANDIN_CUDA_DELAY_MS": "5"}
+    run, out = RunDirectory(tmp_path / "run"), tmp_path / "out"
+    said = ddp.run(SCRIPTS / "unpinned.py", run, ranks=2, folder=out, devices=2, **late).output(0)
+    assert said.count("could not pin") == 2, said  # the snapshot, and batches and values
+    whole = content_of(max(run.checkpoints.iterdir()))
+    assert [tensor.tolist() for tensor in whole["seen"]["tensors"]] == [[[1.0] * 4] * 2] * 6
+    losses = [line["loss"] for line in logged(run)]
+    assert len(losses) == 6 and losses == sorted(losses, reverse=True)
 
 
 def told(output: str) -> list[str]:
