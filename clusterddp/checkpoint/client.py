@@ -156,12 +156,12 @@ class Snapshot:
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._memory.zero_()  # touches every page now, without the GIL
         if self._device.type == "cuda":
-            error = pin_memory(self._memory.data_ptr(), size)
-            self._pinned = not error
-            if error and not self._told:
+            code = pin_memory(self._memory.data_ptr(), size)
+            self._pinned = not code
+            if code and not self._told:
                 self._told = True
                 say(
-                    f"could not pin {size / 2**30:.1f} GiB for the snapshot of the state (CUDA error {error}). "
+                    f"could not pin {size / 2**30:.1f} GiB for the snapshot of the state (CUDA error {code}). "
                     "Training waits while a save copies the state from the GPU"
                 )
 
