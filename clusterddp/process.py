@@ -11,16 +11,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-#: Child processes of a rank, by their command, that exit on their own after the rank: a save in progress, and those of
-#: multiprocessing.
-_EXIT_ALONE = ("clusterddp.checkpoint.writer", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+#: Child processes of a rank, by their command, that exit on their own after the rank: a save in progress, those of
+#: multiprocessing, and torch's for shared files (``unlink_shared_tensors``).
+_EXIT_ALONE = (
+    *("clusterddp.checkpoint.writer", "multiprocessing.resource_tracker", "multiprocessing.forkserver"),
+    "torch_shm_manager",
+)
 #: The folder on sys.path that contains this package.
 PACKAGE_FOLDER = Path(__file__).absolute().parents[1]
 #: Like `python -P -m`, which requires Python 3.11. Only built-in modules are imported before.
@@ -72,6 +75,17 @@ def descendants(pid: int) -> dict[int, str]:
         found |= {child: _command(child) for child in sorted(below)}
         below = [grandchild for child in below for grandchild in processes.get(child, [])]
     return {child: command for child, command in found.items() if not any(name in command for name in _EXIT_ALONE)}
+
+
+def unlink_shared_tensors(pids: Iterable[int]) -> None:
+    """Unlinks the files in /dev/shm through which ended processes shared tensors by name, which is torch's sharing
+    strategy ``file_system``.
+
+    torch_shm_manager does so 2 s after its last client has exited (torch 2.13), but Slurm kills it with the step.
+    """
+    for file in (file for pid in pids for file in Path("/dev/shm").glob(f"torch_{pid}_*")):
+        with suppress(OSError):
+            file.unlink()
 
 
 #: Children of this process that only this process may end.
@@ -142,12 +156,13 @@ def cancel_at_exit(act: Callable[[], Any]) -> None:
         _exit_handlers.remove(act)
 
 
-def _drop_exit_handlers() -> None:
+def drop_exit_handlers() -> None:
+    """Undoes every ``at_exit``."""
     for act in list(_exit_handlers):
         cancel_at_exit(act)
 
 
-os.register_at_fork(after_in_child=_drop_exit_handlers)
+os.register_at_fork(after_in_child=drop_exit_handlers)
 
 
 @contextmanager

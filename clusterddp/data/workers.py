@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from clusterddp.process import at_exit
+from clusterddp.process import at_exit, unlink_shared_tensors
 from clusterddp.worker import signals
 
 #: Seconds that workers get to finish their current sample before they are killed.
@@ -65,6 +65,7 @@ def close(iterator: Any) -> None:
         iterator._shutdown_workers()
     finally:
         killer.cancel()
+    unlink_shared_tensors(worker.pid for worker in workers)
 
 
 def _start(loader: DataLoader[Any], known: weakref.WeakSet[Any]) -> Any:

@@ -214,7 +214,8 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
         time.sleep(FENCE_S)
     words = f"attempt {own} was superseded by attempt {run.newest_attempt()}"
     say(f"{words}. Rank {end['rank']} exits without writing")
-    _exit_with_record(record, {**end, "end": "superseded", "reason": words}, 1)
+    _record(record, {**end, "end": "superseded", "reason": words})
+    rank_exit.exit_now(1)  # without the script's exit handlers, which may write to files that the newer attempt uses
 
 
 def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
@@ -253,8 +254,8 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
     if "leave" in order and _used_clusterddp():
         say_unlocked(f"exiting, because {order['leave']}")
         channel.send("left", **{**end, "end": "dismissed", "error": order["leave"], "used_clusterddp": True})
-        rank_exit.end_children()
-        os._exit(1)
+        # In a separate thread, because an exit handler may need an answer of the supervisor.
+        threading.Thread(target=rank_exit.fail, args=(1, rank_exit.DISMISSAL_GRACE_S), name="exit", daemon=True).start()
 
 
 def _report_stacks(channel: ControlChannel, request: str) -> None:
@@ -402,7 +403,7 @@ def _exit_with_record(record: Path, end: dict[str, Any], code: int) -> NoReturn:
     _record(record, end)
     if code == 0:
         rank_exit.finish(0, stopped=end["end"] == "stopped")
-    rank_exit.exit_now(code)
+    rank_exit.fail(code)
 
 
 def _bound_stop(record: Path, end: dict[str, Any], stopped: Stopped) -> None:

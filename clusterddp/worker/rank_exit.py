@@ -26,7 +26,14 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NoReturn
 
-from clusterddp.process import cancel_at_exit, current_frames, descendants, process_start
+from clusterddp.process import (
+    cancel_at_exit,
+    current_frames,
+    descendants,
+    drop_exit_handlers,
+    process_start,
+    unlink_shared_tensors,
+)
 from clusterddp.reporter import say, say_unlocked
 
 #: The instructions with which Python ends a loop at ``break`` and ``return``; the second from 3.14 on.
@@ -83,22 +90,29 @@ def complete_loop() -> None:
 EXIT_GRACE_S = 30.0
 #: Seconds from the commit of a stop's checkpoint to the end of the process, ``except`` and ``finally`` blocks included.
 STOP_GRACE_S = 10.0
+#: Seconds from a rank's failure to the end of its process, for exit handlers: below the time after which the supervisor
+#: kills a failed rank's job step (``PEER_GRACE_S`` and ``HANG_GRACE_S`` of ``supervisor/decide.py``).
+FAILURE_GRACE_S = 5.0
+#: The same from an order to exit at once, below ``HANG_GRACE_S``.
+DISMISSAL_GRACE_S = 2.0
 #: Seconds from TERM to KILL of children. Daemonic ones get TERM when the script has ended.
 KILL_AFTER_S = 1.0
 
 _end_multiprocessing = multiprocessing.util._exit_function  # type: ignore[attr-defined]
-_limited = False
+_deadline = float("inf")
+#: Held by the thread that runs the exit handlers, until the end of the process.
+_exiting = threading.Lock()
 
 
 def exit_within(grace_s: float, since: str, exit_code: int, record: Callable[[], None] = lambda: None) -> None:
-    """Ends this process with ``exit_code`` in ``grace_s`` seconds, unless it has exited. Only the first call counts.
+    """Ends this process with ``exit_code`` in ``grace_s`` seconds, unless it has exited. The earliest deadline counts.
 
     ``since``: the start of the grace period, for the message. ``record`` is called just before the exit.
     """
-    global _limited
-    if _limited:
+    global _deadline
+    if (deadline := time.monotonic() + grace_s) >= _deadline:
         return
-    _limited = True
+    _deadline = deadline
 
     def overdue() -> None:
         time.sleep(grace_s)
@@ -121,15 +135,39 @@ def finish(exit_code: int, *, stopped: bool) -> NoReturn:
     """
     exit_within(EXIT_GRACE_S, "the end of the script", exit_code)
     threading._shutdown()  # type: ignore[attr-defined]
+    _exiting.acquire()
     if stopped:
         atexit.unregister(_end_multiprocessing)
         cancel_at_exit(end_daemonic)
     atexit._run_exitfuncs()
     if stopped:
-        cleaning = threading.Thread(target=_end_multiprocessing, daemon=True)
-        cleaning.start()
-        cleaning.join(KILL_AFTER_S)
+        _start_multiprocessings_end().join(KILL_AFTER_S)
     exit_now(exit_code)
+
+
+def fail(exit_code: int, grace_s: float = FAILURE_GRACE_S) -> NoReturn:
+    """Ends this process after a failure. The script's exit handlers run, because loggers and trackers write their last
+    lines there.
+
+    Does not wait for threads, and skips clusterddp's own exit handlers: they may wait for a collective that other ranks
+    never join. Any thread may call it, because the main thread may wait for one, too.
+    """
+    exit_within(grace_s, "the failure", exit_code)
+    _exiting.acquire()
+    drop_exit_handlers()
+    atexit.unregister(_end_multiprocessing)
+    atexit._run_exitfuncs()
+    ending = _start_multiprocessings_end()
+    _end_and_name_children()
+    ending.join(KILL_AFTER_S)
+    _exit(exit_code)
+
+
+def _start_multiprocessings_end() -> threading.Thread:
+    """Python's exit handler of ``multiprocessing``, in a thread, because it waits for processes that may never end."""
+    thread = threading.Thread(target=_end_multiprocessing, daemon=True)
+    thread.start()
+    return thread
 
 
 def finish_child(exit_code: int) -> NoReturn:
@@ -148,9 +186,13 @@ def finish_child(exit_code: int) -> NoReturn:
 
 def exit_now(exit_code: int) -> NoReturn:
     """Ends this process and its children now."""
+    _end_and_name_children()
+    _exit(exit_code)
+
+
+def _end_and_name_children() -> None:
     if left := end_children():
         say(f"killed child processes at exit: {_listed(left)}")
-    _exit(exit_code)
 
 
 def _exit(exit_code: int) -> NoReturn:
@@ -189,6 +231,7 @@ def end_children() -> Mapping[int, str]:
         while alive and time.monotonic() < deadline:
             time.sleep(0.01)
             alive = {pid: start for pid, start in alive.items() if start and process_start(pid) == start}
+    unlink_shared_tensors((os.getpid(), *left))
     return left
 
 

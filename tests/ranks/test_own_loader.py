@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
+from tests.ranks.test_child_processes import TRAINING
+from tests.ranks.test_local import submit
+from tests.waiting import story
 
 SCRIPT = """
 import multiprocessing
@@ -45,3 +49,27 @@ def test_a_term_to_the_whole_job_spares_the_workers_and_none_delays_the_end(tmp_
     script.write_text(SCRIPT)
     ranks = ddp.start(script, ranks=2, folder=tmp_path / "out").expect(75)
     assert all("stopped after the workers went on" in ranks.output(rank) for rank in range(2))
+
+
+SHARING = f"""
+import multiprocessing
+import torch.multiprocessing
+torch.multiprocessing.set_sharing_strategy("file_system")
+{TRAINING.replace("batch_size=1", "batch_size=1, num_workers=2, persistent_workers=True")}
+for batch in run.steps(40 if ctx.attempt else 1_000_000):
+    train(batch)
+    if run.step == 1:
+        print("workers", *(child.pid for child in multiprocessing.active_children()), flush=True)
+    if run.step == 5 and ctx.attempt == 0:
+        ctx.request_stop("the test")
+"""
+
+
+def test_no_tensor_that_workers_shared_by_name_is_left_behind(tmp_path: Path) -> None:
+    """Batches that were made in advance are files in /dev/shm, whose space nobody gets back, when a rank stops."""
+    script, run = tmp_path / "sharing.py", RunDirectory(tmp_path / "run")
+    script.write_text(SHARING)
+    assert submit(run, str(script), "--device", "cpu", "--gpus", "1").returncode == 130, story(run)
+    pids = (run.attempt_logs(0) / "rank-0.out").read_text().split("workers ")[1].split()
+    assert len(pids) == 2
+    assert not [file.name for pid in pids for file in Path("/dev/shm").glob(f"torch_{pid}_*")]

@@ -124,6 +124,45 @@ def test_nothing_in_the_script_delays_a_ranks_exit_beyond_its_grace_period(tmp_p
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists() and b"lingering" in _command(pid)]
 
 
+EXIT_HANDLERS = """
+import atexit, logging.handlers, multiprocessing, os, sys, tempfile, threading
+how, out, rank = sys.argv[1], sys.argv[2], os.environ["RANK"]
+buffered = logging.handlers.MemoryHandler(1000, target=logging.FileHandler(f"{out}/log-{rank}"))
+logging.getLogger().addHandler(buffered)
+logging.getLogger().warning("a line in a buffered log")
+folder = tempfile.TemporaryDirectory(dir=out)
+atexit.register(lambda: open(f"{out}/exit-{rank}", "w").close())
+if how == "peer":
+    import clusterddp
+    ctx = clusterddp.init()
+    if rank == "0":
+        threading.Event().wait()
+if how == "worker":
+    multiprocessing.get_context("fork").Process(target=threading.Event().wait, daemon=False).start()
+if how == "exit":
+    sys.exit(3)
+if how == "text":
+    sys.exit("bad option")
+if how == "interrupt":
+    raise KeyboardInterrupt
+raise ValueError("bad label")
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "exit", "text", "interrupt", "worker", "peer"])
+def test_exit_handlers_run_after_a_failure_also_on_ranks_that_wait_for_the_failed_one(tmp_path: Path, how: str) -> None:
+    """Loggers and trackers write their last lines there. ``peer``: rank 0 never returns to its script."""
+    script, run, ranks = tmp_path / "fails.py", RunDirectory(tmp_path / "run"), 2 if how == "peer" else 1
+    script.write_text(EXIT_HANDLERS)
+    (out := tmp_path / "out").mkdir()
+    done = submit(run, str(script), "--device", "cpu", "--gpus", str(ranks), "--", how, str(out))
+    assert done.returncode != 0 and run.attempts() == [0], story(run)
+    assert sorted(file.name for file in out.iterdir()) == [
+        f"{kind}-{rank}" for kind in ("exit", "log") for rank in range(ranks)
+    ]
+    assert all((out / f"log-{rank}").read_text() == "a line in a buffered log\n" for rank in range(ranks))
+
+
 def _command(pid: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
