@@ -7,15 +7,18 @@ other tasks if the step is smaller than its job.
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.hostlist import expand, tasks_per_node
-from clusterddp.protocol import LAUNCHER
+from clusterddp.process import this_process
+from clusterddp.protocol import FOR_RANKS, LAUNCHER, RANK_PROCESS
 
 Environ = Mapping[str, str]
 Launcher = Literal["slurm", "torchrun", "local", "openmpi", "single"]
@@ -326,3 +329,74 @@ def _contradiction(environ: Environ, launcher: Launcher, reason: str, *names: st
 def _shown(environ: Environ, *names: str) -> str:
     """``NAME=value`` of the names that are set."""
     return ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(names) if name in environ)
+
+
+# --- processes that a rank starts inherit its variables
+
+#: The variables that make a process a rank, but for Slurm's, which each job and each step sets anew.
+_OF_A_RANK = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("PMIX_NAMESPACE", "PMIX_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+
+
+@dataclass(frozen=True)
+class _RankProcess:
+    """Which process a rank's variables are for: a value of RANK_PROCESS.
+
+    ``step``: its job and step. ``values``: its ``_OF_A_RANK``. ``joined``: whether it has taken its place, so that no
+    process that it starts can.
+    """
+
+    process: str
+    step: str
+    values: Mapping[str, str]
+    joined: bool
+
+    @classmethod
+    def this(cls, environ: Environ, *, joined: bool) -> _RankProcess:
+        values = {name: environ[name] for name in _OF_A_RANK if name in environ}
+        return cls(this_process(), _step(environ), values, joined)
+
+    @classmethod
+    def inherited(cls, environ: Environ) -> _RankProcess | None:
+        return cls(**json.loads(environ[RANK_PROCESS])) if RANK_PROCESS in environ else None
+
+
+def _step(environ: Environ) -> str:
+    return f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+
+
+def mark(environ: MutableMapping[str, str], *, joined: bool = False) -> None:
+    """Records that the variables of a rank are for this process, also after an ``exec`` in it."""
+    environ[RANK_PROCESS] = json.dumps(dataclasses.asdict(_RankProcess.this(environ, joined=joined)))
+
+
+def drop_inherited(environ: MutableMapping[str, str]) -> None:
+    """Removes a rank's variables if that rank has another job or step: one in which it submitted or started this one.
+
+    Variables that a launcher has set since are kept.
+    """
+    rank = _RankProcess.inherited(environ)
+    if rank is None or rank.step == _step(environ):
+        return
+    for name in FOR_RANKS:
+        environ.pop(name, None)
+    for inherited, value in rank.values.items():
+        if environ.get(inherited) == value:
+            del environ[inherited]
+
+
+def check_own(environ: Mapping[str, str]) -> None:
+    """Raises LauncherEnvironmentError if the rank's variables are those of the process that started this one.
+
+    A launcher in a rank's script may start ranks before the rank itself has joined the others, or set other variables.
+    """
+    rank, this = _RankProcess.inherited(environ), _RankProcess.this(environ, joined=True)
+    if rank is not None and rank.joined and rank.process != this.process and rank.values == this.values:
+        raise LauncherEnvironmentError(
+            f"process {os.getpid()} was started by rank {environ.get('RANK', environ.get('SLURM_PROCID'))} "
+            f"and has its variables, but it is not a rank. Evaluate in the rank "
+            "itself (ctx.eval_loader), or submit this script as a separate job"
+        )

@@ -181,6 +181,11 @@ def process_namespace() -> str:
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
+def this_process() -> str:
+    """Identifies this process among all of all machines, as long as it exists, also after an ``exec``."""
+    return f"{process_namespace()} {os.getpid()} {process_start(os.getpid())}"
+
+
 def signal_ranks(supervisor: int, signum: int) -> None:
     """Signals the ranks of a local run but not their children, as Slurm with proctrack/cgroup does."""
     for child in _processes().get(supervisor, []):

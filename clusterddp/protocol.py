@@ -164,6 +164,10 @@ COMMITTED = Variable(
 TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
 )
+RANK_PROCESS = Variable(
+    "CLUSTERDDP_RANK_PROCESS",
+    "rank to the processes that it starts: the process, the job step and the launcher's variables of the rank",
+)
 CHECKPOINT = Variable(
     "CLUSTERDDP_CHECKPOINT",
     "supervisor to ranks and scripts: the script's own checkpoint that the attempt continues from",
@@ -200,4 +204,5 @@ FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S, COMMITTED),
     *(CODE, CHECKOUT, PREFLIGHT, PROFILE, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),
     *(MLFLOW, SAVED, SAVED_ITEMS, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK, PROTECT_SAVES, SEE_STEPS),
+    RANK_PROCESS,
 )

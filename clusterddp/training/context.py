@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp import environment
 from clusterddp.checkpoint.state_dict import Stateful
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
@@ -141,7 +142,11 @@ def init(
         raise RuntimeError("clusterddp.init() must come before the first clusterddp.stop_requested()")
     if seed is not None and (not isinstance(seed, Real) or seed != seed):  # NaN differs from the recorded one
         raise TypeError(f"clusterddp.init(seed={seed!r}): expected an integer")
+    environment.drop_inherited(os.environ)
+    environment.check_own(os.environ)
     read = settings.read(os.environ, seed=seed, device=device, backend=backend, run_dir=run_dir, checkpoint=checkpoint)
+    if read.attempt is not None or read.ranks.world_size > 1:
+        environment.mark(os.environ, joined=True)
     collect_as_usual()
     devices.settle_vector_functions()
     _current = script_loop.context = Context(read)

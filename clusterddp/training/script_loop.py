@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from clusterddp import protocol
+from clusterddp import environment, protocol
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed.process_group import AttemptStore
 from clusterddp.errors import Stopped
@@ -297,6 +297,7 @@ class ItemsToDo(Iterable[Item]):
 
 @functools.cache
 def _tell_if_started_by_a_rank() -> None:
+    environment.drop_inherited(os.environ)
     if protocol.SUPERVISOR in os.environ:
         say(NO_RANK)
         control_channel.tell_of_child(os.environ)

@@ -107,7 +107,7 @@ class ControlChannel:
         self._connection, self._heard = connection, heard
         #: This host's address on the network to the supervisor.
         self.local_address: str = connection.getsockname()[0]
-        self._said = 0
+        self._said = self._known  # before an ``exec``, or none
         self._last: deque[bytes] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
         self._closed = False
@@ -135,13 +135,15 @@ class ControlChannel:
         port: int | None,
         timeout: float,
         give_up: Callable[[], bool] = lambda: False,
+        process: str | None = None,
     ) -> ControlChannel | None:
         """Joins the supervisor at ``host:port`` and waits up to ``timeout`` seconds for the address of rank 0's store.
 
-        ``port``: the port of the store on rank 0, None on other ranks. Returns None once ``give_up``, which is polled
+        ``port``: the port of the store on rank 0, None on other ranks. ``process``: identifies this process, also after
+        an ``exec``; by default nothing but this object is the same rank. Returns None once ``give_up``, which is polled
         twice a second, returns True. Raises LauncherEnvironmentError.
         """
-        process = secrets.token_hex(16)  # identifies a rank that reconnects
+        process = process or secrets.token_hex(16)  # identifies a rank that reconnects
         host_name, pid = socket.gethostname(), os.getpid()
         hello = {"token": token, "rank": rank, "port": port, "host": host_name, "pid": pid, "process": process}
         return cls._join(address, hello, timeout, give_up)

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from clusterddp import environment, protocol
 from clusterddp.errors import STOPPED, ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
 from clusterddp.failures.stack_traces import stacks, write_stacks
-from clusterddp.process import at_exit, collect_rarely, die_with_parent
+from clusterddp.process import at_exit, collect_rarely, die_with_parent, module_command, this_process
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -96,6 +96,7 @@ def main() -> None:
     command = filled(whole_command(sys.argv[1:], run), ranks)
     if os.environ.get(protocol.HYDRA):
         command = hydra_command(command, run)
+    keep_place_after_exec(command)
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
         if protocol.SAVED in os.environ:
@@ -164,6 +165,33 @@ def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
     return [*command[:target], *hydra_arguments(command[target:], run.hydra)]
 
 
+def keep_place_after_exec(command: list[str]) -> None:
+    """Makes an ``os.exec`` of Python with the same script or module begin with this entry point again.
+
+    Scripts do that to set LD_LIBRARY_PATH before the first import of a library. The new program would not be connected
+    to the supervisor, which would take this rank for one that has exited.
+    """
+    process, execv, execve = os.getpid(), os.execv, os.execve
+
+    def through_here(path: Any, given: Iterable[Any]) -> list[str]:
+        words = [os.fsdecode(word) for word in given]
+        script = next((place for place, word in enumerate(words) if place and _names_target(word, command)), None)
+        is_python = os.path.realpath(os.fsdecode(path)) == os.path.realpath(sys.executable)
+        if os.getpid() != process or script is None or not is_python:
+            return words
+        if any("clusterddp.worker" in word for word in words[:script]):  # sys.orig_argv
+            return words
+        return [*words[:script], *module_command("clusterddp.worker")[1:], *words[script:]]
+
+    os.execv = lambda path, argv: execv(path, through_here(path, argv))
+    os.execve = lambda path, argv, env: execve(path, through_here(path, argv), env)
+
+
+def _names_target(word: str, command: list[str]) -> bool:
+    """Whether a word of a command line is this rank's script, or the ``-m`` before its module."""
+    return word == "-m" if command[0] == "-m" else os.path.realpath(word) == os.path.realpath(command[0])
+
+
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     """Joins the supervisor and sets torchrun's environment. Returns the socket that reserves rank 0's port.
 
@@ -181,7 +209,8 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     address = f"{host or os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{supervisor_port}"
     held = reserve_port(os.environ.get("MASTER_PORT") or None) if ranks.rank == 0 else None
     port = held.getsockname()[1] if held else None
-    channel = ControlChannel.join(address, os.environ[protocol.TOKEN], ranks.rank, port, JOIN_TIMEOUT_S, _notified)
+    token, process = os.environ[protocol.TOKEN], this_process()
+    channel = ControlChannel.join(address, token, ranks.rank, port, JOIN_TIMEOUT_S, _notified, process)
     control_channel.current = channel
     if channel is None:
         return None
@@ -189,6 +218,7 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     master = os.environ.get("MASTER_ADDR") or channel.store_host
     channel.variables = {**ranks.exports(), "MASTER_ADDR": master, "MASTER_PORT": str(channel.store_port)}
     os.environ.update(channel.variables)
+    environment.mark(os.environ)
     if channel.term_notice_s is not None:
         os.environ[protocol.TERM_NOTICE_S] = str(channel.term_notice_s)
     # gloo resolves the host name, which on many clusters gives 127.0.1.1 or fails.

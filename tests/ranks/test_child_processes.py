@@ -192,3 +192,65 @@ def test_child_processes_of_a_killed_local_rank_are_ended(tmp_path: Path) -> Non
     # torch 2.9's gloo prints a line, too.
     (pid,) = re.findall(r"^child (\d+)$", (run.attempt_logs(0) / "rank-0.out").read_text(), re.MULTILINE)
     assert process_start(int(pid)) is None
+
+
+STARTS_OTHERS = """
+import os, subprocess, sys
+import clusterddp
+
+def start(**more):
+    code = "import clusterddp; ctx = clusterddp.init(); print(ctx.rank, 'of', ctx.world_size)"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ, **more), **streams)
+
+if os.environ["RANK"] == "0":
+    clusterddp.init()
+    step = {"NUM_NODES": "1", "NUM_TASKS": "1", "TASKS_PER_NODE": "1", "NODELIST": "localhost"}
+    job = {f"SLURM_STEP_{name}": value for name, value in step.items()}
+    job |= {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    launched = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    started = {"child": start(), "launched": start(**launched), "job": start(**job)}
+    for what, process in started.items():
+        print(what, process.communicate()[0].splitlines()[-1], flush=True)
+else:
+    process = start()  # before this one has joined
+    print("launcher", process.communicate()[0].splitlines()[-1], flush=True)
+"""
+
+
+def test_a_process_that_inherited_a_ranks_variables_is_no_second_rank(tmp_path: Path) -> None:
+    """A child of a rank gets an error. A job that a rank submits, and the ranks of a launcher in it, count alone.
+
+    A child takes the place of a rank whose own process has not joined.
+    """
+    script, run = tmp_path / "starts.py", RunDirectory(tmp_path / "run")
+    script.write_text(STARTS_OTHERS)
+    assert submit(run, str(script), "--device", "cpu", "--gpus", "2").returncode == 0, story(run)
+    lines = [line for rank in (0, 1) for line in (run.attempt_logs(0) / f"rank-{rank}.out").read_text().splitlines()]
+    assert [*lines[1:]] == ["launched 0 of 1", "job 0 of 1", "launcher 1 of 2"]
+    assert lines[0].startswith("child clusterddp.errors.LauncherEnvironmentError: ")
+
+
+REPLACED = f"""
+import os, sys
+if "FIXED" not in os.environ:
+    os.environ["FIXED"] = "1"
+    os.execv(sys.executable, sys.orig_argv if sys.argv[1] == "orig_argv" else [sys.executable, *sys.argv])
+{TRAINING}
+for batch in run.steps(6 if ctx.attempt else 1_000_000):
+    train(batch)
+    if run.step == 3 and ctx.attempt == 0:
+        ctx.request_stop("the test")
+"""
+
+
+@pytest.mark.parametrize("how", ["orig_argv", "argv"])
+def test_a_rank_that_replaces_its_program_by_exec_keeps_its_place(tmp_path: Path, how: str) -> None:
+    """Scripts set LD_LIBRARY_PATH so. The stop is saved, and no step is repeated."""
+    script, run = tmp_path / "replaced.py", RunDirectory(tmp_path / "run")
+    script.write_text(REPLACED)
+    shape = ["--device", "cpu", "--gpus", "2"]
+    assert submit(run, str(script), *shape, "--", how).returncode == 130, story(run)
+    assert submit(run).returncode == 0, story(run)
+    events = {(event["attempt"], event["event"]): event for event in run.events()}
+    assert events[1, "resumed"]["step"] == events[0, "stopped"]["step"] and run.attempts() == [0, 1]

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from clusterddp.environment import RankEnvironment, default_port, read
+from clusterddp.environment import RankEnvironment, check_own, default_port, drop_inherited, mark, read
 from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.protocol import FOR_RANKS, RANK_PROCESS
 from clusterddp.slurm.commands import for_parsing, scrub
 
 TORCHRUN = {
@@ -382,3 +383,23 @@ def test_a_number_of_five_thousand_digits_is_an_error_that_names_the_variable(na
     """Python reads none of more than 4300."""
     with pytest.raises(LauncherEnvironmentError, match=name):
         read({**TORCHRUN, name: "9" * 5000})
+
+
+def test_a_job_that_a_rank_submits_gets_none_of_the_ranks_variables() -> None:
+    """But for those that a launcher in the new job has set since."""
+    rank = {**TORCHRUN, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", **{str(name): "own" for name in FOR_RANKS}}
+    del rank[RANK_PROCESS]
+    mark(rank, joined=True)
+    submitted = {**rank, "SLURM_JOB_ID": "8", "SLURM_STEP_ID": "batch", "SLURM_PROCID": "0", "WORLD_SIZE": "64"}
+    drop_inherited(submitted)
+    left = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "batch", "SLURM_PROCID": "0", "WORLD_SIZE": "64"}
+    assert submitted == {name: value for name, value in rank.items() if name not in (*TORCHRUN, *FOR_RANKS)} | left
+
+
+def test_a_rank_and_its_own_children_keep_its_variables() -> None:
+    rank = {**TORCHRUN, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    mark(rank)
+    kept = dict(rank)
+    drop_inherited(kept)
+    check_own(kept)
+    assert kept == rank
