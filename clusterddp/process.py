@@ -32,6 +32,16 @@ _ISOLATED = (
 )
 
 
+def oom_kills() -> int:
+    """How many processes of this machine the kernel has killed for lack of memory, in memory cgroups as well (proc(5),
+    Linux 4.13). 0 if unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 def module_command(module: str, python: str | None = None) -> list[str]:
     """The start of a command that runs a module of clusterddp, with this interpreter or with ``python``.
 

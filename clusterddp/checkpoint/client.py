@@ -30,8 +30,9 @@ from clusterddp.checkpoint.file_format import LONGEST_HEADER, Tensor, offsets
 from clusterddp.checkpoint.state_dict import TORCH_DTYPES, Layout, Packed, anonymous_file, free_memory, tensor_facts
 from clusterddp.distributed.devices import device_thread, pin_memory, unpin_memory
 from clusterddp.errors import CheckpointError, Superseded
+from clusterddp.failures.exit_status import killed
 from clusterddp.jobdef.job import Keep
-from clusterddp.process import module_command
+from clusterddp.process import module_command, oom_kills
 from clusterddp.reporter import in_words, say, what_failed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import signals
@@ -360,6 +361,7 @@ class CheckpointClient:
         self._replies = self._socket.makefile("rb")
         memory = self._snapshot.file
         command = [*module_command("clusterddp.checkpoint.writer"), str(other.fileno()), str(memory)]
+        self._oom_kills = oom_kills()
         with other, signals.blocked():
             self._writer = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(), memory))
         self._say(self._first)
@@ -379,7 +381,7 @@ class CheckpointClient:
         if not known:
             return "has exited, and its exit code was taken by the script (os.wait(), or SIGCHLD ignored)"
         if code == -signal.SIGKILL:
-            return "was killed by SIGKILL, probably out of memory"
+            return killed(oom_kills() > self._oom_kills)
         return f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exited with code {code}"
 
     def _send(self) -> None:

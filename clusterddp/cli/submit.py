@@ -157,8 +157,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
 def ended(run: RunDirectory, code: int, how: str) -> int:
     """Prints how to continue a run that is not over. Returns the exit code, as a shell does for a signal."""
     if code < 0:
-        likely = " (probably out of memory)" if -code == signal.SIGKILL else ""
-        say(f"the supervisor was killed by signal {-code}{likely}, and its ranks ended with it")
+        say(f"the supervisor was killed by signal {-code} ({signal.strsignal(-code)}), and its ranks ended with it")
     if (code < 0 or code == INTERRUPTED) and run.outcome() is None:
         show(f"Stopped. Continue with: {how}")
     return code if code >= 0 else 128 - code

@@ -7,7 +7,9 @@ its next jobs with ``sbatch --exclude``: few of them, for a day, and only if eno
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,15 +82,36 @@ def is_failure(event: Event) -> bool:
 
 
 def failed(events: Iterable[Event], now: float) -> list[str]:
-    """The nodes that failed often enough to be excluded, or that lack GPUs."""
+    """The nodes that failed often enough to be excluded, or that lack GPUs.
+
+    Each failure of a node cancels the same failure of another one, because a script fails on any node.
+    """
     events = list(events)
-    nodes = dict.fromkeys(event["suspect"] for event in events if event.get("suspect"))
-    return [node for node in nodes if _unusable(failures(events, node, now))]
+    by_node = {
+        node: failures(events, node, now)
+        for node in dict.fromkeys(event["suspect"] for event in events if event.get("suspect"))
+    }
+    kinds = {node: Counter(map(_kind, found)) for node, found in by_node.items()}
+    total = sum(kinds.values(), Counter[str | None]())
+    return [node for node, found in by_node.items() if _unusable(found, total - kinds[node])]
 
 
-def _unusable(failed: Sequence[Event]) -> bool:
-    often = len({event["attempt"] for event in failed}) >= FAILURES
-    return often or any(event.get("lacks_gpus") for event in failed)
+def _unusable(failed: Sequence[Event], elsewhere: Counter[str | None]) -> bool:
+    left, alone = elsewhere.copy(), set()
+    for event in failed:
+        if (kind := _kind(event)) is not None and left[kind] > 0:
+            left[kind] -= 1
+        else:
+            alone.add(event["attempt"])
+    return len(alone) >= FAILURES or any(event.get("lacks_gpus") for event in failed)
+
+
+def _kind(event: Event) -> str | None:
+    """Equal for failures that a script may cause on any node: the error without its numbers. None if the node itself
+    has failed: it was lost, its GPU's driver reported a fault, or it lacks GPUs."""
+    if event["event"] == "node_lost" or event.get("fault") or event.get("lacks_gpus"):
+        return None
+    return event["event"] if event["event"] == "hung" else re.sub(r"\d+", "0", what(event))
 
 
 def excluded(events: Iterable[Event], now: float) -> list[str]:

@@ -1,9 +1,10 @@
 """How a rank ended: from waitpid's status, srun's messages, and the error texts of the libraries. Pure functions.
 
 ``find`` knows the error texts of CUDA, HIP, NCCL, cuDNN, Triton, gloo and torch: whose fault each is, and its likely
-cause. An exception's type rarely helps: torch raises RuntimeError, AcceleratorError (from 2.8 on) or DistBackendError
-for most of these errors. Under NCCL an asynchronous error of a device ends the process from torch's watchdog thread.
-``find`` takes the first row whose pattern occurs in the text, so special cases come before general ones.
+cause. A text counts only in an exception of a type that these libraries raise, because a script's own errors may quote
+it. The type alone says little: torch raises RuntimeError, AcceleratorError (from 2.8 on) or DistBackendError for most
+of these errors. Under NCCL an asynchronous error of a device ends the process from torch's watchdog thread. ``find``
+takes the first row whose pattern occurs in the text, so special cases come before general ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import NamedTuple
 
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$", re.MULTILINE)
 _LAUNCH = re.compile(r"^srun: error: tasks? ([\d,-]+) launch failed: (.+)$", re.MULTILINE)
+#: slurmstepd's, for a memory cgroup of the step: 22.05 has `oom_kill event in`, 20.11 `oom-kill event(s) in`.
+_OOM_KILL = re.compile(r"^slurmstepd\S*: error: Detected \d+ oom[-_]kill event", re.MULTILINE)
 _EXITED = re.compile(r"Exited with exit code (\d+)")
 #: The signals with which a launcher ends the peers of a failed rank.
 KILLS = (signal.SIGKILL, signal.SIGTERM)
@@ -32,6 +35,9 @@ class ExitStatus:
     signal: int | None = None
     exit_code: int | None = None
     out_of_memory: bool = False
+    """Whether Slurm reported that it was killed because memory ran out."""
+    oom_kill: bool = False
+    """Whether the kernel has killed a process for lack of memory that may have been this one."""
     first: bool = False
     """Whether the launcher reported its end before that of any other rank."""
     not_started: str = ""
@@ -59,10 +65,16 @@ class ExitStatus:
         if self.out_of_memory:
             return "was killed because the job ran out of memory. Request more with --mem"
         if self.signal == signal.SIGKILL:
-            return "was killed by SIGKILL, probably out of memory"
+            return killed(self.oom_kill)
         if self.signal is not None:
             return f"was killed by signal {self.signal} ({_name(self.signal)})"
         return f"exited with code {self.exit_code} and no traceback, probably because of os._exit()"
+
+
+def killed(oom_kill: bool) -> str:
+    """The words for SIGKILL, which does not say who sent it. ``oom_kill``: whether the kernel killed a process."""
+    likely = ", probably out of memory" if oom_kill else ". Unless you sent it, check whether memory ran out"
+    return f"was killed by SIGKILL{likely}"
 
 
 def in_order(exit_statuses: Mapping[int, ExitStatus]) -> dict[int, ExitStatus]:
@@ -75,22 +87,24 @@ def of_tasks(messages: str) -> dict[int, ExitStatus]:
 
     Tasks that could not be started come first, then the order is that of the messages. A task's first one counts.
     """
+    oom_kill = _OOM_KILL.search(messages) is not None
     exit_statuses = {
         rank: ExitStatus(not_started=why) for tasks, why in _LAUNCH.findall(messages) for rank in _numbers(tasks)
     }
     for tasks, what in _TASKS.findall(messages):
-        if death := _death(what):
+        if death := _death(what, oom_kill):
             for rank in _numbers(tasks):
                 exit_statuses.setdefault(rank, death)
     return exit_statuses
 
 
-def _death(what: str) -> ExitStatus | None:
+def _death(what: str, oom_kill: bool) -> ExitStatus | None:
     if exited := _EXITED.fullmatch(what):
         return ExitStatus(exit_code=int(exited[1]))
     if what == "Out Of Memory":
         return ExitStatus(out_of_memory=True)
-    return ExitStatus(signal=_SIGNALS[what]) if what in _SIGNALS else None
+    number = _SIGNALS.get(what)
+    return None if number is None else ExitStatus(signal=number, oom_kill=oom_kill and number == signal.SIGKILL)
 
 
 def _name(number: int) -> str | None:
@@ -113,11 +127,23 @@ class Blame(enum.Enum):
     SCRIPT = "script"  # the script, its data or its environment
 
 
+#: The types of exceptions in which the libraries' texts count: those of torch, of torch.compile, which wraps others, of
+#: Triton, cupy and numba, and every one of C++, which has a namespace. "": the text has no type, as that which the ROCm
+#: runtime prints before it aborts.
+LIBRARIES = frozenset(
+    "RuntimeError AcceleratorError OutOfMemoryError DistError DistBackendError DistNetworkError DistStoreError "
+    "InductorError BackendCompilerFailed TorchRuntimeError OutOfResources CUDARuntimeError CUDADriverError CUBLASError "
+    "NcclError CudaAPIError NVMLError_GpuIsLost".split()
+) | {""}
+_TYPE = re.compile(r"([\w.:]+?): ")
+
+
 class ErrorText(NamedTuple):
     """A row of the table.
 
     ``pattern`` is a regular expression, searched in ``TYPE: MESSAGE``. ``source``: which software uses
-    these words, and in which versions.
+    these words, and in which versions. ``types``: the exceptions in which they count. ``elsewhere``: a regular
+    expression for tracebacks in which they do not.
     """
 
     pattern: str
@@ -125,6 +151,8 @@ class ErrorText(NamedTuple):
     cause: str
     source: str
     out_of_memory: bool = False
+    types: frozenset[str] = LIBRARIES
+    elsewhere: str = ""
 
 
 _CUDART = "cudaGetErrorString, CUDA 11 to 13; hipGetErrorString, ROCm 5 to 7"
@@ -133,6 +161,8 @@ _NCCL = "ncclGetErrorString, NCCL 2.13 to 2.28 and RCCL; torch 2.4 to 2.13, NCCL
 _WATCHDOG = "torch 2.4 to 2.13, ProcessGroupNCCL.cpp"
 _DEVICE_MEMORY = "the device's memory is full. Use a smaller batch, or stop other processes that use this GPU"
 _REMOTE = "another rank exited, failed or lost its network connection first"
+#: Before the text of an error of the runtime or the driver.
+_ERROR = r"((CUDA|HIP)( driver)? error|(Triton|CUDA|HIP) Error \[(CUDA|HIP)\]): (Code: \d+, Messsage: )?"
 _KERNEL = "a kernel read or wrote outside its tensors. Find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer"
 
 TABLE = (
@@ -148,10 +178,16 @@ TABLE = (
     ),
     ErrorText(r"^OutOfMemoryError\b", Blame.SCRIPT, _DEVICE_MEMORY, "torch 2.4 to 2.13, torch.OutOfMemoryError", True),
     ErrorText(
+        r"ibv_\w+ failed with error Cannot allocate memory|ibv_\w+\([^\n]*failed: Cannot allocate memory", Blame.SCRIPT,
+        "the limit of locked memory (ulimit -l), which InfiniBand needs, is too low in this job. Ask the administrator "
+        "for an unlimited one", "NCCL 2.13 to 2.28, misc/ibvwrap.cc; UCX",
+    ),
+    ErrorText(
         r"^MemoryError\b|DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory",
         Blame.SCRIPT,
         "the host's memory is full. Request more with --mem, or use fewer workers",
         "Python; torch 2.4 to 2.13, c10/core/impl/alloc_cpu.cpp; libstdc++; errno ENOMEM", True,
+        LIBRARIES | {"MemoryError", "OSError"},
     ),
     # The script's errors in kernels. They are sticky: the process cannot use the device again.
     ErrorText(
@@ -171,15 +207,26 @@ TABLE = (
         f"cudaErrorNoKernelImageForDevice and others: {_CUDART}; torch/cuda/__init__.py, 2.4 to 2.13",
     ),
     ErrorText(
-        r"(CUDA|HIP) error: (invalid (argument|configuration argument|device ordinal|resource handle)"
-        r"|operation not permitted when stream is capturing|initialization error|peer access is not supported)"
-        r"|Cannot re-initialize CUDA in forked subprocess",
-        Blame.SCRIPT, "an invalid call, for example during graph capture, after a fork or for a missing device",
-        f"{_CUDART}; torch/cuda/__init__.py, 2.4 to 2.13",
+        _ERROR + r"[^\n]*(captur|graph update)", Blame.SCRIPT,
+        "a call that a CUDA graph's capture does not allow, such as a synchronization",
+        f"cudaErrorStreamCapture* and others: {_CUDART}",
     ),
     ErrorText(
-        r"out of resource: (shared memory|tensor memory|threads)", Blame.SCRIPT,
-        "a Triton kernel's blocks are too large for this GPU", "Triton 2 and 3, OutOfResources",
+        _ERROR + r"(invalid |operation not (permitted|supported)|initialization error|peer access is not supported"
+        r"|context is destroyed|named symbol not found|the provided PTX|a PTX JIT|feature is not|driver shutting down)"
+        r"|Cannot re-initialize CUDA in forked subprocess",
+        Blame.SCRIPT, "an invalid call, for example after a fork, for a missing device, or with too large a grid",
+        f"{_CUDART}; Triton 2 and 3; torch/cuda/__init__.py, 2.4 to 2.13",
+    ),
+    ErrorText(
+        r"out of resource: (shared memory|tensor memory|threads)|too many (resources requested for|blocks in coop)",
+        Blame.SCRIPT, "a kernel needs more threads, registers or shared memory than this GPU has",
+        f"Triton 2 and 3, OutOfResources; cudaErrorLaunchOutOfResources: {_CUDART}",
+    ),
+    ErrorText(
+        r"(CUBLAS|CUBLASLT|CUSOLVER|CUSPARSE|CUDNN|HIPBLAS)_STATUS_NOT_INITIALIZED", Blame.SCRIPT,
+        "the device's memory is full, or an earlier kernel failed. Find that with CUDA_LAUNCH_BLOCKING=1",
+        "cuBLAS, cuSOLVER, cuSPARSE, hipBLAS and cuDNN, by torch 2.4 to 2.13",
     ),
     ErrorText(
         r"CUDNN_STATUS_(NOT_SUPPORTED|BAD_PARAM|ARCH_MISMATCH|INVALID_VALUE)|CUBLAS_STATUS_(INVALID_VALUE|NOT_SUPPORTED)",
@@ -235,7 +282,7 @@ TABLE = (
         "the driver has failed. Ask the administrator for the node's Xid messages", f"cudaErrorUnknown: {_C10}",
     ),
     ErrorText(
-        r"(CUDA|HIP) driver error|(CUDA|HIP) error|Cuda failure|Triton Error \[|cuDNN error|MIOpen Error|hipError"
+        r"(CUDA|HIP)( driver)? error: |Cuda failure|Triton Error \[|cuDNN error|MIOpen Error|hipError"
         r"|CUDNN_STATUS_|CUBLAS_STATUS_|HIPBLAS_STATUS_|^AcceleratorError: |unhandled cuda error"
         r"|ncclUnhandledCudaError",
         Blame.NODE, "the GPU or its driver reported an error",
@@ -250,16 +297,30 @@ TABLE = (
     ErrorText(
         r"^DeviceError: (the ranks on node|device \S+ requested, but no GPU)", Blame.NODE,
         "a GPU of the node is missing, or the job needs more GPUs than it was given", "clusterddp",
-    ),
-    ErrorText(r"^PreflightError: node ", Blame.NODE, "the node did not pass the preflight", "clusterddp"),
-    ErrorText(r"^PreflightError: ", Blame.PEER, "the nodes did not pass the preflight together", "clusterddp"),
-    ErrorText(
-        r"Dist(Backend|Network|Store)Error: |rank 0's store is unreachable", Blame.PEER, _REMOTE,
-        "torch 2.4 to 2.13, TCPStore and the process groups; clusterddp",
+        types=frozenset(("DeviceError",)),
     ),
     ErrorText(
-        r"^(ConnectionError|ConnectionResetError|ConnectionRefusedError|BrokenPipeError): ", Blame.PEER,
+        r"^PreflightError: node ", Blame.NODE, "the node did not pass the preflight", "clusterddp",
+        types=frozenset(("PreflightError",)),
+    ),
+    ErrorText(
+        r"^PreflightError: ", Blame.PEER, "the nodes did not pass the preflight together", "clusterddp",
+        types=frozenset(("PreflightError",)),
+    ),
+    ErrorText(
+        r"EADDRINUSE|(errno: 98 - |\[Errno 98\] )?[Aa]ddress already in use", Blame.SCRIPT,
+        "another process uses the port. Leave MASTER_PORT unset, and let the script choose free ports",
+        "torch 2.4 to 2.13, TCPStore; Python", types=LIBRARIES | {"OSError"},
+    ),
+    ErrorText(
+        r"^Dist(Backend|Network|Store)Error: |rank 0's store is unreachable", Blame.PEER, _REMOTE,
+        "torch 2.4 to 2.13, TCPStore and the process groups; clusterddp", types=LIBRARIES | {"ClusterddpError"},
+    ),
+    ErrorText(  # requests, redis and others have a ConnectionError of their own, without a number
+        r"^Connection(Reset|Refused|Aborted)Error: \[Errno \d+\]|^BrokenPipeError: \[Errno \d+\]", Blame.PEER,
         "the other end closed the connection", "Python",
+        types=frozenset(f"Connection{what}Error" for what in ("Reset", "Refused", "Aborted")) | {"BrokenPipeError"},
+        elsewhere=r'File "[^"]*/((site|dist)-packages/(?!torch/|clusterddp/)|http/client\.py|urllib/|ssl\.py)',
     ),
 )  # fmt: skip
 
@@ -267,6 +328,13 @@ _ROWS = [(re.compile(row.pattern), row) for row in TABLE]
 
 
 @functools.lru_cache(maxsize=1024)  # many ranks may have the same error
-def find(text: str) -> ErrorText | None:
-    """The row of an error with this text, ``TYPE: MESSAGE``. None if there is none, as for the script's own errors."""
-    return next((row for pattern, row in _ROWS if pattern.search(text)), None)
+def find(text: str, traceback: str = "") -> ErrorText | None:
+    """The row of an error with this text, ``TYPE: MESSAGE``. None if there is none, as for the script's own errors.
+
+    Also of the text of an abort: ``aborted: c10::DistBackendError: ...``.
+    """
+    text = text.removeprefix("aborted: ")
+    named = _TYPE.match(text)
+    kind = named[1].rpartition(".")[2] if named else ""
+    rows = (row for pattern, row in _ROWS if ("::" in kind or kind in row.types) and pattern.search(text))
+    return next((row for row in rows if not (row.elsewhere and re.search(row.elsewhere, traceback))), None)

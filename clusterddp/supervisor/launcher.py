@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import without_secrets
-from clusterddp.process import adopt_orphans, descendants, module_command, signals_blocked
+from clusterddp.process import adopt_orphans, descendants, module_command, oom_kills, signals_blocked
 from clusterddp.protocol import ATTEMPT, RUN_DIR
 from clusterddp.rundir.files import create_file
 from clusterddp.supervisor.guard import guard_command, guard_environment
@@ -220,6 +221,7 @@ class LocalLauncher:
         arrives before its Python runs.
         """
         adopt_orphans()
+        self._oom_kills = oom_kills()
         with signals_blocked(signal.SIGTERM, signal.SIGUSR2):
             for rank in range(self._job.world_size):
                 own = {**environment, **local_variables(self._job, rank)}
@@ -262,7 +264,8 @@ class LocalLauncher:
         while left and (ended := self._exited.get()) is not None:
             left.remove(ended)
             if (code := self._ranks[ended].returncode) != 0:
-                self._exit_statuses[ended] = ExitStatus.of_code(code)
+                oom_kill = code == -signal.SIGKILL and oom_kills() > self._oom_kills
+                self._exit_statuses[ended] = replace(ExitStatus.of_code(code), oom_kill=oom_kill)
                 first = first or (code if code > 0 else 128 - code)
                 self.failed(ended)
         _end_orphans()

@@ -146,7 +146,7 @@ class RankEnd:
     @property
     def known(self) -> ErrorText | None:
         """What is known about its error, from its text."""
-        return exit_status.find(self.error) if self.end in ("exception", "died") else None
+        return exit_status.find(self.error, self.traceback) if self.end in ("exception", "died") else None
 
     @property
     def may_pass(self) -> bool:
@@ -167,7 +167,7 @@ class RankEnd:
         if self.known is not None:
             return self.known.blame in (Blame.NODE, Blame.NETWORK)
         if self.end == "died":
-            return self.death is None or not self.death.out_of_memory
+            return self.death is None or not (self.death.out_of_memory or self.death.oom_kill)
         return self.end in ("lost", "silent")
 
     @property

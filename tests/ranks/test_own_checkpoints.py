@@ -68,7 +68,7 @@ def test_one_file_preempted_before_its_first_checkpoint_and_killed_in_every_late
     ]
     assert all(line.endswith("before the stop, with --init_from=resume") for line in later)
     assert len(said(run, "own_checkpoint")) == 5
-    assert "probably out of memory. The newest checkpoint is out/ckpt.pt. Restarting" in said(run, "restarted")[0]
+    assert "check whether memory ran out. The newest checkpoint is out/ckpt.pt. Restarting" in said(run, "restarted")[0]
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_a_killed_writer_is_reported_and_the_next_save_starts_another(
 ) -> None:
     save(checkpoint_client, 1, state())
     os.kill(writer_pid(), signal.SIGKILL)
-    with pytest.raises(NotSaved, match=r"the checkpoint writer was killed by SIGKILL, probably out of memory"):
+    with pytest.raises(NotSaved, match=r"the checkpoint writer was killed by SIGKILL"):
         save(checkpoint_client, 2, state())
     save(checkpoint_client, 3, state())
     assert [name[5:17] for name in names(directory)] == ["000000000001", "000000000003"]

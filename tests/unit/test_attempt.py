@@ -623,7 +623,7 @@ def test_only_a_rank_that_its_launcher_did_not_kill_is_told_to_check_its_memory(
     """The first that ended; the other one was killed for it."""
     supervise(run, JOB, lambda *_: Killed(run, {"end": "died"}), FakeController(Cause.NONE))
     shown = capsys.readouterr().err
-    assert "| rank 1 (n1) was killed by SIGKILL, probably out of memory\n" in shown
+    assert "| rank 1 (n1) was killed by SIGKILL. Unless you sent it, check whether memory ran out\n" in shown
     assert "| as a result: rank 0 (n1) was killed by clusterddp after rank 1 failed\n" in shown
 
 

@@ -19,7 +19,7 @@ CUDA kernel errors might be asynchronously reported at some other API call, so t
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 """
-WATCHDOG = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+WATCHDOG = "aborted: c10::DistBackendError: [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
 REMOTE = """NCCL error: remote process exited or there was a network error, NCCL version 2.20.5
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
 Last error:
@@ -54,6 +54,20 @@ TEXTS = [
     (SCRIPT, f"AcceleratorError: CUDA error: operation not permitted when stream is capturing{ADVICE}"),
     (SCRIPT, "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use "
              "the 'spawn' start method"),
+    (SCRIPT, f"RuntimeError: CUDA error: operation failed due to a previous error during capture{ADVICE}"),
+    (SCRIPT, f"AcceleratorError: CUDA error: operation would make the legacy stream depend on a capturing blocking "
+             f"stream{ADVICE}"),
+    (SCRIPT, f"AcceleratorError: CUDA error: dependency created on uncaptured work in another stream{ADVICE}"),
+    (SCRIPT, "AcceleratorError: CUDA error: the graph update was not performed because it included changes which "
+             "violated constraints specific to instantiated graph update"),
+    (SCRIPT, f"RuntimeError: CUDA error: too many resources requested for launch{ADVICE}"),
+    (SCRIPT, f"RuntimeError: CUDA error: too many blocks in cooperative launch{ADVICE}"),
+    (SCRIPT, "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    (SCRIPT, "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+    (SCRIPT, "RuntimeError: Triton Error [CUDA]: invalid argument"),
+    (SCRIPT, "RuntimeError: Triton Error [HIP]: Code: 1, Messsage: invalid argument"),
+    (SCRIPT, "InductorError: RuntimeError: Triton Error [CUDA]: invalid argument"),
+    (SCRIPT, f"RuntimeError: CUDA error: the provided PTX was compiled with an unsupported toolchain.{ADVICE}"),
     (SCRIPT, "OutOfResources: out of resource: shared memory, Required: 245760, Hardware limit: 232448."),
     (SCRIPT, "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
              "non-contiguous input."),
@@ -61,6 +75,17 @@ TEXTS = [
     (SCRIPT, "DistBackendError: NCCL error in: NCCLUtils.cpp:77, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL "
              "version 2.26.2\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
              "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"),
+    # The job's environment.
+    (SCRIPT, "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1691, unhandled system error (run with "
+             "NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclSystemError: System call (e.g. socket, malloc) or "
+             "external library call failed or device error.\nLast error:\nCall to ibv_reg_mr failed with error Cannot "
+             "allocate memory"),
+    (SCRIPT, "DistBackendError: NCCL error\nLast error:\nCall to ibv_create_cq failed with error Cannot allocate memory"),
+    (SCRIPT, "DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: "
+             "false, code: -98, name: EADDRINUSE, message: address already in use"),
+    (SCRIPT, "RuntimeError: The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use)."),
+    (SCRIPT, "OSError: [Errno 98] Address already in use"),
+    (SCRIPT, "OSError: [Errno 12] Cannot allocate memory"),
     # Peers.
     (PEER, f"DistBackendError: {REMOTE}"),
     (PEER, f"{WATCHDOG}{REMOTE}"),
@@ -72,8 +97,9 @@ TEXTS = [
            "for recv operation to complete"),
     (PEER, "DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."),
     (PEER, "DistNetworkError: The client socket has timed out after 600000ms while trying to connect to (n1, 29500)."),
-    (PEER, "ConnectionResetError: [Errno 104] Connection reset by peer"),
     (PEER, "PreflightError: the all-reduce of all nodes gave a wrong sum"),
+    (PEER, "ConnectionResetError: [Errno 104] Connection reset by peer"),
+    (PEER, "BrokenPipeError: [Errno 32] Broken pipe"),
     # The network, or a peer's end that NCCL did not recognize.
     (NETWORK, "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1691, unhandled system error (run with "
               "NCCL_DEBUG=INFO for details), NCCL version 2.19.3\nncclSystemError: System call (e.g. socket, malloc) or "
@@ -94,7 +120,8 @@ TEXTS = [
     (NODE, f"RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution{ADVICE}"),
     (NODE, "RuntimeError: Unable to determine the device handle for GPU 0000:1B:00.0: GPU is lost. Reboot the system to "
            "recover this GPU"),
-    (NODE, "NVML: GPU 0000:1B:00.0: GPU has fallen off the bus."),
+    (NODE, "NVMLError_GpuIsLost: GPU is lost"),
+    (NODE, "RuntimeError: GPU 0000:1B:00.0: GPU has fallen off the bus."),
     (NODE, "HW Exception by GPU node-4 (Agent handle: 0x55d8) reason :GPU Hang"),
     (NODE, f"RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable{ADVICE}"),
     (NODE, "RuntimeError: CUDA driver error: device not ready"),
@@ -128,12 +155,47 @@ def test_every_row_has_an_example_and_says_where_it_comes_from() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", ["ValueError: bad label", "OSError: [Errno 5] Input/output error", "KeyError: 'image'"]
+    "error",
+    [
+        "ValueError: bad label",
+        "OSError: [Errno 5] Input/output error",
+        "KeyError: 'image'",
+        "ValueError: bad value 'CUDA error' in config",
+        "ValueError: CUDA error: unknown error",
+        "AssertionError: expected no NCCL error",
+        "ConfigError: CUDA out of memory is caught by `auto_batch`",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'gloo/transport/tcp/pair.cc'",
+        "RuntimeError: the log has the words CUDA error and no more",
+        "ValueError: the connection closed by peer is mentioned",
+        "ConnectionError: HTTPSConnectionPool(host='huggingface.co', port=443): Max retries exceeded with url: /api",
+        "ConnectionError: Error 111 connecting to localhost:6379. Connection refused.",
+        "ConnectionError: ('Connection aborted.', RemoteDisconnected('Remote end closed connection without response'))",
+    ],
 )
 def test_the_scripts_own_errors_are_in_no_row(error: str) -> None:
-    """A message that mentions a peer's connection is the script's, too."""
+    """Also if a message has a library's words, and if a connection to something other than a rank was lost."""
     assert find(error) is None
-    assert find("ValueError: the connection closed by peer is mentioned") is None
+
+
+@pytest.mark.parametrize(
+    ("file", "peer"),
+    [
+        ("/home/me/train.py", True),
+        ("/env/lib/python3.11/site-packages/torch/distributed/rpc/api.py", True),
+        ("/env/lib/python3.11/site-packages/redis/connection.py", False),
+        ("/usr/lib/python3.11/http/client.py", False),
+        ("/usr/lib/python3.11/urllib/request.py", False),
+    ],
+)
+def test_a_connection_that_a_library_has_opened_is_none_to_another_rank(file: str, peer: bool) -> None:
+    """Even if that library passes on the error of the socket."""
+    lines = [f'  File "/home/me/train.py", line 7, in <module>\n  File "{file}", line 1, in recv\n']
+    failure = RankEnd(
+        *(1, "n1", "exception", 1.0, "ConnectionResetError: [Errno 104] Connection reset by peer"),
+        traceback="".join(["Traceback (most recent call last):\n", *lines]),
+        used_clusterddp=True,
+    )
+    assert failure.lost_peer is peer and failure.own is not peer
 
 
 LOG = """step 7

@@ -16,10 +16,12 @@ ALL = ["n1", "n2", "n3", "n4"]
 JOB = Job(name="x", module="x", nodes=2)
 
 
-def failed(*nodes: str, kind: str = "rank_failed", age_s: float = 60.0) -> list[dict[str, Any]]:
+def failed(
+    *nodes: str, kind: str = "rank_failed", age_s: float = 60.0, error: str = "killed by signal 9"
+) -> list[dict[str, Any]]:
     """An attempt for each node, in which it failed; the newest last."""
     return [
-        {"event": kind, "attempt": number, "time": NOW - age_s + number, "suspect": node, "error": "killed by signal 9"}
+        {"event": kind, "attempt": number, "time": NOW - age_s + number, "suspect": node, "error": error}
         for number, node in enumerate(nodes)
     ]
 
@@ -36,22 +38,29 @@ def left_out(*nodes: str, age_s: float = 30.0) -> dict[str, Any]:
         (failed("n2", "n3"), [], ALL, Choice()),
         (failed("n2", "n2"), [], ALL, Choice(("n2",), ("n2",))),
         ([{**failed("n2")[0], "lacks_gpus": True}], [], ALL, Choice(("n2",), ("n2",))),
-        (failed("n2", kind="node_lost") + failed("n1", "n2"), [], ALL, Choice(("n2",), ("n2",))),
+        (failed("n2", kind="node_lost") + failed("n1", "n2", "n2"), [], ALL, Choice(("n2",), ("n2",))),
+        (failed("n2", "n2", "n1"), [], ALL, Choice()),
+        (failed("n2", "n2", "n1", "n2"), [], ALL, Choice(("n2",), ("n2",))),
+        (failed("n2", "n2") + failed("n1", error="ECC error"), [], ALL, Choice(("n2",), ("n2",))),
+        ([{**event, "fault": "Xid 79"} for event in failed("n2", "n2", "n1", "n1")], [], ALL,
+         Choice(("n2", "n1"), ("n2", "n1"))),
+        (failed("n2", "n1", "n2", "n1", kind="hung"), [], ALL, Choice()),
         (failed("n2", "n2", kind="hung"), [], ALL, Choice(("n2",), ("n2",))),
         (failed("n2", "n2", age_s=FOR_S + 60), [], ALL, Choice()),
         ([*failed("n2", "n2"), left_out("n2")], [], ALL, Choice(("n2",))),
         ([left_out("n2", age_s=FOR_S + 1)], [], ALL, Choice()),
-        ([*failed("n2", "n2", "n3", "n3"), left_out("n2")], [], ALL, Choice(("n2", "n3"), ("n3",))),
+        ([*failed("n2", "n2"), *failed("n3", "n3", error="ECC error"), left_out("n2")], [], ALL,
+         Choice(("n2", "n3"), ("n3",))),
         (failed("n2"), ["n2"], ALL, Choice(("n2",))),
         ([left_out("n1")], ["n2"], ALL, Choice(("n1", "n2"))),
         ([], ["n2", "n3"], ALL, Choice(("n2", "n3"))),
         (failed("n3", "n3"), ["n2", "n3"], ALL, Choice(("n2", "n3"), ("n3",))),
     ],
-)
-def test_a_node_is_excluded_after_two_failures_within_a_day_or_while_it_is_lost(
+)  # fmt: skip
+def test_a_node_is_excluded_after_two_failures_that_only_it_had_within_a_day_or_while_it_is_lost(
     events: list[dict[str, Any]], lost: list[str], usable: list[str], choice: Choice
 ) -> None:
-    """Of a run that needs two nodes, on a partition of four."""
+    """Of a run that needs two nodes, on a partition of four. A fault that the driver reported is the node's own."""
     assert choose(events, lost, usable, JOB, NOW) == choice
 
 

@@ -325,7 +325,8 @@ def test_a_failure_counts_as_repeated_only_if_no_attempt_made_progress_since() -
     ("death", "sentence"),
     [
         (None, "was killed or called os._exit(), and left no traceback"),
-        (ExitStatus.of_code(-9), "was killed by SIGKILL, probably out of memory"),
+        (ExitStatus.of_code(-9), "was killed by SIGKILL. Unless you sent it, check whether memory ran out"),
+        (ExitStatus(signal=9, oom_kill=True), "was killed by SIGKILL, probably out of memory"),
         (ExitStatus.of_code(-11), "was killed by signal 11 (SIGSEGV)"),
         (ExitStatus.of_code(-6), "was killed by signal 6 (SIGABRT)"),
         (ExitStatus.of_code(3), "exited with code 3 and no traceback, probably because of os._exit()"),
@@ -384,6 +385,26 @@ srun: Force Terminated StepId=1.0
         5: ExitStatus(out_of_memory=True),
         6: ExitStatus(exit_code=3),
     }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0. Some of the step tasks have been OOM Killed.",
+        "slurmstepd-n1: error: Detected 3 oom-kill event(s) in step 1.0 cgroup. Some of your processes may have been "
+        "killed by the cgroup out-of-memory handler.",
+    ],
+)
+def test_memory_is_the_likely_cause_of_a_kill_only_if_slurm_has_seen_it(line: str) -> None:
+    """Then the node is not to blame. Anybody may send SIGKILL."""
+    task = "srun: error: n1: task 0: Killed\n"
+    (seen,), (unseen,) = of_tasks(f"{line}\n{task}").values(), of_tasks(task).values()
+    ends = [RankEnd.from_record(0, "n1", 1.0, None, status) for status in (seen, unseen)]
+    assert [(status.oom_kill, end.of_the_node) for status, end in zip((seen, unseen), ends, strict=True)] == [
+        (True, False),
+        (False, True),
+    ]
+    assert of_tasks(f"{line}\nsrun: error: n1: task 0: Segmentation fault\n") == {0: ExitStatus(signal=11)}
 
 
 def test_a_task_that_could_not_be_launched_is_the_first_failure() -> None:
