@@ -269,6 +269,16 @@ class Resumed(Event):
         return f"resumed from step {self.step}{_repeated(self.redone)}{inexact}"
 
 
+class NotRestored(Event):
+    """after the first step of a resumed attempt, the modules have attributes that differ from the checkpoint's"""
+
+    step: int
+    inexact: Sequence[str]
+
+    def sentence(self) -> str:
+        return f"the resume is not bit-exact: {', '.join(self.inexact)}"
+
+
 def _repeated(redone: int | None) -> str:
     return "" if redone is None else f", repeating {counted(redone, 'step')}"
 
@@ -412,6 +422,10 @@ class UnevenCalls(_Explained):
 
 class ShapesChanged(_Explained):
     """`torch.compile` has seen changing shapes. Recorded once"""
+
+
+class GroupAdded(_Explained):
+    """an optimizer has received a further group of parameters after `ctx.run()`"""
 
 
 class Diverged(_Explained):

@@ -84,17 +84,18 @@ def _sync_within(module: DistributedDataParallel) -> None:
         _sync_buffers(module)  # type: ignore[no-untyped-call]
 
 
-def after_step(part: Any, act: Callable[..., None]) -> None:
-    """Calls ``act`` after each call of the part's ``step``, with its arguments.
+def after_call(part: Any, method: str, act: Callable[..., None]) -> None:
+    """Calls ``act`` after each call of a part's method, with its arguments.
 
-    For objects without a hook: a different library's optimizer, and a GradScaler, which may skip an optimizer's step
-    without a call of the optimizer's hook. The method of this one object is replaced.
+    For methods without a hook: ``step`` of a different library's optimizer, ``step`` of a GradScaler, which may skip an
+    optimizer's step without a call of the optimizer's hook, and ``add_param_group``. The method of this one object is
+    replaced.
     """
-    step = part.step
+    own = getattr(part, method)
 
     def both(*values: Any, **options: Any) -> Any:
-        result = step(*values, **options)
+        result = own(*values, **options)
         act(*values, **options)
         return result
 
-    part.step = both
+    setattr(part, method, both)

@@ -54,6 +54,8 @@ def ddp_modules(part: object) -> list[DistributedDataParallel]:
 #: All DDP modules made here, and those whose buckets have their final order.
 _made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _settled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+#: Their parameters that were frozen when they were made, whose gradients DDP never averages.
+_frozen: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.nn.Parameter]] = weakref.WeakKeyDictionary()
 
 
 class _SumOfParameters(torch.nn.Module):
@@ -99,6 +101,7 @@ def wrap(
     if not _made:
         at_exit(_release_process_group)
     _made.add(wrapped)
+    _frozen[wrapped] = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if all_used_once or not static_graph:
         _settle_buckets(wrapped, passes=2 if static_graph else 1)
         _settled.add(wrapped)
@@ -131,6 +134,11 @@ def _check_trained(model: torch.nn.Module) -> None:
 
 def _is_wrapped(model: torch.nn.Module) -> bool:
     return any(bare(wrapped) is bare(model) for wrapped in _made)
+
+
+def unreduced(wrapped: DistributedDataParallel) -> bool:
+    """Whether parameters that were frozen at ``wrap`` require gradients now."""
+    return any(parameter.requires_grad for parameter in _frozen.get(wrapped, ()))
 
 
 def doubt(wrapped: DistributedDataParallel) -> str | None:

@@ -20,7 +20,7 @@ import torch
 
 from clusterddp.checkpoint.state_dict import Stateful, bits_of, pack, parameters_of, state_of
 from clusterddp.distributed.process_group import ProcessGroup
-from clusterddp.distributed.wrapping import ddp_modules
+from clusterddp.distributed.wrapping import ddp_modules, unreduced
 from clusterddp.reporter import counted
 
 #: The steps of an attempt after which states are compared: some differ from the start, others only once in use.
@@ -71,6 +71,25 @@ class Divergence:
         self.uneven = counts if self._even and len(set(counts.values())) > 1 else {}
         self._even = self._even and not self.uneven
         return sorted(found)
+
+    def unreduced(self) -> list[str]:
+        """The parts newly found to have parameters that train, but whose gradients DDP does not average."""
+        found = [
+            name
+            for name, part in self._parts.items()
+            if name not in self.parts and any(map(unreduced, ddp_modules(part)))
+        ]
+        self.parts |= set(found)
+        return found
+
+
+def explanation_of_unreduced(parts: Iterable[str]) -> str:
+    """The message: what it means, and the remedy."""
+    return (
+        f"{', '.join(parts)} has parameters that require gradients now, but did not when it was wrapped. DDP averages "
+        "only the gradients of the others, so the ranks train these apart, and a checkpoint has only rank 0's. Wrap "
+        "the model before you freeze its parameters, with ctx.wrap(model, find_unused_parameters=True)"
+    )
 
 
 def explanation_of_divergence(parts: Iterable[str]) -> str:

@@ -25,7 +25,13 @@ from clusterddp.rundir.files import finite
 from clusterddp.rundir.records import NOT_VALUES
 from clusterddp.training import exactness
 from clusterddp.training import logged_values as logged
-from clusterddp.training.exactness import COMPARED_AFTER, explanation_of_calls, explanation_of_divergence
+from clusterddp.training.exactness import (
+    COMPARED_AFTER,
+    explanation_of_calls,
+    explanation_of_divergence,
+    explanation_of_unreduced,
+)
+from clusterddp.training.module_attributes import EXPLANATION as EXPLANATION_OF_ATTRIBUTES
 from clusterddp.training.run_state import Given, OptimizerSteps, RunState, Step
 from clusterddp.training.step_timing import InputWait
 from clusterddp.worker import control_channel, rank_exit
@@ -89,7 +95,7 @@ class Run:
         self._best_metric = self._saver.best_metric or ""
         self._values = logged.Values(keeps_own=self._group.rank == 0)
         self._micro = MicroBatches(given.parts, given.loader)
-        self._optimizer_steps = OptimizerSteps(given.parts, self._note_optimizer_step)
+        self._optimizer_steps = OptimizerSteps(given.parts, self._note_optimizer_step, self._note_group)
         self._saver.behind = self._optimizer_steps.behind
         self._made = 0  # steps, in this attempt
         self._state.restore(self._saver.restore())
@@ -193,6 +199,8 @@ class Run:
         self._heartbeat.begin()
         self._enter("training" if self._made else "first_step")
         self._in_loop = True
+        if not self._made:
+            self._state.attributes.begin(total)
         self._boundary()
         batches = self._loader.batches(self.step, self._boundary)
         try:
@@ -458,6 +466,7 @@ class Run:
             if self._saver.saves:
                 self._state.per_rank.gather()  # so that too large a state is refused now
             self._saver.prepare(self._content)
+            self._compare_attributes()
             self._enter("repeating" if self.step < self._saver.steps_before else "training")
         elif step + 1 == self._saver.steps_before:
             self._enter("training")
@@ -481,6 +490,12 @@ class Run:
         if parts:
             say(explanation_of_divergence(parts))
             self._report("diverged", step=self.step, parts=parts, explanation=explanation_of_divergence(parts))
+
+    def _compare_attributes(self) -> None:
+        """After the attempt's first step. Rank 0's modules are compared with the checkpoint's."""
+        if self._group.rank == 0 and (differences := self._state.attributes.differences()):
+            say(f"the resume is not bit-exact: {', '.join(differences)}. {EXPLANATION_OF_ATTRIBUTES}")
+            self._report("not_restored", step=self.step, inexact=differences)
 
     def _look_at_shapes(self, ask: bool = False) -> None:
         """``ask``: on rank 0, also what other ranks have seen."""
@@ -562,9 +577,17 @@ class Run:
         self._done, self._left_unsaved = True, False
         rank_exit.complete_loop()
 
+    def _look_at_unreduced(self) -> None:
+        """Reports modules in DDP with parameters that were unfrozen after ``ctx.wrap()``, on rank 0."""
+        if self._group.world_size > 1 and (parts := self._state.divergence.unreduced()):
+            said = explanation_of_unreduced(parts)
+            say(said)
+            self._report("diverged", step=self.step, parts=parts, explanation=said)
+
     def _content(self) -> dict[str, Any]:
         self._look_at_shapes(ask=True)
-        return self._state.content(before_step=self._making is not None)
+        self._look_at_unreduced()
+        return self._state.content(before_step=self._making is not None, loop=self._goal)
 
     def _over(self) -> bool:
         """Whether the loop has reached its end, in this attempt or an earlier one."""
@@ -581,6 +604,16 @@ class Run:
         self._making = None
         self._report("left_loop", step=self.step, steps=self._goal, by=by)
         self._enter("after_loop")
+
+    def _note_group(self, optimizer: str) -> None:
+        said = (
+            f"{optimizer} received another group of parameters after ctx.run(). A resume will fail, because its "
+            "checkpoints then have more groups than the optimizer that a resumed script gives to ctx.run(). Give the "
+            "optimizer all parameters from the start, as it does not change those that are frozen"
+        )
+        if self._group.rank == 0:
+            say(said)
+        self._report("group_added", step=self.step, explanation=said)
 
     def _note_optimizer_step(self, optimizer: Any) -> None:
         """An optimizer has stepped: from now on, the state is the one after the current step."""

@@ -37,7 +37,7 @@ from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.distributed import wrapping
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import ProcessGroup
-from clusterddp.distributed.torch_patches import after_step
+from clusterddp.distributed.torch_patches import after_call
 from clusterddp.distributed.wrapping import (
     LARGEST_COPY_BYTES,
     Buffers,
@@ -49,6 +49,7 @@ from clusterddp.distributed.wrapping import (
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted, say
 from clusterddp.training.exactness import CompiledShapes, Divergence, fingerprints
+from clusterddp.training.module_attributes import ModuleAttributes
 from clusterddp.training.script_state import PerRank, Values
 
 
@@ -72,12 +73,15 @@ class OptimizerSteps:
     """The optimizers among a run's parts, and which of them have stepped in the loop's step.
 
     ``on_step`` is called with an optimizer after each of its steps, also where a GradScaler has skipped it.
+    ``on_group`` is called with its name after it has received a further group of parameters.
 
     A run may have several optimizers. Once the first of them has stepped, the state before the loop's step is lost, so
     that a stop from there on keeps the step, and reports which optimizers have not stepped in it.
     """
 
-    def __init__(self, parts: Mapping[str, Any], on_step: Callable[[Any], None]) -> None:
+    def __init__(
+        self, parts: Mapping[str, Any], on_step: Callable[[Any], None], on_group: Callable[[str], None]
+    ) -> None:
         self._names = {id(part): name for name, part in optimizers(parts).items()}
         self._on_step = on_step
         #: Whether there are optimizers.
@@ -93,11 +97,12 @@ class OptimizerSteps:
         for part in dict.fromkeys(optimizers(parts).values()):
             if isinstance(part, torch.optim.Optimizer):
                 part.register_step_post_hook(self._note)
+                after_call(part, "add_param_group", lambda *_, part=part, **__: on_group(self._names[id(part)]))
             else:
-                after_step(part, lambda *_, part=part, **__: self._note(part))
+                after_call(part, "step", lambda *_, part=part, **__: self._note(part))
         for part in parts.values():
             if isinstance(part, torch.amp.GradScaler):
-                after_step(part, self._note)
+                after_call(part, "step", self._note)
 
     def begin_step(self) -> None:
         """The loop begins a step."""
@@ -137,22 +142,25 @@ LARGEST_PART_BYTES = 1 << 20
 class BeforeStep:
     """``begin_step`` keeps the script's own values in each step. ``keep``, at the place for an evaluation, all else."""
 
-    def __init__(self, parts: Mapping[str, Stateful], values: Values) -> None:
-        self._parts, self._own, self._has_values = parts, values, bool(values)
+    def __init__(self, parts: Mapping[str, Stateful], values: Values, attributes: ModuleAttributes) -> None:
+        self._parts, self._own, self._has_values, self._attributes = parts, values, bool(values), attributes
         #: The script's own values.
         self.values: dict[str, Any] = {}
         self._kept: dict[str, dict[str, Any]] = {}
+        #: The modules' changed attributes, if they were kept.
+        self.attributes: dict[str, Any] | None = None
 
     def begin_step(self) -> None:
         """A step begins."""
         if self._has_values:
             self.values = self._own.state_dict()
         if self._kept:
-            self._kept = {}
+            self._kept, self.attributes = {}, None
 
     def keep(self) -> None:
         """Copies the states of optimizers, without what they hold per parameter, and of the parts that are small."""
         self._kept = {name: _small_state(part) for name, part in self._parts.items()}
+        self.attributes = self._attributes.changed() if self._parts else None
 
     def state_of(self, name: str) -> dict[str, Any]:
         """A part's state when the step began, as far as it was kept. Its present state otherwise."""
@@ -222,15 +230,19 @@ class RunState:
         self.stopped_in_step: dict[str, Any] = {}
         self.gradients = Gradients(parts, group.world_size, group.rank)
         self._values = values
-        self.before = BeforeStep(parts if group.rank == 0 else {}, values)
+        self.attributes = ModuleAttributes(parts)
+        self.before = BeforeStep(parts if group.rank == 0 else {}, values, self.attributes)
         self.divergence = Divergence({**parts, "script_state": values} if values else parts, group)
         self.buffers = Buffers(parts, group.world_size)
         self._hardware = group.hardware() if group.rank == 0 else {}
         self.shapes = CompiledShapes(group)
         self._partly_saved = self._check_saved() if group.rank == 0 else []
 
-    def content(self, before_step: bool) -> dict[str, Any]:
-        """The content of a checkpoint. ``before_step``: a step is in progress, and the state is the one before it."""
+    def content(self, before_step: bool, loop: int) -> dict[str, Any]:
+        """The content of a checkpoint. ``before_step``: a step is in progress, and the state is the one before it.
+
+        ``loop``: the step to which the script's loop runs.
+        """
         progress = {
             "step": self.step,
             **self._loader.progress(self.step),
@@ -244,12 +256,19 @@ class RunState:
             **self.buffers.progress(),
             **self.shapes.progress(),
             **self.per_rank.progress(),
+            **self._progress_of_attributes(before_step, loop),
         }
         if self._values:
             progress["values"] = self.before.values if before_step else self._values.state_dict()
         parent = self.parent and {"attempt": self.parent[0], "step": self.parent[1]}
         find = self.before.state_of if before_step else self._state_of
         return {"parent": parent, "progress": progress, **{name: find(name) for name in self._parts}}
+
+    def _progress_of_attributes(self, before_step: bool, loop: int) -> dict[str, Any]:
+        if before_step and self.before.attributes is not None:
+            return self.attributes.progress(self.before.attributes, loop, evaluating=False)
+        evaluating = before_step or "cut" in self.stopped_in_step
+        return self.attributes.progress(self.attributes.changed(), loop, evaluating)
 
     def _state_of(self, name: str) -> dict[str, Any]:
         return state_of(self._parts[name])
@@ -313,6 +332,7 @@ class RunState:
             self.inexact += self._changed_dtypes(content)
         self._values.load_state_dict(progress.get("values", {}))
         self.per_rank.restore(progress)
+        self.attributes.restore(progress)
         self.inexact += self.gradients.restore(progress)
         self.inexact += self.buffers.restore(progress, self._group.rank, self._group.world_size)
         self.inexact += self.shapes.restore(progress)
