@@ -13,6 +13,7 @@ import torch
 
 from clusterddp.checkpoint.state_dict import pack, unpack
 from clusterddp.errors import CheckpointError
+from clusterddp.training.module_attributes import ModuleAttributes
 from clusterddp.training.run_state import BeforeStep
 from clusterddp.training.script_state import Values
 
@@ -125,7 +126,7 @@ def test_the_state_before_a_step_has_what_an_evaluation_changed_since() -> None:
         "small": small,
         "large": large,
     }
-    before = BeforeStep(parts, Values(own))
+    before = BeforeStep(parts, Values(own), ModuleAttributes(parts))
     before.begin_step()
     before.keep()
     for loss in (1.0, 2.0, 3.0):

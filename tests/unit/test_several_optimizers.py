@@ -89,10 +89,11 @@ def test_steps_of_each_optimizer_are_noticed() -> None:
     given = parts()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
     seen: list[Any] = []
-    steps = OptimizerSteps({**given, "foreign": Foreign([]), "scaler": scaler}, seen.append)
+    groups: list[str] = []
+    steps = OptimizerSteps({**given, "foreign": Foreign([]), "scaler": scaler}, seen.append, groups.append)
     foreign = Foreign([])
-    assert steps.any and not OptimizerSteps({"a": given["a"]}, seen.append).any
-    steps = OptimizerSteps({**given, "foreign": foreign, "scaler": scaler}, seen.append)
+    assert steps.any and not OptimizerSteps({"a": given["a"]}, seen.append, groups.append).any
+    steps = OptimizerSteps({**given, "foreign": foreign, "scaler": scaler}, seen.append, groups.append)
     assert foreign.step(closure=print) == "done" and seen[-1] is foreign
     before = given["a"].weight.clone()
     scaler.scale(given["a"](torch.full((1, 2), 1e9)).sum()).backward()
