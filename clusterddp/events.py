@@ -175,7 +175,7 @@ class Allocated(Event):
 
 
 class OwnResume(Event):
-    """the attempt continues from the script's own checkpoint `file`, with these arguments. Without `file`: none of
+    """the script's newest own checkpoint is `file`, and the script gets these arguments. Without `file`: none of
     `patterns` matches a complete one"""
 
     file: str | None = None
@@ -190,9 +190,8 @@ class OwnResume(Event):
         passed = f". Not used: {', '.join(self.passed_over)}" if self.passed_over else ""
         if self.file is not None:
             written = f"{self.file}, written {duration(self.before_s)} before the stop"
-            if self.arguments:
-                return f"resumed from {written}, with {shlex.join(self.arguments)}{passed}"
-            return f"the newest checkpoint of the script is {written}{passed}"
+            given = f". The script starts with {shlex.join(self.arguments)}" if self.arguments else ""
+            return f"the newest checkpoint of the script is {written}{given}{passed}"
         if self.attempt == 0:
             return passed.removeprefix(". ")
         start = (
@@ -294,15 +293,27 @@ class OrderChanged(Event):
         return f"the weights of the mixture are now {self.now}. Before, they were {self.was}"
 
 
-class NotRead(Event):
-    """the script has completed its first step without opening `file`, which it saved at its last stop"""
+class OwnCheckpointRead(Event):
+    """the script has opened its own checkpoint `file` before its first steps"""
 
     file: str
 
     def sentence(self) -> str:
+        return f"resumed from {self.file}, which the script has read"
+
+
+class NotRead(Event):
+    """the script has made its first steps, or ended, without opening `file`, its newest checkpoint. It repeats at least
+    `redone` steps"""
+
+    file: str
+    redone: int | None = None
+
+    def sentence(self) -> str:
+        repeats = "" if self.redone is None else f" and repeats at least {counted(self.redone, 'step')}"
         return (
-            f"the script completed its first step without opening {self.file}, which it saved at its last stop. It may "
-            "have started from an older checkpoint or from the beginning. Make the script resume from that file"
+            f"NOT RESUMED: the script did not read {self.file}. It began again{repeats}, unless it loaded a file that "
+            "clusterddp does not know. Check whether the script can resume, and which option makes it load that file"
         )
 
 
@@ -322,6 +333,10 @@ class StepsSeen(Event):
 
     out: int | None = None
     err: int | None = None
+
+
+class ChildStep(Event):
+    """a process that the script has started with multiprocessing has made a step, of unknown number"""
 
 
 class Apart(Event):

@@ -157,6 +157,10 @@ SAVED_ITEMS = Variable(
     "CLUSTERDDP_SAVED_ITEMS",
     "supervisor to ranks: the items of its epoch that the script had trained on when it saved that file",
 )
+RESUMABLE = Variable(
+    "CLUSTERDDP_RESUMABLE",
+    "supervisor to ranks: the file that `resume` names, or an empty text, and other files that match, as JSON",
+)
 COMMITTED = Variable(
     "CLUSTERDDP_COMMITTED",
     "supervisor to ranks: the step of the last attempt's newest checkpoint, if ranks have moved to other nodes since",
@@ -203,6 +207,6 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S, COMMITTED),
     *(CODE, CHECKOUT, PREFLIGHT, PROFILE, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),
-    *(MLFLOW, SAVED, SAVED_ITEMS, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK, PROTECT_SAVES, SEE_STEPS),
-    RANK_PROCESS,
+    *(MLFLOW, SAVED, SAVED_ITEMS, RESUMABLE, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK),
+    *(PROTECT_SAVES, SEE_STEPS, RANK_PROCESS),
 )

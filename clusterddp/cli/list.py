@@ -163,9 +163,10 @@ def _path(row: Row, here: Sequence[str]) -> str:
 
 def _step(row: Row) -> str:
     step, steps = row.summary.step, row.summary.steps
+    again = f" ({row.summary.redone} again)" if row.summary.redone else ""
     if step is None:
-        return "" if row.summary.made is None else f"+{row.summary.made}"  # since the attempt began
-    return str(step) if steps is None else f"{step}/{steps}"
+        return "" if row.summary.made is None else f"+{row.summary.made}{again}"  # since the attempt began
+    return (str(step) if steps is None else f"{step}/{steps}") + again
 
 
 def _speed(row: Row) -> float | None:

@@ -180,7 +180,7 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
         return _made(summary, state)
     of = f" of {summary.steps}" if summary.steps is not None else ""
     logged = _values(values(summary))
-    lines = [("steps", f"{summary.step}{of} done{f', last values: {logged}' if logged else ''}")]
+    lines = [("steps", f"{summary.step}{of} done{_repeated(summary)}{f', last values: {logged}' if logged else ''}")]
     if summary.seconds_per_step and state.word not in OVER:
         left, stalled = left_s(summary, state), stalled_s(summary, state)
         about = "" if left is None else f", about {duration(left)} left"
@@ -198,8 +198,13 @@ def _made(summary: Summary, state: RunState) -> Sequence[Fact]:
     if summary.made is None:
         return [("steps", "none recorded")]
     over = state.word in OVER
-    lines = [("steps", f"{'at least ' if over else ''}{summary.made} in {'the last' if over else 'this'} attempt")]
+    made = f"{'at least ' if over else ''}{summary.made} in {'the last' if over else 'this'} attempt"
+    lines = [("steps", f"{made}{_repeated(summary)}")]
     return lines if over else [*lines, ("speed", speed(summary.seconds_per_step))]
+
+
+def _repeated(summary: Summary) -> str:
+    return "" if summary.redone is None else f", at least {summary.redone} repeated"
 
 
 def _own_checkpoint(summary: Summary, events: Sequence[Event], now: float) -> Sequence[Fact]:

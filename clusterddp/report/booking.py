@@ -8,8 +8,8 @@ Lost work has the category ``repeating``, booked while the steps are made again.
 (category ``first_step``), rank 0 reports the phase ``repeating`` if an earlier attempt got further, and ``training`` at
 that attempt's last step (``Run._finish_step``). Saves and evaluations in between keep their categories. If steps have
 no numbers, as in a script's own loop, the lost work itself is booked: the training from the time at which the file of
-``own_resume`` was written until the next launch. The other costs of a failure are ``hung``, ``launching``, ``down``,
-``queued`` and ``held``.
+``own_resume`` was written until the next launch, or all of it until then if the script did not read that file. The
+other costs of a failure are ``hung``, ``launching``, ``down``, ``queued`` and ``held``.
 """
 
 from __future__ import annotations
@@ -365,6 +365,8 @@ def _with_details(
     repeated: list[tuple[float, float]] = []
     slow: list[Wait] = []
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
+        if attempt.first("not_read") is not None:
+            repeated.append((0.0, attempt.launch["time"]))
         for event in attempt.events:
             if event["event"] == "evaluated":
                 evaluations.append((event["time"] - _seconds(event, "seconds"), event["time"]))

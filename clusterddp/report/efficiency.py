@@ -39,7 +39,8 @@ LEAST = 0.01
 
 @dataclass(frozen=True)
 class Spent:
-    """``repeated``: steps that were made again, or None if it is unknown where attempts began.
+    """``repeated``: steps that were made again, or None if it is unknown where attempts began. ``at_least``: there may
+    be more.
 
     ``goodput`` is None for a run that has had no nodes yet.
     """
@@ -52,6 +53,7 @@ class Spent:
     provisional: bool
     idle_node_s: float = 0.0
     """Seconds times nodes of the job that had no ranks: spare ones, and those that the run had left."""
+    at_least: bool = False
 
     def shares(self) -> dict[str, float]:
         """The share of each category that had any time, the largest first."""
@@ -62,7 +64,9 @@ class Spent:
         """``ETTR 91% of 2 h 05 min so far, goodput 97%, 12 steps repeated``."""
         of = f"{duration(self.total_s)}{' so far' if self.provisional else ''}"
         goodput = "" if self.goodput is None else f", goodput {100 * self.goodput:.0f}%"
-        repeated = "repeated steps unknown" if self.repeated is None else f"{counted(self.repeated, 'step')} repeated"
+        repeated = "repeated steps unknown"
+        if self.repeated is not None:
+            repeated = f"{'at least ' if self.at_least else ''}{counted(self.repeated, 'step')} repeated"
         return f"ETTR {100 * self.ettr:.0f}% of {of}{goodput}, {repeated}"
 
     def idle(self) -> str:
@@ -92,10 +96,13 @@ def spent(booking: Booking, events: Iterable[Mapping[str, Any]]) -> Spent | None
     known: list[Any] = [event.get("redone") for event in events if event["event"] in ("training", "resumed")]
     unnumbered = {event["attempt"] for event in events if event["event"] == "steps_seen"}
     unnumbered -= {event["attempt"] for event in events if event["event"] in ("training", "resumed")}
-    repeated = None if len(unnumbered) > 1 else sum(steps for steps in known if is_count(steps))
+    unread = [event for event in events if event["event"] == "not_read" and event["attempt"] in unnumbered]
+    known += [event.get("redone") for event in unread]
+    at_least = len(unnumbered) > 1
+    repeated = sum(steps for steps in known if is_count(steps)) or (None if at_least else 0)
     goodput = min(1.0, productive / with_nodes) if with_nodes > 0 else None
     idle_s = idle_node_s(booking, events)
-    return Spent(seconds, total, productive / total, goodput, repeated, booking.provisional, idle_s)
+    return Spent(seconds, total, productive / total, goodput, repeated, booking.provisional, idle_s, at_least)
 
 
 # --- advice

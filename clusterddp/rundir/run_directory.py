@@ -334,6 +334,10 @@ class RunDirectory:
         """Where a rank records how it ended."""
         return self.attempt_private(attempt) / f"rank-{rank}.json"
 
+    def child_step_file(self, attempt: int) -> Path:
+        """An empty file, once a process that the script has started made a step."""
+        return self.attempt_private(attempt) / "child-step"
+
     def resume_record(self, attempt: int) -> Path:
         """Where rank 0 records, before the first step, which checkpoint the attempt resumed from."""
         return self.attempt_private(attempt) / "resumed.json"

@@ -35,7 +35,7 @@ _WANTED_BYTES = 1 << 18
 _EVENT_NAME = re.compile(rb'"event": ?"(\w+)"')
 _BEGINNINGS = ("training", "resumed")
 #: The events that are read. The others may be many; of the checkpoints, only the newest is read.
-_READ = frozenset(("forked", "submitted", "started", "progress", *_BEGINNINGS, *ATTEMPT_ENDS))
+_READ = frozenset(("forked", "submitted", "started", "progress", "not_read", *_BEGINNINGS, *ATTEMPT_ENDS))
 #: How an attempt ends other than by completing the run.
 _STOPS = frozenset(ATTEMPT_ENDS) - {"completed"}
 
@@ -81,6 +81,9 @@ class Summary:
     made: int | None = None
     """How many steps the newest attempt has made, at least, where only that is known: of scripts that do not use
     clusterddp."""
+    redone: int | None = None
+    """How many steps the newest attempt repeated, at least, because the script did not read its own checkpoint; None if
+    it did."""
     claims: tuple[Mapping[str, Any], ...] = ()
     """Who may train the run, the newest claim first (``rundir/ownership.py``); empty if it is free. That of the loop of
     a local run, which also holds it between two attempts, has "loop"."""
@@ -135,6 +138,7 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
         nodes=history.nodes,
         seconds_per_step=seconds,
         made=made,
+        redone=history.redone,
         claims=claims if readable else history.claims(),
         released=released,
         begun="job" in newest and newest["job"] == history.started_job,
@@ -167,6 +171,7 @@ class _History:
         self.step = _newest(sorted(late, key=lambda event: event["time"]), "step")
         started: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
         self.newest_attempt: int = started.get("attempt", 0)
+        self.redone = _redone([event for event in late if event["attempt"] == self.newest_attempt])
         self.nodes = str(started.get("nodes", ""))
         self.local = bool(started) and "job" not in started
         self.started_job = started.get("job")
@@ -176,6 +181,13 @@ class _History:
     def claims(self) -> tuple[Mapping[str, Any], ...]:
         """The claim of the newest job, where the claims themselves cannot be read."""
         return ({"kind": "slurm", "job": self.job_id},) if self.job_id else ()
+
+
+def _redone(own: Sequence[Mapping[str, Any]]) -> int | None:
+    """What an attempt repeats whose script did not read its checkpoint: by the numbers that it prints, if it does."""
+    unread = next((event for event in own if event["event"] == "not_read"), None)
+    numbered = next((event for event in own if event["event"] in _BEGINNINGS), {})
+    return None if unread is None else numbered.get("redone", unread.get("redone", 0))
 
 
 def _named(lines: Iterable[bytes]) -> list[tuple[str, bytes]]:

@@ -47,6 +47,7 @@ def report(summary: Summary, state: RunState) -> dict[str, Any]:
         "step": summary.step,
         "steps": summary.steps,
         "steps_made": summary.made,
+        "steps_repeated": summary.redone,
         "steps_per_second": 1 / summary.seconds_per_step if summary.seconds_per_step else None,
         "left_s": left_s(summary, state),
         "attempts": summary.attempts,

@@ -67,6 +67,7 @@ from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import Controller, Monitor
 from clusterddp.supervisor.history import History, Hook, StepLog
 from clusterddp.supervisor.launcher import Launcher, rank_command
+from clusterddp.supervisor.limits import lost_steps
 from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.verdict import rank_ends
@@ -105,7 +106,10 @@ class Attempt:
         nodes, steps = NodeNames(placement.nodes), before.get("step", -1) + 1
         events = self._history.events
         swapped = frozenset(event["rank"] for event in events if event["event"] == "slow_node" and event.get("nodes"))
-        self._state = State(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement, swapped)
+        self._state = State(
+            *(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement, swapped),
+            made_before=lost_steps(events, number),
+        )
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
         #: When each running timer expires, on the monotonic clock.
         self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
@@ -251,6 +255,9 @@ class Attempt:
             self._write_timing(self._timing.interval)
             self._ended.set()
             looks.join(LAST_LOOK_S)  # a requeue does not wait for a disk
+            with suppress(OSError):
+                if exists(self._run.child_step_file(self._number)):
+                    self._writes.put(lambda: self._history.add("child_step"))
             self._writes.put(None)
             history.join()
             self._tell_of_missing_steps()
@@ -368,6 +375,8 @@ class Attempt:
         if isinstance(event, RankEvent) and event.name == "wrote":
             self._own.written = str(event.values.get("file"))
             return
+        if isinstance(event, RankEvent) and event.name in ("own_checkpoint_read", "not_read"):
+            event = replace(event, values={**event.values, "file": self._own.named(str(event.values.get("file")))})
         self._tell_hook(now, event)
         if self._step_log is not None and isinstance(event, RankEvent) and event.name == "progress":
             self._step_log.close()  # the script has a loop of clusterddp, which writes the metrics itself

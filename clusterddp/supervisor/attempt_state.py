@@ -317,7 +317,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class State:
-    """The state of an attempt. The first seven fields do not change."""
+    """The state of an attempt. The first eight fields do not change."""
 
     job: Job
     #: The nodes with ranks in Slurm's order; empty where they are unknown.
@@ -332,6 +332,8 @@ class State:
     placement: Placement = field(default_factory=Placement)
     #: The ranks for which an attempt of the run has left a slow node.
     swapped: frozenset[int] = frozenset()
+    #: How many steps of unknown number are repeated at least if the script begins again.
+    made_before: int = 0
 
     hosts: PerRank[str] = field(default_factory=PerRank[str])
     #: The ranks that have called ``clusterddp.init()``, and whether each has connected to the other ranks since.

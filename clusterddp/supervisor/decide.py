@@ -121,6 +121,8 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     values = {"rank": rank, **values}
     if event.name in ("training", "resumed") and state.steps_before:
         values["redone"] = max(0, state.steps_before - values["step"])
+    if event.name == "not_read" and state.made_before:
+        values["redone"] = state.made_before
     if event.name == "gpu_fault" and values["hardware"] and rank not in state.gpu_faults:
         state = replace(state, gpu_faults=state.gpu_faults.put(rank, (now, gpu_fault(GpuFault(values)))))
     if event.name == "slow_node":

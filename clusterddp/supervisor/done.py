@@ -30,7 +30,7 @@ def look(run: RunDirectory, job: Job, events: Iterable[Mapping[str, Any]], exite
 
     A file counts if it is complete and was written since the run began, by the first of its ``events``. A line counts
     if it is in the output of the newest attempt that has started its ranks, and was printed after rank 0's first step.
-    If no step was seen, it counts once the script has saved, or if all ranks have ``exited`` with code 0.
+    If no step was seen, it counts if ``confirms`` says so, or if all ranks have ``exited`` with code 0.
     """
     if job.done is None:
         return False, ""
@@ -38,6 +38,16 @@ def look(run: RunDirectory, job: Job, events: Iterable[Mapping[str, Any]], exite
     if job.done.file is not None:
         return _file(job.done.file, str(run), min((event["time"] for event in events), default=float("inf")))
     return _line(str(job.done.log), run, job, events, exited)
+
+
+def confirms(job: Job, events: Iterable[Mapping[str, Any]], attempt: int) -> bool:
+    """Whether the mark shows that the run is done. A line in the output of an attempt does only if the attempt made a
+    step or saved, or began from a checkpoint of this run. Some scripts print it because they find an old result."""
+    if job.done is None or job.done.file is not None or not job.see_steps:
+        return job.done is not None
+    own = {event["event"]: event for event in events if event["attempt"] == attempt}
+    read = own.get("own_checkpoint_read", {}).get("file")
+    return bool(own.keys() & {*STEPPED, *SAVED_ITSELF} or (read and read == own.get("own_resume", {}).get("file")))
 
 
 def _file(named: str, run_dir: str, since: float) -> tuple[bool, str]:
@@ -76,7 +86,7 @@ def _line(
     found = next(filter(None, (_printed(logs, rank, pattern, part) for rank, part in enumerate(parts))), None)
     if not found and not early:
         return False, none
-    if found and (exited or not job.see_steps or own.keys() & {*STEPPED, *SAVED_ITSELF}):
+    if found and (exited or confirms(job, events, started[-1])):
         return True, found
     return False, f"{found or early} before its first step, so this line does not count"
 

@@ -263,7 +263,7 @@ def hook_event(event: Mapping[str, Any]) -> str | None:
         return "stopped"
     if name in ("requeued", "resubmitted", "stopped"):
         return "preempted" if event.get("cause") in _PREEMPTED else None
-    if name == "own_resume" and "file" in event:
+    if name == "own_checkpoint_read":
         return "resumed"
     return name if name in HOOK_EVENTS else None
 

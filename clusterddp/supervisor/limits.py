@@ -19,8 +19,8 @@ FRUITLESS = 3
 
 #: The script has written a checkpoint in its own format: one that matches ``resume``, or ``requeue(saved=...)``.
 SAVED_ITSELF = ("own_checkpoint", "saved")
-#: Rank 0 has completed a step, or continues from one.
-STEPPED = ("training", "resumed", "steps_seen")
+#: Rank 0, or a process that it has started, has completed a step, or continues from one.
+STEPPED = ("training", "resumed", "steps_seen", "child_step")
 #: A script that records no steps has made progress once it has run for this many seconds.
 PROGRESS_S = 60.0
 #: An attempt of a script that records no steps may have saved after this many seconds, and does not count as fruitless.
@@ -79,6 +79,15 @@ def _quickly(events: list[Mapping[str, Any]], attempt: int, raised: str) -> int:
     return count
 
 
+def lost_steps(events: Iterable[Mapping[str, Any]], attempt: int) -> int:
+    """The steps of unknown number, at least, that an attempt repeats if it begins again: those of the attempts before,
+    from the last one that began again on."""
+    earlier = [event for event in events if event["attempt"] < attempt]
+    began_again = max((event["attempt"] for event in earlier if event["event"] == "not_read"), default=0)
+    made: list[Any] = [event.get("made") for event in earlier if event["attempt"] >= began_again]
+    return sum(steps for steps in made if is_count(steps))
+
+
 def own_checkpoint(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
     """The newest checkpoint that the script itself is known to have written in this attempt, if any."""
     own = [event for event in events if event["event"] in SAVED_ITSELF and event["attempt"] == attempt]
@@ -107,25 +116,34 @@ def _progressed(events: list[Mapping[str, Any]]) -> bool:
 SHORT = 0.1
 
 
-def doubt(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
+def doubt(events: Iterable[Mapping[str, Any]], attempt: int, sees_steps: bool = False) -> str | None:
     """Why the exit of a script with code 0, in this attempt, may not mean that it is done. None if it does.
 
-    Some scripts do so when they are started again and find what they wrote before. A script whose steps are seen must
-    have made one. Of any other only the time counts: an attempt's, from the start of the script to its end.
+    Some scripts do so when they find what they, or an earlier run, wrote before, and some do not resume. A script whose
+    steps are seen (``sees_steps``) must have made one, and have read its checkpoint. Of any other only the time counts:
+    an attempt's, from the start of the script to its end.
     """
     by_attempt: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
         by_attempt.setdefault(event["attempt"], []).append(event)
+    own = by_attempt.get(attempt, [])
+    if unread := next((event["file"] for event in own if event["event"] == "not_read"), None):
+        return f"unconfirmed: the script did not read {unread}, so it began again"
     ran = {number: seconds for number, own in by_attempt.items() if (seconds := _script_s(own)) is not None}
-    before = [number for number in ran if number < attempt and _interrupted(by_attempt[number])]
-    if not before or attempt not in ran:
+    if attempt not in ran:
         return None
     begin = f"unconfirmed: the script exited with code 0 after {duration(ran[attempt])}"
-    if any(_made_steps(by_attempt[number]) for number in [*before, attempt]):
-        idle = not _made_steps(by_attempt[attempt])
-        return f"{begin} without completing a step, although an earlier attempt completed some" if idle else None
-    last = max(before)
-    if ran[attempt] >= SHORT * ran[last]:
+    before = [number for number in ran if number < attempt and _interrupted(by_attempt[number])]
+    stepped = any(_made_steps(by_attempt[number]) for number in before)
+    if stepped or _made_steps(own):
+        why = "without completing a step, although an earlier attempt completed some"
+        return None if _made_steps(own) else f"{begin} {why}"
+    if sees_steps:
+        return (
+            f"{begin}, and no step was seen. Where clusterddp cannot see the steps, name what rank 0 prints, such as "
+            "`steps: {log: 'step (\\d+)'}`, or set `steps: off`"
+        )
+    if not before or ran[attempt] >= SHORT * ran[last := max(before)]:
         return None
     return f"{begin}, less than a tenth of the {duration(ran[last])} of attempt {last}"
 

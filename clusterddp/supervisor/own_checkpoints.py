@@ -39,8 +39,8 @@ _TEMPORARY = re.compile(r"\.(tmp|part)(?![a-z])", re.IGNORECASE)
 _DATA = frozenset(
     (".bin", ".ckpt", ".distcp", ".h5", ".json", ".npy", ".npz", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
 )
-#: The most passed-over files that a message explains.
-MOST_TOLD = 5
+#: The most passed-over files that a message explains, and the most files of which a rank watches whether they are read.
+MOST_TOLD, MOST_WATCHED = 5, 20
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ class OwnCheckpoint:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest complete checkpoint, and why newer ones were passed over."""
+    """The newest complete checkpoint, and why newer ones were passed over. ``matches``: all files, the newest first."""
 
     newest: OwnCheckpoint | None = None
     passed_over: tuple[tuple[str, str], ...] = ()
+    matches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,10 @@ class _Match:
         return _without_numbers(os.path.dirname(self.path))  # noqa: PTH120
 
 
+#: By path and time in ns: why a file or folder is no complete checkpoint, and its content as in ``OwnCheckpoint``.
+_Judged = dict[tuple[str, int], tuple[str | None, int | None]]
+
+
 class OwnCheckpoints:
     """The checkpoints in a script's own format, as an attempt sees them. A job without the key ``resume`` has none."""
 
@@ -94,15 +99,19 @@ class OwnCheckpoints:
         self.newest: OwnCheckpoint | None = None
         #: The newest file that a rank is known to have saved, whether it matches or not.
         self.written: str | None = None
+        #: All files that match as the attempt begins, the newest first.
+        self._matches: tuple[str, ...] = ()
+        self._judged: _Judged = {}
 
     def begin(self) -> dict[str, Any] | None:
         """Looks for the one that the attempt continues from. Returns the values of the event ``own_resume``, if any."""
         found = self._look()
+        self._matches = found.matches
         if self._job.resume is None or not (self._number or found.passed_over):
             return None
         resume = without_secrets(self._job)[0].resume or Resume()
         words = [*(resume.replace or ()), *resume.args]
-        passed_over = [f"{self._named(path)}: {why}" for path, why in found.passed_over]
+        passed_over = [f"{self.named(path)}: {why}" for path, why in found.passed_over]
         values: dict[str, Any] = {"passed_over": passed_over} if passed_over else {}
         if found.newest is None:
             adds = bool(words) or resume.replace is not None
@@ -128,9 +137,9 @@ class OwnCheckpoints:
             if found is not None and found != known and (found.content is None or found.content != loaded):
                 report("own_checkpoint", **self._described(found))
             written = self.written if last else written  # it may be about to write the others
-            if look == Found() and written is not None and not warned:
+            if look.newest is None and not look.passed_over and written is not None and not warned:
                 warned = True
-                report("no_match", file=self._named(written), patterns=self._patterns())
+                report("no_match", file=self.named(written), patterns=self._patterns())
 
     def variables(self) -> dict[str, str]:
         """The job's variables. Each rank fills in the placeholders whose values depend on the rank."""
@@ -148,16 +157,22 @@ class OwnCheckpoints:
         return variables | ({protocol.PLACEHOLDERS: " ".join(of_rank)} if of_rank else {})
 
     def saved(self) -> dict[str, str]:
-        """What the script named in ``requeue(saved=...)``, as variables of the ranks.
+        """The files from which the script may continue, as variables of the ranks, which watch whether it reads them.
 
-        That of the last attempt is watched, to see whether the script reads it. So is an older one that records how far
-        into an epoch the script was, as long as the script has written neither that file again nor a newer match.
+        They are those that match, and what it named in ``requeue(saved=...)`` in the last attempt. So is an older one
+        that records how far into an epoch the script was, as long as the script has written neither that file again nor
+        a newer match.
         """
+        variables: dict[str, str] = {}
+        if self._matches:
+            named = self.newest.path if self.newest is not None else ""
+            watched = [named, *(path for path in self._matches if path != named)]
+            variables[protocol.RESUMABLE] = json.dumps(watched[:MOST_WATCHED])
         if not self._saved:
-            return {}
+            return variables
         [event] = self._saved
         path, before = event["file"], [one for one in self._earlier if one["event"] not in WITHOUT_RANKS]
-        variables: dict[str, str] = {protocol.SAVED: path} if event["attempt"] == before[-1]["attempt"] else {}
+        variables |= {protocol.SAVED: path} if event["attempt"] == before[-1]["attempt"] else {}
         if "items" not in event or not self._continues_from(path, event["written"]):
             return variables
         started = [one for one in before if one["event"] == "started" and one["attempt"] == event["attempt"]]
@@ -168,7 +183,7 @@ class OwnCheckpoints:
                 f"{self._job.world_size}, the batches differ, so the epoch restarts from its beginning"
             )
             return variables
-        return {protocol.SAVED: path, protocol.SAVED_ITEMS: str(event["items"])}
+        return {**variables, protocol.SAVED: path, protocol.SAVED_ITEMS: str(event["items"])}
 
     def _continues_from(self, path: str, written: float) -> bool:
         try:
@@ -182,7 +197,7 @@ class OwnCheckpoints:
         if self._job.resume is None:
             return Found()
         also = [event["file"] for event in self._saved]
-        found = find(self._job.resume, self._run, self._began, also, self.newest)
+        found = find(self._job.resume, self._run, self._began, also, self._judged)
         self.newest = found.newest or self.newest
         return found
 
@@ -194,9 +209,10 @@ class OwnCheckpoints:
         return max(ends or [event["time"] for event in own], default=self._began)
 
     def _described(self, found: OwnCheckpoint) -> dict[str, Any]:
-        return {"file": self._named(found.path), "written": found.written}
+        return {"file": self.named(found.path), "written": found.written}
 
-    def _named(self, path: str) -> str:
+    def named(self, path: str) -> str:
+        """A path as in the history."""
         return shown_path(path, self._run)
 
     def _patterns(self) -> list[str]:
@@ -204,13 +220,17 @@ class OwnCheckpoints:
 
 
 def find(
-    resume: Resume, run_dir: str, since: float, also: Sequence[str] = (), known: OwnCheckpoint | None = None
+    resume: Resume,
+    run_dir: str,
+    since: float,
+    also: Sequence[str] = (),
+    judged: _Judged | None = None,
 ) -> Found:
     """The newest complete checkpoint that was written after ``since``, the run's begin, in unix seconds.
 
     An older one is of another training, which this run must not continue. ``also``: further files or folders.
-    ``known``: a complete one, which is opened again only if it was written again, because an open would look like the
-    script's own, which shows that it resumes.
+    ``judged``: what earlier calls found. A file is opened again only if it was written again, because an open would
+    look like the script's own, which shows that it resumes.
     """
     folder = str(Path.cwd())
     paths = {
@@ -220,20 +240,28 @@ def find(
     }
     paths.update(path for path in also if os.path.lexists(path))
     passed_over: list[tuple[str, str]] = []
+    judged = {} if judged is None else judged
+
+    def why_not(match: _Match) -> str | None:
+        key = match.path, match.written_ns
+        if key not in judged:
+            judged[key] = why_incomplete(match.path), _content(match.path)
+        return judged[key][0]
+
     matches = sorted(filter(None, map(_match, sorted(paths))), key=lambda match: match.order, reverse=True)
+    names = tuple(match.path for match in matches)
     for index, match in enumerate(matches):
         if match.written_ns < since * 1e9:
             passed_over.append((match.path, "it is older than this run"))
             break
-        if known is not None and (match.path, match.written_ns / 1e9) == (known.path, known.written):
-            return Found(known, tuple(passed_over[:MOST_TOLD]))
-        why = why_incomplete(match.path) or _what_is_missing(match, matches[index + 1 :])
+        why = why_not(match) or _what_is_missing(match, matches[index + 1 :], why_not)
         if why is None:
-            newest = OwnCheckpoint(match.path, match.written_ns / 1e9, _content(match.path))
-            return Found(newest, tuple(passed_over[:MOST_TOLD]))
+            content = judged[match.path, match.written_ns][1]
+            newest = OwnCheckpoint(match.path, match.written_ns / 1e9, content)
+            return Found(newest, tuple(passed_over[:MOST_TOLD]), names)
         passed_over.append((match.path, why))
     passed_over += [(path, "a dangling link") for path in paths - {match.path for match in matches}]
-    return Found(None, tuple(passed_over[:MOST_TOLD]))
+    return Found(None, tuple(passed_over[:MOST_TOLD]), names)
 
 
 def _content(path: str) -> int | None:
@@ -270,10 +298,10 @@ def _files(folder: str) -> list[Path]:
     return sorted(found)
 
 
-def _what_is_missing(match: _Match, older: Sequence[_Match]) -> str | None:
+def _what_is_missing(match: _Match, older: Sequence[_Match], why_not: Callable[[_Match], str | None]) -> str | None:
     """What a folder lacks that the previous one has, because the script was stopped while it was writing it."""
     alike = (one for one in older if one.names and one.beside == match.beside)
-    before = next((one for one in alike if why_incomplete(one.path) is None), None)
+    before = next((one for one in alike if why_not(one) is None), None)
     lacking = sorted(before.names - match.names) if before is not None and match.names else []
     return f"{lacking[0]} is missing, but {os.path.basename(before.path)} has it" if before and lacking else None  # noqa: PTH119
 

@@ -98,9 +98,15 @@ class Recovery:
 
         A script that was stopped at its last step, reads what it saved there and has no step left is done.
         """
-        if self._job.done is not None or any(end.used_clusterddp or end.read_saved for end in self._ends):
+        own = [event for event in self._history.events if event["attempt"] == self._number]
+        if self._job.done is None and any(event["event"] == "not_read" for event in own):
+            return doubt(own, self._number)
+        if any(end.used_clusterddp or end.read_saved for end in self._ends):
             return None
-        return doubt(self._history.events, self._number)
+        if self._job.done is not None and done.confirms(self._job, self._history.events, self._number):
+            return None
+        sees = self._job.see_steps and not all(end.without_torch for end in self._ends)
+        return doubt(self._history.events, self._number, sees)
 
     def _why(self) -> Cause:
         """Why the ranks stopped. A newer attempt, ``cancel`` and ``tell stop`` take precedence over the controller.

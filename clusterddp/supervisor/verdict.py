@@ -105,6 +105,9 @@ class RankEnd:
     read_saved: bool = False
     """Whether it is done without a step, after it had opened what the script saved at its last stop."""
 
+    without_torch: bool = False
+    """Whether the script did not import torch, so that no steps could be seen."""
+
     fault: str = ""
     """The fault of its GPU that may be the cause."""
 
@@ -128,7 +131,7 @@ class RankEnd:
         error = record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else "")
         names = ("traceback", "step", "exit_code", "used_clusterddp")
         known = {name: record[name] for name in names if record.get(name) is not None}
-        known |= {name: record.get(name) is True for name in ("left_loop", "read_saved")}
+        known |= {name: record.get(name) is True for name in ("left_loop", "read_saved", "without_torch")}
         return cls(rank, record["host"], record["end"], lost_at, error, **known)
 
     def without(self, secrets: Sequence[str]) -> RankEnd:

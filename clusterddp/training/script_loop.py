@@ -146,7 +146,7 @@ class ScriptLoop:
         else:
             self._step_done()
         if self._calls == 2:
-            self._look_at_saved_file()
+            self._read = own_saves.end_resume_watch()  # the script has read its save before its first step
         stop = self._agreement.boundary()
         if stop:
             self._items = _epoch.done
@@ -176,16 +176,9 @@ class ScriptLoop:
         ``told``: the supervisor's number, which ignores what the script has loaded. Rank 0 corrects it.
         """
         if self._rank == 0:
-            read = self._read if own_saves.saved_file is None else own_saves.saved_file.was_opened()
+            read = self._read if own_saves.resume_watch is None else own_saves.resume_watch.was_opened()
             self._store.set(_ITEMS_DONE, str(0 if read is False else told))
         return int(self._store.get(_ITEMS_DONE))
-
-    def _look_at_saved_file(self) -> None:
-        """Records whether the script has read its save, which it does before its first step."""
-        if (saved := own_saves.saved_file) is not None:
-            own_saves.saved_file, self._read = None, saved.was_opened()
-            if self._read is False:
-                self._report("not_read", file=saved.path)
 
 
 class _Context(Protocol):

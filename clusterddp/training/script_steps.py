@@ -33,6 +33,9 @@ from clusterddp.worker import control_channel, own_saves
 
 #: The counted optimizer is replaced by one that makes this many steps without it, because training has moved on.
 MOVED_ON = 100
+#: A script that resumes has read its checkpoint by this step. torch's distributed checkpoint makes one step of the
+#: optimizer before it loads the optimizer's state (``_init_optim_state``).
+LOADED = 2
 
 
 class ScriptSteps:
@@ -92,6 +95,8 @@ class ScriptSteps:
     def _count(self) -> None:
         self.steps += 1
         self._times.turn()
+        if self.steps == LOADED and self._rank == 0:
+            own_saves.end_resume_watch()
         if not self._begun:
             self._begun = True
             self.heartbeat.begin()

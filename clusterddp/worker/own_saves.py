@@ -19,6 +19,7 @@ import faulthandler
 import functools
 import importlib
 import itertools
+import json
 import os
 import re
 import secrets
@@ -29,7 +30,8 @@ import stat
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
@@ -108,10 +110,17 @@ def _act(act: Act, module: ModuleType) -> None:
 #: script trains with torch in this process. It belongs to the training half, with torch.
 _STEPS = "clusterddp.training.script_steps"
 _handle: Any = None
+#: Where a process that the script starts notes that it has made a step.
+_first_step: Path | None = None
 
 
-def watch_optimizers() -> None:
-    """Has torch call us after each step of any optimizer. A hook that fails is removed."""
+def watch_optimizers(file: Path | None = None) -> None:
+    """Has torch call us after each step of any optimizer. A hook that fails is removed.
+
+    In a process that the script starts with multiprocessing, only the first step is noted: in ``file``.
+    """
+    global _first_step
+    _first_step = file
     when_imported("torch", _register)
 
 
@@ -142,7 +151,27 @@ def _register(torch: ModuleType) -> None:
     _handle = sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(hook)
 
 
-os.register_at_fork(after_in_child=unwatch_optimizers)
+def note_first_step(file: Path) -> None:
+    """Has this process, which is no rank, create ``file`` after the first step of an optimizer."""
+
+    def note(_torch: ModuleType) -> None:
+        def hook(*_: Any) -> None:
+            handle.remove()
+            with suppress(OSError):
+                file.touch()
+
+        handle = sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(hook)
+
+    when_imported("torch", note)
+
+
+def _watch_in_child() -> None:
+    unwatch_optimizers()
+    if _first_step is not None:
+        note_first_step(_first_step)
+
+
+os.register_at_fork(after_in_child=_watch_in_child)
 
 
 # --- W&B and MLflow runs of the script itself: an attempt's ranks continue those of earlier attempts
@@ -220,7 +249,6 @@ def protect(run: str, attempt: int, handles_stops: Callable[[], bool], stop_sign
         _this.deferred = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.Signals[f"SIG{stop_signal}"]})
     _this.records = RunDirectory(run).private.absolute()
     _this.attempt, _this.handles_stops = attempt, handles_stops
-    _protect_children(run, attempt)
     when_imported("torch", _protect_torch)
     for name in ("safetensors.torch", "safetensors.numpy"):
         when_imported(name, _protect_safetensors)
@@ -231,28 +259,38 @@ def defer(signals: Iterable[signal.Signals]) -> None:
     _this.deferred |= set(signals)
 
 
-def _protect_children(run: str, attempt: int) -> None:
-    """Has processes of multiprocessing's method "spawn" protect their saves, as scripts may start one per GPU."""
+def prepare_children(run: str, attempt: int, *, protect: bool, steps: bool) -> None:
+    """Has processes of multiprocessing's method "spawn" protect their saves and note their first step, as scripts may
+    start one per GPU."""
     command_line = spawn.get_command_line
 
-    def with_protection(**values: Any) -> list[str]:
+    def with_hooks(**values: Any) -> list[str]:
         command = command_line(**values)
         if "-c" in command[:-1]:  # not of a frozen program
             place = command.index("-c") + 1
-            command[place] = _IN_CHILD.format(run=run, attempt=attempt) + command[place]
+            command[place] = _IN_CHILD.format(run=run, attempt=attempt, protect=protect, steps=steps) + command[place]
         return command
 
-    spawn.get_command_line = with_protection
+    spawn.get_command_line = with_hooks
+
+
+def begin_child(run: str, attempt: int, protects: bool, steps: bool) -> None:
+    """In such a process, before it runs code of the script."""
+    if protects:
+        protect(run, attempt, lambda: False)
+    if steps:
+        note_first_step(RunDirectory(run).child_step_file(attempt).absolute())
+    prepare_children(run, attempt, protect=protects, steps=steps)
 
 
 #: If clusterddp cannot be imported, the child saves as it would elsewhere.
 _IN_CHILD = """\
 try:
-    from clusterddp.worker.own_saves import protect
+    from clusterddp.worker.own_saves import begin_child
 except ImportError:
     pass
 else:
-    protect({run!r}, {attempt}, lambda: False)
+    begin_child({run!r}, {attempt}, {protect}, {steps})
 """
 
 
@@ -503,61 +541,150 @@ def _stops_deferred() -> Iterator[None]:
         _stops.release()
 
 
-#: linux/inotify.h: a file, or a file in a watched folder, is opened; the opened one is a folder, as for a listing.
-_OPEN, _IS_FOLDER = 0x20, 0x40000000
+#: linux/inotify.h: a file, or a file in a watched folder, is read, closed after a write, or opened. Events were lost.
+#: The event is of a folder, as at a listing.
+_ACCESS, _CLOSE_WRITE, _OPEN, _OVERFLOW, _IS_FOLDER = 0x1, 0x8, 0x20, 0x4000, 0x40000000
 _EVENT = struct.Struct("iIII")  # followed by the name, whose length is the last number
 
 
-class SavedFile:
-    """Whether this attempt opens the file that the script saved at its last stop. Otherwise steps are lost unnoticed.
+#: Milliseconds after which the thread of a watch looks whether the watch has ended.
+WATCH_MS = 1000
 
-    Watches a file, or the files in a folder and in its folders, from its creation on. Linux reports each open of the
-    file (inotify), by any process of this node and any library: Python's ``open``, a reader in C++ or Rust, ``mmap``.
-    Rank 0's node alone is watched. A script that opens the file without using it seems to continue, and one that
-    opens a copy seems not to.
+
+class ResumeWatch:
+    """Whether this attempt reads the file from which it is to continue. Otherwise steps are lost unnoticed.
+
+    ``path``: that file, or a folder: then the files in it and in its folders count. ``others``: checkpoints from which
+    the script may continue instead. Linux reports each open of a file (inotify), by any process of this node and any
+    library: Python's ``open``, a reader in C++ or Rust, ``mmap``. An open that writes does not count. Rank 0's node
+    alone is watched. A script that opens the file without using it seems to continue, and one that opened a copy
+    earlier seems not to.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, others: Sequence[str] = ()) -> None:
         self.path = path
-        self._descriptor = -1
-        self._opened: bool | None = None
+        self._others = [other for other in others if other not in ("", path)]
+        self._lock, self._descriptor = threading.Lock(), -1
+        self._paths: dict[int, str] = {}
+        self._opens: Counter[tuple[int, bytes]] = Counter()
+        self._reported = False
+        #: Those that were read. None once that is unknown.
+        self._read: set[str] | None = None
         libc = ctypes.CDLL(None)
-        if not Path(path).exists() or not hasattr(libc, "inotify_init1"):
+        if hasattr(libc, "inotify_init1"):
+            self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._descriptor < 0:
             return
-        self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        for folder in (path, *(str(one) for one in Path(path).rglob("*") if one.is_dir())):
-            if libc.inotify_add_watch(self._descriptor, os.fsencode(folder), _OPEN) < 0:
-                self._close()  # over the user's limit of watches, so that opens stay unknown
-                return
+        self._read = set()
+        for whole in filter(None, (path, *self._others)):
+            for part in (whole, *(str(one) for one in Path(whole).rglob("*") if one.is_dir())):
+                if not os.path.lexists(part):
+                    continue
+                watch = libc.inotify_add_watch(self._descriptor, os.fsencode(part), _ACCESS | _CLOSE_WRITE | _OPEN)
+                if watch < 0:  # over the user's limit of watches
+                    self._read = None
+                    self._close()
+                    return
+                self._paths.setdefault(watch, whole)
 
     def was_opened(self) -> bool | None:
-        """Whether the file was opened before the first call, which ends the watch.
+        """Whether ``path`` was read before the first call, which ends the watch.
 
         Also False if the file was deleted, and None if that is unknown.
         """
-        if self._opened is None and self._descriptor >= 0:
+        self._look()
+        self._close()
+        if self.path in (self._read or ()):
+            return True
+        return None if self._read is None and Path(self.path).exists() else False
+
+    def opened_instead(self) -> str | None:
+        """The first of the others that was read."""
+        return next((other for other in self._others if other in (self._read or ())), None)
+
+    def report(self, name: str, path: str) -> None:
+        """Adds an event to the history. Only the first call counts."""
+        with self._lock:
+            reported, self._reported = self._reported, True
+        if not reported:
+            control_channel.report(name, file=path)
+
+    def begin(self) -> None:
+        """Reports it as soon as ``path`` is read, from a thread, as a stop may kill this process before it ends."""
+        if self._descriptor >= 0 and self.path:
+            threading.Thread(target=self._await_read, name="resume watch", daemon=True).start()
+
+    def _await_read(self) -> None:
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        while self._descriptor >= 0:
+            poll.poll(WATCH_MS)
+            self._look()
+            if self.path in (self._read or ()):
+                self.report("own_checkpoint_read", self.path)
+                return
+
+    def _look(self) -> None:
+        with self._lock:
             try:
-                data = os.read(self._descriptor, 1 << 16)
+                data = os.read(self._descriptor, 1 << 16) if self._descriptor >= 0 else b""
             except BlockingIOError:
                 data = b""
-            self._close()
-            self._opened = any(mask & _OPEN and not mask & _IS_FOLDER for mask in _masks(data))
-        return self._opened if Path(self.path).exists() else False
+            at = 0
+            while at < len(data):
+                watch, mask, _, length = _EVENT.unpack_from(data, at)
+                at += _EVENT.size
+                self._note(watch, mask, data[at : at + length])
+                at += length
+            if self._read is not None:
+                self._read |= {self._paths[watch] for (watch, _), opens in self._opens.items() if opens > 0}
+
+    def _note(self, watch: int, mask: int, name: bytes) -> None:
+        if mask & _OVERFLOW and self._read is not None:  # very much was read
+            self._read.add(self.path)
+        if mask & _IS_FOLDER or watch not in self._paths or self._read is None:
+            return
+        if mask & _ACCESS:
+            self._read.add(self._paths[watch])
+        change = bool(mask & _OPEN) - bool(mask & _CLOSE_WRITE)
+        self._opens[watch, name] = max(0, self._opens[watch, name] + change)
 
     def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor = -1
 
 
-def _masks(data: bytes) -> list[int]:
-    masks, at = [], 0
-    while at < len(data):
-        _, mask, _, length = _EVENT.unpack_from(data, at)
-        masks.append(mask)
-        at += _EVENT.size + length
-    return masks
+#: This process's, on rank 0, until ``end_resume_watch``.
+resume_watch: ResumeWatch | None = None
 
 
-#: This process's, set by ``rank.py`` on rank 0 before the script starts.
-saved_file: SavedFile | None = None
+def watch_resume(environ: Mapping[str, str]) -> None:
+    """Watches the file from which the script is to continue, from before the script starts."""
+    global resume_watch
+    named, *others = json.loads(environ.get(protocol.RESUMABLE, '[""]'))
+    if path := environ.get(protocol.SAVED, named):
+        others.append(named)
+    if path or others:
+        resume_watch = ResumeWatch(path, others)
+        resume_watch.begin()
+
+
+def end_resume_watch(*, trained: bool = True) -> bool | None:
+    """Ends the watch, and reports what was read. Returns whether it is the file from which the script is to continue.
+    None if that is unknown, or there was no watch.
+
+    ``trained``: whether the script would have read the file by now, because it trains, or is done.
+    """
+    global resume_watch
+    if (watch := resume_watch) is None:
+        return None
+    resume_watch, read = None, watch.was_opened()
+    if read:
+        watch.report("own_checkpoint_read", watch.path)
+    elif other := watch.opened_instead():
+        watch.report("own_checkpoint_read", other)
+    elif read is False and watch.path and trained:
+        watch.report("not_read", watch.path)
+    return read

@@ -85,10 +85,12 @@ def main() -> None:
     code_paths.use_snapshot()
     attempt = int(os.environ[protocol.ATTEMPT])
     own_saves.sweep(run, attempt)
-    if os.environ.get(protocol.PROTECT_SAVES) != "off":
+    protects, sees = (os.environ.get(name) != "off" for name in (protocol.PROTECT_SAVES, protocol.SEE_STEPS))
+    if protects:
         own_saves.protect(str(run), attempt, stops_at_a_step, os.environ.get(protocol.STOP_SIGNAL))
-    if os.environ.get(protocol.SEE_STEPS) != "off":
-        own_saves.watch_optimizers()
+    if sees:
+        own_saves.watch_optimizers(run.child_step_file(attempt).absolute())
+    own_saves.prepare_children(str(run), attempt, protect=protects, steps=sees)
     own_saves.continue_runs(run, ranks.rank, os.environ)
     collect_rarely()
     if os.environ[protocol.LAUNCHER] == "slurm" and protocol.DEBUG_RANK in os.environ:
@@ -99,15 +101,17 @@ def main() -> None:
     keep_place_after_exec(command)
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
-        if protocol.SAVED in os.environ:
-            own_saves.saved_file = own_saves.SavedFile(os.environ[protocol.SAVED])
+        own_saves.watch_resume(os.environ)
     values, code = run_script(command)
     if rank_exit.loop is not None:  # the script's loop ended early, at this step
         values = {"step": rank_exit.loop.step(), **values}
-    if values["end"] == "done" and own_saves.saved_file is not None and own_saves.saved_file.was_opened():
-        values["read_saved"] = True
     if os.getpid() != process:
         rank_exit.finish_child(code)
+    is_done = values["end"] == "done"
+    if own_saves.end_resume_watch(trained=is_done) and is_done and protocol.SAVED in os.environ:
+        values["read_saved"] = True
+    if "torch" not in sys.modules:
+        values["without_torch"] = True
     del held_port
     _exit_with_record(record, {**end, **values, "used_clusterddp": _used_clusterddp()}, code)
 

@@ -12,7 +12,7 @@ import pytest
 
 from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker.own_saves import SavedFile
+from clusterddp.worker.own_saves import ResumeWatch
 from tests.cli import clusterddp
 from tests.waiting import preempt_local, wait_until
 
@@ -43,9 +43,7 @@ def test_a_sharded_script_with_two_lines_loses_no_step(tmp_path: Path) -> None:
     told = [(event["attempt"], event["event"], event["file"]) for event in run.events() if event["event"] in LOOKED_AT]
     file = str(tmp_path / "saved")
     assert told == [(0, "saved", file), (1, "not_read", file), (1, "saved", file)]
-    assert (
-        f"attempt 1: the script completed its first step without opening {tmp_path / 'saved'}, which it saved" in said
-    )
+    assert f"attempt 1: NOT RESUMED: the script did not read {tmp_path / 'saved'}. It began again" in said
     assert (run.outcome() or {})["state"] == "completed"
 
 
@@ -178,7 +176,7 @@ def test_a_saved_file_is_read_by_any_process_of_the_node(tmp_path: Path) -> None
     (folder / "0").mkdir(parents=True)
     for path in (file, folder / "0" / "model"):
         path.write_text("state")
-    watches = [SavedFile(str(path)) for path in (file, folder, file, folder)]
+    watches = [ResumeWatch(str(path)) for path in (file, folder, file, folder)]
     first, second = watches[:2]
     list(folder.rglob("*"))
     file.stat()
@@ -186,6 +184,6 @@ def test_a_saved_file_is_read_by_any_process_of_the_node(tmp_path: Path) -> None
     subprocess.run(["cat", str(file), str(folder / "0" / "model")], stdout=subprocess.DEVNULL, check=True)
     assert all(watch.was_opened() for watch in watches[2:])
     assert [watch.was_opened() for watch in watches] == [False, False, True, True]
-    gone = SavedFile(str(file))
+    gone = ResumeWatch(str(file))
     file.unlink()
-    assert [gone.was_opened(), SavedFile(str(tmp_path / "never")).was_opened()] == [False, False]
+    assert [gone.was_opened(), ResumeWatch(str(tmp_path / "never")).was_opened()] == [False, False]

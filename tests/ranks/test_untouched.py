@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import read_timings
 from clusterddp.training import script_steps
@@ -19,6 +23,7 @@ from tests.histories import check_history
 from tests.ranks.test_local import submit
 from tests.waiting import story
 
+AS_FOUND = str(Path(__file__).parents[1] / "scripts" / "as_found.py")
 SHAPE = ["--device", "cpu", "--gpus", "2"]
 ALONE = """
 import os
@@ -51,12 +56,69 @@ for epoch in range(len(os.listdir(folder)), 3):
 """
 
 
+def as_found(run: RunDirectory, *options: str, script: tuple[str, ...] = (), ranks: int = 1) -> tuple[int, str]:
+    """The exit code, and what the command printed to standard error."""
+    folder = ("--", "--out", f"{run}/out", *script)
+    done = submit(run, AS_FOUND, "--device", "cpu", "--gpus", str(ranks), *options, *folder)
+    check_history(run.events())
+    return done.returncode, done.stderr
+
+
+RESUMES = ("--set", "resume.checkpoint={run_dir}/out/model-*.pt", "--set", 'resume.args=[--resume, "{checkpoint}"]')
+
+
+def test_a_script_that_accepts_its_checkpoint_and_ignores_it_is_not_said_to_resume(run: RunDirectory) -> None:
+    """It trains to the end each time. The steps before the preemption are lost, and the end is not confirmed."""
+    code, said = as_found(run, *RESUMES, "--preempt-at", "^step 9$", script=("--ignores", "--wait", "0:11"))
+    assert code == UNCONFIRMED, said
+    (unread,) = [event for event in run.events() if event["event"] == "not_read"]
+    (made,) = [event["made"] for event in run.events() if event["event"] == "requeued"]  # at the last heartbeat
+    assert (unread["attempt"], unread["file"], unread["redone"]) == (1, "out/model-8.pt", made), story(run)
+    assert "own_checkpoint_read" not in {event["event"] for event in run.events()}
+    assert "resumed from" not in said
+    outcome = run.outcome() or {}
+    assert (outcome["state"], outcome["confirmed"]) == ("completed", False)
+    (listed,) = json.loads(clusterddp("list", run, "--json").stdout)
+    assert (listed["steps_made"], listed["steps_repeated"]) == (12, made)
+    status = clusterddp("status", run).stdout
+    assert re.search(rf"^steps +at least 12 in the last attempt, at least {made} repeated$", status, re.MULTILINE)
+    assert re.search(rf"goodput \d+%, at least {made} steps? repeated$", status, re.MULTILINE), status
+
+
+@pytest.mark.parametrize("way", ["named", pytest.param("found", marks=pytest.mark.product)])
+def test_a_resume_is_recorded_once_the_script_has_read_its_checkpoint(run: RunDirectory, way: str) -> None:
+    """Whether the script gets its name or looks for it."""
+    resume, script = (RESUMES, ()) if way == "named" else (RESUMES[:2], ("--finds",))
+    code, said = as_found(run, *resume, "--preempt-at", "^step 9$", script=(*script, "--wait", "0:11"))
+    assert code == 0, said
+    read = [(event["attempt"], event["file"]) for event in run.events() if event["event"] == "own_checkpoint_read"]
+    assert read == [(1, "out/model-8.pt")], story(run)
+    assert "attempt 1: resumed from out/model-8.pt" in said
+
+
+@pytest.mark.parametrize("mark", [(), ("--set", "done={log: ^ends}")])
+def test_an_old_result_in_the_output_folder_is_no_training(
+    run: RunDirectory, tmp_path: Path, mark: tuple[str, ...]
+) -> None:
+    """The script loads it, has no step left, prints its last line and exits with code 0."""
+    old = tmp_path / "model-12.pt"
+    torch.save({"weight": torch.full((1,), 12.0), "step": 12}, old)
+    os.utime(old, (1e9, 1e9))
+    resume = ("--set", f"resume.checkpoint={tmp_path}/model-*.pt")
+    code, said = as_found(run, *resume, *mark, script=("--finds", "--out", str(tmp_path)))
+    assert code == UNCONFIRMED, said
+    assert "starts at step 12" in (run.attempt_logs(0) / "rank-0.out").read_text()
+    assert [event["file"] for event in run.events() if event["event"] == "own_checkpoint_read"] == [str(old)]
+    outcome = run.outcome() or {}
+    assert (outcome["state"], outcome["confirmed"], outcome["attempts"]) == ("completed", False, 1)
+
+
 def test_a_script_that_lists_its_folder_does_not_find_what_a_killed_save_has_left(
     run: RunDirectory, tmp_path: Path
 ) -> None:
     script, out = tmp_path / "killed.py", tmp_path / "out"
     script.write_text(KILLED)
-    done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--", str(out))
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--set", "steps=off", "--", str(out))
     assert done.returncode == 0, done.stderr
     assert (run.attempt_logs(1) / "rank-0.out").read_text() == "found epoch-0.pt epoch-1.pt\n", story(run)
     assert len(list(out.iterdir())) == 3

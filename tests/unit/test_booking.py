@@ -418,8 +418,11 @@ def test_work_since_a_scripts_own_checkpoint_is_booked_as_repeated() -> None:
     phases = [{"time": at, "attempt": at // 100, "event": "phase", "phase": "training"} for at in (10, 110, 210)]
     seconds = book([*events, *seen, *phases], 300.0, "failed").seconds()
     assert (seconds["repeating"], seconds["training"], seconds["importing"]) == (89 + 29, 60 + 89, 27)
+    unread = [*events, *seen, *phases, {"time": 212.0, "attempt": 2, "event": "not_read", "file": "a.pt"}]
+    seconds = book(unread, 300.0, "failed").seconds()
+    assert (seconds["repeating"], seconds["training"]) == (89 + 89, 89)
     logged = [*events, *seen, *phases, {"time": 11.0, "attempt": 0, "event": "training", "step": 0, "log": 0}]
-    assert book(logged, 300.0, "failed").seconds() == seconds
+    assert book(logged, 300.0, "failed").seconds() == book([*events, *seen, *phases], 300.0, "failed").seconds()
 
 
 def test_ranks_that_wait_for_a_dead_node_hang_until_they_have_exited() -> None:

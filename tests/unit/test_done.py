@@ -93,9 +93,20 @@ def test_a_line_before_the_first_step_does_not_count(run: RunDirectory) -> None:
         (logs / f"rank-{rank}.err").write_text("")
     early = "rank 0 printed 'training for 90 epochs' before its first step, so this line does not count"
     assert looked(run, mark, exited=False) == (False, early)
-    assert looked(run, mark)[0]  # this script's steps are not seen
+    assert looked(run, mark)[0]  # all ranks have exited with code 0, which is not confirmed by this line
     first = {"time": BEGAN, "attempt": 0, "event": "steps_seen", "out": (logs / "rank-0.out").stat().st_size, "err": 0}
     assert looked(run, mark, first) == looked(run, mark, first, exited=False) == (False, early)
+    read = [
+        {"time": BEGAN, "attempt": 0, "event": name, "file": "a.pt"} for name in ("own_resume", "own_checkpoint_read")
+    ]
+    job = Job(name="x", module="x", done=mark)
+    assert [done.confirms(job, events, 0) for events in (EVENTS, [read[1]], read, [first])] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert done.confirms(replace(job, see_steps=False), EVENTS, 0)
     with open(logs / "rank-0.err", "a") as file:
         file.write("90 epochs completed\n")
     assert looked(run, mark, first, exited=False) == (True, "rank 0 printed '90 epochs completed'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 import threading
@@ -20,7 +21,7 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import exceeded, progress
 from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
-from clusterddp.worker.own_saves import SavedFile
+from clusterddp.worker.own_saves import ResumeWatch
 
 ARGS = ("--resume", "{checkpoint}")
 
@@ -205,7 +206,8 @@ def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> N
     (run.path / "b.pt").touch()
     file = run.path / "a.pt"
     assert begun(run, 1, earlier)[1] == (
-        f"attempt 1: resumed from a.pt, written 14 s before the stop, with --resume {file}. Not used: b.pt: empty"
+        "attempt 1: the newest checkpoint of the script is a.pt, written 14 s before the stop. The script starts with "
+        f"--resume {file}. Not used: b.pt: empty"
     )
     assert begun(run, 1, earlier, job(()))[1].startswith(
         "attempt 1: the newest checkpoint of the script is a.pt, written 14 s"
@@ -244,7 +246,7 @@ def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> 
     at(run.path / "a.pt", 106)
     zipped(run.path / "stop" / "last.pth")
     earlier = [event(0, 50.0, "started"), event(0, 119.0, "saved", file=str(run.path / "stop" / "last.pth"))]
-    assert "resumed from stop/last.pth, " in begun(run, 1, [*earlier, event(0, 120.0, "requeued")])[1]
+    assert "is stop/last.pth, " in begun(run, 1, [*earlier, event(0, 120.0, "requeued")])[1]
     assert progress(earlier, 0, None, 130.0).saved
 
 
@@ -262,7 +264,7 @@ def test_the_position_in_an_epoch_is_told_while_the_script_continues_from_what_i
     def told(job: Job, number: int, events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         own = OwnCheckpoints(run, job, number, events)
         own.begin()
-        return own.saved()
+        return {name: value for name, value in own.saved().items() if name != "CLUSTERDDP_RESUMABLE"}
 
     watched, alone = job(), Job(name="n", module="n", device="cpu")
     assert [told(one, 1, stop) for one in (watched, alone)] == [both] * 2
@@ -338,11 +340,44 @@ def test_the_supervisor_opens_the_checkpoint_that_it_continues_from_once(run: Ru
     """Later, an open shows that the script reads it."""
     zipped(run.path / "a.pt")
     own, _ = begun(run, 1, [event(0, 50.0, "started")])
-    seen = SavedFile(f"{run.path}/a.pt")
+    seen = ResumeWatch(f"{run.path}/a.pt")
     assert watched(own) == []
     assert seen.was_opened() is False
     zipped(run.path / "a.pt", "later")
     assert watched(own) == ["attempt 1: own_checkpoint a.pt"]
+
+
+def test_no_look_of_the_supervisor_counts_as_a_read_of_a_checkpoint(run: RunDirectory) -> None:
+    """A newer folder is compared with the one before, and files that are older than the run may be read as well."""
+    for name, second in (("old.pt", 5), ("a.pt/model", 60)):
+        zipped(run.path / name)
+        at(run.path / name, second)
+    own, _ = begun(run, 1, [event(0, 50.0, "started")])
+    named, *others = json.loads(own.saved()["CLUSTERDDP_RESUMABLE"])
+    assert (named, others) == (f"{run.path}/a.pt", [f"{run.path}/old.pt"])
+    seen = ResumeWatch(named, others)
+    zipped(run.path / "b.pt" / "model")
+    assert watched(own) == ["attempt 1: own_checkpoint b.pt"]
+    assert (seen.was_opened(), seen.opened_instead()) == (False, None)
+
+
+def test_an_open_that_writes_is_no_read(run: RunDirectory) -> None:
+    """A script that ignores its checkpoint may write the same file before its first step."""
+    file, other = run.path / "a.pt", run.path / "b.pt"
+    for path in (file, other):
+        zipped(path)
+    seen = ResumeWatch(str(file), ["", str(file), str(other)])
+    for path in (file, other):
+        path.write_bytes(b"later")
+    assert (seen.was_opened(), seen.opened_instead()) == (False, None)
+    seen = ResumeWatch("", [str(file), str(other)])
+    other.read_bytes()
+    assert (seen.was_opened(), seen.opened_instead()) == (False, str(other))
+    seen = ResumeWatch(str(file))
+    with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert mapped[:] == b"later"
+    file.unlink()
+    assert seen.was_opened() is True
 
 
 def test_a_state_that_is_saved_again_is_no_new_checkpoint(run: RunDirectory) -> None:

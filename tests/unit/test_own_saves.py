@@ -259,6 +259,7 @@ def save_in_child():
 if __name__ == "__main__":
     from clusterddp.worker import own_saves
     own_saves.protect("run", 0, lambda: False)
+    own_saves.prepare_children("run", 0, protect=True, steps=False)
     assert "torch" not in sys.modules and importlib.util.find_spec("torch")
     from torch import save
     import torch.serialization
