@@ -984,7 +984,9 @@ class _Ended(Event):
 
 
 class Restarted(_Ended):
-    """the ranks are restarted in place"""
+    """the ranks are restarted in place. `unended`: the nodes on which srun did not report the end of the ranks"""
+
+    unended: Sequence[str] = ()
 
     def sentence(self) -> str:
         return self.ended(f"{RESTARTING[0].upper()}{RESTARTING[1:]}")

@@ -57,6 +57,9 @@ class FakeController:
         self.connected_to += nodes
         return [node for node in nodes if node in self.dead]
 
+    def waits_for_nodes(self, launcher: int | None) -> bool:
+        return False
+
     def requeue(self) -> None:
         self.asked.append("requeue")
         next_answer(self._requeue)
@@ -82,7 +85,7 @@ def next_answer(answers: list[Any]) -> Any:
 class NoRanks:
     """A launcher on this machine that starts and ends nothing."""
 
-    name, supervisor_host, abandon_s = "slurm", "127.0.0.1", 0.0
+    name, supervisor_host, abandon_s, pid = "slurm", "127.0.0.1", 0.0, None
     failed: Callable[[int], object]
 
     def notify(self) -> None: ...

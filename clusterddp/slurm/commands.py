@@ -257,6 +257,13 @@ def cancel(job_id: str) -> None:
     run("scancel", job_id)
 
 
+def waiting_sruns(job_id: str) -> list[int]:
+    """The pids of the srun commands in a job that wait until its nodes can take their steps."""
+    steps = run("scontrol", "show", "step", "-o", job_id).splitlines()
+    waiting = [line for line in steps if re.search(r"\bState=PENDING\b", line)]
+    return [int(pid) for line in waiting for pid in re.findall(r"\bSrunHost:Pid=\S*:(\d+)", line)]
+
+
 def default_partition() -> str:
     """The partition of jobs that request none."""
     for line in run("sinfo", "-h", "-o", "%P").splitlines():

@@ -53,6 +53,7 @@ class Cause(enum.Enum):
     REQUEUE_REQUESTED = "stopped by `clusterddp requeue`"
     DRAIN_REQUESTED = "stopped by `clusterddp tell drain`"
     SLOW_NODE = "stopped to leave a slow node"
+    NODES_BUSY = "no rank could start, because an earlier step of the job still holds its nodes"
     SUPERSEDED = "superseded"
     UNKNOWN = "stopped, cause unknown"
     NONE = "stopped by a signal, but not by preemption, time limit or cancellation"

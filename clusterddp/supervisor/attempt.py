@@ -59,6 +59,7 @@ from clusterddp.supervisor.attempt_state import (
     Say,
     StartTimer,
     State,
+    StepWaits,
     Stop,
     TermNotice,
     Timer,
@@ -228,6 +229,7 @@ class Attempt:
         self._launcher.failed = lambda rank: self.post(RankFailed(rank))
         resumed = self._own.begin()
         self._launcher.start(rank_command(self._job, self._own.newest is not None), self._environment(token), logs)
+        self._timers[Timer.STEP] = time.monotonic() + decide.STEP_S
         margin_s = lambda: self._state.stop_margin_s  # noqa: E731
         self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
         for write in (
@@ -356,6 +358,13 @@ class Attempt:
     def _wait(self) -> None:
         self.post(RanksExited(self._launcher.wait()))
 
+    def _ask_step(self) -> None:
+        try:
+            self.post(StepWaits(self._controller.waits_for_nodes(self._launcher.pid)))
+        except SlurmError as error:
+            say(f"could not ask Slurm whether the ranks' step was created: {error}")
+            self.post(StepWaits(None))
+
     def _next_event(self) -> tuple[float, Event | BaseException]:
         """The next event and when it came. An expired timer goes before the queue."""
         if not self._timers:
@@ -423,6 +432,8 @@ class Attempt:
                 self._timing.update_gpus(rank, values["figures"])
             case Do.ASK_CONTROLLER:
                 self._monitor.ask()
+            case Do.ASK_STEP:
+                self._start("step", self._ask_step)
             case Do.NOTIFY_RANKS:
                 self._launcher.notify()
             case Do.KILL_RANKS:
@@ -503,8 +514,12 @@ class Attempt:
     # --- once the ranks have exited
 
     def _result(self) -> AttemptResult:
-        ends = rank_ends(self._run, self._number, self._state, self._launcher.exit_statuses())
-        return AttemptResult(self._state, tuple(end.without(self._history.secrets) for end in ends), self._timing.made)
+        state, statuses = self._state, self._launcher.exit_statuses()
+        ends = rank_ends(self._run, self._number, state, statuses)
+        seen = {rank for rank, end in state.ends.items() if end["end"] in ("done", "stopped")} | statuses.keys()
+        unseen = [state.node_of(rank) for rank in sorted(state.hosts.keys() - seen)] if state.exit_code else []
+        ends = [end.without(self._history.secrets) for end in ends]
+        return AttemptResult(state, tuple(ends), self._timing.made, tuple(dict.fromkeys(unseen)))
 
 
 def last_line(run: RunDirectory) -> Mapping[str, Any]:

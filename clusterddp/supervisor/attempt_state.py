@@ -98,6 +98,13 @@ class RankFailed:
 
 
 @dataclass(frozen=True)
+class StepWaits:
+    """Whether srun still waits for nodes of the job, so that no rank is started. None: Slurm gave no answer."""
+
+    waits: bool | None
+
+
+@dataclass(frozen=True)
 class Superseded:
     """A newer attempt of the run exists."""
 
@@ -136,6 +143,7 @@ class Timer(enum.Enum):
     ASK = "ask the controller again while a node is silent"
     ABANDON = "stop waiting for the launcher"
     CONNECT = "look for ranks that do not connect to the others"
+    STEP = "ask whether the ranks' step exists"
     ANSWER = "answer requests whose ranks have had enough time"
 
 
@@ -146,6 +154,7 @@ Event = (
     | ControllerFailed
     | TermNotice
     | RankFailed
+    | StepWaits
     | Superseded
     | RunRemoved
     | RanksExited
@@ -222,6 +231,7 @@ class Do(enum.Enum):
     """The actions without arguments."""
 
     ASK_CONTROLLER = "ask the controller now"
+    ASK_STEP = "ask the controller whether the launcher still waits for nodes"
     NOTIFY_RANKS = "signal the ranks to stop"
     KILL_RANKS = "kill the ranks"
     ABANDON_RANKS = "stop waiting for ranks that may be unreachable"
@@ -400,6 +410,8 @@ class State:
     #: asked for, or which is slow (Stop.SWAP).
     wanted: Stop | None = None
     drained: str = ""
+    #: Whether the launcher was ended because nodes of the job stayed busy, so that no rank could start.
+    busy: bool = False
     superseded: bool = False
     #: Whether the run directory was removed: the attempt ends, and has no place to record that.
     removed: bool = False

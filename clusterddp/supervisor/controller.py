@@ -92,6 +92,11 @@ class Controller(Protocol):
         del nodes
         return ()
 
+    def waits_for_nodes(self, launcher: int | None) -> bool:
+        """Whether the launcher, by its pid, still waits for nodes of its job."""
+        del launcher
+        return False
+
     def requeue(self) -> None:
         """Requeues this job. The caller exits at once."""
 
@@ -136,6 +141,7 @@ class SlurmController(Controller):
         self._qos = environ.get("SLURM_JOB_QOS") or job.qos
         self._policy: configuration.Preemption | None = None
         self._own_node = environ.get("SLURMD_NODENAME")
+        self._step_job = environ.get("SLURM_JOB_ID", job_id)  # an array's task has its own id, by which steps go
 
     def holder(self) -> dict[str, Any]:
         """The job, and how often Slurm had restarted it."""
@@ -181,6 +187,10 @@ class SlurmController(Controller):
         """Those whose slurmd does not answer. Never this node."""
         others = [node for node in nodes if node != self._own_node]
         return slurmd.unanswering(others) if others else ()
+
+    def waits_for_nodes(self, launcher: int | None) -> bool:
+        """Whether slurmctld has no step for this srun yet, because nodes are busy."""
+        return launcher in slurm.waiting_sruns(self._step_job)
 
     def _preemption(self) -> configuration.Preemption:
         return configuration.preemption(self._partition, self._qos)

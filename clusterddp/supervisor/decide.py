@@ -38,6 +38,7 @@ from clusterddp.supervisor.attempt_state import (
     StartTimer,
     State,
     Step,
+    StepWaits,
     Stop,
     Superseded,
     TermNotice,
@@ -65,6 +66,11 @@ CONNECT_LOOK_S, MISSING_S = 5.0, 60.0
 OWN_ERROR_S = 10.0
 #: How many events of one kind the history takes from ranks other than 0, in an attempt.
 MOST_RECORDED = 64
+#: For how long srun may wait for nodes of its own job, in seconds. It waits without bound while an earlier step holds
+#: them, also if that step's processes are gone: slurmctld does not notice that a slurmstepd was killed, or that a node
+#: was rebooted within SlurmdTimeout (seen on 22.05.8). An earlier srun has waited for KillWait already. What follows
+#: the creation of the step, such as the import of a container, may take longer.
+STEP_S = 60.0
 _RANK_0 = frozenset((0,))
 #: How often an unreachable controller is asked while a node is silent.
 ASK_AGAIN_S = 2.0
@@ -453,6 +459,19 @@ def _on_exit(state: State, event: RanksExited, _now: float) -> Step:
     return user_requests.on_exit(replace(state, exit_code=event.exit_code, saving=False))
 
 
+def _on_step_due(state: State, _now: float) -> Step:
+    return state, [] if state.hosts else [Do.ASK_STEP]
+
+
+def _on_step_waits(state: State, event: StepWaits, _now: float) -> Step:
+    """Ends srun, which has started no rank. A stop that is due has its own reason, and is not delayed either."""
+    if event.waits is None:
+        return state, [StartTimer(Timer.STEP, ASK_S)]
+    if not event.waits or state.hosts:
+        return state, []
+    return replace(state, busy=True), [Do.ABANDON_RANKS]
+
+
 def _on_superseded(state: State, _event: Superseded, _now: float) -> Step:
     """The ``Monitor``, which looks every two seconds, has found the folder of a newer attempt.
 
@@ -582,6 +601,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     ControllerFailed: _on_controller_failed,
     TermNotice: lambda state, event, _: (replace(state, term_notice_s=event.seconds), []),
     RankFailed: _on_rank_failed,
+    StepWaits: _on_step_waits,
     Superseded: _on_superseded,
     RunRemoved: _on_removed,
     RanksExited: _on_exit,
@@ -603,5 +623,6 @@ _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
     Timer.ASK: lambda state, _: (state, [Do.ASK_CONTROLLER]),
     Timer.ABANDON: _on_abandon,
     Timer.CONNECT: _on_connect,
+    Timer.STEP: _on_step_due,
     Timer.ANSWER: user_requests.on_timer,
 }

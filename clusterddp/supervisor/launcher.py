@@ -42,6 +42,8 @@ class Launcher(Protocol):
     abandon_s: float
     #: Called by ``wait`` when a rank has failed, with its number.
     failed: Callable[[int], object]
+    #: srun's process. None without srun.
+    pid: int | None
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts all ranks, with their output in ``logs/rank-<r>.out`` and ``.err``."""
@@ -75,6 +77,7 @@ class SlurmLauncher:
     def __init__(self, job: Job, placement: Placement = ALL_NODES) -> None:
         self._job, self._placement = job, placement
         self.failed: Callable[[int], object] = lambda _: None
+        self.pid: int | None = None
         self._guards: list[subprocess.Popen[bytes]] = []
         self._listener: socket.socket | None = None
 
@@ -93,6 +96,7 @@ class SlurmLauncher:
                 stdin=subprocess.DEVNULL,
                 stderr=messages,
             )
+        self.pid = self._srun.pid
         if self._job.outlives_nodes:
             self._start_guards(environment)
 
@@ -205,6 +209,7 @@ class LocalLauncher:
     name = "local"
     supervisor_host = "127.0.0.1"
     abandon_s = 0.0
+    pid = None
 
     def __init__(self, job: Job, terminal_rank: int | None = None, told: Callable[[], bool] = lambda: False) -> None:
         self._job, self._terminal_rank, self._told = job, terminal_rank, told

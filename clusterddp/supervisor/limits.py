@@ -178,7 +178,7 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
             "limits.gpu_hours=N"
         )
     if _fruitless(job, events) >= FRUITLESS:
-        failed = events[-1]["event"] == "restarted"
+        failed = events[-1]["event"] == "restarted" or _found_busy(events[-1])
         ended, remedy = ("failed", "") if failed else ("reached their time limit", ". Request more time")
         which = f" that matches {' or '.join(job.resume.checkpoint)}" if job.resume else ""
         return f"{FRUITLESS} consecutive attempts {ended} without saving a new checkpoint{which}{remedy}"
@@ -241,7 +241,11 @@ def _failed(event: Mapping[str, Any]) -> bool:
     """A resubmission for a cause unknown to the controller follows the failure of a node, which is excluded."""
     elsewhere = event["event"] == "resubmitted" and event.get("cause") == Cause.NONE.value
     moved = event.get("cause") in (Cause.DRAIN_REQUESTED.value, Cause.SLOW_NODE.value)
-    return (event["event"] == "restarted" and not moved) or elsewhere
+    return (event["event"] == "restarted" and not moved) or elsewhere or _found_busy(event)
+
+
+def _found_busy(event: Mapping[str, Any]) -> bool:
+    return event["event"] in ATTEMPT_ENDS and event.get("cause") == Cause.NODES_BUSY.value
 
 
 def _timed(event: Mapping[str, Any]) -> bool:

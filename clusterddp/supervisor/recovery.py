@@ -4,7 +4,8 @@
 action for that. A run that exceeds a limit fails instead of a RESTART or AGAIN (``limits.exceeded``).
 
 - RESTART, after a failure that may pass, or to leave a node: ``_restart``. The run gets a new job only if this one has
-  too few nodes without a lost or drained one, or if ranks run on a node that is to be excluded.
+  too few nodes without a lost or drained one, or if ranks run on a node that is to be excluded. If no rank could start
+  because nodes of the job stayed busy, and there is no spare one, AGAIN follows.
 - AGAIN, for example after a preemption: ``_again``. The job is requeued if ``_requeues`` allows it and Slurm accepts
   it. Otherwise the run gets a new job: its ``job.sbatch`` is submitted again (``Controller.resubmit``).
 - LEAVE_TO_SLURM, after a preemption without grace or by `scontrol requeue`: Slurm requeues the job. Where Slurm cancels
@@ -55,11 +56,12 @@ _WISHES = {
 @dataclass(frozen=True)
 class AttemptResult:
     """An attempt whose ranks have exited: its last state, how each rank ended, and, if step numbers are unknown, how
-    many steps rank 0 made at least."""
+    many steps rank 0 made at least. ``unended``: the nodes with ranks of which the launcher has not seen the end."""
 
     state: State
     ends: tuple[RankEnd, ...]
     made: int | None = None
+    unended: tuple[str, ...] = ()
 
 
 class Recovery:
@@ -70,6 +72,7 @@ class Recovery:
     ) -> None:
         self._run, self._number, self._controller, self._history = run, number, controller, history
         self._state, self._job, self._ends, self._made = result.state, result.state.job, result.ends, result.made
+        self._unended = result.unended
 
     def act(self) -> int:
         """Restarts, requeues, resubmits or ends the run. Returns this process's exit code, or RESTART."""
@@ -128,6 +131,8 @@ class Recovery:
             # The limit was extended since, or the job was suspended, which does not use it up. The run continues.
             if cause is Cause.NONE and Stop.TIME_LIMIT.value in self._state.told:
                 return Cause.TIME_LIMIT
+            if self._state.busy and not self._state.told and cause in (Cause.NONE, Cause.TIME_LIMIT):
+                return Cause.NODES_BUSY  # near the time limit, too, no rank was asked to stop for it
             return _WISHES.get(self._state.wanted, cause) if self._state.wanted and cause is Cause.NONE else cause
 
         try:
@@ -220,6 +225,8 @@ class Recovery:
             aside = [node for node in moved.aside if node not in self._state.placement.aside]
             self._history.add("moved", nodes=list(moved.nodes), aside=aside, why=choice.why)
             return self._restart_ranks(verdict)
+        if verdict.cause is Cause.NODES_BUSY and not lost:
+            return self._again(verdict)
         if self._controller.resubmits and self._controller.starts_again:
             excluded = self._choose_nodes(lost)
             if lost or self._state.placement.is_short(self._state.job) or self._state.wanted is Stop.DRAIN:
@@ -235,7 +242,8 @@ class Recovery:
 
     def _restart_ranks(self, verdict: Verdict) -> int:
         hang = self._state.hang
-        self._add_end("restarted", verdict, f"rank {hang.late[0]} ({hang.host}) hung" if hang else None)
+        unended = {"unended": list(self._unended)} if self._unended else {}
+        self._add_end("restarted", verdict, f"rank {hang.late[0]} ({hang.host}) hung" if hang else None, **unended)
         # An outage of the disk may have broken the rank, and the next attempt begins by writing to that disk.
         _until_answered(self._history.write_pending, OUTAGE_S)
         return RESTART
@@ -254,6 +262,8 @@ class Recovery:
             for end in self._ends:
                 if end.death is not None and end.death.not_started:
                     leave.setdefault(state.node_of(end.rank), "did not start its ranks")
+            if state.busy:
+                leave |= {node: "still has ranks of an earlier attempt" for node in self._unended_before()}
             # The script may hang instead, which is no reason to shrink.
             if state.placement.spares and (hung := hung_node(state)):
                 leave.setdefault(hung, "hangs")
@@ -264,6 +274,11 @@ class Recovery:
             del leave[state.drained]  # the spare node has failed, and a slow node is better than none
             choice = choose(state.job, state.placement, leave, usable)
         return choice
+
+    def _unended_before(self) -> Sequence[str]:
+        """The nodes on which the launcher did not see the ranks of the previous attempt end."""
+        ends = [event for event in self._history.events if event["attempt"] == self._number - 1]
+        return next((event["unended"] for event in ends if event.get("unended")), ())
 
     def _record_lost(self, nodes: Sequence[str]) -> None:
         """Records the nodes that stopped responding after the first one, while the ranks were exiting."""
@@ -356,11 +371,11 @@ class Recovery:
     def _can_requeue(self, cause: Cause) -> bool:
         """Whether Slurm probably accepts a requeue of this job, and it serves the purpose.
 
-        It needs a job that is still running: in a preemption's grace period, before the time limit, or after
-        `clusterddp requeue`. A requeue cannot leave out nodes, so there is none if the user asked for that (`requeue
-        --exclude`, `tell drain`).
+        It needs a job that is still running: in a preemption's grace period, before the time limit, after `clusterddp
+        requeue`, or if nodes stay busy. A requeue cannot leave out nodes, so there is none if the user asked for that
+        (`requeue --exclude`, `tell drain`).
         """
-        if cause not in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED):
+        if cause not in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED, Cause.NODES_BUSY):
             return False
         own = [event for event in self._history.events if event["attempt"] == self._number]
         return not any(event["event"] == "requested" and event.get("nodes") for event in own)

@@ -335,6 +335,7 @@ _FOLLOWS = {
     Cause.REQUEUE_REQUESTED: Action.AGAIN,
     Cause.DRAIN_REQUESTED: Action.RESTART,
     Cause.SLOW_NODE: Action.RESTART,
+    Cause.NODES_BUSY: Action.RESTART,
 }
 
 

@@ -204,6 +204,9 @@ def with_more(plan: Plan, length: float, draw: random.Random) -> Plan:
     shut = random.Random(f"shut off {plan.seed}")
     if plan.job_nodes > 1 and shut.random() < 0.08:
         faults.append(Fault(length * 1.2 * shut.random(), "shut down a node", shut.getrandbits(32)))
+    stepd = random.Random(f"stepd {plan.seed}")
+    if plan.job_nodes > 1 and stepd.random() < 0.06:
+        faults.append(Fault(length * 1.2 * stepd.random(), "kill a stepd", stepd.getrandbits(32)))
     return replace(
         plan,
         settings=settings,
@@ -607,6 +610,18 @@ def _slow_controller(history: History, draw: random.Random) -> None:
     history.slurm.latency_s = draw.choice((0.02, 1.0, 5.0))
 
 
+def _kill_stepd(history: History, draw: random.Random) -> None:
+    """The slurmstepd and the ranks of a node are killed, whose slurmd answers, once they have joined."""
+    hosts = {batch.host for batch in history.slurm.jobs.values()}
+    ranks = [rank for rank in history.training if rank.server and rank.process.node not in hosts | history.slurm.cut]
+    for node in sorted({rank.process.node for rank in ranks})[:1]:
+        for rank in ranks:
+            if rank.process.node == node:
+                rank.step._batch.busy.add(node)
+                history.invariants.failed(rank)
+                rank.process.kill()
+
+
 def _kill_rank(history: History, draw: random.Random) -> None:
     if history.training:
         rank = draw.choice(history.training)
@@ -797,11 +812,12 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "refused": _refused,
     "connection breaks": _connection_breaks,
     "shut down a node": _shut_down_node,
+    "kill a stepd": _kill_stepd,
 }
 #: What is drawn in certain histories only, each by its own rule.
 APART = {
     *("drain", "lose a spare", "slow node", "another run fails", "accounting away", "fork", "odd failure", "refused"),
-    *("connection breaks", "freeze the host", "shut down a node"),
+    *("connection breaks", "freeze the host", "shut down a node", "kill a stepd"),
 }
 
 

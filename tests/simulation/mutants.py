@@ -353,6 +353,11 @@ def _a_refused_job_ends_the_run() -> Patches:
     return [(Recovery, "_requeued", requeued)]
 
 
+def _a_step_that_waits_for_busy_nodes_is_waited_for() -> Patches:
+    """A supervisor waits without bound for srun, which waits until an earlier step has ended."""
+    return [(SlurmController, "waits_for_nodes", lambda *_: False)]
+
+
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -404,6 +409,7 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_node_that_was_shut_down_takes_ranks_again,
         _only_a_timeout_is_no_answer,
         _a_refused_job_ends_the_run,
+        _a_step_that_waits_for_busy_nodes_is_waited_for,
     )
 }
 
@@ -457,6 +463,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "a node that was shut down takes ranks again": 115,
     "only a timeout is no answer": 4,
     "a refused job ends the run": 2,
+    "a step that waits for busy nodes is waited for": 636,
 }
 #: The kinds of faults without which some of them cannot be seen: other histories are drawn and counted, but not played.
 NEEDS: Mapping[str, set[str]] = {
@@ -479,6 +486,7 @@ NEEDS: Mapping[str, set[str]] = {
     "a spare that is down takes ranks": {"lose a node"},
     "a run never shrinks": {"lose a node"},
     "a node that was shut down takes ranks again": {"shut down a node"},
+    "a step that waits for busy nodes is waited for": {"kill a stepd"},
 }
 
 

@@ -718,6 +718,7 @@ class Launcher:
         self._code = 0
         self._statuses: dict[int, ExitStatus] = {}
         self._abandoned = self._reading = False
+        self.pid = self.world.next_pid()
         self._waiting: list[tuple[Thread, int]] = []
         #: Failed ranks that srun named before anybody read what it writes.
         self._unread: list[int] = []
@@ -728,12 +729,17 @@ class Launcher:
         self.server = self.world.process.server  # type: ignore[attr-defined]
         gone = self._batch.batch is not self.world.process or self._batch.state not in ("RUNNING", "SUSPENDED")
         gone = gone or len(self._nodes) < self._job.nodes  # then srun refuses the step
+        waits = not gone and not self._batch.busy.isdisjoint(self._nodes)
+        self._batch.waiting = self.pid if waits else None
         for number in range(self._job.world_size):
             node = "" if gone else self._nodes[number // self._job.ranks_per_node]
             rank = Rank(self, number, node)
             self.ranks.append(rank)
             self.cluster.ranks.append(rank)
             self._left.add(number)
+            if waits:
+                rank.process.alive = False
+                continue
             if gone or rank.process.node in self.cluster.slurm.cut | self._batch.lost:
                 rank.process.alive = False
                 if rank.process.node not in self.cluster.slurm.shut:  # else srun waits until Slurm gives the node up
@@ -776,12 +782,16 @@ class Launcher:
         self._signal("USR2")
 
     def kill(self) -> None:
-        """KILL to all ranks that can be reached."""
+        """KILL to all ranks that can be reached. srun waits no longer than KillWait for a step that does not end."""
         self._signal("KILL")
+        if self._batch.busy and self._batch.waiting is None:
+            self.world.after(self.cluster.slurm.settings.kill_wait_s + 2.0, self.abandon)
 
     def abandon(self) -> None:
         """srun is killed."""
         self._abandoned = True
+        if self._batch.waiting == self.pid:
+            self._batch.waiting = None
         self._wake()
 
     def _wake(self) -> None:
@@ -798,6 +808,9 @@ class Launcher:
             self.world.after(0.05 * self.world.random.random(), self.group.lose, node, slurm.cut - {node})
             if not self._left:
                 self._wake()
+            return
+        if node in self._batch.busy:  # srun learns nothing, and waits
+            self.world.after(0.05 * self.world.random.random(), self.group.lose, node, slurm.cut - {node})
             return
         if node in slurm.cut and node != self._batch.host and rank.number in self._left:
             self.world.after(HEARS_S, self.ended, rank, code)

@@ -11,6 +11,7 @@ import pytest
 from clusterddp.hostlist import expand
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.run_states import Cause
 from tests.cluster import Cluster, ClusterConfig
 from tests.conftest import Clusters
 from tests.slurm.test_world_size import SCRIPT, SHAPE, local, submit
@@ -110,6 +111,33 @@ def test_a_node_that_hangs_is_left_for_the_spare_one(
     check_continued(training, uninterrupted_training)
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n3"]]
     assert reasons(training) == ["node n2 hangs, so the ranks continue on the spare node n3"]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("spares", [1, 0], ids=["spare", "none"])
+def test_a_node_whose_slurmstepd_was_killed_is_left_once_srun_has_waited_for_it(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, spares: int
+) -> None:
+    """Its slurmd answers, and slurmctld never learns that the step has ended there. After 5 s in place of a minute.
+
+    Without a spare node the job is requeued, so that no step is left.
+    """
+    site = runs / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import clusterddp.supervisor.decide as decide\ndecide.STEP_S = 5.0\n")
+    options = ["--spare-nodes", str(spares), "--set", f"checkpoint.every={INTERVAL} steps"]
+    env = {"PYTHONPATH": f"{site}:{cluster.source}"}
+    training = Training.submit(cluster, runs, "--pause", "0.2", options=options, env=env)
+    wait_for_step(training.run, 7)
+    for process in cluster.processes("n2"):
+        if process.command().startswith("slurmstepd") or process in training.ranks_on("n2"):
+            process.kill()
+    training.wait(lambda: len(nodes_of(training)) == 2, "attempt 1", 40)
+    check_continued(training, uninterrupted_training)
+    last = ["n1", "n3"] if spares else ["n1", "n2"]
+    assert nodes_of(training) == [["n1", "n2"], ["n1", "n2"], last]
+    (busy,) = (event for event in training.run.events() if event.get("cause") == Cause.NODES_BUSY.value)
+    assert busy["event"] == ("restarted" if spares else "requeued"), story(training.run)
 
 
 @pytest.mark.product

@@ -14,6 +14,7 @@ from clusterddp.failures.hangs import Hang, Slow, Watch
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
 from clusterddp.supervisor.attempt_state import (
+    ASK_S,
     Action,
     Broadcast,
     ConnectionLost,
@@ -33,6 +34,7 @@ from clusterddp.supervisor.attempt_state import (
     Say,
     StartTimer,
     State,
+    StepWaits,
     Stop,
     Superseded,
     TermNotice,
@@ -219,6 +221,21 @@ def test_a_rank_that_reconnects_is_still_ended_after_another_failed_that_had_not
         state, _ = step(state, event, NOW)
     leave, kill = actions(state, Timer.DISMISS)
     assert isinstance(leave, Broadcast) and leave.order == "leave" and kill == KILL
+
+
+# ---- no rank starts
+
+
+def test_an_srun_that_waits_for_busy_nodes_is_ended() -> None:
+    """It would wait until the time limit. Once its step exists, a container may take minutes to start."""
+    launched = State(JOB, ("n1", "n2"), abandon_s=5.0)
+    assert actions(launched, Timer.STEP) == [Do.ASK_STEP]
+    state, todo = step(launched, StepWaits(True), NOW)
+    assert (state.busy, todo) == (True, [Do.ABANDON_RANKS])
+    assert step(launched, StepWaits(False), NOW) == (launched, [])
+    assert actions(launched, StepWaits(None)) == [StartTimer(Timer.STEP, ASK_S)]
+    for joined in (after(), step(launched, RankEvent(1, "joined", {"host": "n2"}), NOW)[0]):
+        assert actions(joined, Timer.STEP) == [] == actions(joined, StepWaits(True))
 
 
 # ---- a node stops answering

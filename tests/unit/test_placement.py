@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -274,6 +275,38 @@ def test_the_end_of_an_attempt_says_why_its_job_has_too_few_nodes(tmp_path: Path
         Recovery(run, 0, controller, History(run, 0), AttemptResult(state, ends)).act()
         reasons.append(run.events()[-1]["reason"])
     assert reasons[0] == f"{reasons[1]}. Node n2 is lost, and the job has 1 node left, but the run needs 2"
+
+
+@pytest.mark.parametrize(
+    ("job", "unended", "policy", "end", "asked"),
+    [
+        pytest.param(SPARE, ["n2"], None, "restarted", [], id="a spare node"),
+        pytest.param(SPARE, [], None, "requeued", ["requeue"], id="the busy node is unknown"),
+        pytest.param(FIXED, ["n2"], None, "requeued", ["requeue"], id="no spare node"),
+        pytest.param(FIXED, ["n2"], "resubmit", "resubmitted", ["resubmit"], id="no requeue"),
+    ],
+)
+def test_a_run_whose_ranks_cannot_start_on_busy_nodes_moves_or_leaves_its_job(
+    tmp_path: Path, job: Job, unended: list[str], policy: Any, end: str, asked: list[str]
+) -> None:
+    """No rank has failed, and no node is suspected."""
+    run, controller = RunDirectory(tmp_path / "run"), Job41(Cause.NONE)
+    run.create()
+    for _ in range(2):
+        run.create_attempt()
+    controller.nodes = ["n1", "n2", "n3"]
+    append_line(run.events_file, {"event": "restarted", "attempt": 0, "time": time.time(), "unended": unended})
+    job = replace(job, nodes=2, gpus_per_node=1, device="cpu", policy=policy)
+    allocated = "n1 n2 n3" if job.spare_nodes else "n1 n2"
+    state = State(job, ("n1", "n2"), placement=at("n1 n2", allocated), busy=True, exit_code=137)
+    ends = tuple(RankEnd(rank, f"n{rank + 1}", "died", math.inf) for rank in (0, 1))
+    Recovery(run, 1, controller, History(run, 1), AttemptResult(state, ends)).act()
+    (last,) = (event for event in run.events() if event["event"] == end and event["attempt"] == 1)
+    assert (last["cause"], controller.asked) == (Cause.NODES_BUSY.value, asked)
+    assert {"rank_failed", "excluded", "node_lost"}.isdisjoint(event["event"] for event in run.events())
+    moved = [event["nodes"] for event in run.events() if event["event"] == "moved"]
+    assert moved == ([["n1", "n3"]] if end == "restarted" else [])
+    assert exceeded(job, [{**last, "attempt": number} for number in range(3)], 0.0) is not None
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,19 @@ def test_nodes_in_an_unknown_form_do_not_end_a_run(monkeypatch: pytest.MonkeyPat
         slurm.usable_nodes(None)
 
 
+def test_an_srun_whose_step_waits_is_known_by_its_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As recorded on 22.05.8. An srun that died, or another one of the user's, may wait in the same job."""
+    shape = "CPUs=4 Tasks=4 Name=(null) Network=(null) TRES=(null) ResvPorts=(null) CPUFreqReq=Default Dist=Unknown"
+    text = "".join(
+        f"StepId=1.{step} UserId=999 StartTime=Unknown TimeLimit=UNLIMITED State={state} Partition=low "
+        f"NodeList=n[1-4] Nodes=4 {shape} SrunHost:Pid=n1:{pid}\n"
+        for step, state, pid in (("0", "RUNNING", 311), ("TDB", "PENDING", 444), ("TDB", "PENDING", 446))
+    )
+    monkeypatch.setattr(slurm, "run", lambda *command: text if command[-1] == "1" else "")
+    assert slurm.waiting_sruns("1") == [444, 446]
+    assert slurm.waiting_sruns("2") == []
+
+
 @pytest.mark.parametrize("answer", ["41", "41;alpha", "Welcome to alpha\n41;alpha\nhave a nice day"])
 def test_the_job_id_is_found_in_what_sbatch_and_a_sites_wrapper_print(answer: str, sbatch: Path) -> None:
     """With --parsable it is a line of its own, followed by the cluster's name in a federation."""
