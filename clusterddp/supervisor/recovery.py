@@ -263,7 +263,7 @@ class Recovery:
                 if end.death is not None and end.death.not_started:
                     leave.setdefault(state.node_of(end.rank), "did not start its ranks")
             if state.busy:
-                leave |= {node: "still has ranks of an earlier attempt" for node in self._unended_before()}
+                leave |= dict.fromkeys(self._unended_before(), "still has ranks of an earlier attempt")
             # The script may hang instead, which is no reason to shrink.
             if state.placement.spares and (hung := hung_node(state)):
                 leave.setdefault(hung, "hangs")
