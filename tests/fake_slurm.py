@@ -85,7 +85,8 @@ def next_answer(answers: list[Any]) -> Any:
 class NoRanks:
     """A launcher on this machine that starts and ends nothing."""
 
-    name, supervisor_host, abandon_s, pid = "slurm", "127.0.0.1", 0.0, None
+    name, supervisor_host, abandon_s = "slurm", "127.0.0.1", 0.0
+    pid: int | None = None
     failed: Callable[[int], object]
 
     def notify(self) -> None: ...

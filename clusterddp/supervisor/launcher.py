@@ -209,7 +209,7 @@ class LocalLauncher:
     name = "local"
     supervisor_host = "127.0.0.1"
     abandon_s = 0.0
-    pid = None
+    pid: int | None = None
 
     def __init__(self, job: Job, terminal_rank: int | None = None, told: Callable[[], bool] = lambda: False) -> None:
         self._job, self._terminal_rank, self._told = job, terminal_rank, told
