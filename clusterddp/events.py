@@ -278,6 +278,19 @@ class NotRestored(Event):
         return f"the resume is not bit-exact: {', '.join(self.inexact)}"
 
 
+class NotUsed(Event):
+    """a value that the script was given, or gives itself, has no effect, because another takes precedence"""
+
+    what: str
+    given: Any
+    because: str
+    used: Any = None
+
+    def sentence(self) -> str:
+        used = "" if self.used is None else f" {self.used!r}"
+        return f"{self.what}: {self.given!r} is not used. {self.because}{used}"
+
+
 def _repeated(redone: int | None) -> str:
     return "" if redone is None else f", repeating {counted(redone, 'step')}"
 

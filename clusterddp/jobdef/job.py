@@ -284,8 +284,9 @@ class Job:
     protect_saves: bool = True
     """Whether ``torch.save`` and safetensors' ``save_file`` replace a file only by a complete one, and a stop waits for
     them."""
-    seed: int = 0
-    """The seed of the sample order and of all random generators."""
+    seed: int | None = None
+    """The seed of the sample order and of all random generators. It takes precedence over that of
+    ``clusterddp.init(seed=...)``. None: the script's, or 0."""
     global_batch: int | None = None
     """Samples per step over all ranks, for any number of ranks. The loader's batch_size is then the maximum that a rank
     takes at once. None: batch_size times the ranks of the first attempt."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -122,10 +122,10 @@ def init(
     its main thread.
 
     Args:
-        seed: for the order of samples and all random numbers. If None, the job's seed, or 0.
+        seed: for the order of samples and all random numbers, unless the job definition sets ``seed``. If None, 0.
         device: "cpu", "cuda" or "cuda:N". In a job, the job's device applies. If None, a GPU if one is visible.
-        backend: of torch.distributed, such as "gloo". If None the job's, or NCCL for tensors on GPUs and gloo for those
-            on CPUs.
+        backend: of torch.distributed, such as "gloo", unless the job definition sets ``backend``. If None, NCCL for
+            tensors on GPUs and gloo for those on CPUs.
         run_dir: where to save if no ``clusterddp submit`` started this process. If None, the run is not saved.
         checkpoint: how often to save there. In a job, the job definition applies.
 
@@ -175,7 +175,7 @@ class Context(Loaders):
         ranks = read.ranks
         self.rank, self.local_rank, self.node_rank = ranks.rank, ranks.local_rank, ranks.node_rank
         self.world_size, self.local_world_size = ranks.world_size, ranks.local_world_size
-        self.seed, self._global_batch = read.job.seed, read.job.global_batch
+        self.seed, self._global_batch = read.seed, read.job.global_batch
         self.devices = devices.devices_of(ranks, read.device, read.job.gpus_per_rank)
         self.device = self.devices[0]
         if self.device.type == "cuda":
@@ -202,6 +202,8 @@ class Context(Loaders):
         self._history = AttemptHistory(read, self._group.attempt_store)
         if self.rank == 0:
             self._history.report("phase", phase="importing")
+        for unused in read.unused:
+            self._report_unused(unused)
         self._evaluations = Evaluations(self._report_evaluations)
         self._stopping = Stopping(read, self._group.attempt_store, self._history.report)
         self._agreement = self._stopping.agreement
@@ -398,7 +400,10 @@ class Context(Loaders):
         values = Values(script_state)
         self._services = self._start_services(named.values(), metric)
         batches = training_loader(loader, self._group, self.seed, rng == "step")
-        given = Given(named, batches, rng, values, own, start_warm)
+        if self._settings.job.global_batch is not None and not isinstance(loader, Loader):
+            because = "Only ctx.loader() makes batches of that size"
+            self._report_unused({"what": "global_batch", "given": self._settings.job.global_batch, "because": because})
+        given = Given(named, batches, rng, values, own, start_warm, str(init_from) if init_from else None)
         self._run = _kind_of_run(self._settings)(given, self._services)
         return self._run
 
@@ -414,7 +419,8 @@ class Context(Loaders):
         self._stopping.saver, saver.on_commit = saver, tracking.committed
         heartbeat.timing, heartbeat.on_device = times.told, times.on_device
         agreement, deadline = self._agreement, self._stopping.deadline
-        return Services(read.job, group, agreement, saver, deadline, heartbeat, times, profiling, tracking, report)
+        common = read.job, read.seed, group, agreement
+        return Services(*common, saver, deadline, heartbeat, times, profiling, tracking, report)
 
     # --- hanging
 
@@ -512,6 +518,10 @@ class Context(Loaders):
         """Does nothing without ``ctx.run()``: a loop with its own saving calls ``stop_requested``."""
         if self._run is not None:
             self.stop_point()
+
+    def _report_unused(self, fields: Mapping[str, Any]) -> None:
+        if self.rank == 0:
+            self._history.report("not_used", **fields)
 
     def _report_evaluations(self, seconds: float) -> None:
         if self.rank == 0:

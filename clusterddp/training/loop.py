@@ -52,6 +52,7 @@ class Services:
     """The parts of its context that a run uses. ``report`` adds an event to the history, on any rank."""
 
     job: Job
+    seed: int
     group: ProcessGroup
     agreement: Agreement
     saver: Saver
@@ -67,14 +68,15 @@ class Run:
     """One attempt of a run: made by ``Context.run``, with the newest checkpoint restored."""
 
     def __init__(self, given: Given, services: Services) -> None:
-        self._job, self._group, self._agreement = services.job, services.group, services.agreement
+        self._job, self._seed = services.job, services.seed
+        self._group, self._agreement = services.group, services.agreement
         self._saver, self._deadline, self._heartbeat = services.saver, services.deadline, services.heartbeat
         self._times, self._profiling, self._report_event = services.times, services.profiling, services.report
         self._tracking = services.tracking
         self._loader, self._rng = given.loader, given.rng
         self._times.on_sample = InputWait(self._report, lambda: self.step, given.loader.workers).look
         self._enter("restoring")
-        self._state = RunState(given, self._job.seed, self._group)
+        self._state = RunState(given, self._seed, self._group)
         #: Whether all ranks take part in a save, because each has a state.
         self._together = given.loader.per_rank_state or bool(given.per_rank)
         #: The step being made; between two steps, and outside the loop, there is none.
@@ -99,6 +101,8 @@ class Run:
         self._saver.behind = self._optimizer_steps.behind
         self._made = 0  # steps, in this attempt
         self._state.restore(self._saver.restore())
+        for unused in self._state.unused:
+            self._report("not_used", **unused)
         if self._state.parent is None and given.warm_start is not None:
             for loaded in given.warm_start():
                 self._report("initialized", **loaded.fields())
@@ -189,7 +193,7 @@ class Run:
     def _steps(self, total: int) -> Iterator[Any]:
         self._begin(total)
         self._goal = total
-        self._seeds = randomness.step_seeds(self._job.seed, self._group.rank, self.step)
+        self._seeds = randomness.step_seeds(self._seed, self._group.rank, self.step)
         self._done = self._over()
         if self._done:
             if self._left_unsaved:  # the script left the loop in its last step
@@ -410,6 +414,9 @@ class Run:
         self._report("phase", phase=phase)
 
     def _total(self, total: int | None) -> int:
+        if total is not None and self._job.steps not in (None, total) and not self._begun:
+            because = "The script says"
+            self._report("not_used", what="steps", given=self._job.steps, used=total, because=because)
         total = self._job.steps if total is None else total
         if total is None:
             raise TypeError("run.steps() needs a number of steps, because the job definition has no `steps`")

@@ -49,6 +49,7 @@ from clusterddp.distributed.wrapping import (
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted, say
 from clusterddp.training.exactness import CompiledShapes, Divergence, fingerprints
+from clusterddp.training.given_values import GivenValues
 from clusterddp.training.module_attributes import ModuleAttributes
 from clusterddp.training.script_state import PerRank, Values
 
@@ -195,7 +196,7 @@ Randomness = Literal["step", "user"]
 class Given:
     """What the script gave to ``ctx.run()``. ``parts`` are saved and restored by name. ``per_rank`` is each rank's own.
 
-    ``warm_start`` loads the weights to start from, unless the run resumes.
+    ``warm_start`` loads the weights to start from, unless the run resumes, from ``warm_start_files``.
     """
 
     parts: dict[str, Stateful]
@@ -204,6 +205,7 @@ class Given:
     values: Values
     per_rank: PerRank
     warm_start: Callable[[], list[Loaded]] | None
+    warm_start_files: str | None
 
 
 class RunState:
@@ -231,6 +233,9 @@ class RunState:
         self.gradients = Gradients(parts, group.world_size, group.rank)
         self._values = values
         self.attributes = ModuleAttributes(parts)
+        self._given = GivenValues(parts, loader.given, given.warm_start_files)
+        #: What the script gave and the checkpoint replaced, as fields of events.
+        self.unused: list[dict[str, Any]] = []
         self.before = BeforeStep(parts if group.rank == 0 else {}, values, self.attributes)
         self.divergence = Divergence({**parts, "script_state": values} if values else parts, group)
         self.buffers = Buffers(parts, group.world_size)
@@ -257,6 +262,7 @@ class RunState:
             **self.shapes.progress(),
             **self.per_rank.progress(),
             **self._progress_of_attributes(before_step, loop),
+            **self._given.progress(),
         }
         if self._values:
             progress["values"] = self.before.values if before_step else self._values.state_dict()
@@ -333,6 +339,7 @@ class RunState:
         self._values.load_state_dict(progress.get("values", {}))
         self.per_rank.restore(progress)
         self.attributes.restore(progress)
+        self.unused = list(self._given.unused(progress))
         self.inexact += self.gradients.restore(progress)
         self.inexact += self.buffers.restore(progress, self._group.rank, self._group.world_size)
         self.inexact += self.shapes.restore(progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,11 @@ _NOTICES = {
 class Settings:
     """``attempt`` is None without a supervisor. ``run_dir`` is None if there is nowhere to save.
 
-    ``job``: with the script's seed, if it gives one. Without a supervisor it has the defaults, and no watchdog.
+    ``job``: without a supervisor it has the defaults, and no watchdog.
     ``preflight``: whether the nodes are checked before training. ``profile``: whether the job's is not recorded yet.
     ``recording``: what ``submit --check-resume`` records of each step, if it started this process.
+    ``seed``: of the job definition, else of the script, else 0.
+    ``unused``: the arguments of ``init()`` that have no effect, as the fields of an event.
     ``device_memory``: bytes that an earlier attempt used on each GPU, if known.
     ``notices``: for a stop signal, or the supervisor's reason, the seconds until this process is killed, if known.
     """
@@ -45,12 +47,14 @@ class Settings:
     device: str | None
     backend: str | None
     job: Job
+    seed: int
     store: StoreAddress
     notices: Mapping[str, float]
     preflight: bool = False
     profile: bool = False
     recording: Recording | None = None
     device_memory: int | None = None
+    unused: Sequence[Mapping[str, str | int]] = ()
 
 
 def read(
@@ -62,8 +66,7 @@ def read(
     run_dir: str | os.PathLike[str] | None = None,
     checkpoint: Checkpointing | None = None,
 ) -> Settings:
-    """The settings of this process. The script's arguments take precedence, except over a job's run directory, device
-    and checkpoint settings."""
+    """The settings of this process. What a job definition sets takes precedence over the script's arguments."""
     ranks = environment.read(environ)
     supervised = environ.get(protocol.RUN_DIR)
     path = supervised or run_dir
@@ -72,6 +75,13 @@ def read(
         job = load_resolved(directory.job_file)
     else:
         job = Job("script", checkpoint=checkpoint or Checkpointing(), watchdog=None)
+    of_job = environ.get(protocol.DEVICE)
+    arguments: list[tuple[str, str | int | None, str | int | None]] = [
+        ("seed", seed, job.seed),
+        ("backend", backend, job.backend),
+        ("device", device, of_job if of_job != (device or "").partition(":")[0] else None),
+        ("checkpoint", str(checkpoint) if checkpoint else None, str(job.checkpoint) if supervised else None),
+    ]
     if protocol.DEBUG_RANK in environ:
         job = job.debugged()
     if environ.get(protocol.WATCHDOG) == "off":
@@ -80,14 +90,20 @@ def read(
         ranks=ranks,
         run_dir=directory,
         attempt=int(environ[protocol.ATTEMPT]) if supervised else None,
-        device=environ.get(protocol.DEVICE) or device,
-        backend=backend or job.backend,
-        job=job if seed is None else replace(job, seed=seed),
+        device=of_job or device,
+        backend=job.backend or backend,
+        job=job,
+        seed=job.seed if job.seed is not None else seed or 0,
         store=store_address(environ, ranks),
         preflight=environ.get(protocol.PREFLIGHT) == "on",
         profile=environ.get(protocol.PROFILE) == "on",
         recording=Recording.parse(environ[protocol.CHECK_RESUME]) if protocol.CHECK_RESUME in environ else None,
         device_memory=int(environ[protocol.DEVICE_MEMORY]) if protocol.DEVICE_MEMORY in environ else None,
+        unused=[
+            {"what": f"init({name}=...)", "given": given, "used": used, "because": "The job definition says"}
+            for name, given, used in arguments
+            if given is not None and used is not None and given != used
+        ],
         notices={name: float(environ[variable]) for name, variable in _NOTICES.items() if variable in environ},
     )
 

@@ -283,7 +283,7 @@ def test_the_schema_explains_every_key(capsys: pytest.CaptureFixture[str]) -> No
     Draft7Validator.check_schema(schema)
     described = schema["properties"]
     assert all(described[key]["description"] for key in READERS)
-    assert (described["nodes"]["default"], described["lift_hold"]["default"], described["seed"]["default"]) == (
+    assert (described["nodes"]["default"], described["lift_hold"]["default"], described["spare_nodes"]["default"]) == (
         1,
         True,
         0,

@@ -49,7 +49,7 @@ def rank_of(run: RunDirectory, planned: ProfiledSteps | None = None, rank: int =
     told: Told = []
     job = Job("x", module="x", profile=planned)
     ranks = RankEnvironment(rank, rank, 4, 4, 0, ("n1",), None, None, "local")
-    settings = Settings(ranks, run, 1, "cpu", "gloo", job, StoreAddress("", 0, ""), {}, profile=True)
+    settings = Settings(ranks, run, 1, "cpu", "gloo", job, 0, StoreAddress("", 0, ""), {}, profile=True)
     report = lambda event, **values: told.append((event, values))  # noqa: E731
     return Profiling(settings, 1, torch.device("cpu"), report, nullcontext), told
 
