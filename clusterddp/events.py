@@ -885,6 +885,17 @@ class NodeLost(Event):
         return f"node {self.node} is treated as lost, because {who} did not exit after SIGKILL. Tell the administrator"
 
 
+class LaunchFailed(Event):
+    """srun has started no rank. `lines`: what it printed. `refused`: it would refuse the same again"""
+
+    error: str
+    lines: Sequence[str]
+    refused: bool
+
+    def sentence(self) -> str:
+        return self.error
+
+
 class RankFailed(Event):
     """the first failure of the attempt. `raised`: its exception, line and step. `lacks_gpus`: the node has too few.
     `fault`: the fault of its GPU that caused this"""

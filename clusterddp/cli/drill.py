@@ -153,7 +153,14 @@ def rank(folder: Path) -> None:
 def first_start(folder: Path, job_id: str) -> None:
     """Signals ranks as a preemption does, records which received the signal, and requeues the job."""
     ranks = int(os.environ["SLURM_JOB_NUM_NODES"])
-    command = ["srun", "--ntasks-per-node=1", *module_command("clusterddp.cli.drill"), "--rank", str(folder)]
+    command = [
+        "srun",
+        "--export=ALL",
+        "--ntasks-per-node=1",
+        *module_command("clusterddp.cli.drill"),
+        "--rank",
+        str(folder),
+    ]
     step = subprocess.Popen(command)
     _await(lambda: len(list(folder.glob("ready-*"))) == ranks)
     sent = time.time()

@@ -74,6 +74,21 @@ def print_grouped(logs: Iterable[Log], pattern: re.Pattern[str] | None) -> bool:
     return printed
 
 
+def print_launcher(
+    run: RunDirectory, attempts: Iterable[int], pattern: re.Pattern[str] | None, below: bool = False
+) -> bool:
+    """Prints what srun itself printed in these attempts. Returns whether anything was printed, or was before."""
+    for attempt in attempts:
+        write = _writer(sys.stdout, run.path)
+        for number, piece in enumerate(_pieces(run.launcher_log(attempt), pattern)):
+            if number == 0:
+                write(("\n" * below + f"==> srun, attempt {attempt} <==\n").encode())
+            write(piece)
+            below = True
+    sys.stdout.flush()
+    return below
+
+
 def _writer(stream: TextIO, folder: Path) -> Callable[[bytes], object]:
     """Writes bytes unchanged, with a rank's colours. On a terminal, another user's bytes become ``printable`` text."""
     if not stream.isatty() or folder.stat().st_uid == os.geteuid():
@@ -283,11 +298,13 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         if by_default:
             _show_failure(run)
         return 0
-    if by_default and (_show_failure(run) or _show_job_log(run)):
+    if by_default and (_show_failure(run) or _show_job_log(run) or _show_launcher(run)):
         return 0
     logs = _chosen(run, ranks, arguments.attempt)
     alone = len(logs) == 1 and ranks.single is not None and arguments.attempt != _ALL
     printed = print_one(logs[0], arguments.grep) if alone else print_grouped(logs, arguments.grep)
+    if ranks.text == _ALL:
+        printed = print_launcher(run, sorted({log.attempt for log in logs}), arguments.grep, printed)
     if arguments.grep is not None and not printed:
         say(f"no line matches {arguments.grep.pattern!r}")
         return FAILED
@@ -359,10 +376,20 @@ def _show_failure(run: RunDirectory) -> bool:
     if failure is None:
         return False
     put(box(run, failure))
+    if failure["event"] == "launch_failed":
+        return True
     rank, attempt = failure["rank"], failure["attempt"]
     show(f"See the whole output of rank {rank} with: clusterddp logs {run.quoted} --rank {rank} --attempt {attempt}")
     show("For other ranks, use --rank failed, --rank 0,4-7 or --rank all. For all attempts, use --attempt all")
     return True
+
+
+def _show_launcher(run: RunDirectory) -> bool:
+    """Shows what srun printed if it has started no rank of the newest attempt. Returns whether it did."""
+    newest = run.newest_attempt()
+    if newest is None or logs_of(run, newest, lambda _: True):
+        return False
+    return print_launcher(run, [newest], None)
 
 
 def _show_job_log(run: RunDirectory) -> bool:

@@ -98,6 +98,44 @@ def of_tasks(messages: str) -> dict[int, ExitStatus]:
     return exit_statuses
 
 
+#: srun's reasons that come with an option, the environment or the job's size, and so come again (22.05.8).
+_REFUSALS = re.compile(
+    r"unrecognized (option|--)|[Ii]nvalid (option|--|MPI type|generic resource|\S+ specification|\S+ argument)"
+    r"|^srun: fatal: |Failed to parse|Only allocated \d+ nodes? asked for|More processors requested than permitted"
+    r"|Requested node configuration is not available|Memory required by task is not available|Task count specification"
+    r"|cannot find mpi plugin|Unable to load any plugin|^/usr/bin/env: .*srun",
+    re.MULTILINE,
+)
+_NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
+#: The most of srun's lines that are kept, and of their characters.
+MOST_LINES, LONGEST_LINE = 12, 400
+
+
+@dataclass(frozen=True)
+class LaunchFailure:
+    """srun has started no rank. ``lines``: what it printed. ``refused``: whether it would refuse the same again."""
+
+    lines: tuple[str, ...]
+    refused: bool
+
+    def words(self) -> str:
+        """The failure in a sentence, with srun's first error."""
+        said = [line.removeprefix("srun: ").removeprefix("error: ").strip() for line in self.lines]
+        said = [line for line in said if not line.startswith("cluster configuration lacks")]  # a warning
+        return f"srun could not start the ranks: {said[0] if said else 'it printed no reason'}"
+
+
+def launch_failure(messages: str) -> LaunchFailure:
+    """From the messages of an srun that has failed before any rank started."""
+    lines = [line[:LONGEST_LINE] for line in messages.splitlines() if line.strip()]
+    return LaunchFailure(tuple(lines[:MOST_LINES]), _REFUSALS.search(messages) is not None)
+
+
+def failed_nodes(messages: str) -> list[str]:
+    """The nodes that failed, by srun's messages. srun then kills the tasks on the others."""
+    return list(dict.fromkeys(_NODE_FAILURE.findall(messages)))
+
+
 def _death(what: str, oom_kill: bool) -> ExitStatus | None:
     if exited := _EXITED.fullmatch(what):
         return ExitStatus(exit_code=int(exited[1]))

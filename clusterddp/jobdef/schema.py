@@ -283,6 +283,8 @@ def _check_option(name: str, node: Node) -> None:
 
 
 def _check_step_option(name: str, node: Node) -> None:
+    if name == "export" and node.text.partition(",")[0] != "ALL":
+        raise Wrong("the ranks need the job's environment. Write ALL,NAME=VALUE, or set variables under env:")
     if name not in ONE_GPU_PER_TASK:
         _check_option(name, node)
 

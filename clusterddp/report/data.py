@@ -212,11 +212,11 @@ def _history(events: Sequence[Event], sentence: Sentence) -> list[dict[str, Any]
 
 def _failures(run: RunDirectory, events: Sequence[Event], words: Words, notes: list[str]) -> list[dict[str, Any]]:
     """The newest first failures of attempts, oldest first, with a box for the last few."""
-    failed = [event for event in events if event["event"] in ("rank_failed", "hung")][-_FAILURES:]
+    failed = [event for event in events if event["event"] in ("rank_failed", "hung", "launch_failed")][-_FAILURES:]
     found = []
     for place, event in enumerate(failed):
         box = None
-        if place >= len(failed) - _BOXES and is_count(event.get("rank")):
+        if place >= len(failed) - _BOXES and (is_count(event.get("rank")) or event["event"] == "launch_failed"):
             box = _tried("the record of a failure", partial(words.box, run, event), notes)
         found.append(
             {

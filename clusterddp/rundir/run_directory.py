@@ -189,9 +189,10 @@ class RunDirectory:
     logs = _Below("logs")
     """The output of ranks and jobs.
 
-    ``attempt-<n>/rank-<r>.out`` and ``.err`` are what rank r printed. If a rank hung, its ``.err`` holds the stacks of
-    its threads. ``job-<id>.log`` is the output of the batch script: that of ``setup`` and of the supervisor. With
-    ``--local``, the supervisor writes to ``supervisor.log``. A new attempt deletes the logs of old ones, except those
+    ``attempt-<n>/rank-<r>.out`` and ``.err`` are what rank r printed, and ``srun.err`` is what srun printed. If a rank
+    hung, its ``.err`` holds the stacks of its threads. ``job-<id>.log`` is the output of the batch script: that of
+    ``setup`` and of the supervisor. With ``--local``, the supervisor writes to ``supervisor.log``. A new attempt
+    deletes the logs of old ones, except those
     of the first attempt and of the newest ``keep_logs``. ``clusterddp logs`` prints them.
     """
     loop_log = _Below("logs/loop.log")
@@ -309,6 +310,10 @@ class RunDirectory:
     def attempt_logs(self, attempt: int) -> Path:
         """The folder of an attempt's rank outputs, ``rank-<r>.out`` and ``rank-<r>.err``."""
         return self.logs / f"attempt-{attempt}"
+
+    def launcher_log(self, attempt: int) -> Path:
+        """What srun itself printed: errors, and how ranks ended. None with ``--local``."""
+        return self.attempt_logs(attempt) / "srun.err"
 
     def profile_file(self, attempt: int, rank: int, step: int) -> Path:
         """The trace of a rank's profile that begins at ``step``, under a name that TensorBoard's plugin looks for."""

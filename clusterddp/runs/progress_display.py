@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.events import sentence
+from clusterddp.failures.exit_status import LaunchFailure
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.reporter import clipped, one_line, printable, show
@@ -190,14 +191,19 @@ _RECORD = re.compile(r"rank-(\d{1,9})\.json", re.ASCII)
 
 def newest_failure(events: Iterable[Event]) -> Event | None:
     """The event that names the first failure of the newest attempt that had one, or None if no rank failed."""
-    found = [event for event in events if event["event"] in ("rank_failed", "hung") and "rank" in event]
-    return found[-1] if found else None
+
+    def names_it(event: Event) -> bool:
+        return event["event"] == "launch_failed" or (event["event"] in ("rank_failed", "hung") and "rank" in event)
+
+    return next(filter(names_it, reversed(list(events))), None)
 
 
 def box(run: RunDirectory, event: Event) -> str:
     """The box about a first failure, as the supervisor printed it, but without the failures that followed from it."""
-    attempt, rank, host, when = event["attempt"], event["rank"], event.get("host", "?"), event["time"]
-    if event["event"] == "hung":
+    attempt, rank, host, when = event["attempt"], event.get("rank", 0), event.get("host", "?"), event["time"]
+    if event["event"] == "launch_failed":
+        end = RankEnd.of_launch(LaunchFailure(tuple(event.get("lines", ())), event.get("refused") is True), when)
+    elif event["event"] == "hung":
         end = RankEnd(rank, host, "hung", when, error=event.get("what", "hung"))
     else:
         end = RankEnd.read(rank, host, when, run.rank_record(attempt, rank))
@@ -216,7 +222,7 @@ def failed_ranks(run: RunDirectory, attempt: int, events: Iterable[Event]) -> se
     """
     failed: set[int] = set()
     for event in events:
-        if event["attempt"] == attempt and event["event"] in ("rank_failed", "hung"):
+        if event["attempt"] == attempt and event["event"] in ("rank_failed", "hung") and "rank" in event:
             failed |= {event["rank"], *event.get("late", ())}
     with suppress(FileNotFoundError, PermissionError):
         for match in filter(None, map(_RECORD.fullmatch, os.listdir(run.attempt_private(attempt)))):

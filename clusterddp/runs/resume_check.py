@@ -393,7 +393,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 #: The events of its runs to show to the user.
-_SHOWN = ("resumed", "diverged", "slow", "rank_failed", "hung")
+_SHOWN = ("resumed", "diverged", "slow", "rank_failed", "hung", "launch_failed")
 
 
 class Interrupted(Exception):

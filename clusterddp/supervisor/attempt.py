@@ -25,7 +25,7 @@ from typing import Any
 
 from clusterddp import protocol
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.failures import exclusion, node_memory
+from clusterddp.failures import exclusion, exit_status, node_memory
 from clusterddp.failures.hangs import Watch
 from clusterddp.failures.placement import Placement
 from clusterddp.hostlist import expand
@@ -71,7 +71,7 @@ from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.limits import lost_steps
 from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
-from clusterddp.supervisor.verdict import rank_ends
+from clusterddp.supervisor.verdict import end_of_file, rank_ends
 from clusterddp.worker.code_paths import mapped_variables
 
 #: The exceptions that a malformed report of a rank may raise.
@@ -142,6 +142,7 @@ class Attempt:
             return 1
         with suppress(OSError):  # the script may have deleted it, and the next attempt's log goes there
             create_folder(self._run.logs, exist_ok=True)
+        self._find_failed_nodes()
         self._find_lost_nodes()
         self._find_dead_nodes()
         self._await_records()
@@ -149,6 +150,13 @@ class Attempt:
         if code != RESTART:
             self._hook.finish()
         return code
+
+    def _find_failed_nodes(self) -> None:
+        """The nodes that srun reports as failed. It killed the ranks of the others, whose connections may end first."""
+        state, failed = self._state, exit_status.failed_nodes(end_of_file(self._run.launcher_log(self._number)))
+        ranks = [rank for rank in range(self._job.world_size) if state.node_of(rank) in failed]
+        at = min([time.time(), *state.lost_at.values()])
+        self._state = decide.lose(state, [rank for rank in ranks if rank not in state.ends], at)
 
     def _find_lost_nodes(self) -> None:
         """Asks Slurm which nodes the job still has, if ranks failed before they joined.

@@ -33,7 +33,16 @@ _OF_RANKS = ("SLURM_GPUS", "SLURM_GRES", "SLURM_NTASKS", "SLURM_CPUS_PER", "SLUR
 
 def guard_command(run: str, attempt: int, port: int, node: str) -> list[str]:
     """The command that starts the guard on a node, beside the ranks."""
-    step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none", f"--nodelist={node}"]
+    step = [
+        "srun",
+        "--export=ALL",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        "--cpus-per-task=1",
+        "--gres=none",
+        f"--nodelist={node}",
+    ]
     quiet = ["--quiet", "--input=none", "--output=none", "--error=none"]
     return [*step, *quiet, *module_command("clusterddp.supervisor.guard"), run, str(attempt), str(port)]
 

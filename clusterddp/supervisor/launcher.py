@@ -89,9 +89,10 @@ class SlurmLauncher:
                 for name in ("out", "err"):
                     os.close(create_file(logs / f"rank-{rank}.{name}", os.O_WRONLY))
         # srun must inherit that TERM is ignored (the batch script's trap): else it would exit, and the ranks with it.
+        # env reports there that there is no srun.
         with open(self._messages, "ab", opener=create_file) as messages:
             self._srun = subprocess.Popen(
-                [*srun_command(self._job, logs, self._placement), *command],
+                ["/usr/bin/env", *srun_command(self._job, logs, self._placement), *command],
                 env={"OMP_NUM_THREADS": str(cpus_per_rank(self._job)), **environment},
                 stdin=subprocess.DEVNULL,
                 stderr=messages,
@@ -167,7 +168,8 @@ def srun_command(job: Job, logs: Path, placement: Placement = ALL_NODES) -> list
     """srun's part of the ranks' command line.
 
     --cpus-per-task is always given: in 22.05 and 23.02 srun does not inherit the job's. --kill-on-bad-exit: a site's
-    KillOnBadExit would end ranks that are saving. The supervisor ends the peers of a failed rank. --wait: after the
+    KillOnBadExit would end ranks that are saving. --export: with `sbatch --export=NONE`, or SLURM_EXPORT_ENV=NONE, the
+    ranks would not get their environment. The supervisor ends the peers of a failed rank. --wait: after the
     first clean exit the other ranks may take as long as a collective. --nodelist: Slurm sorts the nodes in its own way,
     whatever is given. --overlap: a step with ranks on a lost node keeps its other nodes until that one answers (seen on
     22.05.8).
@@ -182,6 +184,7 @@ def srun_command(job: Job, logs: Path, placement: Placement = ALL_NODES) -> list
         f"--ntasks-per-node={job.ranks_per_node}",
         f"--cpus-per-task={cpus_per_rank(job)}",
         "--kill-on-bad-exit=0",
+        *([] if "export" in job.srun else ["--export=ALL"]),
         f"--wait={job.timeouts.step_s:.0f}",
         "--unbuffered",
         "--open-mode=append",

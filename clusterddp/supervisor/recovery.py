@@ -43,6 +43,8 @@ _T = TypeVar("_T")
 RESTART = -1
 #: The first pause before an unreachable controller is asked again, in seconds.
 FIRST_PAUSE_S = 0.5
+#: The pause before srun is started again that has started no rank, in seconds.
+RELAUNCH_S = 5.0
 #: For how long nodes are held while the run directory cannot be written, in seconds.
 OUTAGE_S = 600.0
 _NOT_RESUBMITTED = "Could not resubmit the run"
@@ -166,7 +168,10 @@ class Recovery:
     def _tell_failure(self, failure: RankEnd, verdict: Verdict) -> None:
         """Records the first failure and prints it in a box, after an exception with why all ranks restart or not."""
         step = self._step_of(failure, verdict.others)
-        if self._state.hang is None:  # a hang is recorded already
+        if failure.of_launcher:
+            lines, refused = failure.traceback.splitlines(), failure.end == "refused"
+            self._history.add("launch_failed", error=failure.error, lines=lines, refused=refused)
+        elif self._state.hang is None:  # a hang is recorded already
             values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
             if step is not None:
                 values["step"] = step
@@ -246,6 +251,8 @@ class Recovery:
         self._add_end("restarted", verdict, f"rank {hang.late[0]} ({hang.host}) hung" if hang else None, **unended)
         # An outage of the disk may have broken the rank, and the next attempt begins by writing to that disk.
         _until_answered(self._history.write_pending, OUTAGE_S)
+        if verdict.first_failure is not None and verdict.first_failure.of_launcher:
+            time.sleep(RELAUNCH_S)
         return RESTART
 
     def _choose_course(self, lost: Sequence[str]) -> Choice:

@@ -27,7 +27,7 @@ from typing import Any
 from clusterddp.errors import RunDirectoryError
 from clusterddp.events import at_step
 from clusterddp.failures import exit_status
-from clusterddp.failures.exit_status import KILLS, Blame, ErrorText, ExitStatus
+from clusterddp.failures.exit_status import KILLS, Blame, ErrorText, ExitStatus, LaunchFailure, launch_failure
 from clusterddp.failures.stack_traces import (
     after_suspension,
     different_calls,
@@ -83,9 +83,10 @@ class RankEnd:
 
     ``end``: done, stopped (a clusterddp stop), unfinished (exit code 0 with steps left), exit (another exit code),
     exception, lost (it never reached the supervisor), declined (a callable's ``checkpoint()`` returned None), hung (all
-    ranks had to be ended), hung for good (and are not to be restarted), dismissed (asked to exit, as another was lost),
-    silent (its node does not respond), early (it exited with code 0 while others waited for it), or died (it left no
-    record: killed by a signal, or os._exit).
+    ranks had to be ended), hung for good (and are not to be restarted), unlaunched (srun has started no rank), refused
+    (nor would it the next time), dismissed (asked to exit, as another was lost), silent (its node does not respond),
+    early (it exited with code 0 while others waited for it), or died (it left no record: killed by a signal, or
+    os._exit).
     ``lost_at``: unix seconds on the supervisor's clock when it reported its failure, or its connection broke. Infinity
     if it never joined.
     """
@@ -111,6 +112,9 @@ class RankEnd:
     fault: str = ""
     """The fault of its GPU that may be the cause."""
 
+    joined: bool = True
+    """False if it died before it connected to the supervisor."""
+
     @classmethod
     def read(cls, rank: int, host: str, lost_at: float, path: Path, death: ExitStatus | None = None) -> RankEnd:
         """From the file that the rank wrote. An unreadable file counts as a missing one."""
@@ -127,7 +131,7 @@ class RankEnd:
         """From the record that the rank wrote. If it had no time to (None), ``death`` may be known."""
         if record is None:
             error = death.words() if death else "was killed or called os._exit(), and left no traceback"
-            return cls(rank, host, "died", lost_at, error=error, death=death)
+            return cls(rank, host, "died", lost_at, error=error, death=death, joined=math.isfinite(lost_at))
         error = record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else "")
         names = ("traceback", "step", "exit_code", "used_clusterddp")
         known = {name: record[name] for name in names if record.get(name) is not None}
@@ -160,7 +164,7 @@ class RankEnd:
             return self.known is not None and self.known.blame is not Blame.SCRIPT
         if self.end == "died":
             return self.known is None or self.known.blame is not Blame.SCRIPT
-        return self.end in ("lost", "silent", "hung", "early", "dismissed")
+        return self.end in ("lost", "silent", "hung", "early", "dismissed", "unlaunched")
 
     @property
     def of_the_node(self) -> bool:
@@ -170,6 +174,8 @@ class RankEnd:
         if self.known is not None:
             return self.known.blame in (Blame.NODE, Blame.NETWORK)
         if self.end == "died":
+            if not self.joined:  # for any reason, such as a missing interpreter
+                return self.death is not None and bool(self.death.not_started)
             return self.death is None or not (self.death.out_of_memory or self.death.oom_kill)
         return self.end in ("lost", "silent")
 
@@ -182,6 +188,17 @@ class RankEnd:
     def started(self) -> bool:
         """Whether its process was started, as far as is known."""
         return self.death is None or not self.death.not_started
+
+    @property
+    def of_launcher(self) -> bool:
+        """Whether no rank was started, so that this is no rank's failure, and no node's."""
+        return self.end in ("unlaunched", "refused")
+
+    @classmethod
+    def of_launch(cls, failure: LaunchFailure, at: float = math.inf) -> RankEnd:
+        """In place of the ends of all ranks, if none was started."""
+        end = "refused" if failure.refused else "unlaunched"
+        return cls(0, "", end, at, error=failure.words(), traceback="\n".join(failure.lines))
 
     @property
     def lost_peer(self) -> bool:
@@ -222,7 +239,7 @@ class RankEnd:
 
     def sentence(self) -> str:
         """One line that names the rank, its host and what happened to it."""
-        if self.end.startswith("hung"):
+        if self.end.startswith("hung") or self.of_launcher:
             return self.error
         return f"rank {self.rank} ({self.host}) {self.words()}"
 
@@ -248,7 +265,11 @@ def rank_ends(run: RunDirectory, attempt: int, state: State, statuses: Mapping[i
     The rank at fault for a hang counts as ``hung``, however it ended, unless it was done or stopped.
     """
     hang = state.hang
-    if hang is None:  # else all were killed
+    if hang is None and state.exit_code and not (state.hosts or state.ends or state.silent or statuses):
+        recorded = any(run.rank_record(attempt, rank).exists() for rank in range(state.job.world_size))
+        if not recorded and (messages := end_of_file(run.launcher_log(attempt)).strip()):
+            return [RankEnd.of_launch(launch_failure(messages))]
+    if hang is None and not state.silent:  # else all were killed
         statuses = exit_status.in_order(statuses)
     ends = [_end_of(run, attempt, state, rank, statuses.get(rank)) for rank in range(state.job.world_size)]
     if hang is not None and ends[hang.late[0]].failed:  # it comes first
@@ -394,7 +415,7 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
     """
     if failure.lacks_gpus and not progress.earlier:  # the job asks for too many
         return False, ""
-    if failure.may_pass:
+    if failure.may_pass or (failure.end == "refused" and progress.earlier):  # it has worked with these options
         return True, ""
     if failure.end not in ("exception", "exit", "died"):
         return False, ""
@@ -499,6 +520,8 @@ def failure_box(
     """
     failure, others = first.end, first.others
     logs = [run.attempt_logs(attempt) / f"rank-{failure.rank}.{kind}" for kind in ("err", "out")]
+    if failure.of_launcher:
+        logs = [run.launcher_log(attempt)]
     log = next((log for log in logs if end_of_file(log).strip()), logs[0])  # some programs report errors on stdout
     body = failure.traceback or end_of_log(masked(end_of_file(log), secrets))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))

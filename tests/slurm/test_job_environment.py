@@ -33,3 +33,32 @@ def test_ranks_of_all_nodes_have_the_shells_setups_and_jobs_environment(cluster:
     variables = {"SHELL_ONLY": "shell", "SETUP_ONLY": "setup", "BOTH": "env", "OMP_NUM_THREADS": "1"}
     expected = {**variables, "cwd": str(cluster.source), "path": str(folder), "executable": str(cluster.python)}
     assert seen == [expected, expected]
+
+
+def test_ranks_of_a_job_without_the_shells_environment_have_their_own(cluster: Cluster, runs: Path) -> None:
+    """Slurm passes ``--export=NONE`` of sbatch on to srun, and the ranks did not know their supervisor."""
+    folder, run = runs / "script", RunDirectory(runs / "run")
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "job.yaml").write_text(
+        "script: train.py\nnodes: 2\ndevice: cpu\npartition: low\ncpus_per_task: 1\nenv: {BOTH: env}\n"
+        "sbatch: {export: NONE}\n"
+    )
+    command = ["env", "SHELL_ONLY=shell", cluster.python, "-m", "clusterddp.submit", folder / "job.yaml"]
+    cluster.run([*command, "--run-dir", run.path], cwd=cluster.source)
+    assert wait_for_outcome(run) == "completed", story(run)
+    seen = [json.loads((run.attempt_logs(0) / f"rank-{rank}.out").read_text()) for rank in range(2)]
+    assert [(one["SHELL_ONLY"], one["BOTH"]) for one in seen] == [(None, "env")] * 2
+
+
+def test_an_option_that_srun_does_not_know_fails_the_run_in_srun_s_words(cluster: Cluster, runs: Path) -> None:
+    """Once, and neither a rank nor a node is to blame."""
+    run = RunDirectory(runs / "run")
+    options = ["--nodes", "2", "--gpus", "1", "--device", "cpu", "-p", "low", "-c", "1", "--run-dir", run.path]
+    refused = ["--set", "srun.container-image=none", "-m", "clusterddp.digits"]
+    cluster.run([cluster.python, "-m", "clusterddp.submit", *options, *refused], cwd=cluster.source)
+    assert wait_for_outcome(run) == "failed", story(run)
+    (failed,) = (event for event in run.events() if event["event"].endswith("_failed"))
+    assert failed["event"] == "launch_failed" and any("--container-image" in line for line in failed["lines"])
+    shown = cluster.run([cluster.python, "-m", "clusterddp", "logs", run.path]).stdout
+    assert "unrecognized option '--container-image=none'" in shown

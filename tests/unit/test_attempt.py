@@ -23,7 +23,7 @@ from clusterddp import protocol
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
 from clusterddp.events import sentence
 from clusterddp.failures import exclusion
-from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.exit_status import ExitStatus, launch_failure, of_tasks
 from clusterddp.failures.hangs import Hang
 from clusterddp.failures.placement import Placement
 from clusterddp.hostlist import expand
@@ -67,6 +67,7 @@ STOPPED = {"end": "stopped", "step": 7}
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(recovery, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(recovery, "RELAUNCH_S", 0.0)
     yield
 
 
@@ -1391,6 +1392,114 @@ def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
     signal.signal(signal.SIGQUIT, before)
     assert launcher.wait() == 137
     assert launcher.exit_statuses()[1].not_started == "Slurmd could not connect IO"
+
+
+class Srun(FakeRanks):
+    """An srun that prints these messages and fails. Its tasks leave no record."""
+
+    def __init__(self, run: RunDirectory, messages: str, code: int = 1) -> None:
+        super().__init__(run, {"end": "died"})
+        self._messages, self._code = messages, code
+
+    def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+        (logs / "srun.err").write_text(self._messages)
+
+    def exit_statuses(self) -> Mapping[int, ExitStatus]:
+        return of_tasks(self._messages)
+
+    def wait(self) -> int:
+        return self._code
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "srun: unrecognized option '--container-image=foo'\nTry \"srun --help\" for more information",
+        "srun: cluster configuration lacks support for cpu binding\n"
+        'srun: error: unrecognized --cpu-bind argument "bogus"\n'
+        "srun: fatal: Failed to parse --cpu-bind= values.",
+        "srun: error: Only allocated 2 nodes asked for 3",
+        "srun: error: Step requested GRES but job doesn't have GRES\n"
+        "srun: error: Unable to create step for job 1: Invalid generic resource (gres) specification",
+        "srun: error: Unable to create step for job 1: More processors requested than permitted",
+        "srun: error: Unable to create step for job 1: Requested node configuration is not available",
+        "srun: error: Invalid --distribution specification",
+        "srun: error: Invalid --gpu-bind argument: gpu:bogus",
+        "srun: error:  mpi/pmix_v4: init: (null) [0]: mpi_pmix.c:195: pmi/pmix: can not load PMIx library\n"
+        "srun: error: MPI: Unable to load any plugin\n"
+        "srun: error: Invalid MPI type 'pmix', --mpi=list for acceptable types",
+    ],
+)
+def test_a_step_that_srun_refuses_ends_the_run_with_srun_s_words_and_blames_no_node(
+    run: RunDirectory, messages: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As 22.05.8 words them. It would refuse the next one, too, unless it has started ranks of this run before."""
+    assert supervise(run, JOB, lambda *_: Srun(run, messages), FakeController(Cause.NONE)) == 1
+    failed = [event for event in run.events() if event["event"] in ("rank_failed", "launch_failed", "failed")]
+    assert [event["event"] for event in failed] == ["launch_failed", "failed"]
+    assert failed[0]["lines"] == messages.splitlines() and "suspect" not in failed[0]
+    box = capsys.readouterr().err
+    assert all(line in box for line in messages.splitlines()) and "rank 0" not in box
+    for event in ({"event": "started"}, {"event": "training", "step": 0}, {"event": "restarted", "step": 7}):
+        append_line(run.events_file, {"time": time.time(), "attempt": 1, **event})
+    run.create_attempt()
+    later = Attempt(run, JOB, run.create_attempt(), Srun(run, messages), FakeController(Cause.NONE))
+    assert later.supervise() == recovery.RESTART
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "srun: error: Unable to create step for job 1: Job/step already completing or completed",
+        "srun: error: Unable to create step for job 1: Socket timed out on send/recv operation",
+        "srun: error: Unable to confirm allocation for job 1: Unable to contact slurm controller (connect failure)",
+        "slurmstepd: error: something new",
+    ],
+)
+def test_an_srun_that_fails_for_another_reason_is_started_again_three_times(run: RunDirectory, messages: str) -> None:
+    """No rank and no node counts as failed."""
+    assert supervise(run, JOB, lambda *_: Srun(run, messages), FakeController(Cause.NONE)) == 1
+    names = [event["event"] for event in run.events()]
+    assert names == [*("started", "launch_failed", "restarted") * 2, "started", "launch_failed", "failed"]
+    assert not any("suspect" in event for event in run.events())
+
+
+def test_why_srun_failed_does_not_matter_once_the_controller_explains_it(run: RunDirectory) -> None:
+    """A preemption before the step was created."""
+    messages = "srun: error: Unable to create step for job 1: Job/step already completing or completed"
+    Attempt(run, JOB, run.create_attempt(), Srun(run, messages), FakeController(Cause.PREEMPTED)).supervise()
+    assert [event["event"] for event in run.events()] == ["started", "requeued"]
+
+
+def test_a_missing_srun_is_a_failure_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    launcher = SlurmLauncher(JOB)
+    launcher.start(["true"], dict(os.environ), tmp_path)
+    assert launcher.wait() != 0
+    assert launch_failure((tmp_path / "srun.err").read_text()).refused
+
+
+def test_a_node_that_srun_reports_as_failed_is_lost_rather_than_the_ranks_that_srun_then_killed(
+    run: RunDirectory,
+) -> None:
+    """Their processes are reported first, and no connection of the failed node has broken yet."""
+    messages = "srun: error: Node failure on n2\nsrun: error: n1: task 0: Killed\n"
+    job, nodes = dataclasses.replace(JOB, nodes=2, gpus_per_node=1), ("n1", "n2")
+    controller = FakeController(Cause.NONE)
+    controller.nodes = ["n1", "n2", "n3"]
+    Attempt(
+        run, job, run.create_attempt(), Srun(run, messages, 137), controller, None, Placement(nodes, nodes)
+    ).supervise()
+    lost = {event["event"]: event for event in run.events() if event["event"] in ("rank_failed", "node_lost")}
+    assert lost["node_lost"]["node"] == "n2" and lost["rank_failed"]["suspect"] == "n2"
+
+
+def test_a_rank_that_dies_before_it_joins_does_not_count_against_its_node(run: RunDirectory) -> None:
+    """Its environment may be incomplete, its interpreter missing."""
+    messages = "srun: error: n1: tasks 0-1: Exited with exit code 2\n"
+    Attempt(run, JOB, run.create_attempt(), Srun(run, messages, 2), FakeController(Cause.NONE)).supervise()
+    (failed,) = (event for event in run.events() if event["event"] == "rank_failed")
+    assert "suspect" not in failed
 
 
 class NeverStarted(FakeRanks):
