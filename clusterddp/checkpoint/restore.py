@@ -230,14 +230,27 @@ def restore(
         search.report(damage)
 
 
+def newest_progress(checkpoints: Checkpoints) -> Mapping[str, Any] | None:
+    """The progress in the checkpoint that ``restore`` will take unless its data is damaged. None if there is none."""
+    for candidate in _candidates(checkpoints):
+        with suppress(CheckpointError):  # restore reports it
+            progress: Mapping[str, Any] = candidate.read_head().state["progress"]
+            return progress
+    return None
+
+
+def _candidates(checkpoints: Checkpoints) -> list[Checkpoint]:
+    if step := os.environ.get(protocol.COMMITTED):
+        checkpoints.await_committed(int(step))
+    return checkpoints.candidates()
+
+
 class _Search:
     """On rank 0, the candidates with a whole head, newest first. Damaged ones are reported. Empty on other ranks."""
 
     def __init__(self, checkpoints: Checkpoints | None, on_damaged: OnDamaged) -> None:
         self._checkpoints, self._on_damaged = checkpoints, on_damaged
-        if checkpoints is not None and (step := os.environ.get(protocol.COMMITTED)):
-            checkpoints.await_committed(int(step))
-        self._candidates = iter(checkpoints.candidates() if checkpoints is not None else [])
+        self._candidates = iter(_candidates(checkpoints) if checkpoints is not None else [])
         self._current: Checkpoint | None = None
         self._reasons: list[str] = []
         #: Why there is no checkpoint to restore, although the run has some.

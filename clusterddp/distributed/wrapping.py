@@ -1,7 +1,7 @@
 """Wraps the user's model in DistributedDataParallel such that a resumed run is exact.
 
-It sums gradients in the same order. The buffers of the run's models, above all BatchNorm's running statistics, are kept
-and rewound with the step.
+It sums gradients in the same order (``bucket_order.py``). The buffers of the run's models, above all BatchNorm's
+running statistics, are kept and rewound with the step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp.distributed.bucket_order import BucketOrders
 from clusterddp.process import at_exit
 
 
@@ -51,39 +52,27 @@ def ddp_modules(part: object) -> list[DistributedDataParallel]:
     return [module for module in modules if isinstance(module, DistributedDataParallel)]
 
 
-#: All DDP modules made here, and those whose buckets have their final order.
+#: All DDP modules made here, and those whose order of gradients is kept over a stop.
 _made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-_settled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+_ordered: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 #: Their parameters that were frozen when they were made, whose gradients DDP never averages.
 _frozen: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.nn.Parameter]] = weakref.WeakKeyDictionary()
 
 
-class _SumOfParameters(torch.nn.Module):
-    """Replaces the user's model: uses every parameter, but no batch and no buffer."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        super().__init__()
-        device = parameters[0].device if parameters else None  # they may be on several
-        self._sums = lambda: [parameter.sum().abs().float().to(device) for parameter in parameters]
-
-    def forward(self, _: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._sums()).sum() * 0  # type: ignore[no-untyped-call]
-
-
 def wrap(
-    model: torch.nn.Module, devices: Sequence[torch.device], *, all_used_once: bool = False, **options: Any
+    model: torch.nn.Module,
+    devices: Sequence[torch.device],
+    orders: BucketOrders | None = None,
+    *,
+    all_used_once: bool = False,
+    **options: Any,
 ) -> DistributedDataParallel:
-    """The model in DDP, with its gradient buckets in their final order. It is moved to a single device.
-
-    DDP rebuilds its buckets after the first iteration, in the order in which gradients arrived. A resumed run would do
-    so after step S, sum step S in the old order, and differ from the uninterrupted run from there on (seen at 3 and
-    more ranks). A throw-away pass fixes the order before the first step, on a fresh start and on a resume.
+    """The model in DDP, whose gradients ``orders`` keeps in order over a stop. It is moved to a single device.
 
     With ``static_graph``, DDP learns from its first pass how often each parameter is used. After an artificial pass it
     rejects a model with unused parameters, and reduces the gradients of reentrant checkpointing too early (seen in
     torch 2.13: wrong gradients, no error). There is no throw-away pass then, and a resume is not exact at 3 and more
-    ranks, unless ``all_used_once`` promises that every parameter gets its gradient in every backward, in one piece:
-    then DDP counts in a first pass and takes the order from a second.
+    ranks, unless ``all_used_once`` promises that every parameter gets its gradient in every backward, in one piece.
 
     If the promise is broken, DDP itself rejects an unused parameter in the second step, and a gradient in several
     pieces raises RuntimeError in the first backward. Raises TypeError for ``all_used_once`` without ``static_graph``.
@@ -102,9 +91,9 @@ def wrap(
         at_exit(_release_process_group)
     _made.add(wrapped)
     _frozen[wrapped] = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    if all_used_once or not static_graph:
-        _settle_buckets(wrapped, passes=2 if static_graph else 1)
-        _settled.add(wrapped)
+    if orders is not None and _rebuilds(wrapped) and (all_used_once or not static_graph):
+        orders.add(wrapped)
+        _ordered.add(wrapped)
     if all_used_once:
         _check_first_backward(wrapped)
     return wrapped
@@ -141,10 +130,16 @@ def unreduced(wrapped: DistributedDataParallel) -> bool:
     return any(parameter.requires_grad for parameter in _frozen.get(wrapped, ()))
 
 
+def _rebuilds(wrapped: DistributedDataParallel) -> bool:
+    """Whether DDP makes its buckets again in the order in which gradients arrive."""
+    if getattr(wrapped, "_delay_all_reduce_all_params", False) or getattr(wrapped, "_use_python_reducer", False):
+        return False  # it has no buckets
+    return wrapped.static_graph or not wrapped.find_unused_parameters
+
+
 def doubt(wrapped: DistributedDataParallel) -> str | None:
     """Why a resume may sum gradients in a different order, at 3 and more ranks. None if it does not."""
-    rebuilds = wrapped.static_graph or not wrapped.find_unused_parameters
-    if wrapped in _settled or not rebuilds:
+    if wrapped in _ordered or not _rebuilds(wrapped):
         return None
     if wrapped.static_graph:
         return "is wrapped in DDP with static_graph=True, without all_used_once=True"
@@ -161,20 +156,6 @@ def _release_process_group() -> None:
     for wrapped in list(_made):
         for owner in ("logger", "reducer", "process_group"):
             wrapped.__dict__.pop(owner, None)
-
-
-def _settle_buckets(wrapped: DistributedDataParallel, passes: int) -> None:
-    """Throw-away passes over all parameters, by which DDP orders its buckets, without other effects."""
-    model, broadcast_buffers = wrapped.module, wrapped.broadcast_buffers
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    wrapped._modules["module"], wrapped.broadcast_buffers = _SumOfParameters(parameters), False
-    try:
-        for _ in range(passes):
-            wrapped(torch.zeros(())).backward()  # with device_ids, DDP moves its inputs, and fails if there are none
-    finally:
-        wrapped._modules["module"], wrapped.broadcast_buffers = model, broadcast_buffers
-    for parameter in parameters:
-        parameter.grad = None
 
 
 def _check_first_backward(wrapped: DistributedDataParallel) -> None:

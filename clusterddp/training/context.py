@@ -6,10 +6,11 @@ step does no work for it.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,13 +22,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp import environment
+from clusterddp.checkpoint.restore import newest_progress
 from clusterddp.checkpoint.state_dict import Stateful
+from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
 from clusterddp.data.samplers import Loaders
 from clusterddp.data.training_loader import training_loader
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed import collectives, devices, process_group, wrapping
+from clusterddp.distributed.bucket_order import KEY, BucketOrders, Names
 from clusterddp.distributed.process_group import NO_TIMEOUT
 from clusterddp.errors import DeviceError, Stopped
 from clusterddp.jobdef.job import Checkpointing, check_packages
@@ -209,6 +213,7 @@ class Context(Loaders):
         self._agreement = self._stopping.agreement
         shield_workers()
         self._run: Run | None = None
+        self._orders = BucketOrders(self._recorded_orders)
         self._services: Services | None = None
         #: The blocks of ``local_first`` and ``main_first`` so far.
         self._turns = 0
@@ -313,7 +318,17 @@ class Context(Loaders):
 
         Raises TypeError for anything but a module that is not in DDP yet, and for ``all_used_once`` alone.
         """
-        return wrapping.wrap(model, self.devices, all_used_once=all_used_once, **options)
+        return wrapping.wrap(model, self.devices, self._orders, all_used_once=all_used_once, **options)
+
+    def _recorded_orders(self) -> Sequence[Names] | None:
+        """Of the checkpoint from which this attempt will resume. All ranks ask, and only rank 0 reads the disk."""
+        if (directory := self._settings.run_dir) is None:
+            return None
+        if self.is_main:
+            progress = newest_progress(Checkpoints(directory, self.attempt, self._settings.job.checkpoint.keep)) or {}
+            self._group.store.set(KEY, json.dumps(progress.get(KEY)))
+        recorded: Sequence[Names] | None = json.loads(self._group.store.get(KEY))
+        return recorded
 
     def all_reduce_sum(self, value: torch.Tensor | float) -> torch.Tensor | float:
         """The sum over all ranks, on every rank. Collective.
@@ -403,7 +418,7 @@ class Context(Loaders):
         if self._settings.job.global_batch is not None and not isinstance(loader, Loader):
             because = "Only ctx.loader() makes batches of that size"
             self._report_unused({"what": "global_batch", "given": self._settings.job.global_batch, "because": because})
-        given = Given(named, batches, rng, values, own, start_warm, str(init_from) if init_from else None)
+        given = Given(named, batches, rng, values, own, start_warm, str(init_from) if init_from else None, self._orders)
         self._run = _kind_of_run(self._settings)(given, self._services)
         return self._run
 

@@ -446,6 +446,7 @@ class Run:
             randomness.seed_all(next(self._seeds))
         self._state.gradients.begin_step()
         self._state.buffers.begin_step()
+        self._state.orders.begin_step()
         self._optimizer_steps.begin_step()
         self._state.before.begin_step()
         self._state.per_rank.begin_step()

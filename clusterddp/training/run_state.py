@@ -35,6 +35,7 @@ from clusterddp.checkpoint.state_dict import (
 from clusterddp.checkpoint.transfer import broadcast
 from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.distributed import wrapping
+from clusterddp.distributed.bucket_order import BucketOrders
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.distributed.torch_patches import after_call
@@ -197,6 +198,7 @@ class Given:
     """What the script gave to ``ctx.run()``. ``parts`` are saved and restored by name. ``per_rank`` is each rank's own.
 
     ``warm_start`` loads the weights to start from, unless the run resumes, from ``warm_start_files``.
+    ``orders``: of the modules in DDP.
     """
 
     parts: dict[str, Stateful]
@@ -206,6 +208,7 @@ class Given:
     per_rank: PerRank
     warm_start: Callable[[], list[Loaded]] | None
     warm_start_files: str | None
+    orders: BucketOrders
 
 
 class RunState:
@@ -239,6 +242,7 @@ class RunState:
         self.before = BeforeStep(parts if group.rank == 0 else {}, values, self.attributes)
         self.divergence = Divergence({**parts, "script_state": values} if values else parts, group)
         self.buffers = Buffers(parts, group.world_size)
+        self.orders = given.orders
         self._hardware = group.hardware() if group.rank == 0 else {}
         self.shapes = CompiledShapes(group)
         self._partly_saved = self._check_saved() if group.rank == 0 else []
@@ -259,6 +263,7 @@ class RunState:
             **self.stopped_in_step,
             **self.gradients.progress(before_step),
             **self.buffers.progress(),
+            **self.orders.progress(before_step),
             **self.shapes.progress(),
             **self.per_rank.progress(),
             **self._progress_of_attributes(before_step, loop),
@@ -324,6 +329,8 @@ class RunState:
             )
         self._loader.restore(progress)
         self.inexact = self._reasons_for_doubt()
+        if self._group.world_size > 2:
+            self.inexact += self.orders.restore(progress)
         if progress["world_size"] != self._group.world_size:
             self.inexact.append(f"{counted(self._group.world_size, 'rank')} instead of {progress['world_size']}")
         if self._group.rank == 0:
