@@ -12,14 +12,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _NAME = "init_process_group"
 #: The context that is entered around the broadcasts of each DDP module.
 _around: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[], AbstractContextManager[None]]]
 _around = weakref.WeakKeyDictionary()
 _sync_buffers = DistributedDataParallel._sync_buffers
+#: The CUDA graph that is being captured, and the optimizers whose steps each graph repeats.
+_capturing: torch.cuda.CUDAGraph | None = None
+_optimizers_in: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, dict[Any, None]] = weakref.WeakKeyDictionary()
+_replayed: list[Callable[[Any], None]] = []
+_watching_graphs = False
 
 
 class SecondGroup:
@@ -99,3 +106,56 @@ def after_call(part: Any, method: str, act: Callable[..., None]) -> None:
         return result
 
     setattr(part, method, both)
+
+
+def watch_graphs() -> None:
+    """From now on, notes which optimizers' steps are captured in CUDA graphs, for ``after_replayed_step``.
+
+    A capture calls the hooks of an optimizer, and runs none of its kernels. A replay runs the kernels, and calls no
+    hook. Nothing else shows it either: a replay does not change the versions of tensors. The methods are replaced in
+    the class, which torch.compile's graphs also use.
+    """
+    global _watching_graphs
+    if _watching_graphs:
+        return
+    _watching_graphs = True
+    graphs: Any = torch.cuda.CUDAGraph
+    capture_begin, capture_end, replay = graphs.capture_begin, graphs.capture_end, graphs.replay
+    hooks: list[Any] = []
+
+    def note(optimizer: Any, *_: Any) -> None:
+        is_captured(optimizer)
+
+    def begin(graph: torch.cuda.CUDAGraph, *values: Any, **options: Any) -> None:
+        global _capturing
+        capture_begin(graph, *values, **options)
+        _capturing, _optimizers_in[graph] = graph, {}
+        hooks.append(register_optimizer_step_post_hook(note))
+
+    def end(graph: torch.cuda.CUDAGraph) -> None:
+        global _capturing
+        _capturing = None
+        while hooks:
+            hooks.pop().remove()
+        capture_end(graph)
+
+    def replay_and_note(graph: torch.cuda.CUDAGraph) -> None:
+        replay(graph)
+        for optimizer in _optimizers_in.get(graph, ()):
+            for act in _replayed:
+                act(optimizer)
+
+    graphs.capture_begin, graphs.capture_end, graphs.replay = begin, end, replay_and_note
+
+
+def is_captured(optimizer: Any) -> bool:
+    """Whether the step that the optimizer has just made is captured in a graph, so that it has no effect yet."""
+    if _capturing is None:
+        return False
+    _optimizers_in[_capturing][optimizer] = None
+    return True
+
+
+def after_replayed_step(act: Callable[[Any], None]) -> None:
+    """Calls ``act`` with each optimizer of which a graph has repeated a step."""
+    _replayed.append(act)

@@ -33,6 +33,7 @@ from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed import collectives, devices, process_group, wrapping
 from clusterddp.distributed.bucket_order import KEY, BucketOrders, Names
 from clusterddp.distributed.process_group import NO_TIMEOUT
+from clusterddp.distributed.torch_patches import watch_graphs
 from clusterddp.errors import DeviceError, Stopped
 from clusterddp.jobdef.job import Checkpointing, check_packages
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
@@ -184,6 +185,7 @@ class Context(Loaders):
         self.device = self.devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            watch_graphs()
             if gpus.current is not None:
                 with suppress(DeviceError):  # torch cannot identify it
                     gpus.current.use([devices.gpu_identity(device) for device in self.devices])

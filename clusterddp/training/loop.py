@@ -347,7 +347,8 @@ class Run:
         elif self._making:
             unknown = not self._optimizer_steps.any and not self._making.evaluates
             begun = self._loader.per_rank_state or self._state.per_rank.changed() or unknown
-            marks = {"buffers_changed": not self._state.buffers.rewind(), "begun": begun}
+            changed, unseen = not self._state.buffers.rewind(), self._optimizer_steps.unseen()
+            marks = {"buffers_changed": changed, "unseen": unseen, "begun": begun}
             self._state.stopped_in_step = {name: True for name, true in marks.items() if true}
         self._report("stopping", step=self.step, reason=reason)
         committed, problem = self._commit()

@@ -38,7 +38,7 @@ from clusterddp.distributed import wrapping
 from clusterddp.distributed.bucket_order import BucketOrders
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import ProcessGroup
-from clusterddp.distributed.torch_patches import after_call
+from clusterddp.distributed.torch_patches import after_call, after_replayed_step, is_captured
 from clusterddp.distributed.wrapping import (
     LARGEST_COPY_BYTES,
     Buffers,
@@ -105,11 +105,24 @@ class OptimizerSteps:
         for part in parts.values():
             if isinstance(part, torch.amp.GradScaler):
                 after_call(part, "step", self._note)
+        after_replayed_step(lambda part: self._note(part) if id(part) in self._names else None)
+        #: A parameter of each optimizer, and its version when the loop's step began.
+        self._watched = [
+            next(iter(found)) for part in optimizers(parts).values() if (found := trained_parameters(part))
+        ]
+        self._versions: list[int] = []
 
     def begin_step(self) -> None:
         """The loop begins a step."""
+        self._versions = [parameter._version for parameter in self._watched]
         if self._stepped:
             self._before, self._stepped = self._stepped, {}
+
+    def unseen(self) -> bool:
+        """Whether parameters have changed in the loop's step without a step of an optimizer, as by code that changes
+        them itself."""
+        changed = self._versions != [parameter._version for parameter in self._watched]
+        return changed and not self._stepped
 
     def missing(self) -> list[str]:
         """The optimizers that have stepped in an earlier step of the loop, the last with any, and not in this one."""
@@ -127,6 +140,8 @@ class OptimizerSteps:
             stream.wait_stream(own)
 
     def _note(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if is_captured(optimizer):
+            return
         if self._gpus:
             for device in self._gpus.get(id(optimizer), ()):
                 stream = torch.cuda.current_stream(device)
@@ -231,7 +246,7 @@ class RunState:
         self.finished: list[int] = []
         #: Why the resume is not exact; empty if it is.
         self.inexact: list[str] = []
-        #: The entries of a checkpoint about a stop inside a step: "cut", or "buffers_changed" and "begun".
+        #: The entries of a checkpoint about a stop inside a step: "cut", or "buffers_changed", "unseen" and "begun".
         self.stopped_in_step: dict[str, Any] = {}
         self.gradients = Gradients(parts, group.world_size, group.rank)
         self._values = values
@@ -361,6 +376,11 @@ class RunState:
             size = f"{LARGEST_COPY_BYTES >> 20} MiB"
             self.inexact.append(
                 f"step {step} was stopped after a forward pass that changed a buffer larger than {size}"
+            )
+        if progress.get("unseen"):
+            self.inexact.append(
+                f"step {step} was stopped after its parameters had changed without a step of an optimizer, and is "
+                "repeated on top of that change"
             )
         if progress.get("begun"):
             self.inexact.append(f"step {step} was stopped during an evaluation, and is repeated from its beginning")

@@ -93,6 +93,22 @@ def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(
     assert values(run_dir) == values(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(("place", "changed"), [("before", False), ("after", True)])
+def test_a_stop_after_parameters_changed_without_an_optimizers_step_is_no_exact_resume(
+    tmp_path: Path, place: str, changed: bool
+) -> None:
+    """The step is repeated on top of the change, as no hook has shown that it was made."""
+    script = Path(__file__).parents[1] / "scripts" / "changes_parameters.py"
+    ddp.start(script, tmp_path / "run", place, ranks=1, folder=tmp_path / "out").expect(75)
+    ddp.run(script, tmp_path / "run", place, ranks=1, folder=tmp_path / "out")
+    (resumed,) = [event for event in RunDirectory(tmp_path / "run").events() if event["event"] == "resumed"]
+    assert resumed["step"] == 3
+    assert [reason for reason in resumed["inexact"] if "without a step of an optimizer" in reason] == (
+        resumed["inexact"] if changed else []
+    )
+    assert bool(resumed["inexact"]) == changed
+
+
 def test_a_stop_during_the_final_evaluation_repeats_it_and_nothing_else(tmp_path: Path) -> None:
     first = ddp.start(EXACT, tmp_path / "run", 4, "--evaluate", "--sleep", 0.4, ranks=2, folder=tmp_path / "out")
     first.wait_for(0, "evaluation batch")

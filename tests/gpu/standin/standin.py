@@ -6,6 +6,8 @@ STANDIN_CUDA_SEED, each by a random part of it), STANDIN_CUDA_RACES=count (missi
 counted instead of raised), and what ``standin_watch`` lists: faults, counters, memory of several processes.
 """
 
+import contextlib
+import functools
 import os
 import socket
 import sys
@@ -80,6 +82,76 @@ class _Properties:
 class _Unsupported:
     def __new__(cls, *args, **kwargs):
         raise RuntimeError(f"the CUDA stand-in has no {cls.__name__}: this needs a GPU")
+
+
+class _CUDAGraph:
+    """Operators are recorded while they run, what they have changed is undone at the end of the capture, and a replay
+    runs them again. As on a GPU, replays leave the versions of tensors as they are."""
+
+    capturing = 0
+
+    def __new__(cls, keep_graph=False):
+        return object.__new__(cls)
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        calls, before = self._calls, self._before = [], []
+
+        class Recorder(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                kwargs = kwargs or {}
+                written = _written(func, args, kwargs)
+                before.extend((tensor, tensor.clone()) for tensor in written)
+                found = func(*args, **kwargs)
+                calls.append((func, args, kwargs, written, found))
+                return found
+
+        self._recorder = Recorder()
+        self._recorder.__enter__()
+        _CUDAGraph.capturing += 1
+
+    def capture_end(self):
+        _CUDAGraph.capturing -= 1
+        self._recorder.__exit__(None, None, None)
+        for tensor, value in reversed(self._before):
+            _change([tensor], functools.partial(tensor.copy_, value))
+        _standin.synchronize()  # nothing has run, for which another stream would have to wait
+
+    def instantiate(self):
+        pass
+
+    def replay(self):
+        torch = sys.modules["torch"]
+        for func, args, kwargs, written, found in self._calls:
+            again = _change(written, functools.partial(func, *args, **kwargs))
+            pairs = zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(again), strict=True)
+            for old, new in pairs:
+                if isinstance(old, torch.Tensor) and old is not new:
+                    _change([old], functools.partial(old.copy_, new))
+
+    def reset(self):
+        self._calls = []
+
+    def pool(self):
+        return (0, 0)
+
+
+def _written(func, args, kwargs):
+    torch, written = sys.modules["torch"], []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            written += [one for one in torch.utils._pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return written
+
+
+def _change(tensors, act):
+    torch = sys.modules["torch"]
+    with contextlib.ExitStack() as kept, torch.no_grad():
+        for tensor in tensors:
+            kept.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+        return act()
 
 
 def _into_c():
@@ -169,9 +241,10 @@ def _into_c():
         "_CudaStreamBase": _CudaStreamBase,
         "_CudaEventBase": _CudaEventBase,
         "_CudaDeviceProperties": _Properties,
-        "_CUDAGraph": type("CUDAGraph", (_Unsupported,), {}),
+        "_CUDAGraph": _CUDAGraph,
         "_graph_pool_handle": lambda: (0, 0),
-        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_cuda_isCurrentStreamCapturing": lambda: _CUDAGraph.capturing > 0,
+        "_host_emptyCache": nothing,
         "_cuda_init": initialize,
         "_cuda_isInBadFork": lambda: bad_fork[0],
         "_cuda_getDeviceCount": lambda: len(visible),
