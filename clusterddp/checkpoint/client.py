@@ -28,7 +28,7 @@ import torch
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import LONGEST_HEADER, Tensor, offsets
 from clusterddp.checkpoint.state_dict import TORCH_DTYPES, Layout, Packed, anonymous_file, free_memory, tensor_facts
-from clusterddp.distributed.devices import device_thread, pin_memory, unpin_memory
+from clusterddp.distributed.devices import blocking_event, device_thread, pin_memory, unpin_memory
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.failures.exit_status import killed
 from clusterddp.jobdef.job import Keep
@@ -102,7 +102,7 @@ class Snapshot:
             torch._foreach_copy_(views, sources, non_blocking=on_gpus)
         # Each copy runs on the current stream of its source GPU.
         devices = {source.device for source in sources if source.device.type == "cuda"} if on_gpus else ()
-        self._copied = [torch.cuda.current_stream(device).record_event(_blocking_event()) for device in devices]
+        self._copied = [torch.cuda.current_stream(device).record_event(blocking_event()) for device in devices]
 
     def wait(self) -> None:
         """Waits until all copies are complete."""
@@ -215,11 +215,6 @@ class _SmallCopies:
             if write(file, place, count, ctypes.c_long(offset)) != size:
                 return False
         return True
-
-
-def _blocking_event() -> torch.cuda.Event:
-    """An event on which a waiting thread sleeps. With other events, it keeps a core busy."""
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 #: Seconds that ``close`` waits for the writer to exit.

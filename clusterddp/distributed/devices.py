@@ -9,7 +9,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,38 @@ def device_thread(
         target(*args)
 
     return threading.Thread(target=run, name=name, daemon=True)
+
+
+#: How many steps the host may be ahead of its GPUs. With 2, the GPU has a whole step queued whenever the host begins
+#: another one, so that it idles only where the host takes longer than a step. A stop waits for no more than these steps
+#: before the state is copied. CUDA itself lets the host queue about a thousand kernels, which are as many steps if each
+#: is one CUDA graph.
+MOST_AHEAD = 2
+
+
+class Lead:
+    """Keeps the host at most MOST_AHEAD steps ahead of the GPUs."""
+
+    def __init__(self) -> None:
+        self._steps: deque[dict[torch.cuda.Stream, torch.cuda.Event]] = deque({} for _ in range(MOST_AHEAD + 1))
+
+    def limit(self, streams: Iterable[torch.cuda.Stream]) -> None:
+        """Call it between two steps, with the streams of the steps' work. Waits for the step MOST_AHEAD before."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self._steps.rotate(-1)
+        events = self._steps[-1]
+        for stream in streams:
+            if stream not in events:
+                events[stream] = blocking_event()
+            events[stream].record(stream)
+        for event in self._steps[0].values():
+            event.synchronize()
+
+
+def blocking_event() -> torch.cuda.Event:
+    """An event on which a waiting thread sleeps. With other events, it keeps a core busy."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def pin_memory(address: int, size: int) -> int:

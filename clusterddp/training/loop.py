@@ -19,6 +19,7 @@ import torch
 from clusterddp.data import randomness
 from clusterddp.data.training_loader import MicroBatches
 from clusterddp.data.workers import close_workers
+from clusterddp.distributed.devices import Lead
 from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.reporter import say
 from clusterddp.rundir.files import finite
@@ -99,6 +100,7 @@ class Run:
         self._micro = MicroBatches(given.parts, given.loader)
         self._optimizer_steps = OptimizerSteps(given.parts, self._note_optimizer_step, self._note_group)
         self._saver.behind = self._optimizer_steps.behind
+        self._lead = Lead() if self._group.device.type == "cuda" else None
         self._made = 0  # steps, in this attempt
         self._state.restore(self._saver.restore())
         for unused in self._state.unused:
@@ -210,6 +212,8 @@ class Run:
         try:
             while not self._over():
                 self._profiling.at_boundary(self.step)
+                if self._lead is not None:
+                    self._lead.limit({torch.cuda.current_stream(self._group.device), *self._optimizer_steps.streams})
                 self._times.ask()
                 batch = next(batches)
                 self._times.begin()

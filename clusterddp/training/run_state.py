@@ -128,6 +128,12 @@ class OptimizerSteps:
         """The optimizers that have stepped in an earlier step of the loop, the last with any, and not in this one."""
         return [name for name in self._before if name not in self._stepped]
 
+    @property
+    def streams(self) -> set[torch.cuda.Stream]:
+        """The streams of GPUs on which the optimizers step, at least those that are current between the steps."""
+        devices = set().union(*self._gpus.values())
+        return self._streams | {torch.cuda.current_stream(device) for device in devices}
+
     @contextmanager
     def behind(self) -> Iterator[None]:
         """GPU work queued inside comes after the optimizers' steps, and before what follows on their streams, because a

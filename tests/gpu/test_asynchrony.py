@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from clusterddp.distributed.devices import MOST_AHEAD
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.preempted import logged
@@ -45,3 +48,11 @@ def in_step(frame: str) -> bool:
     """Whether a frame is of the function ``step`` of the script, or takes logged values that have arrived."""
     place, _, function = frame.rpartition(" ")
     return function == "take_arrived" or (function == "step" and SCRIPT.name in place)
+
+
+@pytest.mark.parametrize("stream", ["default", "own"])
+def test_the_host_is_no_more_than_two_steps_ahead_of_its_device(tmp_path: Path, stream: str) -> None:
+    """So that a stop finds little work queued before the copies of the state, also on a stream of the script's own."""
+    script = SCRIPT.with_name("ahead.py")
+    said = ddp.run(script, tmp_path / "run", stream, ranks=1, folder=tmp_path / "out", devices=1).output(0)
+    assert f"ahead {MOST_AHEAD}" in said
