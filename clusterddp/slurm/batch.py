@@ -9,7 +9,7 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
 from clusterddp.slurm.commands import NodeShape
 from clusterddp.slurm.configuration import preemption
+from clusterddp.slurm.sbatch_variables import overridden
 
 #: Variables from which sbatch takes options. They are shown at submission, because users may have forgotten them.
 _SHOWN = ("SBATCH_", "SLURM_ACCOUNT", "SLURM_CLUSTERS", "SLURM_CONF")
@@ -44,24 +45,26 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
     patience_s = slurm.PATIENCE_S if required else 0.0
     try:
         slurm.require("sbatch", "srun", "scontrol", "sinfo")
-        nodes = slurm.patiently(partial(slurm.partition_nodes, job.partition), patience_s)
+        partition = job.partition or os.environ.get("SBATCH_PARTITION")
+        nodes = slurm.patiently(partial(slurm.partition_nodes, partition), patience_s)
     except SlurmUnavailable as error:
         if not required:
             return job, [f"could not check partition, GPUs, CPUs and memory: {error}"]
         if isinstance(error, SlurmMissing):
             raise
         raise SlurmUnavailable(f"{error}. To run on this machine without Slurm, add --local") from error
-    remarks = _exported()
+    remarks: list[str] = []
     check_nodes(job, nodes)
     if job.device == "cuda":
         check_gpus(job, nodes)
         job, share = share_of_node(job, nodes)
         remarks += [*share, *bound_gpus(job)]
-    policy = slurm.patiently(partial(preemption, job.partition, job.qos), patience_s)
+    qos = job.qos or os.environ.get("SBATCH_QOS")
+    policy = slurm.patiently(partial(preemption, partition, qos), patience_s)
     if job.expedite_requeue and not policy.expedites:
         job = dataclasses.replace(job, expedite_requeue=False)
         remarks.append("expedite_requeue: this cluster does not allow it, so Slurm holds a requeued job as usual")
-    return job, [*remarks, policy.sentence(job)]
+    return job, [*_exported(job), *remarks, policy.sentence(job)]
 
 
 def bound_gpus(job: Job) -> list[str]:
@@ -127,11 +130,16 @@ def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
     fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
     values: dict[str, object] = {}
     shown = []
-    if job.cpus_per_task is None:
+    exported = {name for name in os.environ if name.startswith(("SBATCH_MEM_PER_", "SBATCH_CPUS_PER_GPU"))}
+    if job.cpus_per_task is None and "SBATCH_CPUS_PER_GPU" not in exported:
         cpus = max(1, min(node.cpus * job.gpus_per_rank // node.gpus_of(None) for node in fitting))
         values["cpus_per_task"] = cpus
         shown.append(f"{counted(cpus, 'CPU')} per rank")
-    if job.mem is None and not any(key.startswith("mem") for key in job.sbatch):
+    if (
+        job.mem is None
+        and not any(key.startswith("mem") for key in job.sbatch)
+        and not exported - {"SBATCH_CPUS_PER_GPU"}
+    ):
         shares = (node.memory_mib * job.gpus_per_node // node.gpus_of(None) for node in fitting)
         values["mem"] = f"{min(shares)}M"
         shown.append(f"{values['mem']} of memory per node")
@@ -141,10 +149,23 @@ def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
     return fitted, [f"requesting {' and '.join(shown)}, in proportion to the GPUs"]
 
 
-def _exported() -> list[str]:
+def _exported(job: Job) -> list[str]:
+    """Which variables sbatch takes options from, and which not, because the job definition states these options."""
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN)}
-    shown = (f"{name}={MASK if is_secret(name) else value}" for name, value in found.items())
-    return [f"sbatch will also apply: {' '.join(shown)}"] if found else []
+    if not found:
+        return []
+    ignored = overridden(found, script_text(batch_parameters(job, RunDirectory("run"), Path.cwd()), ""))
+
+    def shown(words: str, names: Iterable[str]) -> list[str]:
+        values = " ".join(f"{name}={MASK if is_secret(name) else found[name]}" for name in names)
+        return [f"{words}: {values}"] if values else []
+
+    return [
+        *shown("sbatch will also apply", (name for name in found if name not in ignored)),
+        *shown(
+            "not applied, because the job has options of its own for it", (name for name in found if name in ignored)
+        ),
+    ]
 
 
 def as_allocated(job: Job, environ: Mapping[str, str]) -> Job:

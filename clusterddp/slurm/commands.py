@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, Slurm
 from clusterddp.protocol import FOR_RANKS
 from clusterddp.reporter import say
 from clusterddp.slurm.refusals import is_refusal
+from clusterddp.slurm.sbatch_variables import without_overridden
 
 T = TypeVar("T")
 
@@ -173,7 +174,7 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
     try:
         done = subprocess.run(
             command,
-            env=for_parsing(os.environ) | (_UNIX_TIMES if command[0] != "sbatch" else {}),
+            env=_environment(command),
             capture_output=True,
             encoding="utf-8",
             errors="replace",  # names and comments are the users' and administrators'
@@ -182,7 +183,7 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
         )
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailable(f"`{shown}` did not answer within {timeout_s:.0f} s") from error
-    except OSError as error:  # no memory or file descriptor left at the moment
+    except OSError as error:  # no memory or file descriptor left at the moment, or the disk does not answer
         raise SlurmUnavailable(f"could not start `{shown}`: {error}") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
@@ -190,6 +191,13 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
         said = lines[-8:]  # a site's plugin explains a refusal in several
         raise kind(f"`{shown}` failed: {', '.join(said)}")
     return done.stdout
+
+
+def _environment(command: Sequence[str]) -> dict[str, str]:
+    environ = for_parsing(os.environ)
+    if command[0] != "sbatch":
+        return environ | _UNIX_TIMES
+    return without_overridden(environ, Path(command[-1]))
 
 
 def show_job(job_id: str) -> JobInfo | None:
@@ -232,7 +240,10 @@ def requeue(job_id: str) -> None:
 
 
 def submit(script: Path, *options: str, timeout_s: float | None = TIMEOUT_S) -> str:
-    """Submits a batch script. Returns the job id. Raises RunDirectoryError if sbatch succeeds without printing one."""
+    """Submits a batch script, whose options override SBATCH_*. Returns the job id.
+
+    Raises RunDirectoryError if sbatch succeeds without printing one.
+    """
     answer = run("sbatch", "--parsable", *options, str(script), timeout_s=timeout_s)
     job_id = re.search(r"^(\d+)(;.*)?$", answer, re.MULTILINE)  # a site's wrapper may print more
     if job_id is None:

@@ -62,3 +62,18 @@ def test_an_option_that_srun_does_not_know_fails_the_run_in_srun_s_words(cluster
     assert failed["event"] == "launch_failed" and any("--container-image" in line for line in failed["lines"])
     shown = cluster.run([cluster.python, "-m", "clusterddp", "logs", run.path]).stdout
     assert "unrecognized option '--container-image=none'" in shown
+
+
+def test_what_was_asked_for_overrides_the_variables_of_sbatch(cluster: Cluster, runs: Path) -> None:
+    """Whatever they say, there is one job, and the command does not wait for it. What was not asked for applies."""
+    run = RunDirectory(runs / "run")
+    (runs / "train.py").write_text("import clusterddp; clusterddp.init()")
+    exported = {"PARTITION": "nowhere", "TIMELIMIT": "1", "ARRAY_INX": "0-1", "WAIT": "1", "MEM_PER_CPU": "90000"}
+    command = ["env", *(f"SBATCH_{name}={value}" for name, value in exported.items()), "SBATCH_COMMENT=x"]
+    command += ["SBATCH_NO_REQUEUE=1", "SBATCH_ACCOUNT=nobodys", "SBATCH_HINT=nomultithread"]
+    command += [cluster.python, "-m", "clusterddp.submit", runs / "train.py", "--device", "cpu", "-p", "low", "-t", "7"]
+    command += ["-A", "ddp", "-c", "1", "--mem", "100M", "--sbatch", "hold=true", "--run-dir", run.path]
+    job = cluster.run(command, cwd=cluster.source).stdout.strip()
+    shown = cluster.run(["squeue", "--noheader", "--me", "--array", "--format=%i %P %l %T"]).stdout.splitlines()
+    assert [line.split() for line in shown if line.startswith(job)] == [[job, "low", "7:00", "PENDING"]]
+    cluster.run(["scancel", job])
