@@ -23,7 +23,7 @@ from clusterddp.errors import SlurmError
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration
 from clusterddp.slurm.configuration import largest_array, preemption, qos_preemption
-from clusterddp.slurm.queue import jobs_by_script, queued_jobs
+from clusterddp.slurm.queue import queued_jobs
 from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.config import RELEASES
 from tests.cluster.system import wait_until
@@ -143,7 +143,7 @@ def ask(ids: Mapping[str, str]) -> None:
             slurm.show_job(job_id)
     queued_jobs([*parts(ids).values(), FORGOTTEN])
     queued_jobs([FORGOTTEN])
-    jobs_by_script()
+    slurm.jobs_by_script()
     largest_array()
     slurm.node_address("n1")
     configuration.read_configuration()

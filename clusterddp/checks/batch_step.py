@@ -32,6 +32,7 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import module_command
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.commands import use_own_cluster
 from clusterddp.supervisor.launcher import SlurmLauncher
 from clusterddp.supervisor.main import prepare_process
 from clusterddp.worker.control_channel import LONGEST_LINE, keep_alive, send_line
@@ -172,6 +173,7 @@ def results(
 def check_nodes(folder: RunDirectory) -> int:
     """The whole batch step. 0 once the results are written."""
     prepare_process()
+    use_own_cluster()
     job, nodes = load_resolved(folder.path / JOB_FILE), expand(os.environ["SLURM_JOB_NODELIST"])
     server, clock, launcher, exited = ProbeServer(), TimeServer(), SlurmLauncher(job), threading.Event()
     file = folder.path / RESULTS_FILE

@@ -54,7 +54,6 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
 from clusterddp.slurm.batch import array_script, batch_script
 from clusterddp.slurm.configuration import largest_array
-from clusterddp.slurm.queue import jobs_by_script
 from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.lease import held_by_other
@@ -214,7 +213,7 @@ def settle(folder: SweepFolder) -> None:
     Raises SlurmUnavailable while that is unknown, to prevent a second submission.
     """
     left = folder.unfinished_arrays()
-    jobs = slurm.patiently(jobs_by_script) if left else {}
+    jobs = slurm.patiently(slurm.jobs_by_script) if left else {}
     for array in left:
         if job_id := jobs.get(str(array.script)):
             show(

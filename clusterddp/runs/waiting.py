@@ -40,7 +40,6 @@ from clusterddp.runs.run_status import state_of
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import TIMEOUT_S, JobInfo
 from clusterddp.slurm.pace import IMMINENT_S, QUIET_S, SILENT_S, SOON_S, Activity, Pace
-from clusterddp.slurm.queue import jobs_by_script
 from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor.lease import holders, reachable, started, submitted, submitting
 from clusterddp.supervisor.limits import held
@@ -255,7 +254,7 @@ class Resubmitter:
             if other:
                 return self._say(f"{ended}. {other}")
             # A process that submitted it may have been killed, or got no answer from Slurm, before it recorded the job.
-            job_id = jobs_by_script(ended=False).get(str(self._run.batch_script))
+            job_id = slurm.jobs_by_script(ended=False).get(str(self._run.batch_script))
             if self._run.outcome() is not None or self._claims() != claims:  # the answer may have taken long
                 return SOON_S
             if job_id:

@@ -52,6 +52,8 @@ _SET_BY_A_JOB = re.compile(
 )
 _CHANGES_OUTPUT = re.compile(r"(SQUEUE|SACCT|SINFO|SCONTROL)_.*|SLURM_TIME_FORMAT", re.DOTALL)
 
+#: Partitions that are hidden from listings, and their jobs, count like others.
+_ALL = {"SCONTROL_ALL": "1", "SINFO_ALL": "1", "SQUEUE_ALL": "1"}
 #: All times in unix seconds: a local time without an offset is ambiguous in the hour that is repeated in autumn.
 #: scontrol and squeue honour it (seen on 22.05.8). Not for sbatch, from which the job would inherit it.
 _UNIX_TIMES = {"SLURM_TIME_FORMAT": "%s"}
@@ -74,6 +76,16 @@ def scrub_own() -> dict[str, str]:
 def for_parsing(environ: Mapping[str, str]) -> dict[str, str]:
     """``scrub``, also without variables that change the output format of squeue, sacct, sinfo and scontrol."""
     return {name: value for name, value in scrub(environ).items() if not _CHANGES_OUTPUT.fullmatch(name)}
+
+
+def use_own_cluster() -> None:
+    """For a process of a job, and its children: all commands of Slurm are about the job's own cluster.
+
+    To find a cluster that the environment names, even this one, they would ask slurmdbd, which nodes may not reach.
+    srun would then fail (seen on 22.05.8), and scontrol for as long as the job runs.
+    """
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        os.environ.pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -196,7 +208,7 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
 def _environment(command: Sequence[str]) -> dict[str, str]:
     environ = for_parsing(os.environ)
     if command[0] != "sbatch":
-        return environ | _UNIX_TIMES
+        return environ | _UNIX_TIMES | _ALL
     return without_overridden(environ, Path(command[-1]))
 
 
@@ -245,12 +257,38 @@ def submit(script: Path, *options: str, timeout_s: float | None = TIMEOUT_S) -> 
     Raises RunDirectoryError if sbatch succeeds without printing one.
     """
     answer = run("sbatch", "--parsable", *options, str(script), timeout_s=timeout_s)
-    job_id = re.search(r"^(\d+)(;.*)?$", answer, re.MULTILINE)  # a site's wrapper may print more
-    if job_id is None:
+    if (job_id := parse_submitted(answer) or jobs_by_script(ended=False).get(str(script))) is None:
         raise RunDirectoryError(
             f"sbatch accepted {script}, but printed no job id: {answer[:200]!r}. Look for the job with `squeue --me`"
         )
-    return job_id[1]
+    return job_id
+
+
+def parse_submitted(answer: str) -> str | None:
+    """The job id that sbatch printed: ``41``, or ``41;cluster``. None if that is not certain.
+
+    A site's wrapper may print more, before and after it, in colour, or leave out ``--parsable``.
+    """
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", answer).splitlines()]
+    form = r"(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?"
+    found = {match[1] for line in lines if (match := re.fullmatch(form, line))}
+    return found.pop() if len(found) == 1 else None
+
+
+def jobs_by_script(ended: bool = True, without: str = "") -> dict[str, str]:
+    """The id of the job, or array, that each batch script was submitted as: the user's jobs that Slurm still knows.
+
+    ``ended``: whether jobs that have ended count, too. ``without``: a job that does not count.
+    """
+    states = ["--states=all"] if ended else []
+    return parse_scripts(run("squeue", "--noheader", "--me", *states, "--format=%F|%o"), without)
+
+
+def parse_scripts(text: str, without: str = "") -> dict[str, str]:
+    """Reads lines ``41|/sweep/arrays/0/array.sbatch``. Of several jobs of a script, the newest counts."""
+    rows = (line.partition("|") for line in text.splitlines())
+    found = [(int(job), script) for job, _, script in rows if job.isdecimal() and job != without]
+    return {script: str(job) for job, script in sorted(found)}
 
 
 def lift_hold(job_id: str) -> None:

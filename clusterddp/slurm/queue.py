@@ -62,22 +62,6 @@ def parse_queue(text: str) -> dict[str, QueuedJob]:
     return jobs
 
 
-def jobs_by_script(ended: bool = True, without: str = "") -> dict[str, str]:
-    """The id of the job, or array, that each batch script was submitted as: the user's jobs that Slurm still knows.
-
-    ``ended``: whether jobs that have ended count, too. ``without``: a job that does not count.
-    """
-    states = ["--states=all"] if ended else []
-    return parse_scripts(slurm.run("squeue", "--noheader", "--me", *states, "--format=%F|%o"), without)
-
-
-def parse_scripts(text: str, without: str = "") -> dict[str, str]:
-    """Reads lines ``41|/sweep/arrays/0/array.sbatch``. Of several jobs of a script, the newest counts."""
-    rows = (line.partition("|") for line in text.splitlines())
-    found = [(int(job), script) for job, _, script in rows if job.isdecimal() and job != without]
-    return {script: str(job) for job, script in sorted(found)}
-
-
 def submit(script: Path, *options: str, is_new: Callable[[str], bool] = lambda _: True) -> str:
     """Submits a batch script, and tries for a while longer if Slurm does not answer. Returns the job id.
 
@@ -89,7 +73,7 @@ def submit(script: Path, *options: str, is_new: Callable[[str], bool] = lambda _
 
     def ask() -> str:
         nonlocal sent
-        if sent and (job := jobs_by_script(ended=False).get(str(script))) and is_new(job):
+        if sent and (job := slurm.jobs_by_script(ended=False).get(str(script))) and is_new(job):
             return job
         slurm.require("sbatch")
         sent = True

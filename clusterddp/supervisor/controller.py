@@ -43,7 +43,6 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration, slurmd
 from clusterddp.slurm.commands import JobInfo
-from clusterddp.slurm.queue import jobs_by_script
 from clusterddp.slurm.run_states import ACTIVE, Cause, read_cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.attempt_state import ASK_S, ControllerFailed, Event, Notice, RunRemoved, Stop, Superseded
@@ -243,7 +242,7 @@ class SlurmController(Controller):
 
     def successor(self) -> str | None:
         """A different live job with the run's batch script."""
-        new = jobs_by_script(ended=False, without=self._job_id).get(str(self._run.batch_script))
+        new = slurm.jobs_by_script(ended=False, without=self._job_id).get(str(self._run.batch_script))
         if new is None or lease.started(self._run, new):  # an earlier job, which a lost node keeps in COMPLETING
             return None
         self._record(new)

@@ -57,6 +57,7 @@ BUT_SUBMIT = "but `clusterddp submit --run-dir` does"
 def supervise_slurm(run_directory: str) -> int:
     """Runs one attempt in the batch step of a Slurm job, or in salloc's shell. Returns the exit code."""
     prepare_process()
+    slurm.use_own_cluster()
     run = RunDirectory(run_directory)
     _open_own_log(run)
     job = as_started(with_snapshot(run, load_trusted(run)), os.environ)

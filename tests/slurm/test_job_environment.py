@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from clusterddp.rundir.run_directory import RunDirectory
@@ -69,7 +70,7 @@ def test_what_was_asked_for_overrides_the_variables_of_sbatch(cluster: Cluster, 
     run = RunDirectory(runs / "run")
     (runs / "train.py").write_text("import clusterddp; clusterddp.init()")
     exported = {"PARTITION": "nowhere", "TIMELIMIT": "1", "ARRAY_INX": "0-1", "WAIT": "1", "MEM_PER_CPU": "90000"}
-    command = ["env", *(f"SBATCH_{name}={value}" for name, value in exported.items()), "SBATCH_COMMENT=x"]
+    command: list[object] = ["env", *(f"SBATCH_{name}={value}" for name, value in exported.items()), "SBATCH_COMMENT=x"]
     command += ["SBATCH_NO_REQUEUE=1", "SBATCH_ACCOUNT=nobodys", "SBATCH_HINT=nomultithread"]
     command += [cluster.python, "-m", "clusterddp.submit", runs / "train.py", "--device", "cpu", "-p", "low", "-t", "7"]
     command += ["-A", "ddp", "-c", "1", "--mem", "100M", "--sbatch", "hold=true", "--run-dir", run.path]
@@ -77,3 +78,19 @@ def test_what_was_asked_for_overrides_the_variables_of_sbatch(cluster: Cluster, 
     shown = cluster.run(["squeue", "--noheader", "--me", "--array", "--format=%i %P %l %T"]).stdout.splitlines()
     assert [line.split() for line in shown if line.startswith(job)] == [[job, "low", "7:00", "PENDING"]]
     cluster.run(["scancel", job])
+
+
+def test_nodes_that_do_not_reach_slurmdbd_need_not(cluster: Cluster, runs: Path) -> None:
+    """SLURM_CLUSTERS makes every command ask slurmdbd for the cluster, also those of the job on its own cluster."""
+    folder, run = runs / "script", RunDirectory(runs / "run")
+    folder.mkdir()
+    (folder / "train.py").write_text("import clusterddp; clusterddp.init()")
+    shown = re.sub("(?m)^AccountingStorageHost=.*", "AccountingStorageHost=127.0.0.9", Path(cluster.conf).read_text())
+    (folder / "slurm.conf").write_text(shown)
+    setup = json.dumps([f"export SLURM_CONF={folder}/slurm.conf", "export SLURM_CLUSTERS=$SLURM_CLUSTER_NAME"])
+    (folder / "job.yaml").write_text(
+        f"script: train.py\ndevice: cpu\ngpus_per_node: 1\npartition: low\ncpus_per_task: 1\nsetup: {setup}\n"
+    )
+    command = [cluster.python, "-m", "clusterddp.submit", folder / "job.yaml"]
+    cluster.run([*command, "--run-dir", run.path], cwd=cluster.source)
+    assert wait_for_outcome(run) == "completed", story(run)

@@ -12,7 +12,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration
 from clusterddp.slurm.commands import JobInfo, NodeShape
 from clusterddp.slurm.configuration import largest_array, preemption, qos_preemption
-from clusterddp.slurm.queue import is_hold, jobs_by_script, queued_jobs, why_waiting
+from clusterddp.slurm.queue import is_hold, queued_jobs, why_waiting
 from tests import record
 from tests.transcript import Transcript
 
@@ -128,7 +128,7 @@ def test_a_script_leads_to_its_job(ids: dict[str, str]) -> None:
     """Also one whose path has spaces, and imitates fields; the others came on standard input."""
     script = f"/shared/{record.ODD_FOLDER}/job.sbatch"
     with_arguments = " ".join([script, *record.ODD_ARGUMENTS])  # as 22.05 prints it
-    found = jobs_by_script()
+    found = slurm.jobs_by_script()
     assert found.get(script, found.get(with_arguments)) == ids["script"]
     assert found.keys() <= {script, with_arguments, "(null)"}
     assert largest_array() == 1001

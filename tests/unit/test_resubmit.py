@@ -51,7 +51,7 @@ def run(run: RunDirectory) -> RunDirectory:
 @pytest.fixture(autouse=True)
 def nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue has no other job of the run."""
-    monkeypatch.setattr(waiting, "jobs_by_script", lambda ended: {})
+    monkeypatch.setattr("clusterddp.slurm.commands.jobs_by_script", lambda ended: {})
 
 
 @pytest.fixture
@@ -256,7 +256,9 @@ def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_i
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """sbatch's answer was lost, or whoever gave the command was killed before it came."""
-    monkeypatch.setattr(waiting, "jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"})
+    monkeypatch.setattr(
+        "clusterddp.slurm.commands.jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"}
+    )
     resubmitter = look(run, info("NODE_FAIL"), monkeypatch)
     assert (submitted, resubmitter.result, lease.holders(run)[0]["job"]) == ([], None, "77")
     assert "Job 77, which was not recorded, continues the run" in capsys.readouterr().err
@@ -288,7 +290,7 @@ def test_a_run_that_completes_while_slurm_is_asked_for_its_jobs_is_not_submitted
         write_json(run.outcome_file, {"state": "completed", "step": 9, "reason": "done"})
         return {}
 
-    monkeypatch.setattr(waiting, "jobs_by_script", jobs)
+    monkeypatch.setattr("clusterddp.slurm.commands.jobs_by_script", jobs)
     look(run, info("TIMEOUT"), monkeypatch)
     assert submitted == []
 
@@ -299,11 +301,11 @@ def test_an_earlier_job_that_still_leaves_its_nodes_does_not_continue_the_run(
     """It is COMPLETING until Slurm gives up its lost node (seed 20420625)."""
     jobs = {"41": info("NODE_FAIL"), "40": info("COMPLETING", job="40")}
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
-    monkeypatch.setattr(waiting, "jobs_by_script", lambda ended: {str(run.batch_script): "40"})
+    monkeypatch.setattr("clusterddp.slurm.commands.jobs_by_script", lambda ended: {str(run.batch_script): "40"})
     resubmitter = Resubmitter(run, JOB)
     resubmitter.look()
     assert (submitted, resubmitter.result, lease.holders(run)[0]["job"]) == ([], None, "41")
-    monkeypatch.setattr(waiting, "jobs_by_script", lambda ended: {})
+    monkeypatch.setattr("clusterddp.slurm.commands.jobs_by_script", lambda ended: {})
     monkeypatch.setattr(resubmitter._pace, "due", lambda _: True)
     resubmitter.look()
     assert submitted == ["job.sbatch"]

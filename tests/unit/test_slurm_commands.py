@@ -240,6 +240,43 @@ def test_a_submission_whose_answer_is_lost_is_looked_for_before_it_is_repeated(
     assert len(calls.read_text()) == (1 if accepted else 2)
 
 
+@pytest.mark.parametrize(
+    ("answer", "job"),
+    [
+        ("41\n", "41"),
+        ("41;alpha\n", "41"),
+        ("Welcome to Alpha!\nquota: 5 of 10 TB\n41\nSee https://alpha/2026\n", "41"),
+        ("\x1b[32m41\x1b[0m \r\n", "41"),
+        ("  41;alpha  ", "41"),
+        ("Submitted batch job 41 on cluster alpha\n", "41"),
+        ("your quota: 41\n", None),
+        ("2026\n41\n", None),
+        ("", None),
+    ],
+)
+def test_the_job_id_is_found_among_what_a_site_prints(answer: str, job: str | None) -> None:
+    """A banner, colours, or a wrapper that leaves out --parsable."""
+    assert slurm.parse_submitted(answer) == job
+
+
+def test_a_job_whose_id_sbatch_hides_is_found_in_the_queue(command: Answers, tmp_path: Path) -> None:
+    """The job exists, and would train without being known as the run's."""
+    script = tmp_path / "job.sbatch"
+    command("sbatch", "", "echo 'your quota: 5, your job: 41'; exit 0")
+    command("squeue", "", f"echo '41|{script}'; exit 0")
+    assert slurm.submit(script) == "41"
+    command("squeue", "", "exit 0")
+    with pytest.raises(RunDirectoryError, match="printed no job id"):
+        slurm.submit(script)
+
+
+def test_hidden_partitions_and_their_jobs_are_listed(command: Answers) -> None:
+    """sinfo, squeue and scontrol leave them out by default."""
+    for name in ("sinfo", "squeue", "scontrol"):
+        command(name, "", f"echo ${name.upper()}_ALL; exit 0")
+        assert slurm.run(name, "-h").strip() == "1"
+
+
 def test_a_job_that_was_submitted_before_is_not_taken_for_the_new_one(
     command: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,9 +386,10 @@ def test_the_job_id_is_found_in_what_sbatch_and_a_sites_wrapper_print(answer: st
     assert slurm.submit(sbatch) == "41"
 
 
-def test_a_job_without_a_known_id_is_not_taken_for_a_refusal(sbatch: Path) -> None:
+def test_a_job_without_a_known_id_is_not_taken_for_a_refusal(sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may run: nothing of it may be undone, as after a refusal, whose explanation is shown whole."""
     sbatch.write_text("#!/bin/sh\necho Submitted\n")
+    monkeypatch.setattr(slurm, "jobs_by_script", lambda ended: {})
     with pytest.raises(RunDirectoryError, match="printed no job id: 'Submitted"):
         slurm.submit(sbatch)
     sbatch.write_text("#!/bin/sh\nprintf 'give a project with -A\\nrefused\\n' >&2\nexit 1\n")
