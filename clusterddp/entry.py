@@ -6,6 +6,7 @@ With CLUSTERDDP_DEBUG=1 it is printed instead.
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import sys
@@ -44,6 +45,11 @@ def exit_with(command: Callable[[], int], records: Path | None = None) -> NoRetu
         say(_message(error, records))
         _discard_output()
         code = FAILED if isinstance(error, OSError) else INTERNAL_ERROR
+    if (
+        sys.flags.inspect
+    ):  # PYTHONINSPECT is set: instead of exiting with the code, Python would read its standard input
+        atexit._run_exitfuncs()
+        os._exit(code)
     sys.exit(code)
 
 

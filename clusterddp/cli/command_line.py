@@ -6,6 +6,7 @@ A module of one command has ``add_arguments()`` and ``run()``. A module of sever
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -110,6 +111,7 @@ EPILOGS = {
 def command(argv: Sequence[str]) -> int:
     """Runs one command and returns its exit code. Raises UsageError, and what the command raises."""
     own, script_arguments = split_at_dashes(argv)
+    own = [_with_home(word) for word in own]
     if not own:
         show(parser(()).format_help())
         return UsageError.exit_code
@@ -118,9 +120,26 @@ def command(argv: Sequence[str]) -> int:
     name = arguments.command
     if unknown:
         hint = ". Put the script's arguments after --" if name in ("submit", "sweep", "bench") else ""
-        raise UsageError(f"{name}: unknown arguments {' '.join(unknown)}. See `clusterddp {name} --help`{hint}")
+        near = _near_option(unknown, name)
+        raise UsageError(f"{name}: unknown arguments {' '.join(unknown)}. {near}See `clusterddp {name} --help`{hint}")
     code: int = _function(name, "run")(arguments, script_arguments)
     return code
+
+
+def _with_home(word: str) -> str:
+    """An argument such as ``--run-dir=~/x`` with the user's home in place of ``~``, which shells leave there."""
+    option, _, value = word.partition("=")
+    return f"{option}={Path(value).expanduser()}" if option.startswith("-") and value.startswith("~") else word
+
+
+def _near_option(unknown: Sequence[str], name: str) -> str:
+    """A question for an option that is nearly one of the command's, or nothing."""
+    own = argparse.ArgumentParser()
+    _function(name, "add_arguments")(own)
+    options = re.findall(r"--[\w-]+", own.format_help())
+    given = (word.partition("=")[0] for word in unknown if word.startswith("--"))
+    similar = next((near for word in given if (near := get_close_matches(word, options, 1))), None)
+    return f"Did you mean {similar[0]}? " if similar else ""
 
 
 def check_name(word: str) -> None:

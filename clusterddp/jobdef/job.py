@@ -208,7 +208,8 @@ class Job:
     None: detect it in the source (a function decorated with ``@hydra.main``)."""
     args: tuple[str, ...] = ()
     """The script's arguments, as text. Each attempt replaces ``{run_dir}``, ``{attempt}``, ``{node_rank}``,
-    ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``. ``{{run_dir}}`` is the literal text."""
+    ``{local_rank}``, ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``. ``{{run_dir}}`` is the
+    literal text."""
     resume: Resume | None = None
     """How a script continues from its own checkpoints: ``{checkpoint: "{run_dir}/out/*.pth", args: [--resume,
     "{checkpoint}"]}``, or the name of a preset, whose other keys apply, too. ``preset:`` combines one with keys of

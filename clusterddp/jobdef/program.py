@@ -28,12 +28,13 @@ PLACEHOLDERS: Mapping[str, str] = {
     "run_dir": "the run directory",
     "attempt": "the attempt's number, from 0",
     "node_rank": "the node's number, from 0",
+    "local_rank": "the rank's number on its node, from 0",
     "nodes": "the number of nodes",
     "master_addr": "the host of rank 0",
     "master_port": "a free port on that host",
 }
 #: The names whose values only the ranks know.
-OF_RANK = frozenset(("node_rank", "master_addr", "master_port"))
+OF_RANK = frozenset(("node_rank", "local_rank", "master_addr", "master_port"))
 #: ``{name}``, or ``{{name}}`` for the literal text, but not ``${name}``.
 _PLACEHOLDER = re.compile(r"(?<![${])(?:\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\})", re.ASCII)
 #: A brace before a name, with the end of a path's part where the other brace should be.

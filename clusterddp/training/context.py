@@ -280,8 +280,12 @@ class Context(Loaders):
             values: what to print.
             options: keyword arguments of ``print``.
         """
-        if self.is_main:
-            print(*values, **{"flush": True, **options})
+        if not self.is_main:
+            return
+        print(*values, **{"flush": False, **options})
+        stream = options.get("file") or sys.stdout
+        if options.get("flush", True) and hasattr(stream, "flush"):  # a stream of the script's own may only write
+            stream.flush()
 
     def local_first(self) -> AbstractContextManager[None]:
         """Runs a ``with`` block on local rank 0 of every node first, then on the node's other ranks. Collective."""
@@ -411,6 +415,11 @@ class Context(Loaders):
         """
         if self._run is not None:
             raise RuntimeError("ctx.run() was already called in this process. Pass all parts in one call")
+        if self.run_dir is None and self.is_main:
+            say(
+                "this run has no run directory, so it saves no checkpoints, and a stop loses its steps. Start it with "
+                "`clusterddp submit`, or pass a folder as in clusterddp.init(run_dir='runs/a')"
+            )
         metric, named_best = metric_or_part(best)
         named, own = by_name({**parts, **named_best}), PerRank(per_rank, self._group)
         start_warm = partial(run_state.load, init_from, init_strict, named, self._group) if init_from else None

@@ -149,6 +149,7 @@ def filled(command: list[str], ranks: environment.RankEnvironment) -> list[str]:
         "run_dir": os.environ[protocol.RUN_DIR],
         "attempt": os.environ[protocol.ATTEMPT],
         "node_rank": str(ranks.node_rank),
+        "local_rank": str(ranks.local_rank),
         "nodes": str(ranks.world_size // ranks.local_world_size),
         "master_addr": os.environ["MASTER_ADDR"],
         "master_port": os.environ["MASTER_PORT"],

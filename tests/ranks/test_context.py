@@ -104,6 +104,31 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_the_part_and_the_
         assert "Pass ctx.run() the parts that the run started with, or start a new run" in said
 
 
+PRINTING = """
+import sys
+import torch
+import clusterddp
+
+class Copied:
+    def write(self, text):
+        sys.__stdout__.write(text)
+
+ctx = clusterddp.init(device="cpu")
+sys.stdout = Copied()
+ctx.print("printed")
+sys.stdout = sys.__stdout__
+ctx.run(model=torch.nn.Linear(1, 1))
+"""
+
+
+def test_a_script_without_a_run_directory_is_told_that_nothing_is_saved(tmp_path: Path) -> None:
+    """Also: ``ctx.print`` takes a stream that can only write."""
+    (script := tmp_path / "alone.py").write_text(PRINTING)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "printed\n"), done.stderr
+    assert "run_dir=" in done.stderr
+
+
 @pytest.mark.parametrize(
     "value",
     [np.ones(3), torch.ones(0), object(), {"loss": torch.ones(1)}, {1, 2}, [1.0], "text", None, 1j, torch.tensor(1j),

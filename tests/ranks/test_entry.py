@@ -120,6 +120,13 @@ def test_characters_that_the_output_cannot_encode_are_escaped(run: RunDirectory)
     assert said([*CLI, "cancel", str(path)], 0, env=environ) == ""
 
 
+def test_a_command_keeps_its_exit_code_where_python_would_become_interactive() -> None:
+    """The job's state follows from the supervisor's exit code, which takes the same way."""
+    environ, stdin = {**os.environ, "PYTHONINSPECT": "1"}, subprocess.DEVNULL
+    done = subprocess.run([*CLI, "status", "/nothing/there"], env=environ, stdin=stdin, capture_output=True, timeout=60)
+    assert done.returncode == 1 and b"SystemExit" not in done.stderr
+
+
 def test_output_that_cannot_be_written_is_reported() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([*CLI, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)

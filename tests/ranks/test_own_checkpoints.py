@@ -110,11 +110,11 @@ def test_each_node_gets_its_own_number_in_arguments_and_variables(run: RunDirect
         "--dist-url",
         "tcp://{master_addr}:{master_port}",
     )
-    train(run, "detectron2", "--set", "env.OUTPUT={run_dir}/{node_rank}", script=numbers, ranks=2)
+    train(run, "detectron2", "--set", "env.OUTPUT={run_dir}/{node_rank}{local_rank}", script=numbers, ranks=2)
     assert outcome(run) == "completed", story(run)
     for rank in (0, 1):
         log = (run.attempt_logs(0) / f"rank-{rank}.out").read_text()
-        assert f"machine {rank} of 2 at tcp://127.0.0.1:" in log and f", {run}/{rank}\n" in log
+        assert f"machine {rank} of 2 at tcp://127.0.0.1:" in log and f", {run}/{rank}0\n" in log
 
 
 def test_a_failure_before_any_progress_names_the_arguments_that_were_added(run: RunDirectory) -> None:

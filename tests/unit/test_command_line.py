@@ -44,6 +44,25 @@ def test_a_script_option_before_the_dashes_gets_a_hint() -> None:
         command(["submit", "train.py", "--lr"])
 
 
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [(["submit", "train.py", "--gpu-per-node", "2"], "--gpus-per-node"), (["list", "--wach=5"], "--watch")],
+)
+def test_a_misspelled_option_gets_the_right_one_suggested(words: list[str], near: str) -> None:
+    with pytest.raises(UsageError, match=f"Did you mean {near}[?]"):
+        command(words)
+
+
+def test_a_home_that_the_shell_left_in_an_option_is_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shells expand ``--run-dir ~/x``, but not ``--run-dir=~/x``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (script := tmp_path / "train.py").touch()
+    assert command(["submit", str(script), "--device=cpu", "--run-dir=~/x", "--dry-run"]) == 0
+    assert f"{tmp_path}/x/logs" in capsys.readouterr().out
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         command(["--version"])
