@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
     if not arguments.here:
         scrub_own()
     job = resolve_job(arguments, script_arguments)
+    if arguments.debug is not None and not 0 <= arguments.debug < job.world_size:
+        raise UsageError(f"--debug {arguments.debug}: the job has {counted(job.world_size, 'rank')}, numbered from 0")
     if arguments.sweep:
         from clusterddp.cli.sweep import run_options
 
@@ -133,8 +135,6 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         print(batch_script(fit_to_cluster(job, required=False), run, Path.cwd()))
         return 0
     rank = arguments.debug
-    if rank is not None and not 0 <= rank < job.world_size:
-        raise UsageError(f"--debug {rank}: the job has {counted(job.world_size, 'rank')}, numbered from 0")
     run, job_id = submit_to_slurm(job, arguments.run_dir, Content(fork=arguments.fork, debug_rank=rank))
     if not sys.stdout.isatty():
         print(job_id, flush=True)

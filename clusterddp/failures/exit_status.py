@@ -331,6 +331,12 @@ TABLE = (
         "a call into the driver or NCCL did not return", f"{_WATCHDOG}, HeartbeatMonitor",
     ),
     ErrorText(r"NCCL error|RCCL error", Blame.NETWORK, "NCCL failed. Set NCCL_DEBUG=INFO for details", _NCCL),
+    # Standard input.
+    ErrorText(
+        r"^BdbQuit|^EOFError: EOF when reading a line", Blame.SCRIPT,
+        "breakpoint() has no terminal in a rank, nor has input(). Submit with --debug RANK to give one to this rank",
+        "Python 3.11, bdb.py and input()", types=frozenset(("BdbQuit", "EOFError")),
+    ),
     # Connections between ranks, and clusterddp's own.
     ErrorText(
         r"^DeviceError: (the ranks on node|device \S+ requested, but no GPU)", Blame.NODE,

@@ -254,7 +254,7 @@ def step_command(address: Address, python: str | None) -> list[str]:
     """
     options = ("--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0", "--gres=none", "--unbuffered")
     where = (f"--jobid={address.job}", f"--nodelist={address.host}", "--chdir=/")
-    return ["srun", "--export=ALL", *where, *options, *module_command("clusterddp.runs.request_client", python)]
+    return ["srun", *where, *options, "--export=ALL", *module_command("clusterddp.runs.request_client", python)]
 
 
 def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:

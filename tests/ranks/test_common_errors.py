@@ -139,6 +139,10 @@ def weights_of_the_wrapper(folder: Path) -> str:
     return refusal(lambda: torch.nn.Linear(1, 1).load_state_dict(saved))
 
 
+def a_breakpoint_without_a_terminal(folder: Path) -> str:
+    return submitted(folder, "breakpoint()\nprint('next')", "--device", "cpu")
+
+
 def a_backend_that_torch_lacks(folder: Path) -> str:
     return refusal(lambda: choose_backend("mpi", torch.device("cpu")))
 
@@ -153,7 +157,7 @@ def refusal(act: Callable[[], object]) -> str:
 MISTAKES = [
     cuda_without_gpus, more_ranks_than_gpus, one_gpu_for_two_ranks, a_collective_on_one_rank_only, saved_on_every_node,
     weights_of_the_wrapper, a_store_of_another_run, a_job_script_without_srun, data_without_an_index,
-    the_same_run_with_other_arguments, a_backend_that_torch_lacks,
+    the_same_run_with_other_arguments, a_breakpoint_without_a_terminal, a_backend_that_torch_lacks,
 ]  # fmt: skip
 
 

@@ -366,6 +366,8 @@ def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) ->
     [
         (["no_such_script.py"], "script 'no_such_script.py' not found"),
         (["jobs/digits.yaml", "--device", "tpu"], "device"),
+        (["jobs/digits.yaml", "--gpus", "2", "--debug", "7"], "--debug 7: the job has 4 ranks, numbered from 0"),
+        (["jobs/digits.yaml", "--gpus", "2", "--debug", "-1"], "--debug -1: the job has 4 ranks, numbered from 0"),
         (["jobs/digits.yaml", "--preempt-after", "soon"], "expected a step such as 120, or seconds such as 2.5s"),
         (["jobs/digits.yaml", "--preempt-after", "-5"], "expected a step such as 120, or seconds such as 2.5s"),
         (["jobs/digits.yaml", "--run-dir", "README.md"], "--run-dir README.md is a file"),

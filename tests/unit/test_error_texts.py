@@ -76,6 +76,8 @@ TEXTS = [
              "version 2.26.2\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
              "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"),
     # The job's environment.
+    (SCRIPT, "BdbQuit: "),
+    (SCRIPT, "EOFError: EOF when reading a line"),
     (SCRIPT, "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1691, unhandled system error (run with "
              "NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclSystemError: System call (e.g. socket, malloc) or "
              "external library call failed or device error.\nLast error:\nCall to ibv_reg_mr failed with error Cannot "
