@@ -68,7 +68,8 @@ class Snapshot:
         #: What the memory is laid out for.
         self._layout: Layout | None = None
         self._small = _SmallCopies([], [])
-        self._copied: list[torch.cuda.Event] = []
+        #: Of each GPU: the events before the copies and behind them.
+        self._copied: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._preparing: threading.Thread | None = None
 
     def prepare(self, packed: Packed) -> None:
@@ -98,16 +99,21 @@ class Snapshot:
             sources = [sources[place] for place in self._small.others]
         if not sources:
             return
-        with torch.no_grad():
-            torch._foreach_copy_(views, sources, non_blocking=on_gpus)
         # Each copy runs on the current stream of its source GPU.
         devices = {source.device for source in sources if source.device.type == "cuda"} if on_gpus else ()
-        self._copied = [torch.cuda.current_stream(device).record_event(blocking_event()) for device in devices]
+        streams = [torch.cuda.current_stream(device) for device in devices]
+        begun = [stream.record_event(blocking_event()) for stream in streams]
+        with torch.no_grad():
+            torch._foreach_copy_(views, sources, non_blocking=on_gpus)
+        self._copied = [
+            (event, stream.record_event(blocking_event())) for event, stream in zip(begun, streams, strict=True)
+        ]
 
-    def wait(self) -> None:
-        """Waits until all copies are complete."""
-        for copied in self._copied:
+    def wait(self) -> float:
+        """Waits until all copies are complete. Returns for how many seconds the GPUs made them, instead of training."""
+        for _, copied in self._copied:
             copied.synchronize()
+        return max((begun.elapsed_time(copied) / 1000 for begun, copied in self._copied), default=0.0)
 
     def close(self) -> None:
         """Frees the memory, once no copy is on its way. CUDA refuses to pin addresses again that were only unmapped."""
@@ -258,6 +264,8 @@ class CheckpointClient:
         self._sending = device_thread(device, self._send, name="snapshot")
         self._sending.start()
         self._step: int | None = None
+        #: The seconds that the copies of the newest save took on the GPUs, once its result is known.
+        self.copied_s = 0.0
         #: Why the save was not sent to the writer.
         self._refused: NotSaved | None = None
 
@@ -392,7 +400,7 @@ class CheckpointClient:
                         f"checkpoint's header is limited to {LONGEST_HEADER / 1e6:.0f} MB. Store long lists of numbers "
                         "as tensors",
                     )
-                self._snapshot.wait()
+                self.copied_s = self._snapshot.wait()
                 if before is not None:
                     before()
                 size = self._snapshot.nbytes

@@ -26,6 +26,7 @@ _EXCHANGES = ("cudaThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCap
 _LAST_ERRORS = ("cudaGetLastError", "hipGetLastError")
 #: ``cudaHostRegisterPortable``: pinned for all of a rank's GPUs, not only for the first.
 _PORTABLE = 1
+_DRIVER = "libcuda.so.1"
 _LIBRARY: Any = ctypes.CDLL(None)  # torch loads the runtime of its GPUs with global symbols
 TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
 _FEWER = "Request more GPUs, or use fewer ranks per node"
@@ -37,6 +38,12 @@ def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -
     named, host = os.environ.get("CUDA_VISIBLE_DEVICES"), socket.gethostname()
     own = None if named is None or asked == "cpu" else own_mig_device(environment, per_rank, named, host)
     if own is not None:
+        if _driver_has_started() and environment.local_rank > 0:  # CUDA has chosen the first of the list
+            raise DeviceError(
+                f"rank {environment.rank} must use the MIG device {own} on node {host}, but the script has used CUDA "
+                "before clusterddp.init(), and CUDA then reads CUDA_VISIBLE_DEVICES only once. Call "
+                "clusterddp.init() before anything that asks for GPUs, such as torch.cuda.is_available()"
+            )
         os.environ["CUDA_VISIBLE_DEVICES"] = own
     visible = visible_gpus()
     if own is not None and visible == 1:
@@ -112,6 +119,19 @@ def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host
     return devices[environment.local_rank]
 
 
+#: ``CUDA_ERROR_NOT_INITIALIZED``.
+_NOT_INITIALIZED = 3
+
+
+def _driver_has_started() -> bool:
+    """Whether CUDA's driver was initialized in this process. torch knows only its own part of that."""
+    try:
+        count = ctypes.CDLL(_DRIVER).cuDeviceGetCount
+    except (OSError, AttributeError):  # no driver
+        return False
+    return bool(count(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
+
+
 def visible_gpus() -> int:
     """How many GPUs this process can use. torch before 2.6 also counts those that ROCR_VISIBLE_DEVICES hides. HIP's own
     count does not."""
@@ -123,12 +143,12 @@ def visible_gpus() -> int:
 
 
 def gpu_identity(device: torch.device) -> str:
-    """Equal for two ranks, of any nodes, if they see the same GPU: its UUID, or with torch 2.4, which has none, its PCI
-    address and host. Raises DeviceError if CUDA gives neither."""
-    properties = torch.cuda.get_device_properties(device)
-    if hasattr(properties, "uuid"):
-        return str(properties.uuid)
-    return pci_address(device)
+    """Equal for two ranks, of any nodes, if they see the same GPU: its UUID, or its PCI address and host.
+
+    torch 2.4 has no UUID, and ROCm gives zeros for AMD GPUs without one. Raises DeviceError if CUDA gives neither.
+    """
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    return uuid if uuid.strip("0-\0") else pci_address(device)
 
 
 def pci_address(device: torch.device) -> str:
@@ -193,8 +213,8 @@ class Lead:
 
 
 def blocking_event() -> torch.cuda.Event:
-    """An event on which a waiting thread sleeps. With other events, it keeps a core busy."""
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    """An event with a time, on which a waiting thread sleeps. With other events, it keeps a core busy."""
+    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
 
 def pin_memory(address: int, size: int) -> int:

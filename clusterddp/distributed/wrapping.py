@@ -186,6 +186,8 @@ def _check_first_backward(wrapped: DistributedDataParallel) -> None:
 
 #: Larger buffers are not copied in each step: tables and masks, which seldom change.
 LARGEST_COPY_BYTES = 1 << 20
+#: The dtypes that torch._foreach_copy_ does not support on GPUs (torch 2.13), and those whose bits it copies instead.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 #: Buffers by part and name.
 Named: TypeAlias = dict[str, dict[str, torch.Tensor]]
 
@@ -312,7 +314,8 @@ class Buffers:
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for buffer in buffers:
             if buffer is not None and buffer.nbytes <= LARGEST_COPY_BYTES:
-                groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+                bits = buffer.view(_SIGNED[buffer.dtype]) if buffer.dtype in _SIGNED else buffer
+                groups.setdefault((bits.device, bits.dtype), []).append(bits)
             elif buffer is not None:
                 self._large.append(buffer)
         self._copies = [(group, [torch.empty_like(buffer) for buffer in group]) for group in groups.values()]

@@ -463,11 +463,14 @@ class Saver:
             if saved is None:
                 return None
             self._committed, self.last_save_s = saved.step, saved.at - self._saved_at
+            waited_s = time.monotonic() - asked_at if wait else 0.0
+            # A GPU makes the copies while the host continues, and trains only behind them.
+            self._stall_s, host_s = max(self._stall_s, self._checkpoint_client.copied_s), self._stall_s
             self._report_deleted(saved.step, saved.deleted)
             self._report(
                 "checkpoint",
                 step=saved.step,
-                blocked_s=round(self._stall_s + (time.monotonic() - asked_at if wait else 0.0), 4),
+                blocked_s=round(max(self._stall_s, host_s + waited_s), 4),
                 durable_s=round(self.last_save_s, 4),
                 bytes=saved.bytes,
                 **({"best": self._new_best} if self._new_best else {}),

@@ -103,6 +103,14 @@ def test_a_run_whose_memory_cannot_be_pinned_saves_and_logs_the_same_values(tmp_
     assert len(losses) == 6 and losses == sorted(losses, reverse=True)
 
 
+def test_the_time_in_which_a_device_copies_the_state_counts_as_the_stall_of_a_save(tmp_path: Path) -> None:
+    """The host continues meanwhile. The interval of saves depends on it."""
+    late, run = {"STANDIN_CUDA_DELAY_MS": "200"}, RunDirectory(tmp_path / "run")
+    ddp.run(SCRIPTS / "late_copies.py", run, ranks=1, folder=tmp_path / "out", devices=1, **late)
+    saved, _ = events_of(run, "checkpoint")
+    assert saved["step"] == 5 and saved["blocked_s"] >= 2 * 0.2, saved  # two tensors
+
+
 def told(output: str) -> list[str]:
     """The lines of places.py."""
     return [line for line in output.splitlines() if line.startswith(("place ", "same "))]

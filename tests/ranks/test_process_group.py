@@ -118,6 +118,8 @@ def test_a_gpu_is_known_by_its_pci_address_where_torch_has_no_uuid(
     assert found == [f"0000:{bus}:00.0 on {socket.gethostname()}" for bus in (17, 18)]
     with pytest.raises(DeviceError, match=r"could not identify GPU cuda:2: cudaDeviceGetPCIBusId returned error 101"):
         devices.gpu_identity(torch.device("cuda", 2))
+    without.uuid = "00000000-0000-0000-0000-000000000000"  # of an AMD GPU
+    assert devices.gpu_identity(torch.device("cuda", 1)) == found[1]
     without.uuid = "1a2b3c4d-5e6f"
     assert devices.gpu_identity(torch.device("cuda", 0)) == "1a2b3c4d-5e6f"
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +91,24 @@ def test_each_rank_uses_its_own_mig_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert devices_of(place(1, 3, 3, "slurm"), "cuda", 1) == (torch.device("cuda:1"),)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+
+
+@pytest.mark.parametrize(("result", "started"), [(0, True), (3, False)])
+def test_a_script_that_asks_for_gpus_before_a_rank_has_its_mig_device_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: int, started: bool
+) -> None:
+    """CUDA's driver reads the list only once, and all ranks would use the first device. ``result``: the driver's."""
+    library = tmp_path / "driver.so"
+    compiler = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(compiler, input=f"int cuDeviceGetCount(int *n) {{ return {result}; }}", text=True, check=True)
+    monkeypatch.setattr(devices, "_DRIVER", str(library))
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", MIG)
+    assert devices_of(place(0, 3, 3, "slurm"), "cuda", 1) == (torch.device("cuda:0"),)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", MIG)
+    with pytest.raises(DeviceError, match="MIG-22 .* before clusterddp.init") if started else nullcontext():
+        devices_of(place(1, 3, 3, "slurm"), "cuda", 1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == (MIG if started else "MIG-22")
 
 
 @pytest.mark.parametrize(
