@@ -91,7 +91,7 @@ def failed(events: Iterable[Event], now: float) -> list[str]:
         node: failures(events, node, now)
         for node in dict.fromkeys(event["suspect"] for event in events if event.get("suspect"))
     }
-    kinds = {node: Counter(map(_kind, found)) for node, found in by_node.items()}
+    kinds = {node: Counter(map(kind, found)) for node, found in by_node.items()}
     total = sum(kinds.values(), Counter[str | None]())
     return [node for node, found in by_node.items() if _unusable(found, total - kinds[node])]
 
@@ -99,14 +99,14 @@ def failed(events: Iterable[Event], now: float) -> list[str]:
 def _unusable(failed: Sequence[Event], elsewhere: Counter[str | None]) -> bool:
     left, alone = elsewhere.copy(), set()
     for event in failed:
-        if (kind := _kind(event)) is not None and left[kind] > 0:
-            left[kind] -= 1
+        if (same := kind(event)) is not None and left[same] > 0:
+            left[same] -= 1
         else:
             alone.add(event["attempt"])
     return len(alone) >= FAILURES or any(event.get("lacks_gpus") for event in failed)
 
 
-def _kind(event: Event) -> str | None:
+def kind(event: Event) -> str | None:
     """Equal for failures that a script may cause on any node: the error without its numbers. None if the node itself
     has failed: it was lost, its GPU's driver reported a fault, or it lacks GPUs."""
     if event["event"] == "node_lost" or event.get("fault") or event.get("lacks_gpus"):

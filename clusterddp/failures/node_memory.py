@@ -40,7 +40,14 @@ MOST = 0.1
 #: The most entries that are read, newest first.
 MOST_READ = 2000
 
-_SCHEMA = {"time": is_time, "node": is_text, "run": is_text, "job": optional(is_text), "what": is_text}
+_SCHEMA = {
+    "time": is_time,
+    "node": is_text,
+    "run": is_text,
+    "job": optional(is_text),
+    "what": is_text,
+    "kind": optional(is_text),
+}
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -53,6 +60,8 @@ class NodeFailure:
     run: str
     job: str | None
     what: str
+    kind: str | None = None
+    """Equal for failures that a script may cause on any node (``exclusion.kind``)."""
 
     def weight(self, now: float) -> float:
         """1 when it happens, half of that a day later."""
@@ -71,6 +80,8 @@ def remember(run: RunDirectory, job: str | None, event: Mapping[str, Any]) -> No
         return
     folder, at = memory_of(run), float(event["time"])
     value = {"time": at, "node": event["suspect"], "run": str(run), "job": job, "what": exclusion.what(event)[:300]}
+    if (kind := exclusion.kind(event)) is not None:
+        value["kind"] = kind[:300]
     try:
         create_common_folder(folder)
         write_json(folder / f"{at:.0f}-{event['suspect']}-{secrets.token_hex(4)}.json", value)
@@ -90,7 +101,8 @@ def recall(folder: Path, shared: bool, now: float) -> list[NodeFailure]:
     """The entries of the last week, newest first.
 
     ``shared``: whether entries of other members of the folder's group count (``share: group``). Other users' entries
-    never do. An entry that cannot be read is skipped.
+    never do. An entry that cannot be read is skipped, and so is a failure that the same run had on other nodes as well:
+    its script is more likely to blame.
     """
     found = []
     try:
@@ -106,6 +118,10 @@ def recall(folder: Path, shared: bool, now: float) -> list[NodeFailure]:
             value = read_json(path, _SCHEMA)
             if value and now - KEPT_S < value["time"] <= now + DAY_S and _NODE.fullmatch(value["node"]):
                 found.append(NodeFailure(**{"job": None} | {key: value[key] for key in _SCHEMA if key in value}))
+    nodes: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for failure in found:
+        nodes[failure.run, failure.kind or ""].add(failure.node)
+    found = [failure for failure in found if failure.kind is None or len(nodes[failure.run, failure.kind]) == 1]
     return sorted(found, key=lambda failure: failure.time, reverse=True)
 
 

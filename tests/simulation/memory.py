@@ -66,7 +66,7 @@ class Memory:
         """Its supervisor remembers it."""
         world, run = self.history.world, RunDirectory(self._runs / f"other-{name}")
         at = world.now if at is None else at
-        event = {"event": "rank_failed", "time": EPOCH + at, "suspect": node, "error": "SIGBUS"}
+        event = {"event": "node_lost", "time": EPOCH + at, "suspect": node, "node": node}
         before, index = self._entries(), len(self.failed)
         self.failed.append(Failed(at, node, str(run), None))
         node_memory.remember(run, "7", event)

@@ -90,6 +90,25 @@ def test_a_failure_of_a_node_is_remembered_beside_the_run_and_others_are_not(run
     assert recall(memory_of(run), False, NOW) == [NodeFailure(NOW, "n2", str(run), "7", "the node stopped responding")]
 
 
+def test_the_same_failure_of_a_run_on_several_nodes_counts_against_none(run: RunDirectory) -> None:
+    """The script is more likely to blame. That a node was lost, or that a driver reported a fault, is the node's."""
+    for number, node in enumerate(("n1", "n2")):
+        failed = {
+            "time": NOW,
+            "attempt": number,
+            "event": "rank_failed",
+            "suspect": node,
+            "error": f"CUDA error: {number}",
+        }
+        remember(run, "7", failed)
+        remember(run, "7", lost(node))
+        remember(run, "7", {**failed, "fault": "Xid 79"})
+    remember(run, "7", {**failed, "error": "SIGBUS"})
+    found = [(failure.node, failure.what) for failure in recall(memory_of(run), False, NOW)]
+    gone = "the node stopped responding"
+    assert sorted(found) == [("n1", "Xid 79"), ("n1", gone), ("n2", "SIGBUS"), ("n2", "Xid 79"), ("n2", gone)]
+
+
 def test_entries_of_more_than_a_week_are_deleted_with_the_next(run: RunDirectory) -> None:
     remember(run, "7", lost("n2", NOW - 8 * DAY_S))
     remember(run, "7", lost("n3"))
