@@ -24,7 +24,7 @@ from operator import itemgetter
 from typing import Any
 
 from clusterddp import protocol
-from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.errors import ClusterddpError, SlurmError, SlurmUnavailable
 from clusterddp.failures import exclusion, exit_status, node_memory
 from clusterddp.failures.hangs import Watch
 from clusterddp.failures.placement import Placement
@@ -57,6 +57,7 @@ from clusterddp.supervisor.attempt_state import (
     Record,
     Request,
     Say,
+    SilentNodes,
     StartTimer,
     State,
     StepWaits,
@@ -366,6 +367,14 @@ class Attempt:
     def _wait(self) -> None:
         self.post(RanksExited(self._launcher.wait()))
 
+    def _ask_nodes(self, nodes: Sequence[str]) -> None:
+        try:
+            dead: Sequence[str] | None = self._controller.unanswering(nodes)
+        except SlurmError as error:
+            say(f"could not look for nodes that do not respond: {error}")
+            dead = None if isinstance(error, SlurmUnavailable) else nodes  # Slurm may use other names
+        self.post(SilentNodes(tuple(nodes), None if dead is None else tuple(dead)))
+
     def _ask_step(self) -> None:
         try:
             self.post(StepWaits(self._controller.waits_for_nodes(self._launcher.pid)))
@@ -440,6 +449,8 @@ class Attempt:
                 self._timing.update_gpus(rank, values["figures"])
             case Do.ASK_CONTROLLER:
                 self._monitor.ask()
+            case Do.ASK_NODES:
+                self._start("nodes", partial(self._ask_nodes, self._state.lost_nodes))
             case Do.ASK_STEP:
                 self._start("step", self._ask_step)
             case Do.NOTIFY_RANKS:

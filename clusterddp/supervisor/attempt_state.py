@@ -84,6 +84,14 @@ class ControllerFailed:
 
 
 @dataclass(frozen=True)
+class SilentNodes:
+    """Which slurmds of the silent nodes ``asked`` do not answer. None: the controller has not told their addresses."""
+
+    asked: tuple[str, ...]
+    dead: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
 class TermNotice:
     """On this cluster, ranks are killed this many seconds after a TERM."""
 
@@ -152,6 +160,7 @@ Event = (
     | ConnectionLost
     | Notice
     | ControllerFailed
+    | SilentNodes
     | TermNotice
     | RankFailed
     | StepWaits
@@ -231,6 +240,7 @@ class Do(enum.Enum):
     """The actions without arguments."""
 
     ASK_CONTROLLER = "ask the controller now"
+    ASK_NODES = "ask the slurmds of the silent nodes"
     ASK_STEP = "ask the controller whether the launcher still waits for nodes"
     NOTIFY_RANKS = "signal the ranks to stop"
     KILL_RANKS = "kill the ranks"
@@ -358,10 +368,11 @@ class State:
     closed: PerRank[bool] = field(default_factory=PerRank[bool])
     #: The record of its end that each rank has sent.
     ends: PerRank[Mapping[str, Any]] = field(default_factory=PerRank[Mapping[str, Any]])
-    #: The ranks whose nodes stopped answering.
+    #: The ranks whose nodes stopped answering, and those whose connection fell silent although their nodes answer.
     silent: frozenset[int] = frozenset()
-    #: Whether the controller is being asked if it was this node that was cut off instead, and whether it failed to
-    #: answer before.
+    unreachable: frozenset[int] = frozenset()
+    #: Whether the controller, and then the silent nodes, are being asked if it was this node that was cut off instead,
+    #: and whether the controller failed to answer before.
     confirming: bool = False
     cut_off: bool = False
     #: Why to abandon the attempt as soon as rank 0 has saved; empty if there is no reason. Whether its ranks were then

@@ -35,6 +35,7 @@ from clusterddp.supervisor.attempt_state import (
     Request,
     RunRemoved,
     Say,
+    SilentNodes,
     StartTimer,
     State,
     Step,
@@ -217,8 +218,8 @@ def _lose_connection(state: State, event: ConnectionLost, now: float) -> Step:
     if not event.silent:
         state, more = _dismiss_peers(state, _exited(state, rank))
         return state, [*actions, *more]
-    # Its node is lost, or this one is cut off: then the controller is unreachable, too. srun would wait until Slurm
-    # gives the node up, and so would the ranks on other nodes.
+    # Its node is lost, or this one is cut off, and so is the controller. Or this one was, and the node answers by now.
+    # srun would wait until Slurm gives a lost node up, and so would the ranks on other nodes.
     first = not state.silent
     state = replace(state, silent=state.silent | {rank}, confirming=state.confirming or first)
     return state, [*actions, Do.ASK_CONTROLLER] if first else actions
@@ -346,7 +347,7 @@ def _on_notice(state: State, notice: Notice, now: float) -> Step:
     preempted = state.preempted or notice.stop is Stop.PREEMPTION
     state = replace(state, notice=notice, preempted=preempted, controller_away=False)
     state = lose_unjoined(state, now)
-    state, lost = _lose_nodes(state) if state.confirming else (state, [])
+    lost: list[Action] = [Do.ASK_NODES] if state.confirming else []
     # A stop that was already due is not sent any sooner.
     due = _due(state, now)
     state, actions = (state, []) if due and due[0] is state.due else _look(state, now)
@@ -362,8 +363,7 @@ def _on_controller_failed(state: State, event: ControllerFailed, _now: float) ->
     if not state.confirming:
         return state, actions
     if event.reachable:
-        state, lost = _lose_nodes(state)
-        return state, [*actions, *lost]
+        return state, [*actions, Do.ASK_NODES]
     if not state.cut_off:
         node = state.node_of(min(state.silent))
         actions.append(
@@ -390,8 +390,31 @@ def lose(state: State, ranks: Iterable[int], now: float) -> State:
     return state
 
 
+def _on_silent_nodes(state: State, event: SilentNodes, _now: float) -> Step:
+    """The controller answers, so this node is not cut off. It may have been: then the silent nodes answer by now.
+
+    Their ranks cannot report any more, because they may have been declared lost, and all ranks restart. Ranks that have
+    not joined are on nodes that Slurm has taken out of the job.
+    """
+    if not state.confirming:
+        return state, []
+    if event.dead is None:
+        return state, [StartTimer(Timer.ASK, ASK_AGAIN_S)]
+    if not event.dead and not set(state.lost_nodes) <= set(event.asked):
+        return state, [Do.ASK_NODES]
+    left = event.asked if state.notice.nodes is None else state.notice.nodes.intersection(event.asked)
+    nodes = {rank: state.node_of(rank) for rank in state.silent if rank in state.hosts}
+    answer = {rank for rank, node in nodes.items() if node in left and node not in event.dead}
+    state = replace(state, silent=state.silent - answer, unreachable=state.unreachable | answer)
+    if state.silent:
+        return _lose_nodes(state)
+    state = replace(state, confirming=False, cut_off=False)
+    first = min(state.unreachable)
+    why = f"rank {first} ({state.node_of(first)}) lost its connection"
+    return _dismiss_peers(state, why, failed=True)
+
+
 def _lose_nodes(state: State) -> Step:
-    """The controller answers, so the silent nodes are cut off, not this one."""
     nodes = state.lost_nodes
     records: list[Action] = [Record("node_lost", {"node": node, "suspect": node}) for node in nodes]
     lost = f"node {nodes[0]} was lost" if len(nodes) == 1 else f"nodes {' and '.join(nodes)} were lost"
@@ -599,6 +622,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     ConnectionLost: _on_connection_lost,
     Notice: _on_notice,
     ControllerFailed: _on_controller_failed,
+    SilentNodes: _on_silent_nodes,
     TermNotice: lambda state, event, _: (replace(state, term_notice_s=event.seconds), []),
     RankFailed: _on_rank_failed,
     StepWaits: _on_step_waits,

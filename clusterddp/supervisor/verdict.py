@@ -85,8 +85,8 @@ class RankEnd:
     exception, lost (it never reached the supervisor), declined (a callable's ``checkpoint()`` returned None), hung (all
     ranks had to be ended), hung for good (and are not to be restarted), unlaunched (srun has started no rank), refused
     (nor would it the next time), dismissed (asked to exit, as another was lost), silent (its node does not respond),
-    early (it exited with code 0 while others waited for it), or died (it left no record: killed by a signal, or
-    os._exit).
+    unreachable (its connection fell silent, but its node responds), early (it exited with code 0 while others waited
+    for it), or died (it left no record: killed by a signal, or os._exit).
     ``lost_at``: unix seconds on the supervisor's clock when it reported its failure, or its connection broke. Infinity
     if it never joined.
     """
@@ -164,7 +164,7 @@ class RankEnd:
             return self.known is not None and self.known.blame is not Blame.SCRIPT
         if self.end == "died":
             return self.known is None or self.known.blame is not Blame.SCRIPT
-        return self.end in ("lost", "silent", "hung", "early", "dismissed", "unlaunched")
+        return self.end in ("lost", "silent", "unreachable", "hung", "early", "dismissed", "unlaunched")
 
     @property
     def of_the_node(self) -> bool:
@@ -212,7 +212,7 @@ class RankEnd:
             return False
         if self.end == "died":
             return self.death is not None and self.death.by_itself
-        return self.end in ("exit", "unfinished", "silent", "exception")
+        return self.end in ("exit", "unfinished", "silent", "unreachable", "exception")
 
     @property
     def raised(self) -> str | None:
@@ -308,6 +308,9 @@ def _end_of(run: RunDirectory, attempt: int, state: State, rank: int, status: Ex
         log = run.attempt_logs(attempt) / f"rank-{rank}.err"
         if thrown := uncaught(end_of_file(log)):
             return dataclasses.replace(end, error=f"aborted: {thrown}")
+    if rank in state.unreachable and end.end == "died":
+        words = "lost its connection to the supervisor for 15 s, although its node responds. Check the network"
+        return RankEnd(rank, host, "unreachable", lost_at, error=words)
     if rank in state.silent and end.end == "died":
         return RankEnd(rank, host, "silent", lost_at, error=f"was lost because node {node} no longer responds")
     return end

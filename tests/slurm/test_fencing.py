@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.cluster import Cluster
+from tests.cluster import Cluster, ClusterConfig
+from tests.conftest import Clusters
 from tests.trainings import Training, check_same_run, events_of
 from tests.waiting import story, wait_for_step
 
@@ -32,6 +34,27 @@ def test_a_node_cut_off_for_long_loses_its_run_to_a_new_attempt_and_its_ranks_ex
     assert training.run.attempts() == [0, 1]
     assert events_of(training.run, "resumed")[0]["step"] >= 5
     check_same_run(training.run, uninterrupted_training, redone=True)
+
+
+@pytest.mark.product
+def test_no_node_is_lost_after_the_batch_host_was_cut_off_for_a_while(
+    clusters: Clusters, runs_on: Callable[[Cluster], Path], uninterrupted_training: RunDirectory
+) -> None:
+    """All other nodes fell silent, and so did the controller. The spare node is not needed."""
+    patient = ClusterConfig(nodes=3, cpus=2, slurmdbd=False, slurmd_timeout=200, release=Clusters.standard.release)
+    cluster = clusters.get(patient)
+    options = ["--spare-nodes", "1", "--set", "checkpoint.every=5 steps"]
+    training = Training.submit(cluster, runs_on(cluster), "--pause", "0.1", options=options)
+    wait_for_step(training.run, 7)
+    cluster.cut("n1")
+    training.wait(lambda: events_of(training.run, "controller_away"), "the supervisor to notice", 90)
+    cluster.heal("n1")
+    assert training.finish() == "completed", story(training.run)
+    assert not events_of(training.run, "node_lost") + events_of(training.run, "moved"), story(training.run)
+    assert not [event for event in training.run.events() if "suspect" in event]
+    assert training.run.attempts() == [0, 1]
+    check_same_run(training.run, uninterrupted_training, redone=True)
+    cluster.drain_jobs()
 
 
 def test_a_second_start_of_a_held_run_is_refused_and_disturbs_nothing(

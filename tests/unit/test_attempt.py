@@ -684,6 +684,7 @@ def cut(run: RunDirectory, controller: FakeController, nodes: int = 2, nodelist:
     lease.take(run, number, controller.holder())
     ranks = Cut(run, {"end": "died"})
     controller.describe = lambda: {"job": "41", "restarts": 0, "nodes": f"n[1-{nodes}]"}  # type: ignore[method-assign]
+    controller.dead = [f"n{number + 1}" for number in range(1, nodes)]
     job = dataclasses.replace(JOB, nodes=nodes, gpus_per_node=1, nodelist=nodelist)
     ranks.attempt, ranks.nodes = Attempt(run, job, number, ranks, controller), nodes
     return ranks.attempt.supervise()

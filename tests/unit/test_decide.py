@@ -32,6 +32,7 @@ from clusterddp.supervisor.attempt_state import (
     Request,
     RunRemoved,
     Say,
+    SilentNodes,
     StartTimer,
     State,
     StepWaits,
@@ -62,6 +63,7 @@ GRACE = StartTimer(Timer.DISMISS, PEER_GRACE_S)
 LET_GO = [GRACE, Do.ASK_CONTROLLER]
 KILL = StartTimer(Timer.KILL, HANG_GRACE_S)
 FINE = Notice(None)
+DEAD, ALIVE = SilentNodes(("n2",), ("n2",)), SilentNodes(("n2",), ())
 AWAY = ControllerFailed("Unable to contact slurm controller")
 PREEMPTED = Notice(None, Stop.PREEMPTION)
 TOLD = RankEvent(0, "signal", {"signal": "TERM"})
@@ -241,12 +243,14 @@ def test_an_srun_that_waits_for_busy_nodes_is_ended() -> None:
 # ---- a node stops answering
 
 
-def test_a_silent_node_is_lost_when_the_controller_answers() -> None:
+def test_a_silent_node_is_lost_when_the_controller_answers_and_its_slurmd_does_not() -> None:
     """The ranks are told to exit, and the launcher is given up after a grace period."""
     state, todo = step(after(), ConnectionLost(1, silent=True), NOW)
     assert todo == [Do.ASK_CONTROLLER]
     for answer in (FINE, ControllerFailed("Invalid job id", reachable=True)):
-        lost, todo = step(state, answer, NOW)
+        asked, todo = step(state, answer, NOW)
+        assert Do.ASK_NODES in todo
+        lost, todo = step(asked, DEAD, NOW)
         node = Record("node_lost", {"node": "n2", "suspect": "n2"})
         leave = [Broadcast("leave", "node n2 was lost"), StartTimer(Timer.ABANDON, 5.0)]
         assert [action for action in todo if action in [node, *leave]] == [node, *leave]
@@ -257,12 +261,37 @@ def test_a_silent_node_is_lost_when_the_controller_answers() -> None:
         assert recorded(lost, FINE) in ([], ["controller_back"])
 
 
+def test_a_silent_node_whose_slurmd_answers_is_not_lost() -> None:
+    """This node was cut off for a while: all ranks restart, and no node is suspected."""
+    asked = after(ConnectionLost(1, silent=True), FINE)
+    state, todo = step(asked, ALIVE, NOW)
+    assert todo == LET_GO
+    assert (state.lost_nodes, sorted(state.unreachable)) == ((), [1])
+    assert actions(state, Timer.DISMISS) == [Broadcast("leave", "rank 1 (n2) lost its connection"), KILL]
+    assert actions(asked, SilentNodes(("n2",), None)) == [StartTimer(Timer.ASK, ASK_AGAIN_S)]
+    taken, _ = step(asked, Notice(None, nodes=frozenset(("n1", "n3"))), NOW)  # Slurm has taken it out of the job
+    assert recorded(taken, ALIVE) == ["node_lost"]
+
+
+def test_only_those_of_several_silent_nodes_are_lost_whose_slurmds_do_not_answer() -> None:
+    """One that falls silent in the meantime is asked, too."""
+    state = State(dataclasses.replace(JOB, nodes=3), ("n1", "n2", "n3"), abandon_s=5.0)
+    joined = RankEvent(2, "joined", {"host": "n3"})
+    state = after(joined, ConnectionLost(2, silent=True), ConnectionLost(1, silent=True), FINE, state=state)
+    assert actions(state, SilentNodes(("n3",), ())) == [Do.ASK_NODES]
+    state, todo = step(state, SilentNodes(("n2", "n3"), ("n3",)), NOW)
+    assert Record("node_lost", {"node": "n3", "suspect": "n3"}) in todo
+    assert (state.lost_nodes, sorted(state.unreachable)) == (("n3",), [1])
+
+
 def test_a_node_that_slurm_takes_out_of_the_job_before_its_rank_has_joined_is_lost() -> None:
     """That rank has no connection that could break, and a job with spare nodes outlives the node: the others waited for
     half an hour, the process group's timeout."""
     starting, _ = step(State(JOB, NodeNames(("n1", "n2")), abandon_s=5.0), RankEvent(0, "joined", {"host": "n1"}), NOW)
     assert recorded(starting, Notice(None, nodes=frozenset(("n1", "n2", "n3")))) == []
     state, todo = step(starting, Notice(None, nodes=frozenset(("n1", "n3"))), NOW)
+    assert todo[0] is Do.ASK_NODES
+    state, todo = step(state, ALIVE, NOW)
     assert todo[:2] == [
         Record("node_lost", {"node": "n2", "suspect": "n2"}),
         Broadcast("leave", "node n2 was lost"),
@@ -289,7 +318,7 @@ def test_a_rank_that_joins_late_gets_a_signal_if_rank_0_stopped_before_it_joined
 def test_ranks_that_stay_on_nodes_of_a_job_that_goes_on_are_killed_first() -> None:
     """The next attempt starts on these nodes, too."""
     job = dataclasses.replace(JOB, spare_nodes=1)
-    lost = after(ConnectionLost(1, silent=True), FINE, state=State(job, ("n1", "n2"), abandon_s=5.0))
+    lost = after(ConnectionLost(1, silent=True), FINE, DEAD, state=State(job, ("n1", "n2"), abandon_s=5.0))
     killed, todo = step(lost, Timer.ABANDON, NOW)
     assert todo == [Do.KILL_RANKS, StartTimer(Timer.ABANDON, HANG_GRACE_S)]
     assert actions(killed, Timer.ABANDON) == [Do.ABANDON_RANKS]
@@ -343,7 +372,9 @@ def test_a_silent_node_is_not_called_lost_while_the_controller_is_silent_too() -
     assert todo == [Record("controller_away", {"error": AWAY.error}), Say(words), StartTimer(Timer.ASK, ASK_AGAIN_S)]
     assert actions(state, Timer.ASK) == [Do.ASK_CONTROLLER]
     assert actions(state, AWAY) == [StartTimer(Timer.ASK, ASK_AGAIN_S)]
-    assert recorded(state, FINE) == ["controller_back", "node_lost"]
+    back, todo = step(state, FINE, NOW)
+    assert todo[:2] == [Record("controller_back", {}), Do.ASK_NODES]
+    assert recorded(back, DEAD) == ["node_lost"]
 
 
 def test_a_rank_that_joins_after_a_stop_is_told_of_it() -> None:
@@ -369,7 +400,9 @@ def test_nodes_that_fall_silent_while_the_controller_is_queried_are_lost_togethe
     state = after(RankEvent(2, "joined", {"host": "n3"}), ConnectionLost(2, silent=True), state=state)
     state, todo = step(state, ConnectionLost(1, silent=True), NOW)
     assert todo == []
-    assert Broadcast("leave", "nodes n2 and n3 were lost") in actions(state, FINE)
+    state, _ = step(state, FINE, NOW)
+    both = ("n2", "n3")
+    assert Broadcast("leave", "nodes n2 and n3 were lost") in actions(state, SilentNodes(both, both))
     assert state.lost_nodes == ("n2", "n3")
 
 
@@ -382,8 +415,8 @@ def test_nodes_that_fall_silent_while_the_controller_is_queried_are_lost_togethe
 )  # fmt: skip
 def test_rank_0_is_left_to_save_when_a_node_is_lost_meanwhile(saving: Event, saved: Sequence[Event]) -> None:
     """The others are told to exit once it has exited, or, with all steps done, once it has saved."""
-    state, todo = step(after(saving, ConnectionLost(1, silent=True)), FINE, NOW)
-    assert todo == [Record("node_lost", {"node": "n2", "suspect": "n2"}), AGAIN]
+    state, todo = step(after(saving, ConnectionLost(1, silent=True), FINE), DEAD, NOW)
+    assert todo == [Record("node_lost", {"node": "n2", "suspect": "n2"})]
     for event in saved[:-1]:
         state, todo = step(state, event, NOW)
         assert todo == []
