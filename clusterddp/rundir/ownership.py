@@ -272,7 +272,7 @@ def read_address(run: RunDirectory, attempt: int) -> Address | None:
 #: The most bytes and lines that are read at the end of a log.
 _BYTES, _LINES = 1 << 14, 10
 #: States of jobs that ended by themselves. Others were ended by a scancel, a lost node, a preemption.
-_OWN_ENDS = ("COMPLETED", "FAILED", "OUT_OF_MEMORY")
+OWN_ENDS = ("COMPLETED", "FAILED", "OUT_OF_MEMORY")
 
 
 def job_log(run: RunDirectory, job_id: str) -> Path:
@@ -294,7 +294,7 @@ def early_end(run: RunDirectory, claim: Mapping[str, Any], state: str | None) ->
     ``claim``: the newest of the run, which is that of a submission until the supervisor has taken it over. ``state``:
     how the job ended, None if Slurm has forgotten it.
     """
-    if "time" not in claim or state not in (None, *_OWN_ENDS) or taken_over(run, claim):
+    if "time" not in claim or state not in (None, *OWN_ENDS) or taken_over(run, claim):
         return None
     log = job_log(run, claim["job"])
     lines = _last_lines(log)
@@ -304,6 +304,13 @@ def early_end(run: RunDirectory, claim: Mapping[str, Any], state: str | None) ->
     if lines:
         return EarlyEnd(f"{ended}: {lines[-1]}", lines)
     return EarlyEnd(f"{ended}, and wrote no log. Check that its nodes can access {run}", ())
+
+
+def unrecorded_end(run: RunDirectory, job_id: str, state: str | None) -> EarlyEnd:
+    """How a job ended whose supervisor was killed, or could not continue the run, before it recorded why."""
+    lines = _last_lines(job_log(run, job_id))
+    ended = f"job {job_id} ended{f' ({state})' if state else ''}, and its supervisor did not record why"
+    return EarlyEnd(f"{ended}. Its log ends with: {lines[-1]}" if lines else ended, lines)
 
 
 def taken_over(run: RunDirectory, claim: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.events import ATTEMPT_ENDS, WITHOUT_RANKS
+from clusterddp.events import ATTEMPT_ENDS, BY_SLURM, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.files import names_in, status
 from clusterddp.rundir.ownership import is_job_id, read_claim, waiting_claim
@@ -61,6 +61,8 @@ class Summary:
     """How many attempts started their ranks."""
     ends: tuple[str, ...] = ()
     """Why attempts ended, oldest first; of a very long history, the newest."""
+    stopped: bool = False
+    """Whether the newest attempt has recorded that the run waits for its user, and why."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """The newest metrics line that counts, with values that the script logged after its last step; empty if there is
     none."""
@@ -129,6 +131,7 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
         steps=history.steps,
         attempts=history.attempts,
         ends=history.ends,
+        stopped=history.stopped,
         metrics=metrics,
         saved=history.saved,
         started=history.first_time or _changed(run.job_file),
@@ -162,6 +165,9 @@ class _History:
         begun = [event for event in events if event["event"] in _BEGINNINGS and records.is_count(event.get("step"))]
         self.begun = {event["attempt"]: event["step"] for event in begun}
         self.ends = tuple(str(event.get("reason", "")) for event in late if event["event"] in _STOPS)
+        last: dict[str, Any] = next((event for event in reversed(late) if event["event"] not in WITHOUT_RANKS), {})
+        own = [event for event in late if event["event"] == "stopped" and event["attempt"] == last.get("attempt")]
+        self.stopped = bool(own) and own[-1].get("then") != BY_SLURM
         self.saved = _last(named, "checkpoint")
         self.result = _last(named, "result")
         self.first_time: float = events[0]["time"] if events else 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -26,13 +26,13 @@ from clusterddp.errors import (
     RunDirectoryError,
     SlurmError,
 )
-from clusterddp.events import ATTEMPT_ENDS, how_it_ended, is_unconfirmed, over_already
+from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, how_it_ended, is_unconfirmed, over_already
 from clusterddp.failures import exclusion, node_memory
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
 from clusterddp.rundir.files import LASTING, exists
-from clusterddp.rundir.ownership import check_run, early_end, read_claim
+from clusterddp.rundir.ownership import check_run, early_end, read_claim, unrecorded_end
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
 from clusterddp.runs.progress_display import Progress, Shown
@@ -42,7 +42,7 @@ from clusterddp.slurm.commands import TIMEOUT_S, JobInfo
 from clusterddp.slurm.pace import IMMINENT_S, QUIET_S, SILENT_S, SOON_S, Activity, Pace
 from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor.lease import holders, reachable, started, submitted, submitting
-from clusterddp.supervisor.limits import held
+from clusterddp.supervisor.limits import SAVED_ITSELF, held
 
 LOOK_S = 0.2
 #: Seconds for which a shared disk may hide a new file (NFS: acdirmax is 60 s), with some reserve.
@@ -155,6 +155,9 @@ class Resubmitter:
         if self._should_continue(job):
             return self._resubmit(ended, claims)
         self.result = 1
+        own = [event for event in self._run.events() if event["attempt"] == self._run.newest_attempt()]
+        if early is None and not _has_end(own):
+            early = unrecorded_end(self._run, newest, job.state if job else None)
         if early:
             show("\n".join(early.lines))
             ended = early.reason
@@ -238,14 +241,19 @@ class Resubmitter:
     def _should_continue(self, job: JobInfo | None) -> bool:
         """Whether to resubmit the run: never after a scancel or ``tell stop``, otherwise if preemption, the time limit
         or a lost node ended its job, if a requeued job failed before its batch script ran, or if its supervisor could
-        not continue it."""
+        not continue it or was killed."""
         events = self._run.events()
         if self._run.cancelled or job is None or job.state == "CANCELLED" or held(events) is not None:
             return False
         started = [event for event in events if event["event"] == "started"]
         of_job = [event for event in started if (event.get("job"), event.get("restarts")) == (job.job_id, job.restarts)]
         never_started = job.state == "FAILED" and bool(started) and job.restarts > 0 and not of_job
-        return job.state in _INVOLUNTARY_ENDS or never_started or (bool(of_job) and _is_stuck(events, of_job[-1], job))
+        if job.state in _INVOLUNTARY_ENDS or never_started:
+            return True
+        killed = (
+            job.state in ("FAILED", "OUT_OF_MEMORY") and bool(of_job) and _was_killed(events, of_job[-1]["attempt"])
+        )
+        return killed or (bool(of_job) and _is_stuck(events, of_job[-1], job))
 
     def _resubmit(self, ended: str, claims: Sequence[Mapping[str, Any]]) -> float:
         """Submits the run again, unless another process does, or has done so since these claims were read."""
@@ -289,6 +297,20 @@ def _is_stuck(events: Sequence[Mapping[str, Any]], started: Mapping[str, Any], j
         return False
     unexplained = ends[-1].get("cause") in (Cause.UNKNOWN.value, Cause.ENDED_OTHERWISE.value)
     return "refused" in ends[-1] or (unexplained and job.preempt_time is not None)
+
+
+def _was_killed(events: Sequence[Mapping[str, Any]], attempt: int) -> bool:
+    """Whether the supervisor of this attempt, the newest, was killed, and another job may get further: not if that of
+    the attempt before was killed, too, and this one has saved nothing."""
+    own, before = ([event for event in events if event["attempt"] == number] for number in (attempt, attempt - 1))
+    if any(event["attempt"] > attempt for event in events) or _has_end(own):
+        return False
+    saved = any(event["event"] in ("checkpoint", *SAVED_ITSELF) for event in own)
+    return saved or not before or _has_end(before)
+
+
+def _has_end(events: Iterable[Mapping[str, Any]]) -> bool:
+    return any(event["event"] in (*ATTEMPT_ENDS, *RUN_ENDS) for event in events)
 
 
 def _look(resubmitter: Resubmitter, alone: bool) -> None:

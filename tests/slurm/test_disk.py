@@ -64,7 +64,7 @@ def test_a_run_on_a_disk_that_became_read_only_resumes_from_its_last_checkpoint_
     disk.fail()
     assert cluster.wait_job(training.job_id, {"COMPLETED", "FAILED"})["JobState"] == "FAILED"
     shown = cluster.run([cluster.python, "-m", "clusterddp", "status", training.run.path]).stdout
-    assert f"stopped (job {training.job_id} ended: FAILED). Continue with: clusterddp submit" in shown
+    assert f"stopped (job {training.job_id} ended (FAILED)" in shown and "Continue with: clusterddp submit" in shown
     disk.repair()
     again = [cluster.python, "-m", "clusterddp.submit", "--run-dir", training.run.path]
     training.job_id = cluster.run(again, cwd=cluster.source).stdout.strip()

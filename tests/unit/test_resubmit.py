@@ -80,7 +80,10 @@ def look(run: RunDirectory, job: JobInfo | None, monkeypatch: pytest.MonkeyPatch
         (info("NODE_FAIL"), None, True),
         (info("TIMEOUT"), None, True),
         (info("FAILED", restarts=1), None, True),
-        (info("FAILED"), None, False),
+        (info("FAILED"), None, True),
+        (info("OUT_OF_MEMORY"), None, True),
+        (info("FAILED"), UNKNOWN, False),
+        (info("FAILED"), {"event": "started", "attempt": 1, "time": 2.0, "job": "40", "restarts": 0}, False),
         (info("COMPLETED", preempted=True), UNKNOWN, True),
         (info("COMPLETED", preempted=True), {**UNKNOWN, "cause": Cause.STOP_REQUESTED.value}, False),
         (info("COMPLETED", preempted=True, job="40"), UNKNOWN, False),
@@ -103,7 +106,7 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
     asked: dict[str, object] | None,
     resubmitted: bool,
 ) -> None:
-    """A lost node, a start that failed, a supervisor that could not ask, or was refused: yes. scancel, a crash, the
+    """A lost node, a start that failed, a supervisor that was killed, could not ask, or was refused: yes. scancel, the
     unknown, what another job or attempt recorded: never. It is in the history, a file that is known: a new file may
     stay hidden for a minute where the disk is shared, and the command ended meanwhile."""
     if asked is not None:
@@ -113,6 +116,27 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
     assert resubmitter.result == (None if resubmitted else 1)
     if resubmitted:
         assert lease.holders(run)[0]["job"] == "42"
+
+
+@pytest.mark.parametrize(("saved", "resubmitted"), [(True, True), (False, False)])
+def test_a_supervisor_that_is_killed_again_before_anything_is_saved_is_not_started_once_more(
+    run: RunDirectory,
+    submitted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    saved: bool,
+    resubmitted: bool,
+) -> None:
+    """The next one would be killed, too, as by a lack of memory. The end of its log is shown."""
+    lease.take(run, run.create_attempt(), lease.of_job("42"))
+    append_line(run.events_file, {"event": "started", "attempt": 1, "time": 2.0, "job": "42", "restarts": 0})
+    if saved:
+        append_line(run.events_file, {"event": "checkpoint", "attempt": 1, "time": 3.0, "step": 3})
+    (run.logs / "job-42.log").write_text("slurmstepd: error: Detected 1 oom_kill event\n")
+    resubmitter = look(run, info("FAILED", job="42"), monkeypatch)
+    assert (submitted == ["job.sbatch"]) is resubmitted
+    assert resubmitter.result == (None if resubmitted else 1)
+    assert ("oom_kill" in capsys.readouterr().err) is not resubmitted
 
 
 @pytest.mark.parametrize("released", [False, True])

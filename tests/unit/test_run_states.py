@@ -108,7 +108,33 @@ def test_a_job_whose_supervisor_took_the_run_over_is_judged_by_its_history(tmp_p
     for files in ({}, {"submitted": {**of_job(), "time": 1.0}}):
         run = recorded_run(tmp_path / str(len(files)), [started()], holder=of_job(), **files)
         (run.logs / "job-41.log").write_text(NOT_FOUND)
-        assert state_of(run).word == "stopped"
+        found = state_of(run)
+        assert (found.word, found.log) == ("stopped", (NOT_FOUND,))
+        assert NOT_FOUND in found.reason
+
+
+@pytest.mark.parametrize(
+    ("end", "explained"),
+    [
+        ({"event": "stopped", "reason": "Could not resubmit the run"}, True),
+        ({"event": "stopped", "reason": "preempted", "then": "requeued by Slurm"}, False),
+        ({"event": "requeued", "reason": "preempted"}, False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_the_log_of_a_job_tells_how_it_ended_unless_its_supervisor_did(
+    tmp_path: Path, squeue: Squeue, end: dict[str, str] | None, explained: bool, known: bool
+) -> None:
+    """A supervisor that was killed, or refused to start after a requeue, has only written there."""
+    squeue(ENDED.format("FAILED") if known else "")
+    events = [started(), *([{"attempt": 0, "time": 9.0, **end}] if end else [])]
+    run = recorded_run(tmp_path / "run", events, holder=of_job())
+    (run.logs / "job-41.log").write_text("attempt 0: started\nclusterddp: too few open files\n")
+    found = state_of(run)
+    assert found.word == "stopped"
+    assert ("too few open files" in found.reason) is not explained
+    assert (found.log == ()) is explained
 
 
 @pytest.mark.parametrize(
