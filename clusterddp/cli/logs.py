@@ -300,6 +300,8 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         return 0
     if by_default and (_show_failure(run) or _show_job_log(run) or _show_launcher(run)):
         return 0
+    if ranks.text == _ALL and arguments.attempt is None and _show_launcher(run):
+        return 0
     logs = _chosen(run, ranks, arguments.attempt)
     alone = len(logs) == 1 and ranks.single is not None and arguments.attempt != _ALL
     printed = print_one(logs[0], arguments.grep) if alone else print_grouped(logs, arguments.grep)

@@ -130,8 +130,11 @@ class RankEnd:
     ) -> RankEnd:
         """From the record that the rank wrote. If it had no time to (None), ``death`` may be known."""
         if record is None:
+            joined = math.isfinite(lost_at)
             error = death.words() if death else "was killed or called os._exit(), and left no traceback"
-            return cls(rank, host, "died", lost_at, error=error, death=death, joined=math.isfinite(lost_at))
+            if not joined and death is not None and death.exit_code is not None:  # its script has not begun
+                error = f"exited with code {death.exit_code} before it reached the supervisor"
+            return cls(rank, host, "died", lost_at, error=error, death=death, joined=joined)
         error = record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else "")
         names = ("traceback", "step", "exit_code", "used_clusterddp")
         known = {name: record[name] for name in names if record.get(name) is not None}
@@ -386,7 +389,7 @@ def judge(
     restarts, because = _restarts(failures[0], progress or Progress()) if failures else (False, "")
     if raised is not None and raised.used_clusterddp and not restarts and not told:
         return Verdict(Action.FAIL, _with(raised, because), Cause.NONE, raised, others, because)
-    if failures and failures[0].end == "declined":
+    if failures and (failures[0].end == "declined" or (failures[0].end == "refused" and not restarts and not told)):
         return Verdict(Action.FAIL, failures[0].sentence(), Cause.NONE, failures[0])
     cause = ask()
     if cause is Cause.TIME_LIMIT and not told:
@@ -395,7 +398,8 @@ def judge(
     if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause in _BY_REQUEST):
         cause = Cause.NONE
     if cause is not Cause.NONE and not (raised and not restarts and cause is Cause.UNKNOWN):
-        return Verdict(_FOLLOWS.get(cause, Action.LEAVE), cause.value, cause, raised, others if raised else ())
+        told_of = raised or next((end for end in failures if end.of_launcher and cause is Cause.UNKNOWN), None)
+        return Verdict(_FOLLOWS.get(cause, Action.LEAVE), cause.value, cause, told_of, others if raised else ())
     if all_done:
         return Verdict(Action.COMPLETE, finished)
     if failures and (early := _early_leaver(ends, failures)) is not None:

@@ -62,7 +62,8 @@ def test_an_option_that_srun_does_not_know_fails_the_run_in_srun_s_words(cluster
     (failed,) = (event for event in run.events() if event["event"].endswith("_failed"))
     assert failed["event"] == "launch_failed" and any("--container-image" in line for line in failed["lines"])
     shown = cluster.run([cluster.python, "-m", "clusterddp", "logs", run.path]).stdout
-    assert "unrecognized option '--container-image=none'" in shown
+    everything = cluster.run([cluster.python, "-m", "clusterddp", "logs", run.path, "--rank", "all"]).stdout
+    assert all("unrecognized option '--container-image=none'" in text for text in (shown, everything))
 
 
 def test_what_was_asked_for_overrides_the_variables_of_sbatch(cluster: Cluster, runs: Path) -> None:

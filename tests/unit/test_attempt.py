@@ -1448,6 +1448,19 @@ def test_a_step_that_srun_refuses_ends_the_run_with_srun_s_words_and_blames_no_n
     assert later.supervise() == recovery.RESTART
 
 
+def test_a_missing_slurm_does_not_hide_why_srun_failed(run: RunDirectory) -> None:
+    """Without scontrol, the cause of a stop is unknown."""
+    missing = "/usr/bin/env: 'srun': No such file or directory"
+    away = FakeController(Cause.UNKNOWN)
+    assert Attempt(run, JOB, run.create_attempt(), Srun(run, missing, 127), away).supervise() == 1
+    passes = "srun: error: Unable to create step for job 1: Socket timed out on send/recv operation"
+    other = RunDirectory(run.path.parent / "other")
+    other.path.mkdir()
+    Attempt(other, JOB, other.create_attempt(), Srun(other, passes), away).supervise()
+    assert [one.events()[1]["event"] for one in (run, other)] == ["launch_failed", "launch_failed"]
+    assert (run.outcome() or {})["state"] == "failed" and other.outcome() is None
+
+
 @pytest.mark.parametrize(
     "messages",
     [
@@ -1500,7 +1513,7 @@ def test_a_rank_that_dies_before_it_joins_does_not_count_against_its_node(run: R
     messages = "srun: error: n1: tasks 0-1: Exited with exit code 2\n"
     Attempt(run, JOB, run.create_attempt(), Srun(run, messages, 2), FakeController(Cause.NONE)).supervise()
     (failed,) = (event for event in run.events() if event["event"] == "rank_failed")
-    assert "suspect" not in failed
+    assert "suspect" not in failed and "os._exit" not in failed["error"]
 
 
 class NeverStarted(FakeRanks):
