@@ -42,6 +42,10 @@ ORDERS: Mapping[str, str] = {
     "commit": "rank 0: commit the checkpoint; the text is its question's number, and why not if a rank is lost",
     "leave": "exit now",
 }
+#: Reasons of the order to stop, others are in ``supervisor/attempt_state.Stop``: the time limit, and what a user asks
+#: for, of which Slurm sends no signal.
+TIME_LIMIT, HOLD, REQUEUE, DRAIN = "time limit", "clusterddp tell stop", "clusterddp requeue", "clusterddp tell drain"
+REQUESTED_STOPS = frozenset((HOLD, REQUEUE, DRAIN))
 #: Events that are not written into the history.
 CHANNEL_EVENTS: Mapping[str, Message] = {
     "joined": Message("host pid address", "made by the supervisor from a rank's first message"),

@@ -152,10 +152,12 @@ _REASONS: dict[str, Why] = {
 _BEGINNINGS: dict[str, Why] = {
     "ReqNodeNotAvail": Why(
         "nodes that the job needs are down, drained or reserved, often for maintenance",
-        "a shorter --time may fit before the maintenance window (see `scontrol show reservation`)",
+        "a shorter --time may fit before the maintenance window (see `scontrol show reservation`). `sinfo -R` shows "
+        "why nodes are down or drained",
     ),
     "Nodes required for job are DOWN": Why(
-        "nodes that the job needs are down, drained or reserved for jobs in higher priority partitions"
+        "nodes that the job needs are down, drained or reserved for jobs in higher priority partitions",
+        f"`sinfo -R` shows why they are. To start without them, {_changed('fewer --nodes or a different --partition')}",
     ),
     "launch failed requeued held": Why(
         "held, because Slurm could not launch the job on its node and requeued it",

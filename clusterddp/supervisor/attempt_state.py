@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from clusterddp import protocol
 from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered
 from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job
@@ -28,17 +29,17 @@ class Stop(enum.Enum):
     """Why ranks are asked to stop. The value is the word for it in messages and in the history."""
 
     PREEMPTION = "preemption"
-    TIME_LIMIT = "time limit"
+    TIME_LIMIT = protocol.TIME_LIMIT
     JOB_END = "end of the job"
     INTERRUPTION = "interruption"
-    HOLD = "clusterddp tell stop"
-    REQUEUE = "clusterddp requeue"
-    DRAIN = "clusterddp tell drain"
+    HOLD = protocol.HOLD
+    REQUEUE = protocol.REQUEUE
+    DRAIN = protocol.DRAIN
     SWAP = "slow node"
 
 
 #: The reasons that come from the user, or the job definition: a stop for one of them has no deadline.
-WISHES = frozenset((Stop.HOLD.value, Stop.REQUEUE.value, Stop.DRAIN.value, Stop.SWAP.value))
+WISHES = frozenset((*protocol.REQUESTED_STOPS, Stop.SWAP.value))
 #: A reason for which ranks stop without being asked: a signal, before its meaning is known.
 SIGNAL = "signal"
 

@@ -373,9 +373,8 @@ def _stop_late(state: State, waiting: Pending) -> Step:
     if state.heard:
         return state, []
     text = (
-        "no rank has confirmed the request yet. It stays in force. The script is still starting, or it does not use "
-        "clusterddp. A script without clusterddp stops only at its end, unless its job definition has `stop: "
-        "{signal: ...}`"
+        "no rank has confirmed the request yet. It stays in force, and the ranks get it as soon as they have connected "
+        "to the supervisor"
     )
     return state, [Answer(waiting.request.client, {"news": text}, last=False)]
 

@@ -375,6 +375,8 @@ def _done() -> tuple[dict[str, Any], int]:
     if rank_exit.told_to_stop is not None:
         say("the script exited without requeue() after stop_requested() was true. The run is stopped, not completed")
         return {"end": "stopped", "reason": rank_exit.told_to_stop}, 0
+    if _terminated:
+        return {"end": "stopped", "reason": f"exited with code 0 after {_terminated}"}, 0
     if signals.of_script is not None and signals.of_script.delivered:
         return {"end": "stopped", "reason": f"exited with code 0 after {signals.of_script.number.name}"}, 0
     return {"end": "done", "left_loop": rank_exit.loop is not None}, 0
@@ -473,6 +475,8 @@ def _let_signals_through(stop_signal: str | None) -> None:
     """TERM gets its default action. USR2 stays blocked and ignored, so it has no effect on a script that does not use
     clusterddp, but stays pending for ``clusterddp.init()``: Linux keeps a blocked signal even if it is ignored.
 
+    A stop that Slurm's TERM has not announced to this process is announced by a TERM from here: see ``_terminate``.
+
     ``stop_signal``: the one that the script expects, which replaces every notice.
     """
     if stop_signal and control_channel.supervised():
@@ -488,6 +492,26 @@ def _let_signals_through(stop_signal: str | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    control_channel.on_stop(_terminate)
+
+
+#: Why ``_terminate`` has sent a TERM. Empty if it has not.
+_terminated = ""
+
+
+def _terminate(reason: str) -> None:
+    """Sends this process the TERM of a stop, until the script calls ``clusterddp.init()``.
+
+    A rank that was started during a preemption has missed Slurm's TERM, and would hold its node while it imports. If
+    TERM has its default action, it has certainly missed it. A handler of the script may be saving, and gets one TERM.
+    Before a time limit, Slurm sends its TERM later.
+    """
+    global _terminated
+    missed = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and reason != protocol.TIME_LIMIT
+    if missed or reason in protocol.REQUESTED_STOPS:
+        control_channel.report("notified", reason=reason)
+        _terminated = reason
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def reserve_port(asked: str | None) -> socket.socket:

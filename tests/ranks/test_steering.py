@@ -47,6 +47,46 @@ for (x,) in run.steps({STEPS}):
 """
 
 
+#: Without clusterddp. As under torchrun, TERM ends it, unless it has a handler, which may exit with code 0.
+FOREIGN = """
+import signal
+import sys
+import time
+from pathlib import Path
+
+if sys.argv[2] == "handler":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print("step 0", flush=True)
+for _ in range(600):
+    if not Path(sys.argv[1]).exists():
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("handler", ["none", "handler"])
+@pytest.mark.parametrize("order", ["stop", "requeue"])
+def test_a_script_without_clusterddp_gets_the_stop_signal_at_the_users_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], order: str, handler: str
+) -> None:
+    """It had trained to its end, and was then completed."""
+    run, end, script = RunDirectory(tmp_path / "run"), tmp_path / "end", tmp_path / "foreign.py"
+    script.write_text(FOREIGN)
+    process = start(run, str(script), "--device", "cpu", "--gpus", "2", "--", str(end), handler)
+    began = lambda attempt: any("step 0" in log.read_text() for log in run.attempt_logs(attempt).glob("rank-1.out"))  # noqa: E731
+    wait_until(lambda: began(0), "the first step")
+    try:
+        assert command(["tell", str(run), "stop"] if order == "stop" else ["requeue", str(run)]) == 0, story(run)
+        said = capsys.readouterr().out
+        assert ("held" if order == "stop" else "requeued") in said
+        if order == "requeue":
+            wait_until(lambda: began(1), "attempt 1")
+    finally:
+        end.touch()
+    assert process.wait(timeout=30) == (130 if order == "stop" else 0)
+    assert (run.outcome() or {}).get("state") == (None if order == "stop" else "completed"), story(run)
+    assert {event["event"] for event in run.events()}.isdisjoint({"rank_failed", "restarted"})
+
+
 def undisturbed_losses() -> list[float]:
     model = torch.nn.Linear(1, 1)
     torch.nn.init.constant_(model.weight, 0.25)

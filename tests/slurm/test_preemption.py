@@ -31,6 +31,22 @@ def test_a_run_preempted_at_every_moment_loses_and_repeats_nothing(
     assert set(redone) == {0}
 
 
+def test_a_preemption_before_the_ranks_exist_ends_them_while_they_import(cluster: Cluster, runs: Path) -> None:
+    """Slurm's TERM came before them. They had kept their nodes for the whole import, until the grace was over."""
+    ready, go = runs / "ready", runs / "go"
+    wait = f"touch {ready}; until test -e {go}; do sleep 0.1; done"
+    options = ["--set", f"setup=['test -e {go} || {{ {wait}; }}']"]
+    training = Training.submit(cluster, runs, "--moments", "import", options=options)
+    training.wait(ready.exists, "the batch script")
+    training.preempt()
+    go.touch()
+    training.wait(lambda: events_of(training.run, "requeued"), "the requeue")
+    training.go(0)
+    assert training.finish() == "completed", story(training.run)
+    assert [event["cause"] for event in events_of(training.run, "requeued")] == ["preempted"]
+    assert not events_of(training.run, "rank_failed"), story(training.run)
+
+
 @pytest.mark.product  # test_preemption_variants.py has them under each way to track processes
 def test_a_run_is_preempted_with_data_workers_alive_and_none_is_left(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
