@@ -576,6 +576,8 @@ def _on_connect(state: State, now: float) -> Step:
     have = "has" if len(missing) == 1 else "have"
     who = "the ranks have not connected to each other" if every else f"{_named(state, missing)} {have} not connected"
     what = f"{who} within {waited_s:.0f} s of the last call of clusterddp.init()"
+    if left := sorted(ended - state.connecting.keys()):
+        what = f"{what}, which {_named(state, left)} did not call"
     if waited_s >= timeouts.connect_s:
         return _end_connecting(state, missing, f"{what} (timeouts.connect_s)", now)
     if before_s < MISSING_S <= waited_s:

@@ -1201,6 +1201,21 @@ def test_a_hung_run_is_killed_and_then_restarted_or_ended_as_its_definition_says
     assert "as a result: rank 0 (n1) was killed by clusterddp after rank 1 hung\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "kills", "seen"), [("kill -9 $$", 1, True), ("kill -9 $$", 0, False), ("exit 3", 1, False)]
+)
+def test_a_local_rank_was_out_of_memory_only_if_the_kernel_has_killed_a_process_meanwhile(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, command: str, kills: int, seen: bool
+) -> None:
+    """The kernel counts such kills. SIGKILL may come from anybody."""
+    counts = iter([7, *[7 + kills] * 2])
+    monkeypatch.setattr("clusterddp.supervisor.launcher.oom_kills", lambda: next(counts))
+    launcher = LocalLauncher(JOB)
+    launcher.start(["/bin/sh", "-c", command], os.environ, run.attempt_logs(run.create_attempt()))
+    launcher.wait()
+    assert [status.oom_kill for status in launcher.exit_statuses().values()] == [seen, seen]
+
+
 def test_a_local_rank_that_outlives_a_kill_is_abandoned(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one in state D would; the other one's end is known."""
     logs = run.attempt_logs(run.create_attempt())

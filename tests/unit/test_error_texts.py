@@ -180,6 +180,22 @@ def test_the_scripts_own_errors_are_in_no_row(error: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        ("OSError: [Errno 12] Cannot allocate memory", True),
+        (
+            "DistBackendError: NCCL error\nLast error:\nCall to ibv_reg_mr failed with error Cannot allocate memory",
+            False,
+        ),
+        ("RuntimeError: ibv_reg_mr(address=0x7f, length=4096, access=0xf) failed: Cannot allocate memory", False),
+    ],
+)
+def test_the_limit_of_locked_memory_is_not_the_hosts_memory(error: str, full: bool) -> None:
+    """Both have the text of ENOMEM."""
+    assert RankEnd(1, "n1", "exception", 1.0, error).out_of_memory is full
+
+
+@pytest.mark.parametrize(
     ("file", "peer"),
     [
         ("/home/me/train.py", True),
