@@ -63,8 +63,8 @@ NO_RANK = (
 CHECK_SCRIPT = "Check the script's options for distributed training"
 #: What to do about a completion that is not confirmed.
 CONFIRM = (
-    "If the training is complete, name the file that marks it: `clusterddp submit --run-dir RUN --change --set "
-    "done=FILE`. If not, fix the cause and continue with `clusterddp submit --run-dir RUN`"
+    "If the training is complete, name the file that marks it: `clusterddp submit [--local] --run-dir RUN --change "
+    "--set done=FILE`. If not, fix the cause and continue with `clusterddp submit [--local] --run-dir RUN`"
 )
 
 

@@ -319,13 +319,15 @@ def newest(run: Run, name: str | None) -> Mapping[str, Any] | None:
 
 
 def ranked(runs: Sequence[Run], name: str | None) -> list[Run]:
-    """The runs, best first, followed by those that failed or have no value, in their order."""
+    """The runs, best first and then by name, followed by those that failed or have no value, in their order."""
     own = [one["best"] for run in runs for one in run["metrics"] if one["name"] == name]
     smallest = any(best["smallest"] for best in own if best)
 
-    def key(run: Run) -> tuple[bool, float]:
+    def key(run: Run) -> tuple[bool, float, str]:
         value = newest(run, name) if run["state"] in RANKED else None
-        return value is None, 0.0 if value is None else value["value"] if smallest else -value["value"]
+        if value is None:
+            return True, 0.0, ""
+        return False, value["value"] if smallest else -value["value"], str(run["name"])
 
     return sorted(runs, key=key)
 

@@ -71,6 +71,8 @@ class Shown:
     """Whether to show rank 0's output."""
     events: Collection[str] | None = None
     """Which events are shown. None: all."""
+    failures: bool = True
+    """Whether to show the sentence about a first failure, which the supervisor's box on the same terminal repeats."""
     label: str = ""
     """The beginning of each event's line."""
 
@@ -142,7 +144,8 @@ class Progress:
         if event["event"] == "started" and self._shown.output:
             self._output = Tail(self._run.attempt_logs(event["attempt"]) / "rank-0.out")
         self._total = event["steps"] if is_count(event.get("steps")) else self._total
-        said = sentence(event) if self._shown.events is None or event["event"] in self._shown.events else None
+        shown = self._shown.events is None or event["event"] in self._shown.events
+        said = sentence(event) if shown and (self._shown.failures or event["event"] != "rank_failed") else None
         self._say_output()
         if said:
             self._say(f"{self._shown.label}{said}")

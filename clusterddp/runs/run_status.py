@@ -100,18 +100,18 @@ def state_sentence(summary: Summary, state: RunState) -> str:
     if summary.outcome is not None:
         return how_it_ended(summary.outcome)
     run = summary.run.quoted
+    submit = f"clusterddp submit {'--local ' if summary.run.loop_file.exists() else ''}--run-dir"
     if state.word == "failed":
-        return f"failed: {state.reason}. Fix the cause, then continue with: clusterddp submit --run-dir {run}"
+        return f"failed: {state.reason}. Fix the cause, then continue with: {submit} {run}"
     if state.word in OVER:
         return state.reason
     if state.word == "unknown":
         return f"unknown: {state.reason}"
     if state.word == "stopped":
-        how = "--local --run-dir" if summary.run.loop_file.exists() else "--run-dir"
         ended = f" ({state.reason})" if state.reason else ""
-        return f"stopped{ended}. Continue with: clusterddp submit {how} {run}"
+        return f"stopped{ended}. Continue with: {submit} {run}"
     if state.job is None:
-        return state.reason
+        return f"{state.word} ({state.reason})"
     return f"job {state.job_id} ({state.job.state}{f' on {state.nodes}' if state.nodes else ''})"
 
 

@@ -291,7 +291,7 @@ def best(members: Sequence[Found], text: str) -> Best:
     if not ranked:
         names = sorted({name for summary, _ in members for name in summary.metrics} - NOT_METRICS)
         raise UsageError(f"--best {text}: no member has logged {metric}. Logged: {', '.join(names) or 'nothing'}")
-    value, run = (min if smallest else max)(ranked, key=lambda pair: pair[0])
+    value, run = min(ranked, key=lambda pair: (pair[0] if smallest else -pair[0], pair[1].path.name))
     return Best(run, metric, value, smallest)
 
 

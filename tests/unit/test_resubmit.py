@@ -18,14 +18,15 @@ from clusterddp.errors import INTERRUPTED, RunDirectoryError, SlurmError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.summary import summarize
+from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs import waiting
+from clusterddp.runs.run_status import state_sentence
 from clusterddp.runs.waiting import Hold, Resubmitter
 from clusterddp.slurm import pace
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.pace import Pace
 from clusterddp.slurm.queue import QueuedJob
-from clusterddp.slurm.run_states import Cause
+from clusterddp.slurm.run_states import Cause, RunState
 from clusterddp.supervisor import lease
 from tests.fake_slurm import next_answer
 
@@ -685,8 +686,8 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     training.look()
     assert training.result is None
     starting, held = capsys.readouterr().err.splitlines()
-    assert starting == "run: local run, starting. Waiting for the run to end"
-    assert re.fullmatch(r"run: process \d+ on this machine\. Waiting for the run to end", held)
+    assert starting == "run: running (local run, starting). Waiting for the run to end"
+    assert re.fullmatch(r"run: running \(process \d+ on this machine\)\. Waiting for the run to end", held)
     write_json(run.loop_file, {**lease.of_this_process(), "process_start": "1"})
     write_json(run.holder_file(0), {**lease.of_this_process(), "process_start": "1"})
     stopped = Resubmitter(run, JOB)
@@ -709,3 +710,13 @@ def test_ctrl_c_before_the_wait_of_a_submission_begins_says_that_the_run_continu
     arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None, debug=None)
     assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
     assert f"The run continues. Wait for it with: clusterddp resubmit {run.quoted}\n" in capsys.readouterr().err
+
+
+def test_a_failed_local_run_is_continued_locally(tmp_path: Path) -> None:
+    """The command would otherwise submit a job."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    summary, failed = Summary(run, "run"), RunState("failed", "the job ended")
+    assert f"clusterddp submit --run-dir {run}" in state_sentence(summary, failed)
+    write_json(run.loop_file, lease.of_this_process(), mode=0o600)
+    assert f"clusterddp submit --local --run-dir {run}" in state_sentence(summary, failed)

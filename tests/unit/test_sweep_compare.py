@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job
+from clusterddp.report.curves import ranked
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
@@ -99,6 +101,18 @@ def test_the_best_member_is_named_at_equal_steps(members: list[tuple[Summary, Ru
         best(members, "f1")
     with pytest.raises(UsageError, match="expected the name of a metric"):
         best(members, "f1 maximum")
+
+
+def test_of_members_with_equal_values_the_first_by_name_is_best_everywhere(
+    members: list[tuple[Summary, RunState]],
+) -> None:
+    """In ``list --best`` as in the report, in whichever order they were found."""
+    equal = [(replace(one, metrics={"accuracy": 0.5}), RunState("completed", "")) for one, _ in members]
+    value = {"name": "accuracy", "best": {"smallest": False}, "last": {"value": 0.5}}
+    for found in (equal, equal[::-1]):
+        assert best(found, "accuracy").run.path.name == "lr=1,seed=0"
+        runs = [{"name": one.run.path.name, "state": "completed", "metrics": [value]} for one, _ in found]
+        assert ranked(runs, "accuracy")[0]["name"] == "lr=1,seed=0"
 
 
 @pytest.mark.parametrize(
