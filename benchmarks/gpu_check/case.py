@@ -130,10 +130,10 @@ class Lab:
             return run
         return self.train(*script, path=run.path, **options)
 
-    def piece(self, name: str, *arguments: object) -> dict[str, Any]:
-        """What a function of scripts/gpu_pieces.py finds, in a single process without a supervisor."""
+    def piece(self, name: str, *arguments: object, program: Path = SCRIPTS / "gpu_pieces.py") -> dict[str, Any]:
+        """What a function of a script finds, in a single process without a supervisor."""
         out = self.folder / f"{name}.json"
-        command = [sys.executable, SCRIPTS / "gpu_pieces.py", name, out, *arguments]
+        command = [sys.executable, program, name, out, *arguments]
         done = subprocess.run(
             list(map(str, command)), cwd=self.folder, capture_output=True, text=True, errors="replace"
         )

@@ -55,7 +55,7 @@ def unsynchronized(lab: Lab) -> Finding:
 
 def graph(lab: Lab, mode: str) -> Finding:
     """CUDA graphs are captured while memory is pinned, saves are copied and metrics arrive."""
-    lab.need_gpu("the stand-in has no CUDA graphs")
+    lab.need_gpu("on the stand-in, nothing disturbs a capture")
     found = lab.piece("graph", lab.folder / "run", lab.sizes.megabytes, 30, mode)
     assert not found["failed"], f"{len(found['failed'])} of {found['steps']} captures failed: {found['failed'][:3]}"
     assert not found["wrong"], f"{found['wrong']} replays gave other values"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.gpu_check import costs, faults, training
+from benchmarks.gpu_check import costs, devices, faults, training
 from benchmarks.gpu_check.case import Case, Lab, Speeds
 
 #: Of the machine that the page's bounds are for; every call measures its own.
@@ -40,6 +40,11 @@ def cases(ranks: int) -> list[Case]:
         Case("workers", "loader workers and a device that lags change no bit", training.workers, 3, 20),
         Case("graph", "CUDA graphs are captured in mode thread_local beside saves", _graph("thread_local"), 1, 10),
         Case("graph-global", "the same in torch's default mode", _graph("global"), 1, 10),
+        Case("whole-step", "a CUDA graph of the whole step, stopped in an evaluation", devices.whole_step, 3),
+        Case("tensor-lr", "a learning rate and steps on the device are restored there", devices.tensor_lr, 3),
+        Case("lead", "the host is at most two steps ahead, and a stop waits for few", devices.lead, 1, 20),
+        Case("unpinned", "where CUDA refuses to pin memory, saves continue", devices.unpinned),
+        Case("fingerprints", "a comparison on a device with 90% of its memory in use", devices.fingerprints),
         Case("digits", "jobs/digits.yaml as it stands", training.digits, 2, 10),
         Case(
             "costs", "a step beside DDP alone, a save beside torch's copies", costs.costs, 1, 20,

@@ -60,7 +60,7 @@ def exact(lab: Lab, *script: object, environment: dict[str, str] | None = None) 
 def compiled(lab: Lab, *script: object, graphs: bool = False) -> Finding:
     """The same with torch.compile."""
     if graphs:
-        lab.need_gpu("the stand-in has no CUDA graphs")
+        lab.need_gpu("inductor has no CUDA graphs on the stand-in")
     return exact(lab, "--compile", lab.backend, *script)
 
 
