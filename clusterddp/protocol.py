@@ -131,6 +131,7 @@ class Variable(str):
 
 
 RUN_DIR = Variable("CLUSTERDDP_RUN_DIR", "supervisor to ranks and scripts: the run directory")
+RUN_INODE = Variable("CLUSTERDDP_RUN_INODE", "supervisor to ranks: the inode of the run directory's folder")
 ATTEMPT = Variable("CLUSTERDDP_ATTEMPT", "supervisor to ranks and scripts: the attempt's number")
 DEVICE = Variable("CLUSTERDDP_DEVICE", "supervisor to ranks and scripts: cpu or cuda")
 LAUNCHER = Variable("CLUSTERDDP_LAUNCHER", "supervisor to ranks: slurm or local. User to ranks: torchrun")
@@ -209,8 +210,8 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 
 #: Set for each rank. A job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
-    *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S, COMMITTED),
-    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),
+    *(RUN_DIR, RUN_INODE, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
+    *(COMMITTED, CODE, CHECKOUT, PREFLIGHT, PROFILE, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),
     *(MLFLOW, SAVED, SAVED_ITEMS, RESUMABLE, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK),
     *(PROTECT_SAVES, SEE_STEPS, RANK_PROCESS),
 )

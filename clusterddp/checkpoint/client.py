@@ -34,6 +34,7 @@ from clusterddp.failures.exit_status import killed
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command, oom_kills
 from clusterddp.reporter import in_words, say, what_failed
+from clusterddp.rundir.files import held_descriptor
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import signals
 
@@ -256,6 +257,7 @@ class CheckpointClient:
 
     def __init__(self, directory: RunDirectory, attempt: int, keep: Keep, device: torch.device) -> None:
         self._first = {"run": str(directory), "attempt": attempt, "keep": dataclasses.asdict(keep)}
+        self._folder = directory.path
         self._snapshot = Snapshot(device, directory.private)
         self._writer: subprocess.Popen[bytes] | None = None
         self._requests: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
@@ -365,9 +367,11 @@ class CheckpointClient:
         memory = self._snapshot.file
         command = [*module_command("clusterddp.checkpoint.writer"), str(other.fileno()), str(memory)]
         self._oom_kills = oom_kills()
+        folder = held_descriptor(self._folder)
+        given = (other.fileno(), memory, *([] if folder is None else [folder]))
         with other, signals.blocked():
-            self._writer = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(), memory))
-        self._say(self._first)
+            self._writer = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=given)
+        self._say({**self._first, "folder": folder})
 
     def _end_writer(self) -> str:
         """Reaps a writer that has exited, and returns how. The next save starts a new one."""

@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from clusterddp.rundir.files import open_binary, open_file
+
 FORMAT = "clusterddp 2"
 #: Bytes of data per checksum.
 CHUNK = 1 << 22
@@ -186,7 +188,7 @@ def verify(path: Path) -> None:
 
 def read_head(path: Path) -> Head:
     """Reads and verifies all of a file except its data. Raises Damaged or OSError."""
-    with open(path, "rb", buffering=0) as file:
+    with open_binary(path, buffered=False) as file:
         beginning, entries = _read_head(file.fileno())
         size, end = entries.pop(_CHECKSUMS)["data_offsets"]
         sums = struct.unpack(f"<{(end - size) // 4}I", _read_bytes(file.fileno(), end - size, len(beginning) + size))
@@ -264,7 +266,7 @@ class _Reading:
     def _file(self) -> int:
         found: int | None = getattr(self._of_thread, "file", None)
         if found is None:
-            found = self._of_thread.file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            found = self._of_thread.file = open_file(self._path)
             self.opened.append(found)
         return found
 
@@ -277,7 +279,7 @@ class _Reading:
 
 def read_facts(path: Path) -> dict[str, str]:
     """The metadata of a file, from its header, which is not verified. Raises Damaged or OSError."""
-    with open(path, "rb", buffering=0) as file:
+    with open_binary(path, buffered=False) as file:
         return dict(_read_head(file.fileno())[1]["__metadata__"])
 
 

@@ -50,6 +50,7 @@ from clusterddp.errors import CheckpointError
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
+from clusterddp.rundir.files import hold
 from clusterddp.rundir.run_directory import RunDirectory
 
 
@@ -437,6 +438,7 @@ class CheckpointFolder:
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         directory.create()
+        hold(directory.path)
         keep = Keep(keep) if isinstance(keep, int) else keep
         attempt = directory.create_attempt()
         self._checkpoints = Checkpoints(directory, attempt, keep)

@@ -28,7 +28,7 @@ from clusterddp.checkpoint.store import FULL, Checkpoints
 from clusterddp.errors import Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
-from clusterddp.rundir.files import create_file
+from clusterddp.rundir.files import create_file, hold_open, open_binary, status, unlink
 from clusterddp.rundir.run_directory import RunDirectory
 
 NICENESS = 10
@@ -113,6 +113,8 @@ class Writer:
     def begin(self, first: dict[str, Any]) -> None:
         """Opens the run that the first message names."""
         directory = RunDirectory(first["run"])
+        if first["folder"] is not None:
+            hold_open(directory.path, first["folder"])
         self._checkpoints = Checkpoints(directory, first["attempt"], Keep(**first["keep"]))
         self._metrics = directory.metrics_file
 
@@ -201,14 +203,14 @@ class Writer:
                 finally:
                     self._helper.submit(int).result()  # the helper no longer uses this file
             try:
-                with suppress(FileNotFoundError), open(self._metrics, "rb") as file:  # rank 0 has written them
+                with suppress(FileNotFoundError), open_binary(self._metrics) as file:  # rank 0 has written them
                     os.fsync(file.fileno())
             except OSError as error:
                 raise _MetricsNotSynced(f"could not sync the metrics up to this step ({error.strerror})") from error
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            unlink(temporary)
             raise
-        return self._checkpoints.commit(temporary, step).path.stat().st_size
+        return status(self._checkpoints.commit(temporary, step).path).st_size
 
     def _data(self, size: int) -> memoryview:
         """The snapshot. It stays mapped between saves, because the first access to a page is slow."""

@@ -25,7 +25,7 @@ from clusterddp.failures import exclusion
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, say
-from clusterddp.rundir.files import create_common_folder, exists, names_in, status, unlink, write_json
+from clusterddp.rundir.files import create_common_folder, delete_own_file, exists, names_in, status, write_json
 from clusterddp.rundir.records import is_text, is_time, optional, read_json
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 
@@ -49,6 +49,8 @@ _SCHEMA = {
     "kind": optional(is_text),
 }
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+#: The name of an entry. Other users may have put the folder there, with files of this user in it.
+_ENTRY = re.compile(rf"(\d{{1,12}})-{_NODE.pattern}-[0-9a-f]{{8}}\.json", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ def remember(run: RunDirectory, job: str | None, event: Mapping[str, Any]) -> No
 
 def _delete_old(folder: Path, now: float) -> None:
     for name in names_in(folder):
-        if name.partition("-")[0].isdigit() and float(name.partition("-")[0]) < now - KEPT_S:
-            with suppress(PermissionError):  # somebody else's
-                unlink(folder / name)
+        if (match := _ENTRY.fullmatch(name)) and float(match[1]) < now - KEPT_S:
+            with suppress(FileNotFoundError, PermissionError):  # deleted meanwhile, or somebody else's
+                delete_own_file(folder / name)
 
 
 def recall(folder: Path, shared: bool, now: float) -> list[NodeFailure]:

@@ -1,4 +1,9 @@
-"""Writing files in a run directory: durably, completely or not at all, and as readable as the folder they are in."""
+"""Writing files in a run directory: durably, completely or not at all, and as readable as the folder they are in.
+
+Other users may be able to rename a folder in a folder of runs, and put their own in its place, with links to anything.
+A process therefore opens the folder of its run once (``hold``). From then on all functions here reach the files below
+it through that descriptor, wherever the folder is then, and never through its path.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,19 @@ import json
 import math
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 #: JSON has no such numbers, so they are written as text, as in protobuf's JSON mapping. float() reads it.
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
+#: Bytes that are copied at a time.
+_COPIED = 1 << 24
 #: For how long a shared disk may hide a new file from other nodes, in seconds (``acdirmax`` of NFS).
 HIDDEN_S = 60.0
 #: Errors of the run directory that do not come from a file server's outage, so that waiting does not help.
@@ -36,9 +45,124 @@ def finite(value: Any) -> Any:
     return value
 
 
+# --- the folder of the run
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A folder that this process has opened. ``identity``: its device and inode."""
+
+    path: str
+    descriptor: int
+    identity: tuple[int, int]
+
+
+_held: dict[str, _Held] = {}
+
+
+def hold(folder: Path, follow: bool = True, anew: bool = True) -> os.stat_result | None:
+    """Opens a folder, whose files all functions of this module reach through it from now on. Returns its status.
+
+    None if it does not exist. ``follow``: whether it may be a symbolic link, else NotADirectoryError. Not ``anew``: if
+    this process holds the folder already, and it still exists, it stays.
+    """
+    before = _held.get(str(folder))
+    if before is not None and not anew:
+        with suppress(OSError):
+            found = os.fstat(before.descriptor)
+            if _identity(found) == before.identity and found.st_nlink > 0:
+                return found
+    try:
+        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    except FileNotFoundError:
+        return None
+    return _keep(str(folder), descriptor)
+
+
+def hold_open(folder: Path, descriptor: int) -> None:
+    """``hold`` for a folder that another process has opened, and whose descriptor this process has inherited."""
+    os.set_inheritable(descriptor, False)
+    _keep(str(folder), descriptor)
+
+
+def _keep(path: str, descriptor: int) -> os.stat_result:
+    found = os.fstat(descriptor)
+    before = _held.get(path)
+    _held[path] = _Held(path, descriptor, _identity(found))
+    if before is not None:
+        _close(before)
+    return found
+
+
+def _close(held: _Held) -> None:
+    """Closes the descriptor, unless the script has, and it is that of something else now."""
+    with suppress(OSError):
+        if _identity(os.fstat(held.descriptor)) == held.identity:
+            os.close(held.descriptor)
+
+
+def held_descriptor(folder: Path) -> int | None:
+    """The descriptor through which this process reaches the folder. None if it does not hold it."""
+    held = _held.get(str(folder))
+    return None if held is None else _descriptor(held)
+
+
+def is_elsewhere(folder: Path) -> bool:
+    """Whether a folder that this process holds is no longer at its path. Raises OSError if that is unknown."""
+    held = _held.get(str(folder))
+    if held is None:
+        return False
+    try:
+        return _identity(folder.stat()) != held.identity
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _descriptor(held: _Held) -> int:
+    """The folder's descriptor. Opens it again if the script has closed all descriptors, and it is still there."""
+    with suppress(OSError):
+        if _identity(os.fstat(held.descriptor)) == held.identity:
+            return held.descriptor
+    descriptor = os.open(held.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    if _identity(os.fstat(descriptor)) != held.identity:
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "was replaced by another folder", held.path)
+    _held[held.path] = _Held(held.path, descriptor, held.identity)
+    return descriptor
+
+
+@contextmanager
+def at(path: str | os.PathLike[str], new: bool = False) -> Iterator[tuple[str, int | None]]:
+    """A path as the functions of ``os`` take it: a name and the descriptor ``dir_fd`` of the held folder that it is
+    below, else the path and None. An OSError of the block names the path.
+
+    ``new``: the path of a new folder, which is not that of a held one, even if that had the same path.
+    """
+    text = os.fspath(path)
+    name, descriptor = text, None
+    below = text if new else f"{text}/"
+    around = [held for held in tuple(_held.values()) if below.startswith(f"{held.path}/")]
+    if around:  # a run may be in the folder of a sweep
+        held = max(around, key=lambda held: len(held.path))
+        name, descriptor = text.removeprefix(held.path).lstrip("/") or ".", _descriptor(held)
+    try:
+        yield name, descriptor
+    except OSError as error:
+        if error.filename == name:
+            error.filename = text
+        raise
+
+
+# --- modes
+
+
 def folder_mode(folder: Path) -> int:
     """The mode of a new folder inside ``folder``: that of ``folder``, without write permission for others."""
-    return stat.S_IMODE(folder.stat().st_mode) & 0o2755 | 0o700
+    return stat.S_IMODE(status(folder).st_mode) & 0o2755 | 0o700
 
 
 def file_mode(folder: Path) -> int:
@@ -48,26 +172,59 @@ def file_mode(folder: Path) -> int:
 
 def create_folder(path: Path, exist_ok: bool = False) -> None:
     """Creates a folder as open as its parent. A symbolic link in its place is left unchanged."""
-    path.mkdir(exist_ok=exist_ok)
-    mode, status = folder_mode(path.parent), path.lstat()
-    if stat.S_ISDIR(status.st_mode) and _differs(status, mode):
-        path.chmod(mode)
+    make_own_folder(path, exist_ok=exist_ok)
+    mode = folder_mode(path.parent)
+    with at(path) as (name, folder):
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISDIR(found.st_mode) and _differs(found, mode):
+            os.chmod(name, mode, dir_fd=folder)
+
+
+def make_own_folder(path: Path, mode: int = 0o777, exist_ok: bool = False) -> None:
+    """``Path.mkdir``."""
+    with at(path, new=True) as (name, folder):
+        try:
+            os.mkdir(name, mode, dir_fd=folder)
+        except FileExistsError:
+            if not exist_ok or not _is_folder(name, folder):
+                raise
+
+
+def _is_folder(name: str, folder: int | None) -> bool:
+    """False for a link that leads nowhere."""
+    try:
+        return stat.S_ISDIR(os.stat(name, dir_fd=folder).st_mode)
+    except OSError:
+        return False
 
 
 def create_common_folder(path: Path) -> None:
-    """Creates a folder, if there is none, for everyone who may create files in its parent.
+    """Creates a folder, if there is none, for everyone who may create files in its parent, and holds it.
 
-    As in /tmp, only the owner of a file can delete it.
+    As in /tmp, only the owner of a file can delete it. NotADirectoryError if another user has put a link there.
     """
     with suppress(FileExistsError):
         path.mkdir()
         path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o2770 | 0o1700)
+    hold(path, follow=False)
+
+
+def delete_own_file(path: Path) -> bool:
+    """Deletes a file of this user. Leaves anything else, such as a link. Returns whether it did."""
+    with at(path) as (name, folder):
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+            return False
+        os.unlink(name, dir_fd=folder)
+        return True
 
 
 def create_file(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens or creates a file, for ``open(opener=...)``. A new one is as readable as its folder."""
+    """Opens or creates a file, for ``open(opener=...)``. A new one is as readable as its folder. A link is no file."""
     folder = Path(path).parent
-    descriptor = os.open(path, flags | os.O_CREAT, file_mode(folder))
+    mode = file_mode(folder)
+    with at(path) as (name, above):
+        descriptor = os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=above)
     if os.fstat(descriptor).st_size == 0:
         follow_folder(descriptor, folder)
     return descriptor
@@ -103,20 +260,33 @@ def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_EXCL
-    descriptor = create_file(temporary, flags) if mode is None else os.open(temporary, flags | os.O_CREAT, mode)
+    descriptor = create_file(temporary, flags) if mode is None else _create(temporary, flags, mode)
     try:
         with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        rename(temporary, path)
     except BaseException as error:
         # the OSError of a write has no file name, that of a rename the temporary one
         if isinstance(error, OSError) and str(error.filename) in ("None", str(temporary)):
             error.filename = str(path)
-        temporary.unlink(missing_ok=True)
+        unlink(temporary)
         raise
     fsync_directory(path.parent)
+
+
+def _create(path: Path, flags: int, mode: int) -> int:
+    with at(path) as (name, folder):
+        return os.open(name, flags | os.O_CREAT | os.O_CLOEXEC, mode, dir_fd=folder)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copies a file into a new one, durably but for its name."""
+    with open_binary(source) as original, open(target, "xb", opener=create_file) as copy:
+        shutil.copyfileobj(original, copy, _COPIED)
+        copy.flush()
+        os.fsync(copy.fileno())
 
 
 def write_json(path: Path, value: Mapping[str, Any], mode: int | None = None) -> None:
@@ -146,9 +316,9 @@ def make_folder(path: Path, exist_ok: bool = True, mode: int = 0o777) -> None:
     ``mode``, less the umask, applies to ``path`` alone. Raises FileExistsError if ``path`` is a file, or exists and
     ``exist_ok`` is False.
     """
-    if not path.parent.exists():
+    if not exists(path.parent):
         make_folder(path.parent)
-    path.mkdir(mode=mode, exist_ok=exist_ok)
+    make_own_folder(path, mode, exist_ok)
     fsync_directory(path.parent)
 
 
@@ -160,18 +330,32 @@ def remove(path: Path) -> None:
 
 def unlink(path: Path) -> None:
     """Deletes a file, if it exists. A crash may bring it back."""
-    path.unlink(missing_ok=True)
+    with at(path) as (name, folder), suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
 
 
 def rename(old: Path, new: Path) -> None:
     """Renames a file, replacing one with the new name."""
-    old.rename(new)
+    with at(old) as (name, folder), at(new) as (new_name, new_folder):
+        os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder)
+
+
+def symlink(path: Path, target: str | os.PathLike[str]) -> None:
+    """Creates a symbolic link at ``path`` to ``target``."""
+    with at(path) as (name, folder):
+        os.symlink(target, name, dir_fd=folder)
+
+
+def link_target(path: Path) -> Path:
+    """The target of a symbolic link."""
+    with at(path) as (name, folder):
+        return Path(os.readlink(name, dir_fd=folder))
 
 
 def create_exclusively(path: Path, content: str, mode: int) -> bool:
     """Writes a new file. Returns whether there was none. After an error there is none."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        descriptor = _create(path, os.O_WRONLY | os.O_EXCL, mode)
     except FileExistsError:
         return False
     try:
@@ -186,12 +370,19 @@ def create_exclusively(path: Path, content: str, mode: int) -> bool:
 
 def exists(path: Path) -> bool:
     """Whether there is a file or a folder. Raises OSError if that is unknown."""
-    return path.exists()
+    try:
+        status(path)
+    except OSError as error:  # the errors that are "no" for Path.exists, too
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP):
+            return False
+        raise
+    return True
 
 
 def status(path: Path) -> os.stat_result:
     """The file's status. FileNotFoundError if there is none."""
-    return path.stat()
+    with at(path) as (name, folder):
+        return os.stat(name, dir_fd=folder)
 
 
 def resolved(path: Path) -> str:
@@ -201,7 +392,18 @@ def resolved(path: Path) -> str:
 
 def names_in(folder: Path) -> list[str]:
     """The names in a folder."""
-    return os.listdir(folder)
+    with _opened(folder) as descriptor:
+        return os.listdir(descriptor)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    with at(folder) as (name, above):
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=above)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -211,15 +413,22 @@ def read_bytes(path: Path) -> bytes:
 
 
 def open_binary(path: Path, change: bool = False, buffered: bool = True) -> BinaryIO:
-    """Opens an existing file to read it, and to ``change`` it.
+    """Opens an existing file to read it, and to ``change`` it. Raises OSError for anything but a file."""
+    descriptor = open_file(path, os.O_RDWR | os.O_NOFOLLOW if change else os.O_RDONLY)
+    return open(descriptor, "rb+" if change else "rb", buffering=-1 if buffered else 0)
+
+
+def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Opens an existing file, also for ``open(opener=...)``. Returns its descriptor.
 
     Raises OSError for anything but a file, because a pipe may block and a device may never end. A folder of runs may be
     writable by others.
     """
-    descriptor = os.open(path, (os.O_RDWR if change else os.O_RDONLY) | os.O_NONBLOCK | os.O_CLOEXEC)
+    with at(path) as (name, folder):
+        descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
-        return open(descriptor, "rb+" if change else "rb", buffering=-1 if buffered else 0)
+        return descriptor
     os.close(descriptor)
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -228,18 +437,12 @@ def open_binary(path: Path, change: bool = False, buffered: bool = True) -> Bina
 
 def fsync_file_system(path: Path) -> None:
     """Makes everything that was written to the file system of ``path`` durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with _opened(path) as descriptor:
         if ctypes.CDLL(None, use_errno=True).syncfs(descriptor):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-    finally:
-        os.close(descriptor)
 
 
 def fsync_directory(path: Path) -> None:
     """Makes the creation, renaming and deletion of files in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with _opened(path) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,20 +29,64 @@ from typing import Any
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
 from clusterddp.reporter import say
-from clusterddp.rundir.files import create_exclusively, open_binary, resolved, status, write_json
+from clusterddp.rundir.files import at, create_exclusively, exists, hold, names_in, open_binary, resolved, write_json
+from clusterddp.rundir.files import status as status_of
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, retrying, schema_error
 from clusterddp.rundir.run_directory import RunDirectory
 
 _START_YOUR_OWN = "Start your own run. To continue from another user's checkpoint, use --fork"
 
 
+def hold_run(run: RunDirectory, inode: int | None = None, *, anew: bool = True) -> None:
+    """Opens the run's folder, so that this process reaches the run's files through it from now on (``files.hold``).
+
+    Raises RunDirectoryError if the folder belongs to a different user, as one that was put in its place does.
+    ``inode``: that of the folder that another process of the run holds. A folder that does not exist passes.
+    """
+    try:
+        found = hold(run.path, anew=anew)
+        link = os.lstat(run.path) if found is not None else None
+    except FileNotFoundError:
+        found = link = None
+    except NotADirectoryError as error:
+        raise RunDirectoryError(f"{run} is not a folder. Choose a different run directory") from error
+    if found is None or link is None:
+        return
+    for status in (found, link):  # the same, unless it is a symbolic link
+        if status.st_uid not in (os.geteuid(), 0):
+            raise RunDirectoryError(_of_another(run.path, status, _START_YOUR_OWN))
+    if inode is not None and found.st_ino != inode:
+        raise RunDirectoryError(
+            f"{run} was replaced by another folder while the run was training, so this process does not use it. Put "
+            f"the run's own folder back, and continue it with `clusterddp submit --run-dir {run.quoted}`"
+        )
+
+
 def check_run(run: RunDirectory) -> None:
-    """Raises RunDirectoryError if a different user may have written, or could replace, what the run executes."""
+    """Raises RunDirectoryError if a different user may have written, or could replace, what the run executes.
+
+    Holds the run's folder, which others therefore cannot replace after this check.
+    """
+    hold_run(run, anew=False)
     check_own(run.path)
-    closed = run.path.exists() and run.path.stat().st_mode & 0o077 == 0
-    snapshots = run.code.iterdir() if run.code.is_dir() else ()
+    closed = exists(run.path) and status_of(run.path).st_mode & 0o077 == 0
+    snapshots = [run.code / name for name in names_in(run.code)] if exists(run.code) else []
     for path in (run.private, run.logs, run.checkpoints, run.job_file, run.batch_script, run.code, *snapshots):
         check_own(path, closed)
+
+
+def warn_of_replaceable(path: Path) -> None:
+    """Prints a warning if other users may rename a new run directory, and put their own in its place.
+
+    clusterddp does not use one that is not the user's, but Slurm, Python's imports and W&B open files by their path.
+    """
+    folder = path.parent
+    mode = folder.stat().st_mode
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        say(
+            f"other users can write to {folder}, and so replace {path} by their own folder while it trains. To prevent "
+            f"that, its owner can run: chmod +t {folder}"
+        )
 
 
 def check_place(path: Path) -> None:
@@ -93,7 +137,7 @@ def why_foreign(path: Path, instead: str, closed: bool = False) -> str | None:
     """The message of ``check_own``. None if the path passes. ``instead``: the remedy if it belongs to a different
     user."""
     try:
-        status = path.stat()
+        status = status_of(path)
     except FileNotFoundError:
         return None
     mode = f"{stat.S_IMODE(status.st_mode):04o}"
@@ -121,7 +165,7 @@ def old_logs(run: RunDirectory, keep: int) -> list[int]:
     old = attempts[1:-keep]
     if not old:
         return []
-    present = set(retrying(run.logs, lambda: os.listdir(run.logs)))
+    present = set(retrying(run.logs, lambda: names_in(run.logs)))
     return [number for number in old if run.attempt_logs(number).name in present]
 
 
@@ -142,13 +186,23 @@ def delete_folder(folder: Path) -> None:
 
     Raises PermissionError at the first file of a different user. A file that disappears meanwhile is no error.
     """
-    for _, folders, files, descriptor in os.fwalk(folder, topdown=False):
-        for name in (*files, *folders):
-            with suppress(FileNotFoundError):
-                _delete(name, descriptor)
-    with suppress(FileNotFoundError):
-        if not folder.is_symlink():
-            folder.rmdir()
+    with at(folder) as (top, above):
+        for _, folders, files, descriptor in os.fwalk(top, topdown=False, dir_fd=above):
+            for name in (*files, *folders):
+                with suppress(FileNotFoundError):
+                    _delete(name, descriptor)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISLNK(os.stat(top, dir_fd=above, follow_symlinks=False).st_mode):
+                os.rmdir(top, dir_fd=above)
+
+
+def delete_entry(path: Path) -> None:
+    """Deletes a file, a link, or a folder with all in it."""
+    with at(path) as (name, above):
+        if stat.S_ISDIR(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
+            delete_folder(path)
+        else:
+            os.unlink(name, dir_fd=above)
 
 
 def _delete(name: str, folder: int) -> None:
@@ -163,11 +217,12 @@ def _delete(name: str, folder: int) -> None:
 
 def size_of(folder: Path) -> int:
     """The bytes in a folder's files. Links are not followed."""
-    return sum(
-        os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_size
-        for _, _, files, descriptor in os.fwalk(folder)
-        for name in files
-    )
+    with at(folder) as (top, above):
+        return sum(
+            os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_size
+            for _, _, files, descriptor in os.fwalk(top, dir_fd=above)
+            for name in files
+        )
 
 
 def is_job_id(value: Any) -> bool:
@@ -231,12 +286,12 @@ def process_alive(claim: Mapping[str, Any]) -> bool:
 
 
 def _identity(run: RunDirectory) -> dict[str, Any]:
-    return {"path": resolved(run.path), "inode": status(run.path).st_ino}
+    return {"path": resolved(run.path), "inode": status_of(run.path).st_ino}
 
 
 def _is_of(run: RunDirectory, written_for: Mapping[str, Any]) -> bool:
     """A run that was moved keeps its inode. One that is mounted on a different node may keep only its path."""
-    return written_for.get("inode") == status(run.path).st_ino or written_for.get("path") == resolved(run.path)
+    return written_for.get("inode") == status_of(run.path).st_ino or written_for.get("path") == resolved(run.path)
 
 
 _ADDRESS: Schema = {

@@ -23,10 +23,12 @@ from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.protocol import RUNS
 from clusterddp.rundir import records
 from clusterddp.rundir.files import (
+    at,
     create_folder,
     exists,
     fsync_directory,
     make_folder,
+    make_own_folder,
     names_in,
     remove,
     write_atomically,
@@ -41,17 +43,18 @@ def share_run(top: Path, share: str, closed: Path) -> None:
     continues where the first failed.
     """
     mode = 0o2750 if share == "group" else 0o700
-    if stat.S_IMODE(top.stat().st_mode) == mode:
-        return
     try:
-        if share != "group":
-            top.chmod(mode)  # first, so that other users cannot enter during the walk
-        for folder, folders, files, descriptor in os.fwalk(top, onerror=_raise):
-            folders[:] = [name for name in folders if Path(folder, name) != closed]
-            for name in (*folders, *files):
-                _share(descriptor, name, mode)
-        if share == "group":
-            top.chmod(mode)
+        with at(top) as (place, above):
+            if stat.S_IMODE(os.stat(place, dir_fd=above).st_mode) == mode:
+                return
+            if share != "group":
+                os.chmod(place, mode, dir_fd=above)  # first, so that other users cannot enter during the walk
+            for folder, folders, files, descriptor in os.fwalk(place, onerror=_raise, dir_fd=above):
+                folders[:] = [name for name in folders if Path(top, folder, name) != closed]
+                for name in (*folders, *files):
+                    _share(descriptor, name, mode)
+            if share == "group":
+                os.chmod(place, mode, dir_fd=above)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise RunDirectoryError(f"could not change the permissions of {top}{where}: {error.strerror}") from error
@@ -86,9 +89,10 @@ def make_private(path: Path) -> None:
 
     Raises RunDirectoryError if the folder belongs to another user or is a symbolic link.
     """
-    path.mkdir(mode=0o700, exist_ok=True)
+    make_own_folder(path, 0o700, exist_ok=True)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        with at(path) as (name, above):
+            descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     except NotADirectoryError as error:
         raise RunDirectoryError(f"{path} is a symbolic link, not a folder of this run. Remove the link") from error
     except PermissionError as error:

@@ -24,7 +24,7 @@ from clusterddp.events import is_unconfirmed
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, signal_ranks
 from clusterddp.reporter import counted, show
-from clusterddp.rundir.files import create_file
+from clusterddp.rundir.files import create_file, open_binary, unlink
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.progress_display import Progress
 from clusterddp.slurm.run_states import Cause
@@ -107,7 +107,7 @@ class Output:
         read = self._read.get(path, 0)
         if path.stat().st_size == read:
             return False
-        with open(path, "rb") as file:
+        with open_binary(path) as file:
             file.seek(read)
             data = file.read()
         whole = data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
@@ -153,7 +153,7 @@ class LocalRun:
         """Runs attempts until the run is over or interrupted. Returns the exit code."""
         with interrupts_counted(self._interrupted):
             while True:
-                self.run.notice_file.unlink(missing_ok=True)  # of an earlier attempt
+                unlink(self.run.notice_file)  # of an earlier attempt
                 if self.interrupts:
                     return INTERRUPTED
                 code = self._attempt(progress)

@@ -13,7 +13,7 @@ from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import say, show
 from clusterddp.rundir.files import exists, status, unlink
-from clusterddp.rundir.ownership import delete_folder, old_logs, size_of
+from clusterddp.rundir.ownership import delete_folder, hold_run, old_logs, size_of
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.lease import held_by_other
 
@@ -112,6 +112,7 @@ def delete_all(plans: Sequence[Plan]) -> int:
 
 def _delete(plan: Plan) -> None:
     """Deletes a run's old files, after checking that the newest checkpoint, which stays, is readable."""
+    hold_run(plan.run)
     check_over(plan.run)
     if plan.files and plan.kept:
         try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,8 +32,20 @@ from clusterddp.jobdef.job import FUNCTION, Job, Keep
 from clusterddp.jobdef.load import list_differences, load_resolved
 from clusterddp.jobdef.secrets import secrets_file, without_secrets
 from clusterddp.reporter import show
-from clusterddp.rundir.files import append_line, file_mode, make_folder, remove, write_atomically, write_json
-from clusterddp.rundir.ownership import check_own, check_place, check_run
+from clusterddp.rundir.files import (
+    append_line,
+    copy_file,
+    exists,
+    make_folder,
+    names_in,
+    read_bytes,
+    remove,
+    symlink,
+    unlink,
+    write_atomically,
+    write_json,
+)
+from clusterddp.rundir.ownership import check_own, check_place, check_run, delete_entry, hold_run, warn_of_replaceable
 from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
 from clusterddp.slurm import commands as slurm
 from clusterddp.supervisor.lease import being_submitted, held_by_other, loop_here, submitting
@@ -64,10 +75,7 @@ def copy_checkpoint(text: str, into: RunDirectory) -> str:
     checkpoints.record_resume(None)
     temporary = checkpoints.temporary(source.step)
     try:
-        shutil.copyfile(source.path, temporary)
-        temporary.chmod(file_mode(temporary.parent))
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        copy_file(source.path, temporary)
         Checkpoint(temporary, source.step, number).verify()
     except OSError as error:
         raise CheckpointError(f"cannot copy {source.path} into {into}: {error.strerror}") from error
@@ -129,10 +137,13 @@ def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:
         run = choose_run_directory(run_dir, job)
         try:
             make_folder(run.path, exist_ok=False, mode=0o700)  # before another user can put something there
+            hold_run(run)
+            warn_of_replaceable(run.path)
             return run, True
         except FileExistsError:
             check_place(run.path)
             if run_dir:
+                hold_run(run)
                 return run, False
         except OSError as error:
             raise UsageError(f"could not create {run}: {error.strerror}. Choose a different --run-dir") from error
@@ -179,7 +190,8 @@ def alone(run: RunDirectory, created: bool) -> Iterator[None]:
             other = claims.enter_context(submitting(run))
         except OSError:  # such as a full disk
             if created:
-                shutil.rmtree(run.path, ignore_errors=True)
+                with suppress(OSError):
+                    _remove(run)
             raise
         if other:
             raise _busy(run, other)
@@ -198,7 +210,7 @@ def recorded(run: RunDirectory, job: Job, created: bool, content: Content = ONLY
     may exist.
     """
     files = (secrets_file(run.job_file), run.job_file, run.batch_script, run.outcome_file, run.code_file)
-    before = {path: path.read_bytes() for path in files if path.exists()}
+    before = {path: read_bytes(path) for path in files if exists(path)}
     if not created:
         _check_not_completed(run, job)
     shown, secrets = without_secrets(job)
@@ -249,7 +261,7 @@ def _write(run: RunDirectory, content: Content) -> None:
         write_json(run.debug_file, {"rank": content.debug_rank}, mode=0o600)
     if content.hydra_output is not None:  # the folder has the same name as that of any run
         with suppress(FileExistsError):
-            run.hydra.symlink_to(os.path.relpath(content.hydra_output, run.path))
+            symlink(run.hydra, os.path.relpath(content.hydra_output, run.path))
     write_code(run, content.code)
 
 
@@ -262,11 +274,18 @@ def write_code(run: RunDirectory, code: Code | None) -> None:
 def _undo(run: RunDirectory, created: bool, before: Mapping[Path, bytes], files: Iterable[Path]) -> None:
     """Restores the files of a run directory, or removes a new directory, in which no run has started."""
     if created:
-        shutil.rmtree(run.path)
+        _remove(run)
         return
     for path in files:
-        held = path.read_bytes() if path.exists() else None
+        held = read_bytes(path) if exists(path) else None
         if path not in before:
-            path.unlink(missing_ok=True)
+            unlink(path)
         elif held != before[path]:
             write_atomically(path, before[path])
+
+
+def _remove(run: RunDirectory) -> None:
+    """Removes a directory that this process has created. If another user has renamed it, it stays, without content."""
+    for name in names_in(run.path):
+        delete_entry(run.path / name)
+    run.path.rmdir()

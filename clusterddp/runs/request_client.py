@@ -28,7 +28,7 @@ from clusterddp.events import ATTEMPT_ENDS, BY_SLURM, over_already
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import module_command, process_start, signal_ranks
 from clusterddp.reporter import show
-from clusterddp.rundir.ownership import Address, read_address
+from clusterddp.rundir.ownership import Address, hold_run, read_address
 from clusterddp.rundir.records import EVENT, read_backwards
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.run_status import state_of
@@ -291,6 +291,7 @@ def begin(run: RunDirectory) -> None:
     for entry in holders(run):
         if entry["kind"] == "slurm" and not reachable(entry):
             raise RunDirectoryError(f"{run} is {held_by_other(run)}. Cancel it on that cluster")
+    hold_run(run)
     run.mark_cancelled()
     for entry in holders(run):
         _end_holder(entry, run)

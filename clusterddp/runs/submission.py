@@ -26,6 +26,7 @@ from clusterddp.jobdef.load import list_differences, load_resolved
 from clusterddp.jobdef.program import is_hydra_app, module_file, placeholders_in
 from clusterddp.process import PACKAGE_FOLDER, signals_blocked
 from clusterddp.reporter import counted, show
+from clusterddp.rundir.files import unlink
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import ONLY_JOB, Content, alone, check_not_submitted, claim, present_code, recorded
@@ -247,7 +248,7 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
     fitted = fit_to_cluster(job, required=True)
     content = replace(content, code=present_code(job, run_dir, content.source, batch=True))
     run, created = claim(run_dir, job)
-    run.debug_file.unlink(missing_ok=True)  # of an earlier submission
+    unlink(run.debug_file)  # of an earlier submission
     warn_of_unseen(run)
     # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
     with alone(run, created), signals_blocked(signal.SIGINT), recorded(run, job, created, content):
@@ -255,7 +256,7 @@ def submit_to_slurm(job: Job, run_dir: str | None, content: Content = ONLY_JOB) 
         # A lost node may keep an earlier job of the run in COMPLETING.
         job_id = batch.submit(fitted, run, Path.cwd(), excluded, lambda job: not lease.started(run, job))
         lease.submitted(run, job_id)
-        run.loop_file.unlink(missing_ok=True)
+        unlink(run.loop_file)
         show(f"Submitted as job {job_id}. Run directory: {run}")  # before Ctrl-C ends the command
     return run, job_id
 

@@ -12,7 +12,6 @@ import fcntl
 import math
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,8 +27,18 @@ from clusterddp.jobdef.schema import fields_of, file_fields, get
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.jobdef.yaml12 import Mistake, Node, raise_mistakes
 from clusterddp.reporter import counted, show
-from clusterddp.rundir.files import create_folder, fsync_directory, make_folder, write_atomically, write_json
-from clusterddp.rundir.ownership import check_own, check_place
+from clusterddp.rundir.files import (
+    at,
+    create_file,
+    create_folder,
+    fsync_directory,
+    hold,
+    make_folder,
+    symlink,
+    write_atomically,
+    write_json,
+)
+from clusterddp.rundir.ownership import check_own, check_place, delete_folder, warn_of_replaceable
 from clusterddp.rundir.records import NOT_METRICS
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.rundir.summary import Summary
@@ -91,7 +100,7 @@ class Array:
 
     def remove(self) -> None:
         """Removes it, after Slurm has refused it."""
-        shutil.rmtree(self.path)
+        delete_folder(self.path)
 
 
 class SweepFolder:
@@ -113,6 +122,7 @@ class SweepFolder:
     def check(self) -> None:
         """Raises RunDirectoryError if a sweep cannot be here."""
         check_place(self.path)
+        hold(self.path)
         if RunDirectory(self.path).exists():
             raise RunDirectoryError(f"{self} is a run, not a sweep. Choose a different --run-dir")
         if self.path.exists() and not self.record_file.exists() and set(os.listdir(self.path)) - {".lock"}:
@@ -126,17 +136,20 @@ class SweepFolder:
         """Creates the folder if it does not exist. ``share``: as in a job definition."""
         try:
             make_folder(self.path, exist_ok=False, mode=0o700)
+            hold(self.path)
+            warn_of_replaceable(self.path)
         except FileExistsError:
             return
         except OSError as error:
             raise UsageError(f"could not create {self}: {error.strerror}. Choose a different --run-dir") from error
         if share == "group":
-            self.path.chmod(0o2750)
+            with at(self.path) as (name, above):
+                os.chmod(name, 0o2750, dir_fd=above)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the lock of the folder: one command at a time plans and submits. It ends with the process."""
-        with open(self.lock_file, "ab") as file:
+        with open(self.lock_file, "ab", opener=create_file) as file:
             try:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,7 +189,7 @@ class SweepFolder:
             create_folder(self.arrays)
         create_folder(array.path)
         for task, name in enumerate(members):
-            (array.path / str(task)).symlink_to(Path("..", "..", name))
+            symlink(array.path / str(task), Path("..", "..", name))
         write_atomically(array.script, script)
         fsync_directory(self.arrays)
 

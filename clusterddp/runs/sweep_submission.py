@@ -38,7 +38,7 @@ from clusterddp.jobdef.load import list_differences
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import signals_blocked
 from clusterddp.reporter import counted, show
-from clusterddp.rundir.files import write_atomically
+from clusterddp.rundir.files import unlink, write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.local import LocalRun
@@ -357,7 +357,7 @@ def _record(folder: SweepFolder, array: Array, job_id: str) -> None:
 def _hold(run: RunDirectory, task_id: str) -> None:
     if not lease.started(run, task_id):  # otherwise it may already have handed the run over to the next job
         lease.submitted(run, task_id)
-    run.loop_file.unlink(missing_ok=True)
+    unlink(run.loop_file)
 
 
 def scripts(sweep: Sweep, plan: Plan) -> Iterator[str]:

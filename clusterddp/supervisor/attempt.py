@@ -34,7 +34,7 @@ from clusterddp.jobdef.code_snapshot import changed_code, code_state, recorded_c
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
-from clusterddp.rundir.files import HIDDEN_S, create_folder, exists, read_bytes, write_atomically
+from clusterddp.rundir.files import HIDDEN_S, create_folder, exists, read_bytes, status, write_atomically
 from clusterddp.rundir.ownership import Address, write_address
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
@@ -296,6 +296,7 @@ class Attempt:
             **self._committed(),
             **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
             protocol.RUN_DIR: str(self._run),
+            protocol.RUN_INODE: str(status(self._run.path).st_ino),
             protocol.ATTEMPT: str(self._number),
             protocol.FIRST_JOB: self._first_job(),
             protocol.DEVICE: self._job.device,

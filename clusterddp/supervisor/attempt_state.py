@@ -120,7 +120,7 @@ class Superseded:
 
 @dataclass(frozen=True)
 class RunRemoved:
-    """The run directory was removed or renamed: ``why``, as a sentence."""
+    """The run directory was removed, renamed or replaced: ``why``, as a sentence."""
 
     why: str
 

@@ -37,7 +37,7 @@ from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.process import started_at
 from clusterddp.reporter import say
-from clusterddp.rundir.files import exists, status, write_json
+from clusterddp.rundir.files import exists, is_elsewhere, status, write_json
 from clusterddp.rundir.records import is_text, read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -429,7 +429,7 @@ class Monitor:
             if self._run.superseded(self._attempt):
                 return Superseded()
             own = (self._run.job_file, self._run.attempt_private(self._attempt))
-            if not all(map(_missing, own)):
+            if not (is_elsewhere(self._run.path) or all(map(_missing, own))):
                 self._missing_since = None
                 return None
         except OSError as error:
@@ -438,7 +438,11 @@ class Monitor:
         now = time.monotonic()
         if self._missing_since is None:
             self._missing_since = now
-        return RunRemoved(f"{self._run} was removed or renamed") if now - self._missing_since >= REMOVED_S else None
+        return (
+            RunRemoved(f"{self._run} was removed, renamed or replaced")
+            if now - self._missing_since >= REMOVED_S
+            else None
+        )
 
     def _asked(self) -> Event:
         try:

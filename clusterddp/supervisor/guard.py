@@ -19,6 +19,7 @@ from contextlib import suppress
 from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.hostlist import expand
 from clusterddp.process import module_command
+from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import JobInfo
@@ -88,6 +89,7 @@ def main() -> None:
     """Guards one attempt."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job ends without waiting for this process
     run, attempt, port = RunDirectory(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    hold_run(run)
     await_break(os.environ["SLURM_LAUNCH_NODE_IPADDR"], port)
     watch(run, attempt, slurm.own_job_id(os.environ) or "", int(os.environ.get("SLURM_RESTART_COUNT", 0)))
 

@@ -31,7 +31,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import masked
 from clusterddp.process import ending_alone
 from clusterddp.reporter import say
-from clusterddp.rundir.files import append_line, create_file, finite, write_json
+from clusterddp.rundir.files import append_line, create_file, finite, open_binary, write_json
 from clusterddp.rundir.records import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
@@ -239,7 +239,7 @@ class _Output:
         """The lines that have been completed since the last call. Progress bars end theirs with a carriage return."""
         found: list[bytes] = []
         try:
-            with open(self._path, "rb") as file:
+            with open_binary(self._path) as file:
                 file.seek(self._offset)
                 while data := file.read(BLOCK):
                     self._offset += len(data)

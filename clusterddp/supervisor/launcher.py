@@ -22,7 +22,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import adopt_orphans, descendants, module_command, oom_kills, signals_blocked
 from clusterddp.protocol import ATTEMPT, RUN_DIR
-from clusterddp.rundir.files import create_file
+from clusterddp.rundir.files import create_file, read_bytes
 from clusterddp.supervisor.guard import guard_command, guard_environment
 
 #: The nodes are unknown: srun chooses.
@@ -159,7 +159,7 @@ class SlurmLauncher:
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
         """From srun's messages. Empty if they cannot be read."""
         try:
-            return exit_status.of_tasks(self._messages.read_text(errors="replace"))
+            return exit_status.of_tasks(read_bytes(self._messages).decode(errors="replace"))
         except OSError:
             return {}
 

@@ -34,8 +34,8 @@ from clusterddp.jobdef.secrets import check_revealed
 from clusterddp.process import die_with_parent
 from clusterddp.protocol import CHECK_RESUME, DEBUG_RANK
 from clusterddp.reporter import ignore_print_errors, say
-from clusterddp.rundir.files import follow_folder, remove
-from clusterddp.rundir.ownership import check_run, delete_old_logs
+from clusterddp.rundir.files import exists, follow_folder, remove, unlink
+from clusterddp.rundir.ownership import check_run, delete_old_logs, hold_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -59,12 +59,13 @@ def supervise_slurm(run_directory: str) -> int:
     prepare_process()
     slurm.use_own_cluster()
     run = RunDirectory(run_directory)
+    hold_run(run)
     _open_own_log(run)
     job = as_started(with_snapshot(run, load_trusted(run)), os.environ)
     job = as_debugged(job, (read_json(run.debug_file) or {}).get("rank"))
     if in_batch_step(os.environ) and CHECK_RESUME not in os.environ:  # a resume check's job is not that of its runs
         return supervise(run, job, SlurmLauncher, SlurmController(os.environ, run, job))
-    run.notice_file.unlink(missing_ok=True)  # of a previous attempt
+    unlink(run.notice_file)  # of a previous attempt
     return supervise(run, without_spares(job), SlurmLauncher, AllocationController(os.environ, run, job))
 
 
@@ -122,6 +123,7 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     die_with_parent()
     prepare_process()
     run = RunDirectory(run_directory)
+    hold_run(run)
     job = with_snapshot(run, load_trusted(run))
     if debug_rank is not None:
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the debugged rank
@@ -129,7 +131,7 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     job = as_debugged(job, debug_rank)
     if CHECK_RESUME in removed:  # of the command that has started this process, and not of a job around it
         os.environ[CHECK_RESUME] = removed[CHECK_RESUME]
-    launcher = lambda job, _: LocalLauncher(job, debug_rank, run.notice_file.exists)  # noqa: E731
+    launcher = lambda job, _: LocalLauncher(job, debug_rank, partial(exists, run.notice_file))  # noqa: E731
     return supervise(run, without_spares(job), launcher, LocalController(run))
 
 

@@ -23,7 +23,8 @@ from typing import Any, Protocol, TextIO
 from clusterddp.errors import RunDirectoryError, Superseded
 from clusterddp.process import die_with_parent
 from clusterddp.reporter import in_words
-from clusterddp.rundir.files import create_folder
+from clusterddp.rundir.files import create_file, create_folder
+from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.records import NOT_METRICS, counts
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers.sent import Line, Lines, Sent, read_sent, write_sent
@@ -117,7 +118,9 @@ def main() -> int:
     out, sys.stdout = sys.stdout, sys.stderr  # a package may print
     orders = Orders(given["committed"])
     try:
-        follow(given["tracker"], RunDirectory(given["run"]), given["attempt"], given["options"], orders, out)
+        run = RunDirectory(given["run"])
+        hold_run(run, given["inode"])
+        follow(given["tracker"], run, given["attempt"], given["options"], orders, out)
     except Superseded:
         return 0
     except Exception as error:
@@ -133,7 +136,7 @@ def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any
     folder = folder_of(name, run)
     try:
         create_folder(folder, exist_ok=True)
-        with open(folder / "lock", "ab") as lock:
+        with open(folder / "lock", "ab", opener=create_file) as lock:
             _lock(lock.fileno())
             tracker = _tracker(name, run, folder, attempt, options, out)
             follower = Follower(run, attempt, folder, tracker)

@@ -19,7 +19,7 @@ from typing import Any
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import without_secrets
-from clusterddp.rundir.files import write_json
+from clusterddp.rundir.files import open_binary, write_json
 from clusterddp.rundir.records import METRICS, Schema, is_count, is_text, optional, parse, read_json, with_floats
 from clusterddp.rundir.run_directory import RunDirectory
 
@@ -104,7 +104,7 @@ class Lines:
         """Reads more whole lines, because the last may still be incomplete. Opens the file each time, because rank 0
         replaces it by a copy after a failed write."""
         try:
-            with open(self._path, "rb") as file:
+            with open_binary(self._path) as file:
                 file.seek(self._read_to)
                 block = file.read(BLOCK)
         except FileNotFoundError:

@@ -14,7 +14,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from clusterddp.rundir.files import create_file, fsync_directory
+from clusterddp.rundir.files import create_file, fsync_directory, names_in
 from clusterddp.trackers.sent import Sent
 
 
@@ -61,7 +61,7 @@ class TensorBoard:
 def _new_file(folder: Path, attempt: int) -> Path:
     """A name that sorts after all others, so that TensorBoard reads it last. The clocks of two nodes may differ."""
     numbers = [
-        int(match[1]) for name in os.listdir(folder) if (match := re.match(r"events\.out\.tfevents\.(\d+)\.", name))
+        int(match[1]) for name in names_in(folder) if (match := re.match(r"events\.out\.tfevents\.(\d+)\.", name))
     ]
     number = max([int(time.time()), *(number + 1 for number in numbers)])
     return folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.attempt-{attempt}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 
 import wandb
 
-from clusterddp.rundir.files import create_folder, fsync_directory, fsync_file_system
+from clusterddp.rundir.files import create_folder, exists, fsync_directory, fsync_file_system, rename
+from clusterddp.rundir.ownership import delete_folder
 from clusterddp.trackers.sent import Sent, write_sent
 
 
@@ -27,8 +27,8 @@ class WeightsAndBiases:
         self._folder, self._open = folder, folder / "open"
         if sent.closing is not None:
             self._move_out(sent.closing)
-        if self._open.exists():
-            shutil.rmtree(self._open)
+        if exists(self._open):
+            delete_folder(self._open)
         create_folder(self._open)
         sent = replace(sent, id=sent.id or secrets.token_hex(4), attempt=attempt, closing=None)
         write_sent(folder, sent)  # the id, before W&B's server has it
@@ -64,6 +64,6 @@ class WeightsAndBiases:
     def _move_out(self, name: str) -> None:
         """Moves a complete folder to those that ``status`` lists for upload, unless that was done."""
         written = self._open / "wandb" / name
-        if written.exists():
-            written.rename(self._folder / name)
+        if exists(written):
+            rename(written, self._folder / name)
             fsync_directory(self._folder)

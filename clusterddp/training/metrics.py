@@ -27,7 +27,7 @@ from typing import Any
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
 from clusterddp.reporter import counted, say
-from clusterddp.rundir.files import create_file, finite, fsync_directory, write_atomically
+from clusterddp.rundir.files import create_file, finite, fsync_directory, read_bytes, status, write_atomically
 from clusterddp.rundir.records import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers.sent import NAMES, wanted
@@ -146,7 +146,7 @@ class Metrics:
         """Writes the lines that a full disk held back. Raises OSError if that fails."""
         with self._lock:
             if self.doubtful:
-                write_atomically(self._path, self._path.read_bytes())
+                write_atomically(self._path, read_bytes(self._path))
                 doubtful, self._file = self._file, self._open()
                 self.doubtful = False
                 os.close(doubtful)
@@ -238,7 +238,8 @@ class Tracking:
             return
         for tracker, options in wanted(self._job, self._directory.path.name, os.environ).items():
             given = {"tracker": tracker, "run": str(self._directory), "attempt": self._attempt}
-            given |= {"committed": committed, "options": options}
+            inode = status(self._directory.path).st_ino
+            given |= {"inode": inode, "committed": committed, "options": options}
             log = self._directory.attempt_logs(self._attempt) / f"{tracker}.err"
             try:
                 self._processes.append(_Process(given, log, self._report))

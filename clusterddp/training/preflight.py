@@ -21,7 +21,7 @@ from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import PreflightError
 from clusterddp.reporter import say
-from clusterddp.rundir.files import write_atomically
+from clusterddp.rundir.files import unlink, write_atomically
 from clusterddp.training.settings import Settings
 
 #: Seconds for a device to compute, with the start of CUDA, and for all ranks to meet.
@@ -53,7 +53,7 @@ def check_node(read: Settings, devices: Sequence[torch.device]) -> float:
         path = read.run_dir.private / f"preflight-{read.ranks.node_rank}"
         try:
             write_atomically(path, node_of(read), mode=0o600)
-            path.unlink()
+            unlink(path)
         except OSError as error:
             blamed = "" if error.errno in _FULL else f"node {node_of(read)} failed the check 'folder': "
             raise PreflightError(f"{blamed}could not write to {read.run_dir}: {error.strerror}") from error

@@ -14,7 +14,7 @@ from clusterddp.distributed.process_group import AttemptStore, StoreAddress
 from clusterddp.jobdef.job import Checkpointing, Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import say
-from clusterddp.rundir.files import append_line
+from clusterddp.rundir.files import append_line, hold
 from clusterddp.rundir.records import Recording
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import control_channel
@@ -142,6 +142,7 @@ class AttemptHistory:
         if settings.attempt is None and self._directory is not None:
             if store.rank == 0:
                 self._directory.create()
+                hold(self._directory.path)
                 store.store.set("attempt", str(self._directory.create_attempt()))
             self.number = int(store.store.get("attempt"))
 

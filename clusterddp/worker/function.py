@@ -27,7 +27,8 @@ from clusterddp import protocol
 from clusterddp.errors import Declined, RunDirectoryError, Stopped, StoppedAlone, Superseded
 from clusterddp.jobdef.job import FUNCTION
 from clusterddp.reporter import say
-from clusterddp.rundir.files import write_atomically
+from clusterddp.rundir.files import open_file, write_atomically
+from clusterddp.rundir.files import status as status_of
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import own_saves
 from clusterddp.worker.code_paths import of_this_attempt
@@ -161,11 +162,11 @@ def load_function(path: Path) -> DelayedSubmission:
 def load_private(path: Path) -> Any:
     """Unpickles a file. RunDirectoryError if another user may have written the file or its folder."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError as error:
         raise RunDirectoryError(f"{path} is missing. Copy it from the original run, or launch a new run") from error
     with open(descriptor, "rb") as file:
-        for name, status in ((path, os.fstat(descriptor)), (path.parent, path.parent.stat())):
+        for name, status in ((path, os.fstat(descriptor)), (path.parent, status_of(path.parent))):
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise RunDirectoryError(
                     f"refusing to unpickle {name}, because it belongs to user {status.st_uid} and has mode "

@@ -43,7 +43,7 @@ from clusterddp import protocol
 from clusterddp.errors import RunDirectoryError
 from clusterddp.protocol import SAVING
 from clusterddp.reporter import say
-from clusterddp.rundir.files import fsync_directory, write_json
+from clusterddp.rundir.files import fsync_directory, link_target, names_in, symlink, unlink, write_json
 from clusterddp.rundir.records import Schema, is_text, read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import control_channel
@@ -384,7 +384,7 @@ def _replacing(target: Path) -> Iterator[str]:
     beside = target.parent / f"{SAVING}{_this.attempt}-{secrets.token_hex(4)}"
     record = _this.records / beside.name
     try:
-        record.symlink_to(beside.parent)
+        symlink(record, beside.parent)
     except OSError as error:
         reason = f"could not record the temporary folder {beside} in {_this.records}: {error.strerror}"
         say(f"{reason}. If this rank is killed during the save, delete that folder")
@@ -409,7 +409,7 @@ def _replacing(target: Path) -> Iterator[str]:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         with suppress(OSError):
-            record.unlink()
+            unlink(record)
     try:
         fsync_directory(target.parent)
     except OSError as error:
@@ -450,17 +450,17 @@ def sweep(run: RunDirectory, attempt: int) -> None:
 
     Each rank calls this before its script starts. Ranks may remove the same folder at the same time.
     """
-    for name in os.listdir(run.private):
+    for name in names_in(run.private):
         match = _RECORD.fullmatch(name)
         if match is None or int(match[1]) >= attempt:
             continue
         record = run.private / name
         try:
-            left = record.readlink() / name
+            left = link_target(record) / name
             for file in left.iterdir():
                 file.unlink(missing_ok=True)
             left.rmdir()
-            record.unlink()
+            unlink(record)
         except FileNotFoundError:  # another rank has removed it, or it is on the disk of another node
             pass
         except OSError as error:

@@ -28,11 +28,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from clusterddp import environment, protocol
-from clusterddp.errors import STOPPED, ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
+from clusterddp.errors import (
+    STOPPED,
+    ClusterddpError,
+    Declined,
+    LauncherEnvironmentError,
+    RunDirectoryError,
+    Stopped,
+    StoppedAlone,
+)
 from clusterddp.failures.stack_traces import stacks, write_stacks
 from clusterddp.process import at_exit, collect_rarely, die_with_parent, module_command, this_process
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
+from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import code_paths, control_channel, gpus, own_saves, rank_exit, signals
 from clusterddp.worker.control_channel import ControlChannel
@@ -64,6 +73,11 @@ def main() -> None:
     if os.environ[protocol.LAUNCHER] == "local":
         die_with_parent()
     run = RunDirectory(os.environ[protocol.RUN_DIR])
+    try:
+        hold_run(run, int(os.environ[protocol.RUN_INODE]))
+    except RunDirectoryError as error:  # a record of the rank's end would be written there
+        say(str(error))
+        sys.exit(1)
     ranks = environment.read(os.environ)
     record = run.rank_record(int(os.environ[protocol.ATTEMPT]), ranks.rank)
     end: dict[str, Any] = {"rank": ranks.rank, "host": socket.gethostname(), "started": started}

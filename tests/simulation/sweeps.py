@@ -6,7 +6,6 @@ files of a sweep's folder, and what a submission writes into a run directory.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path, PosixPath
@@ -155,7 +154,7 @@ def patches(now: SimpleNamespace) -> Iterator[tuple[Any, str, Any]]:
             return None
         return Record(Job(name="sim", module="train"), {"sim": {}})
 
-    def copyfile(source: Path, target: Path) -> None:
+    def copy_file(source: Path, target: Path) -> None:
         content = now.disk.read_bytes(source)
         now.disk.write_in_place(target, content, COPY_S)
 
@@ -176,10 +175,7 @@ def patches(now: SimpleNamespace) -> Iterator[tuple[Any, str, Any]]:
     }.items():
         yield sweep_submission, name, by
     yield recording, "parse", lambda text: (RunDirectory(text), None)
-    yield recording, "shutil", SimpleNamespace(copyfile=copyfile)
-    yield recording, "open", lambda *_: nullcontext(SimpleNamespace(fileno=io.BytesIO))
-    yield recording, "os", SimpleNamespace(fsync=lambda _: None)
-    yield recording, "file_mode", lambda _: 0o600
+    yield recording, "copy_file", copy_file
     yield recording, "Checkpoints", _Stored
 
 

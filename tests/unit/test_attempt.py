@@ -1378,7 +1378,7 @@ def test_a_run_directory_that_was_removed_ends_its_job_and_says_why(
     controller = FakeController(Cause.NONE)
     assert ended(Attempt(run, JOB, run.create_attempt(), Removing(run), controller)) == 1
     assert controller.asked == [] and not run.path.exists()
-    assert f"{run} was removed or renamed. Terminating the ranks" in capsys.readouterr().err
+    assert f"{run} was removed, renamed or replaced. Terminating the ranks" in capsys.readouterr().err
 
 
 def test_what_cannot_pass_is_not_asked_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

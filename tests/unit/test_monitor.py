@@ -116,7 +116,7 @@ def test_a_run_directory_that_is_missing_for_a_moment_is_no_removed_one(
     run.path.rename(away)
     while (event := events.get(timeout=10)) == Notice(None):
         pass
-    assert event == RunRemoved(f"{run} was removed or renamed")
+    assert event == RunRemoved(f"{run} was removed, renamed or replaced")
     watch.close()
 
 

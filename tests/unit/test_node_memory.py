@@ -116,6 +116,26 @@ def test_entries_of_more_than_a_week_are_deleted_with_the_next(run: RunDirectory
     assert "-n3-" in left.name
 
 
+@pytest.mark.parametrize("as_link", [True, False])
+def test_no_file_is_deleted_in_a_folder_that_another_user_has_put_there(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str], as_link: bool
+) -> None:
+    """A link to a folder of this user, or that folder itself, which others may rename."""
+    mine = tmp_path / "mine" if as_link else memory_of(run)
+    mine.mkdir()
+    names = {"1000-n1-0123abcd.json", "2024-notes.json", "1", "1000-n1-0123abcd.pt"}
+    for name in names:
+        (mine / name).write_text("mine")
+    if as_link:
+        memory_of(run).symlink_to(mine)
+    else:  # nor what only has an entry's name
+        (mine / "1000-n1-0123abcd.json").unlink()
+        (mine / "1000-n1-0123abcd.json").symlink_to(mine / "1")
+    remember(run, "7", lost("n2"))
+    assert names <= set(os.listdir(mine))
+    assert ("could not record the failure of n2" in capsys.readouterr().err) == as_link
+
+
 def test_members_of_a_sweep_share_the_folder_beside_the_sweep(tmp_path: Path) -> None:
     (tmp_path / "sweep" / "lr=1").mkdir(parents=True)
     (tmp_path / "sweep" / "sweep.yaml").touch()

@@ -34,6 +34,7 @@ from clusterddp.jobdef.secrets import (
     with_secrets,
     without_secrets,
 )
+from clusterddp.rundir import run_directory
 from clusterddp.rundir.files import append_line, write_atomically, write_json
 from clusterddp.rundir.ownership import check_own
 from clusterddp.rundir.run_directory import RunDirectory, open_run
@@ -333,7 +334,7 @@ def test_a_reader_without_permission_gets_a_sentence(tmp_path: Path, monkeypatch
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "exists", refuse)
+        patch.setattr(run_directory, "exists", refuse)
         with pytest.raises(RunDirectoryError, match="permission denied.*share=group"):
             open_run(str(run))
     hidden = lambda folder: None if folder == run.private else os.listdir(folder)  # noqa: E731

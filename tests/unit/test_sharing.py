@@ -14,7 +14,9 @@ from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.weights_file import export
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job, Keep
+from clusterddp.rundir import files
 from clusterddp.rundir.files import append_line
+from clusterddp.rundir.ownership import delete_folder
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import claim, recorded
 from clusterddp.runs.sweep_folder import SweepFolder
@@ -114,8 +116,10 @@ def test_a_link_in_the_place_of_the_private_folder_is_refused(tmp_path: Path) ->
 def test_a_run_directory_is_closed_from_the_moment_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a umask of 002 the group could write there before the mode was set."""
     run, seen = RunDirectory(tmp_path / "run"), []
-    made = Path.mkdir
-    monkeypatch.setattr(Path, "mkdir", lambda path, *a, **k: (made(path, *a, **k), seen.append((path, mode(path))))[0])
+    made = files.make_own_folder
+    monkeypatch.setattr(
+        files, "make_own_folder", lambda path, *a, **k: (made(path, *a, **k), seen.append((path, mode(path))))[0]
+    )
     before = os.umask(0o002)
     try:
         record(run, "group")
@@ -166,6 +170,62 @@ def test_another_member_of_the_group_can_fork_and_export_a_shared_run(open_folde
     for command in ([*exporting, open_folder / "no.pt"], [sys.executable, "-c", fork, run, f"{mine}-no"]):
         words = f"{run}: permission denied. Its owner can share the run with `clusterddp submit --run-dir RUN --change "
         assert words in run_as_other(*command).stderr
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o2770, True), (0o3770, False), (0o2750, False)])
+def test_a_new_run_in_a_folder_where_others_can_rename_it_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: int, warned: bool
+) -> None:
+    tmp_path.chmod(mode)
+    claim(str(tmp_path / "run"), JOB)
+    SweepFolder(tmp_path / "sweep").create("group")
+    assert capsys.readouterr().err.count(f"chmod +t {tmp_path}") == 2 * warned
+
+
+def test_a_command_deletes_nothing_through_a_link_in_a_held_folder(tmp_path: Path) -> None:
+    """Nor does it write through one, and a folder that was put in the place of a held one stays as it is."""
+    held, other = tmp_path / "held", tmp_path / "other"
+    for folder in (held, other):
+        (folder / "sub").mkdir(parents=True)
+        (folder / "sub" / "file").write_text("mine")
+    files.hold(held)
+    held.rename(tmp_path / "moved")
+    held.symlink_to(other)
+    assert files.is_elsewhere(held) and not files.is_elsewhere(other)
+    append_line(held / "lines", {"a": 1})
+    files.write_atomically(held / "sub" / "new", "new")
+    files.rename(held / "sub" / "new", held / "newer")
+    files.create_folder(held / "more")
+    files.symlink(held / "link", "newer")
+    assert files.link_target(held / "link") == Path("newer")
+    with pytest.raises(OSError, match=str(held / "link")):
+        append_line(held / "link", {"a": 1})
+    delete_folder(held / "sub")
+    assert sorted(files.names_in(held)) == ["lines", "link", "more", "newer"]
+    assert files.read_bytes(held / "newer") == b"new"
+    assert [path.name for path in sorted(other.rglob("*"))] == ["sub", "file"]
+
+
+def test_a_process_whose_script_has_closed_all_descriptors_still_reaches_its_run(tmp_path: Path) -> None:
+    """And refuses another folder in its place, also if it got the number of a closed descriptor."""
+    held, other = tmp_path / "held", tmp_path / "other"
+    held.mkdir()
+    other.mkdir()
+    files.hold(held)
+    number = files.held_descriptor(held)
+    assert number is not None
+    os.close(number)
+    taken = os.open(other, os.O_RDONLY)
+    os.dup2(taken, number)
+    files.write_atomically(held / "a", "a")
+    assert (held / "a").read_text() == "a" and os.listdir(other) == []
+    os.dup2(taken, files.held_descriptor(held) or 0)
+    held.rename(tmp_path / "moved")
+    other.rename(held)
+    with pytest.raises(FileNotFoundError, match="was replaced"):
+        files.write_atomically(held / "b", "b")
+    for each in {taken, number}:
+        os.close(each)
 
 
 def test_an_export_writes_through_no_link_that_was_put_there_before(tmp_path: Path) -> None:
