@@ -790,6 +790,20 @@ class ControllerMissing(Event):
         )
 
 
+class Suspended(Event):
+    """until now, a rank's process was stopped for `seconds`, and the others waited for it"""
+
+    rank: int
+    host: str
+    seconds: float
+
+    def sentence(self) -> str:
+        return (
+            f"rank {self.rank} ({self.host}) was stopped for {duration(self.seconds)}. Its job was suspended, or its "
+            "node was frozen"
+        )
+
+
 class Slow(Event):
     """a straggler"""
 

@@ -56,6 +56,8 @@ BEAT_S = 2.0
 HOLD_S = 121.0
 #: During these, evaluations and saves are possible.
 _IN_LOOP = frozenset(("first_step", "training", "repeating"))
+#: During these, the ranks' processes may be stopped.
+_IN_SCRIPT = _IN_LOOP | {"importing", "rendezvous", "restoring", "saving", "evaluating", "unknown"}
 
 
 class Interval(NamedTuple):
@@ -359,10 +361,11 @@ def _phase(event: Event) -> str | None:
 def _with_details(
     intervals: list[Interval], attempts: Sequence[_Attempt], end: float, waited: Sequence[Wait]
 ) -> list[Interval]:
-    """The same with evaluations, saves, stragglers and lost work, which later events reveal."""
+    """The same with evaluations, saves, stragglers, stopped ranks and lost work, which later events reveal."""
     evaluations: list[tuple[float, float]] = []
     saves: list[tuple[float, float]] = []
     repeated: list[tuple[float, float]] = []
+    stopped: list[tuple[float, float]] = []
     slow: list[Wait] = []
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
         if attempt.first("not_read") is not None:
@@ -374,6 +377,8 @@ def _with_details(
                 blocked = _seconds(event, "blocked_s")
                 begun = event["time"] - max(blocked, _seconds(event, "durable_s"))
                 saves.append((begun, begun + blocked))
+            elif event["event"] == "suspended":
+                stopped.append((event["time"] - _seconds(event, "seconds"), event["time"]))
             elif event["event"] == "own_resume" and ("file" in event or event.get("from_start")):
                 # The work since that checkpoint. Without known steps, it is unknown when it is repeated.
                 repeated.append((_seconds(event, "written"), attempt.launch["time"]))
@@ -385,6 +390,7 @@ def _with_details(
         intervals = laid_over(intervals, repeated, "repeating", work)
     intervals = laid_over(intervals, evaluations, "evaluating", _IN_LOOP | {"importing", "unknown"})
     intervals = laid_over(intervals, saves, "saving", _IN_LOOP | {"evaluating"})
+    intervals = laid_over(intervals, stopped, "hung", _IN_SCRIPT)
     marked = laid_over(intervals, [(one.begin, one.end) for one in slow], "straggler", frozenset(("training",)))
     return shared(marked, slow)
 

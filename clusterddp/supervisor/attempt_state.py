@@ -410,8 +410,10 @@ class State:
     reported: Mapping[str, int] = field(default_factory=dict)
     #: The first fault of the hardware that each rank has reported of its GPUs, and when, in unix seconds.
     gpu_faults: PerRank[tuple[float, str]] = field(default_factory=PerRank[tuple[float, str]])
-    #: For how many seconds in a row ranks were stopped, at most: suspended with their job, or by a signal.
+    #: For how many seconds in a row ranks were stopped, at most: suspended with their job, or by a signal. Since when
+    #: ranks run again, in unix seconds.
     stood_s: float = 0.0
+    running_since: float = 0.0
     #: Whether heartbeats count: a lost rank, or node, is no hang.
     watched: bool = True
     hang: Hang | None = None

@@ -110,9 +110,8 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
             return state, [Do.NOTIFY_RANKS]
         return state, [Broadcast("stop", why, frozenset((rank,))) for why in late]
     if event.name == "alive":
-        if is_time(values.get("stood_s")):
-            state = replace(state, stood_s=max(state.stood_s, values["stood_s"]))
-        return state, [Heartbeat(rank, state.hosts[rank], values)]
+        state, actions = _on_stood(state, rank, values.get("stood_s"), now)
+        return state, [*actions, Heartbeat(rank, state.hosts[rank], values)]
     if event.name in ("connecting", "connected"):
         return _on_connecting(state, rank, event.name == "connected")
     if event.name == "gpu":
@@ -137,6 +136,16 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     state, actions = _note(state, event)
     state, more = _record(state, event.name, values)
     return state, [*actions, *more]
+
+
+def _on_stood(state: State, rank: int, stood_s: Any, now: float) -> Step:
+    """Records that a rank was stopped, if it was, unless another one was at the same time."""
+    if not is_time(stood_s):
+        return state, []
+    known = now - stood_s < state.running_since
+    state = replace(state, stood_s=max(state.stood_s, stood_s), running_since=now)
+    record = Record("suspended", {"rank": rank, "host": state.hosts[rank], "seconds": stood_s})
+    return state, [] if known else [record]
 
 
 def _record(state: State, name: str, values: Mapping[str, Any]) -> Step:

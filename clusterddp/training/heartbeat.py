@@ -182,10 +182,13 @@ class Heartbeat:
         period_s = watchdog.period_s(self._ranks)
         self._end.wait(period_s * phase(self._rank))  # all ranks begin at about the same time
         pace, clock = Pace(watchdog, self._patient), RunningClock(period_s)
-        still_since = 0.0
+        still_since, used_s = 0.0, time.process_time()
         stood: set[object] = set()
         while not self._end.wait(period_s):
-            stood_s = clock.look()
+            stood_s, worked_s = clock.look(), time.process_time() - used_s
+            used_s += worked_s
+            if worked_s > stood_s / 2:  # the script has kept this thread from running, in a call that holds the GIL
+                stood_s = 0.0
             if stood_s:
                 say(f"this process was stopped for {stood_s:.0f} s by a signal, or because its job was suspended")
             self._explain_stacks()

@@ -114,11 +114,17 @@ class World:
         self.spend("evaluating")
         self.tell("evaluated", rank=0, seconds=self.now - begun)
 
+    def freeze(self) -> None:
+        """The node of rank 1 is frozen, and the others wait."""
+        begun = self.now
+        self.spend("hung", 10, 60)
+        self.tell("suspended", rank=1, host="n1", seconds=self.now - begun)
+
     def work(self) -> None:
         self.train(1)
         for _ in range(self.draw.randint(1, 4)):
             self.train(self.draw.randint(1, 30))
-            self.draw.choice([self.save, self.evaluate, lambda: None])()
+            self.draw.choice([self.save, self.evaluate, self.freeze, lambda: None])()
 
     # --- how an attempt ends
 

@@ -225,6 +225,17 @@ def test_a_rank_that_reconnects_is_still_ended_after_another_failed_that_had_not
     assert isinstance(leave, Broadcast) and leave.order == "leave" and kill == KILL
 
 
+def test_that_ranks_were_stopped_is_recorded_once() -> None:
+    """All ranks of a suspended job report it, with heartbeats that come one after the other."""
+    beat = {"count": 5, "step": 4, "age_s": 0.0, "allowed_s": 600.0, "stood_s": 40.0}
+    state, todo = step(after(), RankEvent(1, "alive", beat), NOW)
+    assert todo[0] == Record("suspended", {"rank": 1, "host": "n2", "seconds": 40.0})
+    state, todo = step(state, RankEvent(0, "alive", beat), NOW + 2)
+    assert [type(action) for action in todo] == [Heartbeat]
+    assert recorded(state, RankEvent(0, "alive", beat)) == []
+    assert [action for action in actions(state, RankEvent(1, "alive", beat), NOW + 50) if isinstance(action, Record)]
+
+
 # ---- no rank starts
 
 
