@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -352,6 +353,29 @@ class ChildStep(Event):
     """a process that the script has started with multiprocessing has made a step, of unknown number"""
 
 
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+class ChildDied(Event):
+    """a `process` that the script has started on the rank exited with this code, or was killed by signal -`code`"""
+
+    process: str
+    pid: int
+    code: int
+
+    def what(self) -> str:
+        """``process Process-1 (pid 4711) of rank 0 was killed by SIGKILL``."""
+        how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"exited with code {self.code}"
+        return f"process {self.process} (pid {self.pid}) of rank {self.rank} {how}"
+
+    def sentence(self) -> str:
+        return f"{self.what()}. Unless the script ends with an error, the run's completion is unconfirmed"
+
+
 class Apart(Event):
     """rank 0 has completed its first step in a process group of `group` ranks, or without one"""
 
@@ -635,6 +659,16 @@ class OwnCheckpoint(Event):
 
     file: str
     written: float
+
+
+class OwnCheckpointRejected(Event):
+    """the attempt was given `file`, and the script failed before its first step. The next one gets the match before"""
+
+    file: str
+    written: float
+
+    def sentence(self) -> str:
+        return f"the script failed with {self.file} before its first step. The next attempt gets the match before it"
 
 
 class NoMatch(Event):
@@ -991,6 +1025,7 @@ class _Ended(Event):
     checkpoint: int | None
     file: str | None = None
     made: int | None = None
+    unmarked: bool | None = None
 
     def ended(self, then: str) -> str:
         """Why it ended, what was saved, what was not, and what happens next."""

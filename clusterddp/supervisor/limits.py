@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp.events import ATTEMPT_ENDS, WITHOUT_RANKS
+from clusterddp.events import ATTEMPT_ENDS, WITHOUT_RANKS, ChildDied
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import duration
 from clusterddp.rundir.records import is_count
@@ -31,7 +32,7 @@ LONG_S = 600.0
 class Progress:
     """A run's progress, from its history, when an attempt fails.
 
-    ``steps``: how many this attempt has made. None if it has begun no loop over ``run.steps()``. ``seconds``: since its
+    ``steps``: how many this attempt has made. None if none was seen. ``seconds``: since its
     start. ``saved``: whether the script has written a new checkpoint. ``earlier``: whether an attempt before
     it made progress. ``last_failure``: the exception of the last attempt that failed, its line and step, as
     ``RankEnd.raised``. None if one has made progress since. ``quickly``: how many attempts in a row, up to the one
@@ -46,8 +47,13 @@ class Progress:
     quickly: int = 0
 
 
-def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | None, now: float) -> Progress:
-    """The progress of an attempt, which has ``reached`` this step, before its failure is in the history."""
+def progress(
+    events: Iterable[Mapping[str, Any]], attempt: int, reached: int | None, now: float, made: int | None = None
+) -> Progress:
+    """The progress of an attempt, which has ``reached`` this step, before its failure is in the history.
+
+    ``made``: how many steps of unknown number rank 0 has made at least, if that is known.
+    """
     events = list(events)
     own = [event for event in events if event["attempt"] == attempt]
     first = began(own)
@@ -56,14 +62,17 @@ def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | N
     progressed = [
         number for number in earlier if _progressed([event for event in events if event["attempt"] == number])
     ]
+    steps = None if first is None else max(0, (first if reached is None else reached) - first)
+    if _seen(own):
+        steps = max(1, made or 0, steps or 0)
     since = failed and progressed and progressed[-1] > failed[-1]["attempt"]
     last = failed[-1].get("raised") if failed and not since else None
     return Progress(
-        None if first is None else max(0, (first if reached is None else reached) - first),
+        steps,
         now - own[0]["time"] if own else 0.0,
         bool(progressed),
         last,
-        own_checkpoint(events, attempt) is not None,
+        bool(new_checkpoints(own)),
         0 if last is None else _quickly(events, attempt, last),
     )
 
@@ -94,16 +103,50 @@ def own_checkpoint(events: Iterable[Mapping[str, Any]], attempt: int) -> str | N
     return own[-1].get("file") if own else None
 
 
+def new_checkpoints(own: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The script's own checkpoints in an attempt, of its events, that are further than the one it continued from.
+
+    A script that began again writes the same ones once more. Numbers in names show how far each one is, unless they
+    become smaller in the course of an attempt, as those of files that are written in turn. Without numbers, each one
+    counts if the script has read the one that it was to continue from.
+    """
+    own = list(own)
+    loaded = next((event.get("file") for event in own if event["event"] == "own_resume"), None)
+    unread = any(event["event"] == "not_read" for event in own)
+    found: list[Mapping[str, Any]] = []
+    before: str | None = None
+    for event in own:
+        if event["event"] not in SAVED_ITSELF:
+            continue
+        file = str(event.get("file"))
+        numbered = loaded is not None and re.sub(r"\d+", "#", file) == re.sub(r"\d+", "#", loaded) != loaded
+        in_turn = before is not None and before != file and not _is_further(file, before)
+        if in_turn or (_is_further(file, str(loaded)) if numbered else not (unread and event["event"] != "saved")):
+            found.append(event)
+        before = file
+    return found
+
+
+def _is_further(file: str, than: str) -> bool:
+    """Whether one of the numbers in a name is larger than in another."""
+    return any(int(a) > int(b) for a, b in zip(*(re.findall(r"\d+", name) for name in (file, than)), strict=False))
+
+
 def began(events: Iterable[Mapping[str, Any]]) -> int | None:
     """The step at which an attempt's loop began, of the attempt's events. None if it has begun none."""
     steps = [event.get("step") for event in events if event["event"] in ("training", "resumed")]
     return steps[0] if steps and is_count(steps[0]) else None
 
 
+def _seen(events: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether an attempt has completed a step of unknown number."""
+    return any(event["event"] in ("steps_seen", "child_step") for event in events)
+
+
 def _progressed(events: list[Mapping[str, Any]]) -> bool:
     """Whether an attempt has completed a step or saved a checkpoint. If it records neither, whether it ran for a
     minute."""
-    if any(event["event"] in SAVED_ITSELF for event in events):
+    if new_checkpoints(events) or _seen(events):
         return True
     if (first := began(events)) is None:
         ran = [event["time"] for event in events if event["event"] not in WITHOUT_RANKS]
@@ -127,6 +170,8 @@ def doubt(events: Iterable[Mapping[str, Any]], attempt: int, sees_steps: bool = 
     for event in events:
         by_attempt.setdefault(event["attempt"], []).append(event)
     own = by_attempt.get(attempt, [])
+    if died := next((event for event in own if event["event"] == "child_died"), None):
+        return f"unconfirmed: {ChildDied(died).what()}, and the script exited with code 0"
     if unread := next((event["file"] for event in own if event["event"] == "not_read"), None):
         return f"unconfirmed: the script did not read {unread}, so it began again"
     ran = {number: seconds for number, own in by_attempt.items() if (seconds := _script_s(own)) is not None}
@@ -230,7 +275,7 @@ def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:
         lasted_s = own[-1]["time"] - own[0]["time"]
         if not records and lasted_s >= LONG_S:
             break
-        saved = any(event["event"] in ("checkpoint", *SAVED_ITSELF) for event in own)
+        saved = bool(new_checkpoints(own)) or any(event["event"] == "checkpoint" for event in own)
         if not (failed or (timed and (records or lasted_s < PROGRESS_S))) or saved:
             break
         count += 1

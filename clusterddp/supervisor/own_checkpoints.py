@@ -102,6 +102,10 @@ class OwnCheckpoints:
         #: All files that match as the attempt begins, the newest first.
         self._matches: tuple[str, ...] = ()
         self._judged: _Judged = {}
+        #: With these, by path and time, the script failed before its first step.
+        self._rejected = {
+            (event["file"], event["written"]) for event in self._earlier if event["event"] == "own_checkpoint_rejected"
+        }
 
     def begin(self) -> dict[str, Any] | None:
         """Looks for the one that the attempt continues from. Returns the values of the event ``own_resume``, if any."""
@@ -197,7 +201,8 @@ class OwnCheckpoints:
         if self._job.resume is None:
             return Found()
         also = [event["file"] for event in self._saved]
-        found = find(self._job.resume, self._run, self._began, also, self._judged)
+        rejects = lambda one: (self.named(one.path), one.written) in self._rejected  # noqa: E731
+        found = find(self._job.resume, self._run, self._began, also, self._judged, rejects)
         self.newest = found.newest or self.newest
         return found
 
@@ -225,12 +230,14 @@ def find(
     since: float,
     also: Sequence[str] = (),
     judged: _Judged | None = None,
+    rejects: Callable[[OwnCheckpoint], bool] = lambda _: False,
 ) -> Found:
     """The newest complete checkpoint that was written after ``since``, the run's begin, in unix seconds.
 
     An older one is of another training, which this run must not continue. ``also``: further files or folders.
     ``judged``: what earlier calls found. A file is opened again only if it was written again, because an open would
-    look like the script's own, which shows that it resumes.
+    look like the script's own, which shows that it resumes. ``rejects``: whether the script failed with a checkpoint,
+    which is then taken only if there is no other.
     """
     folder = str(Path.cwd())
     paths = {
@@ -250,6 +257,7 @@ def find(
 
     matches = sorted(filter(None, map(_match, sorted(paths))), key=lambda match: match.order, reverse=True)
     names = tuple(match.path for match in matches)
+    rejected: OwnCheckpoint | None = None
     for index, match in enumerate(matches):
         if match.written_ns < since * 1e9:
             passed_over.append((match.path, "it is older than this run"))
@@ -258,8 +266,14 @@ def find(
         if why is None:
             content = judged[match.path, match.written_ns][1]
             newest = OwnCheckpoint(match.path, match.written_ns / 1e9, content)
+            if rejects(newest):
+                rejected = rejected or newest
+                passed_over.append((match.path, "the script failed with it"))
+                continue
             return Found(newest, tuple(passed_over[:MOST_TOLD]), names)
         passed_over.append((match.path, why))
+    if rejected is not None:
+        return Found(rejected, tuple(one for one in passed_over if one[0] != rejected.path)[:MOST_TOLD], names)
     passed_over += [(path, "a dangling link") for path in paths - {match.path for match in matches}]
     return Found(None, tuple(passed_over[:MOST_TOLD]), names)
 

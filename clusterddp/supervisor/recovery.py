@@ -35,7 +35,15 @@ from clusterddp.supervisor import done, lease
 from clusterddp.supervisor.attempt_state import State, Stop
 from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History, highest
-from clusterddp.supervisor.limits import began, doubt, exceeded, own_checkpoint, progress
+from clusterddp.supervisor.limits import (
+    SAVED_ITSELF,
+    STEPPED,
+    began,
+    doubt,
+    exceeded,
+    own_checkpoint,
+    progress,
+)
 from clusterddp.supervisor.verdict import Action, FirstFailure, RankEnd, Verdict, added_arguments, failure_box, judge
 
 _T = TypeVar("_T")
@@ -79,7 +87,7 @@ class Recovery:
     def act(self) -> int:
         """Restarts, requeues, resubmits or ends the run. Returns this process's exit code, or RESTART."""
         reached = highest([self._history.saved()["step"], *(end.step for end in self._ends)])
-        self._progress = progress(self._history.events, self._number, reached, time.time())
+        self._progress = progress(self._history.events, self._number, reached, time.time(), self._made)
         # A launcher that was ended for a lost node has no exit code of its own.
         exit_code = 0 if self._state.lost_nodes else self._state.exit_code or 0
         return self._act(self._judge(self._why, exit_code))
@@ -96,16 +104,20 @@ class Recovery:
         if not completes:
             return verdict
         missing = f"all ranks exited with code 0, but the completion marker (`done`) is missing: {found}"
-        return Verdict(Action.RESTART, f"{missing}. If the training is complete, correct `done`")
+        # A script that trains from the beginning each time would do so forever. With clusterddp, it continues.
+        before = any(event.get("unmarked") for event in self._history.events)
+        ends = before and not self._progress.saved and not any(end.used_clusterddp for end in self._ends)
+        action = Action.COMPLETE if ends else Action.RESTART
+        return Verdict(action, f"{missing}. If the training is complete, correct `done`", unmarked=True)
 
     def _doubt(self) -> str | None:
         """Why exit code 0 may not mean that the script is done. None if it probably is.
 
         A script that was stopped at its last step, reads what it saved there and has no step left is done.
         """
-        own = [event for event in self._history.events if event["attempt"] == self._number]
-        if self._job.done is None and any(event["event"] == "not_read" for event in own):
-            return doubt(own, self._number)
+        names = {event["event"] for event in self._history.events if event["attempt"] == self._number}
+        if "child_died" in names or (self._job.done is None and "not_read" in names):
+            return doubt(self._history.events, self._number)
         if any(end.used_clusterddp or end.read_saved for end in self._ends):
             return None
         if self._job.done is not None and done.confirms(self._job, self._history.events, self._number):
@@ -162,6 +174,8 @@ class Recovery:
                 then = "held until it is submitted again"
             return self._stop(verdict, then=then)
         unconfirmed = self._doubt() if verdict.action is Action.COMPLETE else None
+        if verdict.unmarked:
+            unconfirmed = unconfirmed or f"unconfirmed: {verdict.reason}"
         self._history.conclude(verdict.action.value, unconfirmed or verdict.reason, confirmed=unconfirmed is None)
         return verdict.exit_code
 
@@ -246,6 +260,7 @@ class Recovery:
         return self._restart_ranks(verdict)
 
     def _restart_ranks(self, verdict: Verdict) -> int:
+        self._reject_checkpoint(verdict)
         hang = self._state.hang
         unended = {"unended": list(self._unended)} if self._unended else {}
         self._add_end("restarted", verdict, f"rank {hang.late[0]} ({hang.host}) hung" if hang else None, **unended)
@@ -254,6 +269,19 @@ class Recovery:
         if verdict.first_failure is not None and verdict.first_failure.of_launcher:
             time.sleep(RELAUNCH_S)
         return RESTART
+
+    def _reject_checkpoint(self, verdict: Verdict) -> None:
+        """Has the next attempt take the checkpoint before, if the script failed with this one before its first step.
+
+        Files that belong to it may be missing. A script that looks for its checkpoint itself would not follow.
+        """
+        own = [event for event in self._history.events if event["attempt"] == self._number]
+        given = next((event for event in own if event["event"] == "own_resume" and event.get("arguments")), {})
+        failure = verdict.first_failure
+        if "file" not in given or failure is None or failure.end not in ("exception", "exit") or failure.may_pass:
+            return
+        if not failure.out_of_memory and not any(event["event"] in (*STEPPED, *SAVED_ITSELF) for event in own):
+            self._history.add("own_checkpoint_rejected", file=given["file"], written=given["written"])
 
     def _choose_course(self, lost: Sequence[str]) -> Choice:
         """Where the ranks restart."""
@@ -503,6 +531,8 @@ class Recovery:
             ended["file"] = file
         if any(known["event"] == "steps_seen" for known in own):
             ended["made"] = max(1, self._made or 0)
+        if verdict.unmarked:
+            ended["unmarked"] = True
         self._history.add(event, **ended, **values)
 
 

@@ -330,6 +330,8 @@ class Verdict:
     others: tuple[RankEnd, ...] = ()
     because: str = ""
     """Why all ranks restart after an exception of the script, or why not."""
+    unmarked: bool = False
+    """Whether all ranks exited with code 0 without the mark of ``done``."""
 
     @property
     def exit_code(self) -> int:

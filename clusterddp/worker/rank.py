@@ -43,7 +43,7 @@ from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import code_paths, control_channel, gpus, own_saves, rank_exit, signals
+from clusterddp.worker import children, code_paths, control_channel, gpus, own_saves, rank_exit, signals
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
 
@@ -104,6 +104,7 @@ def main() -> None:
         own_saves.protect(str(run), attempt, stops_at_a_step, os.environ.get(protocol.STOP_SIGNAL))
     if sees:
         own_saves.watch_optimizers(run.child_step_file(attempt).absolute())
+    children.watch()
     own_saves.prepare_children(str(run), attempt, protect=protects, steps=sees)
     own_saves.continue_runs(run, ranks.rank, os.environ)
     collect_rarely()
@@ -122,6 +123,8 @@ def main() -> None:
     if os.getpid() != process:
         rank_exit.finish_child(code)
     is_done = values["end"] == "done"
+    if is_done and not _used_clusterddp():
+        children.wait_for_trainers(run.child_step_file(attempt), rank_exit.EXIT_GRACE_S)
     if own_saves.end_resume_watch(trained=is_done) and is_done and protocol.SAVED in os.environ:
         values["read_saved"] = True
     if "torch" not in sys.modules:

@@ -113,6 +113,93 @@ def test_an_old_result_in_the_output_folder_is_no_training(
     assert (outcome["state"], outcome["confirmed"], outcome["attempts"]) == ("completed", False, 1)
 
 
+@pytest.mark.parametrize(
+    ("script", "attempts", "code"),
+    [
+        (("--ignores",), 2, UNCONFIRMED),
+        pytest.param((), 2, UNCONFIRMED, marks=pytest.mark.product),
+        pytest.param(("--stops", "4", "--says", "all"), 3, 0, marks=pytest.mark.product),
+    ],
+)
+def test_a_second_exit_without_the_mark_ends_the_run_unless_it_got_further(
+    run: RunDirectory, script: tuple[str, ...], attempts: int, code: int
+) -> None:
+    """The first script trains again, the second has no step left, and the third stops after a third of its steps."""
+    ended, said = as_found(run, *RESUMES, "--set", "done={log: 'ends .* all'}", script=script)
+    outcome = run.outcome() or {}
+    assert (ended, outcome["state"], outcome["attempts"]) == (code, "completed", attempts), said
+    assert outcome.get("confirmed", True) is (code == 0)
+
+
+def test_half_of_a_set_of_files_is_passed_over_once_the_script_has_failed_with_it(run: RunDirectory) -> None:
+    """The newest model has no optimizer beside it."""
+    code, said = as_found(run, *RESUMES, script=("--pairs", "--half", "0:8"))
+    assert code == 0, said
+    given = [event["file"] for event in run.events() if event["event"] == "own_resume"]
+    assert given == ["out/model-8.pt", "out/model-4.pt"], story(run)
+    assert "Not used: out/model-8.pt: the script failed with it" in said
+    assert "starts at step 4" in (run.attempt_logs(2) / "rank-0.out").read_text()
+
+
+def test_an_exception_after_steps_that_were_seen_restarts_the_ranks(run: RunDirectory) -> None:
+    """Although it came within a minute, and before the first checkpoint."""
+    code, said = as_found(run, *RESUMES, script=("--raises", "0:3"))
+    assert code == 0, said
+    assert (run.outcome() or {})["attempts"] == 2
+    assert re.search(r"restarting all ranks in place, because the attempt had completed \d+ steps?", said), said
+
+
+OWN_RANKS = """
+import multiprocessing, os, signal, sys
+import torch
+
+def train(rank, kills):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    for epoch in range(16):
+        if kills and rank == 1 and epoch == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+
+if __name__ == "__main__":
+    method, joins, kills = sys.argv[1], sys.argv[2] == "joins", sys.argv[3] == "kills"
+    context = multiprocessing.get_context(method)
+    ranks = [context.Process(target=train, args=(rank, kills), name=f"trainer-{rank}") for rank in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks if joins else ():
+        one.join()
+    helper = context.Process(target=signal.pause)
+    helper.start()
+    helper.terminate()
+    helper.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "joins", "kills"),
+    [
+        ("fork", "joins", "kills"),
+        ("fork", "leaves", "no"),
+        pytest.param("fork", "leaves", "kills", marks=pytest.mark.product),
+        pytest.param("spawn", "joins", "kills", marks=pytest.mark.product),
+        pytest.param("spawn", "leaves", "no", marks=pytest.mark.product),
+        pytest.param("forkserver", "joins", "kills", marks=pytest.mark.product),
+    ],
+)
+def test_a_process_of_the_script_that_was_killed_is_named_and_the_end_is_not_confirmed(
+    run: RunDirectory, tmp_path: Path, method: str, joins: str, kills: str
+) -> None:
+    """One that the script has ended is not. Without a death, the steps in these processes confirm the end."""
+    script = tmp_path / "own_ranks.py"
+    script.write_text(OWN_RANKS)
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--", method, joins, kills)
+    died = [(event["process"], event["code"]) for event in run.events() if event["event"] == "child_died"]
+    assert died == ([("trainer-1", -9)] if kills == "kills" else []), story(run)
+    assert done.returncode == (UNCONFIRMED if kills == "kills" else 0), done.stderr
+    assert ("process trainer-1 (pid " in str((run.outcome() or {})["reason"])) is (kills == "kills")
+    check_history(run.events())
+
+
 def test_a_script_that_lists_its_folder_does_not_find_what_a_killed_save_has_left(
     run: RunDirectory, tmp_path: Path
 ) -> None:

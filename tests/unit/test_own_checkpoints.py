@@ -18,7 +18,7 @@ from clusterddp.events import sentence
 from clusterddp.jobdef.job import Job, Limits, Resume
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
-from clusterddp.supervisor.limits import exceeded, progress
+from clusterddp.supervisor.limits import exceeded, new_checkpoints, progress
 from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
 from clusterddp.worker.own_saves import ResumeWatch
@@ -434,6 +434,56 @@ def test_a_script_that_saves_and_soon_fails_at_the_same_line_each_time_is_not_re
         assert verdict.because == (
             "3 attempts in a row failed with the same exception at the same line and step, each in less than 10 minutes"
         )
+
+
+@pytest.mark.parametrize(
+    ("loaded", "unread", "written", "counted"),
+    [
+        ("c-300.pt", False, ["c-100.pt", "c-300.pt", "c-400.pt"], ["c-400.pt"]),
+        ("c-300.pt", True, ["c-300.pt"], []),
+        ("1-c-300.pt", False, ["2-c-100.pt"], ["2-c-100.pt"]),
+        ("last.pt", False, ["last.pt"], ["last.pt"]),
+        ("last.pt", True, ["last.pt"], []),
+        ("c-300.pt", False, ["last.pt"], ["last.pt"]),
+        ("slot-1.pt", False, ["slot-0.pt", "slot-1.pt", "slot-0.pt"], ["slot-0.pt"]),
+        (None, False, ["c-100.pt"], ["c-100.pt"]),
+    ],
+)
+def test_a_checkpoint_counts_if_it_is_further_than_the_one_that_was_loaded(
+    loaded: str | None, unread: bool, written: list[str], counted: list[str]
+) -> None:
+    """A script that begins again writes the same ones once more. Files that are written in turn have small numbers."""
+    own = [event(1, 0.0, "own_resume", file=loaded)] if loaded else []
+    own += [event(1, 1.0, "not_read", file=loaded)] if unread else []
+    own += [event(1, 2.0 + number, "own_checkpoint", file=file) for number, file in enumerate(written)]
+    assert [one["file"] for one in new_checkpoints(own)] == counted
+
+
+def test_attempts_that_begin_again_end_the_run_after_three(run: RunDirectory) -> None:
+    """Their checkpoints are new files, but no progress."""
+    events: list[dict[str, Any]] = []
+    for attempt in range(4):
+        again = [event(attempt, 0.1, "own_resume", file="a-8.pt"), event(attempt, 0.2, "not_read", file="a-8.pt")]
+        events += [event(attempt, 0.0, "started"), *(again if attempt else [])]
+        events += [event(attempt, 5.0, "own_checkpoint", file="a-8.pt"), event(attempt, 9.0, "restarted")]
+    assert exceeded(job(), events[:-5], 40.0) is None
+    assert exceeded(job(), events, 40.0) is not None
+
+
+def test_a_checkpoint_with_which_the_script_failed_is_taken_only_if_there_is_no_other(run: RunDirectory) -> None:
+    zipped(run.path / "b.pt")
+    at(run.path / "b.pt", 110)
+    failed = [event(0, 50.0, "started"), event(1, 120.0, "own_checkpoint_rejected", file="b.pt", written=110.0)]
+    own, said = begun(run, 2, failed)
+    assert own.newest is not None and own.newest.path == f"{run.path}/b.pt" and "Not used" not in said
+    zipped(run.path / "a.pt")
+    at(run.path / "a.pt", 100)
+    own, said = begun(run, 2, failed)
+    assert own.newest is not None and own.newest.path == f"{run.path}/a.pt"
+    assert said.endswith("Not used: b.pt: the script failed with it")
+    at(run.path / "b.pt", 130)  # written again
+    own, _ = begun(run, 2, failed)
+    assert own.newest is not None and own.newest.path == f"{run.path}/b.pt"
 
 
 def test_a_failure_says_which_arguments_were_added(run: RunDirectory) -> None:
