@@ -51,6 +51,8 @@ from clusterddp.worker.signals import ScriptSignal
 SCRIPT_LOOP = "clusterddp.training.script_loop"
 USING_CLUSTERDDP = {SCRIPT_LOOP, "clusterddp.worker.function"}
 JOIN_TIMEOUT_S = 600.0
+#: The variables without which a rank cannot reach its supervisor.
+_NEEDED = (protocol.LAUNCHER, protocol.RUN_DIR, protocol.ATTEMPT, protocol.SUPERVISOR, protocol.TOKEN)
 #: Between two looks for a newer attempt, by a rank without a supervisor.
 FENCE_S = 2.0
 #: Characters of an exception's message, and of its traceback, that are recorded: the beginning and the end.
@@ -63,6 +65,12 @@ def main() -> None:
     A child that the script has forked and that returns here also exits, without a report, as it is not a rank.
     """
     started, process = time.time(), os.getpid()
+    if lacking := [name for name in _NEEDED if name not in os.environ]:
+        say(
+            f"this rank's environment lacks {' and '.join(lacking)}. What starts Python here, such as a container, "
+            "must pass on the environment that it gets from srun"
+        )
+        raise SystemExit(1)
     os.register_at_fork(after_in_child=_forget_in_child)
     faulthandler.enable()  # for its own crashes, whose stacks failures/stack_traces.py reads
     # Torch's watchdog aborts every rank of a failed NCCL job. Their core files would be as large as their memory.

@@ -52,6 +52,12 @@ def test_ctrl_c_while_a_command_imports_ends_it_without_a_traceback(entry: str, 
     assert said(command, 130, env={**os.environ, "PYTHONPATH": str(tmp_path)}) in ("", "clusterddp: interrupted\n")
 
 
+def test_a_rank_without_the_environment_of_its_launcher_says_what_is_missing(tmp_path: Path) -> None:
+    """As in a container that starts with an empty one."""
+    words = said([sys.executable, "-m", "clusterddp.worker", "train.py"], 1, env={}, cwd=tmp_path)
+    assert "CLUSTERDDP_LAUNCHER" in words and "CLUSTERDDP_SUPERVISOR" in words
+
+
 def test_ctrl_c_ends_logs_that_follow(run: RunDirectory) -> None:
     log = run.attempt_logs(run.create_attempt()) / "rank-0.out"
     log.write_text("a line\n")
