@@ -45,7 +45,8 @@ ORDERS: Mapping[str, str] = {
 #: Reasons of the order to stop, others are in ``supervisor/attempt_state.Stop``: the time limit, and what a user asks
 #: for, of which Slurm sends no signal.
 TIME_LIMIT, HOLD, REQUEUE, DRAIN = "time limit", "clusterddp tell stop", "clusterddp requeue", "clusterddp tell drain"
-REQUESTED_STOPS = frozenset((HOLD, REQUEUE, DRAIN))
+GPU_HOURS = "limits.gpu_hours"
+REQUESTED_STOPS = frozenset((HOLD, REQUEUE, DRAIN, GPU_HOURS))
 #: Events that are not written into the history.
 CHANNEL_EVENTS: Mapping[str, Message] = {
     "joined": Message("host pid address", "made by the supervisor from a rank's first message"),

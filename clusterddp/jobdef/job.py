@@ -162,7 +162,8 @@ class Limits:
     attempts: int | None = None
     """The number of attempts, including the first."""
     gpu_hours: float | None = None
-    """Hours of all attempts times the GPUs of their ranks. Spare nodes are not counted. With device cpu, rank hours."""
+    """Hours of all attempts times the GPUs of their nodes, including spare nodes. With device cpu, rank hours. The run
+    saves and ends as soon as they are used up."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import Controller, Monitor
 from clusterddp.supervisor.history import History, Hook, StepLog
 from clusterddp.supervisor.launcher import Launcher, rank_command
-from clusterddp.supervisor.limits import lost_steps
+from clusterddp.supervisor.limits import gpu_hours_end, lost_steps
 from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.verdict import end_of_file, rank_ends
@@ -111,6 +111,7 @@ class Attempt:
         self._state = State(
             *(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement, swapped),
             made_before=lost_steps(events, number),
+            gpu_hours_end=gpu_hours_end(job, events, number, time.time(), sum(map(len, placement.recorded.values()))),
         )
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
         #: When each running timer expires, on the monotonic clock.

@@ -36,6 +36,7 @@ class Stop(enum.Enum):
     REQUEUE = protocol.REQUEUE
     DRAIN = protocol.DRAIN
     SWAP = "slow node"
+    GPU_HOURS = protocol.GPU_HOURS
 
 
 #: The reasons that come from the user, or the job definition: a stop for one of them has no deadline.
@@ -356,6 +357,8 @@ class State:
     #: How many steps of unknown number are repeated at least if the script begins again.
     made_before: int = 0
 
+    #: When the GPU hours that the run may use are used up, in unix seconds.
+    gpu_hours_end: float = math.inf
     hosts: PerRank[str] = field(default_factory=PerRank[str])
     #: The ranks that have called ``clusterddp.init()``, and whether each has connected to the other ranks since.
     connecting: PerRank[bool] = field(default_factory=PerRank[bool])

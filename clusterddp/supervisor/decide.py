@@ -475,7 +475,9 @@ def _due(state: State, now: float) -> tuple[Stop, str] | None:
         return stop, _WORDS[stop]
     if end_time is not None and now >= end_time - state.stop_margin_s:
         return Stop.TIME_LIMIT, f"the time limit is {max(0, round(end_time - now))} s away"
-    return None if state.wanted is None else (state.wanted, "")
+    if state.wanted is not None:
+        return state.wanted, ""
+    return (Stop.GPU_HOURS, "limits.gpu_hours is reached") if now >= state.gpu_hours_end else None
 
 
 def _on_request(state: State, request: Request, now: float) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -216,7 +217,7 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     made = attempts_made(events)
     if job.limits.attempts is not None and made >= job.limits.attempts:
         return f"limits.attempts ({job.limits.attempts}) reached"
-    hours = used_rank_hours(events, now, job.world_size) * (job.gpus_per_rank if job.device == "cuda" else 1)
+    hours = used_gpu_hours(job, events, now)
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
         return (
             f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used. Raise it with --change --set "
@@ -235,26 +236,45 @@ def attempts_made(events: Iterable[Mapping[str, Any]]) -> int:
     return len({event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS})
 
 
-def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size: int) -> float:
-    """Hours times ranks, from each attempt's first event to its last. The newest attempt's last to now.
+def gpu_hours_end(
+    job: Job, events: Iterable[Mapping[str, Any]], attempt: int, began: float, idle_nodes: int = 0
+) -> float:
+    """When ``limits.gpu_hours`` is reached, in unix seconds, if an attempt that begins now runs on. Infinite without a
+    limit. ``idle_nodes``: those of its job that have no ranks."""
+    if job.limits.gpu_hours is None:
+        return math.inf
+    start = {"event": "started", "attempt": attempt, "time": began}
+    left = job.limits.gpu_hours - used_gpu_hours(job, [*events, start], began)
+    return began + 3600 * left / _gpus(job, job.world_size, idle_nodes)
 
-    ``world_size``: for attempts whose record lacks it.
+
+def used_gpu_hours(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> float:
+    """Hours times GPUs, from each attempt's first event to its last. The newest attempt's last to now.
+
+    An attempt whose record lacks the number of its ranks counts with those of ``job``.
     """
     first: dict[int, float] = {}
     last: dict[int, float] = {}
-    ranks: dict[int, int] = {}
+    gpus: dict[int, int] = {}
     ended: set[int] = set()
     for event in events:
         if event["event"] not in WITHOUT_RANKS:
             first.setdefault(event["attempt"], event["time"])
         if event["event"] == "started" and is_count(event.get("ranks")):
-            ranks[event["attempt"]] = event["ranks"]
+            idle = sum(len(event[name]) for name in ("spares", "aside") if isinstance(event.get(name), list))
+            gpus[event["attempt"]] = _gpus(job, event["ranks"], idle)
         last[event["attempt"]] = event["time"]
         if event["event"] in ATTEMPT_ENDS:
             ended.add(event["attempt"])
     if first and max(first) not in ended:  # time after the end is time in the queue
         last[max(first)] = now
-    return sum((last[attempt] - start) * ranks.get(attempt, world_size) for attempt, start in first.items()) / 3600
+    usual = _gpus(job, job.world_size, 0)
+    return sum((last[attempt] - start) * gpus.get(attempt, usual) for attempt, start in first.items()) / 3600
+
+
+def _gpus(job: Job, ranks: int, idle_nodes: int) -> int:
+    """The GPUs of an attempt's nodes. With device cpu: its ranks, and those that its idle nodes could have."""
+    return (ranks + idle_nodes * job.ranks_per_node) * (job.gpus_per_rank if job.device == "cuda" else 1)
 
 
 def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:

@@ -145,6 +145,8 @@ class Recovery:
             # The limit was extended since, or the job was suspended, which does not use it up. The run continues.
             if cause is Cause.NONE and Stop.TIME_LIMIT.value in self._state.told:
                 return Cause.TIME_LIMIT
+            if cause is Cause.NONE and Stop.GPU_HOURS.value in self._state.told:
+                return Cause.GPU_HOURS
             if self._state.busy and not self._state.told and cause in (Cause.NONE, Cause.TIME_LIMIT):
                 return Cause.NODES_BUSY  # near the time limit, too, no rank was asked to stop for it
             return _WISHES.get(self._state.wanted, cause) if self._state.wanted and cause is Cause.NONE else cause

@@ -365,6 +365,7 @@ _FOLLOWS = {
     Cause.DRAIN_REQUESTED: Action.RESTART,
     Cause.SLOW_NODE: Action.RESTART,
     Cause.NODES_BUSY: Action.RESTART,
+    Cause.GPU_HOURS: Action.FAIL,
 }
 
 

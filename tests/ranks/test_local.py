@@ -86,6 +86,17 @@ def check_same(run: RunDirectory, reference: RunDirectory) -> None:
     assert differing(final_state(run), final_state(reference)) == []
 
 
+def test_a_run_saves_and_fails_as_soon_as_its_gpu_hours_are_used_up(tmp_path: Path) -> None:
+    """It was looked at between attempts only, and this one would have trained for minutes."""
+    run, limit = RunDirectory(tmp_path / "run"), ["--set", "limits.gpu_hours=0.004"]
+    done = submit(run, *TRAINING, *limit, "--", "--steps", "9000", "--pause", "0.05")
+    outcome = run.outcome()
+    assert done.returncode == 1 and outcome is not None, done.stderr
+    assert (outcome["state"], outcome["attempts"]) == ("failed", 1) and "limits.gpu_hours" in outcome["reason"]
+    assert outcome["step"] == run.metrics()[-1]["step"] + 1 > 0
+    assert [event["step"] for event in run.events() if event["event"] == "checkpoint"][-1] == outcome["step"]
+
+
 @pytest.fixture(scope="module")
 def stopped_twice(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Preempted, then interrupted with Ctrl-C and continued by the same command."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import math
 import os
 import queue
 import shutil
@@ -43,7 +44,7 @@ from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.attempt_state import ConnectionLost, Notice, PerRank, RankEvent, State, Stop
 from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import LocalLauncher, SlurmLauncher, srun_command
-from clusterddp.supervisor.limits import exceeded
+from clusterddp.supervisor.limits import exceeded, gpu_hours_end
 from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.verdict import Action
 from clusterddp.training.saving import between_interruptions_s
@@ -1710,6 +1711,27 @@ def test_a_result_may_have_any_name_of_the_scripts_own(run: RunDirectory) -> Non
     _, events = supervised(run, FakeController(Cause.NONE), {"end": "died", "error": "killed"})
     assert events == ["result", "started", "rank_failed", "restarted"]
     assert book(run.events(), time.time()).total_s and between_interruptions_s(run.events(), time.time())
+
+
+def test_idle_nodes_of_a_job_count_as_those_with_ranks() -> None:
+    """A spare, and a node that the ranks have left: two ranks each, for an hour."""
+    events = history((LIMIT, True))
+    events[0] |= {"ranks": 2, "spares": ["n2"], "aside": ["n3"]}
+    for hours, ended in ((6, True), (6.1, False)):
+        job = dataclasses.replace(JOB, limits=Limits(gpu_hours=hours))
+        assert (exceeded(job, events, now=events[-1]["time"]) is not None) == ended
+
+
+def test_an_attempt_may_use_what_the_ones_before_have_left() -> None:
+    """Two ranks have used an hour each, or half of one if the record ends there. Waiting is free."""
+    events = history((Cause.PREEMPTED.value, True))
+    for hours, left_s in ((3.0, 1800.0), (2.0, 0.0), (1.0, -1800.0)):
+        job = dataclasses.replace(JOB, limits=Limits(gpu_hours=hours))
+        assert gpu_hours_end(job, events, 1, 50_000.0) == pytest.approx(50_000.0 + left_s)
+        assert gpu_hours_end(job, events[:-1], 1, 50_000.0) == pytest.approx(50_000.0 + left_s + 1800.0)
+    job = dataclasses.replace(JOB, limits=Limits(gpu_hours=3.0))
+    assert gpu_hours_end(job, events, 1, 50_000.0, idle_nodes=1) == pytest.approx(50_900.0)
+    assert gpu_hours_end(JOB, events, 1, 50_000.0) == math.inf
 
 
 def test_time_in_the_queue_is_not_charged(run: RunDirectory) -> None:

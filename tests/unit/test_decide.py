@@ -512,6 +512,17 @@ def test_the_time_limit_is_watched_while_the_controller_does_not_answer() -> Non
     assert Broadcast("stop", "time limit") in actions(state, Timer.LOOK, NOW + 8990)
 
 
+def test_the_ranks_are_told_as_soon_as_the_gpu_hours_are_used_up() -> None:
+    """A preemption, a time limit or the user's own request goes before."""
+    state = dataclasses.replace(after(Notice(NOW + 9000)), gpu_hours_end=NOW + 50)
+    assert actions(state, Timer.LOOK, NOW + 49) == [AGAIN]
+    assert Broadcast("stop", Stop.GPU_HOURS.value) in actions(state, Timer.LOOK, NOW + 50)
+    told, _ = step(state, Timer.LOOK, NOW + 50)
+    assert Broadcast("stop", "time limit") in actions(told, Timer.LOOK, NOW + 8995)
+    held = dataclasses.replace(state, wanted=Stop.HOLD)
+    assert Broadcast("stop", Stop.HOLD.value) in actions(held, Timer.LOOK, NOW + 50)
+
+
 @pytest.mark.parametrize(
     ("time_s", "last_save_s", "margin"), [(None, 0.0, 120), (86400, 100.0, 310), (120, 0.0, 30), (120, 100.0, 30)]
 )
