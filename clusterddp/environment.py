@@ -333,8 +333,11 @@ def _shown(environ: Environ, *names: str) -> str:
 
 # --- processes that a rank starts inherit its variables
 
-#: The variables that make a process a rank, but for Slurm's, which each job and each step sets anew.
+#: srun chooses it for each step.
+_STEP_PORT = "SLURM_STEP_LAUNCHER_PORT"
+#: The variables that make a process a rank, but for Slurm's, which each step sets anew.
 _OF_A_RANK = (
+    _STEP_PORT,
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     *("PMIX_NAMESPACE", "PMIX_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
@@ -381,6 +384,10 @@ def drop_inherited(environ: MutableMapping[str, str]) -> None:
     rank = _RankProcess.inherited(environ)
     if rank is None or rank.step == _step(environ):
         return
+    if _STEP_PORT in rank.values and environ.get(_STEP_PORT) == rank.values[_STEP_PORT]:
+        # The batch step of 22.05 sets neither these variables nor removes those that sbatch got from the rank's step.
+        for name in [name for name in environ if re.match("SLURM_(STEP_|STEPID|SRUN_|LAUNCH_)", name)]:
+            del environ[name]
     for name in FOR_RANKS:
         environ.pop(name, None)
     for inherited, value in rank.values.items():

@@ -71,3 +71,32 @@ def test_a_rank_that_saves_after_a_notice_outlives_its_peers(clusters: Any, runs
     assert (run.path / "own.txt").read_text() == "first half, second half", story(run)
     assert [event["event"] for event in run.events() if "cause" in event] == ["requeued"], story(run)
     cluster.drain_jobs()
+
+
+SUBMITS = f"""
+import os, subprocess, sys
+{TRAINING}
+CHILD = "import clusterddp; ctx = clusterddp.init(); print('rank', ctx.rank, 'of', ctx.world_size)"
+for batch in run.steps(8):
+    train(batch)
+    if run.step == 2 and ctx.is_main:
+        for number, launcher in enumerate(("", "srun --ntasks=1 ")):
+            command = f"{{launcher}}{{sys.executable}} -c \\"{{CHILD}}\\""
+            output = os.path.join(sys.argv[1], f"submitted-{{number}}.out")
+            subprocess.run(["sbatch", "--partition=low", "--output", output, "--wrap", command], check=True)
+"""
+
+
+@pytest.mark.product
+def test_a_job_that_a_rank_submits_is_no_rank_of_the_run(cluster: Any, runs_on: Any) -> None:
+    """It inherits RANK and, in its batch step (22.05), the rank's SLURM_STEP_* variables."""
+    folder = runs_on(cluster)
+    script, run = folder / "submits.py", RunDirectory(folder / "run")
+    script.write_text(SUBMITS)
+    script.chmod(0o644)
+    shape = ["--nodes", "1", "--gpus", "2", "--device", "cpu", "--partition", "low", "--run-dir", run.path]
+    cluster.run([cluster.python, "-m", "clusterddp.submit", script, *shape, "--", folder], cwd=cluster.source)
+    assert wait_for_outcome(run) == "completed", story(run)
+    wait_until(lambda: not cluster.run(["squeue", "--noheader"]).stdout, "the end of the submitted jobs")
+    batch_step, step = ((folder / f"submitted-{number}.out").read_text() for number in (0, 1))
+    assert "is the batch shell of job" in batch_step and "rank 0 of 1\n" in step

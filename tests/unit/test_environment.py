@@ -387,13 +387,16 @@ def test_a_number_of_five_thousand_digits_is_an_error_that_names_the_variable(na
 
 def test_a_job_that_a_rank_submits_gets_none_of_the_ranks_variables() -> None:
     """But for those that a launcher in the new job has set since."""
-    rank = {**TORCHRUN, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", **{str(name): "own" for name in FOR_RANKS}}
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_LAUNCHER_PORT": "40123"}
+    rank = {**TORCHRUN, "SLURM_JOB_ID": "7", **step, **{str(name): "own" for name in FOR_RANKS}}
     del rank[RANK_PROCESS]
     mark(rank, joined=True)
-    submitted = {**rank, "SLURM_JOB_ID": "8", "SLURM_STEP_ID": "batch", "SLURM_PROCID": "0", "WORLD_SIZE": "64"}
-    drop_inherited(submitted)
-    left = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "batch", "SLURM_PROCID": "0", "WORLD_SIZE": "64"}
-    assert submitted == {name: value for name, value in rank.items() if name not in (*TORCHRUN, *FOR_RANKS)} | left
+    batch_step = {"SLURM_JOB_ID": "8", "SLURM_PROCID": "0", "WORLD_SIZE": "64"}
+    drop_inherited(submitted := {**rank, **batch_step})
+    assert submitted == batch_step
+    own_step = {"SLURM_JOB_ID": "8", **step, "SLURM_STEP_LAUNCHER_PORT": "40124"}
+    drop_inherited(submitted := {**rank, **own_step})
+    assert submitted == own_step
 
 
 def test_a_rank_and_its_own_children_keep_its_variables() -> None:
