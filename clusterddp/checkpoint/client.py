@@ -30,7 +30,6 @@ from clusterddp.checkpoint.file_format import LONGEST_HEADER, Tensor, offsets
 from clusterddp.checkpoint.state_dict import TORCH_DTYPES, Layout, Packed, anonymous_file, free_memory, tensor_facts
 from clusterddp.distributed.devices import blocking_event, device_thread, pin_memory, unpin_memory
 from clusterddp.errors import CheckpointError, Superseded
-from clusterddp.failures.exit_status import killed
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command, oom_kills
 from clusterddp.reporter import in_words, say, what_failed
@@ -388,6 +387,8 @@ class CheckpointClient:
         if not known:
             return "has exited, and its exit code was taken by the script (os.wait(), or SIGCHLD ignored)"
         if code == -signal.SIGKILL:
+            from clusterddp.failures.exit_status import killed
+
             return killed(oom_kills() > self._oom_kills)
         return f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exited with code {code}"
 
