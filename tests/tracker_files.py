@@ -15,14 +15,15 @@ Point = tuple[int, Any]
 
 
 def counted(run: RunDirectory) -> list[dict[str, Any]]:
-    """The metrics lines that count, by the rule, in the order of steps."""
+    """The metrics lines of steps that count, by the rule, in the order of steps."""
     lines = [json.loads(text) for text in run.metrics_file.read_text().splitlines()]
     events = [json.loads(text) for text in run.events_file.read_text().splitlines()]
     begun = {event["attempt"]: event["step"] for event in events if event["event"] == "resumed"}
     kept = [
         line
         for line in lines
-        if not any(later > line["attempt"] and step <= line["step"] for later, step in begun.items())
+        if "event" not in line
+        and not any(later > line["attempt"] and step <= line["step"] for later, step in begun.items())
     ]
     return sorted(kept, key=lambda line: int(line["step"]))
 

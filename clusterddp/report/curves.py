@@ -78,14 +78,13 @@ class Metrics:
     lines: int = 0
 
 
-def read_metrics(run: RunDirectory, events: Iterable[Mapping[str, Any]] = ()) -> Metrics:
-    """Reads metrics.jsonl. Its errors are in the notes. ``events``: the history, which has the values that the script
-    logged outside its steps."""
+def read_metrics(run: RunDirectory) -> Metrics:
+    """Reads metrics.jsonl. Its errors are in the notes."""
     found, left_out, wrong, torn = Metrics(), set[str](), 0, False
     try:
         with open_binary(run.metrics_file) as file:
             lines = records.WholeLines(file)
-            read = records.parsed(lines, records.METRICS)
+            read = records.parsed(lines, records.LOGGED)
             while together := list(islice(read, _TOGETHER)):
                 wrong += sum(error is not None for _, error in together)
                 known = (line for line, _ in together if line is not None)
@@ -96,10 +95,6 @@ def read_metrics(run: RunDirectory, events: Iterable[Mapping[str, Any]] = ()) ->
         pass
     except OSError as error:
         found.notes.append(f"could not read metrics.jsonl: {error.strerror}")
-    lines_read, first = found.lines, dict(found.first)
-    for result in filter(None, map(records.result_line, events)):
-        _add(found, [result], left_out)
-    found.lines, found.first = lines_read, first
     if wrong:
         found.notes.append(f"{counted(wrong, 'line')} of metrics.jsonl skipped, because another program wrote them")
     if torn:

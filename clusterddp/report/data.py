@@ -76,7 +76,7 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
     ranks = ranks_over_time(timings.intervals, within, max(LEAST_PARTS, PARTS * buckets // BUCKETS))
     gpus = gpu_rows(timings.intervals)
     timings = Timings()  # to free them before the metrics are read
-    metrics = read_metrics(run, events)
+    metrics = read_metrics(run)
     counted_until = _tried("the attempts", lambda: limits(run, events, metrics), notes) or {}
     notes += metrics.notes
     notes += _absent(run, events, metrics, state)

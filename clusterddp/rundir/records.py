@@ -64,11 +64,14 @@ Schema = Mapping[str, Callable[[Any], bool]]
 
 #: A line of events.jsonl. The other keys depend on the event; those of ``result`` are chosen by the script.
 EVENT: Schema = {"time": is_time, "attempt": is_count, "event": is_text, "step": optional(is_count)}
-#: A line of metrics.jsonl.
-METRICS: Schema = {"step": is_count, "attempt": is_count}
+#: A line of metrics.jsonl: of a step, or with ``"event": "result"`` what the script logged outside a step.
+LOGGED: Schema = {"step": is_count, "attempt": is_count}
+#: A line of a step. Readers of these pass over the others.
+METRICS: Schema = {**LOGGED, "event": lambda value: value is None}
+_RESULT: Schema = {**LOGGED, "event": lambda value: value == "result"}
 #: Keys of such a line that are not metrics, and names that a value cannot have, including those of an event.
-NOT_METRICS = frozenset(("step", "time", "attempt"))
-NOT_VALUES = NOT_METRICS | {"event", "rank"}
+NOT_METRICS = frozenset(("step", "time", "attempt", "event"))
+NOT_VALUES = NOT_METRICS | {"rank"}
 OUTCOME: Schema = {
     "state": is_text,
     "step": optional(is_count),
@@ -78,7 +81,7 @@ OUTCOME: Schema = {
 #: What an attempt resumed from: the step, and the checkpoint's attempt and step.
 RESUMED: Schema = {
     "step": is_count,
-    "parent": optional(lambda parent: schema_error(parent, METRICS) is None),
+    "parent": optional(lambda parent: schema_error(parent, LOGGED) is None),
 }
 
 
@@ -93,15 +96,13 @@ def schema_error(value: Any, schema: Schema) -> str | None:
 
 
 def result_line(event: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An event ``result`` as a metrics line of the last step before it: what the script logged outside a step, such as
-    an evaluation behind the loop. None for any other event.
-
-    Events count steps, and metrics number them from 0.
+    """An event ``result`` as a metrics line: what the script logged outside a step, such as an evaluation behind the
+    loop. None for any other event.
     """
     if event["event"] != "result" or not is_count(event.get("step")):
         return None
     values = {name: value for name, value in event.items() if name not in NOT_VALUES}
-    return {"step": max(0, event["step"] - 1), "time": event["time"], "attempt": event["attempt"], **values}
+    return {"step": event["step"], "time": event["time"], "attempt": event["attempt"], **values}
 
 
 _FLOATS = {text: float(text) for text in ("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf")}  # the last three: 0.1
@@ -261,7 +262,13 @@ def parse(line: bytes, schema: Schema | None) -> tuple[dict[str, Any] | None, st
         value = json.loads(str(written, errors="surrogatepass"))
     except (ValueError, RecursionError) as error:
         return None, None if b"\0" in line else f"not JSON: {error}"
+    return _checked(value, schema)
+
+
+def _checked(value: Any, schema: Schema | None) -> tuple[dict[str, Any] | None, str | None]:
     wrong = schema_error(value, schema or {})
+    if wrong is not None and schema is METRICS and schema_error(value, _RESULT) is None:
+        return None, None
     return (value, None) if wrong is None else (None, wrong)
 
 
@@ -290,8 +297,7 @@ def parsed(lines: Iterable[bytes], schema: Schema | None) -> Iterator[tuple[dict
             yield from (parse(line, schema) for line in together)
             continue
         for value in values:
-            wrong = schema_error(value, schema or {})
-            yield (value, None) if wrong is None else (None, wrong)
+            yield _checked(value, schema)
 
 
 def counts(first_steps: Mapping[int, int]) -> Callable[[Mapping[str, Any]], bool]:

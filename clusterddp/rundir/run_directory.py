@@ -172,7 +172,8 @@ class RunDirectory:
 
     JSON has no NaN and no infinity. They are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``,
     which ``float()`` and ``pandas.to_numeric`` read. Lines below a step are on disk before the checkpoint of that step
-    is committed. Outside a step, ``run.log()`` writes the event ``result`` instead.
+    is committed. What ``run.log()`` logs outside a step, such as an evaluation after the loop, is a line with
+    ``"event": "result"`` and the number of steps completed so far.
     """
     timing_file = _Below("timing.jsonl")
     """What the steps of each rank spent their time on, in intervals.
@@ -372,16 +373,16 @@ class RunDirectory:
 
         A line (attempt a, step s) counts unless a later attempt resumed at a checkpoint S <= s.
         """
-        return self._counted()
+        return self._counted(records.METRICS)
 
-    def _counted(self, more: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        lines = list(records.read_lines(self.metrics_file, records.METRICS))
-        counted = map(records.with_floats, filter(self._counts(lines), [*lines, *more]))
+    def _counted(self, schema: records.Schema) -> list[dict[str, Any]]:
+        lines = list(records.read_lines(self.metrics_file, schema))
+        counted = map(records.with_floats, filter(self._counts(lines), lines))
         return sorted(counted, key=lambda line: (line["step"], line["attempt"]))
 
     def logged(self) -> list[dict[str, Any]]:
-        """``metrics()``, with what the script logged outside its steps behind the line of the last step before it."""
-        return self._counted(line for event in self.events() if (line := records.result_line(event)) is not None)
+        """``metrics()``, and the lines of what the script logged outside its steps."""
+        return self._counted(records.LOGGED)
 
     def newest_metrics(self) -> dict[str, Any] | None:
         """The last of ``metrics()``, or None. Reads only the end of the file."""

@@ -27,7 +27,7 @@ def main() -> int:
         raise UsageError("usage: python -m clusterddp.trackers RUN, with a run directory")
     run = RunDirectory(sys.argv[1])
     check_run(run)
-    if not run.exists() or run.outcome() is None:
+    if not run.exists() or (outcome := run.outcome()) is None:
         raise RunDirectoryError(
             f"{run} holds no run that has ended. A run that continues sends the missing values automatically"
         )
@@ -43,6 +43,7 @@ def main() -> int:
         return 0
     orders = Orders(committed)
     orders.ended = orders.clean = True
+    orders.complete = outcome["state"] == "completed"
     codes = [_send(name, run, options, orders) for name, options in trackers.items()]
     return max(codes)
 

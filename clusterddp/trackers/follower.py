@@ -1,9 +1,10 @@
 """The process that sends a run's metrics to one tracker, beside the training.
 
 ``python -m clusterddp.trackers.follower ARGUMENTS``, a JSON object. Rank 0 starts it, and sends the step of each
-committed checkpoint on standard input, one per line, and at last ``end``. A problem is one line on standard output. The
-output of the tracker's package goes to standard error. The metrics come from ``metrics.jsonl``, the truth about what
-counts, so that values survive if this process is killed: the next attempt begins with those that the tracker lacks.
+committed checkpoint on standard input, one per line, and at last ``complete``, ``end`` or ``error``. A problem is one
+line on standard output. The output of the tracker's package goes to standard error. The metrics come from
+``metrics.jsonl``, the truth about what counts, so that values survive if this process is killed: the next attempt
+begins with those that the tracker lacks.
 """
 
 from __future__ import annotations
@@ -60,13 +61,16 @@ class Follower:
         self._lines = Lines(run.metrics_file, counts(run.first_steps()), tracker.first)
         self._committed = -1
 
-    def send(self, committed: int) -> None:
-        """Sends new lines: the steps below a checkpoint, or all if the tracker is live. Raises Superseded."""
+    def send(self, committed: int, rest: bool = False) -> None:
+        """Sends new lines: those below a checkpoint, or all if the tracker is live, or for the ``rest``.
+
+        Raises Superseded.
+        """
         more = committed > self._committed
         if more:
             self._check_newest()
         self._committed = committed
-        for line in self._lines.below(math.inf if self._tracker.live else committed):
+        for line in self._lines.below(math.inf if self._tracker.live or rest else committed):
             self._add(line)
         sent = self._tracker.flush(committed if more else None)
         if more:
@@ -94,7 +98,8 @@ class Orders:
 
     def __init__(self, committed: int) -> None:
         self.committed = committed
-        self.ended = self.clean = False
+        #: Whether no more lines follow, the script has not failed, and no attempt follows.
+        self.ended = self.clean = self.complete = False
         self._rest = b""
 
     def wait(self, seconds: float | None) -> None:
@@ -107,7 +112,7 @@ class Orders:
             if line.isdigit():
                 self.committed = int(line)
             else:
-                self.ended, self.clean = True, line == b"end"
+                self.ended, self.clean, self.complete = True, line != b"error", line == b"complete"
         self.ended |= not said
 
 
@@ -144,6 +149,7 @@ def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any
             while not orders.ended:
                 orders.wait(PERIOD_S if tracker.live else None)
                 follower.send(orders.committed)
+            follower.send(orders.committed, rest=orders.complete)
             follower.close(orders.clean)
     except Superseded:
         raise

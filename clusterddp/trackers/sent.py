@@ -20,7 +20,7 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.rundir.files import open_binary, write_json
-from clusterddp.rundir.records import METRICS, Schema, is_count, is_text, optional, parse, read_json, with_floats
+from clusterddp.rundir.records import LOGGED, Schema, is_count, is_text, optional, parse, read_json, with_floats
 from clusterddp.rundir.run_directory import RunDirectory
 
 _SCHEMA: Schema = {
@@ -95,7 +95,7 @@ class Lines:
 
     def _peek(self) -> Line | None:
         while self._next is None and (self._unparsed or self._read()):
-            line, _ = parse(self._unparsed.popleft(), METRICS)
+            line, _ = parse(self._unparsed.popleft(), LOGGED)
             if line is not None and line["step"] >= self._first and self._counts(line):
                 self._next = line
         return self._next

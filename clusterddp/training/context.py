@@ -441,7 +441,8 @@ class Context(Loaders):
         saver = Saver(read.run_dir, self.attempt, group, report, replace(read.job.checkpoint, keep=keep))
         times = step_times(parts, group.device, group.world_size)
         profiling = Profiling(read, self.attempt, group.device, report, heartbeat.pause)
-        tracking = Tracking(read.run_dir if group.rank == 0 else None, read.job, self.attempt, report)
+        job = replace(read.job, seed=read.seed)
+        tracking = Tracking(read.run_dir if group.rank == 0 else None, job, self.attempt, report)
         self._stopping.saver, saver.on_commit = saver, tracking.committed
         heartbeat.timing, heartbeat.on_device = times.told, times.on_device
         agreement, deadline = self._agreement, self._stopping.deadline
@@ -580,7 +581,7 @@ class Context(Loaders):
             self._progress.close()
         if services is not None:
             services.saver.close(clean, complete)
-            services.tracking.end(clean)
+            services.tracking.end(clean, complete)
         if clean:
             self._group.close(ending=not restore_handlers)
         if services is not None:

@@ -268,8 +268,8 @@ class Run:
     def log(self, *unnamed: NoReturn, reduce: logged.Reduction | None = None, **values: Any) -> None:
         """Logs metrics of the current step to metrics.jsonl: rank 0's values, merged over the calls in a step.
 
-        Logs the values that tensors have at the call, and never waits for a GPU. Outside a step the values are recorded
-        in the history as a ``result``.
+        Logs the values that tensors have at the call, and never waits for a GPU. Outside a step, as after the loop, the
+        values belong to the state after ``step`` steps, and are also in the history as a ``result``.
 
         Args:
             unnamed: refuses a value without its name, such as a dict.
@@ -294,8 +294,10 @@ class Run:
             return
         if reduce is not None:
             raise RuntimeError("run.log(reduce=...) works only in a step. Use ctx.all_reduce_mean() on all ranks")
-        logged.Values(keeps_own=False).add(values)
+        outside = logged.Values(keeps_own=self._group.rank == 0)
+        outside.add(values)
         if self._group.rank == 0:
+            self._saver.log_outside(self.step, outside.take())
             result = {name: finite(logged.number(name, value)) for name, value in values.items()}
             self._report("result", step=self.step, **result)
             if self._done and (best := self._best_metric) in values:

@@ -51,6 +51,8 @@ class _Line:
     step: int
     time: float
     logged: Logged
+    #: Whether the script logged it outside a step.
+    outside: bool = False
 
 
 class Metrics:
@@ -82,11 +84,11 @@ class Metrics:
         self.doubtful = False
         self._not_finite: set[str] = set()
 
-    def add(self, step: int, logged: Logged) -> None:
-        """Takes the values of a completed step. For the training thread."""
+    def add(self, step: int, logged: Logged, outside: bool = False) -> None:
+        """Takes the values of a completed step, or those logged ``outside`` one. For the training thread."""
         if self.receiver is not None and logged.reduced:
             self.receiver.expect(step)
-        line = _Line(step, time.time(), logged)
+        line = _Line(step, time.time(), logged, outside)
         self._pending.append(line)
         if logged.copied:
             self._on_gpus.append(logged)
@@ -179,6 +181,7 @@ class Metrics:
         if line.logged.reduced:
             values = self._reduced(line, values)
         begin = f'{{"step": {line.step}, "time": {line.time!r}, "attempt": {self._attempt}'
+        begin += ', "event": "result"' if line.outside else ""
         try:
             text = _members(values)
         except ValueError:  # NaN or infinity
@@ -251,10 +254,10 @@ class Tracking:
         for process in self._processes:
             process.tell(str(step))
 
-    def end(self, clean: bool) -> None:
-        """No more lines follow."""
+    def end(self, clean: bool, complete: bool) -> None:
+        """No more lines follow. ``complete``: whether no attempt follows either."""
         for process in self._processes:
-            process.tell("end" if clean else "error")
+            process.tell("complete" if complete else "end" if clean else "error")
 
     def close(self, seconds: float, complete: bool = False) -> None:
         """Waits until the trackers have all that they can get, at most this many seconds, then ends them.

@@ -233,6 +233,11 @@ class Saver:
         if self._checkpoints is not None:
             self._checkpoint_client.prepare(state())
 
+    def log_outside(self, step: int, logged: Logged) -> None:
+        """Takes what rank 0 has logged outside a step, after ``step`` steps."""
+        if self._checkpoints is not None:
+            self._metrics.add(step, logged, outside=True)
+
     def log(self, step: int, logged: Logged, best_is_older: bool = False) -> None:
         """Takes the values of a completed step, on all ranks. Rank 0 notes whether the step is the best so far.
 

@@ -52,6 +52,7 @@ def test_tensorboard_has_each_counted_step_once_with_the_values_that_count(run: 
     """As TensorBoard's own reader has it after purging: the killed attempt's last steps are another attempt's."""
     lines = tracker_files.counted(run)
     assert [line["step"] for line in lines] == list(range(STEPS))
+    assert tracker_files.scalars(run, "final") == [(STEPS, 1.5)]
     assert tracker_files.scalars(run, "by") == [(line["step"], line["by"]) for line in lines]
     assert tracker_files.scalars(run, "loss") == [(line["step"], numpy.float32(line["loss"])) for line in lines]
 
@@ -66,6 +67,8 @@ def test_wandb_has_each_counted_step_once_with_the_values_that_count(run: RunDir
     """In the offline files of one W&B run, in the order in which `wandb sync` takes them."""
     files = tracker_files.in_wandb(run)
     rows = [row for _, rows in files for row in rows]
+    last = rows.pop()
+    assert (last["_step"], last["final"]) == (STEPS, 1.5)
     lines = tracker_files.counted(run)
     assert [(row["_step"], row["loss"], row["by"]) for row in rows] == [
         (line["step"], line["loss"], line["by"]) for line in lines
@@ -82,6 +85,7 @@ def test_mlflow_has_each_counted_step_once_with_the_values_that_count(run: RunDi
         assert [(metric.step, metric.value) for metric in history(name)] == [
             (line["step"], line[name]) for line in lines
         ]
+    assert [(metric.step, metric.value) for metric in history("final")] == [(STEPS, 1.5)]
     assert [metric.timestamp for metric in history("loss")] == [round(line["time"] * 1000) for line in lines]
     assert (found.info.status, found.info.run_name, found.data.params["seed"]) == ("FINISHED", "run", "0")
 

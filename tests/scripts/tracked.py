@@ -32,3 +32,4 @@ for (x,) in run.steps(steps):
         while sum(path.read_bytes().count(b"loss") for path in ctx.run_dir.glob(written)) < at - begun:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
+run.log(final=1.5)

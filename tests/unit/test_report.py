@@ -240,10 +240,13 @@ def test_report_list_and_status_name_the_same_newest_values(
     folder, lines = tmp_path / "sweep", steps(range(4), loss=0.5)
     over = {"state": "completed", "step": 4, "reason": "all ranks finished"}
     between = [event("result", step=2, accuracy=0.4), evaluated]
-    recorded_run(folder / "lr=0.1", [*begun, evaluated], metrics=lines, outcome=over)
-    recorded_run(folder / "lr=0.2", [*begun, *between], metrics=lines, outcome=over)
+    behind = {"step": 4, "time": BEGAN + 10, "attempt": 0, "event": "result", "accuracy": 0.9, "loss": 0.1}
+    before = {**behind, "step": 2, "time": BEGAN + 1, "accuracy": 0.4}
+    del before["loss"]
+    recorded_run(folder / "lr=0.1", [*begun, evaluated], metrics=[*lines, behind], outcome=over)
+    recorded_run(folder / "lr=0.2", [*begun, *between], metrics=[*lines[:2], before, *lines[2:], behind], outcome=over)
     lost = [*begun, evaluated, started(1), event("resumed", 1, step=2)]
-    recorded_run(folder / "lr=0.3", lost, metrics=[*lines, *steps([2], 1, loss=0.7)], holder=of_job())
+    recorded_run(folder / "lr=0.3", lost, metrics=[*lines, behind, *steps([2], 1, loss=0.7)], holder=of_job())
     record = Record(Job(name="net", module="net", device="cpu"), {f"lr=0.{n}": {"lr": f"0.{n}"} for n in (1, 2, 3)})
     (folder / SWEEP_FILE).write_text(record.to_yaml())
     wanted = {
@@ -266,8 +269,8 @@ def test_report_list_and_status_name_the_same_newest_values(
     }
     assert newest == wanted
     accuracy = next(one for one in reported[1]["metrics"] if one["name"] == "accuracy")
-    assert [point[:2] for point in accuracy["steps"]] == [[1, 0.4], [3, 0.9]]
-    assert [point[:2] for tail in reported[2]["metrics"][1]["discarded"] for point in tail["points"]] == [[3, 0.9]]
+    assert [point[:2] for point in accuracy["steps"]] == [[2, 0.4], [4, 0.9]]
+    assert [point[:2] for tail in reported[2]["metrics"][1]["discarded"] for point in tail["points"]] == [[4, 0.9]]
 
 
 def test_a_folder_of_another_user_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -265,7 +265,7 @@ def told(run: RunDirectory, job: Job, seconds: float = 60.0) -> list[dict[str, A
     tracking = Tracking(run, job, number, lambda event, **fields: events.append({"event": event, **fields}))
     tracking.begin(0)
     tracking.committed(2)
-    tracking.end(clean=True)
+    tracking.end(clean=True, complete=False)
     tracking.close(seconds)
     return events
 
@@ -351,7 +351,7 @@ def test_a_script_without_run_directory_has_no_trackers() -> None:
     none = Tracking(None, Job("digits", tensorboard=True), 0, lambda *_, **__: None)
     none.begin(0)
     none.committed(3)
-    none.end(clean=True)
+    none.end(clean=True, complete=False)
     none.close(0.0)
 
 
