@@ -360,6 +360,12 @@ TABLE = (
         r"^Dist(Backend|Network|Store)Error: |rank 0's store is unreachable", Blame.PEER, _REMOTE,
         "torch 2.4 to 2.13, TCPStore and the process groups; clusterddp", types=LIBRARIES | {"ClusterddpError"},
     ),
+    ErrorText(
+        r"^(_pickle\.|pickle\.)?UnpicklingError: Weights only load failed", Blame.SCRIPT,
+        "the file contains Python objects, which torch.load refuses. If you trust the file, set `env: "
+        "{TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD: \"1\"}` in the job definition", "torch 2.6 to 2.15, serialization.py",
+        types=frozenset(("UnpicklingError",)),
+    ),
     ErrorText(  # requests, redis and others have a ConnectionError of their own, without a number
         r"^Connection(Reset|Refused|Aborted)Error: \[Errno \d+\]|^BrokenPipeError: \[Errno \d+\]", Blame.PEER,
         "the other end closed the connection", "Python",

@@ -270,8 +270,9 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     for name, owner in {**texts, "resume.args": get(inner, "args"), "resume.replace": get(inner, "replace")}.items():
         for node in _texts(owner):
             wrong_text = program.wrong_placeholder(node.text)
-            if "checkpoint" in program.placeholders_in(node.text) and not patterns:
-                wrong_text = "{checkpoint} needs resume.checkpoint, the pattern of the script's checkpoints"
+            of_checkpoint = sorted(program.placeholders_in(node.text) & program.checkpoint_values("").keys())
+            if of_checkpoint and not patterns:
+                wrong_text = f"{{{of_checkpoint[0]}}} needs resume.checkpoint, the pattern of the script's checkpoints"
             if wrong_text:
                 mistakes.append(Mistake(node.place, f"{name}: {wrong_text}"))
 

@@ -25,6 +25,7 @@ from clusterddp.jobdef.yaml12 import Node
 #: The value of each name.
 PLACEHOLDERS: Mapping[str, str] = {
     "checkpoint": "the script's own checkpoint that the attempt continues from. It is empty without one",
+    "checkpoint_number": "the last number in that checkpoint's name, before the first dot. It is empty without one",
     "run_dir": "the run directory",
     "attempt": "the attempt's number, from 0",
     "node_rank": "the node's number, from 0",
@@ -51,6 +52,12 @@ def fill(text: str, values: Mapping[str, str]) -> str:
         return values.get(name, match[0])
 
     return _PLACEHOLDER.sub(replaced, text)
+
+
+def checkpoint_values(path: str) -> dict[str, str]:
+    """The placeholders of a checkpoint. ``path`` is empty without one."""
+    numbers = re.findall(r"\d+", Path(path).name.partition(".")[0])
+    return {"checkpoint": path, "checkpoint_number": numbers[-1] if numbers else ""}
 
 
 def fill_pattern(pattern: str, run_dir: str) -> str:

@@ -35,7 +35,7 @@ _WANTED_BYTES = 1 << 18
 _EVENT_NAME = re.compile(rb'"event": ?"(\w+)"')
 _BEGINNINGS = ("training", "resumed")
 #: The events that are read. The others may be many; of the checkpoints, only the newest is read.
-_READ = frozenset(("forked", "submitted", "started", "progress", "not_read", *_BEGINNINGS, *ATTEMPT_ENDS))
+_READ = frozenset(("forked", "submitted", "started", "progress", "not_read", "steps_seen", *_BEGINNINGS, *ATTEMPT_ENDS))
 #: How an attempt ends other than by completing the run.
 _STOPS = frozenset(ATTEMPT_ENDS) - {"completed"}
 
@@ -177,7 +177,9 @@ class _History:
         self.step = _newest(sorted(late, key=lambda event: event["time"]), "step")
         started: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
         self.newest_attempt: int = started.get("attempt", 0)
-        self.redone = _redone([event for event in late if event["attempt"] == self.newest_attempt])
+        own = [event for event in late if event["attempt"] == self.newest_attempt]
+        self.redone = _redone(own)
+        self.made = 1 if any(event["event"] == "steps_seen" for event in own) else None
         self.nodes = str(started.get("nodes", ""))
         self.local = bool(started) and "job" not in started
         self.started_job = started.get("job")
@@ -277,7 +279,7 @@ def _made(run: RunDirectory, history: _History) -> tuple[int | None, float | Non
     except OSError:  # another user's
         newest = None
     if newest is None or newest.made is None or newest.attempt < history.newest_attempt:
-        return None, None
+        return history.made, None
     steps = max(made or 0 for made in newest.steps)
     return newest.made, (newest.end - newest.begin) / steps if steps else None
 

@@ -23,7 +23,7 @@ from typing import Any
 from clusterddp import protocol
 from clusterddp.events import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.jobdef.job import Job, Resume
-from clusterddp.jobdef.program import OF_RANK, fill, fill_pattern, placeholders_in, shown_path
+from clusterddp.jobdef.program import OF_RANK, checkpoint_values, fill, fill_pattern, placeholders_in, shown_path
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import open_binary
@@ -121,7 +121,7 @@ class OwnCheckpoints:
             adds = bool(words) or resume.replace is not None
             return {**values, "patterns": self._patterns(), "from_start": adds}
         before_s = max(0.0, self._stopped() - found.newest.written)
-        words = [fill(word, {"checkpoint": found.newest.path}) for word in words]
+        words = [fill(word, checkpoint_values(found.newest.path)) for word in words]
         return {**values, **self._described(found.newest), "before_s": before_s, "arguments": words}
 
     def watch(self, ended: threading.Event, report: Callable[..., None]) -> None:
@@ -149,7 +149,7 @@ class OwnCheckpoints:
         """The job's variables. Each rank fills in the placeholders whose values depend on the rank."""
         path = self.newest.path if self.newest else ""
         known = {
-            "checkpoint": path,
+            **checkpoint_values(path),
             "run_dir": self._run,
             "attempt": str(self._number),
             "nodes": str(self._job.nodes),

@@ -167,10 +167,10 @@ def filled(command: list[str], ranks: environment.RankEnvironment) -> list[str]:
     """The command with this rank's values in place of the placeholders in its arguments, and in the job's variables."""
     if not any("{" in word for word in command) and protocol.PLACEHOLDERS not in os.environ:
         return command
-    from clusterddp.jobdef.program import fill
+    from clusterddp.jobdef.program import checkpoint_values, fill
 
     values = {
-        "checkpoint": os.environ.get(protocol.CHECKPOINT, ""),
+        **checkpoint_values(os.environ.get(protocol.CHECKPOINT, "")),
         "run_dir": os.environ[protocol.RUN_DIR],
         "attempt": os.environ[protocol.ATTEMPT],
         "node_rank": str(ranks.node_rank),

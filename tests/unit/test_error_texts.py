@@ -38,6 +38,8 @@ TEXTS = [
              "Cuda failure 2 'out of memory'"),
     (SCRIPT, "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     (SCRIPT, "MemoryError: "),
+    (SCRIPT, "UnpicklingError: Weights only load failed. This file can still be loaded, to do so you have two options, "
+             "do those steps only if you trust the source of the checkpoint."),
     (SCRIPT, "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you "
              "tried to allocate 400000000000 bytes. Error code 12 (Cannot allocate memory)"),
     # The script's kernels and calls.

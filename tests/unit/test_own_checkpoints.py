@@ -16,6 +16,7 @@ import pytest
 
 from clusterddp.events import sentence
 from clusterddp.jobdef.job import Job, Limits, Resume
+from clusterddp.jobdef.program import checkpoint_values
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import exceeded, new_checkpoints, progress
@@ -290,6 +291,18 @@ def test_another_number_of_ranks_begins_the_epoch_anew(run: RunDirectory, capsys
         same = Job(name="n", module="n", device="cpu", gpus_per_node=gpus)
         assert ("CLUSTERDDP_SAVED_ITEMS" in OwnCheckpoints(run, same, 1, events).saved()) == (gpus == 2)
     assert "stopped within an epoch, with 2 ranks. With 1, the batches differ" in capsys.readouterr().err
+
+
+def test_the_number_of_a_checkpoint_is_the_last_one_of_its_name() -> None:
+    """Some scripts take the number of a step or an epoch, instead of a file."""
+    names = {
+        "out-1/c-300": "300",
+        "e=3-step=0500.v2.ckpt": "0500",
+        "m_12.rank_0.pth": "12",
+        "out-1/last.pt": "",
+        "": "",
+    }
+    assert {name: checkpoint_values(name)["checkpoint_number"] for name in names} == names
 
 
 def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory) -> None:

@@ -38,6 +38,14 @@ def test_a_summary_says_what_a_run_has_done(tmp_path: Path) -> None:
     assert found.left_s == pytest.approx(0.5 * (500 - 121))
 
 
+def test_a_step_that_was_seen_counts_before_its_time_is_recorded(tmp_path: Path) -> None:
+    """Of a script whose steps have no numbers. Those of an earlier attempt do not count."""
+    seen = [event("steps_seen", rank=0), event("not_read", 1, rank=0, file="a.pt", redone=7)]
+    assert summarize(recorded_run(tmp_path / "a", [started(0), seen[0]])).made == 1
+    found = summarize(recorded_run(tmp_path / "b", [started(0), seen[0], started(1), seen[1]]))
+    assert (found.made, found.redone) == (None, 7)
+
+
 def test_lines_of_steps_that_are_repeated_do_not_count(tmp_path: Path) -> None:
     """The second attempt resumed at 100 and has not made a step: 100 of the 151 steps count."""
     found = summarize(recorded_run(tmp_path / "net-0", HISTORY, metrics=steps(range(151), loss=0.5)))
