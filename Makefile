@@ -158,6 +158,7 @@ bench-compare: .venv/ready
 
 bench-steady-state: .venv/ready
 	.venv/bin/python -m benchmarks.steady_state
+	.venv/bin/python -m benchmarks.steady_state_ddp
 
 bench-agreement: .venv/ready
 	.venv/bin/python -m benchmarks.steps.agreement

@@ -43,6 +43,7 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("steady-state", "benchmarks.steady_state"),
+    Benchmark("steady-state-ddp", "benchmarks.steady_state_ddp", 150),
     Benchmark("step-timing", "benchmarks.steps.step_timing", 90),
     Benchmark("agreement", "benchmarks.steps.agreement", 90),
     Benchmark("heartbeat", "benchmarks.steps.heartbeat", 90),

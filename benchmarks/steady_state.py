@@ -46,12 +46,12 @@ Measured = list[dict[str, float]]
 class Loops:
     """The ranks of both loops, each of which waits for its next block."""
 
-    def __init__(self, connections: dict[tuple[str, int], Connection]) -> None:
-        self._connections = connections
+    def __init__(self, connections: dict[tuple[str, int], Connection], ranks: int) -> None:
+        self._connections, self._ranks = connections, ranks
 
     def block(self, who: str, steps: int, pause_ms: float, count: bool = False) -> Measured:
         """Lets the ranks of a loop make a block. The figures are per step; ``count``: with the Python instructions."""
-        ranks = [self._connections[who, rank] for rank in range(RANKS)]
+        ranks = [self._connections[who, rank] for rank in range(self._ranks)]
         for connection in ranks:
             connection.send({"steps": steps, "pause": pause_ms / 1000, "count": count})
         return [{what: value / steps for what, value in connection.recv().items()} for connection in ranks]
@@ -62,17 +62,18 @@ class Loops:
 
 
 @contextmanager
-def both_loops() -> Iterator[Loops]:
-    """Starts the processes; ends them with the block."""
-    with tempfile.TemporaryDirectory() as name, Listener(f"{name}/socket", backlog=2 * RANKS) as listener:
+def both_loops(ranks: int = RANKS, layers: int = 4) -> Iterator[Loops]:
+    """Starts the processes; ends them with the block. ``layers``: of the model, each with two parameters."""
+    with tempfile.TemporaryDirectory() as name, Listener(f"{name}/socket", backlog=2 * ranks) as listener:
         folder, port = Path(name), free_port()
-        processes = [our_run(folder), *(bare_rank(folder, rank, port) for rank in range(RANKS))]
+        bare = (bare_rank(folder, rank, ranks, layers, port) for rank in range(ranks))
+        processes = [our_run(folder, ranks, layers), *bare]
         try:
             connections = {}
-            for _ in range(2 * RANKS):
+            for _ in range(2 * ranks):
                 connection = listener.accept()
                 connections[connection.recv()] = connection
-            loops = Loops(connections)
+            loops = Loops(connections, ranks)
             yield loops
             loops.end()
             if any(codes := [process.wait(60) for process in processes]):
@@ -83,15 +84,15 @@ def both_loops() -> Iterator[Loops]:
                 process.wait()
 
 
-def our_run(folder: Path) -> subprocess.Popen[bytes]:
+def our_run(folder: Path, ranks: int, layers: int) -> subprocess.Popen[bytes]:
     saves = ["--set", f"checkpoint.every={EVALUATED_EVERY} steps"]
-    run = local_run(SCRIPT, folder, RANKS, folder / "socket", "ours", options=saves)
+    run = local_run(SCRIPT, folder, ranks, folder / "socket", "ours", layers, options=saves)
     return subprocess.Popen(run, cwd=REPOSITORY)
 
 
-def bare_rank(folder: Path, rank: int, port: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(SCRIPT), str(folder / "socket"), "bare"]
-    return subprocess.Popen(command, cwd=REPOSITORY, env=torchrun_variables(rank, RANKS, port, 1))
+def bare_rank(folder: Path, rank: int, ranks: int, layers: int, port: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(SCRIPT), str(folder / "socket"), "bare", str(layers)]
+    return subprocess.Popen(command, cwd=REPOSITORY, env=torchrun_variables(rank, ranks, port, 1))
 
 
 # ---- the figures

@@ -84,9 +84,10 @@ class Instructions:
         return self._on_event
 
 
-def made() -> tuple[torch.nn.Module, TensorDataset]:
+def made(layers: int) -> tuple[torch.nn.Module, TensorDataset]:
     torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), TensorDataset(torch.randn(4096, 64))
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(layers)))
+    return model, TensorDataset(torch.randn(4096, 64))
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -99,9 +100,9 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.
     return loss
 
 
-def bare(blocks: Blocks) -> None:
+def bare(blocks: Blocks, layers: int) -> None:
     """A loop as in torch's DDP tutorial."""
-    module, dataset = made()
+    module, dataset = made(layers)
     model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     sampler = DistributedSampler(dataset)
@@ -118,12 +119,12 @@ def endless(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Iterat
         yield from loader
 
 
-def ours(blocks: Blocks) -> None:
+def ours(blocks: Blocks, layers: int) -> None:
     """The same as a run: logging, timing, the watchdog, saves, the best checkpoint, values of the script."""
     import clusterddp
 
     with clusterddp.init() as ctx:
-        module, dataset = made()
+        module, dataset = made(layers)
         model = ctx.wrap(module)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         loader = ctx.loader(dataset, batch_size=BATCH)
@@ -142,14 +143,14 @@ def ours(blocks: Blocks) -> None:
 
 
 def main() -> None:
-    """Who it is: ``ours`` or ``bare``."""
-    address, who = sys.argv[1:]
+    """Who it is, ``ours`` or ``bare``, and the layers of its model."""
+    address, who, layers = sys.argv[1:]
     torch.set_num_threads(1)
     if who == "bare":
         dist.init_process_group("gloo")
     with Client(address) as connection:
         connection.send((who, int(os.environ["RANK"])))
-        {"ours": ours, "bare": bare}[who](Blocks(connection))
+        {"ours": ours, "bare": bare}[who](Blocks(connection), int(layers))
     if who == "bare":
         dist.destroy_process_group()
 
