@@ -47,7 +47,7 @@ def cases(ranks: int) -> list[Case]:
         Case("fingerprints", "a comparison on a device with 90% of its memory in use", devices.fingerprints),
         Case("digits", "jobs/digits.yaml as it stands", training.digits, 2, 10),
         Case(
-            "costs", "a step beside DDP alone, a save beside torch's copies", costs.costs, 1, 20,
+            "costs", "a step of 1,000 parameters beside DDP alone, a save beside torch's copies", costs.costs, 1, 90,
             lambda sizes: 2 * sizes.pairs * sizes.megabytes / 1e4,
         ),
         Case(

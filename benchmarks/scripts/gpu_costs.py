@@ -1,17 +1,21 @@
 """What a step and a save cost beside the least that does the same, on GPUs (or, as a dry run, on CPUs).
 
 ``gpu_costs.py FILE --megabytes N``, under ``submit --local``: rank 0 writes FILE, lists of seconds in pairs. "step":
-blocks of steps in the loop of ctx.run, of DDP alone, and of the model without DDP. "stall": how long a save keeps the
-CPU, and copies of as many tensors into pinned memory that are only queued. "copies": the same until they are complete.
+blocks of steps of a model with 1,000 parameters in the loop of ctx.run, of DDP alone, and of the model without DDP.
+The last two get their batches from torch's DataLoader, and all copy each to the device once. "stall": how long a save
+keeps the CPU, and copies of as many tensors into pinned memory that are only queued. "copies": the same until they are
+complete.
 """
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 import clusterddp
 from clusterddp.checkpoint.client import Snapshot
@@ -25,7 +29,7 @@ parser.add_argument("--block", type=int, default=20, help="steps")
 options = parser.parse_args()
 ctx = clusterddp.init(seed=1)
 cuda = ctx.device.type == "cuda"
-WIDTH, LAYERS = 512, 8
+WIDTH, LAYERS = 128, 500  # two parameters each
 
 
 def net():
@@ -60,12 +64,23 @@ def trains(model):
 
 model = ctx.wrap(net())
 step, optimizer = trains(model)
-data = torch.utils.data.TensorDataset(torch.randn(1024, WIDTH))
+data = torch.utils.data.TensorDataset(torch.randn(64 * 32 * ctx.world_size, WIDTH))
 run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(data, batch_size=64))
 batches = run.steps((options.pairs + 1) * options.block + 1)
 bare = net()
 others = {"DDP": trains(DistributedDataParallel(net())), "bare": trains(bare)}
-fixed = torch.randn(64, WIDTH, device=ctx.device)
+
+
+def endless():
+    """Batches as of the loop of ctx.run, from a loop as in torch's DDP tutorial."""
+    sampler = DistributedSampler(data, ctx.world_size, ctx.rank)
+    loader = DataLoader(data, 64, sampler=sampler, drop_last=True, pin_memory=cuda)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
+plain_batches = endless()
 
 
 def ours():
@@ -76,8 +91,8 @@ def ours():
 
 def least(other):
     for _ in range(options.block):
-        (x,) = (fixed.to("cpu").to(ctx.device),) if cuda else (fixed.clone(),)
-        other(x)
+        (x,) = next(plain_batches)
+        other(x.to(ctx.device, non_blocking=True))
 
 
 found = {"step": {"ours": [], **{name: [] for name in others}}, "stall": {"ours": [], "pinned": []}}
