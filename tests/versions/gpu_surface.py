@@ -263,6 +263,8 @@ def text(figures: Mapping[str, Any]) -> str:
     lines.append(
         f"Looked up on {figures['date']}: {len(figures['names'])} names, {len(lacking)} of which some release lacks.\n"
     )
+    if later := figures.get("later"):  # added by hand, until all names are looked up again
+        lines.append(f"Used since then, and not looked up: {', '.join(f'`{name}`' for name in later)}.\n")
     lines.append(
         table(
             ("name", "used in", "missing in torch", "what clusterddp does there"),
