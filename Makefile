@@ -7,7 +7,7 @@
 #                    PYTHONS="python3.10 /opt/python3.13/bin/python3.13 ..."  ROWS="python3.10-torch2.4.1 slurm-sid ..."
 # make gpu-surface   which of the names of torch's CUDA builds that clusterddp uses are in torch 2.4 to the newest:
 #                    tests/versions/GPU_SURFACE.md; downloads 4 GB, and needs 3 GB of disk
-# make test-gpu-faults what the tests on stand-in devices find of twenty faults put into the code for GPUs; 10 minutes
+# make test-gpu-faults what the tests on stand-in devices find of the faults put into the code for GPUs; 10 minutes
 # make real-nccl     torch's own NCCL process group over stand-in CUDA and NCCL libraries: flight record, timeout,
 #                    suspension in torch 2.4 to the newest; RELEASES="2.4.1 newest" some of them
 # make pictures      docs/images, those of the README: a real run, and its report in Chromium

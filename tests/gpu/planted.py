@@ -24,6 +24,7 @@ RESULTS = Path(__file__).with_name("RESULTS.json")
 LEAST = 17
 ASYNCHRONY, EXACT = "test_asynchrony.py", "test_exact_resume.py"
 CHECKPOINTS, LOADERS, WRAPPING = "test_checkpoints.py", "test_loaders.py", "test_wrapping.py"
+GRAPHS = "test_graphs.py"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ FAULTS = [
     Fault(
         "a tensor on a device is pinned",
         "data/loader.py",
-        "tensor.pin_memory() if _is_on_host(tensor) else tensor",
+        "pinned(tensor) if _is_on_host(tensor) else tensor",
         "tensor.pin_memory()",
         LOADERS,
     ),
@@ -85,8 +86,8 @@ FAULTS = [
     Fault(
         "the event after the snapshot's copies is on another stream",
         "checkpoint/client.py",
-        "torch.cuda.current_stream(device).record_event(",
-        "torch.cuda.Stream(device).record_event(",
+        "(event, stream.record_event(blocking_event()))",
+        "(event, torch.cuda.Stream(stream.device).record_event(blocking_event()))",
     ),
     Fault(
         "the snapshot is copied on a stream that does not wait for the step",
@@ -97,7 +98,7 @@ FAULTS = [
     ),
     Fault(
         "the snapshot's memory is pinned for one device only",
-        "checkpoint/client.py",
+        "distributed/devices.py",
         "size, _PORTABLE)",
         "size, 0)",
         CHECKPOINTS,
@@ -154,9 +155,29 @@ FAULTS = [
     Fault(
         "only device 0's generator is seeded",
         "data/randomness.py",
-        "torch.cuda.default_generators[device.index or 0].manual_seed(seed)",
-        "torch.cuda.default_generators[0].manual_seed(seed)",
-        LOADERS,
+        "return torch.cuda.default_generators if torch.cuda.is_initialized() else ()",
+        "return torch.cuda.default_generators[:1] if torch.cuda.is_initialized() else ()",
+        EXACT,
+    ),
+    Fault(
+        "a replay of an optimizer's step does not count",
+        "distributed/torch_patches.py",
+        "for optimizer in _optimizers_in.get(graph, ()):",
+        "for optimizer in ():",
+        GRAPHS,
+    ),
+    Fault(
+        "the host does not wait for a device that is behind",
+        "distributed/devices.py",
+        "for event in self._steps[0].values():",
+        "for event in ():",
+    ),
+    Fault(
+        "restored tensors stay on the host",
+        "checkpoint/state_dict.py",
+        "device = devices.get(name) or _saved_device(tensor)",
+        "device = tensor.device",
+        CHECKPOINTS,
     ),
 ]
 
