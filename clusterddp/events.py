@@ -472,6 +472,10 @@ class UnevenCalls(_Explained):
     """some ranks call `run.every()` more often than others. Recorded once"""
 
 
+class ShortEpochs(_Explained):
+    """a step takes more samples than the dataset has, so an epoch is less than a step"""
+
+
 class ShapesChanged(_Explained):
     """`torch.compile` has seen changing shapes. Recorded once"""
 

@@ -43,8 +43,12 @@ class Passes(ABC):
     #: The loader decides the number of samples per rank and step, so batches are never split.
     share = batch_size = 1
 
-    def __init__(self, loader: Any) -> None:
-        self._loader, self._name = loader, type(loader).__name__
+    def __init__(self, loader: Any, group: ProcessGroup) -> None:
+        self._loader, self._name, self._group = loader, type(loader).__name__, group
+        #: Whether the script acts at the ends of epochs. Passes must then have as many batches on every rank.
+        self._counts_epochs = False
+        #: The batches of this attempt so far, and its passes.
+        self._yielded = self._ended = 0
         #: Completed passes.
         self._passes = 0
         self._iterator: Any = None
@@ -115,6 +119,7 @@ class Passes(ABC):
             try:
                 while (batch := self._fetched()) is not _END:
                     found = True
+                    self._yielded += 1
                     yield batch
             except GeneratorExit:  # the loop has ended
                 close(self._iterator)
@@ -124,8 +129,41 @@ class Passes(ABC):
                     f"{self._name} has no batches, or none in its second pass. Expected an iterable whose __iter__ "
                     "begins a new pass"
                 )
+            self._compare_pass()
             empty = not found
             self._passes += 1
+
+    def count_epochs(self) -> None:
+        """From now on, passes that differ between ranks are an error, and lengths that differ at once: ValueError."""
+        if self._counts_epochs or self._group.world_size == 1:
+            return
+        self._counts_epochs = True
+        try:
+            length = len(self._loader)
+        except TypeError:
+            return  # the end of the first pass shows it
+        self._compare("passes/length", length)
+
+    def _compare_pass(self) -> None:
+        """A pass has ended. Raises ValueError if it ends after a different number of batches on another rank, and the
+        script acts at the ends of epochs: it would evaluate, or step its scheduler, on some ranks only.
+        """
+        if self._group.world_size == 1:
+            return
+        self._compare(f"passes/{self._ended}", self._yielded)
+        self._ended += 1
+
+    def _compare(self, key: str, batches: int) -> None:
+        """The first rank to come here records its number, with which the others compare theirs."""
+        own = f"{batches} {self._group.rank}"
+        first, rank = self._group.store.compare_set(key, "", own).decode().split()
+        if int(first) != batches and self._counts_epochs:
+            raise ValueError(
+                f"the ranks' passes over {self._name} differ: {counted(int(first), 'batch', 'batches')} on rank "
+                f"{rank}, but {batches} on rank {self._group.rank}. An epoch must have the same number of batches on "
+                "every rank, because all ranks evaluate and step schedulers together. Give every rank as many batches, "
+                "or count steps instead of epochs, as in run.every(steps=500)"
+            )
 
     def _fetched(self) -> Any:
         batch, self._ahead = self._ahead, _NONE
@@ -154,8 +192,7 @@ class ExternalLoader(Passes):
     per_rank_state = True
 
     def __init__(self, loader: StatefulLoader, group: ProcessGroup) -> None:
-        super().__init__(loader)
-        self._group = group
+        super().__init__(loader, group)
         #: Of all ranks, on rank 0: their loaders' states, and their passes, which may differ in length.
         self._states: list[dict[str, Any]] = []
         self._all_passes: list[int] = []
@@ -268,8 +305,8 @@ class ReplayedLoader(Passes):
     per_rank_state = False
 
     def __init__(self, loader: Any, group: ProcessGroup, seed: int) -> None:
-        super().__init__(loader)
-        self._group, self._seed = group, seed
+        super().__init__(loader, group)
+        self._seed = seed
         self.taken = 0
         self._stream: Generator[Any] | None = None
         self._generators = randomness.states()

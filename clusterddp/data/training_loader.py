@@ -116,6 +116,18 @@ class TrainingLoader:
         before = self.epoch(max(0, step - 1)) if self._seeks else self._last_epoch
         return before is not None and before // every < epoch // every
 
+    def count_epochs(self) -> None:
+        """The script acts at the ends of epochs. Raises ValueError if they would differ between ranks."""
+        if isinstance(self._source, Passes):
+            self._source.count_epochs()
+
+    @property
+    def larger_than_dataset(self) -> tuple[int, int] | None:
+        """The global batch and the samples of the dataset, if a step takes more than all of them."""
+        source = self._source
+        larger = isinstance(source, Loader) and source.global_batch > source.length
+        return (source.global_batch, source.length) if isinstance(source, Loader) and larger else None
+
     def steps_in(self, epochs: float) -> int:
         """The number of steps in this many epochs without skips."""
         return self._source.steps_in(epochs)

@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clusterddp.checkpoint.store import of_run
-from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.errors import CheckpointError, JobDefinitionError, RunDirectoryError, UsageError
 from clusterddp.events import at_step, is_unconfirmed
 from clusterddp.failures import node_memory
 from clusterddp.jobdef import load as jobs
@@ -94,11 +95,39 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
     check_ranks(job, place)
     if job.python is None and "container-image" not in job.srun:  # the ranks' interpreter is this one
         check_packages(job)
+        check_syntax(job)
+    check_global_batch(job)
     if place and job.spare_nodes:
         show(f"spare_nodes is ignored with {place}, because all nodes run ranks")
         job = replace(job, spare_nodes=0)
     show(f"{job.name}: {job.shape}")
     return differences
+
+
+def check_syntax(job: Job) -> None:
+    """Refuses a script that its interpreter could not compile, rather than after a wait in the queue. Runs nothing."""
+    if job.script is None:
+        return
+    try:
+        if not os.path.isfile(job.script):  # noqa: PTH113  a missing script is reported elsewhere
+            return
+        source = Path(job.script).read_bytes()
+    except OSError:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python prints them when the ranks run it
+            compile(source, job.script, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # ValueError: a NUL byte
+        place = f"{job.script}:{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else job.script
+        raise JobDefinitionError(f"{place}: {type(error).__name__}: {getattr(error, 'msg', error)}") from error
+
+
+def check_global_batch(job: Job) -> None:
+    """Refuses a global batch that the ranks could not share evenly. Slurm chooses from a range of nodes later."""
+    if job.global_batch is not None and job.min_nodes is None and job.global_batch % job.world_size:
+        ranks = counted(job.world_size, "rank")
+        raise JobDefinitionError(f"global_batch {job.global_batch} is not divisible by {ranks}. Choose a multiple")
 
 
 def check_done(job: Job) -> None:
@@ -153,15 +182,32 @@ def check_continues(run: RunDirectory, job: Job, change: bool) -> list[str]:
 
 def check_frozen(run: RunDirectory, recorded: Job, job: Job) -> None:
     """Checks that what the order of samples depends on is as recorded once there is a checkpoint."""
+    if not any(run.checkpoints.glob("step-*")):
+        return
+    saved = saved_batch(run)
+    recorded = replace(recorded, global_batch=recorded.global_batch or saved)
     changed = ["seed"] if job.seed != recorded.seed else []
     if job.global_batch and recorded.global_batch and job.global_batch != recorded.global_batch:
         changed.append("global_batch")
-    if changed and any(run.checkpoints.glob("step-*")):
+    if saved is not None:
+        check_global_batch(replace(job, global_batch=saved))
+    if changed:
         was, now = (", ".join(f"{key} {getattr(one, key)}" for key in changed) for one in (recorded, job))
         raise RunDirectoryError(
             f"{run} has checkpoints made with {was} and cannot continue with {now}. Use the recorded value, or start a "
             "new run with a different --run-dir"
         )
+
+
+def saved_batch(run: RunDirectory) -> int | None:
+    """The global batch of the newest checkpoint, if it has one and is not damaged."""
+    for checkpoint in of_run(run).candidates():
+        try:
+            found = checkpoint.read_head().state["progress"].get("global_batch")
+        except (CheckpointError, OSError, LookupError, TypeError, AttributeError):
+            continue
+        return found if isinstance(found, int) else None
+    return None
 
 
 def failed_before_first_step(run: RunDirectory) -> bool:

@@ -115,9 +115,12 @@ class Recovery:
 
         A script that was stopped at its last step, reads what it saved there and has no step left is done.
         """
-        names = {event["event"] for event in self._history.events if event["attempt"] == self._number}
+        own = [event for event in self._history.events if event["attempt"] == self._number]
+        names = {event["event"] for event in own}
         if "child_died" in names or (self._job.done is None and "not_read" in names):
             return doubt(self._history.events, self._number)
+        if any(event.get("phase") == "restoring" for event in own) and not names & {"training", "resumed"}:
+            return "unconfirmed: the script called ctx.run(), but it began no loop over run.steps() or run.epochs()"
         if any(end.used_clusterddp or end.read_saved for end in self._ends):
             return None
         if self._job.done is not None and done.confirms(self._job, self._history.events, self._number):

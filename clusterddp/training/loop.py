@@ -21,7 +21,7 @@ from clusterddp.data.training_loader import MicroBatches
 from clusterddp.data.workers import close_workers
 from clusterddp.distributed.devices import Lead
 from clusterddp.errors import CheckpointError, Stopped, Superseded
-from clusterddp.reporter import say
+from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.records import NOT_VALUES
 from clusterddp.training import exactness
@@ -134,6 +134,7 @@ class Run:
 
         Raises TypeError without a loader, and RuntimeError before the first batch of a loader of your own.
         """
+        self._loader.count_epochs()
         return self._loader.ends_epoch(self.step)
 
     @property
@@ -143,6 +144,7 @@ class Run:
 
         Raises TypeError without a loader, RuntimeError outside a step.
         """
+        self._loader.count_epochs()
         return self._place(self.step == 0 or self._loader.epochs_before(self.step, 1))
 
     def every(self, *unnamed: NoReturn, epochs: int | None = None, steps: int | None = None) -> bool:
@@ -169,6 +171,7 @@ class Run:
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"run.every({name}={value!r}): expected a whole number of at least 1")
         if epochs is not None:
+            self._loader.count_epochs()
             return self._place(self.step > 0 and self._loader.epochs_before(self.step, epochs))
         return self._place(self.step > 0 and self.step % (steps or 1) == 0)
 
@@ -248,7 +251,16 @@ class Run:
         """
         if not isinstance(count, Real) or not 0 <= count < math.inf:
             raise ValueError(f"run.epochs({count!r}): expected a number of epochs, 0 or more")
-        return self.steps(math.ceil(self._loader.steps_in(count)))
+        self._loader.count_epochs()
+        steps = math.ceil(self._loader.steps_in(count))
+        if (sizes := self._loader.larger_than_dataset) is not None and self._group.rank == 0:
+            said = (
+                f"the global batch of {counted(sizes[0], 'sample')} is larger than the dataset, which has {sizes[1]}, "
+                f"so run.epochs({count}) is {counted(steps, 'step')}. Reduce batch_size, or use run.steps()"
+            )
+            say(said)
+            self._report("short_epochs", step=self.step, explanation=said)
+        return self.steps(steps)
 
     def micro(self, batch: Any) -> Iterator[Any]:
         """Yields the step's batch in pieces of at most the loader's ``batch_size`` samples. In one piece if it fits.

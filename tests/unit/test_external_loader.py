@@ -21,7 +21,8 @@ from tests.packages import require
 
 
 def group(rank: int = 0, ranks: int = 1) -> Any:
-    return SimpleNamespace(rank=rank, world_size=ranks, control_device=torch.device("cpu"))
+    store = SimpleNamespace(compare_set=lambda key, expected, desired: desired.encode())
+    return SimpleNamespace(rank=rank, world_size=ranks, control_device=torch.device("cpu"), store=store)
 
 
 class Plain:
