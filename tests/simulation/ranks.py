@@ -41,6 +41,8 @@ LATENCY_S = 0.02
 ASK_AGAIN_S = 5.0
 #: How often slurmd tries again to say that a rank has ended.
 HEARS_S = 10.0
+#: srun learns so late that a slurmstepd was killed, when slurmd registers again (seen on 22.05.8: after 60 to 100 s).
+MISSING_S = 60.0
 #: The mark of a script that is done, and where it saves in its own format, in the run's folder.
 MARK, OWN = "done", "own"
 #: What a rank's exception says; sys.exit() has no text.
@@ -773,6 +775,13 @@ class Launcher:
         if not self._left:
             self._wake()
 
+    def _miss(self, number: int) -> None:
+        """srun learns that slurmd knows no such step: "io error and missing step on node 1"."""
+        self._left.discard(number)
+        self._code = self._code or 137
+        if not self._left:
+            self._wake()
+
     def _signal(self, name: str) -> None:
         for rank in self.ranks:
             rank.signal(name)
@@ -809,8 +818,9 @@ class Launcher:
             if not self._left:
                 self._wake()
             return
-        if node in self._batch.busy:  # srun learns nothing, and waits
+        if node in self._batch.busy:
             self.world.after(0.05 * self.world.random.random(), self.group.lose, node, slurm.cut - {node})
+            self.world.after(MISSING_S, self._miss, rank.number)
             return
         if node in slurm.cut and node != self._batch.host and rank.number in self._left:
             self.world.after(HEARS_S, self.ended, rank, code)
