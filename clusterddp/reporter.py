@@ -107,10 +107,12 @@ def speed(seconds_per_step: float | None) -> str:
 
 def ignore_print_errors() -> None:
     """Makes prints to stdout and stderr never fail. Output that cannot be written is lost."""
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), errors="backslashreplace", line_buffering=True)
-        for number in (1, 2)
-    )
+    sys.stdout, sys.stderr = forgiving(1), forgiving(2)
+
+
+def forgiving(descriptor: int) -> io.TextIOWrapper:
+    """A stream to a file descriptor to which prints never fail. Output that cannot be written is lost."""
+    return io.TextIOWrapper(io.BufferedWriter(_Forgiving(descriptor)), errors="backslashreplace", line_buffering=True)
 
 
 class _Forgiving(io.RawIOBase):
@@ -124,6 +126,9 @@ class _Forgiving(io.RawIOBase):
 
     def writable(self) -> bool:
         return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
 
     def write(self, data: Buffer) -> int:
         try:

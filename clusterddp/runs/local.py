@@ -250,10 +250,23 @@ class AllocatedRun(LocalRun):
 
 @contextmanager
 def interrupts_counted(act: Callable[[], None]) -> Iterator[None]:
-    """Calls ``act`` on Ctrl-C, hang-up and TERM."""
-    before = [signal.signal(signum, lambda *_: act()) for signum in INTERRUPTS]
+    """Calls ``act`` on Ctrl-C, TERM, and a hang-up, unless the hang-up follows one of them.
+
+    A terminal that is closed sends HUP more than once, and the second interrupt would end the save. HUP under nohup,
+    and INT in a shell's background job, are ignored from the start, and stay so.
+    """
+    interrupted = False
+
+    def handle(signum: int, _: object) -> None:
+        nonlocal interrupted
+        if signum != signal.SIGHUP or not interrupted:
+            interrupted = True
+            act()
+
+    ignored = {signum for signum in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(signum) is signal.SIG_IGN}
+    before = {signum: signal.signal(signum, handle) for signum in INTERRUPTS if signum not in ignored}
     try:
         yield
     finally:
-        for signum, handler in zip(INTERRUPTS, before, strict=True):
+        for signum, handler in before.items():
             signal.signal(signum, handler)

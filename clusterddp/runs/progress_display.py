@@ -17,7 +17,7 @@ from clusterddp.events import sentence
 from clusterddp.failures.exit_status import LaunchFailure
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
-from clusterddp.reporter import clipped, one_line, printable, show
+from clusterddp.reporter import clipped, forgiving, one_line, printable, say, show, what_failed
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.progress import recent
 from clusterddp.rundir.records import EVENT, METRICS, Schema, is_count, parse
@@ -99,6 +99,7 @@ class Progress:
         self._words_at, self._steps_shown = time.monotonic(), 0
         #: Attempts started since this object was created, and steps done.
         self.starts = self.steps_done = 0
+        self._failed = False
 
     def __enter__(self) -> Progress:
         if self._shown.bar and sys.stderr.isatty():
@@ -114,7 +115,18 @@ class Progress:
             self._bar.stop()
 
     def update(self) -> None:
-        """Shows new events, output and steps."""
+        """Shows new events, output and steps.
+
+        The command may be the loop of a local run, which an error of the display or of reading must not end.
+        """
+        try:
+            self._update()
+        except OSError as error:
+            if not self._failed:
+                say(f"could not show the progress ({what_failed(error)}). Will try again")
+            self._failed = True
+
+    def _update(self) -> None:
         for event in _objects(self._events.lines(), EVENT):
             self._event(event)
         self._say_output()
@@ -168,7 +180,7 @@ def _bar() -> Bar:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    console = Console(stderr=True)
+    console = Console(file=forgiving(2))  # a terminal that is closed gives EIO
     return Bar(
         "steps",
         BarColumn(bar_width=_bar_width(console.width)),

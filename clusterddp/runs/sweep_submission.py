@@ -309,7 +309,7 @@ def _submit_array(sweep: Sweep, jobs: Mapping[str, Job], running: int | None) ->
         array = folder.next_array()
         script = array_script(jobs[names[0]], array.path, len(names), running, Path.cwd())
         # On Ctrl-C between sbatch's answer and our record of it, the next command would have to ask for the job id.
-        stack.enter_context(signals_blocked(signal.SIGINT))
+        stack.enter_context(signals_blocked(signal.SIGINT, signal.SIGHUP))
         folder.prepare(array, names, script)
         first = sweep.folder.member(names[0])
         job = jobs[names[0]]

@@ -1,0 +1,104 @@
+"""A local run whose terminal is closed, or whose output cannot be written."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from clusterddp.process import module_command
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.local import interrupts_counted
+from tests.waiting import story, wait_until
+
+TRAIN = """
+import sys, time
+from pathlib import Path
+import torch
+import clusterddp
+
+ctx = clusterddp.init()
+model = ctx.wrap(torch.nn.Linear(2, 1))
+run = ctx.run(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in run.steps(int(sys.argv[1])):
+    model(torch.ones(2)).sum().backward()
+    run.log(loss=1.0)
+    time.sleep(0.05)
+    if run.step == 20:
+        Path(sys.argv[2]).touch()
+"""
+
+
+def in_terminal(command: Sequence[str], ignored: Sequence[signal.Signals] = ()) -> tuple[int, int]:
+    """Starts a command as the leader of a new terminal's session. Returns its pid and the terminal's other end."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        for signum in ignored:
+            signal.signal(signum, signal.SIG_IGN)
+        os.execvp(command[0], list(command))
+    return pid, terminal
+
+
+def exit_code(pid: int) -> int:
+    status = wait_until(
+        lambda: [found[1]] if (found := os.waitpid(pid, os.WNOHANG))[0] else [], f"the end of {pid}", 60
+    )
+    return os.waitstatus_to_exitcode(status[0])
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_local_run_whose_terminal_is_closed_saves_and_stops_or_continues_under_nohup(
+    tmp_path: Path, nohup: bool
+) -> None:
+    """The shell and the kernel both send HUP, and all that the command prints from then on fails."""
+    run, script, mark = RunDirectory(tmp_path / "run"), tmp_path / "train.py", tmp_path / "mark"
+    script.write_text(TRAIN)
+    words = ["submit", str(script), "--local", "--device", "cpu", "--run-dir", str(run)]
+    steps = "60" if nohup else "100000"
+    command = [*module_command("clusterddp"), *words, "--", steps, str(mark)]
+    pid, terminal = in_terminal(command, [signal.SIGHUP] if nohup else [])
+    wait_until(mark.exists, "step 20", 60)
+    os.close(terminal)
+    if not nohup:
+        os.kill(pid, signal.SIGHUP)
+    code = exit_code(pid)
+    names = [event["event"] for event in run.events()]
+    last = max(line["step"] for line in read_lines(run.metrics_file))
+    saved = max(int(path.name.split(".")[0].removeprefix("step-")) for path in run.checkpoints.iterdir())
+    assert (saved, run.outcome() is not None) == (last + 1, nohup), story(run)
+    assert (code, names[-1]) == ((0, "completed") if nohup else (130, "stopped")), story(run)
+
+
+@pytest.mark.parametrize("ignored", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_is_ignored_from_the_start_stays_so(ignored: signal.Signals) -> None:
+    """As of nohup, and of a shell's background job. And a hang-up is no second interrupt."""
+    counted: list[int] = []
+    other = signal.SIGINT if ignored is signal.SIGHUP else signal.SIGTERM
+    before = signal.signal(ignored, signal.SIG_IGN)
+    try:
+        with interrupts_counted(lambda: counted.append(1)):
+            signal.raise_signal(ignored)
+            assert not counted
+            signal.raise_signal(other)
+            signal.raise_signal(signal.SIGHUP)
+            assert len(counted) == 1
+            signal.raise_signal(other)
+            assert len(counted) == 2
+    finally:
+        signal.signal(ignored, before)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_local_run_whose_output_goes_to_a_full_disk_completes(tmp_path: Path) -> None:
+    run, script = RunDirectory(tmp_path / "run"), tmp_path / "train.py"
+    script.write_text("print('trained')\n")
+    words = ["submit", str(script), "--local", "--device", "cpu", "--run-dir", str(run)]
+    with open("/dev/full", "w") as full:
+        subprocess.run([*module_command("clusterddp"), *words], stdout=full, stderr=full, timeout=60, check=False)
+    assert (run.outcome() or {}).get("state") == "completed"
