@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.gpu_check import costs, devices, faults, training
+from benchmarks.gpu_check import costs, devices, faults, pairs, training
 from benchmarks.gpu_check.case import Case, Lab, Speeds
 
 #: Of the machine that the page's bounds are for; every call measures its own.
@@ -45,6 +45,9 @@ def cases(ranks: int) -> list[Case]:
         Case("lead", "the host is at most two steps ahead, and a stop waits for few", devices.lead, 1, 20),
         Case("unpinned", "where CUDA refuses to pin memory, saves continue", devices.unpinned),
         Case("fingerprints", "a comparison on a device with 90% of its memory in use", devices.fingerprints),
+        Case("first-bucket", "two GPUs: the first bucket is ready as early as in plain DDP", pairs.first_bucket, 1, 10),
+        Case("killed", "two GPUs: a rank dies during an all-reduce, the run completes", pairs.killed, 2, 20),
+        Case("absent", "two GPUs: a rank never connects, the run completes in the next attempt", pairs.absent, 2, 40),
         Case("digits", "jobs/digits.yaml as it stands", training.digits, 2, 10),
         Case(
             "costs", "a step of 1,000 parameters beside DDP alone, a save beside torch's copies", costs.costs, 1, 90,
