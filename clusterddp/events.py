@@ -476,6 +476,10 @@ class ShortEpochs(_Explained):
     """a step takes more samples than the dataset has, so an epoch is less than a step"""
 
 
+class NotGiven(_Explained):
+    """the script steps an optimizer or a scheduler that `ctx.run()` did not receive"""
+
+
 class ShapesChanged(_Explained):
     """`torch.compile` has seen changing shapes. Recorded once"""
 

@@ -24,7 +24,7 @@ from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.records import NOT_VALUES
-from clusterddp.training import exactness
+from clusterddp.training import exactness, forgotten
 from clusterddp.training import logged_values as logged
 from clusterddp.training.exactness import (
     COMPARED_AFTER,
@@ -101,6 +101,7 @@ class Run:
         self._optimizer_steps = OptimizerSteps(given.parts, self._note_optimizer_step, self._note_group)
         self._saver.behind = self._optimizer_steps.behind
         self._lead = Lead() if self._group.device.type == "cuda" else None
+        self._forgotten = forgotten.Forgotten(given.parts)
         self._made = 0  # steps, in this attempt
         self._state.restore(self._saver.restore())
         for unused in self._state.unused:
@@ -486,6 +487,8 @@ class Run:
         if self._saver.saves and self._made in COMPARED_AFTER:
             self._compare()
         self._times.end()
+        if self._made <= 2:
+            self._report_forgotten(self._forgotten.end_step())
         if self._made == 1:
             if self._group.device.type == "cuda":
                 self._report("device_memory", bytes=torch.cuda.max_memory_reserved(self._group.device))
@@ -604,6 +607,12 @@ class Run:
         self._done, self._left_unsaved = True, False
         rank_exit.complete_loop()
 
+    def _report_forgotten(self, names: list[str]) -> None:
+        if names and self._group.rank == 0:
+            said = forgotten.explanation(names)
+            say(said)
+            self._report("not_given", step=self.step, explanation=said)
+
     def _look_at_unreduced(self) -> None:
         """Reports modules in DDP with parameters that were unfrozen after ``ctx.wrap()``, on rank 0."""
         if self._group.world_size > 1 and (parts := self._state.divergence.unreduced()):
@@ -614,6 +623,7 @@ class Run:
     def _content(self) -> dict[str, Any]:
         self._look_at_shapes(ask=True)
         self._look_at_unreduced()
+        self._report_forgotten(self._forgotten.schedulers())
         return self._state.content(before_step=self._making is not None, loop=self._goal)
 
     def _over(self) -> bool:

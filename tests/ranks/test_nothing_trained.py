@@ -8,6 +8,7 @@ import pytest
 
 from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
+from tests import ddp
 from tests.ranks.test_local import submit
 from tests.trainings import events_of
 
@@ -50,3 +51,41 @@ def test_epochs_over_fewer_samples_than_a_global_batch_are_reported(run: RunDire
     assert done.returncode == 0
     assert len(events_of(run, "short_epochs")) == 1
     assert len(run.metrics()) == 1
+
+
+FORGETFUL = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+
+how = sys.argv[2]
+ctx = clusterddp.init(device="cpu", run_dir=sys.argv[1])
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+if how == "sequence":
+    parts = [torch.optim.lr_scheduler.StepLR(optimizer, n) for n in (1, 2)]
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+given = {} if how == "optimizer" else {"optimizer": optimizer}
+given |= {} if how == "scheduler" else {"scheduler": scheduler}
+run = ctx.run(model=model, loader=ctx.loader(TensorDataset(torch.ones(10, 1)), batch_size=2), **given)
+for (x,) in run.steps(4):
+    if how == "inner":
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model(x).sum().backward()
+    optimizer.step()
+    scheduler.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "named"), [("optimizer", "SGD"), ("scheduler", "StepLR"), ("all", ""), ("inner", ""), ("sequence", "")]
+)
+def test_an_optimizer_or_scheduler_that_ctx_run_did_not_receive_is_named(tmp_path: Path, how: str, named: str) -> None:
+    """Not one that is made anew in each step, nor the parts of one that was given."""
+    (script := tmp_path / "script.py").write_text(FORGETFUL)
+    ddp.run(script, tmp_path / "run", how, ranks=1, folder=tmp_path / "out")
+    found = [event["explanation"] for event in events_of(RunDirectory(tmp_path / "run"), "not_given")]
+    assert len(found) == bool(named)
+    assert all(named in text for text in found)
