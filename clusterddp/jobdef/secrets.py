@@ -23,6 +23,8 @@ MASK = "***"
 
 _ANYWHERE = {"secret", "password", "passwd", "passphrase"}
 _LAST = {"token", "key", "apikey", "credential", "credentials", "pwd"}
+#: Of these, such as a column's name or a word of a vocabulary, a key or a token is no secret.
+_OF_DATA = frozenset("text image label sort partition eos bos pad mask unk sep cls".split())
 #: A name that ends in one of these (a file, a path) is not secret.
 _PLACES = {"file", "path", "dir", "id", "name"}
 #: Shorter values are not masked in text, because they would match everywhere.
@@ -34,7 +36,9 @@ def is_secret(name: str) -> bool:
     words = re.findall(r"[a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name).lower())
     if words == ["pwd"]:  # the shell's current folder
         return False
-    return bool(words) and words[-1] not in _PLACES and (words[-1] in _LAST or bool(_ANYWHERE & set(words)))
+    of_data = words[-1:] in (["key"], ["token"]) and bool(_OF_DATA & set(words[-2:-1]))
+    last = bool(_LAST & set(words[-1:])) and not of_data
+    return bool(words) and words[-1] not in _PLACES and (last or bool(_ANYWHERE & set(words)))
 
 
 def without_secrets(job: Job) -> tuple[Job, dict[str, str]]:

@@ -282,7 +282,8 @@ def on_this_machine(claim: Mapping[str, Any]) -> bool:
 
 def process_alive(claim: Mapping[str, Any]) -> bool:
     """Whether the process that a claim names, which must be on this machine, is running."""
-    return bool(process_start(claim["pid"]) == claim["process_start"])
+    start = process_start(claim["pid"])
+    return start is not None and start == claim.get("process_start")
 
 
 def _identity(run: RunDirectory) -> dict[str, Any]:

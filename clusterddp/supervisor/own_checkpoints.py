@@ -34,7 +34,7 @@ LOOK_S, RARELY = 30.0, 50
 #: Seconds that the supervisor waits for the look at the end of an attempt.
 LAST_LOOK_S = 5.0
 #: Names of files that are still being written.
-_TEMPORARY = re.compile(r"\.(tmp|part)(?![a-z])", re.IGNORECASE)
+_TEMPORARY = re.compile(r"\.(tmp(?![a-z])|part(?![a-z0-9-]))", re.IGNORECASE)  # model.part1.pt is whole
 #: Files of a folder that hold a state. Others may be empty: markers, logs, a patch of the code.
 _DATA = frozenset(
     (".bin", ".ckpt", ".distcp", ".h5", ".json", ".npy", ".npz", ".pkl", ".pt", ".pth", ".safetensors", ".tar")

@@ -89,9 +89,10 @@ class Metrics:
         if self.receiver is not None and logged.reduced:
             self.receiver.expect(step)
         line = _Line(step, time.time(), logged, outside)
-        self._pending.append(line)
-        if logged.copied:
-            self._on_gpus.append(logged)
+        with self._lock:  # the receiver's thread may iterate
+            self._pending.append(line)
+            if logged.copied:
+                self._on_gpus.append(logged)
         if self._on_gpus:
             self.take_arrived()
         if len(self._pending) > MOST_PENDING:

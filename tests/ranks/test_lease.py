@@ -297,3 +297,13 @@ def test_two_submissions_of_one_run_directory_at_the_same_moment_are_one(
     assert "is being submitted by process" in refused[0] and "is being submitted by process" in refused[1]
     assert "held by job 41 (PENDING)" in refused[2] and "end the job with `scancel 41`" in refused[2]
     assert lease.holders(run)[0]["job"] == "41"
+
+
+@pytest.mark.parametrize("start", [{}, {"process_start": None}])
+def test_a_process_whose_start_is_not_recorded_does_not_count_as_running(
+    sleeper: subprocess.Popen[bytes], start: dict[str, None]
+) -> None:
+    """Neither one that has ended, nor one that has its number now."""
+    for pid in (sleeper.pid, 2**22 + 1):
+        assert not ownership.process_alive({"pid": pid, **start})
+    assert ownership.process_alive(entry_of(sleeper))

@@ -394,3 +394,15 @@ def test_one_rank_reduces_its_own_value(tmp_path: Path, open_metrics: Any) -> No
 def test_a_value_without_its_name_is_refused_with_an_example(method: Any, given: Any) -> None:
     with pytest.raises(TypeError, match=r"run\.(log|every)\(\): expected .*, as in run\."):
         method(None, given)
+
+
+def test_a_line_is_not_added_while_another_thread_goes_through_the_lines(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl", 0, lambda *_, **__: None)
+    adding = threading.Thread(target=metrics.add, args=(0, Logged({"loss": 1.0})))
+    with metrics._lock:
+        adding.start()
+        adding.join(0.3)
+        assert adding.is_alive() and not metrics.pending and not metrics._unwritten
+    adding.join()
+    metrics.close()
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1

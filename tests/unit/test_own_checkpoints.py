@@ -71,6 +71,12 @@ def test_the_newest_of_several_by_time_then_by_number(run: RunDirectory) -> None
     assert newest(run, "{run_dir}/none-*") == (None, [])
 
 
+@pytest.mark.parametrize("name", ["model.part1.pt", "pytorch_model.part-00001.bin", "model.Part2.pt"])
+def test_a_part_of_a_model_is_no_temporary_file(run: RunDirectory, name: str) -> None:
+    zipped(run.path / name)
+    assert newest(run, "{run_dir}/*model.*") == (name, [])
+
+
 def test_a_file_that_is_not_whole_is_passed_over(run: RunDirectory) -> None:
     """Judged without torch; what is in no known format must not be empty."""
     whole = zipped(run.path / "a0.pth")

@@ -82,6 +82,10 @@ def any_umask(request: pytest.FixtureRequest) -> Iterator[None]:
             (name, False)
             for name in ("--tokenizer", "MAX_TOKENS", "KEYS", "HF_TOKEN_FILE", "monkey", "pad_token_id", "", "PWD")
         ],
+        *[
+            (name, False)
+            for name in ("--text-key", "--eos-token", "partition-key", "label_key", "MASK_TOKEN", "--sort-key")
+        ],
     ],
 )
 def test_a_secret_is_recognized_by_its_name(name: str, secret: bool) -> None:
