@@ -112,6 +112,8 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     present = present_code(job, run_dir)
     run, created = claim(run_dir, job)
     if changed or not run.exists():
+        if run.exists():
+            check_not_held(run, lease.of_job(os.environ["SLURM_JOB_ID"]))
         with recorded(run, job, created, Content(code=present)):
             script = batch_script(batch.as_allocated(job, os.environ), run, Path.cwd())
             write_atomically(run.batch_script, script)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.cli.submit import submit_here
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, process_start
@@ -307,3 +308,14 @@ def test_a_process_whose_start_is_not_recorded_does_not_count_as_running(
     for pid in (sleeper.pid, 2**22 + 1):
         assert not ownership.process_alive({"pid": pid, **start})
     assert ownership.process_alive(entry_of(sleeper))
+
+
+def test_a_changed_submission_in_an_allocation_leaves_a_run_that_another_process_trains_as_it_is(
+    run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    lease.take(run, run.create_attempt(), entry_of(sleeper))
+    before = run.job_file.read_text()
+    with pytest.raises(RunDirectoryError, match=f"held by process {sleeper.pid}"):
+        submit_here(Job(name="net", module="net", device="cpu", args=("--lr", "1")), str(run), changed=True)
+    assert run.job_file.read_text() == before
