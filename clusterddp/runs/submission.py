@@ -96,7 +96,6 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
     if job.python is None and "container-image" not in job.srun:  # the ranks' interpreter is this one
         check_packages(job)
         check_syntax(job)
-    check_global_batch(job)
     if place and job.spare_nodes:
         show(f"spare_nodes is ignored with {place}, because all nodes run ranks")
         job = replace(job, spare_nodes=0)
@@ -121,13 +120,6 @@ def check_syntax(job: Job) -> None:
     except (SyntaxError, ValueError) as error:  # ValueError: a NUL byte
         place = f"{job.script}:{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else job.script
         raise JobDefinitionError(f"{place}: {type(error).__name__}: {getattr(error, 'msg', error)}") from error
-
-
-def check_global_batch(job: Job) -> None:
-    """Refuses a global batch that the ranks could not share evenly. Slurm chooses from a range of nodes later."""
-    if job.global_batch is not None and job.min_nodes is None and job.global_batch % job.world_size:
-        ranks = counted(job.world_size, "rank")
-        raise JobDefinitionError(f"global_batch {job.global_batch} is not divisible by {ranks}. Choose a multiple")
 
 
 def check_done(job: Job) -> None:
@@ -184,30 +176,38 @@ def check_frozen(run: RunDirectory, recorded: Job, job: Job) -> None:
     """Checks that what the order of samples depends on is as recorded once there is a checkpoint."""
     if not any(run.checkpoints.glob("step-*")):
         return
-    saved = saved_batch(run)
+    progress = saved_progress(run)
+    saved = progress.get("global_batch")
+    if recorded.seed is None and job.seed is not None:  # the script chose it
+        recorded = replace(recorded, seed=progress.get("seed"))
     recorded = replace(recorded, global_batch=recorded.global_batch or saved)
     changed = ["seed"] if job.seed != recorded.seed else []
     if job.global_batch and recorded.global_batch and job.global_batch != recorded.global_batch:
         changed.append("global_batch")
-    if saved is not None:
-        check_global_batch(replace(job, global_batch=saved))
+    if saved is not None and job.min_nodes is None and saved % job.world_size:
+        raise RunDirectoryError(
+            f"{run} has checkpoints with a global batch of {counted(saved, 'sample')}, which is not divisible by "
+            f"{counted(job.world_size, 'rank')}. Use a number of ranks that divides it"
+        )
     if changed:
-        was, now = (", ".join(f"{key} {getattr(one, key)}" for key in changed) for one in (recorded, job))
+        was, now = (
+            ", ".join(f"{key} {'of the script' if (value := getattr(one, key)) is None else value}" for key in changed)
+            for one in (recorded, job)
+        )
         raise RunDirectoryError(
             f"{run} has checkpoints made with {was} and cannot continue with {now}. Use the recorded value, or start a "
             "new run with a different --run-dir"
         )
 
 
-def saved_batch(run: RunDirectory) -> int | None:
-    """The global batch of the newest checkpoint, if it has one and is not damaged."""
+def saved_progress(run: RunDirectory) -> Mapping[str, Any]:
+    """The progress in the newest checkpoint that is not damaged. Empty if there is none."""
     for checkpoint in of_run(run).candidates():
         try:
-            found = checkpoint.read_head().state["progress"].get("global_batch")
-        except (CheckpointError, OSError, LookupError, TypeError, AttributeError):
+            return {**checkpoint.read_head().state["progress"]}
+        except (CheckpointError, OSError, LookupError, TypeError):
             continue
-        return found if isinstance(found, int) else None
-    return None
+    return {}
 
 
 def failed_before_first_step(run: RunDirectory) -> bool:

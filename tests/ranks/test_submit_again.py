@@ -59,7 +59,7 @@ def test_a_seed_that_no_checkpoint_fits_is_refused_and_a_completed_run_stays_so(
     refused = submit(run, "--change", "--set", option)
     assert refused.returncode == 1
     key, _, value = option.partition("=")
-    was = {"seed": 0, "global_batch": 64}[key]
+    was = {"seed": "of the script", "global_batch": 64}[key]
     assert f"made with {key} {was} and cannot continue with {key} {value}. Use the" in refused.stderr
     assert (run.outcome(), run.job_file.read_text()) == (outcome, before)
 

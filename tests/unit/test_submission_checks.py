@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.errors import ClusterddpError, JobDefinitionError, RunDirectoryError
+from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.submission import check
@@ -41,18 +41,10 @@ def test_a_script_with_a_syntax_error_is_refused(tmp_path: Path, text: str, pyth
     assert str(script) in str(raised.value)
 
 
-def test_a_global_batch_that_the_ranks_cannot_share_is_refused_unless_slurm_chooses_their_number(
-    tmp_path: Path,
-) -> None:
-    """A range of nodes is decided by Slurm."""
-    (script := tmp_path / "train.py").write_text("")
-    with pytest.raises(JobDefinitionError):
-        check(job(script, global_batch=10, gpus_per_node=4), None, place="--local")
-    assert check(job(script, global_batch=12, gpus_per_node=4), None, place="--local") == []
-    assert check(job(script, global_batch=10, gpus_per_node=4, nodes=3, min_nodes=1), None) == []
-
-
-@pytest.mark.parametrize(("changed", "refused"), [({"global_batch": 64}, True), ({"global_batch": 8}, False)])
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [({"global_batch": 64}, True), ({"global_batch": 8}, False), ({"seed": 2}, True), ({"seed": 1}, False)],
+)
 def test_a_global_batch_that_differs_from_the_newest_checkpoints_is_refused(
     run: RunDirectory, tmp_path: Path, changed: dict[str, int], refused: bool
 ) -> None:
@@ -60,7 +52,7 @@ def test_a_global_batch_that_differs_from_the_newest_checkpoints_is_refused(
     (script := tmp_path / "train.py").write_text("")
     run.create()
     run.job_file.write_text(f"script: {script}\ndevice: cpu\ngpus_per_node: 2\n")
-    save(run, 0, 5, {"progress": {"global_batch": 8}, "model": {"weight": torch.ones(2)}})
+    save(run, 0, 5, {"progress": {"global_batch": 8, "seed": 1}, "model": {"weight": torch.ones(2)}})
     continued = job(script, gpus_per_node=2, **changed)
     if refused:
         with pytest.raises(RunDirectoryError):
@@ -76,6 +68,6 @@ def test_a_number_of_ranks_that_cannot_share_the_runs_global_batch_is_refused(
     (script := tmp_path / "train.py").write_text("")
     run.create()
     run.job_file.write_text(f"script: {script}\ndevice: cpu\ngpus_per_node: 2\n")
-    save(run, 0, 5, {"progress": {"global_batch": 8}, "model": {"weight": torch.ones(2)}})
-    with pytest.raises(ClusterddpError):
+    save(run, 0, 5, {"progress": {"global_batch": 8, "seed": 1}, "model": {"weight": torch.ones(2)}})
+    with pytest.raises(RunDirectoryError):
         check(job(script, gpus_per_node=3), str(run), change=True, place="--local")
