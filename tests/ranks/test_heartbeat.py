@@ -189,7 +189,9 @@ def test_code_after_a_loop_left_by_break_is_not_watched(tmp_path: Path) -> None:
     script = tmp_path / "left.py"
     script.write_text(LEFT)
     said = ddp.run(script, ranks=1, folder=tmp_path / "out").output(0).splitlines()
-    said = [line for line in said if not line.startswith("[Gloo]")]  # torch 2.9's prints its connections
+    said = [
+        line for line in said if not line.startswith(("[Gloo]", "clusterddp: this run has no run directory"))
+    ]  # torch 2.9's prints its connections
     assert said == ["inside watched", "after left alone", "held watched", "closed left alone"]
 
 
