@@ -50,14 +50,17 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Held:
-    """A folder that this process has opened. ``identity``: its device and inode."""
+    """A folder that this process holds. ``descriptor``: None if it is opened for each use. ``identity``: its device and
+    inode."""
 
     path: str
-    descriptor: int
+    descriptor: int | None
     identity: tuple[int, int]
 
 
 _held: dict[str, _Held] = {}
+#: How many folders stay open. A sweep may have thousands of members, and a process often has 1,024 descriptors.
+_MOST_OPEN = 64
 
 
 def hold(folder: Path, follow: bool = True, anew: bool = True) -> os.stat_result | None:
@@ -67,11 +70,8 @@ def hold(folder: Path, follow: bool = True, anew: bool = True) -> os.stat_result
     this process holds the folder already, and it still exists, it stays.
     """
     before = _held.get(str(folder))
-    if before is not None and not anew:
-        with suppress(OSError):
-            found = os.fstat(before.descriptor)
-            if _identity(found) == before.identity and found.st_nlink > 0:
-                return found
+    if before is not None and not anew and (found := _unchanged(before)) is not None and found.st_nlink > 0:
+        return found
     try:
         descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     except FileNotFoundError:
@@ -88,23 +88,28 @@ def hold_open(folder: Path, descriptor: int) -> None:
 def _keep(path: str, descriptor: int) -> os.stat_result:
     found = os.fstat(descriptor)
     before = _held.get(path)
-    _held[path] = _Held(path, descriptor, _identity(found))
-    if before is not None:
-        _close(before)
+    others = sum(held.descriptor is not None for held in tuple(_held.values()) if held is not before)
+    _held[path] = _Held(path, descriptor if others < _MOST_OPEN else None, _identity(found))
+    if before is not None and before.descriptor is not None and _unchanged(before) is not None:
+        os.close(before.descriptor)
+    if others >= _MOST_OPEN:
+        os.close(descriptor)
     return found
 
 
-def _close(held: _Held) -> None:
-    """Closes the descriptor, unless the script has, and it is that of something else now."""
+def _unchanged(held: _Held) -> os.stat_result | None:
+    """The folder's status. None if it is not open, or the script has closed the descriptor, or it is that of something
+    else now."""
     with suppress(OSError):
-        if _identity(os.fstat(held.descriptor)) == held.identity:
-            os.close(held.descriptor)
+        if held.descriptor is not None and _identity(found := os.fstat(held.descriptor)) == held.identity:
+            return found
+    return None
 
 
 def held_descriptor(folder: Path) -> int | None:
-    """The descriptor through which this process reaches the folder. None if it does not hold it."""
+    """The descriptor through which this process reaches the folder. None if it does not keep it open."""
     held = _held.get(str(folder))
-    return None if held is None else _descriptor(held)
+    return None if held is None or held.descriptor is None else _descriptor(held)
 
 
 def is_elsewhere(folder: Path) -> bool:
@@ -124,14 +129,18 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 def _descriptor(held: _Held) -> int:
     """The folder's descriptor. Opens it again if the script has closed all descriptors, and it is still there."""
-    with suppress(OSError):
-        if _identity(os.fstat(held.descriptor)) == held.identity:
-            return held.descriptor
+    if held.descriptor is not None and _unchanged(held) is not None:
+        return held.descriptor
+    descriptor = _opened_again(held)
+    _held[held.path] = _Held(held.path, descriptor, held.identity)
+    return descriptor
+
+
+def _opened_again(held: _Held) -> int:
     descriptor = os.open(held.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     if _identity(os.fstat(descriptor)) != held.identity:
         os.close(descriptor)
         raise FileNotFoundError(errno.ENOENT, "was replaced by another folder", held.path)
-    _held[held.path] = _Held(held.path, descriptor, held.identity)
     return descriptor
 
 
@@ -144,17 +153,28 @@ def at(path: str | os.PathLike[str], new: bool = False) -> Iterator[tuple[str, i
     """
     text = os.fspath(path)
     name, descriptor = text, None
-    below = text if new else f"{text}/"
-    around = [held for held in tuple(_held.values()) if below.startswith(f"{held.path}/")]
-    if around:  # a run may be in the folder of a sweep
-        held = max(around, key=lambda held: len(held.path))
-        name, descriptor = text.removeprefix(held.path).lstrip("/") or ".", _descriptor(held)
+    held = _innermost(text.rpartition("/")[0] if new else text)
+    if held is not None:
+        name = text.removeprefix(held.path).lstrip("/") or "."
+        descriptor = _opened_again(held) if held.descriptor is None else _descriptor(held)
     try:
         yield name, descriptor
     except OSError as error:
         if error.filename == name:
             error.filename = text
         raise
+    finally:
+        if held is not None and held.descriptor is None and descriptor is not None:
+            os.close(descriptor)
+
+
+def _innermost(path: str) -> _Held | None:
+    """The held folder that a path is, or is below. A run may be in the folder of a sweep."""
+    while path:
+        if (held := _held.get(path)) is not None:
+            return held
+        path = path.rpartition("/")[0]
+    return None
 
 
 # --- modes

@@ -37,14 +37,14 @@ from clusterddp.rundir.run_directory import RunDirectory
 _START_YOUR_OWN = "Start your own run. To continue from another user's checkpoint, use --fork"
 
 
-def hold_run(run: RunDirectory, inode: int | None = None, *, anew: bool = True) -> None:
+def hold_run(run: RunDirectory, inode: int | None = None, attempt: int | None = None, *, anew: bool = True) -> None:
     """Opens the run's folder, so that this process reaches the run's files through it from now on (``files.hold``).
 
     Raises RunDirectoryError if the folder belongs to a different user, as one that was put in its place does.
-    ``inode``: that of the folder that another process of the run holds. A folder that does not exist passes.
+    ``inode``: that of the folder which the supervisor of ``attempt`` holds. A folder that does not exist passes.
     """
     try:
-        found = hold(run.path, anew=anew)
+        found = retrying(run.path, lambda: hold(run.path, anew=anew))
         link = os.lstat(run.path) if found is not None else None
     except FileNotFoundError:
         found = link = None
@@ -55,11 +55,18 @@ def hold_run(run: RunDirectory, inode: int | None = None, *, anew: bool = True) 
     for status in (found, link):  # the same, unless it is a symbolic link
         if status.st_uid not in (os.geteuid(), 0):
             raise RunDirectoryError(_of_another(run.path, status, _START_YOUR_OWN))
-    if inode is not None and found.st_ino != inode:
+    if inode is not None and attempt is not None and found.st_ino != inode and not _holds(run, inode, attempt):
         raise RunDirectoryError(
             f"{run} was replaced by another folder while the run was training, so this process does not use it. Put "
             f"the run's own folder back, and continue it with `clusterddp submit --run-dir {run.quoted}`"
         )
+
+
+def _holds(run: RunDirectory, inode: int, attempt: int) -> bool:
+    """Whether the supervisor that sees the run's folder with this inode has put its claim there. File systems of FUSE,
+    such as sshfs and gcsfuse, number the same folder differently on each node."""
+    claim = read_json(run.holder_file(attempt)) or {}
+    return isinstance(written_for := claim.get("run"), dict) and written_for.get("inode") == inode
 
 
 def check_run(run: RunDirectory) -> None:

@@ -124,7 +124,7 @@ def main() -> int:
     orders = Orders(given["committed"])
     try:
         run = RunDirectory(given["run"])
-        hold_run(run, given["inode"])
+        hold_run(run, given["inode"], given["attempt"])
         follow(given["tracker"], run, given["attempt"], given["options"], orders, out)
     except Superseded:
         return 0

@@ -82,7 +82,7 @@ def main() -> None:
         die_with_parent()
     run = RunDirectory(os.environ[protocol.RUN_DIR])
     try:
-        hold_run(run, int(os.environ[protocol.RUN_INODE]))
+        hold_run(run, int(os.environ[protocol.RUN_INODE]), int(os.environ[protocol.ATTEMPT]))
     except RunDirectoryError as error:  # a record of the rank's end would be written there
         say(str(error))
         sys.exit(1)

@@ -15,8 +15,8 @@ from clusterddp.checkpoint.weights_file import export
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.rundir import files
-from clusterddp.rundir.files import append_line
-from clusterddp.rundir.ownership import delete_folder
+from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.ownership import delete_folder, hold_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import claim, recorded
 from clusterddp.runs.sweep_folder import SweepFolder
@@ -226,6 +226,45 @@ def test_a_process_whose_script_has_closed_all_descriptors_still_reaches_its_run
         files.write_atomically(held / "b", "b")
     for each in {taken, number}:
         os.close(each)
+
+
+def test_a_process_holds_more_folders_than_it_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the members of a sweep. None of them can be replaced by another folder."""
+    monkeypatch.setattr(files, "_held", {})
+    before = len(os.listdir("/proc/self/fd"))
+    folders = [tmp_path / f"run-{number}" for number in range(100)]
+    for folder in folders:
+        folder.mkdir()
+        files.hold(folder)
+    for folder in folders:
+        files.write_atomically(folder / "file", "mine")
+        files.hold(folder, anew=False)
+    assert len(os.listdir("/proc/self/fd")) < before + 70
+    assert [(folder / "file").read_text() for folder in folders] == ["mine"] * 100
+    for folder in (folders[0], folders[-1]):
+        folder.rename(folder.with_name(f"{folder.name}-old"))
+        folder.mkdir()
+    files.write_atomically(folders[0] / "file", "new")
+    with pytest.raises(FileNotFoundError, match="was replaced"):
+        files.write_atomically(folders[-1] / "file", "new")
+    assert os.listdir(folders[0]) == os.listdir(folders[-1]) == []
+    for folder in folders:
+        if (descriptor := files.held_descriptor(folder)) is not None:
+            os.close(descriptor)
+
+
+def test_a_rank_whose_node_numbers_the_folder_differently_uses_it(tmp_path: Path) -> None:
+    """As FUSE does on each node. A folder without the claim of the attempt's supervisor is refused."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.create_attempt()
+    inode = run.path.stat().st_ino
+    for other in (inode, inode + 1):
+        write_json(run.holder_file(0), {"kind": "slurm", "job": "7", "run": {"path": "/elsewhere", "inode": other}})
+        hold_run(run, other, 0)
+    for seen, attempt in ((inode + 2, 0), (inode + 1, 1)):
+        with pytest.raises(RunDirectoryError, match="was replaced"):
+            hold_run(run, seen, attempt)
 
 
 def test_an_export_writes_through_no_link_that_was_put_there_before(tmp_path: Path) -> None:
