@@ -93,9 +93,11 @@ def unlink_shared_tensors(pids: Iterable[int]) -> None:
 
     torch_shm_manager does so 2 s after its last client has exited (torch 2.13), but Slurm kills it with the step.
     """
-    for file in (file for pid in pids for file in Path("/dev/shm").glob(f"torch_{pid}_*")):
-        with suppress(OSError):
-            file.unlink()
+    for pid in pids:
+        with suppress(OSError):  # also of the listing: the script may have used up its descriptors
+            for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
+                with suppress(OSError):
+                    file.unlink()
 
 
 #: Children of this process that only this process may end.
