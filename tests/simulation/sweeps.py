@@ -170,7 +170,7 @@ def patches(now: SimpleNamespace) -> Iterator[tuple[Any, str, Any]]:
         "warn_of_unseen": lambda _: None,
         "present_code": lambda *_, **__: None,
         "write_code": lambda *_: None,
-        "signals_blocked": lambda _: nullcontext(),
+        "signals_blocked": lambda *_: nullcontext(),
         "ThreadPoolExecutor": _Serially,
     }.items():
         yield sweep_submission, name, by
