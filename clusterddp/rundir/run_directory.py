@@ -173,7 +173,7 @@ class RunDirectory:
     JSON has no NaN and no infinity. They are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``,
     which ``float()`` and ``pandas.to_numeric`` read. Lines below a step are on disk before the checkpoint of that step
     is committed. What ``run.log()`` logs outside a step, such as an evaluation after the loop, is a line with
-    ``"event": "result"`` and the number of steps completed so far.
+    ``"event": "result"`` and the number of steps completed so far, which the recipe above takes for a step's.
     """
     timing_file = _Below("timing.jsonl")
     """What the steps of each rank spent their time on, in intervals.
