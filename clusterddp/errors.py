@@ -101,6 +101,10 @@ class CheckpointError(ClusterddpError):
     """A checkpoint cannot be restored or written."""
 
 
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint does not fit the script, the ranks or the job definition. A restart would fail in the same way."""
+
+
 class ResumeDiffers(ClusterddpError):
     """``submit --check-resume`` found that the resumed run differs. The message names the first difference."""
 

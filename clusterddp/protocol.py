@@ -79,7 +79,7 @@ CHANNEL_EVENTS: Mapping[str, Message] = {
     ),
     "left": Message(
         "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? alone? read_saved? "
-        "used_clusterddp?",
+        "used_clusterddp? final?",
         "how the rank ended, as its last message; `read_saved`: it made no step, but opened the file that the script "
         "had named in `requeue(saved=...)` at its last stop",
     ),

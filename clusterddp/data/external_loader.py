@@ -29,7 +29,7 @@ from clusterddp.checkpoint.state_dict import copied
 from clusterddp.data import randomness
 from clusterddp.data.workers import close
 from clusterddp.distributed.process_group import ProcessGroup
-from clusterddp.errors import CheckpointError
+from clusterddp.errors import CheckpointMismatch
 from clusterddp.reporter import counted, say
 from clusterddp.worker import signals
 
@@ -267,7 +267,7 @@ class ExternalLoader(Passes):
         that."""
         states = progress.get("loaders")
         if states is None:
-            raise CheckpointError(f"the checkpoint has no state for {self._name}. {_started(progress)}")
+            raise CheckpointMismatch(f"the checkpoint has no state for {self._name}. {_started(progress)}")
         rank, ranks = self._group.rank, self._group.world_size
         self._passes, self._drew = progress["epoch"], progress.get("loaders_drew", True)
         if len(states) == ranks:
@@ -277,7 +277,7 @@ class ExternalLoader(Passes):
             getattr(self._loader, SPLIT)(copied({"states": states})["states"], rank, ranks)
         else:
             before = counted(len(states), "rank")
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the checkpoint has the {self._name} states of {before}, but the world size is now {ranks}. Use "
                 f"{before}, give the loader a method {SPLIT}(states, rank, world_size), or start a new run with "
                 "ctx.loader(), which works with any number of ranks"
@@ -372,13 +372,13 @@ class ReplayedLoader(Passes):
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the run started with a different kind of loader or number of ranks."""
         if progress.get("loaders", self) is not None:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"ctx.run() received {self._name}, which has no state_dict(), but the run started with a "
                 "different kind of loader. Pass the loader that the run started with, or start a new run"
             )
         if (ranks := progress["world_size"]) != self._group.world_size:
             before = counted(ranks, "rank")
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the run read its batches from {self._name} on {before}, but the world size is now "
                 f"{self._group.world_size}. Use {before}, or start a new run with ctx.loader(), which works with any "
                 "number of ranks"
@@ -426,6 +426,6 @@ class NoLoader:
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the run started with a loader."""
         if "dataset_length" in progress or "loaders" in progress:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 "the run started with a loader, but ctx.run() received no loader. Pass it again, or start a new run"
             )

@@ -36,7 +36,7 @@ from clusterddp.data.sample_order import Binding, BoundOrder, Order, ScheduledOr
 from clusterddp.data.seeding import ALWAYS, SEEDED, Batch, SeededSamples
 from clusterddp.data.workers import ShieldedDataLoader, close
 from clusterddp.distributed.devices import pinned
-from clusterddp.errors import CheckpointError
+from clusterddp.errors import CheckpointError, CheckpointMismatch
 from clusterddp.reporter import counted
 
 
@@ -246,7 +246,7 @@ class Loader:
             started = "with your own loader. Pass that loader to ctx.run() again"
             if "loaders" not in progress:
                 started = "without a loader. Leave out loader= in ctx.run(), or start a new run"
-            raise CheckpointError(f"the run started {started}")
+            raise CheckpointMismatch(f"the run started {started}")
         global_batch, length = progress["global_batch"], progress["dataset_length"]
         if length != self.length:
             raise CheckpointError(
@@ -254,17 +254,17 @@ class Loader:
                 "change the sample order. Use the same dataset, or start a new run"
             )
         if self._asked not in (None, global_batch):
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the run started with a global batch of {counted(global_batch, 'sample')}, but global_batch is now "
                 f"{self._asked}, which would change the sample order. Keep the old value, or start a new run"
             )
         if global_batch % self._world_size:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the run's global batch of {counted(global_batch, 'sample')} is not divisible by {self._world_size} "
                 "ranks. Use a number of ranks that divides it"
             )
         if progress.get("seeded", ALWAYS) not in SEEDED:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the run seeds its samples as {progress['seeded']!r}, which this version of clusterddp does not "
                 "support. Resume it with the version that it started with, or a newer one"
             )
@@ -275,7 +275,7 @@ class Loader:
     def _restore_order(self, progress: Mapping[str, Any]) -> None:
         drop_last = progress.get("drop_last", False)
         if drop_last != self._drop_last:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the run started with drop_last={drop_last}, but the loader now has drop_last={self._drop_last}, "
                 "which would change the sample order. Keep the old value, or start a new run"
             )
@@ -291,7 +291,7 @@ class Loader:
             except CheckpointError as error:
                 why = str(error)
         if why is not None:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the run started with the order {recorded!r}, but the loader's order is now {self.label!r}. {why}"
             )
 

@@ -29,7 +29,7 @@ from clusterddp.data.sample_order import (
     optional_count,
     short_hash,
 )
-from clusterddp.errors import CheckpointError
+from clusterddp.errors import CheckpointMismatch
 
 #: Samples per round: the finest share of a dataset is 1 / _ROUND. And per block.
 _ROUND, _BLOCK = 100_000, 4000
@@ -258,14 +258,14 @@ class _Mixed(ScheduledOrder):
         Raises CheckpointError if its past differs.
         """
         if schedule["of"] != self.schedule["of"]:
-            raise CheckpointError("Use the same datasets, num_samples, drop_last and shuffle, or start a new run")
+            raise CheckpointMismatch("Use the same datasets, num_samples, drop_last and shuffle, or start a new run")
         old, words = [(start, shares) for start, shares in schedule["given"]], self._words
         planned = [(start, stop, shares) for start, stop, shares in schedule["planned"]]
         change = _first_difference(old, self._given)
         if change is None:
             return self._with(planned), None
         if change < position:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"Weights may change only from step {words.step(position)} on, where the run resumes, but the weights "
                 f"of step {words.step(change)} differ. Keep earlier weights and changes as they were, or start a new "
                 "run"

@@ -109,6 +109,9 @@ class RankEnd:
     without_torch: bool = False
     """Whether the script did not import torch, so that no steps could be seen."""
 
+    final: bool = False
+    """Whether it raised an exception that a restart would raise again, as of a checkpoint that does not fit."""
+
     fault: str = ""
     """The fault of its GPU that may be the cause."""
 
@@ -138,7 +141,7 @@ class RankEnd:
         error = record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else "")
         names = ("traceback", "step", "exit_code", "used_clusterddp")
         known = {name: record[name] for name in names if record.get(name) is not None}
-        known |= {name: record.get(name) is True for name in ("left_loop", "read_saved", "without_torch")}
+        known |= {name: record.get(name) is True for name in ("left_loop", "read_saved", "without_torch", "final")}
         return cls(rank, record["host"], record["end"], lost_at, error, **known)
 
     def without(self, secrets: Sequence[str]) -> RankEnd:
@@ -423,7 +426,7 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
     Failures from outside the script may pass. So may an error of the script's own code (a file system that did not
     answer, a worker that was killed) if the code has worked before and does not fail at the same place again.
     """
-    if failure.lacks_gpus and not progress.earlier:  # the job asks for too many
+    if failure.final or (failure.lacks_gpus and not progress.earlier):  # the job asks for too many
         return False, ""
     if failure.may_pass or (failure.end == "refused" and progress.earlier):  # it has worked with these options
         return True, ""

@@ -47,7 +47,7 @@ from clusterddp.distributed.wrapping import (
     optimizers,
     trained_parameters,
 )
-from clusterddp.errors import CheckpointError
+from clusterddp.errors import CheckpointError, CheckpointMismatch
 from clusterddp.reporter import counted, say
 from clusterddp.training.exactness import CompiledShapes, Divergence, fingerprints
 from clusterddp.training.given_values import GivenValues
@@ -344,7 +344,7 @@ class RunState:
         self._check_parts(content.keys() - RESERVED)
         progress = content["progress"]
         if repr(progress["seed"]) != repr(self._seed):  # all randomness comes from the repr
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the run started with seed {progress['seed']!r}, but the seed is now {self._seed!r}. Use the recorded "
                 "seed, or start a new run"
             )
@@ -361,7 +361,7 @@ class RunState:
             try:
                 load_state(part, content[name], recast)
             except (ValueError, RuntimeError, KeyError) as error:
-                raise CheckpointError(f"the checkpoint does not fit {name}: {error}. {_REMEDY}") from error
+                raise CheckpointMismatch(f"the checkpoint does not fit {name}: {error}. {_REMEDY}") from error
         if self._group.rank == 0:
             self.inexact += self._changed_dtypes(content)
         self._values.load_state_dict(progress.get("values", {}))
@@ -403,9 +403,9 @@ class RunState:
 
     def _check_parts(self, saved: set[str]) -> None:
         if missing := self._parts.keys() - saved:
-            raise CheckpointError(f"the checkpoint has no {_listed(missing)}, only {_listed(saved)}. {_REMEDY}")
+            raise CheckpointMismatch(f"the checkpoint has no {_listed(missing)}, only {_listed(saved)}. {_REMEDY}")
         if extra := saved - self._parts.keys():
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the checkpoint also has {_listed(extra)}, which ctx.run() did not receive. {_REMEDY}"
             )
 
@@ -527,13 +527,13 @@ def _load_part(
         state = _fitting(state, own)
         loaded.missing, loaded.unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if strict and (loaded.missing or loaded.unexpected):
-            raise CheckpointError(_misfit(loaded))
+            raise CheckpointMismatch(_misfit(loaded))
         state = {**own, **{key: value for key, value in state.items() if key in own}}
     recast |= recast_parameters({name: part}, {name: state})
     try:
         load_state(part, state, recast)
     except (ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"init_from: {file} does not fit {name}: {error}") from error
+        raise CheckpointMismatch(f"init_from: {file} does not fit {name}: {error}") from error
     if group.rank == 0:
         say(f"{name} starts from {file}" + _in_words(loaded))
     return loaded

@@ -14,7 +14,7 @@ from clusterddp.checkpoint import transfer
 from clusterddp.checkpoint.state_dict import Stateful, check_parts, placed, with_state
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import ProcessGroup
-from clusterddp.errors import CheckpointError
+from clusterddp.errors import CheckpointError, CheckpointMismatch
 from clusterddp.reporter import counted
 
 #: What ``ctx.run()`` takes under one name.
@@ -98,7 +98,7 @@ class Values:
         Raises CheckpointError for a value that has no place.
         """
         if saved and self._given is None:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the checkpoint also has the script's values {', '.join(saved)}, but ctx.run() received no "
                 "script_state=. Pass it again, or start a new run"
             )
@@ -107,7 +107,7 @@ class Values:
             return
         for name, value in saved.items():
             if name not in {field.name for field in dataclasses.fields(self._given)}:
-                raise CheckpointError(
+                raise CheckpointMismatch(
                     f"the checkpoint's script_state has {name!r}, but {type(self._given).__name__} has no such field. "
                     "Keep the field, or start a new run"
                 )
@@ -232,7 +232,7 @@ class PerRank:
         same = len(states) == self._group.world_size
         saved = set(states[self._group.rank] if same else set().union(*states))
         if saved != self._parts.keys():
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"ctx.run(per_rank=...) received {_listed(self._parts)}, but the checkpoint has {_listed(saved)}. Pass "
                 "the parts that the run started with, or start a new run"
             )
@@ -240,7 +240,7 @@ class PerRank:
             try:
                 self._restore(name, part, states if same else [one for one in states if name in one])
             except (ValueError, RuntimeError, KeyError, TypeError) as error:
-                raise CheckpointError(f"the checkpoint does not fit per_rank {name}: {error!r}") from error
+                raise CheckpointMismatch(f"the checkpoint does not fit per_rank {name}: {error!r}") from error
 
     def _restore(self, name: str, part: Stateful, states: list[dict[str, Any]]) -> None:
         rank, ranks = self._group.rank, self._group.world_size
@@ -250,7 +250,7 @@ class PerRank:
             getattr(part, SPLIT)([placed(one[name], part.state_dict) for one in states], rank, ranks)
         else:
             before = counted(len(states), "rank")
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"the checkpoint has the state of {name} for {before}, but the world size is now {ranks}. Use "
                 f"{before}, or give {name} a method {SPLIT}(states, rank, world_size) that takes over a rank's share "
                 "of all states"

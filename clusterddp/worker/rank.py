@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from clusterddp import environment, protocol
 from clusterddp.errors import (
     STOPPED,
+    CheckpointMismatch,
     ClusterddpError,
     Declined,
     LauncherEnvironmentError,
@@ -442,7 +443,8 @@ def _raised(error: BaseException) -> dict[str, Any]:
     except Exception:  # in the error's __str__; as traceback prints it
         message = f"{type(error).__name__}: <exception str() failed>"
     text = "".join(traceback.format_exception(error))
-    return {"end": "exception", "error": _short(message, LONGEST_ERROR), "traceback": _short(text, LONGEST_TRACEBACK)}
+    record = {"end": "exception", "error": _short(message, LONGEST_ERROR), "traceback": _short(text, LONGEST_TRACEBACK)}
+    return {**record, "final": True} if isinstance(error, CheckpointMismatch) else record
 
 
 def _short(text: str, longest: int) -> str:

@@ -13,7 +13,7 @@ from clusterddp.rundir.files import write_json
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.ranks.test_local import start, submit
-from tests.waiting import wait_until
+from tests.waiting import story, wait_until
 
 CHECKED = "import sys\nassert sys.argv[1:] == ['--lr', '0.1', '--steps', '5'], 'a mistake'\n"
 
@@ -115,3 +115,28 @@ def test_a_preemption_after_a_step_that_rank_0_prints_happens_or_is_reported(
     assert (outcome["state"], outcome["attempts"]) == ("completed", attempts)
     assert words in done.stderr
     assert "does not mention clusterddp" not in done.stderr
+
+
+WIDENED = """
+import os
+import torch
+import clusterddp
+from tests.descent import Descent
+
+ctx = clusterddp.init(device="cpu")
+model = torch.nn.Linear(4, 1 + ctx.attempt)
+run = ctx.run(model=model, optimizer=Descent(model), loader=ctx.loader(torch.ones(64, 4), batch_size=1))
+for batch in run.steps(20):
+    model(batch).square().mean().backward()
+    if run.step == 3 and ctx.attempt == 0:
+        ctx.request_stop("the test")
+"""
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_once(tmp_path: Path) -> None:
+    """The same script fails again in the same way, so no restart follows, although the run has made progress."""
+    script, run = tmp_path / "widened.py", RunDirectory(tmp_path / "run")
+    script.write_text(WIDENED)
+    assert submit(run, str(script), "--device", "cpu", "--gpus", "1").returncode == 130, story(run)
+    assert submit(run).returncode == 1
+    assert run.attempts() == [0, 1] and (run.outcome() or {})["state"] == "failed", story(run)

@@ -222,6 +222,13 @@ def test_an_exception_restarts_all_ranks_after_progress_unless_it_repeats(
         assert judge([EIO], 1, False, lambda: Cause.UNKNOWN, progress).action is Action.LEAVE
 
 
+def test_what_a_restart_would_only_repeat_fails_at_once() -> None:
+    """A checkpoint that does not fit, also after progress; a preemption meanwhile continues the run as ever."""
+    progress = Progress(steps=0, earlier=True)
+    assert judge([replace(EIO, final=True)], 1, False, lambda: Cause.NONE, progress).action is Action.FAIL
+    assert judge([replace(EIO, final=True)], 1, True, lambda: Cause.PREEMPTED, progress).action is Action.AGAIN
+
+
 EXIT = end("exit", 1, error="exit code 3", exit_code=3, step=1200)
 
 
