@@ -26,6 +26,7 @@ from clusterddp.jobdef.secrets import MASK, is_secret, revealed, without_secrets
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
 from clusterddp.reporter import counted
 from clusterddp.rundir.files import open_binary
+from clusterddp.rundir.records import LARGEST
 
 #: The format of run directories that this version writes. A later format is recorded as ``format`` in job.yaml.
 RUN_FORMAT = 1
@@ -105,9 +106,12 @@ def load_resolved(path: str | os.PathLike[str], section: str | None = None) -> J
     file = Path(path)
     mistakes: list[Mistake] = []
     try:
-        open_binary(file).close()
+        with open_binary(file) as opened:  # a pipe, for example, is refused here
+            size = os.fstat(opened.fileno()).st_size
     except OSError as error:
         raise JobDefinitionError(f"could not read {path}: {error.strerror}") from error
+    if size > LARGEST:
+        raise JobDefinitionError(f"{path} is too large to be a job definition. Another program changed it")
     layers = with_preset([{}, _definition(file, section, mistakes)], mistakes)
     return revealed(_job(layers, file.parent, Place(str(path)), mistakes, recorded=True), file)
 

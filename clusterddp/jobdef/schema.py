@@ -30,6 +30,7 @@ from clusterddp.jobdef.readers import ASSIGNMENT, Wrong, did_you_mean
 from clusterddp.jobdef.secrets import is_secret
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node, raise_mistakes
 from clusterddp.protocol import FOR_RANKS
+from clusterddp.rundir.files import read_text
 from clusterddp.rundir.records import retrying
 
 #: Nodes by YAML key, as written.
@@ -386,7 +387,7 @@ READERS: dict[str, Reader] = {
 def file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
     """The fields of a YAML file. Raises JobDefinitionError if it cannot be read or is not a mapping."""
     try:
-        text = retrying(path, lambda: path.read_text(encoding="utf-8"))
+        text = retrying(path, lambda: read_text(path))
     except OSError as error:
         raise JobDefinitionError(f"could not read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -23,7 +23,6 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import is_loss
 from clusterddp.reporter import counted
 from clusterddp.rundir import records
-from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
 Point = list[float]
@@ -82,7 +81,7 @@ def read_metrics(run: RunDirectory) -> Metrics:
     """Reads metrics.jsonl. Its errors are in the notes."""
     found, left_out, wrong, torn = Metrics(), set[str](), 0, False
     try:
-        with open_binary(run.metrics_file) as file:
+        with records.open_lines(run.metrics_file) as file:
             lines = records.WholeLines(file)
             read = records.parsed(lines, records.LOGGED)
             while together := list(islice(read, _TOGETHER)):

@@ -27,7 +27,7 @@ from clusterddp.report.theme import clipped
 from clusterddp.report.timeline import Sentence, in_words, interruptions, lanes, without_attempt
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir import records
-from clusterddp.rundir.files import finite, open_binary, read_bytes
+from clusterddp.rundir.files import finite
 from clusterddp.rundir.progress import main_metric
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
@@ -134,7 +134,7 @@ def _events(run: RunDirectory, notes: list[str]) -> list[Event]:
     found: list[Event] = []
     wrong, torn = 0, False
     try:
-        with open_binary(run.events_file) as file:
+        with records.open_lines(run.events_file) as file:
             lines = records.WholeLines(file)
             for event, error in records.parsed(lines, records.EVENT):
                 wrong += error is not None
@@ -276,7 +276,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def _job(run: RunDirectory, job: Job | None, notes: list[str]) -> dict[str, Any]:
-    text = _tried("job.yaml", lambda: read_bytes(run.job_file).decode(errors="replace"), notes)
+    text = _tried("job.yaml", lambda: records.read_record(run.job_file).decode(errors="replace"), notes)
     return {
         "name": job.name if job else None,
         "shape": job.shape if job else None,

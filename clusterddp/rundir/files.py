@@ -432,6 +432,14 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, which the user may also give as a pipe."""
+    with at(path) as (name, folder):
+        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    with open(descriptor, encoding="utf-8") as file:
+        return file.read()
+
+
 def open_binary(path: Path, change: bool = False, buffered: bool = True) -> BinaryIO:
     """Opens an existing file to read it, and to ``change`` it. Raises OSError for anything but a file."""
     descriptor = open_file(path, os.O_RDWR | os.O_NOFOLLOW if change else os.O_RDONLY)

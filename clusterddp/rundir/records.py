@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.reporter import say
-from clusterddp.rundir.files import open_binary, read_bytes
+from clusterddp.rundir.files import open_binary
 
 _T = TypeVar("_T")
 
@@ -32,6 +32,9 @@ _PAUSES_S = (0.05, 0.2, 0.75)
 _BLOCK = 1 << 16
 #: Bytes at the end of a file that are searched for a whole line, as a damaged file may have terabytes of zeros.
 _LONGEST_LINE = 1 << 26
+#: The most bytes of a file with one JSON object or a job definition, and in the holes of a file of lines. A sparse file
+#: of another user may seem to have terabytes, and would fill the memory of its reader.
+LARGEST = 1 << 26
 #: Lines that are parsed at once.
 _TOGETHER = 250
 
@@ -136,11 +139,9 @@ def read_json(path: Path, schema: Schema | None = None) -> dict[str, Any] | None
     Raises RunDirectoryError if the content is not JSON or does not match the schema.
     """
     try:
-        text = retrying(path, lambda: read_bytes(path))
+        text = retrying(path, lambda: read_record(path))
     except FileNotFoundError:
         return None
-    except MemoryError as error:  # a sparse file may seem to have terabytes
-        raise RunDirectoryError(f"{path} is too large to be a record. Another program changed it") from error
     try:
         value: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -150,13 +151,47 @@ def read_json(path: Path, schema: Schema | None = None) -> dict[str, Any] | None
     return value
 
 
+def read_record(path: Path) -> bytes:
+    """The content of a file that holds one object. Raises OSError, and RunDirectoryError if it is too large."""
+    with open_binary(path, buffered=False) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST:
+            raise RunDirectoryError(f"{path} is too large to be a record. Another program changed it")
+        return file.read()
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Opens a JSON lines file. Raises OSError, also if it has large holes, which were never written."""
+    file = open_binary(path)
+    if _holes(file.fileno()) > LARGEST:
+        file.close()
+        raise OSError(errno.EFBIG, "a sparse file, most of which was never written", str(path))
+    return file
+
+
+def _holes(descriptor: int) -> int:
+    """The bytes of a large file's holes. 0 if the file system cannot tell. Leaves the file at its beginning."""
+    size, found, position = os.fstat(descriptor).st_size, 0, 0
+    while size > LARGEST and (hole := os.lseek(descriptor, position, os.SEEK_HOLE)) < size:
+        try:
+            position = os.lseek(descriptor, hole, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # no data follows
+                raise
+            position = size
+        found += position - hole
+        if position == size or found > LARGEST:
+            break
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return found
+
+
 def read_lines(path: Path, schema: Schema | None = None) -> Iterator[dict[str, Any]]:
     """The objects of a JSON lines file, oldest first. Empty if the file does not exist.
 
     Lines that do not match the schema are skipped, with one warning that names the first of them.
     """
     try:
-        content = retrying(path, lambda: read_bytes(path))
+        content = retrying(path, lambda: _all_of(path))
     except FileNotFoundError:
         return
     skipped: list[tuple[int, str]] = []
@@ -166,6 +201,11 @@ def read_lines(path: Path, schema: Schema | None = None) -> Iterator[dict[str, A
         elif wrong:
             skipped.append((number, wrong))
     _warn(path, skipped)
+
+
+def _all_of(path: Path) -> bytes:
+    with open_lines(path) as file:
+        return file.read()
 
 
 def read_backwards(path: Path, schema: Schema | None = None) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.reporter import say
-from clusterddp.rundir.files import append_line, open_binary
+from clusterddp.rundir.files import append_line
 from clusterddp.rundir.records import (
     Schema,
     WholeLines,
@@ -23,6 +23,7 @@ from clusterddp.rundir.records import (
     is_text,
     is_time,
     last_lines,
+    open_lines,
     optional,
     parse,
     retrying,
@@ -235,7 +236,7 @@ def _timings(path: Path) -> Timings:
     hosts: dict[int, tuple[str, ...]] = {}
     intervals: list[TimedInterval] = []
     skipped = 0
-    with open_binary(path) as file:
+    with open_lines(path) as file:
         lines = WholeLines(file)
         for text in lines:
             line, wrong = parse(text, {"attempt": is_count})

@@ -8,21 +8,25 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from clusterddp.api import Handle
 from clusterddp.checkpoint.store import lineage
 from clusterddp.cli.status import show
-from clusterddp.errors import RunDirectoryError
+from clusterddp.errors import ClusterddpError, RunDirectoryError
 from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir import files, run_directory
 from clusterddp.rundir.files import append_line, make_folder, write_atomically, write_json
+from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.records import drop_torn_line, read_backwards, read_json, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.timing import read_timings
 from clusterddp.runs.progress_display import Progress
 from clusterddp.runs.recording import claim, recorded
 from clusterddp.runs.request_client import cancel_run
@@ -233,14 +237,14 @@ def test_a_read_error_that_passes_is_retried(run: RunDirectory, monkeypatch: pyt
     """A file server that restarts; an error that stays is raised."""
     append_line(run.events_file, {"time": 1.0, "event": "started", "attempt": 0})
     errors = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")]
-    real = files.read_bytes
+    real = files.open_binary
 
-    def read(path: Path) -> bytes:
+    def opened(path: Path, *options: bool) -> BinaryIO:
         if errors:
             raise errors.pop()
-        return real(path)
+        return real(path, *options)
 
-    monkeypatch.setattr("clusterddp.rundir.records.read_bytes", read)
+    monkeypatch.setattr("clusterddp.rundir.records.open_binary", opened)
     assert len(run.events()) == 1 and not errors
     monkeypatch.setattr("clusterddp.rundir.records._PAUSES_S", (0.0,))
     errors += [OSError(errno.EIO, "Input/output error")] * 2
@@ -279,6 +283,39 @@ def test_a_changed_json_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(RunDirectoryError, match="outcome.json is not JSON"):
         read_json(path)
+
+
+@pytest.mark.parametrize(("name", "read"), [
+    ("job.yaml", lambda run: load_resolved(run.job_file)),
+    ("outcome.json", RunDirectory.outcome),
+    ("events.jsonl", RunDirectory.events),
+    ("metrics.jsonl", RunDirectory.metrics),
+    ("timing.jsonl", read_timings),
+])  # fmt: skip
+def test_a_sparse_file_that_another_user_may_have_made_is_refused_before_it_is_read(
+    run: RunDirectory, name: str, read: Callable[[RunDirectory], object]
+) -> None:
+    """It takes no space on the disk, but all of the reader's memory. Each second block of it has data."""
+    with open(run.path / name, "wb") as file:
+        for place in range(4):
+            file.seek(place << 25)
+            file.write(b"{}")
+        file.truncate(1 << 27)
+    with pytest.raises((ClusterddpError, OSError), match="too large|never written"):
+        read(run)
+
+
+def test_the_job_definition_is_read_in_the_folder_that_was_checked(tmp_path: Path) -> None:
+    """Another user, who put a folder in its place after the check, would choose what the supervisor executes."""
+    run, other = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "other")
+    for directory, module in ((run, "mine"), (other, "foreign")):
+        directory.create()
+        directory.job_file.write_text(Job(name="x", module=module, steps=10).to_yaml())
+        directory.job_file.chmod(0o600)
+    check_run(run)
+    run.path.rename(tmp_path / "moved")
+    other.path.rename(run.path)
+    assert load_resolved(run.job_file).module == "mine"
 
 
 def test_a_resume_record_that_points_to_itself_is_an_error_and_no_loop(run: RunDirectory) -> None:
