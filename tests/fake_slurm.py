@@ -57,7 +57,7 @@ class FakeController:
         self.connected_to += nodes
         return [node for node in nodes if node in self.dead]
 
-    def waits_for_nodes(self, launcher: int | None) -> bool:
+    def waits_for_nodes(self, launcher: int | None) -> bool | None:
         return False
 
     def requeue(self) -> None:

@@ -306,11 +306,12 @@ def cancel(job_id: str) -> None:
     run("scancel", job_id)
 
 
-def waiting_sruns(job_id: str) -> list[int]:
-    """The pids of the srun commands in a job that wait until its nodes can take their steps."""
-    steps = run("scontrol", "show", "step", "-o", job_id).splitlines()
-    waiting = [line for line in steps if re.search(r"\bState=PENDING\b", line)]
-    return [int(pid) for line in waiting for pid in re.findall(r"\bSrunHost:Pid=\S*:(\d+)", line)]
+def steps(job_id: str) -> list[tuple[int, str]]:
+    """A job's steps: the pid of the srun that asked for it, and its state, such as RUNNING. PENDING: srun waits until
+    the job's nodes can take the step."""
+    lines = run("scontrol", "show", "step", "-o", job_id).splitlines()
+    found = (re.search(r"\bState=(\w+)\b.*\bSrunHost:Pid=\S*:(\d+)", line) for line in lines)
+    return [(int(match[2]), match[1]) for match in found if match]
 
 
 def default_partition() -> str:

@@ -109,7 +109,7 @@ class RankFailed:
 
 @dataclass(frozen=True)
 class StepWaits:
-    """Whether srun still waits for nodes of the job, so that no rank is started. None: Slurm gave no answer."""
+    """Whether srun still waits for nodes of the job, so that no rank is started. None: Slurm has not said so."""
 
     waits: bool | None
 

@@ -35,7 +35,7 @@ from clusterddp.errors import (
 from clusterddp.failures import exclusion, node_memory
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
-from clusterddp.process import started_at
+from clusterddp.process import descendants, started_at
 from clusterddp.reporter import say
 from clusterddp.rundir.files import exists, is_elsewhere, status, write_json
 from clusterddp.rundir.records import is_text, read_json
@@ -91,8 +91,8 @@ class Controller(Protocol):
         del nodes
         return ()
 
-    def waits_for_nodes(self, launcher: int | None) -> bool:
-        """Whether the launcher, by its pid, still waits for nodes of its job."""
+    def waits_for_nodes(self, launcher: int | None) -> bool | None:
+        """Whether the launcher, by its pid, still waits for nodes of its job. None if that is unknown."""
         del launcher
         return False
 
@@ -187,9 +187,18 @@ class SlurmController(Controller):
         others = [node for node in nodes if node != self._own_node]
         return slurmd.unanswering(others) if others else ()
 
-    def waits_for_nodes(self, launcher: int | None) -> bool:
-        """Whether slurmctld has no step for this srun yet, because nodes are busy."""
-        return launcher in slurm.waiting_sruns(self._step_job)
+    def waits_for_nodes(self, launcher: int | None) -> bool | None:
+        """Whether slurmctld has no step for this srun yet, because nodes are busy.
+
+        None if slurmctld does not know this srun: when it restarts, it forgets those that wait, and they ask again only
+        after a minute or more (seen on 22.05.8). One that has asked twice is listed twice. A site's srun may be a
+        script, and so a child of the launcher.
+        """
+        if launcher is None:
+            return False
+        own = {launcher, *descendants(launcher)}
+        states = {state for pid, state in slurm.steps(self._step_job) if pid in own}
+        return states == {"PENDING"} if states else None
 
     def _preemption(self) -> configuration.Preemption:
         return configuration.preemption(self._partition, self._qos)

@@ -280,6 +280,7 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (attempt, "rank_command", lambda *_: []),
     (attempt, "code_snapshot", SimpleNamespace(present=lambda _: None)),
     (main, "delete_old_logs", lambda *_: None),
+    (controller, "descendants", lambda _: {}),
     (controller, "batch_step_began", lambda: _current["time"].time()),
     (lease, "owner_of", lambda _: "ddp"),
     (done, "glob", SimpleNamespace(glob=_paths)),

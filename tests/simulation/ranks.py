@@ -732,7 +732,7 @@ class Launcher:
         gone = self._batch.batch is not self.world.process or self._batch.state not in ("RUNNING", "SUSPENDED")
         gone = gone or len(self._nodes) < self._job.nodes  # then srun refuses the step
         waits = not gone and not self._batch.busy.isdisjoint(self._nodes)
-        self._batch.waiting = self.pid if waits else None
+        self._batch.srun, self._batch.waits = self.pid, waits
         for number in range(self._job.world_size):
             node = "" if gone else self._nodes[number // self._job.ranks_per_node]
             rank = Rank(self, number, node)
@@ -793,14 +793,14 @@ class Launcher:
     def kill(self) -> None:
         """KILL to all ranks that can be reached. srun waits no longer than KillWait for a step that does not end."""
         self._signal("KILL")
-        if self._batch.busy and self._batch.waiting is None:
+        if self._batch.busy and not self._batch.waits:
             self.world.after(self.cluster.slurm.settings.kill_wait_s + 2.0, self.abandon)
 
     def abandon(self) -> None:
         """srun is killed."""
         self._abandoned = True
-        if self._batch.waiting == self.pid:
-            self._batch.waiting = None
+        if self._batch.srun == self.pid:
+            self._batch.waits = False
         self._wake()
 
     def _wake(self) -> None:

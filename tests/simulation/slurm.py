@@ -101,10 +101,11 @@ class Batch:
     no_kill: bool = False
     node_down: Callable[[str], Any] = lambda _: None
     lost: set[str] = field(default_factory=set)
-    #: The nodes whose slurmstepd was killed: their step does not end before the job (seen on 22.05.8). The pid of an
-    #: srun that waits for such nodes.
+    #: The nodes whose slurmstepd was killed: their step does not end before the job (seen on 22.05.8). The pid of the
+    #: job's srun, and whether it waits for such nodes.
     busy: set[str] = field(default_factory=set)
-    waiting: int | None = None
+    srun: int | None = None
+    waits: bool = False
     #: Signals that a step gets.
     signal: Callable[[str], Any] = lambda _: None
     #: Counts starts and ends, so that an event that was planned for an earlier one has no effect.
@@ -255,7 +256,8 @@ class Slurm:
                 return _done(command, f"NodeName={node} NodeAddr={node} NodeHostName={node}\n")
             case ["scontrol", "show", "step", "-o", job_id]:
                 named = (job for job in self.jobs.values() if job.id.replace("_", "9") == job_id)
-                return _done(command, "".join(map(_steps, named)))
+                forgotten = 0 < self.away_until <= self.world.now < self.away_until + 60.0
+                return _done(command, "".join(_steps(job, forgotten) for job in named))
             case ["scontrol", "requeue", job_id]:
                 job = self._named(job_id)
                 return self._requeue(command, job) if job else _failed(command, "Invalid job id specified")
@@ -420,7 +422,7 @@ class Slurm:
         job.era += 1
         job.host, job.nodes_needed, job.nodes_least = nodes[0], len(nodes), len(nodes)  # also of a restart
         job.processes, job.lost, job.signal, job.node_down = [], set(), lambda _: None, lambda _: None
-        job.busy, job.waiting = set(), None
+        job.busy, job.srun, job.waits = set(), None, False
         self._tell(f"job {job.id} starts on {','.join(nodes)}{f' (restart {job.restarts})' if job.restarts else ''}")
         self.listener("start", job, "")
         if revoked:
@@ -704,9 +706,11 @@ class Slurm:
                 process.kill()
 
 
-def _steps(job: Batch) -> str:
-    """The lines of ``scontrol show step -o``."""
-    states = {4: "RUNNING", **({} if job.waiting is None else {job.waiting: "PENDING"})}
+def _steps(job: Batch, forgotten: bool) -> str:
+    """The lines of ``scontrol show step -o``. ``forgotten``: by a slurmctld that was restarted since srun asked it."""
+    states = {4: "RUNNING"}
+    if job.srun is not None and not (job.waits and forgotten):
+        states[job.srun] = "PENDING" if job.waits else "RUNNING"
     return "".join(f"StepId={job.id}.0 State={state} SrunHost:Pid=n1:{pid}\n" for pid, state in states.items())
 
 

@@ -1021,6 +1021,26 @@ def test_a_submission_without_an_answer_is_looked_for_before_another_one_is_made
     assert [entry["job"] for entry in lease.holders(run)] == [job for job in (end[1],) if job]
 
 
+@pytest.mark.parametrize(
+    ("steps", "waits"),
+    [
+        ([(700, "PENDING"), (444, "RUNNING")], False),
+        ([(444, "RUNNING"), (444, "PENDING")], False),  # srun had asked twice
+        ([(700, "RUNNING"), (444, "PENDING")], True),
+        ([(700, "PENDING"), (445, "PENDING")], True),  # a site's srun is a script
+        ([(700, "PENDING")], None),  # slurmctld has restarted since srun asked it
+        ([], None),
+    ],
+)
+def test_whether_srun_waits_is_unknown_until_slurm_knows_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, str]], waits: bool | None
+) -> None:
+    """Then the supervisor asks again: an srun that is taken for started would be waited for without bound."""
+    monkeypatch.setattr(slurm, "steps", lambda _: steps)
+    monkeypatch.setattr(monitor, "descendants", lambda pid: {445: "srun"} if pid == 444 else {})
+    assert SlurmController({"SLURM_JOB_ID": "41"}, run, JOB).waits_for_nodes(444) is waits
+
+
 def test_no_second_job_is_submitted_once_the_run_has_begun_another_attempt(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -366,7 +366,7 @@ def test_nodes_in_an_unknown_form_do_not_end_a_run(monkeypatch: pytest.MonkeyPat
         slurm.usable_nodes(None)
 
 
-def test_an_srun_whose_step_waits_is_known_by_its_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_steps_of_a_job_are_known_by_the_pids_of_their_sruns(monkeypatch: pytest.MonkeyPatch) -> None:
     """As recorded on 22.05.8. An srun that died, or another one of the user's, may wait in the same job."""
     shape = "CPUs=4 Tasks=4 Name=(null) Network=(null) TRES=(null) ResvPorts=(null) CPUFreqReq=Default Dist=Unknown"
     text = "".join(
@@ -375,8 +375,8 @@ def test_an_srun_whose_step_waits_is_known_by_its_pid(monkeypatch: pytest.Monkey
         for step, state, pid in (("0", "RUNNING", 311), ("TDB", "PENDING", 444), ("TDB", "PENDING", 446))
     )
     monkeypatch.setattr(slurm, "run", lambda *command: text if command[-1] == "1" else "")
-    assert slurm.waiting_sruns("1") == [444, 446]
-    assert slurm.waiting_sruns("2") == []
+    assert slurm.steps("1") == [(311, "RUNNING"), (444, "PENDING"), (446, "PENDING")]
+    assert slurm.steps("2") == []
 
 
 @pytest.mark.parametrize("answer", ["41", "41;alpha", "Welcome to alpha\n41;alpha\nhave a nice day"])
