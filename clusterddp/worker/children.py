@@ -8,21 +8,26 @@ which are helpers such as a loader's workers, and Python scripts started with ``
 from __future__ import annotations
 
 import functools
-import multiprocessing
+import multiprocessing.util
+import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import popen_fork
+from multiprocessing.process import BaseProcess
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
+from clusterddp.process import process_start
 from clusterddp.worker import control_channel, own_saves
 
 #: The most processes that are reported.
 MOST_REPORTED = 8
-#: An attribute of a process object that the script has sent a signal.
+#: An attribute of a process object that the script has sent a signal, and the processes that ``os.kill`` has sent one.
 _SIGNALLED = "_clusterddp_signalled"
+_killed: set[int] = set()
 
 _reported = 0
 
@@ -31,6 +36,7 @@ def watch() -> None:
     """Reports from now on how this process's children failed."""
     _watch_popen(popen_fork.Popen)
     own_saves.when_imported("multiprocessing.popen_forkserver", _watch_forkserver)
+    os.kill, os.killpg = _recording(os.kill), _recording(os.killpg)
     popen: Any = subprocess.Popen
     popen.send_signal = _marking(popen.send_signal)
     if hasattr(popen, "_handle_exitstatus"):  # of CPython
@@ -44,10 +50,22 @@ def wait_for_trainers(step_file: Path, patience_s: float) -> None:
     appear, which shows that one has trained, the wait ends after ``patience_s`` seconds.
     """
     deadline = time.monotonic() + patience_s
-    while running := [child for child in multiprocessing.active_children() if not child.daemon]:
+    while running := _awaited():
         running[0].join(1)
         if time.monotonic() > deadline and not step_file.exists():
             return
+
+
+def _awaited() -> list[BaseProcess]:
+    """The children that Python waits for at exit, without those that it ends there: the servers of ``Manager`` objects
+    and the idle workers of executors, which do not end before."""
+    finalizers = multiprocessing.util._finalizer_registry.values()  # type: ignore[attr-defined]
+    ended = [argument for finalizer in finalizers for argument in finalizer._args or ()]
+    for thread in threading.enumerate():
+        if type(thread).__name__ == "_ExecutorManagerThread" and not getattr(thread, "pending_work_items", None):
+            ended += (getattr(thread, "processes", None) or {}).values()
+    ids = set(map(id, ended))
+    return [child for child in multiprocessing.active_children() if not child.daemon and id(child) not in ids]
 
 
 def _watch_forkserver(module: ModuleType) -> None:
@@ -69,6 +87,16 @@ def _marking(send: Callable[..., Any]) -> Callable[..., Any]:
     return marked
 
 
+def _recording(kill: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    @functools.wraps(kill)
+    def recorded(pid: int, number: int, /) -> None:
+        if number and process_start(pid) is not None:  # 0 only looks whether it exists, and a zombie has ended before
+            _killed.add(pid)
+        kill(pid, number)
+
+    return recorded
+
+
 def _noting(look: Callable[..., Any], name_of: Callable[[Any], str | None]) -> Callable[..., Any]:
     """``look`` learns how a process ended, and sets its ``returncode``."""
 
@@ -76,7 +104,7 @@ def _noting(look: Callable[..., Any], name_of: Callable[[Any], str | None]) -> C
     def noted(self: Any, *args: Any, **options: Any) -> Any:
         before = self.returncode
         result = look(self, *args, **options)
-        if before is None and self.returncode and not hasattr(self, _SIGNALLED):
+        if before is None and self.returncode and not hasattr(self, _SIGNALLED) and self.pid not in _killed:
             _report(name_of(self), self.pid, self.returncode)
         return result
 

@@ -13,6 +13,7 @@ import faulthandler
 import fcntl
 import os
 import random
+import re
 import resource
 import runpy
 import signal
@@ -206,21 +207,43 @@ def keep_place_after_exec(command: list[str]) -> None:
 
     def through_here(path: Any, given: Iterable[Any]) -> list[str]:
         words = [os.fsdecode(word) for word in given]
-        script = next((place for place, word in enumerate(words) if place and _names_target(word, command)), None)
         is_python = os.path.realpath(os.fsdecode(path)) == os.path.realpath(sys.executable)
-        if os.getpid() != process or script is None or not is_python:
+        if os.getpid() != process or not is_python:
             return words
-        if any("clusterddp.worker" in word for word in words[:script]):  # sys.orig_argv
-            return words
-        return [*words[:script], *module_command("clusterddp.worker")[1:], *words[script:]]
+        return through_entry(words, command, getattr(sys.modules["__main__"], "__file__", None))
 
     os.execv = lambda path, argv: execv(path, through_here(path, argv))
     os.execve = lambda path, argv, env: execve(path, through_here(path, argv), env)
 
 
-def _names_target(word: str, command: list[str]) -> bool:
-    """Whether a word of a command line is this rank's script, or the ``-m`` before its module."""
-    return word == "-m" if command[0] == "-m" else os.path.realpath(word) == os.path.realpath(command[0])
+def through_entry(words: list[str], command: list[str], main_file: str | None) -> list[str]:
+    """Python's command line ``words``, through this entry point if it runs what this rank runs: the script or module of
+    ``command``, whose file is ``main_file``.
+
+    Not if that is only an argument of another program, such as torchrun.
+    """
+    place = _program(words)
+    if place is None:
+        return words
+    if words[place] == "-m":
+        same = command[0] == "-m" and words[place + 1 : place + 2] == command[1:2]
+    else:
+        same = os.path.realpath(words[place]) in {os.path.realpath(file) for file in (command[0], main_file) if file}
+    return [*words[:place], *module_command("clusterddp.worker")[1:], *words[place:]] if same else words
+
+
+def _program(words: list[str]) -> int | None:
+    """Where a command line of Python has its script, or the ``-m`` before its module. None if it has neither."""
+    place = 1
+    while place < len(words):
+        option = words[place]
+        if option == "-m" or not option.startswith("-"):
+            return place
+        takes = re.match("-[^-]*?([cmWX])(.*)", option)  # the rest of the option, or the next word
+        if takes is not None and takes[1] in "cm":
+            return None
+        place += 2 if option == "--check-hash-based-pycs" or (takes is not None and not takes[2]) else 1
+    return None
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.process import process_start
+from clusterddp.process import module_command, process_start
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker import rank
 from tests.ranks.test_local import submit
 from tests.waiting import story
 
@@ -254,3 +255,29 @@ def test_a_rank_that_replaces_its_program_by_exec_keeps_its_place(tmp_path: Path
     assert submit(run).returncode == 0, story(run)
     events = {(event["attempt"], event["event"]): event for event in run.events()}
     assert events[1, "resumed"]["step"] == events[0, "stopped"]["step"] and run.attempts() == [0, 1]
+
+
+ENTRY = module_command("clusterddp.worker")[1:]
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "place"),
+    [
+        ("train.py", "-u -X dev -Wignore --check-hash-based-pycs default train.py --lr 1", 7),
+        ("train.py", "./train.py train.py", 1),
+        ("train.py", "-m torch.distributed.run --nproc-per-node 2 train.py", None),
+        ("train.py", "launch.py train.py", None),
+        ("train.py", "-c code train.py", None),
+        ("train.py", "-uc code train.py", None),
+        ("train.py", "-i", None),
+        ("-m pkg.train", "-u -m pkg.train --lr 1", 2),
+        ("-m pkg.train", "-m torch.distributed.run -m pkg.train", None),
+        ("-m pkg.train", "pkg/train.py --lr 1", 1),
+    ],
+)
+def test_only_an_exec_of_the_ranks_own_program_begins_with_a_rank(command: str, words: str, place: int | None) -> None:
+    """Not one of another program that gets it as an argument, such as torchrun."""
+    given = ["python", *words.split()]
+    expected = given if place is None else [*given[:place], *ENTRY, *given[place:]]
+    file = "pkg/train.py" if command.startswith("-m") else "train.py"
+    assert rank.through_entry(given, command.split(), file) == expected

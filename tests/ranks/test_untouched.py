@@ -36,6 +36,39 @@ for _ in range(3):
     optimizer.step()
 dist.destroy_process_group()
 """
+HELPERS = """
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+import torch
+
+def train(results):
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    torch.optim.SGD([weight], lr=0.1).step()
+    results["trained"] = True
+
+if __name__ == "__main__":
+    fork = multiprocessing.get_context("fork")
+    helpers = [fork.Process(target=time.sleep, args=(1000,)), subprocess.Popen([sys.executable, sys.argv[1]])]
+    helpers[0].start()
+    for helper in helpers:
+        os.kill(helper.pid, signal.SIGTERM)
+    helpers[0].join()
+    helpers[1].wait()
+    pool = ProcessPoolExecutor(1, mp_context=fork)
+    pool.submit(abs, -1).result()
+    manager = fork.Manager()
+    results = manager.dict()
+    trainer = fork.Process(target=train, args=(results,))
+    trainer.start()
+    trainer.join()
+    print("trained", results["trained"])
+"""
 KILLED = """
 import os
 import signal
@@ -314,3 +347,14 @@ def test_ranks_that_train_apart_are_told_and_their_steps_are_still_seen(run: Run
     assert "rank 0 trains alone, without a process group, but the run has 2 ranks" in done.stderr, done.stderr
     assert [one.made for one in read_timings(run).intervals] == [3]
     assert "apart" not in {event["event"] for event in run.events() if event.get("rank") != 0}
+
+
+def test_processes_that_the_script_or_python_ends_are_no_trainers(run: RunDirectory, tmp_path: Path) -> None:
+    """A helper that gets a signal of ``os.kill``, an idle pool and the server of a ``Manager``, which Python ends at
+    exit: the run neither waits for these nor doubts that it is done."""
+    script, helper = tmp_path / "helpers.py", tmp_path / "helper.py"
+    script.write_text(HELPERS)
+    helper.write_text("import time; time.sleep(1000)")
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--", str(helper))
+    assert done.returncode == 0, done.stderr
+    assert {"child_died", "child_step"} & {event["event"] for event in run.events()} == {"child_step"}
