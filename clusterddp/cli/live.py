@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from clusterddp.errors import INTERRUPTED
 from clusterddp.report.theme import axis_of
-from clusterddp.reporter import clipped, columns_of, printable
+from clusterddp.reporter import clipped, columns_of, forgiving, printable
 
 #: The columns of a fact's name.
 INDENT = 10
@@ -85,7 +85,11 @@ Look = Callable[[Size | None], View]
 
 
 def watch(look: Look) -> int:
-    """Shows the view every EVERY_S seconds, on a terminal in place, and returns the exit code."""
+    """Shows the view every EVERY_S seconds, on a terminal in place, and returns the exit code.
+
+    Ends when the terminal is closed. Under nohup this process gets no signal then, and no write of rich fails.
+    """
+    on_terminal = sys.stdout.isatty()
     drawing: AbstractContextManager[Callable[[str], None]] = _screen() if in_place() else nullcontext(_print_block)
     view, code = View(""), 0
     with _resizes_held_back():
@@ -94,6 +98,8 @@ def watch(look: Look) -> int:
                 while not (view := look(size() if in_place() else None)).over:
                     draw(view.text)
                     wait()
+                    if on_terminal and not sys.stdout.isatty():
+                        return INTERRUPTED
             except KeyboardInterrupt:
                 code = INTERRUPTED
         if view.text and (in_place() or view.over):  # leave the last view on the terminal
@@ -123,7 +129,7 @@ def _screen() -> Iterator[Callable[[str], None]]:
     from rich.live import Live
     from rich.text import Text
 
-    with Live(console=Console(), screen=True, auto_refresh=False, redirect_stdout=False) as live:
+    with Live(console=Console(file=forgiving(1)), screen=True, auto_refresh=False, redirect_stdout=False) as live:
         yield lambda text: live.update(Text.from_ansi(text, no_wrap=True, overflow="crop"), refresh=True)
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
+from clusterddp.rundir.files import append_line
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.local import interrupts_counted
@@ -73,6 +75,27 @@ def test_a_local_run_whose_terminal_is_closed_saves_and_stops_or_continues_under
     saved = max(int(path.name.split(".")[0].removeprefix("step-")) for path in run.checkpoints.iterdir())
     assert (saved, run.outcome() is not None) == (last + 1, nohup), story(run)
     assert (code, names[-1]) == ((0, "completed") if nohup else (130, "stopped")), story(run)
+
+
+def test_a_watching_command_whose_terminal_is_closed_under_nohup_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets no signal, and looks at the run's files no more."""
+    monkeypatch.setenv("TERM", "xterm")
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.job_file.write_text(Job(name="x", module="x", steps=10).to_yaml())
+    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "started"})
+    pid, terminal = in_terminal([*module_command("clusterddp"), "status", "--watch", str(run)], [signal.SIGHUP])
+    shown = b""
+    while b"steps" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    try:
+        assert exit_code(pid) == 130
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        raise
 
 
 @pytest.mark.parametrize("ignored", [signal.SIGHUP, signal.SIGINT])
