@@ -15,7 +15,6 @@ import secrets
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -75,7 +74,7 @@ from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.verdict import end_of_file, rank_ends
 from clusterddp.worker.code_paths import mapped_variables
 
-#: The exceptions that a malformed report of a rank may raise.
+#: The exceptions that a malformed event of a rank may raise when it is recorded.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -262,8 +261,12 @@ class Attempt:
             self._server.close()
             if self._step_log is not None:
                 self._step_log.close(read_rest=not self._state.superseded)
+            late: Exception | None = None
             while not self._events.empty():  # the last reports of the ranks
-                self._handle(*self._events.get())
+                try:
+                    self._handle(*self._events.get())
+                except Exception as error:  # raised once the history is written
+                    late = late or error
             self._write_timing(self._timing.interval)
             self._ended.set()
             looks.join(LAST_LOOK_S)  # a requeue does not wait for a disk
@@ -272,6 +275,8 @@ class Attempt:
                     self._writes.put(lambda: self._history.add("child_step"))
             self._writes.put(None)
             history.join()
+            if late is not None:
+                raise late
             self._tell_of_missing_steps()
 
     def _tell_of_missing_steps(self) -> None:
@@ -411,13 +416,21 @@ class Attempt:
             self._step_log = None
         try:
             self._state, actions = decide.step(self._state, event, now)
-            for action in actions:
+        except decide.MalformedReport as error:
+            assert isinstance(event, RankEvent)
+            self._say_skipped(event.rank, event.name, error)
+            return
+        failed: Exception | None = None
+        for action in actions:  # all of them, because the new state counts on each
+            try:
                 self._carry_out(action, now)
-        except _MALFORMED as error:
-            if not isinstance(event, RankEvent):
-                raise
-            skipped = f"skipped a malformed report from rank {event.rank} ({event.name!r}): {error!r}"
-            self._carry_out(Say(f"{skipped}\n{traceback.format_exc()}"), now)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _say_skipped(self, rank: int, name: str, error: Exception) -> None:
+        self._writes.put(partial(say, f"skipped a malformed report from rank {rank} ({name!r}): {error}"))
 
     def _tell_hook(self, now: float, event: Event) -> None:
         """Calls the hook as soon as a preemption is certain, because later the nodes must be handed over."""
@@ -442,13 +455,19 @@ class Attempt:
             case StartTimer(timer, seconds):
                 self._timers[timer] = time.monotonic() + seconds
             case Heartbeat(rank, host, values):
-                if self._watch:
-                    self._watch.update(rank, host, values)
-                self._timing.update(rank, values, now)
+                try:
+                    if self._watch:
+                        self._watch.update(rank, host, values)
+                    self._timing.update(rank, values, now)
+                except ValueError as error:
+                    self._say_skipped(rank, "alive", error)
                 if self._timing.due(now):
                     self._write_timing(self._timing.interval)
             case GpuFigures(rank, values):
-                self._timing.update_gpus(rank, values["figures"])
+                try:
+                    self._timing.update_gpus(rank, values["figures"])
+                except ValueError as error:
+                    self._say_skipped(rank, "gpu", error)
             case Do.ASK_CONTROLLER:
                 self._monitor.ask()
             case Do.ASK_NODES:

@@ -399,20 +399,20 @@ class ControlServer:
     def _hear(self, rank: int, line: bytes | None) -> None:
         """Passes a rank's report on. ``line`` is None if it was too long. Malformed reports are skipped."""
         self._known[rank] += 1
-        event = "unknown"
         try:
             if line is None or len(line) > LONGEST_LINE:
                 raise ValueError(f"longer than {LONGEST_LINE:,} bytes")
             message = json.loads(line)
             event = str(message.pop("event"))
-            if event == "serving":
-                self._open_store(rank)
-            elif event == "committing" and rank == 0:
-                self._asked.append(message)
-            else:
-                self._handlers.on_event(rank, event, message)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            say(f"skipped a malformed report from rank {rank} ({event!r}): {error!r}")
+            say(f"skipped a malformed report from rank {rank}: {error!r}")
+            return
+        if event == "serving":
+            self._open_store(rank)
+        elif event == "committing" and rank == 0:
+            self._asked.append(message)
+        else:
+            self._handlers.on_event(rank, event, message)
 
     def _open_store(self, rank: int) -> None:
         if rank == 0 and self._store is not None:

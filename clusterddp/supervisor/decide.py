@@ -13,7 +13,7 @@ from typing import Any
 from clusterddp.events import GpuFault, gpu_fault
 from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered, named
 from clusterddp.failures.placement import Course, choose
-from clusterddp.rundir.records import is_count, is_time, optional, schema_error
+from clusterddp.rundir.records import Schema, is_count, is_text, is_time, optional, schema_error
 from clusterddp.supervisor import user_requests
 from clusterddp.supervisor.attempt_state import (
     ASK_S,
@@ -45,7 +45,7 @@ from clusterddp.supervisor.attempt_state import (
     TermNotice,
     Timer,
 )
-from clusterddp.supervisor.verdict import check_record
+from clusterddp.supervisor.verdict import RECORD
 from clusterddp.worker.control_channel import SILENCE_S
 
 #: Grace period, in seconds, for the peers of a failed rank to fail with their own errors. Then they are asked to exit,
@@ -77,10 +77,39 @@ _RANK_0 = frozenset((0,))
 ASK_AGAIN_S = 2.0
 
 
+class MalformedReport(Exception):
+    """A rank's report has not the form that ``_REPORTS`` requires."""
+
+
+#: The values that reports of ranks must have, because they are read here or in ``user_requests.py``.
+_STEP: Schema = {"step": optional(is_count)}
+_REQUEST: Schema = {**_STEP, "request": optional(user_requests.is_number)}
+_REPORTS: Mapping[str, Schema] = {
+    **user_requests.ORDER_ANSWERS,
+    "joined": {"host": is_text},
+    "alive": {},  # the watchdog and the timing check it
+    "gpu": {"figures": lambda figures: figures is not None},
+    "connecting": {},
+    "connected": {},
+    "committing": {"question": is_count},
+    "left": RECORD,
+    "training": {"step": is_count},
+    "resumed": {"step": is_count},
+    "progress": {"step": is_count, "steps": is_count},
+    "checkpoint": {"step": is_count, "durable_s": is_time},
+    "checkpoint_failed": {"step": is_count, "reason": is_text},
+    "gpu_fault": {**_STEP, "host": is_text, "what": is_text, "hardware": lambda value: isinstance(value, bool)},
+    "profiled": _REQUEST,
+    "not_profiled": _REQUEST,
+    "skipped": {**_REQUEST, "batches": is_count},
+}
+
+
 def step(state: State, event: Event, now: float) -> Step:
     """The next state, and the actions that follow from an event that came at ``now`` (unix seconds).
 
-    Raises ValueError, KeyError or TypeError for a malformed report of a rank.
+    Raises MalformedReport for a report of a rank that has not the expected form. Any other error is one of this
+    module's own.
     """
     if state.exit_code is not None:  # what ranks reported before they exited still counts, for the history
         if not isinstance(event, RankEvent | ConnectionLost):
@@ -101,6 +130,10 @@ def step(state: State, event: Event, now: float) -> Step:
 
 def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     rank, values = event.rank, event.values
+    if wrong := schema_error(values, _REPORTS.get(event.name, _STEP)):
+        raise MalformedReport(wrong)
+    if event.name == "alive" and rank not in state.hosts:
+        raise MalformedReport("the rank has not joined")
     if event.name == "joined":
         state = replace(state, hosts=state.hosts.put(rank, values["host"]))
         # The others may have stopped before it joined, and it would wait for them. No rank listens before rank 0 joins,
@@ -119,11 +152,9 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     if event.name == "left":
         return _on_left(state, event, now)
     if event.name == "committing":
-        return _on_committing(state, int(values["question"]), now)
+        return _on_committing(state, values["question"], now)
     if event.name in user_requests.ORDER_ANSWERS:
         return user_requests.on_rank_event(state, event)
-    if wrong := schema_error(values, {"step": optional(is_count)}):
-        raise ValueError(wrong)
     values = {"rank": rank, **values}
     if event.name in ("training", "resumed") and state.steps_before:
         values["redone"] = max(0, state.steps_before - values["step"])
@@ -174,7 +205,7 @@ def _note(state: State, event: RankEvent) -> Step:
     if event.name in ("signal", "notified"):
         return _confirmed(state, SIGNAL if event.name == "signal" else str(values.get("reason")))
     if event.name == "checkpoint":
-        return user_requests.on_checkpoint(replace(state, last_save_s=float(values["durable_s"])), values)
+        return user_requests.on_checkpoint(replace(state, last_save_s=values["durable_s"]), values)
     if event.name == "checkpoint_failed":
         return user_requests.on_checkpoint(state, values)
     if event.name == "skipped":
@@ -195,7 +226,6 @@ def _confirmed(state: State, why: str) -> Step:
 def _on_left(state: State, event: RankEvent, now: float) -> Step:
     """A rank's last report is the record of its end. A rank that is done may still be dismissed before it exits. If a
     rank that failed takes too long to exit and is dismissed, its record is still that of the failure."""
-    check_record(event.values)
     before = state.ends.get(event.rank, {}).get("end")
     if before is None or (before in ("done", "stopped") and event.values["end"] == "dismissed"):
         state = replace(state, ends=state.ends.put(event.rank, event.values))

@@ -39,7 +39,7 @@ from clusterddp.failures.stack_traces import (
 from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import counted, printable
 from clusterddp.rundir.files import open_binary
-from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
+from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt_state import State
@@ -61,7 +61,8 @@ class Action(enum.Enum):
     LEAVE = "leave"  # the job ends, the run does not: a later submit continues it
 
 
-_RECORD: Schema = {
+#: A rank's record of its end.
+RECORD: Schema = {
     "host": is_text,
     "end": is_text,
     "error": optional(is_text),
@@ -69,12 +70,6 @@ _RECORD: Schema = {
     "step": optional(is_count),
     "exit_code": optional(lambda code: type(code) is int),
 }
-
-
-def check_record(record: Any) -> None:
-    """Raises ValueError unless this is a valid record of a rank's end."""
-    if wrong := schema_error(record, _RECORD):
-        raise ValueError(wrong)
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ class RankEnd:
     def read(cls, rank: int, host: str, lost_at: float, path: Path, death: ExitStatus | None = None) -> RankEnd:
         """From the file that the rank wrote. An unreadable file counts as a missing one."""
         try:
-            return cls.from_record(rank, host, lost_at, read_json(path, _RECORD), death)
+            return cls.from_record(rank, host, lost_at, read_json(path, RECORD), death)
         except (RunDirectoryError, OSError) as error:
             how = death.words() if death else "exited"
             return cls(rank, host, "died", lost_at, error=f"{how}. Could not read its record: {error}", death=death)

@@ -41,7 +41,19 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import controller as monitor
 from clusterddp.supervisor import decide, lease, main, recovery
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.attempt_state import ConnectionLost, Notice, PerRank, RankEvent, State, Stop
+from clusterddp.supervisor.attempt_state import (
+    Broadcast,
+    ConnectionLost,
+    Event,
+    Notice,
+    PerRank,
+    RankEvent,
+    Record,
+    State,
+    Step,
+    Stop,
+)
+from clusterddp.supervisor.control_server import ControlServer
 from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import LocalLauncher, SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded, gpu_hours_end
@@ -373,6 +385,34 @@ def test_a_record_that_a_shared_disk_hides_when_all_ranks_have_exited_is_waited_
     attempt.post(RankEvent(0, "progress", {"step": 0, "steps": 7}))
     attempt.supervise()
     assert run.events()[-1]["event"] == "completed"
+
+
+@pytest.mark.parametrize("deciding", [True, False])
+def test_an_error_of_the_supervisor_itself_is_no_malformed_report(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, deciding: bool
+) -> None:
+    """It ends the attempt, after all that was decided is carried out and what ranks have reported is recorded."""
+    decided = decide.step
+
+    def step(state: State, event: Event, now: float) -> Step:
+        if not (isinstance(event, RankEvent) and event.name == "signal"):
+            return decided(state, event, now)
+        if deciding:
+            raise KeyError("ours")
+        return state, [Broadcast("stop", "why"), Record("signal", event.values)]
+
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(decide, "step", step)
+    monkeypatch.setattr(ControlServer, "broadcast", broken)
+    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
+    for name, values in (("joined", {"host": "n1"}), ("signal", {"signal": "TERM"}), ("notified", {"reason": "why"})):
+        attempt.post(RankEvent(0, name, values))
+    with pytest.raises(KeyError, match="ours"):
+        attempt.supervise()
+    recorded = [event["event"] for event in run.events()]
+    assert recorded[-1] == "notified" and ("signal" in recorded) is not deciding
 
 
 def test_a_plain_crash_does_not_wait_for_an_unreachable_controller(run: RunDirectory) -> None:

@@ -51,6 +51,7 @@ from clusterddp.supervisor.decide import (
     PEER_GRACE_S,
     SETTLE_S,
     UNKILLABLE_S,
+    MalformedReport,
     step,
 )
 from clusterddp.worker.control_channel import SILENCE_S
@@ -749,7 +750,7 @@ def test_a_heartbeat_goes_to_the_watchdog_alone() -> None:
 )
 def test_a_report_of_an_unexpected_form_is_an_error(event: RankEvent) -> None:
     """The loop skips it, and says so."""
-    with pytest.raises((ValueError, KeyError)):
+    with pytest.raises(MalformedReport):
         step(after(), event, NOW)
 
 

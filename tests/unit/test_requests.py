@@ -33,7 +33,7 @@ from clusterddp.supervisor.attempt_state import (
     Stop,
     Timer,
 )
-from clusterddp.supervisor.decide import step
+from clusterddp.supervisor.decide import MalformedReport, step
 from clusterddp.supervisor.limits import held
 from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.user_requests import ANSWER_S
@@ -105,7 +105,7 @@ def test_ranks_that_have_exited_or_not_joined_are_not_waited_for() -> None:
 def test_a_late_or_malformed_answer_changes_nothing() -> None:
     state = after()
     assert step(state, stacks(0), NOW) == (state, [])
-    with pytest.raises(ValueError, match="threads"):
+    with pytest.raises(MalformedReport, match="threads"):
         step(after(*WAITING_FOR_TWO), RankEvent(0, "stacks", {"request": "7", "place": "x", "threads": [{}]}), NOW)
 
 
