@@ -105,6 +105,11 @@ class CheckpointMismatch(CheckpointError):
     """A checkpoint does not fit the script, the ranks or the job definition. A restart would fail in the same way."""
 
 
+class LastSaveFailed(CheckpointError):
+    """The disk did not take the last checkpoint for as long as the ranks waited. A restart would repeat the steps since
+    the newest checkpoint, only to find the same disk."""
+
+
 class ResumeDiffers(ClusterddpError):
     """``submit --check-resume`` found that the resumed run differs. The message names the first difference."""
 

@@ -84,6 +84,15 @@ def at_step(step: int | None) -> str:
     return "" if step is None else f" at step {step}"
 
 
+def last_save_retried(step: int, seconds: float, folder: str) -> str:
+    """The sentence of ``last_save_retried``, which the rank also prints."""
+    return (
+        f"all {step} steps are done, but the last checkpoint is not saved. The ranks keep the state in memory and "
+        f"retry for up to {duration(seconds)}. Free space on the disk with {folder}, for example by deleting old runs, "
+        "or make it writable"
+    )
+
+
 def gpu_fault(event: GpuFault) -> str:
     """``Xid 79 on n3 GPU 5: the GPU has fallen off the bus``."""
     place = f"{event.host}{'' if event.gpu is None else f' GPU {event.gpu}'}"
@@ -589,15 +598,25 @@ class RoomMade(Event):
 
 
 class CheckpointFailed(Event):
-    """a checkpoint was not saved. Training continues"""
+    """a checkpoint was not saved"""
 
     step: int
     reason: str
 
     def sentence(self) -> str:
-        return (
-            f"could not save checkpoint {self.step}: {self.reason}. Training continues, and the next save tries again"
-        )
+        return f"could not save checkpoint {self.step}: {self.reason}. The next save tries again"
+
+
+class LastSaveRetried(Event):
+    """all steps are done, but the last checkpoint is not saved: the disk with `folder` is full, read-only or broken.
+    The ranks keep the state in memory, and retry for `seconds`, or until they must stop"""
+
+    step: int
+    seconds: float
+    folder: str
+
+    def sentence(self) -> str:
+        return last_save_retried(self.step, self.seconds, self.folder)
 
 
 class CheckpointDamaged(Event):

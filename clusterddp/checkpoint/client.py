@@ -243,12 +243,15 @@ class Saved:
 class NotSaved(Exception):
     """A save failed: no space, an I/O error, or the writer died. Earlier checkpoints are not affected.
 
-    ``metrics``: whether the metrics could not be synced. ``deleted``: as of ``Saved``, which freed too little.
+    ``metrics``: whether the metrics could not be synced. ``disk``: whether a disk that is full, read-only or broken is
+    the reason, so that a later save may succeed. ``deleted``: as of ``Saved``, which freed too little.
     """
 
-    def __init__(self, step: int, reason: str, metrics: bool = False, deleted: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, step: int, reason: str, metrics: bool = False, deleted: tuple[int, ...] = (), disk: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.step, self.metrics, self.deleted = step, metrics, deleted
+        self.step, self.metrics, self.deleted, self.disk = step, metrics, deleted, disk
 
 
 class CheckpointClient:
@@ -340,7 +343,7 @@ class CheckpointClient:
             raise Superseded(answer["superseded"])
         deleted = tuple(answer.get("deleted", ()))
         if "failed" in answer:
-            raise NotSaved(step, answer["failed"], "metrics" in answer, deleted)
+            raise NotSaved(step, answer["failed"], "metrics" in answer, deleted, "disk" in answer)
         return Saved(answer["step"], answer["bytes"], answer["at"], deleted)
 
     def close(self) -> None:

@@ -93,7 +93,8 @@ class Writer:
     ``room_made`` and ``checkpoint``. Otherwise the answer is ``failed``, with the sizes and the newest checkpoint. Rank
     0 then records ``checkpoint_failed`` (``Saver._take_answer``), training continues, and the next save that is due
     tries again. If the ranks are stopping, they stop with the older checkpoint and say why. At the end of the training
-    loop, ``Run._complete`` raises CheckpointError instead, because the last state is not saved.
+    loop, the ranks keep the state in memory and retry (``Saver._retry``). If that does not help either,
+    ``Run._complete`` raises LastSaveFailed, because the last state is not saved.
 
     Before each save, rank 0 writes the metrics up to its step, and makes room in the same way
     (``Saver._flush_metrics``). If that fails, the step is not saved. The lines of the metrics, and the events of the
@@ -162,9 +163,9 @@ class Writer:
         except file_format.Damaged as error:
             answer = {"failed": str(error)}
         except _MetricsNotSynced as error:
-            answer = {"failed": str(error), "metrics": True}
+            answer = {"failed": str(error), "metrics": True, "disk": True}
         except OSError as error:
-            answer = {"failed": self._checkpoints.why_not(error, len(beginning) + size)}
+            answer = {"failed": self._checkpoints.why_not(error, len(beginning) + size), "disk": True}
         answer |= {"deleted": deleted} if deleted else {}
         awaited, committed = self._urgent.is_set(), "step" in answer
         if committed and not awaited:

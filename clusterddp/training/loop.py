@@ -20,7 +20,7 @@ from clusterddp.data import randomness
 from clusterddp.data.training_loader import MicroBatches
 from clusterddp.data.workers import close_workers
 from clusterddp.distributed.devices import Lead
-from clusterddp.errors import CheckpointError, Stopped, Superseded
+from clusterddp.errors import CheckpointError, LastSaveFailed, Stopped, Superseded
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.records import NOT_VALUES
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from clusterddp.training.heartbeat import Heartbeat
     from clusterddp.training.metrics import Tracking
     from clusterddp.training.profiling import Profiling
-    from clusterddp.training.saving import Saver
+    from clusterddp.training.saving import Committed, Saver
     from clusterddp.training.step_timing import StepTimes
     from clusterddp.training.stopping import Agreement, Deadline
 
@@ -192,7 +192,8 @@ class Run:
             total: the number of steps of the whole run. The job's ``steps`` if None.
 
         Raises Stopped, on all ranks after the same step and with the state saved, when the run must stop.
-        CheckpointError when the last checkpoint cannot be written. TypeError and ValueError for a wrong ``total``.
+        CheckpointError when the last checkpoint cannot be written. If the disk is the reason, all ranks first keep the
+        state in memory and retry for ten minutes. TypeError and ValueError for a wrong ``total``.
         """
         return self._steps(self._total(total))
 
@@ -370,11 +371,13 @@ class Run:
             marks = {"buffers_changed": changed, "unseen": unseen, "begun": begun}
             self._state.stopped_in_step = {name: True for name, true in marks.items() if true}
         self._report("stopping", step=self.step, reason=reason)
-        committed, problem = self._commit()
+        self._stop(self._commit(), reason)
+
+    def _stop(self, committed: Committed, reason: str) -> NoReturn:
         close_workers()
         if self._group.rank == 0:
-            say(_farewell(self.step, reason, committed, problem))
-        raise Stopped(committed, reason)
+            say(_farewell(self.step, reason, committed))
+        raise Stopped(committed.step, reason)
 
     # --- the parts of a step
 
@@ -570,12 +573,12 @@ class Run:
         if (near := self._state.per_rank.near_limit()) is not None:
             self._report("per_rank_grows", step=self.step, **near)
 
-    def _commit(self) -> tuple[int | None, str | None]:
+    def _commit(self, stop: Callable[[], str | None] | None = None) -> Committed:
         self._gather()
         self._deadline.end()  # the save itself has no deadline
         self._heartbeat.rest()
         self._times.leave()
-        committed = self._saver.commit(self.step, self._content)
+        committed = self._saver.commit(self.step, self._content, stop)
         self._times.leave()  # a GPU may have been behind
         return committed
 
@@ -596,11 +599,14 @@ class Run:
 
     def _complete(self) -> None:
         self._report("finishing", step=self.step)  # until "progress", the supervisor lets this rank save
-        committed, problem = self._commit()
-        if self._saver.saves and committed != self.step:
-            raise CheckpointError(
-                f"all {self.step} steps are done, but the last checkpoint was not saved: {problem}. Once that is "
-                "fixed, submit the run again. It repeats the steps since the newest checkpoint"
+        committed = self._commit(lambda: self._agreement.reason)
+        if self._saver.saves and committed.step != self.step:
+            if committed.stop is not None:  # the next attempt repeats the steps since the newest checkpoint
+                self._report("stopping", step=self.step, reason=committed.stop)
+                self._stop(committed, committed.stop)
+            raise (LastSaveFailed if committed.disk else CheckpointError)(
+                f"all {self.step} steps are done, but the last checkpoint was not saved: {committed.problem}. Once "
+                "that is fixed, submit the run again. It repeats the steps since the newest checkpoint"
             )
         self._report("progress", step=self.step, steps=self.step)
         self._enter("after_loop")
@@ -661,8 +667,8 @@ class Run:
         self._state.buffers.share(optimizer)
 
 
-def _farewell(step: int, reason: str, committed: int | None, problem: str | None) -> str:
-    if problem is None:
-        return f"stopped ({reason}) at step {step}, checkpoint {committed} committed"
-    rest = f". The run continues from step {committed}" if committed is not None else ""
-    return f"stopped ({reason}) at step {step} without saving: {problem}{rest}"
+def _farewell(step: int, reason: str, committed: Committed) -> str:
+    if committed.problem is None:
+        return f"stopped ({reason}) at step {step}, checkpoint {committed.step} committed"
+    rest = f". The run continues from step {committed.step}" if committed.step is not None else ""
+    return f"stopped ({reason}) at step {step} without saving: {committed.problem}{rest}"

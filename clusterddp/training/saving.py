@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
+from clusterddp.events import last_save_retried
 from clusterddp.jobdef.job import Checkpointing, Keep, best_metric
 from clusterddp.reporter import say
 from clusterddp.rundir.files import finite
@@ -120,7 +121,23 @@ MOST_POSTPONED = 32
 FIRST_S, SHORTEST_S, LONGEST_S = 60.0, 10.0, 3600.0
 #: The assumed seconds between interruptions in a run without a history.
 EXPECTED_S = 86400.0
+#: For how long the save at the end of the loop is retried if the disk does not take it, and the pauses, in seconds.
+RETRIED_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 600.0, 5.0, 60.0
 State = Callable[[], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The result of ``Saver.commit``, the same on all ranks."""
+
+    step: int | None
+    """The step of the newest checkpoint. None if there is none."""
+    problem: str | None = None
+    """Why that is not the step to save, if it is not."""
+    disk: bool = False
+    """Whether the reason is a disk that is full, read-only or broken."""
+    stop: str | None = None
+    """Why a stop was requested meanwhile, if it was. Only with a problem."""
 
 
 class Saver:
@@ -326,14 +343,14 @@ class Saver:
         if self._checkpoints is not None:
             self._take_answer()
 
-    def commit(self, step: int, state: State) -> tuple[int | None, str | None]:
+    def commit(self, step: int, state: State, stop: Callable[[], str | None] | None = None) -> Committed:
         """Saves now, unless ``step`` is already saved. Collective. Returns once the save is durable or has failed.
 
-        Returns the step of the newest checkpoint (None if there is none), and why it is not ``step`` if it is not.
+        ``stop``: with it, a save that fails because of the disk is retried for RETRIED_S, or until it returns a reason.
         Raises CheckpointError or Superseded on all ranks.
         """
         if not self.saves:
-            return None, "there is no run directory"
+            return Committed(None, "there is no run directory")
         key = f"commit/{self._commits}"
         self._commits += 1
         if self._sender is not None:
@@ -342,13 +359,13 @@ class Saver:
             self._group.store.add(f"{key}/arrived", 1)
         else:
             self._arrived = f"{key}/arrived"
-            self._group.store.set(key, json.dumps(self._try_commit(step, state)))
+            self._group.store.set(key, json.dumps(self._try_commit(step, state, stop)))
             self._arrived = None
         self._group.store.wait([key], NO_TIMEOUT)
         verdict = json.loads(self._group.store.get(key))
         if "error" in verdict:
             raise {"Superseded": Superseded}.get(verdict["error"], CheckpointError)(verdict["message"])
-        return verdict["step"], verdict["problem"]
+        return Committed(**verdict)
 
     def finish_newest(self) -> int | None:
         """The step of the newest checkpoint, for rank 0, called by a different thread when the main one hangs.
@@ -398,7 +415,7 @@ class Saver:
             return True
         return self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
 
-    def _save(self, step: int, state: State, urgent: bool) -> str | None:
+    def _save(self, step: int, state: State, urgent: bool) -> NotSaved | None:
         """Takes the snapshot and passes it to the writer, whose result ``_take_answer`` gets. Returns the problem, if
         any."""
         self._requested = False
@@ -406,7 +423,7 @@ class Saver:
         try:
             self._flush_metrics(step)
         except OSError as error:
-            return self._say_failed(step, f"could not write the metrics up to this step ({error.strerror})")
+            return self._say_failed(self._metrics_failed(step, error))
         self._new_best = self._best.save()
         seconds = WAIT_S if urgent else BESIDE_S
         before = partial(self._complete, step, seconds)
@@ -428,9 +445,13 @@ class Saver:
         try:
             self._flush_metrics(step)
         except OSError as error:
-            raise NotSaved(step, f"could not write the metrics up to this step ({error.strerror})") from error
+            raise self._metrics_failed(step, error) from error
         except Superseded as error:  # the next save raises it, in the main thread
             raise NotSaved(step, str(error)) from error
+
+    @staticmethod
+    def _metrics_failed(step: int, error: OSError) -> NotSaved:
+        return NotSaved(step, f"could not write the metrics up to this step ({error.strerror})", disk=True)
 
     def _all_arrived(self) -> bool:
         """Whether all ranks have come to the commit of a stop."""
@@ -454,7 +475,7 @@ class Saver:
         if deleted:
             self._report("room_made", step=step, deleted=list(deleted))
 
-    def _take_answer(self, wait: bool = False) -> str | None:
+    def _take_answer(self, wait: bool = False) -> NotSaved | None:
         """Takes the writer's answer if the save under way is done. Returns why it failed, if it did."""
         with self._answering:
             asked_at = time.monotonic()
@@ -464,7 +485,7 @@ class Saver:
                 self._best.failed()
                 self._metrics.doubtful |= error.metrics
                 self._report_deleted(error.step, error.deleted)
-                return self._say_failed(error.step, str(error))
+                return self._say_failed(error)
             if saved is None:
                 return None
             self._committed, self.last_save_s = saved.step, saved.at - self._saved_at
@@ -485,15 +506,36 @@ class Saver:
                 self._choose_interval(saved.step)
             return None
 
-    def _try_commit(self, step: int, state: State) -> dict[str, Any]:
-        problem = None
+    def _try_commit(self, step: int, state: State, stop: Callable[[], str | None] | None) -> dict[str, Any]:
+        failed = None
         try:
             self._take_answer(wait=True)
             if step != self._committed or self._requested:  # a request may have changed the state of that step
-                problem = self._save(step, state, urgent=True) or self._take_answer(wait=True)
+                failed = self._save(step, state, urgent=True) or self._take_answer(wait=True)
+                if failed is not None and failed.disk and stop is not None:
+                    failed = self._retry(failed, state, stop)
         except ClusterddpError as error:
             return {"error": type(error).__name__, "message": str(error)}
-        return {"step": self._committed, "problem": problem}
+        if failed is None:
+            return asdict(Committed(self._committed))
+        return asdict(Committed(self._committed, str(failed), failed.disk, stop() if stop is not None else None))
+
+    def _retry(self, failed: NotSaved, state: State, stop: Callable[[], str | None]) -> NotSaved | None:
+        """Retries the last save of the loop, at least once, until the disk takes it. Returns the last failure, if any.
+
+        The state stays in memory meanwhile, and the other ranks wait. A stop that is requested leaves one more try.
+        """
+        step, folder = failed.step, str(self._directory.checkpoints)
+        say(last_save_retried(step, RETRIED_S, folder))
+        self._report("last_save_retried", step=step, seconds=RETRIED_S, folder=folder)
+        left: NotSaved | None = failed
+        ends, pause_s = time.monotonic() + RETRIED_S, FIRST_PAUSE_S
+        while left is not None and left.disk and time.monotonic() < ends and stop() is None:
+            next_try, pause_s = min(ends, time.monotonic() + pause_s), min(LONGEST_PAUSE_S, 2 * pause_s)
+            while stop() is None and (pause := next_try - time.monotonic()) > 0:
+                time.sleep(min(0.5, pause))
+            left = self._save(step, state, urgent=True) or self._take_answer(wait=True)
+        return left
 
     def _choose_interval(self, step: int) -> None:
         if self._history is None:
@@ -512,10 +554,10 @@ class Saver:
     def _report_damaged(self, checkpoint: Checkpoint, reason: str) -> None:
         self._report("checkpoint_damaged", step=checkpoint.step, reason=reason)
 
-    def _say_failed(self, step: int, reason: str) -> str:
-        say(f"step {step} was not saved: {reason}")
-        self._report("checkpoint_failed", step=step, reason=reason)
-        return reason
+    def _say_failed(self, error: NotSaved) -> NotSaved:
+        say(f"step {error.step} was not saved: {error}")
+        self._report("checkpoint_failed", step=error.step, reason=str(error))
+        return error
 
 
 def interval_s(stall_s: float, durable_s: float, between_s: float) -> float:

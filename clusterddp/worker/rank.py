@@ -34,6 +34,7 @@ from clusterddp.errors import (
     CheckpointMismatch,
     ClusterddpError,
     Declined,
+    LastSaveFailed,
     LauncherEnvironmentError,
     RunDirectoryError,
     Stopped,
@@ -467,7 +468,7 @@ def _raised(error: BaseException) -> dict[str, Any]:
         message = f"{type(error).__name__}: <exception str() failed>"
     text = "".join(traceback.format_exception(error))
     record = {"end": "exception", "error": _short(message, LONGEST_ERROR), "traceback": _short(text, LONGEST_TRACEBACK)}
-    return {**record, "final": True} if isinstance(error, CheckpointMismatch) else record
+    return {**record, "final": True} if isinstance(error, (CheckpointMismatch, LastSaveFailed)) else record
 
 
 def _short(text: str, longest: int) -> str:
