@@ -157,7 +157,7 @@ def _exported(job: Job) -> list[str]:
     ignored = overridden(found, script_text(batch_parameters(job, RunDirectory("run"), Path.cwd()), ""))
 
     def shown(words: str, names: Iterable[str]) -> list[str]:
-        values = " ".join(f"{name}={MASK if is_secret(name) else found[name]}" for name in names)
+        values = " ".join(f"{name}={MASK if is_secret(name) else _without_secrets(found[name])}" for name in names)
         return [f"{words}: {values}"] if values else []
 
     return [
@@ -166,6 +166,14 @@ def _exported(job: Job) -> list[str]:
             "not applied, because the job has options of its own for it", (name for name in found if name in ignored)
         ),
     ]
+
+
+def _without_secrets(value: str) -> str:
+    """The value, in which SBATCH_EXPORT may set variables: ``ALL,HF_TOKEN=...``."""
+    pairs = (part.partition("=") for part in value.split(","))
+    return ",".join(
+        f"{name}={MASK}" if text and is_secret(name) else f"{name}{sign}{text}" for name, sign, text in pairs
+    )
 
 
 def as_allocated(job: Job, environ: Mapping[str, str]) -> Job:

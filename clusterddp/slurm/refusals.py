@@ -92,7 +92,7 @@ RestrictedCoresPerGPU:
 # a site's job_submit plugin, which may return any number
 Batch job submission failed: (Unspecified error|Unknown error|Operation not permitted)
 # sbatch itself, before it asks the controller
-^sbatch: (error|fatal): (?!.*credential)(?=.*\b[Ii]nvalid\b)
+^sbatch: (error|fatal): (?!.*(credential|Protocol))(?=.*\b[Ii]nvalid\b)
 ^sbatch: error: Unable to open file
 ^sbatch: error: (This does not look like a batch script|Batch script )
 cli_filter plugin terminated with error

@@ -82,3 +82,11 @@ def test_the_plan_says_what_sbatch_applies_and_what_not(monkeypatch: pytest.Monk
     monkeypatch.setenv("SBATCH_ACCOUNT", "a")
     applied, ignored = batch._exported(job)
     assert "SBATCH_ACCOUNT=a" in applied and "SBATCH_PARTITION" not in applied and "SBATCH_ACCOUNT" not in ignored
+
+
+def test_the_plan_does_not_show_the_secrets_that_sbatch_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are pasted into issues."""
+    job = Job(name="x", script="x.py", gpus_per_node=2, device="cpu")
+    monkeypatch.setenv("SBATCH_EXPORT", "ALL,HF_TOKEN=hf_abc,OMP_NUM_THREADS=2,WANDB_API_KEY=wb==1")
+    (remark,) = batch._exported(job)
+    assert "hf_abc" not in remark and "wb" not in remark and "OMP_NUM_THREADS=2" in remark and "HF_TOKEN=" in remark

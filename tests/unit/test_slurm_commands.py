@@ -175,6 +175,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answers:
         "sbatch: error: Batch job submission failed: Invalid authentication credential",
         "sbatch: error: Batch job submission failed: Resource temporarily unavailable",
         "sbatch: error: Munge decode failed: Invalid credential",
+        "sbatch: error: slurm_unpack_received_msg: Invalid Protocol Version 9984 from uid=0 at 10.0.0.1:6817",
         "sbatch: error: Batch job submission failed: I/O error writing script/environment to file",
         "the site's own wrapper is not available",
         "",
