@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, ValuesView
 from typing import Any
 
 import torch
@@ -63,16 +63,26 @@ class Forgotten:
                 yield one
 
 
-def _held(values: Any) -> Iterator[Any]:
-    """Objects, and what their attributes, lists and dicts hold, such as the schedulers of a SequentialLR."""
-    for value in values:
-        yield value
-        attributes = {} if isinstance(value, torch.nn.Module) else getattr(value, "__dict__", {})
-        for name, member in attributes.items():
+def _held(values: Iterable[Any]) -> list[Any]:
+    """Objects, and what their attributes, lists and dicts hold, such as the schedulers of a SequentialLR.
+
+    Also what these hold, if they are schedulers, or others with a ``step`` and a state.
+    """
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in found:
+            continue
+        found[id(value)] = value
+        for name, member in getattr(value, "__dict__", {}).items():
             if isinstance(value, LRScheduler) and name == "optimizer":  # whose state it does not save
                 continue
             inner = member.values() if isinstance(member, dict) else member
-            yield from inner if isinstance(inner, (list, tuple)) else [member]
+            for one in inner if isinstance(inner, (list, tuple, ValuesView)) else [member]:
+                if callable(getattr(type(one), "step", None)) and hasattr(type(one), "state_dict"):
+                    waiting.append(one)
+    return list(found.values())
 
 
 def _was_stepped(scheduler: LRScheduler) -> bool:

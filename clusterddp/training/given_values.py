@@ -32,8 +32,9 @@ class GivenValues:
 
     def __init__(self, parts: Mapping[str, Any], loader: Any, files: str | None) -> None:
         self._now: dict[str, Any] = dict(_values(parts))
+        self._global_batch: int | None = None
         if isinstance(loader, Loader):
-            self._now["loader.batch_size"] = loader.batch_size
+            self._now["loader.batch_size"], self._global_batch = loader.batch_size, loader.global_batch
         if files is not None:
             self._now["init_from"] = files
 
@@ -45,6 +46,8 @@ class GivenValues:
         """The fields of an event for each value that is not that of the checkpoint's attempt."""
         before = progress.get(_KEY, {})
         for name, value in self._now.items():
+            if name == "loader.batch_size" and self._global_batch == progress["global_batch"]:
+                continue  # as on another number of ranks that share the same global batch
             if name in before and before[name] != value:
                 yield {"what": name, "given": value, "used": before[name], "because": _RESTORED}
 

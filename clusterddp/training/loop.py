@@ -212,6 +212,7 @@ class Run:
         self._in_loop = True
         if not self._made:
             self._state.attributes.begin(total)
+        self._state.attributes.begin_loop()
         self._boundary()
         batches = self._loader.batches(self.step, self._boundary)
         try:
@@ -241,6 +242,7 @@ class Run:
             self._heartbeat.rest()
             batches.close()  # type: ignore[attr-defined]
         self._profiling.end()
+        self._state.attributes.end_loop()
         self._complete()
 
     def epochs(self, count: float) -> Iterator[Any]:
@@ -645,6 +647,7 @@ class Run:
             self._count_step()
             self._left_unsaved = True
         self._making = None
+        self._state.attributes.end_loop()
         self._report("left_loop", step=self.step, steps=self._goal, by=by)
         self._enter("after_loop")
 

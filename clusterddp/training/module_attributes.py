@@ -55,6 +55,9 @@ class ModuleAttributes:
         #: Of the checkpoint: the changed attributes, and up to which step its loop was to run.
         self._saved: dict[str, Any] = {}
         self._loop: int | None = None
+        #: The changed modes at the end of the last loop. None in a loop. Between loops the script may evaluate, and a
+        #: resume begins at the end of the loop.
+        self._modes: dict[str, Any] | None = {}
         #: What differs before the first step: the value now, and the checkpoint's.
         self._suspects: dict[str, tuple[Any, Any]] = {}
 
@@ -63,7 +66,18 @@ class ModuleAttributes:
 
     def changed(self) -> dict[str, Any]:
         """The values of those that the script has changed since ``ctx.run()``: then, and now."""
-        return self._changed(self._read())
+        found = self._changed(self._read())
+        if self._modes is None:
+            return found
+        return {key: both for key, both in found.items() if not key.endswith(_TRAINING)} | self._modes
+
+    def begin_loop(self) -> None:
+        """Each loop calls it."""
+        self._modes = None
+
+    def end_loop(self) -> None:
+        """The loop is complete, or the script has left it. Not for a stop."""
+        self._modes = {key: both for key, both in self._changed(self._read()).items() if key.endswith(_TRAINING)}
 
     def _changed(self, now: Mapping[str, _Attribute]) -> dict[str, Any]:
         return {
@@ -89,6 +103,9 @@ class ModuleAttributes:
             key: now
             for key, (before, now) in saved["changed"].items()
             if key in self._at_run and not _differ(self._at_run[key].value, before)
+        }
+        self._modes = {
+            key: [self._at_run[key].value, now] for key, now in self._saved.items() if key.endswith(_TRAINING)
         }
         for key, value in self._saved.items():
             if (place := self._at_run[key].place) is not None:

@@ -67,7 +67,7 @@ def change():
 
 
 def train(x, step):
-    if ctx.attempt == 0 and step == stop - 1 and how != "stopped in an evaluation":
+    if ctx.attempt == 0 and step == stop - 1 and how not in ("stopped in an evaluation", "evaluated outside the loop"):
         ctx.request_stop("by the test")
     if step == CHANGED:
         change()
@@ -92,6 +92,26 @@ if how == "phases" and run.step < CHANGED:
         train(x, run.step)
 if how == "phases":
     net.body.requires_grad_(True)
+
+
+def evaluate():
+    was = model.training
+    model.eval()
+    if ctx.attempt == 0 and run.step == stop:
+        ctx.request_stop("by the test")
+    for (x,) in ctx.eval_loader(TensorDataset(torch.ones(8, 8)), batch_size=8):
+        model(x)
+    model.train(was)
+
+
+if how == "evaluated outside the loop":
+    evaluate()
+    while run.step < 6:
+        for (x,) in run.steps(10):
+            train(x, run.step)
+            if run.step % 3 == 2:
+                break
+        evaluate()
 for (x,) in run.steps(10):
     train(x, run.step)
 print("head trains:", net.head.weight.requires_grad, flush=True)
@@ -117,7 +137,10 @@ def is_exact(folder: Path, how: str, run: RunDirectory) -> bool:
 
 @pytest.mark.parametrize(
     ("how", "stop"),
-    [("once", 6), ("phases", 3), ("phases", 6), ("left in eval mode", 6), ("stopped in an evaluation", 6)],
+    [
+        *(("once", 6), ("phases", 3), ("phases", 6), ("left in eval mode", 6), ("stopped in an evaluation", 6)),
+        *(("evaluated outside the loop", 0), ("evaluated outside the loop", 3)),
+    ],
 )
 def test_a_change_that_the_script_has_made_once_in_its_loop_survives_a_resume(
     tmp_path: Path, how: str, stop: int

@@ -64,9 +64,30 @@ ctx = clusterddp.init(device="cpu", run_dir=sys.argv[1])
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+class Own:
+    def __init__(self, scheduler):
+        self.all = {"main": scheduler}
+
+    def step(self):
+        self.all["main"].step()
+
+    def state_dict(self):
+        return self.all["main"].state_dict()
+
+    def load_state_dict(self, state):
+        self.all["main"].load_state_dict(state)
+
+
 if how == "sequence":
     parts = [torch.optim.lr_scheduler.StepLR(optimizer, n) for n in (1, 2)]
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+if how == "nested":  # a composed scheduler inside another one, in an object of the script's own
+    parts = [torch.optim.lr_scheduler.StepLR(optimizer, n) for n in (1, 2)]
+    inner = torch.optim.lr_scheduler.ChainedScheduler(parts)
+    later = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    scheduler = Own(torch.optim.lr_scheduler.SequentialLR(optimizer, [inner, later], milestones=[2]))
 given = {} if how == "optimizer" else {"optimizer": optimizer}
 given |= {} if how == "scheduler" else {"scheduler": scheduler}
 run = ctx.run(model=model, loader=ctx.loader(TensorDataset(torch.ones(10, 1)), batch_size=2), **given)
@@ -80,7 +101,8 @@ for (x,) in run.steps(4):
 
 
 @pytest.mark.parametrize(
-    ("how", "named"), [("optimizer", "SGD"), ("scheduler", "StepLR"), ("all", ""), ("inner", ""), ("sequence", "")]
+    ("how", "named"),
+    [("optimizer", "SGD"), ("scheduler", "StepLR"), ("all", ""), ("inner", ""), ("sequence", ""), ("nested", "")],
 )
 def test_an_optimizer_or_scheduler_that_ctx_run_did_not_receive_is_named(tmp_path: Path, how: str, named: str) -> None:
     """Not one that is made anew in each step, nor the parts of one that was given."""

@@ -63,6 +63,17 @@ def test_values_that_a_resumed_script_gives_and_the_checkpoint_replaces_are_name
     assert all(sentence(event) for event in found)
 
 
+def test_a_batch_size_that_shares_the_same_global_batch_among_other_ranks_is_not_named(tmp_path: Path) -> None:
+    """Every sample of the batch that was given is used."""
+    (script := tmp_path / "given.py").write_text(SCRIPT)
+    for ranks, batch, code in ((1, "8", 75), (2, "4", 75), (2, "8", 0)):
+        ddp.start(script, tmp_path / "run", "0.1", batch, "0.5", "plain", ranks=ranks, folder=tmp_path / "out").expect(
+            code
+        )
+    found = events_of(RunDirectory(tmp_path / "run"), "not_used")
+    assert [(event["attempt"], event["given"], event["used"]) for event in found] == [(2, 8, 4)]
+
+
 @pytest.mark.parametrize(
     ("job", "arguments", "used", "unused"),
     [
