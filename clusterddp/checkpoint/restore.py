@@ -37,6 +37,7 @@ from clusterddp.checkpoint.state_dict import (
 )
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.checkpoint.transfer import unpacked
+from clusterddp.distributed.bucket_order import PARTS_KEY, orders_in, settle_in
 from clusterddp.distributed.collectives import (
     PORTION,
     Hosts,
@@ -235,7 +236,7 @@ def newest_progress(checkpoints: Checkpoints) -> Mapping[str, Any] | None:
     """The progress in the checkpoint that ``restore`` will take unless its data is damaged. None if there is none."""
     for candidate in _candidates(checkpoints):
         with suppress(CheckpointError):  # restore reports it
-            progress: Mapping[str, Any] = candidate.read_head().state["progress"]
+            progress: Mapping[str, Any] = candidate.read_head().state.get("progress", {})
             return progress
     return None
 
@@ -469,10 +470,12 @@ class CheckpointFolder:
         content, (_, step) = restored
         self._newest = step
         if missing := parts.keys() - content.keys():
-            raise CheckpointError(f"checkpoint {step} lacks {', '.join(sorted(missing))}. It has {', '.join(content)}")
+            saved = ", ".join(name for name in content if name != PARTS_KEY)
+            raise CheckpointError(f"checkpoint {step} lacks {', '.join(sorted(missing))}. It has {saved}")
         recast = recast_parameters(parts, content)
         for name, part in parts.items():
             load_state(part, content[name], recast)
+        settle_in(parts, content)
         return step
 
     def save(self, step: int, **parts: Stateful) -> None:
@@ -503,7 +506,7 @@ class CheckpointFolder:
                     f"save({step}): the newest checkpoint has step {self._newest}, and restore() loads the largest "
                     f"step. Pass a step of at least {self._newest}, or use a different folder to start again"
                 )
-            states = {name: state_of(part) for name, part in parts.items()}
+            states = {**{name: state_of(part) for name, part in parts.items()}, **orders_in(parts)}
             self._checkpoint_client.save(int(step), states, {}, urgent=False)
 
     def wait(self) -> Saved | None:

@@ -9,6 +9,7 @@ ranks give other bits.
 Therefore rank 0's order is in the checkpoint, and ``ctx.wrap()`` of the next attempt gives it to DDP in a throw-away
 pass, in which a stand-in for the model delivers zeros in that order. DDP then makes its buckets before the first step.
 Communication hooks must not take part, so this happens when the model is wrapped, before the script can register any.
+``CheckpointFolder.restore()`` does the same for its parts, unless they have hooks by then.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 #: The entry of a checkpoint: of each module, in the order in which the script wrapped them, the names of its parameters
 #: in the order in which their gradients arrived. Empty before the first backward.
 KEY = "bucket_orders"
+#: The same in a checkpoint of a ``CheckpointFolder``, as pairs of a part and its orders. No name of a part has a space.
+PARTS_KEY = "bucket orders"
 Names: TypeAlias = "Sequence[str]"
 
 
@@ -62,6 +65,11 @@ class BucketOrder:
             self.names = self.before = self.restored = list(names)
             self._deliver(names)
 
+    def settle_unless_known(self, names: Names) -> None:
+        """``settle``, unless a backward or an earlier checkpoint has given the order, or the module has a hook."""
+        if not self.names and not getattr(self._ddp(), "_comm_hooks", ()):
+            self.settle(names)
+
     def settle_in_reverse(self) -> None:
         """Gives DDP the order that it expects at first."""
         self._deliver(self._names[::-1])
@@ -95,6 +103,10 @@ class BucketOrder:
             self.names, self._arriving = self._arriving, None
 
 
+#: Those of the modules that ``ctx.wrap()`` has made.
+_order_of: weakref.WeakKeyDictionary[torch.nn.Module, BucketOrder] = weakref.WeakKeyDictionary()
+
+
 class BucketOrders:
     """Those of all modules that the script wraps, as far as DDP takes an order from their gradients."""
 
@@ -115,6 +127,7 @@ class BucketOrders:
         if len(self._orders) < len(recorded):
             order.settle(recorded[len(self._orders)])
         self._orders.append(order)
+        _order_of[wrapped] = order
         if not order.names:
             order.watch()
             self._open.append(order)
@@ -138,6 +151,28 @@ class BucketOrders:
             for number, order in enumerate(self._orders)
             if number >= len(recorded) or order.restored != recorded[number]
         ]
+
+
+def orders_in(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """For a checkpoint that the script saves itself: the orders of its parts. Empty if it has none."""
+    found = [[name, [order.names for order in orders]] for name, part in parts.items() if (orders := _orders(part))]
+    return {PARTS_KEY: found} if found else {}
+
+
+def settle_in(parts: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Gives DDP the orders of such a checkpoint, before the first backward. Collective.
+
+    Has no effect on modules with a communication hook, which must not take part.
+    """
+    recorded = dict(saved.get(PARTS_KEY, []))
+    for name, part in parts.items():
+        for order, names in zip(_orders(part), recorded.get(name, []), strict=False):
+            order.settle_unless_known(names)
+
+
+def _orders(part: object) -> list[BucketOrder]:
+    modules = part.modules() if isinstance(part, torch.nn.Module) else ()
+    return [_order_of[module] for module in modules if module in _order_of]
 
 
 def _deliver(

@@ -77,3 +77,55 @@ def test_a_stop_inside_a_step_saves_the_order_from_before_it() -> None:
     orders.begin_step()
     assert orders.progress(True) == {KEY: [["b", "a"]]}
     assert orders.restore({KEY: [["b", "a"]]}) and orders.restore({}) and not orders.restore({KEY: [[]]})
+
+
+IN_A_FOLDER = """
+import hashlib, sys
+import torch
+import clusterddp
+
+ctx = clusterddp.init(device="cpu", seed=3)
+torch.manual_seed(5)
+
+
+class DecoderFirst(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.decoder, self.encoder = (torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))) for _ in "ab")
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+
+
+model = ctx.wrap(DecoderFirst(), bucket_cap_mb=0.01)
+names = {parameter: name for name, parameter in model.module.named_parameters()}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with clusterddp.CheckpointFolder(sys.argv[1]) as folder:
+    step = folder.restore(model=model, optimizer=optimizer)
+    while step < int(sys.argv[2]):
+        generator = torch.Generator().manual_seed(100 * step + ctx.rank)
+        optimizer.zero_grad()
+        model(torch.randn(6, 32, generator=generator)).square().sum().backward()
+        buckets = model.reducer._get_zeros_like_grad_buckets()
+        print("buckets", step, [[names[one] for one in bucket.parameters()] for bucket in buckets])
+        optimizer.step()
+        step += 1
+    folder.save(step, model=model, optimizer=optimizer)
+state = b"".join(value.numpy().tobytes() for value in model.module.state_dict().values())
+print("weights", hashlib.sha256(state).hexdigest())
+"""
+
+
+def test_a_checkpoint_folder_keeps_the_order_of_models_that_ctx_wrap_has_made(tmp_path: Path) -> None:
+    """Saved before DDP makes its buckets again."""
+    (script := tmp_path / "in_a_folder.py").write_text(IN_A_FOLDER)
+    (whole,) = folder_attempts(script, tmp_path / "whole", 3)
+    first, second = folder_attempts(script, tmp_path / "stopped", 1, 3)
+    assert [*first[:1], *second] == whole
+
+
+def folder_attempts(script: Path, folder: Path, *until: int) -> list[list[str]]:
+    """The lines of rank 0 in each attempt."""
+    out = folder.with_name(f"out-{folder.name}")
+    run = [ddp.run(script, folder, steps, ranks=RANKS, folder=out / str(steps)) for steps in until]
+    return [[line for line in one.output(0).splitlines() if line.startswith(("buckets", "weights"))] for one in run]
