@@ -6,7 +6,8 @@ on with frozen layers. Therefore a checkpoint records which of these attributes 
 modules, unless the resumed script gives ``ctx.run()`` something else than before: what it sets itself takes precedence.
 
 Attributes of other classes are not set, because one such as ``cached = True`` may belong to a cache that a new process
-does not have. They are compared, like the hooks: a resume is reported as inexact if one differs both before and after
+does not have. They are compared, like the hooks, except those of averaged weights and other models that no optimizer
+trains: a resume is reported as inexact if one differs both before and after
 the first step. Those that change within that step are counters, caches, or set in each step. Attributes are compared if
 they are bool, int, float or short text and have no leading underscore.
 """
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from clusterddp.distributed.wrapping import bare
+from clusterddp.distributed.wrapping import bare, optimizers, trained_parameters
 
 _PLAIN = (bool, int, float, str)
 #: The most characters of a text that is compared.
@@ -51,7 +52,16 @@ class ModuleAttributes:
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         self._modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+        trained = set().union(*map(trained_parameters, optimizers(parts).values()))
+        #: Those that no optimizer trains, such as averaged weights. Code that runs only in evaluations changes them.
+        self._untrained = {
+            name
+            for name, part in self._modules.items()
+            if trained and (own := set(part.parameters())) and own.isdisjoint(trained)
+        }
         self._at_run = self._read()
+        #: The same after a restore, because ``load_state_dict`` may change attributes.
+        self._restored = self._at_run
         #: Of the checkpoint: the changed attributes, and up to which step its loop was to run.
         self._saved: dict[str, Any] = {}
         self._loop: int | None = None
@@ -62,7 +72,12 @@ class ModuleAttributes:
         self._suspects: dict[str, tuple[Any, Any]] = {}
 
     def _read(self) -> dict[str, _Attribute]:
-        return {key: one for name, part in self._modules.items() for key, one in _attributes(part, name)}
+        return {
+            key: one
+            for name, part in self._modules.items()
+            for key, one in _attributes(part, name)
+            if one.place is not None or name not in self._untrained
+        }
 
     def changed(self) -> dict[str, Any]:
         """The values of those that the script has changed since ``ctx.run()``: then, and now."""
@@ -79,10 +94,10 @@ class ModuleAttributes:
         """The loop is complete, or the script has left it. Not for a stop."""
         self._modes = {key: both for key, both in self._changed(self._read()).items() if key.endswith(_TRAINING)}
 
-    def _changed(self, now: Mapping[str, _Attribute]) -> dict[str, Any]:
+    def _changed(self, now: Mapping[str, _Attribute], since: Mapping[str, _Attribute] | None = None) -> dict[str, Any]:
         return {
             key: [before.value, now[key].value]
-            for key, before in self._at_run.items()
+            for key, before in (self._at_run if since is None else since).items()
             if key in now and type(now[key].value) is type(before.value) and _differ(now[key].value, before.value)
         }
 
@@ -114,6 +129,7 @@ class ModuleAttributes:
         for part in self._modules.values() if self._saved else ():
             for module in part.modules():
                 module.training = bare(module).training  # DDP's own, too
+        self._restored = self._read()
 
     def begin(self, loop: int) -> None:
         """The attempt's first loop begins. It continues the checkpoint's if it runs to the same step.
@@ -123,10 +139,10 @@ class ModuleAttributes:
         if self._loop != loop:
             return
         now = self._read()
-        changed = {key: both[1] for key, both in self._changed(now).items()}
+        changed = self._changed(now, self._restored).keys()
         in_evaluation = [name for name in self._modules if self._saved.get(f"{name}{_TRAINING}") is False]
-        for key in changed.keys() | self._saved.keys():
-            wanted = self._saved.get(key, self._at_run[key].value)
+        for key in changed | self._saved.keys():
+            wanted = self._saved.get(key, self._restored[key].value)
             # A script that leaves the mode of an evaluation at the end of a step sets the other one in the next.
             left = key.endswith(_TRAINING) and any(key.startswith(f"{name}.") for name in in_evaluation)
             if key in now and _differ(now[key].value, wanted) and not left:

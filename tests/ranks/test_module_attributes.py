@@ -12,6 +12,7 @@ from tests import ddp
 from tests.trainings import events_of
 
 SCRIPT = """
+import copy
 import sys
 import torch
 from torch.utils.data import TensorDataset
@@ -28,6 +29,11 @@ class Net(torch.nn.Module):
         self.body, self.norm, self.drop = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3)
         self.head = torch.nn.Linear(8, 1)
         self.scale, self.calls, self.cached, self.cache, self.mean = 1.0, 0, False, None, 0.0
+        self.loaded = False
+
+    def load_state_dict(self, *values, **options):
+        self.loaded = True
+        return super().load_state_dict(*values, **options)
 
     def forward(self, x):
         self.calls += 1
@@ -48,7 +54,8 @@ if how == "frozen from now on" and ctx.attempt:
 optimizer = torch.optim.SGD([*net.body.parameters(), *net.norm.parameters()], lr=0.02)
 optimizer.add_param_group({"params": list(net.head.parameters())})
 loader = ctx.loader(TensorDataset(torch.arange(512.0).reshape(64, 8) / 512), batch_size=4)
-run = ctx.run(model=model, optimizer=optimizer, loader=loader)
+average = copy.deepcopy(net)
+run = ctx.run(model=model, average=average, optimizer=optimizer, loader=loader)
 if how == "what a resume does not repeat":
     net.body.requires_grad_(False)
 
@@ -71,6 +78,8 @@ def train(x, step):
         ctx.request_stop("by the test")
     if step == CHANGED:
         change()
+        average.eval()
+        average(x)  # only in evaluations
     if how in ("left in eval mode", "stopped in an evaluation"):
         model.train()
         if run.every(steps=2):
@@ -145,7 +154,7 @@ def is_exact(folder: Path, how: str, run: RunDirectory) -> bool:
 def test_a_change_that_the_script_has_made_once_in_its_loop_survives_a_resume(
     tmp_path: Path, how: str, stop: int
 ) -> None:
-    """Counters, caches, and what a model makes late, are no reason to report a resume as inexact."""
+    """Counters, caches, what a model makes late, and what loading it sets, are no reason to report it as inexact."""
     run, _ = resumed(tmp_path, how, stop)
     assert is_exact(tmp_path, how, run)
     assert not events_of(run, "not_restored")
