@@ -171,16 +171,15 @@ def open_lines(path: Path) -> BinaryIO:
 def _holes(descriptor: int) -> int:
     """The bytes of a large file's holes. 0 if the file system cannot tell. Leaves the file at its beginning."""
     size, found, position = os.fstat(descriptor).st_size, 0, 0
-    while size > LARGEST and (hole := os.lseek(descriptor, position, os.SEEK_HOLE)) < size:
-        try:
+    if size <= LARGEST:
+        return 0
+    try:
+        while found <= LARGEST and (hole := os.lseek(descriptor, position, os.SEEK_HOLE)) < size:
+            found += size - hole  # if no data follows
             position = os.lseek(descriptor, hole, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # no data follows
-                raise
-            position = size
-        found += position - hole
-        if position == size or found > LARGEST:
-            break
+            found -= size - position
+    except OSError:  # ENXIO: no data follows. EINVAL: the file system cannot tell
+        pass
     os.lseek(descriptor, 0, os.SEEK_SET)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -303,6 +304,23 @@ def test_a_sparse_file_that_another_user_may_have_made_is_refused_before_it_is_r
         file.truncate(1 << 27)
     with pytest.raises((ClusterddpError, OSError), match="too large|never written"):
         read(run)
+
+
+def test_a_large_file_is_read_if_its_file_system_cannot_tell_where_its_holes_are(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some of FUSE."""
+    append_line(run.metrics_file, {"step": 0, "attempt": 0, "loss": 1.0})
+    seek = os.lseek
+
+    def told(descriptor: int, position: int, how: int) -> int:
+        if how == os.SEEK_HOLE:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return seek(descriptor, position, how)
+
+    monkeypatch.setattr("clusterddp.rundir.records.LARGEST", 1)
+    monkeypatch.setattr("os.lseek", told)
+    assert len(run.metrics()) == 1
 
 
 def test_the_job_definition_is_read_in_the_folder_that_was_checked(tmp_path: Path) -> None:
