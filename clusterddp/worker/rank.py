@@ -70,8 +70,8 @@ def main() -> None:
     started, process = time.time(), os.getpid()
     if lacking := [name for name in _NEEDED if name not in os.environ]:
         say(
-            f"this rank's environment lacks {' and '.join(lacking)}. What starts Python here, such as a container, "
-            "must pass on the environment that it gets from srun"
+            f"this rank's environment lacks {' and '.join(lacking)}. What starts Python here, such as a container or "
+            "os.execve(), must pass on the environment that it gets"
         )
         raise SystemExit(1)
     os.register_at_fork(after_in_child=_forget_in_child)
