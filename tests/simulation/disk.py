@@ -402,12 +402,19 @@ def _above(path: str) -> str:
     return path.rpartition("/")[0] or "/"
 
 
+_EMPTY = os.open(os.devnull, os.O_RDONLY)
+
+
 class _Open(io.BytesIO):
     """An open file, whose end may be cut off."""
 
     def __init__(self, disk: Disk, node: Node) -> None:
         super().__init__(node.data)
         self._disk, self._node = disk, node
+
+    def fileno(self) -> int:
+        """Of an empty file: what is refused for its size or its holes is not simulated."""
+        return _EMPTY
 
     def truncate(self, size: int | None = None) -> int:
         """As of a file."""
