@@ -89,10 +89,9 @@ class Metrics:
         if self.receiver is not None and logged.reduced:
             self.receiver.expect(step)
         line = _Line(step, time.time(), logged, outside)
-        with self._lock:  # the receiver's thread may iterate
-            self._pending.append(line)
-            if logged.copied:
-                self._on_gpus.append(logged)
+        self._pending.append(line)
+        if logged.copied:
+            self._on_gpus.append(logged)
         if self._on_gpus:
             self.take_arrived()
         if len(self._pending) > MOST_PENDING:
@@ -117,8 +116,8 @@ class Metrics:
 
         Waits for GPUs, and for other ranks at most so many seconds.
         """
-        with self._lock:
-            reduced = [line.step for line in self._pending if line.step < step and line.logged.reduced]
+        lines = list(self._pending)  # in one go, because the training thread appends without the lock
+        reduced = [line.step for line in lines if line.step < step and line.logged.reduced]
         if reduced and self.receiver is not None:
             self.receiver.wait(reduced[-1], seconds)
         self.drain(below=step)
@@ -182,7 +181,8 @@ class Metrics:
         if line.logged.reduced:
             values = self._reduced(line, values)
         begin = f'{{"step": {line.step}, "time": {line.time!r}, "attempt": {self._attempt}'
-        begin += ', "event": "result"' if line.outside else ""
+        if line.outside:
+            begin += ', "event": "result"'
         try:
             text = _members(values)
         except ValueError:  # NaN or infinity

@@ -20,7 +20,7 @@ from clusterddp.training import metrics as lines
 from clusterddp.training.log_reduction import Receiver, Sender, decoded, encoded, reduce_values
 from clusterddp.training.logged_values import DeviceCopies, Logged, Values
 from clusterddp.training.loop import Run
-from clusterddp.training.metrics import Metrics
+from clusterddp.training.metrics import Metrics, _Line
 from tests.waiting import wait_until
 
 
@@ -396,13 +396,24 @@ def test_a_value_without_its_name_is_refused_with_an_example(method: Any, given:
         method(None, given)
 
 
-def test_a_line_is_not_added_while_another_thread_goes_through_the_lines(tmp_path: Path) -> None:
+def test_a_line_may_be_added_while_another_thread_goes_through_the_lines(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "metrics.jsonl", 0, lambda *_, **__: None)
-    adding = threading.Thread(target=metrics.add, args=(0, Logged({"loss": 1.0})))
-    with metrics._lock:
-        adding.start()
-        adding.join(0.3)
-        assert adding.is_alive() and not metrics.pending and not metrics._unwritten
-    adding.join()
+
+    class Adding(Logged):
+        """Adds another line where the lines are gone through."""
+
+        @property
+        def reduced(self) -> dict[str, Any]:
+            if not added:
+                added.append(True)
+                metrics.add(1, Logged({"loss": 2.0}))
+            return {}
+
+        @reduced.setter
+        def reduced(self, _: object) -> None: ...
+
+    added: list[bool] = []
+    metrics._pending.append(_Line(0, 0.0, Adding({"loss": 1.0})))
+    metrics.settle(2, 0)
     metrics.close()
-    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
