@@ -223,7 +223,7 @@ class Handle:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         job = load_resolved(self._run.job_file)
-        local = self._process or self._run.loop_file.exists()
+        local = self._process or self._run.has_loop
         over = self._local_over if local else Resubmitter(self._run, job).look
         with Progress(self._run, job.steps, job.progress_interval, Shown(output=False)) as progress:
             while not over():

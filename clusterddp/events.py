@@ -16,7 +16,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from clusterddp.reporter import counted, duration, printable
+from clusterddp.reporter import counted, duration, in_one_line
 
 #: The most characters of a reason that a sentence shows.
 LONGEST_REASON = 500
@@ -76,7 +76,7 @@ def sentence(event: Mapping[str, Any]) -> str | None:
         text = None if kind is None else kind(event).sentence()
     except (KeyError, TypeError, ValueError, AttributeError):  # damaged, or written by another version of clusterddp
         text = event["event"]
-    return f"attempt {event['attempt']}: {printable(text)}" if text else None
+    return f"attempt {event['attempt']}: {in_one_line(text)}" if text else None
 
 
 def at_step(step: int | None) -> str:
@@ -1176,7 +1176,8 @@ def over_already(run: object, outcome: Mapping[str, Any]) -> str:
 
 def how_it_ended(outcome: Mapping[str, Any]) -> str:
     """The state of a run that is over, its step, and the reason if that says more than the state."""
+    state, reason = in_one_line(outcome["state"]), in_one_line(outcome["reason"])
+    ended = f"{state}{at_step(outcome['step'])}"
     if is_unconfirmed(outcome):
-        return f"{outcome['state']}{at_step(outcome['step'])}, {outcome['reason']}"
-    reason = f": {outcome['reason']}" if outcome["reason"] != outcome["state"] else ""
-    return f"{outcome['state']}{at_step(outcome['step'])}{reason}"
+        return f"{ended}, {reason}"
+    return f"{ended}: {reason}" if reason != state else ended

@@ -137,6 +137,14 @@ class _Forgiving(io.RawIOBase):
             return memoryview(data).nbytes
 
 
+def in_one_line(text: str) -> str:
+    """``printable`` text in one line: all kinds of line ends and other white space become single spaces.
+
+    Else a text of a run could pass for further lines of the output.
+    """
+    return printable(" ".join(text.split()))
+
+
 def one_line(text: str) -> str:
     """``printable`` text in one line: tabs and line ends become question marks, too."""
     return text if text.isprintable() else printable(text).translate({9: "?", 10: "?"})

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.cli import live
 from clusterddp.cli.live import LEAST_EVENTS, Size, composed, sparkline
-from clusterddp.errors import UsageError
+from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.events import sentence
 from clusterddp.report import efficiency
 from clusterddp.reporter import clipped, columns_of, counted, duration, one_line, printable, show, speed
@@ -220,11 +220,13 @@ def _given(texts: Mapping[Path, str]) -> Column:
 
 
 def _ends(row: Row) -> str:
-    """``preempted x2, node n2 lost``. How the whole run ended is its reason."""
-    over = row.summary.outcome is not None and row.summary.ends[-1:] == (row.state.reason,)
-    ends = row.summary.ends[:-1] if over else row.summary.ends
-    counts = Counter(" ".join(reason.split()) for reason in ends)
-    return ", ".join(f"{reason} x{number}" if number > 1 else reason for reason, number in counts.items())
+    """``preempted x2, node n2 lost``. The column of the reason has the last one already, and earlier ones like it are
+    ``same x2``."""
+    last = " ".join(row.state.reason.split())
+    ends = [" ".join(reason.split()) for reason in row.summary.ends]
+    if ends and ends[-1] and ends[-1] in last:
+        ends = ["same" if reason and reason in last else reason for reason in ends[:-1]]
+    return ", ".join(f"{reason} x{number}" if number > 1 else reason for reason, number in Counter(ends).items())
 
 
 def _is_known(value: Any) -> bool:
@@ -433,7 +435,7 @@ def _lines(found: _Found, metric: str | None) -> list[str]:
         from clusterddp.runs.sweep_folder import best
 
         winner = best([(row.summary, row.state) for row in found.rows], metric)
-        lines += map(printable, (winner.sentence, _how_to_export(winner)))
+        lines += map(one_line, (winner.sentence, _how_to_export(winner)))
     return lines
 
 
@@ -494,7 +496,7 @@ def _history(run: RunDirectory) -> tuple[dict[str, Any], ...]:
     """A run's events, read again only if there are new ones."""
     try:
         return _history_of(run.path, run.events_file.stat().st_size)
-    except OSError:  # none yet, or another user's
+    except (OSError, RunDirectoryError):  # none yet, or another user's
         return ()
 
 

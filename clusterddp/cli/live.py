@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from clusterddp.errors import INTERRUPTED
 from clusterddp.report.theme import axis_of
-from clusterddp.reporter import clipped, columns_of, forgiving, printable
+from clusterddp.reporter import clipped, columns_of, forgiving, one_line
 
 #: The columns of a fact's name.
 INDENT = 10
@@ -52,7 +52,7 @@ def fact_lines(facts: Sequence[Fact], columns: int | None = None) -> list[str]:
     """``name      words``, wrapped below the words if there are more than fit."""
     lines = []
     for name, words in facts:
-        text = printable(f"{name:{INDENT - 1}} {words}")
+        text = one_line(f"{name:{INDENT - 1}} {words}")
         if columns is None or columns_of(text) <= columns:
             lines.append(text)
         else:

@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.reporter import counted, printable, put, say, show
+from clusterddp.reporter import counted, in_one_line, printable, put, say, show
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.ownership import job_log, taken_over, waiting_claim
 from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, open_run
@@ -32,6 +32,7 @@ from clusterddp.runs.progress_display import (
     newest_failure,
     started,
 )
+from clusterddp.supervisor.verdict import end_of_file
 
 #: The most bytes read at once. A longer line is searched, and labelled, in pieces.
 BLOCK = 1 << 20
@@ -47,9 +48,8 @@ def print_one(log: Log, pattern: re.Pattern[str] | None) -> bool:
     """Prints a rank's stdout to stdout and its stderr to stderr. Returns whether it printed anything."""
     printed = False
     for kind, stream in (("out", sys.stdout), ("err", sys.stderr)):
-        write = _writer(stream, log.folder)
-        for piece in _pieces(log.path(kind), pattern):
-            write(piece)
+        for piece in _pieces(log.path(kind), pattern, stream):
+            stream.buffer.write(piece)
             printed = True
         stream.flush()
     return printed
@@ -59,10 +59,10 @@ def print_grouped(logs: Iterable[Log], pattern: re.Pattern[str] | None) -> bool:
     """Prints logs to stdout, each nonempty file below a line with its name. Returns whether it printed anything."""
     printed = False
     for log in logs:
-        write = _writer(sys.stdout, log.folder)
+        write = sys.stdout.buffer.write
         for kind, name in (("out", "stdout"), ("err", "stderr")):
             last = b""
-            for piece in _pieces(log.path(kind), pattern):
+            for piece in _pieces(log.path(kind), pattern, sys.stdout):
                 if not last:
                     title = f"==> rank {log.rank}, attempt {log.attempt}: {name} <==\n"
                     write(("\n" * printed + title).encode())
@@ -79,8 +79,8 @@ def print_launcher(
 ) -> bool:
     """Prints what srun itself printed in these attempts. Returns whether anything was printed, or was before."""
     for attempt in attempts:
-        write = _writer(sys.stdout, run.path)
-        for number, piece in enumerate(_pieces(run.launcher_log(attempt), pattern)):
+        write = sys.stdout.buffer.write
+        for number, piece in enumerate(_pieces(run.launcher_log(attempt), pattern, sys.stdout)):
             if number == 0:
                 write(("\n" * below + f"==> srun, attempt {attempt} <==\n").encode())
             write(piece)
@@ -89,28 +89,30 @@ def print_launcher(
     return below
 
 
-def _writer(stream: TextIO, folder: Path) -> Callable[[bytes], object]:
-    """Writes bytes unchanged, with a rank's colours. On a terminal, another user's bytes become ``printable`` text."""
-    if not stream.isatty() or folder.stat().st_uid == os.geteuid():
-        return stream.buffer.write
+def _shown(file: BinaryIO, stream: TextIO) -> Callable[[bytes], bytes]:
+    """What a stream gets of a file's bytes. All of them, with a rank's colours. A terminal gets ``printable`` text of a
+    file that is another user's, wherever it is: its folder may be reached through a link."""
+    if not stream.isatty() or os.fstat(file.fileno()).st_uid == os.geteuid():
+        return lambda data: data
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a block may end within a letter
-    return lambda data: stream.buffer.write(printable(decoder.decode(data)).encode(errors="replace"))
+    return lambda data: printable(decoder.decode(data)).encode(errors="replace")
 
 
-def _pieces(path: Path, pattern: re.Pattern[str] | None) -> Iterator[bytes]:
-    """A file in blocks, or its lines that match. Empty if it does not exist."""
+def _pieces(path: Path, pattern: re.Pattern[str] | None, stream: TextIO) -> Iterator[bytes]:
+    """What the stream gets of a file, in blocks, or its lines that match. Empty if it does not exist."""
     try:
         file = open_binary(path)
     except FileNotFoundError:
         return
     with file:
+        shown = _shown(file, stream)
         if pattern is None:
             while block := file.read(BLOCK):
-                yield block
+                yield shown(block)
         else:
             while line := file.readline(BLOCK):
                 if _matches(pattern, line.rstrip(b"\r\n")):
-                    yield line
+                    yield shown(line)
 
 
 def _matches(pattern: re.Pattern[str] | None, line: bytes) -> bool:
@@ -175,8 +177,10 @@ class Follower:
         """
         path = log.path(kind)
         offset = self._offsets.get(path, 0)
+        stream = sys.stderr if self._alone and kind == "err" else sys.stdout
         try:
             with open_binary(path) as file:
+                shown = _shown(file, stream)
                 file.seek(offset)
                 data = file.read(BLOCK)
         except FileNotFoundError:
@@ -186,20 +190,17 @@ class Follower:
             size = len(data)
         if size:
             self._offsets[path] = offset + size
-            self._print(log, kind, data[:size])
+            self._print(log, data[:size], stream, shown)
         return size > 0 and (ended or len(data) == BLOCK)
 
-    def _print(self, log: Log, kind: str, data: bytes) -> None:
-        stream = sys.stderr if self._alone and kind == "err" else sys.stdout
-        write = _writer(stream, log.folder)
+    def _print(self, log: Log, data: bytes, stream: TextIO, shown: Callable[[bytes], bytes]) -> None:
         if self._alone and self._pattern is None:
-            write(data)
+            stream.buffer.write(shown(data))
             return
         label = b"" if self._alone else self._label(log.rank)
         for line in data.removesuffix(b"\n").split(b"\n"):
             if _matches(self._pattern, line):
-                stream.buffer.write(label)
-                write(line + b"\n")
+                stream.buffer.write(label + shown(line + b"\n"))
 
     def _label(self, rank: int) -> bytes:
         label = f"[rank {rank}]"
@@ -373,7 +374,7 @@ def _show_failure(run: RunDirectory) -> bool:
     outcome = run.outcome()
     if outcome is None or outcome["state"] != "failed":
         return False
-    show(f"{run} failed: {outcome['reason']}")
+    show(f"{run} failed: {in_one_line(outcome['reason'])}")
     failure = newest_failure(run.events())
     if failure is None:
         return False
@@ -409,5 +410,5 @@ def _show_job_log(run: RunDirectory) -> bool:
     show(f"job {claim['job']} has not started its supervisor yet, or ended before it could. See the job's log: {log}")
     if run.attempts():
         return False
-    put(log.read_text(errors="replace").rstrip())
+    put(end_of_file(log).rstrip())
     return True

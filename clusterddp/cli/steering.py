@@ -191,7 +191,7 @@ def stop(run: RunDirectory) -> int:
     end = await_end(run, attempt)
     put(sentence(end) or "")
     if end["event"] == "stopped":
-        how = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
+        how = "--local --run-dir" if run.has_loop else "--run-dir"
         show(f"Continue it with: clusterddp submit {how} {run.quoted}")
         return 0 if end.get("checkpoint") == (end.get("step") or None) else FAILED
     return 0 if end["event"] == "completed" else FAILED
@@ -254,7 +254,7 @@ def tell_waiting(run: RunDirectory, job: slurm.JobInfo, exclude: str | None) -> 
 
 def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
     """Refuses, before the run stops, nodes that Slurm would refuse afterwards."""
-    if run.loop_file.exists():
+    if run.has_loop:
         raise UsageError(f"--exclude: {run} is a local run, which has no other nodes")
     for node in nodes:
         try:

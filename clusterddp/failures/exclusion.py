@@ -18,7 +18,7 @@ from typing import Any
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
-from clusterddp.reporter import counted
+from clusterddp.reporter import counted, one_line
 
 Event = Mapping[str, Any]
 
@@ -163,14 +163,13 @@ def letter_about(
 ) -> str:
     """The text, from each failure's time, job and error. ``excluded``: whether jobs exclude the node, in a sentence."""
     times = [(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)), job, error) for at, job, error in found]
-    return "\n".join(
-        [
-            f"Node {node} {failed}:",
-            *(f"  {when}  job {job or 'unknown'}: {error}" for when, job, error in times),
-            "Ranks on other nodes did not fail first. Could you check this node (memory, GPUs, network, disk)?",
-            *excluded,
-        ]
-    )
+    lines = [
+        f"Node {node} {failed}:",
+        *(f"  {when}  job {job or 'unknown'}: {error}" for when, job, error in times),
+        "Ranks on other nodes did not fail first. Could you check this node (memory, GPUs, network, disk)?",
+        *excluded,
+    ]
+    return "\n".join(map(one_line, lines))
 
 
 def what(event: Event) -> str:

@@ -404,7 +404,7 @@ class RunDirectory:
                 if event["event"] in ("training", "resumed") and records.is_count(event.get("redone")):
                     made.append((event.get("step") or 0) + event["redone"])
             return max(made)
-        except OSError:
+        except (OSError, RunDirectoryError):
             return 0
 
     def _counts(self, lines: Iterable[Mapping[str, Any]] = ()) -> Callable[[Mapping[str, Any]], bool]:
@@ -430,6 +430,14 @@ class RunDirectory:
         """How the run ended ("state", "step", "reason"). None until then."""
         outcome = records.read_json(self.outcome_file, records.OUTCOME)
         return outcome and {"step": None, **outcome}
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether processes of a machine train the run, or did last, without Slurm. False for another user's run."""
+        try:
+            return exists(self.loop_file)
+        except PermissionError:
+            return False
 
     def mark_cancelled(self) -> None:
         """Records that this run must not start again. Call it before ending its job."""

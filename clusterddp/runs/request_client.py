@@ -102,7 +102,7 @@ def check_trains(run: RunDirectory, kind: str) -> None:
     ``kind``: of the request.
     """
     if outcome := run.outcome():
-        options = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
+        options = "--local --run-dir" if run.has_loop else "--run-dir"
         how = f". Continue with: clusterddp submit {options} {run.quoted}" if outcome["state"] == "failed" else ""
         raise RunDirectoryError(f"{over_already(run, outcome)}, so it is not running{how}")
     if job := waiting_job(run):

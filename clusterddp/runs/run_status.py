@@ -100,7 +100,7 @@ def state_sentence(summary: Summary, state: RunState) -> str:
     if summary.outcome is not None:
         return how_it_ended(summary.outcome)
     run = summary.run.quoted
-    submit = f"clusterddp submit {'--local ' if summary.run.loop_file.exists() else ''}--run-dir"
+    submit = f"clusterddp submit {'--local ' if summary.local or summary.run.has_loop else ''}--run-dir"
     if state.word == "failed":
         return f"failed: {state.reason}. Fix the cause, then continue with: {submit} {run}"
     if state.word in OVER:
