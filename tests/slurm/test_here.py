@@ -52,7 +52,8 @@ def test_ctrl_c_saves_and_stops_and_the_same_command_continues(cluster: Cluster,
     run = RunDirectory(runs / "run")
     pid = runs / "pid"
     script = here(cluster, run, *SCRIPT)
-    twice = f"({shlex.join(script)} & echo $! > {pid}; wait $!; echo code $?); {shlex.join(here(cluster, run))}"
+    started = f"env --default-signal=INT {shlex.join(script)}"  # which bash ignores in what it starts with &
+    twice = f"({started} & echo $! > {pid}; wait $!; echo code $?); {shlex.join(here(cluster, run))}"
     shell = salloc(cluster, ["bash", "-c", twice])
     wait_for_step(run, 20)
     cluster.run(["kill", f"-{signal.SIGINT.value}", pid.read_text().strip()])
