@@ -136,7 +136,7 @@ def test_a_disk_that_cannot_be_read_while_an_attempt_ends_delays_the_requeue_alo
             ended.set()
             return super().wait()
 
-    monkeypatch.setattr("clusterddp.rundir.records.read_bytes", read)
+    monkeypatch.setattr("clusterddp.rundir.records.read_record", read)
     monkeypatch.setattr("os.listdir", listed)
     controller = FakeController(Cause.PREEMPTED)
     assert Attempt(run, JOB, run.create_attempt(), Ranks(run, STOPPED), controller).supervise() == 4
