@@ -1,10 +1,11 @@
 """In place of a training, without torch: ``stand_in.py finish|fail|wait``, after ten steps whose metrics it writes.
 
-It does not use clusterddp: SIGTERM ends it.
+It does not use clusterddp: SIGTERM ends it, but for the one of a user's request, so that commands wait for the stop.
 """
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,4 +19,8 @@ print(f"attempt {attempt}: ten steps done", flush=True)
 if sys.argv[1] == "fail":
     raise ValueError("bad label")
 if sys.argv[1] == "wait":
-    time.sleep(600)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid == os.getpid():  # from the rank's entry point in this process
+        pass
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    signal.raise_signal(signal.SIGTERM)
