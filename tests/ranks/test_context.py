@@ -100,7 +100,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_the_part_and_the_
         "ema": "the checkpoint has no ema, only model, optimizer",
     }.items():
         said = ddp.start(script, change, run, ranks=1, folder=tmp_path / "out").expect(1).output(0)
-        assert f"CheckpointError: {words}" in said
+        assert f"CheckpointMismatch: {words}" in said
         assert "Pass ctx.run() the parts that the run started with, or start a new run" in said
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import clusterddp
@@ -25,7 +26,7 @@ def test_every_rank_of_every_attempt_gets_run_dir_and_attempt(launch: Launch, tm
             if ctx.is_main:
                 (ctx.run_dir / "notes.txt").write_text("of attempt 0")
             ctx.all_reduce_sum(1.0)  # it is written
-            raise ConnectionError("so that all ranks are restarted")
+            raise ConnectionResetError(errno.ECONNRESET, "so that all ranks are restarted")
         return ctx.attempt, str(ctx.run_dir), (ctx.run_dir / "notes.txt").read_text()
 
     expected = (1, str(tmp_path / "run"), "of attempt 0")

@@ -93,10 +93,7 @@ def test_exit_0_at_once_in_a_later_attempt_is_not_confirmed(folder: Path) -> Non
     assert (outcome()["state"], outcome()["confirmed"]) == ("completed", False)
     said = "unconfirmed: the script exited with code 0 after 0 s, less than a tenth of the"
     assert f"attempt 1: completed after 2 attempts, {said}" in done.stderr
-    assert (
-        ". If the training is complete, name the file that marks it: `clusterddp submit --run-dir RUN --change"
-        in done.stderr
-    )
+    assert "name the file that marks it: `clusterddp submit [--local] --run-dir RUN --change" in done.stderr
     assert said in clusterddp("status", "run").stdout
     assert said in clusterddp("list", "run").stdout
     (listed,) = json.loads(clusterddp("list", "run", "--json").stdout)

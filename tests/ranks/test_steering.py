@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from clusterddp.cli.command_line import command
+from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
@@ -82,7 +83,8 @@ def test_a_script_without_clusterddp_gets_the_stop_signal_at_the_users_request(
             wait_until(lambda: began(1), "attempt 1")
     finally:
         end.touch()
-    assert process.wait(timeout=30) == (130 if order == "stop" else 0)
+    # A second attempt that ends at once may be unconfirmed: its steps cannot be seen, only its time.
+    assert process.wait(timeout=30) in ((130,) if order == "stop" else (0, UNCONFIRMED))
     assert (run.outcome() or {}).get("state") == (None if order == "stop" else "completed"), story(run)
     assert {event["event"] for event in run.events()}.isdisjoint({"rank_failed", "restarted"})
 

@@ -1272,6 +1272,7 @@ def test_a_local_rank_was_out_of_memory_only_if_the_kernel_has_killed_a_process_
     counts = iter([7, *[7 + kills] * 2])
     monkeypatch.setattr("clusterddp.supervisor.launcher.oom_kills", lambda: next(counts))
     launcher = LocalLauncher(JOB)
+    monkeypatch.setattr("clusterddp.supervisor.launcher._end_orphans", lambda: None)  # other tests' processes
     launcher.start(["/bin/sh", "-c", command], os.environ, run.attempt_logs(run.create_attempt()))
     launcher.wait()
     assert [status.oom_kill for status in launcher.exit_statuses().values()] == [seen, seen]

@@ -182,8 +182,11 @@ def test_a_new_run_in_a_folder_where_others_can_rename_it_is_reported(
     assert capsys.readouterr().err.count(f"chmod +t {tmp_path}") == 2 * warned
 
 
-def test_a_command_deletes_nothing_through_a_link_in_a_held_folder(tmp_path: Path) -> None:
+def test_a_command_deletes_nothing_through_a_link_in_a_held_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does it write through one, and a folder that was put in the place of a held one stays as it is."""
+    monkeypatch.setattr(files, "_held", {})  # those of other tests
     held, other = tmp_path / "held", tmp_path / "other"
     for folder in (held, other):
         (folder / "sub").mkdir(parents=True)
@@ -206,8 +209,11 @@ def test_a_command_deletes_nothing_through_a_link_in_a_held_folder(tmp_path: Pat
     assert [path.name for path in sorted(other.rglob("*"))] == ["sub", "file"]
 
 
-def test_a_process_whose_script_has_closed_all_descriptors_still_reaches_its_run(tmp_path: Path) -> None:
+def test_a_process_whose_script_has_closed_all_descriptors_still_reaches_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And refuses another folder in its place, also if it got the number of a closed descriptor."""
+    monkeypatch.setattr(files, "_held", {})  # those of other tests
     held, other = tmp_path / "held", tmp_path / "other"
     held.mkdir()
     other.mkdir()
