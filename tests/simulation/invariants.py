@@ -71,7 +71,7 @@ HARMLESS = frozenset(
 HINDERING = frozenset(
     (
         *("suspend", "lose a node", "disk errors", "time limit lowered", "kill a rank", "exception", "hang"),
-        *("odd failure", "shut down a node"),
+        *("odd failure", "shut down a node", "kill a stepd"),
     )
 )
 #: Faults that may keep Slurm or the disk from answering.
