@@ -335,7 +335,7 @@ def _shown(environ: Environ, *names: str) -> str:
 
 #: srun chooses it for each step.
 _STEP_PORT = "SLURM_STEP_LAUNCHER_PORT"
-#: The variables that make a process a rank, but for Slurm's, which each step sets anew.
+#: The variables that make a process a rank, except Slurm's, which each step sets again.
 _OF_A_RANK = (
     _STEP_PORT,
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),

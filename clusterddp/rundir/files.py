@@ -63,14 +63,14 @@ _held: dict[str, _Held] = {}
 _MOST_OPEN = 64
 
 
-def hold(folder: Path, follow: bool = True, anew: bool = True) -> os.stat_result | None:
+def hold(folder: Path, follow: bool = True, reopen: bool = True) -> os.stat_result | None:
     """Opens a folder, whose files all functions of this module reach through it from now on. Returns its status.
 
-    None if it does not exist. ``follow``: whether it may be a symbolic link, else NotADirectoryError. Not ``anew``: if
-    this process holds the folder already, and it still exists, it stays.
+    None if it does not exist. ``follow``: whether it may be a symbolic link, else NotADirectoryError. ``reopen``:
+    whether to open a folder again that this process already holds and that still exists.
     """
     before = _held.get(str(folder))
-    if before is not None and not anew and (found := _unchanged(before)) is not None and found.st_nlink > 0:
+    if before is not None and not reopen and (found := _unchanged(before)) is not None and found.st_nlink > 0:
         return found
     try:
         descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))

@@ -37,14 +37,14 @@ from clusterddp.rundir.run_directory import RunDirectory
 _START_YOUR_OWN = "Start your own run. To continue from another user's checkpoint, use --fork"
 
 
-def hold_run(run: RunDirectory, inode: int | None = None, attempt: int | None = None, *, anew: bool = True) -> None:
+def hold_run(run: RunDirectory, inode: int | None = None, attempt: int | None = None, *, reopen: bool = True) -> None:
     """Opens the run's folder, so that this process reaches the run's files through it from now on (``files.hold``).
 
     Raises RunDirectoryError if the folder belongs to a different user, as one that was put in its place does.
     ``inode``: that of the folder which the supervisor of ``attempt`` holds. A folder that does not exist passes.
     """
     try:
-        found = retrying(run.path, lambda: hold(run.path, anew=anew))
+        found = retrying(run.path, lambda: hold(run.path, reopen=reopen))
         link = os.lstat(run.path) if found is not None else None
     except FileNotFoundError:
         found = link = None
@@ -74,7 +74,7 @@ def check_run(run: RunDirectory) -> None:
 
     Holds the run's folder, which others therefore cannot replace after this check.
     """
-    hold_run(run, anew=False)
+    hold_run(run, reopen=False)
     check_own(run.path)
     closed = exists(run.path) and status_of(run.path).st_mode & 0o077 == 0
     snapshots = [run.code / name for name in names_in(run.code)] if exists(run.code) else []

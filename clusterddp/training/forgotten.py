@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from clusterddp.distributed.wrapping import optimizers, trained_parameters
 
-#: The steps of an attempt in which optimizers are watched. One that is made anew in each, as in meta-learning, needs no
-#: saving.
+#: The steps of an attempt in which optimizers are watched. One that is created again in each, as in meta-learning,
+#: needs no saving.
 _WATCHED = 2
 
 

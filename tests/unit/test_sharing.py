@@ -244,7 +244,7 @@ def test_a_process_holds_more_folders_than_it_may_open(tmp_path: Path, monkeypat
         files.hold(folder)
     for folder in folders:
         files.write_atomically(folder / "file", "mine")
-        files.hold(folder, anew=False)
+        files.hold(folder, reopen=False)
     assert len(os.listdir("/proc/self/fd")) < before + 70
     assert [(folder / "file").read_text() for folder in folders] == ["mine"] * 100
     for folder in (folders[0], folders[-1]):
