@@ -1,4 +1,4 @@
-"""Writes the pages of this folder from the code (signatures, docstrings, options, messages): ``make reference``.
+"""Writes the pages of this folder from the code (signatures, docstrings, options): ``make reference``.
 
 The Python sources are parsed, not imported, so neither torch nor the libraries of the integrations are needed.
 """
@@ -19,7 +19,7 @@ from clusterddp import errors, events, protocol
 from clusterddp.cli.command_line import parser
 from clusterddp.jobdef.json_schema import job_schema
 from clusterddp.rundir import run_directory
-from docs.reference import messages, python_api
+from docs.reference import python_api
 from docs.reference.examples import EXAMPLES
 from docs.reference.python_api import anchor, markdown
 
@@ -62,10 +62,6 @@ def exit_code_page() -> list[str]:
 def event_page() -> list[str]:
     """events.md."""
     variables = [value for value in vars(protocol).values() if isinstance(value, protocol.Variable)]
-    sentences: dict[str, list[str]] = {}
-    for message in messages.found()["events"]:
-        if event_name := re.fullmatch("history, event `(.*)`", message.kind):
-            sentences.setdefault(event_name[1], []).append(messages.as_code(message.text))
     lines = [
         "# Events and environment variables",
         "",
@@ -73,17 +69,15 @@ def event_page() -> list[str]:
         "",
         "Each line of `events.jsonl` is an object with `time` (unix seconds), `attempt`, `event`, and the fields of",
         "the event. An event that a rank reported also has `rank`. A field with `?` may be missing. Ignore events and",
-        "fields that you do not know, because later versions may add some. `clusterddp status` prints the sentence. An",
-        "event without one is only recorded.",
+        "fields that you do not know, because later versions may add some. `clusterddp status` prints most events as",
+        "sentences.",
         "",
-        "| event | fields | meaning | sentence |",
-        "|---|---|---|---|",
+        "| event | fields | meaning |",
+        "|---|---|---|",
     ]
     for name, event in events.EVENTS.items():
         meaning = _capital(" ".join((event.__doc__ or "").split()))
-        composed = "composed of the fields" if event.sentence is not events.Event.sentence else ""
-        said = "<br>".join(sentences.get(name, [])) or composed
-        lines.append(f"| `{name}` | {', '.join(event.fields.split())} | {meaning} | {said} |")
+        lines.append(f"| `{name}` | {', '.join(event.fields.split())} | {meaning} |")
     return [
         *lines,
         *("", "## The hook", ""),
@@ -228,7 +222,7 @@ def command_page() -> list[str]:
             "",
             f"## clusterddp {name}",
             "",
-            command.description or _sentence(summary),
+            command.description or f"{_capital(summary)}.",
             "",
             "```console",
             usage,
@@ -265,35 +259,6 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("%%", "%")
 
 
-def modules_page() -> list[str]:
-    """modules.md."""
-    root = FOLDER.parents[1] / "clusterddp"
-    lines = [
-        "# Modules",
-        "",
-        "The first sentence of each module's docstring. Paths are below `clusterddp/`.",
-        "[Architecture](../../ARCHITECTURE.md) says how the modules work together.",
-    ]
-    folders = sorted(path.parent for path in root.glob("*/**/__init__.py"))
-    for folder in [root, *folders]:
-        said = _first_sentence(folder / "__init__.py")
-        lines += ["", "## The package", ""] if folder == root else ["", f"## {folder.relative_to(root)}/", "", said, ""]
-        for path in sorted(folder.glob("*.py")):
-            if path.name != "__init__.py" or folder == root:
-                lines.append(f"- `{path.name}`: {_first_sentence(path)}")
-    return lines
-
-
-def _first_sentence(path: Path) -> str:
-    """Of a module's docstring; its first paragraph may have several."""
-    text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return _sentence(re.split(r"(?<=\.)\s", " ".join(text.partition("\n\n")[0].split()))[0])
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:].rstrip(".") + "."
-
-
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -312,9 +277,7 @@ def pages() -> dict[str, str]:
         "job-definition.md": _page(job_page()),
         "exit-codes.md": _page(exit_code_page()),
         "events.md": _page(event_page()),
-        "messages.md": _page(messages.page()),
         "run-directory.md": _page(run_directory_page()),
-        "modules.md": _page(modules_page()),
         "job.schema.json": json.dumps(job_schema(), indent=2) + "\n",
     }
 

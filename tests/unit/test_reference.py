@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import clusterddp
-from clusterddp import errors, events
-from clusterddp.cli.command_line import check_name, parser, split_at_dashes
+from clusterddp import errors
+from clusterddp.cli.command_line import parser, split_at_dashes
 from clusterddp.jobdef.schema import READERS
 from clusterddp.rundir.run_directory import RunDirectory
 from docs.reference import generate as reference
-from docs.reference import messages, python_api
+from docs.reference import python_api
 from docs.reference.examples import EXAMPLES
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
@@ -129,56 +129,6 @@ def test_the_page_of_the_run_directory_names_every_file_outside_private() -> Non
     paths = {str(getattr(run, name).relative_to("/run")) for name in names}
     listed = set(re.findall(r"^\| \[?`([^`]+)`", page("run-directory.md"), re.MULTILINE))
     assert listed == {path for path in paths if not path.startswith("private/")}
-
-
-def texts(source: str, package: str = "training") -> list[str]:
-    return [message.text for message in messages.Module(package, ast.parse(source)).messages()]
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("def f(): raise UsageError(f'{a!r}: expected {b}')", ["...: expected ..."]),
-        ("def f():\n  text = f'cannot read {x}'\n  raise SlurmError(text)", ["cannot read ..."]),
-        ("def f(): say('saved' if x else f'lost {n} steps')", ["saved", "lost ... steps"]),
-        ("TEXT = 'remove {name}'\ndef f(): show(TEXT.format(name=1))", ["remove ..."]),
-        ("def f():\n  hint = '; use --x' if a else ''\n  raise UsageError(f'no {b}{hint}')", ["no ...; use --x"]),
-        ("def f(): raise ValueError(g())\ndef g():\n  return 'one' + f' and {b}'", ["one and ..."]),
-        ("def f(): raise UsageError(f'no {b}. Known: {c or \"none\"}')", ["no .... Known: ..."]),
-        ("def f(): say(f'lost {g()}')\ndef g():\n  return a + (f' and {n} more' if n else '')", ["lost ..."]),
-        ("def f():\n  hint = near() or f'. Known: {b}'\n  say(f'no {a}{hint}')", ["no .... Known: ..."]),
-        ("def f(): other('a reason that says what went wrong')", ["a reason that says what went wrong"]),
-        ("def f(): open('some/file.txt', 'r')", []),
-    ],
-)
-def test_the_text_of_a_message_is_found_with_dots_for_values(source: str, expected: list[str]) -> None:
-    assert texts(source) == expected
-
-
-def test_a_part_that_a_longer_row_has_is_not_a_row_itself() -> None:
-    whole, part, other = (
-        messages.Message("no room: the disk is full", "`SlurmError`, exit code 1"),
-        messages.Message("the disk is full", messages.PART),
-        messages.Message("the disk is slow", messages.PART),
-    )
-    assert messages.without_repetition([whole, part, other]) == [whole, other]
-
-
-def test_messages_that_commands_and_events_print_are_in_the_page() -> None:
-    """Of errors that are raised here, the page has the text, and how it appears."""
-    rows = re.findall(r"^\| `+ ?(.*?) ?`+ \| (.*) \|$", page("messages.md"), re.MULTILINE)
-    assert len(rows) > 900
-    with pytest.raises(errors.UsageError) as no_command:
-        check_name("sumbit")
-    found = [kind for text, kind in rows if fits(str(no_command.value), text)]
-    assert found == ["`UsageError`, exit code 2"]
-    hung = events.EVENTS["requeue_refused"]({"attempt": 0, "error": "busy"}).sentence()
-    assert [kind for text, kind in rows if fits(str(hung), text)] == ["history, event `requeue_refused`"]
-
-
-def fits(message: str, row: str) -> bool:
-    fixed = row.replace("\\|", "|").split("...")
-    return re.fullmatch(".*".join(map(re.escape, fixed)), message, re.DOTALL) is not None
 
 
 def test_every_argument_of_a_command_has_a_help_text() -> None:
