@@ -35,7 +35,6 @@ COMMANDS = {
     "export": "write a checkpoint's model to a file",
     "drill": "test with a small job what a preemption would do to a run",
     "doctor": "check the cluster, or nodes, for what a run needs",
-    "nodes": "list the nodes on which runs failed, and what to tell the administrator",
     "bench": "check and time collectives on the training nodes",
     "config": "show and check job definitions, sweeps and configuration files",
 }
@@ -43,7 +42,7 @@ COMMANDS = {
 _TOGETHER = {
     **dict.fromkeys(("tell", "requeue", "stacks", "cancel", "shell"), "steering"),
     **dict.fromkeys(("resubmit", "wait"), "wait"),
-    **dict.fromkeys(("doctor", "bench", "nodes"), "doctor"),
+    **dict.fromkeys(("doctor", "bench"), "doctor"),
     **dict.fromkeys(("export", "prune"), "checkpoints"),
 }
 USAGE = {
@@ -91,9 +90,9 @@ DESCRIPTIONS = {
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
     "doctor": "Check what a run needs. On this host: Slurm, partitions, accounts, the folder for runs, Python, torch. "
     "If lost nodes ended jobs of the runs in that folder, also show what spare nodes would have saved. "
-    "With --nodes, in a job: the devices, folder, clock and network of nodes. The exit code is 1 if a check failed.",
-    "nodes": "List the nodes on which runs failed in the last week, and whether new jobs avoid them. Print a message "
-    "that you can send to the cluster's administrator.",
+    "With --nodes, in a job: the devices, folder, clock and network of nodes. The exit code is 1 if a check failed. "
+    "With --failed-nodes, list the nodes on which runs failed in the last week and whether new jobs avoid them, with a "
+    "message that you can send to the cluster's administrator.",
     "bench": "Submit a packaged benchmark and show its output. The options are those of submit.",
     "config": "Show the job that submit would start and where each value comes from, check job definitions, sweeps "
     "and configuration files, or print the JSON Schema for editors.",

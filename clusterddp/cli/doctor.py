@@ -1,7 +1,8 @@
-"""Commands about the cluster: ``doctor``, ``bench`` and ``nodes``.
+"""Commands about the cluster: ``doctor`` and ``bench``.
 
-``doctor`` checks what a run needs, on the login node or, with ``--nodes``, on nodes. ``bench`` submits a packaged
-benchmark and shows its output. ``nodes`` lists the nodes on which runs failed, with a text for the administrator.
+``doctor`` checks what a run needs, on the login node or, with ``--nodes``, on nodes. With ``--failed-nodes``, it lists
+the nodes on which runs failed, with a text for the administrator. ``bench`` submits a packaged benchmark and shows its
+output.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from clusterddp.rundir.run_directory import find_runs, runs_folder
 SCHEMA = 1
 #: Options that only the job of ``--nodes`` uses.
 OF_THE_JOB = {"gpus_per_node": "--gpus", "device": "--device", "account": "-A"}
+#: Options that ``--failed-nodes`` does not use.
+OF_CHECKS = {"nodes": "--nodes", **OF_THE_JOB, "partition": "-p", "qos": "-q"}
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +51,27 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-A", "--account", metavar="NAME", help="with --nodes: account to charge, as in sbatch")
     parser.add_argument("-q", "--qos", metavar="NAME", help="quality of service, as in sbatch")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    failed = parser.add_argument_group("failed nodes")
+    failed.add_argument(
+        "--failed-nodes", nargs="?", const="", metavar="FOLDER",
+        help="list the nodes on which runs in this folder failed, and print a message for the administrator (default: "
+        "$CLUSTERDDP_RUNS, else ./runs)",
+    )  # fmt: skip
+    failed.add_argument(
+        "--group", action="store_true", help="also count failures that other members of the folder's group recorded"
+    )
 
 
 def run_doctor(arguments: argparse.Namespace, _: object) -> int:
-    """Prints a row per check, or per node. Returns 0 if none failed."""
+    """Prints a row per check, or per node. Returns 0 if none failed. With ``--failed-nodes``, always returns 0."""
+    if arguments.failed_nodes is not None:
+        given = [option for key, option in OF_CHECKS.items() if getattr(arguments, key) is not None]
+        if given := [*given, *(["--json"] if arguments.json else [])]:
+            raise UsageError(f"{' and '.join(given)} cannot be combined with --failed-nodes, which checks nothing")
+        list_failed_nodes(arguments.failed_nodes, arguments.group)
+        return 0
+    if arguments.group:
+        raise UsageError("--group requires --failed-nodes. Add it to list the nodes on which runs failed")
     if arguments.nodes is None:
         if given := [option for key, option in OF_THE_JOB.items() if getattr(arguments, key) is not None]:
             raise UsageError(
@@ -148,26 +168,15 @@ def run_bench(arguments: argparse.Namespace, script_arguments: Sequence[str] | N
     return submit.run(arguments, script_arguments)
 
 
-def add_nodes_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``nodes``."""
-    parser.add_argument(
-        "folder", nargs="?", type=Path, metavar="FOLDER",
-        help="the folder of runs (default: $CLUSTERDDP_RUNS, else ./runs)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--group", action="store_true", help="also count failures that other members of the folder's group recorded"
-    )
-
-
-def run_nodes(arguments: argparse.Namespace, _: object) -> int:
-    """Prints the nodes, those with the newest failure first."""
-    folder, now = arguments.folder or runs_folder(os.environ), time.time()
-    if arguments.folder and not folder.is_dir():
-        raise UsageError(f"nodes: {folder} is not a folder. Expected the folder that holds your run directories")
-    nodes = by_node(recall(folder / FOLDER, arguments.group, now))
+def list_failed_nodes(given: str, group: bool) -> None:
+    """Prints the nodes, those with the newest failure first. ``given``: the folder of runs, or "" for the default."""
+    folder, now = Path(given) if given else runs_folder(os.environ), time.time()
+    if given and not folder.is_dir():
+        raise UsageError(f"--failed-nodes: {folder} is not a folder. Expected the folder with your run directories")
+    nodes = by_node(recall(folder / FOLDER, group, now))
     if not nodes:
         show(f"No node failures from the last week are recorded in {folder}.")
-        return 0
+        return
     for node, failures in nodes.items():
         runs = counted(len({failure.run for failure in failures}), "run")
         ago = duration(max(0.0, now - failures[0].time))
@@ -177,4 +186,3 @@ def run_nodes(arguments: argparse.Namespace, _: object) -> int:
     for node, failures in nodes.items():
         if weight(failures, now):
             put(f"\nTo send to the cluster's administrator:\n\n{letter(node, failures, now)}")
-    return 0

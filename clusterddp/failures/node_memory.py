@@ -2,7 +2,7 @@
 
 Each failure of a node is a small file in a folder beside the runs. An entry loses half of its weight per day. A node is
 avoided if two different runs failed on it within a day and both entries together still weigh at least 1, but never more
-than a tenth of a partition's nodes. ``clusterddp nodes`` lists them.
+than a tenth of a partition's nodes. ``clusterddp doctor --failed-nodes`` lists them.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def avoided(
         them = "the node" if len(nodes) == 1 else "the nodes"
         say(
             f"The job avoids {' and '.join(nodes)} because several runs failed there in the last few days. "
-            f"`clusterddp nodes` shows the failures. To use {them}, add --no-node-memory"
+            f"`clusterddp doctor --failed-nodes` shows the failures. To use {them}, add --no-node-memory"
         )
     return nodes
 

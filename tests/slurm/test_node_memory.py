@@ -37,7 +37,9 @@ def test_a_node_on_which_two_runs_failed_is_left_out_by_the_third(cluster: Clust
     third, said = submit(cluster, RunDirectory(runs / "third"))
     assert "The job avoids n2 because several runs failed there in the last few days" in said
     assert cluster.job(third.job_id)["ExcNodeList"] == "n2"
-    listed = cluster.run([cluster.python, "-m", "clusterddp", "nodes", runs], cwd=cluster.source).stdout
+    listed = cluster.run(
+        [cluster.python, "-m", "clusterddp", "doctor", "--failed-nodes", runs], cwd=cluster.source
+    ).stdout
     assert "n2" in listed and "n1" not in listed
     fourth, said = submit(cluster, RunDirectory(runs / "fourth"), "--no-node-memory", "--nodelist", "n2")
     assert "avoids" not in said and cluster.job(fourth.job_id)["ExcNodeList"] == "(null)"

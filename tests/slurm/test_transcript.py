@@ -193,7 +193,7 @@ WITHOUT_RUN: dict[str, Cell] = {
     "config show": (0, "nodes"),
     "config schema": (0, "schema"),
     "doctor": (0, r"partition +low"),
-    "nodes": (0, "No node failures from the last week"),
+    "doctor --failed-nodes": (0, "No node failures from the last week"),
     "sweep sweep.yaml": (2, "could not read sweep.yaml: No such file"),
     "": (2, "usage: clusterddp"),
     "frobnicate": (2, "unknown command"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from clusterddp.checks import login_node, node
 from clusterddp.checks.node import Check, Mount, failed, guarded, mount_of, ok, warning, worst
 from clusterddp.cli import doctor
+from clusterddp.cli.command_line import command
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.slurm import commands as slurm
@@ -166,8 +166,8 @@ def test_what_is_missing_of_accounting_is_told(
     """A cluster without a database is no error; a user whom Slurm refuses is."""
     if new == "= none":
         answers["sacctmgr -nP show assoc"] = ""
-    for command in ("sacctmgr -nP show user",) if old == "ddp\n" else list(answers):
-        answers[command] = answers[command].replace(old, new)
+    for asked in ("sacctmgr -nP show user",) if old == "ddp\n" else list(answers):
+        answers[asked] = answers[asked].replace(old, new)
     (accounts,) = (check for check in login_node.slurm_checks(None, None)[0] if check.name == "accounts")
     assert accounts.state == state and words in accounts.found
 
@@ -341,25 +341,30 @@ def test_doctor_sums_what_lost_nodes_cost_the_runs_in_the_folder(
 ) -> None:
     """One line, and none if no run lost a node."""
     monkeypatch.setenv("CLUSTERDDP_RUNS", str(tmp_path))
-    given = dict.fromkeys(["nodes", *doctor.OF_THE_JOB, "partition", "qos"])
-    doctor.run_doctor(argparse.Namespace(json=False, **given), None)
+    command(["doctor"])
     assert "lost nodes" not in capsys.readouterr().out
     lost = event("node_lost", node="n2", suspect="n2") | {"time": BEGAN + 3600}
     end, again = event("resubmitted", job="42"), started(1, "42")
     history = [started(), lost, end | {"time": BEGAN + 3600}, again | {"time": BEGAN + 7200}]
     recorded_run(tmp_path / "a", history)
     recorded_run(tmp_path / "b", [started(), event("completed") | {"time": BEGAN + 7200}])
-    doctor.run_doctor(argparse.Namespace(json=False, **given), None)
+    command(["doctor"])
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"lost nodes: they ended 1 job of 2 runs without spare nodes in {tmp_path}. These runs then waited 60 min "
         "in the queue. `--spare-nodes 1` for each run would have saved up to that, and used 3 node-hours more"
     )
 
 
-def test_options_of_the_job_without_nodes_are_refused() -> None:
-    given = {"nodes": None, "gpus_per_node": "2", "device": "cpu", "account": None, "partition": None, "qos": None}
-    with pytest.raises(UsageError, match="--gpus and --device require --nodes. Add --nodes N"):
-        doctor.run_doctor(argparse.Namespace(json=False, **given), None)
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--gpus", "2", "--device", "cpu"], ["--group"]),
+        *(["--failed-nodes", "-N", "0"], ["--failed-nodes", "--json"], ["--failed-nodes", ".", "-q", "low"]),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(words: list[str]) -> None:
+    with pytest.raises(UsageError):
+        command(["doctor", *words])
 
 
 def test_a_check_survives_json() -> None:

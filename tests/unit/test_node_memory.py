@@ -223,22 +223,22 @@ def test_nodes_that_the_job_definition_excludes_or_requires_are_not_avoided(
     assert avoided(run, job, (), lambda: MANY, NOW) == nodes
 
 
-def test_nodes_refuses_what_is_not_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="missing is not a folder. Expected the folder that holds your run"):
-        command(["nodes", str(tmp_path / "missing")])
+def test_the_failed_nodes_of_what_is_no_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a folder"):
+        command(["doctor", "--failed-nodes", str(tmp_path / "missing")])
 
 
-def test_nodes_lists_failures_and_writes_to_the_administrator(
+def test_doctor_lists_failed_nodes_and_writes_to_the_administrator(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(run.path.parent)
-    assert command(["nodes", folder]) == 0
+    assert command(["doctor", "--failed-nodes", folder]) == 0
     assert "No node failures" in capsys.readouterr().err
     now = time.time()
     remember(RunDirectory(run.path.with_name("a")), "7", lost("n2", now))
     remember(RunDirectory(run.path.with_name("b")), "8", lost("n2", now))
     remember(run, "9", lost("n3", now - 60))
-    assert command(["nodes", folder]) == 0
+    assert command(["doctor", "--failed-nodes", folder]) == 0
     out = capsys.readouterr().out
     unless = "unless that would exclude more than a tenth of its partition's usable nodes"
     assert "n2: 2 failures in 2 runs" in out and f"new jobs avoid it, {unless}" in out
