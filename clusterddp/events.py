@@ -881,21 +881,18 @@ class Slow(Event):
 
 
 class SlowNode(Event):
-    """the rank has been slow for `seconds`. `facts`: what may slow its node or its GPUs down. `nodes`: the run
-    continues on a spare node in place of this one, which its next jobs exclude for a day"""
+    """the rank has been slow for `seconds`. `facts`: what may slow its node or its GPUs down"""
 
     host: str
     ratio: float
     seconds: float
     facts: Sequence[str]
-    nodes: Sequence[str] = ()
 
     def sentence(self) -> str:
         since = duration(self.seconds)
         facts = f". {'. '.join(self.facts)}" if self.facts else ""
-        left = f". All ranks save, and continue on a spare node instead of {self.nodes[0]}" if self.nodes else ""
         ratio = f"It computes {self.ratio:.1f} times as long as the others"
-        return f"rank {self.rank} ({self.host}) has been slow for {since}. {ratio}{facts}{left}"
+        return f"rank {self.rank} ({self.host}) has been slow for {since}. {ratio}{facts}"
 
 
 class GpuFault(Event):

@@ -249,11 +249,10 @@ def _nodes(job: Job, summary: Summary, state: RunState, events: Sequence[Event])
 
 def _excluded(job: Job, events: Sequence[Event], now: float) -> Sequence[Fact]:
     """The nodes that the next jobs exclude."""
-    failed, slow = exclusion.excluded(events, now), exclusion.slow(events, now)
-    wanted = [node for node in exclusion.left_out(events, now) if node not in (*failed, *slow)]
+    failed = exclusion.excluded(events, now)
+    wanted = [node for node in exclusion.left_out(events, now) if node not in failed]
     reasons = (
         (failed, "failed repeatedly in this run"),
-        (slow, "slow in this run"),
         (wanted, "by `clusterddp requeue --exclude` or `clusterddp tell drain`"),
     )
     found = [(exclusion.may_exclude(job, nodes), reason) for nodes, reason in reasons]

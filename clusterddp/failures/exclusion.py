@@ -119,14 +119,9 @@ def excluded(events: Iterable[Event], now: float) -> list[str]:
     return _named(events, ("excluded",), now)
 
 
-def slow(events: Iterable[Event], now: float) -> list[str]:
-    """The nodes that are excluded now because a rank was slow there."""
-    return _named(events, ("slow_node",), now)
-
-
 def left_out(events: Iterable[Event], now: float) -> list[str]:
-    """All nodes that are excluded now: those that failed or were slow, and those that the user does not want."""
-    return _named(events, ("excluded", "requested", "slow_node"), now)
+    """All nodes that are excluded now: those that failed, and those that the user does not want."""
+    return _named(events, ("excluded", "requested"), now)
 
 
 def _named(events: Iterable[Event], kinds: Sequence[str], now: float) -> list[str]:

@@ -227,8 +227,6 @@ class Job:
     """The minimum number of nodes, in YAML the first number of ``nodes: 2-4``. None: exactly ``nodes``."""
     spare_nodes: int = 0
     """Additional nodes of the job. They stay idle until one of the others fails, and then take over its ranks."""
-    swap_slow_nodes: bool = False
-    """Whether a node that is slow for ten minutes is replaced by a spare node."""
     gpus_per_node: int = 1
     """GPUs per node, one rank for each: ``8``, or with their type ``a100:8``. With device cpu, ranks per node."""
     gpus_per_rank: int = 1

@@ -196,7 +196,6 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
     values.setdefault("name", re.sub(r"[^\w.+=@-]+", "-", program).lstrip(".-")[:50] or "job")
     job = Job(**values)
     _check_device(job, fields, mistakes)
-    _check_swap(job, fields, mistakes)
     _check_profile(job, fields, mistakes)
     _check_placeholders(job, fields, mistakes)
     if _check_gpus_per_rank(job, fields, mistakes):
@@ -229,19 +228,6 @@ def _check_device(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
         node = get(fields, name)
         if job.device == "cpu" and needs_gpus and node is not None:
             mistakes.append(Mistake(node.place, f"{name}: {node.text!r} needs GPUs, but device is cpu"))
-
-
-def _check_swap(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
-    """Slow nodes are found by the watchdog and replaced by spare nodes."""
-    node = get(fields, "swap_slow_nodes")
-    if node is None or not job.swap_slow_nodes:
-        return
-    if not job.spare_nodes:
-        wrong = "there is no spare node to replace a slow one. Add spare_nodes: 1, or --spare-nodes 1"
-        mistakes.append(Mistake(node.place, f"swap_slow_nodes: {wrong}"))
-    if job.watchdog is None:
-        wrong = "the watchdog finds slow nodes, but the job has watchdog: off. Remove one of the two"
-        mistakes.append(Mistake(node.place, f"swap_slow_nodes: {wrong}"))
 
 
 def _check_profile(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:

@@ -336,7 +336,6 @@ READERS: dict[str, Reader] = {
     "stop": _section("stop", StopSignal, _fields(signal=value.choice("TERM", "INT", "USR1", "USR2")), "{signal: USR1}"),
     "nodes": _nodes,
     "spare_nodes": _field("spare_nodes", value.whole(0)),
-    "swap_slow_nodes": _field("swap_slow_nodes", value.truth),
     "gpus_per_node": _gpus_per_node,
     **_fields(
         gpus_per_rank=value.whole(1),

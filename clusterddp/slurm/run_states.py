@@ -52,7 +52,6 @@ class Cause(enum.Enum):
     STOP_REQUESTED = "stopped by `clusterddp tell stop`"
     REQUEUE_REQUESTED = "stopped by `clusterddp requeue`"
     DRAIN_REQUESTED = "stopped by `clusterddp tell drain`"
-    SLOW_NODE = "stopped to leave a slow node"
     NODES_BUSY = "no rank could start, because an earlier step of the job still holds its nodes"
     GPU_HOURS = "limits.gpu_hours reached. Raise it with --change --set limits.gpu_hours=N"
     SUPERSEDED = "superseded"

@@ -106,9 +106,8 @@ class Attempt:
         placement = placement or Placement(nodes_of(controller), nodes_of(controller))
         nodes, steps = NodeNames(placement.nodes), before.get("step", -1) + 1
         events = self._history.events
-        swapped = frozenset(event["rank"] for event in events if event["event"] == "slow_node" and event.get("nodes"))
         self._state = State(
-            *(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement, swapped),
+            *(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement),
             made_before=lost_steps(events, number),
             gpu_hours_end=gpu_hours_end(job, events, number, time.time(), sum(map(len, placement.recorded.values()))),
         )

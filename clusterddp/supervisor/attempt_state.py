@@ -35,12 +35,9 @@ class Stop(enum.Enum):
     HOLD = protocol.HOLD
     REQUEUE = protocol.REQUEUE
     DRAIN = protocol.DRAIN
-    SWAP = "slow node"
     GPU_HOURS = protocol.GPU_HOURS
 
 
-#: The reasons that come from the user, or the job definition: a stop for one of them has no deadline.
-WISHES = frozenset((*protocol.REQUESTED_STOPS, Stop.SWAP.value))
 #: A reason for which ranks stop without being asked: a signal, before its meaning is known.
 SIGNAL = "signal"
 
@@ -352,8 +349,6 @@ class State:
     restartable: bool = True
     #: The nodes of the job in groups.
     placement: Placement = field(default_factory=Placement)
-    #: The ranks for which an attempt of the run has left a slow node.
-    swapped: frozenset[int] = frozenset()
     #: How many steps of unknown number are repeated at least if the script begins again.
     made_before: int = 0
 
@@ -423,8 +418,7 @@ class State:
     hung_at: float = 0.0
     #: The requests of the user that are not answered yet, by connection.
     pending: Mapping[int, Pending] = field(default_factory=dict)
-    #: Whether the run is to stop (Stop.HOLD), to be requeued, or to leave the node ``drained``, which the user has
-    #: asked for, or which is slow (Stop.SWAP).
+    #: Whether the user has asked the run to stop (Stop.HOLD), to be requeued, or to leave the node ``drained``.
     wanted: Stop | None = None
     drained: str = ""
     #: Whether the launcher was ended because nodes of the job stayed busy, so that no rank could start.

@@ -12,13 +12,12 @@ from typing import Any
 
 from clusterddp.events import GpuFault, gpu_fault
 from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered, named
-from clusterddp.failures.placement import Course, choose
+from clusterddp.protocol import REQUESTED_STOPS
 from clusterddp.rundir.records import Schema, is_count, is_text, is_time, optional, schema_error
 from clusterddp.supervisor import user_requests
 from clusterddp.supervisor.attempt_state import (
     ASK_S,
     SIGNAL,
-    WISHES,
     Action,
     Broadcast,
     ConnectionLost,
@@ -162,8 +161,6 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
         values["redone"] = state.made_before
     if event.name == "gpu_fault" and values["hardware"] and rank not in state.gpu_faults:
         state = replace(state, gpu_faults=state.gpu_faults.put(rank, (now, gpu_fault(GpuFault(values)))))
-    if event.name == "slow_node":
-        return _on_slow_node(state, values, now)
     state, actions = _note(state, event)
     state, more = _record(state, event.name, values)
     return state, [*actions, *more]
@@ -472,7 +469,7 @@ def _look(state: State, now: float) -> Step:
     if due is None:
         return state, [StartTimer(Timer.LOOK, LOOK_S)]
     stop, why = due
-    others = frozenset() if stop.value in WISHES else WISHES
+    others = frozenset() if stop.value in REQUESTED_STOPS else REQUESTED_STOPS
     # Ranks that use clusterddp agree once one has got the stop. Scripts that expect a signal must all get it.
     untold = state.job.stop.signal is not None and stop.value not in state.told
     if state.heard - others and not untold:
@@ -636,21 +633,6 @@ def _end_connecting(state: State, late: list[int], what: str, now: float) -> Ste
     hang = Hang(tuple(late), state.hosts.get(first, state.node_of(first)), None, seconds, what, seconds)
     state, actions = _on_hang(state, hang, now)
     return state, [Broadcast("write_stacks", f"{seconds:.0f}"), *actions]
-
-
-def _on_slow_node(state: State, values: Mapping[str, Any], now: float) -> Step:
-    """A slow rank has reported facts about its node, which all ranks leave if the job definition wants it.
-
-    Only a run that saves when it stops repeats no step. A rank that is slow again on another node is not slow because
-    of its node. A run that is stopping, or has lost a rank, is about to start again in any case.
-    """
-    node, rank = state.node_of(values["rank"]), values["rank"]
-    stops = state.wanted or state.due or state.told or state.lost_at or state.dismissal
-    wanted = state.job.swap_slow_nodes and state.unfinished and not stops and rank not in state.swapped
-    if not wanted or choose(state.job, state.placement, {node: "is slow"}, None).course is not Course.SPARE:
-        return _record(state, "slow_node", values)
-    state, more = _look(replace(state, wanted=Stop.SWAP, drained=node), now)
-    return state, [Record("slow_node", {**values, "nodes": [node]}), *more]
 
 
 def _on_watchdog(state: State, _now: float) -> Step:

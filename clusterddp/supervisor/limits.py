@@ -305,8 +305,8 @@ def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:
 def _failed(event: Mapping[str, Any]) -> bool:
     """A resubmission for a cause unknown to the controller follows the failure of a node, which is excluded."""
     elsewhere = event["event"] == "resubmitted" and event.get("cause") == Cause.NONE.value
-    moved = event.get("cause") in (Cause.DRAIN_REQUESTED.value, Cause.SLOW_NODE.value)
-    return (event["event"] == "restarted" and not moved) or elsewhere or _found_busy(event)
+    drained = event.get("cause") == Cause.DRAIN_REQUESTED.value
+    return (event["event"] == "restarted" and not drained) or elsewhere or _found_busy(event)
 
 
 def _found_busy(event: Mapping[str, Any]) -> bool:

@@ -59,7 +59,6 @@ _NOT_RESUBMITTED = "Could not resubmit the run"
 _WISHES = {
     Stop.REQUEUE: Cause.REQUEUE_REQUESTED,
     Stop.DRAIN: Cause.DRAIN_REQUESTED,
-    Stop.SWAP: Cause.SLOW_NODE,
 }
 
 
@@ -293,7 +292,7 @@ class Recovery:
         state, now = self._state, time.time()
         leave = dict.fromkeys(lost, "is lost")
         if state.drained:
-            leave.setdefault(state.drained, "is slow" if state.wanted is Stop.SWAP else "is drained")
+            leave.setdefault(state.drained, "is drained")
         if state.job.outlives_nodes:
             suspects = {event.get("suspect") for event in self._history.events if event["attempt"] == self._number}
             for node in exclusion.failed(self._history.events, now):
@@ -309,11 +308,7 @@ class Recovery:
                 leave.setdefault(hung, "hangs")
         needed = state.job.outlives_nodes and any(node in state.placement.nodes for node in leave)
         usable = self._usable_nodes() if needed else None
-        choice = choose(state.job, state.placement, leave, usable)
-        if choice.course is not Course.SPARE and leave.get(state.drained) == "is slow":
-            del leave[state.drained]  # the spare node has failed, and a slow node is better than none
-            choice = choose(state.job, state.placement, leave, usable)
-        return choice
+        return choose(state.job, state.placement, leave, usable)
 
     def _unended_before(self) -> Sequence[str]:
         """The nodes on which the launcher did not see the ranks of the previous attempt end."""

@@ -339,8 +339,7 @@ def _drain(state: State, request: Request, now: float) -> Step:
     if node not in state.placement.nodes:
         return _refuse(state, request, f"not drained: no rank runs on {node}, only on {', '.join(state.nodes)}")
     if state.wanted not in (None, Stop.DRAIN):
-        by = "to leave a slow node" if state.wanted is Stop.SWAP else f"by `{state.wanted.value}`"
-        return _refuse(state, request, f"not drained: the run is being stopped {by}")
+        return _refuse(state, request, f"not drained: the run is being stopped by `{state.wanted.value}`")
     if state.drained not in ("", node):
         return _refuse(state, request, f"not drained: the run is already leaving {state.drained}. Try again after that")
     choice = choose(state.job, state.placement, {node: "is drained"}, None)

@@ -347,10 +347,7 @@ class Verdict:
 
 
 #: Causes other than the end of the job.
-_BY_REQUEST = (
-    *(Cause.INTERRUPTED, Cause.STOP_REQUESTED, Cause.REQUEUE_REQUESTED),
-    *(Cause.DRAIN_REQUESTED, Cause.SLOW_NODE),
-)
+_BY_REQUEST = (Cause.INTERRUPTED, Cause.STOP_REQUESTED, Cause.REQUEUE_REQUESTED, Cause.DRAIN_REQUESTED)
 #: After any other cause the job ends, and the run does not.
 _FOLLOWS = {
     Cause.PREEMPTED: Action.AGAIN,
@@ -361,7 +358,6 @@ _FOLLOWS = {
     Cause.CANCELLED: Action.CANCEL,
     Cause.REQUEUE_REQUESTED: Action.AGAIN,
     Cause.DRAIN_REQUESTED: Action.RESTART,
-    Cause.SLOW_NODE: Action.RESTART,
     Cause.NODES_BUSY: Action.RESTART,
     Cause.GPU_HOURS: Action.FAIL,
 }

@@ -240,8 +240,8 @@ def in_bursts(faults: Iterable[Fault], draw: random.Random) -> list[Fault]:
 
 
 def with_lost_nodes(faults: Iterable[Fault], length: float, draw: random.Random) -> list[Fault]:
-    """One to three nodes are lost, drained by the user, or slow, too."""
-    kinds = [draw.choice(("lose a node", "drain", "slow node")) for _ in range(draw.choice((1, 1, 2, 3)))]
+    """One to three nodes are lost, or drained by the user, too."""
+    kinds = [draw.choice(("lose a node", "drain")) for _ in range(draw.choice((1, 1, 2, 3)))]
     more = [Fault(length * 1.5 * draw.random(), kind, draw.getrandbits(32)) for kind in kinds]
     return sorted([*faults, *more], key=lambda fault: fault.at)
 
@@ -287,7 +287,6 @@ class History:
             nodes=plan.job_nodes,
             min_nodes=plan.min_nodes,
             spare_nodes=plan.spare_nodes,
-            swap_slow_nodes=plan.spare_nodes > 0,
             gpus_per_node=plan.per_node,
             time_s=plan.time_limit_s,
             partition="low",
@@ -664,13 +663,6 @@ def _drain(history: History, draw: random.Random) -> None:
             history.user("tell drain", lambda node=node: steering.drain(history.run, node))  # type: ignore[misc]
 
 
-def _slow_node(history: History, draw: random.Random) -> None:
-    """A rank is told to explain why it is slow, and does."""
-    if history.training:
-        rank = draw.choice(sorted(history.training, key=lambda rank: rank.number))
-        rank.report("slow_node", host=rank.process.node, ratio=1.3, seconds=600.0, facts=[])
-
-
 def _tell_save(history: History, draw: random.Random) -> None:
     def work() -> int:
         before = history.world.now
@@ -807,7 +799,6 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "another run fails": _another_run_fails,
     "accounting away": _accounting_away,
     "fork": _fork,
-    "slow node": _slow_node,
     "odd failure": _odd_failure,
     "refused": _refused,
     "connection breaks": _connection_breaks,
@@ -816,7 +807,7 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
 }
 #: What is drawn in certain histories only, each by its own rule.
 APART = {
-    *("drain", "lose a spare", "slow node", "another run fails", "accounting away", "fork", "odd failure", "refused"),
+    *("drain", "lose a spare", "another run fails", "accounting away", "fork", "odd failure", "refused"),
     *("connection breaks", "freeze the host", "shut down a node", "kill a stepd"),
 }
 

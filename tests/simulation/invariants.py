@@ -80,8 +80,6 @@ SILENT = frozenset(("controller away", "answers lost", "requests limited", "cont
 UNCLEAR = frozenset(("lose a node", "lose a spare", "suspend", "connection breaks", "shut down a node"))
 #: After such an end nothing is lost: the attempt had notice.
 IN_TIME = frozenset(cause.value for cause in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED))
-#: The same, and the ranks restart in the same job.
-MOVES = frozenset((Cause.DRAIN_REQUESTED.value, Cause.SLOW_NODE.value))
 #: How often a supervisor may ask Slurm: so many times, for each attempt that trains, and once in so many seconds.
 ASKED, ASKED_AGAIN, ASKED_EVERY_S = 40, 5, 10.0
 
@@ -678,7 +676,7 @@ class Invariants:
                     self._violated(
                         "I8", f"rank {rank} failed first in attempt {number}, and rank {event['rank']} is shown"
                     )
-            moves = name == "restarted" and event.get("cause") in MOVES
+            moves = name == "restarted" and event.get("cause") == Cause.DRAIN_REQUESTED.value
             told = moves or (name in ("requeued", "resubmitted") and event.get("cause") in IN_TIME)
             after = [other for other in trained_in if other > number]
             script, grace_s = self._history.plan.script, self._history.plan.settings.grace_s

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.history import History
 
 #: By these events a run itself excludes nodes.
-OWN = ("excluded", "requested", "slow_node")
+OWN = ("excluded", "requested")
 HOUR_S, DAY_S = 3600.0, 24 * 3600.0
 #: The nodes of a partition of which a tenth is more than none.
 NODES = 24

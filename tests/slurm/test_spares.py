@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from clusterddp.hostlist import expand
-from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from tests.cluster import Cluster, ClusterConfig
@@ -138,30 +137,6 @@ def test_a_node_whose_slurmstepd_was_killed_is_left_once_srun_has_waited_for_it(
     assert nodes_of(training) == [["n1", "n2"], ["n1", "n2"], last]
     (busy,) = (event for event in training.run.events() if event.get("cause") == Cause.NODES_BUSY.value)
     assert busy["event"] == ("restarted" if spares else "requeued"), story(training.run)
-
-
-@pytest.mark.product
-def test_a_slow_node_is_left_for_the_spare_one_without_repeating_a_step(cluster: Cluster, runs: Path) -> None:
-    """Four nodes and a spare one. After two seconds in place of ten minutes, the slow one is named with its load."""
-    site = runs / "site"
-    site.mkdir()
-    lowered = "import clusterddp.failures.hangs\nclusterddp.failures.hangs.EXPLAINED_S = 2.0\n"
-    (site / "sitecustomize.py").write_text(lowered)
-    run, shape = RunDirectory(runs / "run"), ["--nodes", "4", "--gpus", "1", "--device", "cpu", "--partition", "low"]
-    command = [cluster.python, "-m", "clusterddp.submit", "tests/scripts/slow_node.py", "--run-dir", run.path, *shape]
-    options, steps = ["--spare-nodes", "1", "--set", "swap_slow_nodes=true", "--set", "checkpoint.every=never"], 400
-    env = {"PYTHONPATH": f"{site}:{cluster.source}"}
-    done = cluster.run([*command, *options, "--", str(steps), "n3"], cwd=cluster.source, env=env)
-    training = Training(cluster, runs, run, done.stdout.strip())
-    assert training.finish() == "completed", story(training.run)
-    assert nodes_of(training) == [["n1", "n2", "n3", "n4"], ["n1", "n2", "n4", "n5"]], story(training.run)
-    assert {event["job"] for event in events_of(training.run, "started")} == {training.job_id}
-    assert [event["redone"] for event in events_of(training.run, "resumed")] == [0]
-    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(steps))
-    (event,) = events_of(training.run, "slow_node")
-    assert (event["rank"], event["host"], event["nodes"]) == (2, "n3", ["n3"])
-    assert event["facts"][0].startswith("The load is ")
-    assert reasons(training) == ["node n3 is slow, so the ranks continue on the spare node n5"]
 
 
 @pytest.mark.product

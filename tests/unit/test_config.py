@@ -182,7 +182,6 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "stop": (["{signal: USR1}", "{signal: TERM}", "{}"], ["USR1", "{signal: KILL}", "{signal: SIGUSR1}", "{x: 1}"]),
     "nodes": (["2", "2-4"], ["0", "two", "2.5", "70000", "2-"]),
     "spare_nodes": (["0", "1"], ["-1", "one", "1-2", "0.5"]),
-    "swap_slow_nodes": (["false"], ["no", "0"]),
     "gpus_per_node": (["8", "a100:8", '"4"'], ["0", "a100", "-1", "[8]"]),
     "gpus_per_rank": (["1"], ["0", "x"]),
     "gpu_request": (["gres", "gpus-per-node"], ["none", "true"]),

@@ -11,7 +11,6 @@ import pytest
 
 from clusterddp.events import sentence
 from clusterddp.failures.hangs import Hang, Slow, Watch
-from clusterddp.failures.placement import Placement
 from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
 from clusterddp.supervisor.attempt_state import (
     ASK_S,
@@ -336,44 +335,16 @@ def test_ranks_that_stay_on_nodes_of_a_job_that_goes_on_are_killed_first() -> No
     assert actions(killed, Timer.ABANDON) == [Do.ABANDON_RANKS]
 
 
-SWAPS = dataclasses.replace(JOB, spare_nodes=1, swap_slow_nodes=True)
-PLACED = State(SWAPS, ("n1", "n2"), placement=Placement(("n1", "n2", "n3"), ("n1", "n2")))
-TRAINING = RankEvent(0, "progress", {"step": 3, "steps": 9})
-SLOW = RankEvent(1, "slow_node", {"host": "n2", "ratio": 1.3, "seconds": 600.0, "facts": ["The load is 9 on 8 CPUs"]})
-
-
-def test_all_ranks_leave_a_slow_node_once_its_facts_are_known() -> None:
-    """The history has both in one sentence, and the ranks save, as before every stop without a deadline."""
-    state, todo = step(after(TRAINING, state=PLACED), SLOW, NOW)
-    left = {"rank": 1, **SLOW.values, "nodes": ["n2"]}
-    assert todo == [Record("slow_node", left), Broadcast("stop", "slow node"), AGAIN]
-    assert (state.wanted, state.drained) == (Stop.SWAP, "n2")
-    words = sentence({"event": "slow_node", "attempt": 0, **left})
-    assert words == (
+def test_a_slow_node_is_named_with_its_facts_and_left_alone() -> None:
+    """Whether to drain it is for the user to decide."""
+    values = {"host": "n2", "ratio": 1.3, "seconds": 600.0, "facts": ["The load is 9 on 8 CPUs"]}
+    state, todo = step(State(JOB, ("n1", "n2")), RankEvent(1, "slow_node", values), NOW)
+    assert todo == [Record("slow_node", {"rank": 1, **values})]
+    assert sentence({"event": "slow_node", "attempt": 0, "rank": 1, **values}) == (
         "attempt 0: rank 1 (n2) has been slow for 10 min. It computes 1.3 times as long as the others. "
-        "The load is 9 on 8 CPUs. All ranks save, and continue on a spare node instead of n2"
+        "The load is 9 on 8 CPUs"
     )
-    assert recorded(state, dataclasses.replace(SLOW, rank=0)) == ["slow_node"]
-    assert Broadcast("stop", Stop.PREEMPTION.value) in actions(step(state, PREEMPTED, NOW)[0], Timer.LOOK)
-
-
-@pytest.mark.parametrize(
-    ("before", "state"),
-    [
-        pytest.param([TRAINING], dataclasses.replace(PLACED, job=JOB), id="not wanted"),
-        pytest.param([TRAINING], dataclasses.replace(PLACED, placement=Placement(*[("n1", "n2")] * 2)), id="no spare"),
-        pytest.param([TRAINING], dataclasses.replace(PLACED, swapped=frozenset((1,))), id="slow on another node, too"),
-        pytest.param([], PLACED, id="does not save when it stops"),
-        pytest.param([TRAINING, PREEMPTED], PLACED, id="preempted"),
-        pytest.param([TRAINING, TOLD], PLACED, id="signalled"),
-        pytest.param([TRAINING, Request(3, "stop")], PLACED, id="stopped by the user"),
-        pytest.param([TRAINING, FAILED], PLACED, id="a rank has failed"),
-    ],
-)  # fmt: skip
-def test_a_slow_node_is_kept(before: Sequence[Event], state: State) -> None:
-    state, todo = step(after(*before, state=state), SLOW, NOW)
-    assert todo == [Record("slow_node", {"rank": 1, **SLOW.values})]
-    assert (state.wanted is Stop.SWAP, state.drained) == (False, "")
+    assert state.wanted is None
 
 
 def test_a_silent_node_is_not_called_lost_while_the_controller_is_silent_too() -> None:

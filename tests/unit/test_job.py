@@ -36,7 +36,6 @@ done: {log: epochs completed}
 stop: {signal: USR1}
 nodes: 2
 spare_nodes: 1
-swap_slow_nodes: true
 gpus_per_node: a100:4
 gpus_per_rank: 2
 gpu_request: gres
@@ -113,7 +112,6 @@ def test_every_field_is_read(folder: Path) -> None:
         stop=StopSignal("USR1"),
         nodes=2,
         spare_nodes=1,
-        swap_slow_nodes=True,
         gpus_per_node=4,
         gpus_per_rank=2,
         gpu_request="gres",
@@ -274,14 +272,6 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("timeouts: {steps: 5}", "Did you mean 'step_s'?"),
         ("watchdog: no", "watchdog: expected off, or a mapping with the keys step_s, start_s, on_hang, got 'no'"),
         ("watchdog: {on_hang: restrat}", "Did you mean 'restart'?"),
-        (
-            "swap_slow_nodes: true",
-            "1:18: swap_slow_nodes: there is no spare node to replace a slow one. Add spare_nodes: 1",
-        ),
-        (
-            "spare_nodes: 1\nwatchdog: off\nswap_slow_nodes: true",
-            "3:18: swap_slow_nodes: the watchdog finds slow nodes",
-        ),
         ("device: cpu\nbackend: nccl", "2:10: backend: 'nccl' needs GPUs, but device is cpu"),
         ("device: cpu\ngpus_per_node: a100:2", "'a100:2' needs GPUs"),
         ("wandb: 3", "wandb: expected true, false, a W&B project, or a mapping such as {project: digits}, got '3'"),

@@ -23,7 +23,7 @@ from clusterddp.supervisor.guard import lost_batch_host
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import supervise
-from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery, hung_node
+from clusterddp.supervisor.recovery import AttemptResult, Recovery, hung_node
 from clusterddp.supervisor.verdict import RankEnd
 from tests.fake_slurm import FakeController, FakeRanks
 
@@ -135,13 +135,6 @@ def test_a_node_that_was_left_stays_idle_after_the_next_move() -> None:
     assert place(job, ALL[:4], events, START, 4.0) == at("n3 n4", "n1 n2 n3 n4", "n1 n2")
 
 
-def test_a_slow_node_that_was_kept_stays_in_use_until_the_jobs_next_start() -> None:
-    """An attempt that could not leave it after all is followed by one on the same nodes, and not on a failed spare."""
-    slow = {"event": "slow_node", "attempt": 0, "time": 2.0, "rank": 1, "nodes": ["n2"]}
-    assert place(SPARE, ALL[:4], [STARTED, slow], START, 4.0).nodes == ("n1", "n2", "n3")
-    assert place(SPARE, ALL[:4], [STARTED, slow], {"job": "7", "restarts": 1}, 4.0).nodes == ("n1", "n3", "n4")
-
-
 def test_a_job_has_lost_its_batch_host_once_slurm_takes_it_out_of_the_job() -> None:
     """Not while the job is another start of it, or is ending."""
     info = JobInfo("7", "RUNNING", "None", "n[2-3]", 1, None, None, batch_host="n1")
@@ -205,34 +198,6 @@ def test_after_two_failures_of_a_node_all_ranks_restart_without_it(
     assert (events["started"]["ranks"], events["started"]["aside"], events["moved"]["aside"]) == (ranks, ["n2"], ["n2"])
     assert events["excluded"]["nodes"] == ["n2"]
     assert (sentence(events["moved"]) or "").startswith("attempt 1: node n2 failed repeatedly in this run, so the r")
-
-
-@pytest.mark.parametrize(
-    ("answering", "moved"),
-    [
-        (["n1", "n2", "n3"], ["node n2 is slow, so the ranks continue on the spare node n3"]),
-        (["n1", "n2"], []),
-    ],
-    ids=["spare", "failed spare"],
-)
-def test_a_slow_node_is_left_unless_the_spare_node_has_failed(
-    tmp_path: Path, answering: list[str], moved: list[str]
-) -> None:
-    """The ranks restart in this job in both cases, and that is no failure of the attempt."""
-    run, controller = RunDirectory(tmp_path / "run"), Job41(Cause.NONE)
-    run.create()
-    run.create_attempt()
-    controller.nodes = answering
-    job = replace(SPARE, nodes=2, gpus_per_node=1, device="cpu", swap_slow_nodes=True)
-    state = State(job, ("n1", "n2"), placement=at("n1 n2", "n1 n2 n3"), told=frozenset(("slow node",)), exit_code=0)
-    state = replace(state, wanted=Stop.SWAP, drained="n2")
-    ends = tuple(RankEnd(rank, f"n{rank + 1}", "stopped", 0.0, used_clusterddp=True) for rank in (0, 1))
-    assert Recovery(run, 0, controller, History(run, 0), AttemptResult(state, ends)).act() == RESTART
-    events = {event["event"]: event for event in run.events()}
-    assert [events[name]["why"] for name in events if name == "moved"] == moved
-    assert events["restarted"]["cause"] == Cause.SLOW_NODE.value
-    assert controller.asked == []
-    assert exceeded(job, [{**events["restarted"], "attempt": number} for number in range(3)], 0.0) is None
 
 
 def test_a_drained_node_is_excluded_from_the_next_job_if_the_spare_node_has_failed(tmp_path: Path) -> None:

@@ -507,11 +507,9 @@ def test_status_says_why_a_node_is_excluded() -> None:
     job = Job(name="x", module="x", nodelist="n4")
     requested = {"time": 1.0, "attempt": 0, "event": "requested", "request": "requeue", "nodes": ["n3"]}
     failed = {"time": 1.0, "attempt": 0, "event": "excluded", "nodes": ["n1"], "failures": [2]}
-    slow = {"time": 1.0, "attempt": 0, "event": "slow_node", "rank": 1, "nodes": ["n2"]}
-    kept, drained = {**slow, "nodes": []}, {**requested, "request": "drain", "nodes": ["n4"]}
-    assert status._excluded(job, [requested, failed, slow, kept, drained], 2.0) == [
+    drained = {**requested, "request": "drain", "nodes": ["n4"]}
+    assert status._excluded(job, [requested, failed, drained], 2.0) == [
         ("excluded", "n1: failed repeatedly in this run"),
-        ("excluded", "n2: slow in this run"),
         ("excluded", "n3: by `clusterddp requeue --exclude` or `clusterddp tell drain`"),
     ]
 
