@@ -405,7 +405,7 @@ def finish(work: dist.Work | None, timeout_s: float) -> None:
 
 
 def bandwidth(device: torch.device, elements: int) -> float:
-    """The bus bandwidth in bytes per second, as ``bench collectives`` reports it. 0 for a single rank. Collective."""
+    """The bus bandwidth in bytes per second, as ``jobs/collectives.py`` reports it. 0 for a single rank. Collective."""
     import torch
     import torch.distributed as dist
 

@@ -35,21 +35,18 @@ COMMANDS = {
     "export": "write a checkpoint's model to a file",
     "drill": "test with a small job what a preemption would do to a run",
     "doctor": "check the cluster, or nodes, for what a run needs",
-    "bench": "check and time collectives on the training nodes",
     "config": "show and check job definitions, sweeps and configuration files",
 }
 #: The modules of commands that share one. The others are named like their command.
 _TOGETHER = {
     **dict.fromkeys(("tell", "requeue", "stacks", "cancel", "shell"), "steering"),
     **dict.fromkeys(("resubmit", "wait"), "wait"),
-    **dict.fromkeys(("doctor", "bench"), "doctor"),
     **dict.fromkeys(("export", "prune"), "checkpoints"),
 }
 USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
     "sweep": "clusterddp sweep SWEEP.yaml [OPTIONS] [-- ARGS]",
     "shell": "clusterddp shell RUN [--rank R] [--attach] [-- COMMAND]",
-    "bench": "clusterddp bench collectives [OPTIONS OF submit] [-- ARGS]",
 }
 DESCRIPTIONS = {
     "submit": "Start a run, or continue the one in --run-dir. The script's arguments follow --. If stdout is not a "
@@ -93,7 +90,6 @@ DESCRIPTIONS = {
     "With --nodes, in a job: the devices, folder, clock and network of nodes. The exit code is 1 if a check failed. "
     "With --failed-nodes, list the nodes on which runs failed in the last week and whether new jobs avoid them, with a "
     "message that you can send to the cluster's administrator.",
-    "bench": "Submit a packaged benchmark and show its output. The options are those of submit.",
     "config": "Show the job that submit would start and where each value comes from, check job definitions, sweeps "
     "and configuration files, or print the JSON Schema for editors.",
 }
@@ -118,7 +114,7 @@ def command(argv: Sequence[str]) -> int:
     arguments, unknown = parser(own).parse_known_args(own)
     name = arguments.command
     if unknown:
-        hint = ". Put the script's arguments after --" if name in ("submit", "sweep", "bench") else ""
+        hint = ". Put the script's arguments after --" if name in ("submit", "sweep") else ""
         near = _near_option(unknown, name)
         raise UsageError(f"{name}: unknown arguments {' '.join(unknown)}. {near}See `clusterddp {name} --help`{hint}")
     code: int = _function(name, "run")(arguments, script_arguments)

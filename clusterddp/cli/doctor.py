@@ -1,8 +1,6 @@
-"""Commands about the cluster: ``doctor`` and ``bench``.
+"""``clusterddp doctor``: checks what a run needs, on the login node or, with ``--nodes``, on nodes.
 
-``doctor`` checks what a run needs, on the login node or, with ``--nodes``, on nodes. With ``--failed-nodes``, it lists
-the nodes on which runs failed, with a text for the administrator. ``bench`` submits a packaged benchmark and shows its
-output.
+With ``--failed-nodes``, it lists the nodes on which runs failed, with a text for the administrator.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from typing import Any
 from clusterddp.checks.login_node import login_checks, slurm_checks
 from clusterddp.checks.node import FAILED, Check, worst
 from clusterddp.checks.nodes_job import check_nodes, summary
-from clusterddp.cli import options, submit
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.failures.node_memory import FOLDER, UNLESS, by_node, is_avoided, letter, recall, weight
 from clusterddp.report.efficiency import lost_nodes, node_hours
@@ -37,7 +34,7 @@ OF_THE_JOB = {"gpus_per_node": "--gpus", "device": "--device", "account": "-A"}
 OF_CHECKS = {"nodes": "--nodes", **OF_THE_JOB, "partition": "-p", "qos": "-q"}
 
 
-def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``doctor``."""
     parser.add_argument("-N", "--nodes", type=int, metavar="N", help="check N nodes with a job of about a minute")
     parser.add_argument(
@@ -62,7 +59,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_doctor(arguments: argparse.Namespace, _: object) -> int:
+def run(arguments: argparse.Namespace, _: object) -> int:
     """Prints a row per check, or per node. Returns 0 if none failed. With ``--failed-nodes``, always returns 0."""
     if arguments.failed_nodes is not None:
         given = [option for key, option in OF_CHECKS.items() if getattr(arguments, key) is not None]
@@ -147,25 +144,6 @@ def _wrapped(text: str, columns: int, first: str = "", others: str = "") -> list
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-BENCHMARKS = Path(__file__).parents[1] / "bench"
-
-
-def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``bench``: the name of a benchmark, and the options of ``submit``."""
-    options.add_arguments(parser, "collectives", "the benchmark")
-
-
-def run_bench(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
-    """Runs ``bench`` and returns the exit code."""
-    names = sorted(path.stem for path in BENCHMARKS.glob("*.yaml"))
-    if arguments.target not in names:
-        given = f"unknown benchmark {arguments.target!r}" if arguments.target else "no benchmark given"
-        raise UsageError(f"bench: {given}. Available: {', '.join(names)}")
-    arguments.target = str(BENCHMARKS / f"{arguments.target}.yaml")
-    arguments.follow = not (arguments.local or arguments.here or arguments.dry_run or arguments.sweep)
-    return submit.run(arguments, script_arguments)
 
 
 def list_failed_nodes(given: str, group: bool) -> None:

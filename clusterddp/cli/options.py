@@ -53,13 +53,12 @@ JOB_OPTIONS = (
 )  # fmt: skip
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser,
-    target: str = "SCRIPT.py | JOB.yaml",
-    target_help: str = "what to run (default: ./clusterddp.yaml, else the bundled digits example)",
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``submit``. What follows ``--`` goes to the script."""
-    parser.add_argument("target", nargs="?", metavar=target, help=target_help)
+    parser.add_argument(
+        "target", nargs="?", metavar="SCRIPT.py | JOB.yaml",
+        help="what to run (default: ./clusterddp.yaml, else the bundled digits example)",
+    )  # fmt: skip
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, like python -m")
     add_job_arguments(parser)
     run = parser.add_argument_group("run")

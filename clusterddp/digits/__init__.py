@@ -1,1 +1,4 @@
-"""The bundled example job, handwritten digits. No module imports it."""
+"""The bundled example job, handwritten digits: links to the files in ``jobs/``, of which the wheel has copies.
+
+No module imports it.
+"""

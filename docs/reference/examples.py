@@ -75,7 +75,6 @@ EXAMPLES = {
     "config validate": "clusterddp config validate jobs/*.yaml .clusterddp/config.yaml",
     "config presets": "clusterddp config presets\nclusterddp config presets timm",
     "config schema": "clusterddp config schema",
-    "bench": "clusterddp bench collectives -p gpu --nodes 2 --gpus 8",
     "list": "clusterddp list --show loss --state running,pending",
     "sweep": "clusterddp sweep lr.yaml --max-running 4 -p gpu",
     "status": "clusterddp status runs/train-0",

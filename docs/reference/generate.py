@@ -229,10 +229,7 @@ def command_page() -> list[str]:
             "```",
             "",
         ]
-        if name == "bench":
-            lines += ["The options are those of [`submit`](#clusterddp-submit).", ""]
-        else:
-            lines += _options(command)
+        lines += _options(command)
         lines += [command.epilog or "", ""]
         lines += ["Example:", "", "```console", *(f"$ {line}" for line in EXAMPLES[name].splitlines()), "```", ""]
     return lines

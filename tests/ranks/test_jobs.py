@@ -156,10 +156,11 @@ FACTORS = {
 ROW = re.compile(r"^(\w+|nodes \d+ and \d+) +(\d+) +([\d.e+-]+) +([\d.e+-]+) +([\d.e+-]+)$", re.MULTILINE)
 
 
-def test_bench_collectives_prints_each_one_with_the_bandwidths_of_nccl_tests(run: RunDirectory) -> None:
+def test_collectives_prints_each_one_with_the_bandwidths_of_nccl_tests(run: RunDirectory) -> None:
     """On 3 ranks: an odd number of them, and none a power of two."""
     shape = ["--local", "--device", "cpu", "--nodes", "3", "--gpus", "1", "--run-dir", str(run)]
-    said = clusterddp("bench", "collectives", *shape, "--", "--sizes", 1200, 120000, "--repetitions", 3).stderr
+    script = [JOBS / "collectives.yaml", *shape, "--", "--sizes", 1200, 120000, "--repetitions", 3]
+    said = clusterddp("submit", *script).stderr
     assert "all results are correct" in said and "not supported by" not in said
     rows = ROW.findall(said)
     pairs = {"nodes 0 and 1", "nodes 0 and 2", "nodes 1 and 2"}
@@ -194,11 +195,6 @@ def test_collectives_a_wrong_result_is_an_error_and_a_missing_one_is_reported(
     arguments = [statement, JOBS / "collectives.py", "--sizes", 12, "--repetitions", 1]
     ended = ddp.start(CHANGED, *arguments, ranks=3, folder=tmp_path).expect(code)
     assert re.search(words, ended.output(0)), ended.output(0)
-
-
-def test_bench_lists_the_benchmarks() -> None:
-    refused = clusterddp("bench", "everything", "--local", code=2).stderr
-    assert "bench: unknown benchmark 'everything'. Available: collectives" in refused
 
 
 # ---- charlm
@@ -325,13 +321,11 @@ def macro_f1(actual: str, predicted: str) -> float:
 
 
 def test_a_copy_of_the_folder_is_complete(tmp_path: Path) -> None:
-    """No job is a link out of it; those that are packaged as well are the same files."""
+    """No job is a link out of it. The packaged one is links into it."""
     copied = shutil.copytree(JOBS, tmp_path / "jobs", symlinks=True)
     assert [path for path in copied.iterdir() if path.is_symlink()] == []
-    package = JOBS.parent / "clusterddp"
-    packaged = [*package.glob("digits/digits.*"), *package.glob("bench/collectives.*")]
-    assert len(packaged) == 5
-    assert [path.name for path in packaged if path.read_bytes() != (copied / path.name).read_bytes()] == []
+    packaged = sorted((JOBS.parent / "clusterddp" / "digits").glob("digits.*"))
+    assert [path.resolve() for path in packaged] == [JOBS / f"digits.{kind}" for kind in ("csv.gz", "py", "yaml")]
     spec = importlib.util.spec_from_file_location("copied_digits", copied / "digits.py")
     assert spec is not None and spec.loader is not None
     digits = importlib.util.module_from_spec(spec)

@@ -204,7 +204,6 @@ WITHOUT_RUN: dict[str, Cell] = {
 #: Tested elsewhere alone, with the reason.
 ELSEWHERE = {
     "drill": "waits for two jobs: test_drill.py",
-    "bench": "submits a run of its own: test_jobs.py",
     "shell": "needs a terminal: test_shell.py",
 }
 

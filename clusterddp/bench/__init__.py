@@ -1,1 +1,0 @@
-"""Benchmarks of a cluster as job definitions, for ``clusterddp bench``. No module imports them."""
