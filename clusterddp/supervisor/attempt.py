@@ -469,6 +469,8 @@ class Attempt:
                     self._say_skipped(rank, "gpu", error)
             case Do.ASK_CONTROLLER:
                 self._monitor.ask()
+            case Do.ASK_AGAIN:
+                self._monitor.ask(often=False)
             case Do.ASK_NODES:
                 self._start("nodes", partial(self._ask_nodes, self._state.lost_nodes))
             case Do.ASK_STEP:

@@ -18,6 +18,9 @@ from clusterddp.jobdef.job import Job
 
 #: How often the controller is asked, in seconds, while something may be happening to the job.
 ASK_S = 4.0
+#: After how many seconds a question about silent nodes or the ranks' step is repeated that got no answer: twice as long
+#: each time, because a controller that is overloaded serves many jobs.
+ASK_AGAIN_S = (2.0, 20.0)
 #: For how long a fault of a GPU may be the cause of a failure, in seconds: a collective may hang until its timeout.
 FAULT_S = 1800.0
 
@@ -238,7 +241,8 @@ class GpuFigures:
 class Do(enum.Enum):
     """The actions without arguments."""
 
-    ASK_CONTROLLER = "ask the controller now"
+    ASK_CONTROLLER = "ask the controller now, and often for a while"
+    ASK_AGAIN = "ask the controller now"
     ASK_NODES = "ask the slurmds of the silent nodes"
     ASK_STEP = "ask the controller whether the launcher still waits for nodes"
     NOTIFY_RANKS = "signal the ranks to stop"
@@ -374,6 +378,10 @@ class State:
     #: and whether the controller failed to answer before.
     confirming: bool = False
     cut_off: bool = False
+    #: Whether the silent nodes are being asked, or will be once ASK has expired, and how many questions about them, or
+    #: about the step, have got no answer.
+    nodes_asked: bool = False
+    unanswered: int = 0
     #: Why to abandon the attempt as soon as rank 0 has saved; empty if there is no reason. Whether its ranks were then
     #: asked to exit, and were killed.
     abandon: str = ""
@@ -447,6 +455,11 @@ class State:
     def given_up(self) -> bool:
         """Whether rank 0 has stopped without the others, which do not save."""
         return self.alone and 0 in self.lost_at
+
+    @property
+    def ask_again_s(self) -> float:
+        """How long until a question that got no answer is repeated, in seconds."""
+        return min(ASK_AGAIN_S[0] * 2.0 ** min(self.unanswered, 10), ASK_AGAIN_S[1])
 
     @property
     def lost_nodes(self) -> tuple[str, ...]:

@@ -398,20 +398,21 @@ class Monitor:
     ) -> None:
         self._controller, self._run, self._attempt, self._post = controller, run, attempt, post
         self._margin_s, self._failed = margin_s, failed
-        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: ask now; False: end
+        #: For how many seconds to ask often from now on. None: end.
+        self._requests: queue.SimpleQueue[float | None] = queue.SimpleQueue()
         self._end_time: float | None = None
         self._failures = 0
         self._missing_since: float | None = None
         self._thread = threading.Thread(target=self._work, name="monitor", daemon=True)
         self._thread.start()
 
-    def ask(self) -> None:
-        """Asks the controller now."""
-        self._requests.put(True)
+    def ask(self, often: bool = True) -> None:
+        """Asks the controller now, and ``often`` for a while."""
+        self._requests.put(RESTLESS_S if often else 0.0)
 
     def close(self) -> None:
         """Ends the thread, without waiting for a question that is under way."""
-        self._requests.put(False)
+        self._requests.put(None)
         self._thread.join(timeout=0.1)
 
     def _work(self) -> None:
@@ -427,9 +428,9 @@ class Monitor:
                 self._post(self._asked())
                 ask_at = time.monotonic() + self._pause_s(restless=time.monotonic() < restless_until)
             with suppress(queue.Empty):
-                if not self._requests.get(timeout=LOOK_S):
+                if (restless_s := self._requests.get(timeout=LOOK_S)) is None:
                     return
-                ask_at, restless_until = 0.0, time.monotonic() + RESTLESS_S
+                ask_at, restless_until = 0.0, max(restless_until, time.monotonic() + restless_s)
         self._post(found)
 
     def _look(self) -> Superseded | RunRemoved | None:

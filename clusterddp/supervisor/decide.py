@@ -72,8 +72,6 @@ MOST_RECORDED = 64
 #: the creation of the step, such as the import of a container, may take longer.
 STEP_S = 60.0
 _RANK_0 = frozenset((0,))
-#: How often an unreachable controller is asked while a node is silent.
-ASK_AGAIN_S = 2.0
 
 
 class MalformedReport(Exception):
@@ -257,8 +255,16 @@ def _lose_connection(state: State, event: ConnectionLost, now: float) -> Step:
     # Its node is lost, or this one is cut off, and so is the controller. Or this one was, and the node answers by now.
     # srun would wait until Slurm gives a lost node up, and so would the ranks on other nodes.
     first = not state.silent
-    state = replace(state, silent=state.silent | {rank}, confirming=state.confirming or first)
-    return state, [*actions, Do.ASK_CONTROLLER] if first else actions
+    state = replace(state, silent=state.silent | {rank})
+    return (_confirm(state), [*actions, Do.ASK_CONTROLLER]) if first else (state, actions)
+
+
+def _confirm(state: State) -> State:
+    return state if state.confirming else replace(state, confirming=True, nodes_asked=False, unanswered=0)
+
+
+def _ask_again(state: State, timer: Timer) -> Step:
+    return replace(state, unanswered=state.unanswered + 1), [StartTimer(timer, state.ask_again_s)]
 
 
 def _on_committing(state: State, question: int, now: float) -> Step:
@@ -383,7 +389,9 @@ def _on_notice(state: State, notice: Notice, now: float) -> Step:
     preempted = state.preempted or notice.stop is Stop.PREEMPTION
     state = replace(state, notice=notice, preempted=preempted, controller_away=False)
     state = lose_unjoined(state, now)
-    lost: list[Action] = [Do.ASK_NODES] if state.confirming else []
+    lost: list[Action] = []
+    if state.confirming and not state.nodes_asked:
+        state, lost = replace(state, nodes_asked=True), [Do.ASK_NODES]
     # A stop that was already due is not sent any sooner.
     due = _due(state, now)
     state, actions = (state, []) if due and due[0] is state.due else _look(state, now)
@@ -399,13 +407,16 @@ def _on_controller_failed(state: State, event: ControllerFailed, _now: float) ->
     if not state.confirming:
         return state, actions
     if event.reachable:
-        return state, [*actions, Do.ASK_NODES]
+        return replace(state, nodes_asked=True), [*actions, *([] if state.nodes_asked else [Do.ASK_NODES])]
     if not state.cut_off:
         node = state.node_of(min(state.silent))
         actions.append(
             Say(f"neither {node} nor Slurm's controller responds. Waiting for one of them. Check this node's network")
         )
-    return replace(state, cut_off=True), [*actions, StartTimer(Timer.ASK, ASK_AGAIN_S)]
+    if state.nodes_asked:  # which will ask again
+        return state, actions
+    state, again = _ask_again(replace(state, cut_off=True), Timer.ASK)
+    return state, [*actions, *again]
 
 
 def lose_unjoined(state: State, now: float) -> State:
@@ -416,7 +427,8 @@ def lose_unjoined(state: State, now: float) -> State:
     known = state.hosts.keys() | state.ends.keys() | state.silent
     unjoined = [rank for rank in range(state.job.world_size) if rank not in known]
     gone = [rank for rank in unjoined if state.node_of(rank) in nodes and state.node_of(rank) not in left]
-    return replace(lose(state, gone, now), confirming=state.confirming or bool(gone))
+    state = lose(state, gone, now)
+    return _confirm(state) if gone else state
 
 
 def lose(state: State, ranks: Iterable[int], now: float) -> State:
@@ -435,7 +447,7 @@ def _on_silent_nodes(state: State, event: SilentNodes, _now: float) -> Step:
     if not state.confirming:
         return state, []
     if event.dead is None:
-        return state, [StartTimer(Timer.ASK, ASK_AGAIN_S)]
+        return _ask_again(state, Timer.ASK)
     if not event.dead and not set(state.lost_nodes) <= set(event.asked):
         return state, [Do.ASK_NODES]
     left = event.asked if state.notice.nodes is None else state.notice.nodes.intersection(event.asked)
@@ -527,7 +539,7 @@ def _on_step_due(state: State, _now: float) -> Step:
 def _on_step_waits(state: State, event: StepWaits, _now: float) -> Step:
     """Ends srun, which has started no rank. A stop that is due has its own reason, and is not delayed either."""
     if event.waits is None:
-        return state, [StartTimer(Timer.STEP, ASK_S)]
+        return _ask_again(state, Timer.STEP)
     if not event.waits or state.hosts:
         return state, []
     return replace(state, busy=True), [Do.ABANDON_RANKS]
@@ -669,7 +681,7 @@ _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
     Timer.DISMISS: _on_dismiss,
     Timer.KILL: _on_kill,
     Timer.UNKILLABLE: _on_unkillable,
-    Timer.ASK: lambda state, _: (state, [Do.ASK_CONTROLLER]),
+    Timer.ASK: lambda state, _: (replace(state, nodes_asked=False), [Do.ASK_AGAIN]),
     Timer.ABANDON: _on_abandon,
     Timer.CONNECT: _on_connect,
     Timer.STEP: _on_step_due,

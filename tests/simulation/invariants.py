@@ -228,7 +228,7 @@ class Invariants:
             return
         node = self._history.disk.nodes.get(f"{self._history.run.path}/outcome.json")
         hidden = code == WAITED["unknown"] and node is not None and now - node.created < self._lag_s + SLOW_S
-        hidden = hidden or (code == WAITED["stopped"] and self._is_history_hidden())
+        hidden = hidden or (code == WAITED["stopped"] and (self._is_history_hidden() or self._is_late_outcome(node)))
         if (code == 0) != (state == "completed") and not hidden:
             self._violated("wait", f"exit code {code}, and the run's outcome is {state}")
         if code == WAITED["unknown"] or self._history.disk.broken[0] > now or state is not None:
@@ -237,6 +237,14 @@ class Invariants:
             asked_s = 15.0 + 4 * self._history.slurm.latency_s  # for how long its last questions may have lasted
             if job.state in ("PENDING", *HAS_NODES) and job.submitted < now - asked_s and self._named(job):
                 self._violated("wait", f"exit code {code}, and job {job.id} continues the run")
+
+    def _is_late_outcome(self, node: Any) -> bool:
+        """Whether the outcome was written just now, by a supervisor that stood still beyond the end of its job."""
+        if node is None or self._world.now - node.created >= self._lag_s + SLOW_S:
+            return False
+        started = self._history.slurm.started
+        back = [(process.stopped_until, job) for process, job, _ in started if process.node == node.node]
+        return any(0 < at <= node.created and job.ended is not None and job.ended < at for at, job in back)
 
     def _is_history_hidden(self) -> bool:
         """Whether a user's node may not see yet that the run has a history: it began seconds ago."""
@@ -521,6 +529,7 @@ class Invariants:
             self._violated("I7", f"job {job.id} waits for a node that is lost")
         troubled = (
             now < slurm.away_until
+            or slurm.has_forgotten_steps
             or now < slurm.limited_until + SLOW_S
             or now < slurm.lossy[0]
             or slurm.cut

@@ -217,6 +217,11 @@ class Slurm:
             self.unanswered -= {answer.stdout, f"{answer.stdout}_0"}
         return answer
 
+    @property
+    def has_forgotten_steps(self) -> bool:
+        """Whether it was restarted, and no srun has asked again for the step that it waits for."""
+        return 0 < self.away_until <= self.world.now < self.away_until + 60.0
+
     def _known(self, job_id: str) -> Batch | None:
         """The job, until the controller forgets it."""
         job = self.jobs.get(job_id)
@@ -256,8 +261,7 @@ class Slurm:
                 return _done(command, f"NodeName={node} NodeAddr={node} NodeHostName={node}\n")
             case ["scontrol", "show", "step", "-o", job_id]:
                 named = (job for job in self.jobs.values() if job.id.replace("_", "9") == job_id)
-                forgotten = 0 < self.away_until <= self.world.now < self.away_until + 60.0
-                return _done(command, "".join(_steps(job, forgotten) for job in named))
+                return _done(command, "".join(_steps(job, self.has_forgotten_steps) for job in named))
             case ["scontrol", "requeue", job_id]:
                 job = self._named(job_id)
                 return self._requeue(command, job) if job else _failed(command, "Invalid job id specified")

@@ -13,7 +13,7 @@ from clusterddp.events import sentence
 from clusterddp.failures.hangs import Hang, Slow, Watch
 from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
 from clusterddp.supervisor.attempt_state import (
-    ASK_S,
+    ASK_AGAIN_S,
     Action,
     Broadcast,
     ConnectionLost,
@@ -41,7 +41,6 @@ from clusterddp.supervisor.attempt_state import (
     Timer,
 )
 from clusterddp.supervisor.decide import (
-    ASK_AGAIN_S,
     CONNECT_LOOK_S,
     END_S,
     HANG_GRACE_S,
@@ -246,7 +245,7 @@ def test_an_srun_that_waits_for_busy_nodes_is_ended() -> None:
     state, todo = step(launched, StepWaits(True), NOW)
     assert (state.busy, todo) == (True, [Do.ABANDON_RANKS])
     assert step(launched, StepWaits(False), NOW) == (launched, [])
-    assert actions(launched, StepWaits(None)) == [StartTimer(Timer.STEP, ASK_S)]
+    assert actions(launched, StepWaits(None)) == [StartTimer(Timer.STEP, ASK_AGAIN_S[0])]
     for joined in (after(), step(launched, RankEvent(1, "joined", {"host": "n2"}), NOW)[0]):
         assert actions(joined, Timer.STEP) == [] == actions(joined, StepWaits(True))
 
@@ -279,7 +278,7 @@ def test_a_silent_node_whose_slurmd_answers_is_not_lost() -> None:
     assert todo == LET_GO
     assert (state.lost_nodes, sorted(state.unreachable)) == ((), [1])
     assert actions(state, Timer.DISMISS) == [Broadcast("leave", "rank 1 (n2) lost its connection"), KILL]
-    assert actions(asked, SilentNodes(("n2",), None)) == [StartTimer(Timer.ASK, ASK_AGAIN_S)]
+    assert actions(asked, SilentNodes(("n2",), None)) == [StartTimer(Timer.ASK, ASK_AGAIN_S[0])]
     taken, _ = step(asked, Notice(None, nodes=frozenset(("n1", "n3"))), NOW)  # Slurm has taken it out of the job
     assert recorded(taken, ALIVE) == ["node_lost"]
 
@@ -352,12 +351,29 @@ def test_a_silent_node_is_not_called_lost_while_the_controller_is_silent_too() -
     silent = after(ConnectionLost(1, silent=True))
     state, todo = step(silent, AWAY, NOW)
     words = "neither n2 nor Slurm's controller responds. Waiting for one of them. Check this node's network"
-    assert todo == [Record("controller_away", {"error": AWAY.error}), Say(words), StartTimer(Timer.ASK, ASK_AGAIN_S)]
-    assert actions(state, Timer.ASK) == [Do.ASK_CONTROLLER]
-    assert actions(state, AWAY) == [StartTimer(Timer.ASK, ASK_AGAIN_S)]
+    again = StartTimer(Timer.ASK, ASK_AGAIN_S[0])
+    assert todo == [Record("controller_away", {"error": AWAY.error}), Say(words), again]
+    assert actions(state, Timer.ASK) == [Do.ASK_AGAIN]
+    assert actions(state, AWAY) == [StartTimer(Timer.ASK, 2 * ASK_AGAIN_S[0])]
     back, todo = step(state, FINE, NOW)
     assert todo[:2] == [Record("controller_back", {}), Do.ASK_NODES]
     assert recorded(back, DEAD) == ["node_lost"]
+
+
+def test_a_controller_that_loses_answers_is_asked_about_a_silent_node_less_and_less_often() -> None:
+    """Other answers of it, which come as often as the job is asked about, start no question of their own."""
+    state, pauses = after(ConnectionLost(1, silent=True), FINE), list[float]()
+    for _ in range(6):
+        assert Do.ASK_NODES not in actions(state, FINE)
+        assert not [action for action in actions(state, AWAY) if isinstance(action, StartTimer)]
+        state, todo = step(state, SilentNodes(("n2",), None), NOW)
+        pauses += [action.seconds for action in todo if isinstance(action, StartTimer)]
+        state, todo = step(state, Timer.ASK, NOW)
+        assert todo == [Do.ASK_AGAIN]
+        state, todo = step(state, FINE, NOW)
+        assert Do.ASK_NODES in todo
+    assert pauses == [2.0, 4.0, 8.0, 16.0, 20.0, 20.0]
+    assert recorded(state, DEAD) == ["node_lost"]
 
 
 def test_a_rank_that_joins_after_a_stop_is_told_of_it() -> None:
