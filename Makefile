@@ -10,7 +10,7 @@
 # make test-gpu-faults what the tests on stand-in devices find of the faults put into the code for GPUs; 10 minutes
 # make real-nccl     torch's own NCCL process group over stand-in CUDA and NCCL libraries: flight record, timeout,
 #                    suspension in torch 2.4 to the newest; RELEASES="2.4.1 newest" some of them
-# make pictures      docs/images, those of the README: a real run, and its report in Chromium
+# make pictures      docs/images: a recorded run, and the report on one in Chromium
 # make docs          the documentation as a site with search, in build/docs/site; a dead link is an error
 # make reference     docs/reference, from the docstrings, signatures and options in the code
 # make completion    completions/ for bash and zsh, from the options in the code

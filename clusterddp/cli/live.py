@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from clusterddp.errors import INTERRUPTED
-from clusterddp.report.theme import axis_of
+from clusterddp.report.charts import axis_of
 from clusterddp.reporter import clipped, columns_of, forgiving, one_line
 
 #: The columns of a fact's name.

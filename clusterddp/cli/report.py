@@ -1,4 +1,4 @@
-"""``clusterddp report``: one HTML file about a run, or about several in common charts, or the same data as JSON."""
+"""``clusterddp report``: one HTML file about a run, or a ranking of several, or the same data as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from clusterddp import __version__
 from clusterddp.checkpoint.store import of_run
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.events import sentence
-from clusterddp.report.curves import BUCKETS
 from clusterddp.report.data import SCHEMA, Words, collect
 from clusterddp.report.page import page
 from clusterddp.reporter import counted, put, say
@@ -25,8 +24,6 @@ from clusterddp.runs import progress_display
 from clusterddp.runs.sweep_folder import Found, compare
 from clusterddp.slurm.run_states import run_states
 
-#: The fewest points of a curve where there are many runs.
-_FEWEST = 60
 _WORDS = Words(sentence, progress_display.box)
 
 
@@ -69,10 +66,9 @@ def collected(runs: Sequence[RunDirectory], now: float) -> dict[str, Any]:
     summaries = [summarize(one) for one in runs]
     found = list(zip(summaries, run_states(summaries), strict=True))
     values, notes = _values(found)
-    buckets = max(_FEWEST, BUCKETS // len(runs))
     collected = []
     for summary, state in found:
-        data = collect(summary, state, _WORDS, now, buckets)
+        data = collect(summary, state, _WORDS, now)
         data["notes"] += notes + _damaged_checkpoint(summary.run)
         collected.append({**data, "values": values.get(summary.run.path, {})})
         notes = []  # about the sweep: once

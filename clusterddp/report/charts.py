@@ -1,72 +1,135 @@
 """Charts as inline SVG: lanes of a timeline, bars, curves. Pure functions from numbers to markup.
 
 A drawing stretches to the width of its page: lines are in a picture that is scaled in one direction, while their width
-and all texts keep their size. A chart is therefore readable on a phone and on paper, without any script.
+and all texts keep their size. A chart is therefore readable on a phone and on paper.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
 from clusterddp.report.booking import CATEGORIES
-from clusterddp.report.curves import Point, thinned
-from clusterddp.report.theme import GROUP_OF, Axis, Markup, axis_of, number, tag
+from clusterddp.report.curves import Point
+from clusterddp.report.theme import GROUP_OF, Markup, tag
 from clusterddp.reporter import duration
 
 #: The units of a drawing: its width, and the height of curves.
-WIDTH, _HEIGHT = 2000, 1000
+_WIDTH, _HEIGHT = 2000, 1000
 #: Heights in pixels: of a lane, of a plot, and of the texts above and below it.
 _LANE, _PLOT, _ABOVE, _BELOW = 12, 150, 14, 20
 #: Units of a lane's height, and the part of its width below which alternating categories are drawn together.
-_UNITS, _LANE_PARTS = 100, 40
+_LANE_UNITS, _LANE_PARTS = 100, 40
 _MIXED = ("training", "straggler")
-#: The maximum number of pieces of a curve.
-_PIECES = 100
+
+Marks = Sequence[tuple[float, str]]
+
+
+# --- scales
+
+#: A scale is logarithmic from this ratio of its largest to its smallest value on, if all are positive.
+_LOGARITHMIC = 30.0
+#: Units of time: the least seconds that they are used for, and the seconds of one.
+_UNITS = (("s", 0.0, 1.0), ("min", 180.0, 60.0), ("h", 3 * 3600.0, 3600.0), ("d", 72 * 3600.0, 86400.0))
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A line of a chart, with gaps between its pieces. ``colour``: a name of ``theme.SERIES``. ``faint``: steps that no
-    longer count."""
+class Axis:
+    """``low`` and ``high``: the values at 0 and at 1."""
 
-    pieces: Sequence[Sequence[Point]]
-    colour: str
-    title: str
-    faint: bool = False
-    band: bool = True
-    """Whether the values between the least and the largest of each point are shaded."""
-    from_zero: bool = False
-    """Whether the scale of the values begins at 0."""
-    kind: str = ""
-    """Dots instead of a line ("dots"), or a line behind the others ("back")."""
-    run: int | None = None
-    """Its run, among several. An entry in the legend shows only that run's curves."""
+    low: float
+    high: float
+    logarithmic: bool = False
 
-    @property
-    def points(self) -> Sequence[Point]:
-        """The points of all pieces."""
-        return [point for piece in self.pieces for point in piece]
+    def at(self, value: float) -> float:
+        """Where a value lies, from 0 to 1. Values outside of the scale lie at its ends."""
+        if self.logarithmic:
+            low, high, value = math.log10(self.low), math.log10(self.high), math.log10(max(value, self.low))
+        else:
+            low, high = self.low, self.high
+        return min(1.0, max(0.0, (value - low) / (high - low)))
 
-    def fitted(self, most: float) -> list[list[Point]]:
-        """The pieces, with about ``most`` points together. Very many points are joined, or cut if they are faint."""
-        whole, pieces = self.points, [piece for piece in self.pieces if piece]
-        if len(pieces) > _PIECES:
-            pieces = pieces[-_PIECES:] if self.faint else [whole]
-        return [thinned(piece, max(2, round(most * len(piece) / len(whole)))) for piece in pieces]
+    def ticks(self, most: int = 5) -> list[tuple[float, str]]:
+        """At most ``most`` round values, with their texts."""
+        values = self._powers(most) if self.logarithmic else self._multiples(most)
+        texts = [number(value) for value in values]
+        if len(set(texts)) < len(texts):  # they differ less than ``number`` shows
+            texts = [f"{value:.9g}" for value in values]
+        return list(zip(values, texts, strict=True))
+
+    def _multiples(self, most: int) -> list[float]:
+        step = _round_step((self.high - self.low) / most)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [index * step for index in range(first, last + 1)][: most + 1]
+
+    def _powers(self, most: int) -> list[float]:
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        decades = [10.0**power for power in range(first, last + 1) if -300 < power < 300]
+        found = [value for value in decades if self.low <= value <= self.high]
+        if len(found) < 2:
+            finer = (factor * value for value in decades for factor in (1, 2, 5))
+            found = [value for value in finer if self.low <= value <= self.high]
+        return found[:: max(1, math.ceil(len(found) / most))]
 
 
-# --- time
+def axis_of(values: Iterable[float]) -> Axis:
+    """The scale for some values: linear, or logarithmic if they are positive and far apart."""
+    known = list(values)
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    if low > 0 and high / low >= _LOGARITHMIC:
+        return Axis(low, high, logarithmic=True)
+    if high - low <= 1e-9 * max(abs(high), abs(low)):  # all equal
+        pad = 0.1 * abs(high) or 1.0
+        return Axis(low - pad, high + pad)
+    return Axis(low, high)
+
+
+def _round_step(least: float) -> float:
+    """The next of 1, 2, 5, 10, ... that is at least ``least``."""
+    power = 10.0 ** math.floor(math.log10(max(least, 1e-300)))
+    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= least * (1 - 1e-9))
+
+
+def number(value: float) -> str:
+    """A number in its usual form: ``20,000``, ``0.25``, ``1e-7``."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if 1e-3 <= size < 1e7:
+        text = f"{value:,.4f}" if size < 1 else f"{value:,.2f}" if size < 1000 else f"{value:,.0f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+
+
+def time_axis(seconds: float, origin: float) -> tuple[Axis, Marks]:
+    """The scale of a duration, in seconds from ``origin``, and its marks with their unit."""
+    name, size = [(name, size) for name, least, size in _UNITS if seconds >= least][-1]
+    axis = Axis(0.0, max(seconds, 1.0) / size)
+    marks = [(origin + value * size, f"{text} {name}" if value else "0") for value, text in axis.ticks()]
+    return Axis(origin, origin + max(seconds, 1.0)), marks
+
+
+def steps_axis(points: Iterable[Point]) -> tuple[Axis, Marks]:
+    """The scale of steps, and its marks: whole numbers."""
+    xs = [point[0] for point in points]
+    low, high = min(xs, default=0.0), max(xs, default=1.0)
+    axis = Axis(0.0 if low < 0.05 * high else low, max(high, low + 1))
+    return axis, [(value, number(value)) for value, _ in axis.ticks() if value == int(value)]
+
+
+# --- lanes and bars
 
 
 def lane(spans: Iterable[Sequence[Any]], axis: Axis, seconds: Mapping[str, float], label: str) -> Markup:
     """What an attempt did, over time. ``seconds``: of each category, for the tooltips."""
     boxes: dict[str, list[str]] = {}
     for begin, until, category, share in _together(spans, (axis.high - axis.low) / _LANE_PARTS):
-        left, right, top = round(WIDTH * axis.at(begin)), round(WIDTH * axis.at(until)), round(_UNITS * (1 - share))
-        boxes.setdefault(category, []).append(f"M{left} {top}h{max(right - left, 4)}V{_UNITS}H{left}z")
+        left, right = round(_WIDTH * axis.at(begin)), round(_WIDTH * axis.at(until))
+        top = round(_LANE_UNITS * (1 - share))
+        boxes.setdefault(category, []).append(f"M{left} {top}h{max(right - left, 4)}V{_LANE_UNITS}H{left}z")
     drawn = [
         tag(
             "path",
@@ -76,7 +139,7 @@ def lane(spans: Iterable[Sequence[Any]], axis: Axis, seconds: Mapping[str, float
         )
         for category, parts in boxes.items()
     ]
-    picture = tag("svg", *drawn, height=_LANE, viewBox=f"0 0 {WIDTH} {_UNITS}", preserveAspectRatio="none")
+    picture = tag("svg", *drawn, height=_LANE, viewBox=f"0 0 {_WIDTH} {_LANE_UNITS}", preserveAspectRatio="none")
     track = tag("rect", class_="track", width="100%", height=_LANE, rx=2)
     return tag("svg", track, picture, height=_LANE, role="img", aria_label=label)
 
@@ -101,103 +164,81 @@ def _together(spans: Iterable[Sequence[Any]], short: float) -> Iterable[tuple[fl
         yield begin, until, _MIXED[1], waited / sum(end - start for start, end, _ in own)
 
 
-def zoomable(drawn: Iterable[Markup], axis: Axis, origin: float, label: str, class_: str | None = None) -> Markup:
-    """Lanes with their ruler, which are zoomed together. ``origin``: where the time begins to count."""
-    data = {"data_axis": axis.name, "data_from": axis.low - origin, "data_to": axis.high - origin}
-    return tag("div", *drawn, role="group", aria_label=label, class_=class_, **data)
-
-
-def marks(found: Iterable[tuple[float, str]], axis: Axis, y: int) -> Markup:
-    """The texts below a time axis or a plot."""
-    return tag("g", *(_text(text, axis.at(value), y) for value, text in found), class_="x")
-
-
-def ruler(found: Sequence[tuple[float, str]], axis: Axis) -> Markup:
+def ruler(marks: Marks, axis: Axis) -> Markup:
     """The time axis below the lanes."""
-    lines = [
-        tag("line", class_="grid", x1=_percent(axis.at(value)), x2=_percent(axis.at(value)), y1=0, y2=5)
-        for value, _ in found
-    ]
-    return tag("svg", *lines, marks(found, axis, 17), height=20, aria_hidden="true")
+    places = [_percent(axis.at(value)) for value, _ in marks]
+    lines = [tag("line", class_="grid", x1=place, x2=place, y1=0, y2=5) for place in places]
+    return tag("svg", *lines, *_below(marks, axis, 17), height=20, aria_hidden="true")
 
 
-def bar(parts: Iterable[tuple[float, float, str]], label: str) -> Markup:
-    """Parts ``(begin, end, group)`` of a bar, which is 1 long."""
-    boxes = [
-        tag("rect", class_=f"f-{group}", x=_percent(begin), width=_percent(max(end - begin, 0.002)), height=_LANE)
-        for begin, end, group in parts
-    ]
+def bar(begin: float, end: float, group: str, label: str) -> Markup:
+    """A part of a bar, which is 1 long."""
+    box = tag("rect", class_=f"f-{group}", x=_percent(begin), width=_percent(max(end - begin, 0.002)), height=_LANE)
     track = tag("rect", class_="track", width="100%", height=_LANE, rx=2)
-    return tag("svg", track, *boxes, height=_LANE, role="img", aria_label=label)
+    return tag("svg", track, box, height=_LANE, role="img", aria_label=label)
 
 
 # --- curves
 
 
-def chart(
-    curves: Sequence[Curve],
-    x_axis: Axis,
-    x_marks: Sequence[tuple[float, str]],
-    label: str,
-    most: int,
-    edges: Sequence[tuple[float, str]] = (),
-) -> Markup:
-    """Curves over steps or over time. ``most``: points of all of them. ``edges``: dotted lines with their tooltips."""
-    shown, y_axis = _fitted(curves, most)
-    y_marks = y_axis.ticks(4)
+@dataclass(frozen=True)
+class Curve:
+    """A line of a chart, with gaps between its pieces. ``colour``: a name of ``theme.GROUPS``. ``faint``: steps that no
+    longer count."""
+
+    pieces: Sequence[Sequence[Point]]
+    colour: str
+    title: str
+    faint: bool = False
+    dots: bool = False
+    """Whether each point is a dot."""
+
+    @property
+    def points(self) -> Sequence[Point]:
+        """The points of all pieces."""
+        return [point for piece in self.pieces for point in piece]
+
+
+def figure(words: str, curves: Sequence[Curve], x_axis: Axis, x_marks: Marks, label: str, edges: Marks = ()) -> Markup:
+    """A chart with its caption. ``edges``: dotted lines with their tooltips."""
+    y_axis = axis_of(value for curve in curves for point in curve.points for value in point[2:])
+    scale = ", logarithmic scale" if y_axis.logarithmic else ""
+    return tag("figure", tag("figcaption", words + scale), chart(curves, x_axis, x_marks, y_axis, label, edges))
+
+
+def chart(curves: Sequence[Curve], x_axis: Axis, x_marks: Marks, y_axis: Axis, label: str, edges: Marks = ()) -> Markup:
+    """Curves over steps, or dots over a parameter."""
     dotted = [
-        tag("path", tag("title", text), class_="edge", d=f"M{round(WIDTH * x_axis.at(value))} 0v{_HEIGHT}")
+        tag("path", tag("title", text), class_="edge", d=f"M{round(_WIDTH * x_axis.at(value))} 0v{_HEIGHT}")
         for value, text in edges
     ]
-    drawn = [part for curve, pieces in shown for part in _drawn(curve, pieces, x_axis, y_axis)]
-    box = {"viewBox": f"0 0 {WIDTH} {_HEIGHT}", "preserveAspectRatio": "none"}
+    drawn = [part for curve in curves if curve.points for part in _drawn(curve, x_axis, y_axis)]
+    box = {"viewBox": f"0 0 {_WIDTH} {_HEIGHT}", "preserveAspectRatio": "none"}
     picture = tag("svg", *dotted, *drawn, y=_ABOVE, height=_PLOT, **box)
-    lines = [
-        tag("line", class_="grid", x1=0, x2="100%", y1=_down(y_axis, value), y2=_down(y_axis, value))
-        for value, _ in y_marks
-    ]
-    texts = [tag("text", text, x=-6, y=_down(y_axis, value) + 4, text_anchor="end") for value, text in y_marks]
-    below = marks(x_marks, x_axis, _ABOVE + _PLOT + _BELOW - 5)
+    places = [(_down(y_axis, value), text) for value, text in y_axis.ticks(4)]
+    lines = [tag("line", class_="grid", x1=0, x2="100%", y1=y, y2=y) for y, _ in places]
+    texts = [tag("text", text, x=-6, y=y + 4, text_anchor="end") for y, text in places]
+    below = _below(x_marks, x_axis, _ABOVE + _PLOT + _BELOW - 5)
     height = _ABOVE + _PLOT + _BELOW
-    zooms = {"data_axis": x_axis.name, "data_from": x_axis.low, "data_to": x_axis.high} if x_axis.name else {}
-    data = zooms | {"data_low": y_axis.low, "data_high": y_axis.high, "data_log": "" if y_axis.logarithmic else None}
-    parts = (tag("g", *lines, class_="rules"), picture, tag("g", *texts, class_="y"), below)
-    return tag("svg", *parts, height=height, role="img", aria_label=label, **data)
+    return tag("svg", *lines, picture, *texts, *below, height=height, role="img", aria_label=label, class_="plot")
 
 
-def is_logarithmic(curves: Sequence[Curve], most: int) -> bool:
-    """Whether ``chart`` gives these curves a logarithmic scale."""
-    return _fitted(curves, most)[1].logarithmic
-
-
-def _fitted(curves: Sequence[Curve], most: int) -> tuple[list[tuple[Curve, list[list[Point]]]], Axis]:
-    """The pieces of each curve to draw, and the scale of their values."""
-    total = sum(len(curve.points) for curve in curves) or 1
-    shown = [(curve, curve.fitted(most * len(curve.points) / total)) for curve in curves if curve.points]
-    points = [(curve, point) for curve, pieces in shown for piece in pieces for point in piece]
-    return shown, axis_of(value for curve, point in points for value in _extent(curve, point))
-
-
-def _extent(curve: Curve, point: Point) -> Sequence[float]:
-    least = (0.0,) if curve.from_zero else ()
-    return (*least, point[2], point[3]) if curve.band else (*least, point[1])
-
-
-def _drawn(curve: Curve, pieces: Sequence[Sequence[Point]], x_axis: Axis, y_axis: Axis) -> Iterable[Markup]:
+def _drawn(curve: Curve, x_axis: Axis, y_axis: Axis) -> Iterable[Markup]:
     """A curve's band, if its points are several values each, and its line."""
 
     def places(piece: Sequence[Point], column: int) -> list[tuple[int, int]]:
         return [
-            (round(WIDTH * x_axis.at(point[0])), round(_HEIGHT * (1 - y_axis.at(point[column])))) for point in piece
+            (round(_WIDTH * x_axis.at(point[0])), round(_HEIGHT * (1 - y_axis.at(point[column])))) for point in piece
         ]
 
-    if curve.band and not curve.faint and any(point[2] != point[3] for piece in pieces for point in piece):
+    pieces = [piece for piece in curve.pieces if piece]
+    if not curve.faint and any(point[2] != point[3] for point in curve.points):
         outlines = (f"{_path([*places(piece, 3), *reversed(places(piece, 2))])}z" for piece in pieces)
         yield tag("path", class_=f"band f-{curve.colour}", d="".join(outlines))
     line = "".join(_path(places(piece, 1)) for piece in pieces)
-    kind = " faint" if curve.faint else f" {curve.kind}" if curve.kind else ""
-    kind += " dots" if len(curve.points) == 1 and not curve.kind else ""  # such as an evaluation behind the loop
-    yield tag("path", tag("title", curve.title), class_=f"curve s-{curve.colour}{kind}", data_run=curve.run, d=line)
+    kind = " faint" if curve.faint else ""
+    kind += " dots" if curve.dots or len(curve.points) == 1 else ""  # one such as an evaluation behind the loop
+    yield tag("path", tag("title", curve.title), class_=f"curve s-{curve.colour}{kind}", d=line)
 
 
 def _path(points: Sequence[tuple[int, int]]) -> str:
@@ -218,15 +259,9 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
-def _text(text: str, share: float, y: int) -> Markup:
-    """A text below its mark, and inside the chart at both ends."""
-    anchor = "start" if share < 0.06 else "end" if share > 0.94 else "middle"
-    return tag("text", text, x=_percent(share), y=y, text_anchor=anchor)
-
-
-def steps_axis(curves: Iterable[Curve]) -> tuple[Axis, list[tuple[float, str]]]:
-    """The scale of steps, and its marks: whole numbers."""
-    xs = [point[0] for curve in curves for point in curve.points]
-    low, high = min(xs, default=0.0), max(xs, default=1.0)
-    axis = Axis(0.0 if low < 0.05 * high else low, max(high, low + 1), name="steps")
-    return axis, [(value, number(value)) for value, _ in axis.ticks() if value == int(value)]
+def _below(marks: Marks, axis: Axis, y: int) -> Iterable[Markup]:
+    """The texts below a time axis or a plot, each below its mark, and inside of the drawing at both ends."""
+    for value, text in marks:
+        share = axis.at(value)
+        anchor = "start" if share < 0.06 else "end" if share > 0.94 else "middle"
+        yield tag("text", text, x=_percent(share), y=y, text_anchor=anchor)

@@ -19,9 +19,8 @@ from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.report.booking import Booking, book_run
-from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, incomplete, limits, read_metrics
+from clusterddp.report.curves import Grid, Metrics, curves, incomplete, limits, read_metrics
 from clusterddp.report.efficiency import advice, gpu_rows, spent
-from clusterddp.report.ranks import LEAST_PARTS, PARTS, ranks_over_time
 from clusterddp.report.stragglers import waits
 from clusterddp.report.theme import clipped
 from clusterddp.report.timeline import Sentence, in_words, interruptions, lanes, without_attempt
@@ -56,8 +55,8 @@ class Words:
     box: Callable[[RunDirectory, Event], str]
 
 
-def collect(summary: Summary, state: RunState, words: Words, now: float, buckets: int = BUCKETS) -> dict[str, Any]:
-    """A run's data. ``summary`` and ``state``: what ``clusterddp list`` knows of it. ``buckets``: points per curve."""
+def collect(summary: Summary, state: RunState, words: Words, now: float) -> dict[str, Any]:
+    """A run's data. ``summary`` and ``state``: what ``clusterddp list`` knows of it."""
     run, notes = summary.run, [summary.error] if summary.error else []
     job = _tried("job.yaml", lambda: load_resolved(run.job_file), notes)
     events = _events(run, notes)
@@ -73,14 +72,12 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
     found = _tried("the history", lambda: lanes(booking, events, words.sentence, state.word), notes) or []
     within = (booking.intervals[0].begin, booking.intervals[-1].end) if booking.intervals else None
     advised = _tried("the history", lambda: _advice(job, booking, events, timings), notes) or []
-    ranks = ranks_over_time(timings.intervals, within, max(LEAST_PARTS, PARTS * buckets // BUCKETS))
     gpus = gpu_rows(timings.intervals)
     timings = Timings()  # to free them before the metrics are read
     metrics = read_metrics(run)
     counted_until = _tried("the attempts", lambda: limits(run, events, metrics), notes) or {}
     notes += metrics.notes
     notes += _absent(run, events, metrics, state)
-    began = within[0] if within else _first_time(metrics, summary)
     stops = interruptions(found)
     data = {
         "run": str(run),
@@ -91,15 +88,14 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         "step": summary.step,
         "steps": summary.steps,
         "steps_made": summary.made,
-        "began": began,
+        "began": within[0] if within else summary.started,
         "ended": within[1] if within else None,
         "notes": notes,
         "time": _tried("the history", lambda: _time(booking, events), notes),
         "advice": advised,
         "attempts": found,
         "interruptions": stops,
-        "metrics": _main_first(curves(metrics, counted_until, began, buckets), best_saved(events)),
-        "ranks": ranks,
+        "metrics": _main_first(curves(metrics, counted_until), best_saved(events)),
         "gpus": gpus,
         "checkpoints": _checkpoints(events),
         "failures": _failures(run, events, words, notes),
@@ -185,12 +181,6 @@ def _time(booking: Booking, events: Sequence[Event]) -> dict[str, Any] | None:
 
 def _advice(job: Job | None, booking: Booking, events: Sequence[Event], timings: Timings) -> list[str]:
     return advice(job, booking, events, timings.intervals) if job else []
-
-
-def _first_time(metrics: Metrics, summary: Summary) -> float:
-    """When the first step was recorded, for a run without a history."""
-    times = [time for lines in metrics.attempts.values() for time in lines.times[:1] if time == time]
-    return min(times, default=summary.started)
 
 
 def _main_first(found: list[dict[str, Any]], saved: Mapping[str, Any] | None) -> list[dict[str, Any]]:

@@ -1,19 +1,13 @@
-"""Building blocks of the page's charts: colours, HTML and SVG, scales.
-
-How a report looks: its colours for light and dark screens, and the style sheet. Paper has the light ones.
+"""How a report looks: its colours for light and dark screens, and the style sheet. Paper has the light ones.
 
 Builds HTML and SVG: every text and every attribute is escaped, to keep text in a run's files from becoming markup.
-
-Scales of charts: where a value lies between 0 and 1, and which round numbers are written beside it.
 """
 
 from __future__ import annotations
 
 import html
-import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 #: Text on ``paper`` and ``card`` has a contrast of at least 4.5, parts of charts at least 3, as WCAG 2.2 demands (AA).
@@ -34,11 +28,6 @@ LIGHT: Mapping[str, str] = {
     "queued": "#7a828e",
     "held": "#7555c4",
     "down": "#3d444e",
-    "usual": "#cfdcf0",
-    "slow1": "#e8b34a",
-    "slow2": "#d57a1c",
-    "slow3": "#bd3a1f",
-    "slow4": "#6d0d1f",
 }
 DARK: Mapping[str, str] = {
     "paper": "#0f1216",
@@ -57,11 +46,6 @@ DARK: Mapping[str, str] = {
     "queued": "#8c95a2",
     "held": "#aa90f2",
     "down": "#d3d8df",
-    "usual": "#28374f",
-    "slow1": "#7a5a1c",
-    "slow2": "#bd7420",
-    "slow3": "#f27c4c",
-    "slow4": "#ffc9b8",
 }
 TEXTS = ("text", "quiet", "link", "good", "bad")
 SURFACES = ("paper", "card")
@@ -76,18 +60,8 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "held": ("held", ("held", "limited")),
     "down": ("down or unknown", ("down", "unknown")),
 }
-#: The colours of ranks by how much longer than the median rank they worked, as a share of a step, with words.
-LEVELS: Mapping[str, tuple[float, str]] = {
-    "usual": (0.0, "less than 5% of a step"),
-    "slow1": (0.05, "5 to 10%"),
-    "slow2": (0.1, "10 to 25%"),
-    "slow3": (0.25, "25 to 50%"),
-    "slow4": (0.5, "more than 50%"),
-}
 #: The group of each category.
 GROUP_OF = {category: group for group, (_, categories) in GROUPS.items() for category in categories}
-#: The colours of lines, one after the other.
-SERIES = ("training", "starting", "saving", "stuck", "held", "repeating", "down", "queued")
 
 
 def _variables(colours: Mapping[str, str]) -> str:
@@ -102,7 +76,7 @@ def style_sheet() -> str:
         f"@media print{{:root{{color-scheme:light;{_variables({**LIGHT, 'paper': LIGHT['card']})}}}}}",
         *(
             f".f-{name}{{fill:var(--{name});background:var(--{name})}}.s-{name}{{stroke:var(--{name})}}"
-            for name in (*GROUPS, *LEVELS)
+            for name in GROUPS
         ),
     ]
     return "".join(parts) + _RULES
@@ -129,31 +103,20 @@ section{background:var(--card);border:1px solid var(--line);border-radius:8px;pa
 .facts dt{color:var(--quiet);font-size:.87em}.facts dd{margin:0;font-size:1.25em;font-weight:600;line-height:1.3}
 .note{border-left:4px solid var(--starting);padding:2px 0 2px 12px;margin:0 0 12px}
 svg{display:block;width:100%;overflow:visible}
-svg[data-low]{padding-left:44px}
-[data-axis] svg,svg[data-axis]{touch-action:pan-y;user-select:none;-webkit-user-select:none;cursor:crosshair}
-svg.zoomed svg,.zoomed svg svg{overflow:hidden}
-.drag{position:fixed;background:var(--link);opacity:.25;pointer-events:none}
-.zoombar{position:fixed;bottom:12px;left:50%;transform:translateX(-50%);max-width:calc(100% - 24px)}
-.zoombar.on{display:flex;gap:12px;align-items:center;padding:6px 8px 6px 14px;background:var(--card);border-radius:8px;
- border:1px solid var(--quiet);box-shadow:0 2px 10px #0004;font-size:.93em;font-variant-numeric:tabular-nums}
-button{font:inherit;font-weight:600;color:var(--link);background:none;border:1px solid var(--line);border-radius:6px;
- padding:3px 10px;cursor:pointer;white-space:nowrap}
+svg.plot{padding-left:44px}
 svg text{fill:var(--quiet);font-size:11px;font-family:inherit;paint-order:stroke;stroke:var(--card);stroke-width:3px}
 .grid{stroke:var(--line);stroke-width:1;vector-effect:non-scaling-stroke}
 .curve{fill:none;stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round;vector-effect:non-scaling-stroke}
 .band{stroke:none;opacity:.22}
 .faint{opacity:.5;stroke-width:1.2;stroke-dasharray:3 3}
-.dots{stroke-width:8}.back{opacity:.35;stroke-width:1.2}
+.dots{stroke-width:8}
 .edge{stroke:var(--quiet);stroke-width:1;stroke-dasharray:2 4;vector-effect:non-scaling-stroke}
 .track{fill:var(--line);opacity:.55}
 .legend{display:flex;flex-wrap:wrap;gap:2px 16px;margin:6px 0 12px;padding:0;list-style:none;font-size:.87em}
 .legend i{display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px;vertical-align:-1px}
-.legend [data-run]{cursor:pointer}.away{opacity:.08}
-.lane path,.heat path{shape-rendering:crispEdges}
+.lane path{shape-rendering:crispEdges}
 .lane{margin:0 0 9px;break-inside:avoid}
 .lane p{margin:0 0 2px;font-size:.87em;line-height:1.35}
-.heat{display:grid;grid-template-columns:fit-content(30%) minmax(0,1fr);gap:3px 10px;align-items:center;font-size:.87em;
- line-height:1.3;margin:0 0 10px}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr));gap:8px 28px}
 figure{margin:0 0 8px;break-inside:avoid;min-width:0}
 figcaption{font-size:.87em;color:var(--quiet);margin:0 0 4px}
@@ -177,10 +140,10 @@ details{margin:0 0 8px}
 summary{cursor:pointer;font-weight:600}
 :focus-visible{outline:2px solid var(--link);outline-offset:2px}
 @page{margin:12mm}
-@media print{body{max-width:none;padding:0;font-size:12px}nav,.hint,.zoombar.on{display:none}
+@media print{body{max-width:none;padding:0;font-size:12px}nav{display:none}
  section{padding:12px;border-color:#999}
  *{print-color-adjust:exact;-webkit-print-color-adjust:exact}h2,h3,.legend,section>p{break-after:avoid}
- .heat,tr{break-inside:avoid}.scroll{overflow:visible}
+ tr{break-inside:avoid}.scroll{overflow:visible}
  .wide{font-size:.8em}.wide td,.wide th{min-width:0;padding-right:6px;white-space:normal}}
 @media (max-width:560px){body{padding:12px 8px 32px}section{padding:12px}td.bar{width:32%;min-width:60px}
  .when .day{display:block}}
@@ -232,92 +195,3 @@ def clipped(text: object, most: int) -> str:
     """At most ``most`` characters of a text, with a mark where it was cut."""
     whole = str(text)
     return whole if len(whole) <= most else f"{whole[: most - 4]} ..."
-
-
-#: A scale is logarithmic from this ratio of its largest to its smallest value on, if all are positive.
-_LOGARITHMIC = 30.0
-#: Units of time: the least seconds that they are used for, and the seconds of one.
-_UNITS = (("s", 0.0, 1.0), ("min", 180.0, 60.0), ("h", 3 * 3600.0, 3600.0), ("d", 72 * 3600.0, 86400.0))
-
-
-@dataclass(frozen=True)
-class Axis:
-    """``low`` and ``high``: the values at 0 and at 1. ``name``: charts with axes of one name are zoomed together."""
-
-    low: float
-    high: float
-    logarithmic: bool = False
-    name: str = ""
-
-    def at(self, value: float) -> float:
-        """Where a value lies, from 0 to 1. Values outside of the scale lie at its ends."""
-        if self.logarithmic:
-            low, high, value = math.log10(self.low), math.log10(self.high), math.log10(max(value, self.low))
-        else:
-            low, high = self.low, self.high
-        return min(1.0, max(0.0, (value - low) / (high - low)))
-
-    def ticks(self, most: int = 5) -> list[tuple[float, str]]:
-        """At most ``most`` round values, with their texts."""
-        values = self._powers(most) if self.logarithmic else self._multiples(most)
-        texts = [number(value) for value in values]
-        if len(set(texts)) < len(texts):  # they differ less than ``number`` shows
-            texts = [f"{value:.9g}" for value in values]
-        return list(zip(values, texts, strict=True))
-
-    def _multiples(self, most: int) -> list[float]:
-        step = round_step((self.high - self.low) / most)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [index * step for index in range(first, last + 1)][: most + 1]
-
-    def _powers(self, most: int) -> list[float]:
-        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        decades = [10.0**power for power in range(first, last + 1) if -300 < power < 300]
-        found = [value for value in decades if self.low <= value <= self.high]
-        if len(found) < 2:
-            finer = (factor * value for value in decades for factor in (1, 2, 5))
-            found = [value for value in finer if self.low <= value <= self.high]
-        return found[:: max(1, math.ceil(len(found) / most))]
-
-
-def axis_of(values: Iterable[float]) -> Axis:
-    """The scale for some values: linear, or logarithmic if they are positive and far apart."""
-    known = list(values)
-    low, high = min(known, default=0.0), max(known, default=1.0)
-    if low > 0 and high / low >= _LOGARITHMIC:
-        return Axis(low, high, logarithmic=True)
-    if high - low <= 1e-9 * max(abs(high), abs(low)):  # all equal
-        pad = 0.1 * abs(high) or 1.0
-        return Axis(low - pad, high + pad)
-    return Axis(low, high)
-
-
-def round_step(least: float) -> float:
-    """The next of 1, 2, 5, 10, ... that is at least ``least``."""
-    power = 10.0 ** math.floor(math.log10(max(least, 1e-300)))
-    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= least * (1 - 1e-9))
-
-
-def number(value: float) -> str:
-    """A number in its usual form: ``20,000``, ``0.25``, ``1e-7``."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if 1e-3 <= size < 1e7:
-        text = f"{value:,.4f}" if size < 1 else f"{value:,.2f}" if size < 1000 else f"{value:,.0f}"
-        return text.rstrip("0").rstrip(".") if "." in text else text
-    return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
-
-
-def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit for this many seconds, and its own seconds."""
-    found = [(name, size) for name, least, size in _UNITS if seconds >= least]
-    return found[-1] if found else ("s", 1.0)
-
-
-def time_axis(seconds: float, origin: float = 0.0) -> tuple[Axis, list[tuple[float, str]]]:
-    """The scale of a duration, in seconds from ``origin``, and its marks with their unit."""
-    name, size = time_unit(seconds)
-    axis = Axis(0.0, max(seconds, 1.0) / size)
-    marks = [(origin + value * size, f"{text} {name}" if value else "0") for value, text in axis.ticks()]
-    return Axis(origin, origin + max(seconds, 1.0), name="time"), marks

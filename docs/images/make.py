@@ -1,4 +1,4 @@
-"""Makes the pictures of the README: ``make pictures``, a few minutes. A real run, and its report in Chromium.
+"""Makes the picture of a report: ``make pictures``, a few minutes. A real run, and its report in Chromium.
 
 The digits example trains in four ranks on this machine. It is preempted twice, and a rank is killed. In the page, the
 name of this machine is replaced by HOST.
@@ -29,14 +29,12 @@ from clusterddp.rundir.run_directory import RunDirectory
 PREEMPTED, KILLED, STEPS, HOST = ("800", "1900"), 3600, 5000, "node1"
 #: The width of a page, and pixels of the picture per pixel of the page.
 WIDTH, SCALE = 1000, 1
-#: A picture shows the page from the first element to the second.
-PICTURES = {"report-time": ("h1", "#time table"), "report-curves": ("#metrics", "#ranks .heat")}
 #: The most bytes of a picture.
 MOST = 150_000
 
 
 def main() -> None:
-    """Writes NAME-light.png and NAME-dark.png beside this file."""
+    """Writes report-time-light.png beside this file."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunDirectory(Path(folder) / "digits")
         train(run)
@@ -77,18 +75,16 @@ def environment(pid: int) -> Mapping[str, str]:
 
 
 def draw(shown: Path) -> None:
-    """Opens the page, light and dark."""
+    """Opens the page, and draws it from its title to the table of where the time went."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with import_module("playwright.sync_api").sync_playwright() as api:
         browser = api.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for scheme in ("light", "dark"):
-            size = {"width": WIDTH, "height": 900}
-            opened = browser.new_page(viewport=size, color_scheme=scheme, device_scale_factor=SCALE)
-            opened.goto(shown.as_uri())
-            for name, (first, last) in PICTURES.items():
-                file = Path(__file__).with_name(f"{name}-{scheme}.png")
-                opened.screenshot(path=file, full_page=True, clip=area(opened, first, last))
-                print(f"{file}: {file.stat().st_size} bytes", "" if file.stat().st_size < MOST else "(too large)")
+        size = {"width": WIDTH, "height": 900}
+        opened = browser.new_page(viewport=size, color_scheme="light", device_scale_factor=SCALE)
+        opened.goto(shown.as_uri())
+        file = Path(__file__).with_name("report-time-light.png")
+        opened.screenshot(path=file, full_page=True, clip=area(opened, "h1", "#time table"))
+        print(f"{file}: {file.stat().st_size} bytes", "" if file.stat().st_size < MOST else "(too large)")
         browser.close()
 
 

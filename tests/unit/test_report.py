@@ -23,7 +23,7 @@ from clusterddp.report.page import page
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.runs.sweep_folder import Record
 from clusterddp.slurm import commands as slurm
-from tests.long_run import EVERY, HELD_S, QUEUED_S, REPEATED, SLOW, STEP_S, long_run
+from tests.long_run import EVERY, HELD_S, QUEUED_S, REPEATED, STEP_S, long_run
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/report.schema.json").read_text())
@@ -52,7 +52,6 @@ def test_the_data_follow_the_committed_schema(tmp_path: Path) -> None:
     check = jsonschema.Draft202012Validator(SCHEMA)
     assert [error.message for error in check.iter_errors(found)] == []
     assert set(found["runs"][0]["time"]["seconds"]) == set(CATEGORIES)
-    assert [one["rank"] for one in found["runs"][0]["ranks"]["slow"]] == [SLOW]
 
 
 def test_a_lane_begins_with_the_wait_for_its_attempt(tmp_path: Path) -> None:
@@ -93,14 +92,9 @@ def test_an_attempt_without_an_end_whose_job_slurm_restarted_lost_its_batch_host
 def test_steps_that_were_repeated_are_apart(tmp_path: Path) -> None:
     """The curve over steps has each step once; what attempt 1 lost is a curve of its own."""
     loss = data_of(long_run(tmp_path / "run"))["metrics"][0]
-    assert [point[0] for point in loss["steps"]] == list(range(600))
-    assert [(tail["attempt"], len(tail["points"])) for tail in loss["discarded"]] == [(1, REPEATED)]
-    assert [(part["attempt"], part["counts"]) for part in loss["hours"]] == [
-        (0, True),
-        (1, True),
-        (1, False),
-        (2, True),
-    ]
+    steps_of = [point[0] for point in loss["steps"]]
+    assert len(steps_of) == BUCKETS and steps_of == sorted(steps_of)
+    assert [(tail["attempt"], len(tail["points"])) for tail in loss["discarded"]] == [(1, REPEATED * BUCKETS // 600)]
     assert loss["last"]["step"] == 599
 
 
@@ -110,7 +104,7 @@ def test_points_keep_the_least_and_the_largest_of_their_values(tmp_path: Path) -
     lines[3333]["loss"] = 50.0
     (loss,) = data_of(recorded_run(tmp_path / "run", [started()], metrics=lines))["metrics"]
     assert len(loss["steps"]) == BUCKETS
-    assert [point for point in loss["steps"] if point[3] == 50.0] == [[3332, 10.8, 1.0, 50.0]]
+    assert [point[2] for point in loss["steps"] if point[3] == 50.0] == [1.0]
 
 
 def test_values_that_were_logged_between_two_steps_are_shown_in_their_order(tmp_path: Path) -> None:
@@ -215,8 +209,8 @@ def test_members_of_a_sweep_have_their_values(tmp_path: Path) -> None:
     found = collected(runs, NOW)
     assert [run["values"] for run in found["runs"]] == [{"lr": "0.1"}, {"lr": "0.2"}]
     text = page(found)
-    assert "2 runs" in text and text.count(">lr=0.1<") >= 2
-    assert ">0.2</td>" in text
+    assert "2 runs" in text and "loss over lr" in text
+    assert ">0.1</td>" in text and ">0.2</td>" in text
 
 
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:

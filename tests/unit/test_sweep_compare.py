@@ -11,7 +11,7 @@ import pytest
 from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job
-from clusterddp.report.curves import ranked
+from clusterddp.report.ranking import ranked
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.timing import PARTS, TimingFile, TimingLines, interval_s, read_timings
+from clusterddp.rundir.timing import PARTS, PHASES, TimingFile, TimingLines, interval_s, read_timings
 from tests.timings import BEGAN, timing_lines, write_timings
 
 HOSTS = ["n1", "n1", "n2", "n2"]
@@ -123,3 +123,33 @@ def test_a_full_disk_is_reported_once_and_a_superseded_attempt_writes_nothing(
     file.close()
     file.append(lines)
     assert len(read_timings(run).intervals) == len(lines) - 1
+
+
+def interval(begin: float, end: float, own_s: list[object]) -> dict[str, object]:
+    """A line of ten steps. Other phases than ``own_s`` are unknown."""
+    unknown = {phase: [None] * len(own_s) for phase in PHASES}
+    times = {"begin": BEGAN + begin, "end": BEGAN + end}
+    return {"attempt": 0, **times, "steps": [10] * len(own_s), **unknown, "own_s": own_s}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        interval(9, 0, [0.1]),
+        interval(0, 9, [0.1]) | {"own_s": [1, 2]},
+        interval(0, 9, [0.1]) | {"own_s": [float("nan")]},
+        interval(0, 9, [0.1]) | {"own_s": ["1"]},
+        interval(0, 9, [0.1]) | {"steps": [-1]},
+        {"attempt": 0, "begin": 5, "steps": [1]},
+        {"attempt": 0, "hosts": [1]},
+        {"hosts": ["n1"]},
+        [],
+    ],
+)
+def test_a_line_of_another_program_is_left_out_and_counted(run: RunDirectory, line: object) -> None:
+    """The lines around it are read."""
+    good = json.dumps(interval(0, 9, [0.1, 0.1]))
+    run.timing_file.write_text(f'{good}\n{json.dumps(line)}\n{{"attempt": 0, "news": 1}}\n{good}\n{good[:-9]}')
+    found = read_timings(run)
+    assert found.skipped == 1
+    assert len(found.intervals) == 2
