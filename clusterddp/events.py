@@ -433,22 +433,6 @@ class WaitsForData(Event):
         return f"rank 0 spent {self.percent}% of its recent steps waiting for data. {advice}"
 
 
-class Skipped(Event):
-    """`batches` global batches are skipped, so that `step` takes global batch `batch`. `epoch_steps`: the steps of an
-    epoch, if more than that are skipped"""
-
-    step: int
-    batches: int
-    batch: int
-    request: int | None = None
-    epoch_steps: int | None = None
-
-    def sentence(self) -> str:
-        epoch = "" if self.epoch_steps is None else f", more than an epoch of {counted(self.epoch_steps, 'step')}"
-        skipped = f"{counted(self.batches, 'batch', 'batches')} skipped{epoch}"
-        return f"{skipped}. Step {self.step} uses global batch {self.batch}"
-
-
 class DeviceMemory(Event):
     """the most GPU memory that rank 0's allocator has reserved, after its first step"""
 
@@ -523,37 +507,6 @@ class Result(Event):
     """`run.log()` outside a step. The logged values are further fields"""
 
     step: int
-
-
-class Profiling(Event):
-    """the rank records a profile of `steps` steps from `step` on"""
-
-    step: int
-    steps: int
-    request: int | None = None
-
-
-class Profiled(Event):
-    """the rank has stored a profile of `steps` steps in `file`"""
-
-    step: int
-    steps: int
-    file: str
-    request: int | None = None
-
-    def sentence(self) -> str:
-        what = f"a profile of {counted(self.steps, 'step')} from step {self.step}"
-        return f"rank {self.rank} recorded {what} in {self.file}"
-
-
-class NotProfiled(Event):
-    """the rank did not record or store a profile"""
-
-    reason: str
-    request: int | None = None
-
-    def sentence(self) -> str:
-        return f"rank {self.rank} recorded no profile: {self.reason}"
 
 
 # --- checkpoints
@@ -746,21 +699,12 @@ class Notice(Event):
 
 
 class Requested(Event):
-    """the user asked for `request`. The next jobs exclude `nodes` for a day. A profile records `steps` on `ranks`.
-    `batches` are skipped"""
+    """the user asked for `request`. The next jobs exclude `nodes` for a day."""
 
     request: str
     nodes: Sequence[str] = ()
-    steps: int | None = None
-    ranks: str = ""
-    batches: int | None = None
 
     def sentence(self) -> str:
-        if self.request == "profile":
-            who = "rank" if self.ranks.isdecimal() else "ranks"
-            return f"`clusterddp tell profile={self.steps}` requested a profile of {who} {self.ranks}"
-        if self.request == "skip":
-            return f"`clusterddp tell skip={self.batches}` requested that all ranks skip batches and save a checkpoint"
         then = "run continue in a new job" if self.nodes else "job be requeued"
         follows = {
             "save": "a checkpoint at the next step boundary",
@@ -768,9 +712,8 @@ class Requested(Event):
             "requeue": f"that all ranks save and stop, and that the {then}",
             "drain": "that all ranks save, stop and continue",
         }.get(self.request, self.request)
-        command = "requeue" if self.request == "requeue" else f"tell {self.request}"
         without = f", without {', '.join(self.nodes)}" if self.nodes else ""
-        return f"`clusterddp {command}` requested {follows}{without}"
+        return f"`clusterddp {self.request}` requested {follows}{without}"
 
 
 class Overdue(Event):

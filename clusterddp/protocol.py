@@ -37,14 +37,12 @@ ORDERS: Mapping[str, str] = {
     "write_stacks": "write the stacks of all threads to the rank's log; the text is for how many seconds it has waited",
     "stacks": "answer with the stacks of all threads; the text is the request's number",
     "save": "rank 0: save at the next step boundary; the text is the request's number",
-    "profile": "record a profile from the next step on; the text is the request's number and the number of steps",
-    "skip": "rank 0: make all ranks skip batches; the text is the request's number and the number of batches",
     "commit": "rank 0: commit the checkpoint; the text is its question's number, and why not if a rank is lost",
     "leave": "exit now",
 }
 #: Reasons of the order to stop, others are in ``supervisor/attempt_state.Stop``: the time limit, and what a user asks
 #: for, of which Slurm sends no signal.
-TIME_LIMIT, HOLD, REQUEUE, DRAIN = "time limit", "clusterddp tell stop", "clusterddp requeue", "clusterddp tell drain"
+TIME_LIMIT, HOLD, REQUEUE, DRAIN = "time limit", "clusterddp stop", "clusterddp requeue", "clusterddp drain"
 GPU_HOURS = "limits.gpu_hours"
 REQUESTED_STOPS = frozenset((HOLD, REQUEUE, DRAIN, GPU_HOURS))
 #: Events that are not written into the history.
@@ -73,10 +71,6 @@ CHANNEL_EVENTS: Mapping[str, Message] = {
         "rank 0 has a snapshot, and asks whether every rank is alive, which shows that all have made its step",
     ),
     "saving": Message("request step? committed?", "rank 0 will save; without `step`, it has no run to save"),
-    "will_profile": Message("request refused?", "the rank will record a profile, or `refused` has the reason why not"),
-    "will_skip": Message(
-        "request refused?", "rank 0 has asked all ranks to skip batches, or `refused` has the reason why not"
-    ),
     "left": Message(
         "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? alone? read_saved? "
         "used_clusterddp? final?",
@@ -91,8 +85,6 @@ REQUEST = "token request values"
 REQUESTS: Mapping[str, Message] = {
     "stacks": Message("ranks", "the stacks of these ranks' threads, such as 0,3-5; null: of all ranks"),
     "save": Message("", "save at the next step boundary"),
-    "profile": Message("steps ranks", "record a profile of this many steps on these ranks, such as 0,3-5"),
-    "skip": Message("batches", "skip this many global batches from a step boundary on, and save"),
     "stop": Message("", "save, stop, and hold the run until it is submitted again"),
     "requeue": Message("nodes?", "save, stop, and requeue, or continue in a new job without `nodes` if given"),
     "drain": Message("node", "save, stop, and continue in the same job without this node"),
@@ -106,15 +98,8 @@ ANSWERS: Mapping[str, Message] = {
     "stacks": Message(
         "stacks unanswered starting exited hosts", "ranks with equal stacks together, and ranks without an answer"
     ),
-    "profiles": Message(
-        "profiles ended? request?",
-        "each rank's `profiled` or `not_profiled`; once all ranks have exited (`ended`), those that came before, and "
-        "the request's number in the history",
-    ),
-    "checkpoint": Message(
-        "checkpoint skipped?", "the step of the checkpoint that is committed; `skipped`: of the event that it contains"
-    ),
-    "ended": Message("ended request?", "all ranks have exited; the history will have the end of the attempt"),
+    "checkpoint": Message("checkpoint", "the step of the checkpoint that is committed"),
+    "ended": Message("ended", "all ranks have exited; the history will have the end of the attempt"),
 }
 
 # --- environment variables
@@ -140,7 +125,6 @@ SUPERVISOR = Variable("CLUSTERDDP_SUPERVISOR", "supervisor to ranks: HOST:PORT o
 TOKEN = Variable("CLUSTERDDP_TOKEN", "supervisor to ranks: the attempt's secret for the control channel")
 USR2_NOTICE_S = Variable("CLUSTERDDP_USR2_NOTICE_S", "supervisor to ranks: seconds from USR2 to the time limit")
 PREFLIGHT = Variable("CLUSTERDDP_PREFLIGHT", "supervisor to ranks: on if the nodes are checked before training")
-PROFILE = Variable("CLUSTERDDP_PROFILE", "supervisor to ranks: on if the job's `profile` is not recorded yet")
 HYDRA = Variable(
     "CLUSTERDDP_HYDRA", "supervisor to ranks: when the run began, in unix seconds, for a Hydra app, otherwise empty"
 )
@@ -212,7 +196,7 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 #: Set for each rank. A job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, RUN_INODE, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(COMMITTED, CODE, CHECKOUT, PREFLIGHT, PROFILE, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),
+    *(COMMITTED, CODE, CHECKOUT, PREFLIGHT, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),
     *(MLFLOW, SAVED, SAVED_ITEMS, RESUMABLE, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK),
     *(PROTECT_SAVES, SEE_STEPS, RANK_PROCESS),
 )

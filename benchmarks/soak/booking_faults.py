@@ -42,7 +42,7 @@ CAUSES = {
     "requeue": r"stopped by `clusterddp requeue`$",
     "held_requeue": r"stopped by `clusterddp requeue`$",
     "scontrol_requeue": r"requeued,? by `scontrol requeue`",
-    "stop": r"stopped by `clusterddp tell stop`$",
+    "stop": r"stopped by `clusterddp stop`$",
 }
 #: In this order. ``controller`` restarts slurmctld, which interrupts nothing; ``slow``: rank 1 is slow, or no more.
 SCHEDULE = (
@@ -247,7 +247,7 @@ class Injector:
 
     def _stop(self, kind: str) -> None:
         self._note(kind)
-        self._command("tell", str(self._training.run.path), "stop")
+        self._command("stop", str(self._training.run.path))
         self._submit_again()
 
     def _controller(self, _: str) -> None:

@@ -1,6 +1,6 @@
 """``clusterddp export``: writes a checkpoint's model to a file that torch or safetensors loads.
 
-``clusterddp prune``: deletes old checkpoints, code, logs and profiles of runs that are over, after asking.
+``clusterddp prune``: deletes old checkpoints, code and logs of runs that are over, after asking.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logs", action="store_true", help="also delete logs, except those of the first and the last attempt"
     )
-    parser.add_argument("--profiles", action="store_true", help="also delete recorded profiles")
     parser.add_argument("--yes", action="store_true", help="delete without asking")
 
 
@@ -90,7 +89,7 @@ def run_prune(arguments: argparse.Namespace, _: object) -> int:
     plans, refused = [], 0
     for run in find_runs(arguments.run):
         try:
-            plan = plan_for(run, arguments.keep_checkpoints, arguments.logs, arguments.profiles)
+            plan = plan_for(run, arguments.keep_checkpoints, arguments.logs)
         except (ClusterddpError, OSError) as error:  # such as a run that was deleted in the meantime
             say(what_failed(error))
             refused += 1
@@ -131,12 +130,11 @@ def _kept(plan: Plan) -> str:
 
 def _wanted(plans: Sequence[Plan], yes: bool) -> bool:
     """Whether to delete: by ``--yes``, or by an answer on the terminal."""
-    names = ("files", "logs", "code", "profiles")
-    files, logs, code, profiles = (sum(len(getattr(plan, name)) for plan in plans) for name in names)
+    names = ("files", "logs", "code")
+    files, logs, code = (sum(len(getattr(plan, name)) for plan in plans) for name in names)
     parts = [counted(files, "checkpoint file")] if files else []
     parts += [f"the logs of {counted(logs, 'attempt')}"] if logs else []
     parts += [counted(code, "unused snapshot of the code", "unused snapshots of the code")] if code else []
-    parts += ["profiles"] if profiles else []
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
     what = f"{listed} of {counted(len(plans), 'run')} ({size_text(sum(plan.size for plan in plans))})"
     if yes:

@@ -1,6 +1,6 @@
 """The command line: its commands, and the modules with their options.
 
-A module of one command has ``add_arguments()`` and ``run()``. A module of several has ``run_tell()`` and the like.
+A module of one command has ``add_arguments()`` and ``run()``. A module of several has ``run_stop()`` and the like.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ COMMANDS = {
     "report": "write a page about runs: timeline, where the time went, metrics, failures",
     "resubmit": "wait for runs, release requeue holds and resubmit lost jobs",
     "wait": "wait for runs and report the outcome as the exit code",
+    "stop": "save a run and stop it, until you submit it again",
+    "save": "save a checkpoint of a running job",
+    "drain": "move a run off a node of its job",
+    "requeue": "checkpoint a run and requeue it",
     "cancel": "end runs permanently",
     "prune": "delete old checkpoints and logs of runs that are over",
     "stacks": "show where the ranks are now, as Python stacks",
-    "tell": "send a command to a running job: save, stop, skip data, profile",
-    "requeue": "checkpoint a run and requeue it",
     "shell": "open a shell, or the debugger, on a rank's node",
     "export": "write a checkpoint's model to a file",
     "drill": "test with a small job what a preemption would do to a run",
@@ -39,7 +41,7 @@ COMMANDS = {
 }
 #: The modules of commands that share one. The others are named like their command.
 _TOGETHER = {
-    **dict.fromkeys(("tell", "requeue", "stacks", "cancel", "shell"), "steering"),
+    **dict.fromkeys(("stop", "save", "drain", "requeue", "cancel", "stacks", "shell"), "steering"),
     **dict.fromkeys(("resubmit", "wait"), "wait"),
     **dict.fromkeys(("export", "prune"), "checkpoints"),
 }
@@ -77,7 +79,12 @@ DESCRIPTIONS = {
     "over. Keep the newest checkpoint and the one with the best metric. Print first what would be deleted and ask, "
     "unless --yes is given.",
     "stacks": "Show where the ranks are now, as Python stacks of their threads. Show equal stacks once.",
-    "tell": "Send a command to a running job, and wait until it is done.",
+    "stop": "Save a run and stop it after its current step, and wait until it has stopped. It stays stopped until you "
+    "submit it again.",
+    "save": "Have a running job save a checkpoint after its current step, and wait until it is saved. Training "
+    "continues.",
+    "drain": "Save a run and stop it after its current step, and continue it in the same job without this node: on a "
+    "spare node, or on fewer nodes.",
     "requeue": "Checkpoint a run after its current step and requeue its job, or continue it in a new job without some "
     "nodes. A local run restarts at once.",
     "shell": "Open a shell in the run's job on the node of a rank, run the command that follows -- there, or attach to "
@@ -168,7 +175,7 @@ def parser(complete: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
 
 
 def _function(name: str, purpose: str) -> Any:
-    """``run`` or ``add_arguments`` of a command's module or, of a module of several, ``run_tell`` or the like."""
+    """``run`` or ``add_arguments`` of a command's module or, of a module of several, ``run_stop`` or the like."""
     if name not in _TOGETHER:
         return getattr(import_module(f"clusterddp.cli.{name}"), purpose)
     verb, _, rest = purpose.partition("_")

@@ -253,7 +253,7 @@ def _excluded(job: Job, events: Sequence[Event], now: float) -> Sequence[Fact]:
     wanted = [node for node in exclusion.left_out(events, now) if node not in failed]
     reasons = (
         (failed, "failed repeatedly in this run"),
-        (wanted, "by `clusterddp requeue --exclude` or `clusterddp tell drain`"),
+        (wanted, "by `clusterddp requeue --exclude` or `clusterddp drain`"),
     )
     found = [(exclusion.may_exclude(job, nodes), reason) for nodes, reason in reasons]
     return [("excluded", f"{', '.join(nodes)}: {reason}") for nodes, reason in found if nodes]

@@ -1,8 +1,9 @@
-"""Commands for a running job: ``tell``, ``requeue``, ``stacks``, ``cancel`` and ``shell``.
+"""Commands for a running job: ``stop``, ``save``, ``drain``, ``requeue``, ``stacks``, ``cancel`` and ``shell``.
 
-``tell RUN profile=20`` sends a command to the ranks and prints the answers. ``requeue`` checkpoints a run after its
-current step and requeues it. ``stacks`` shows where the ranks are now, equal stacks together. ``cancel`` ends runs for
-good. ``shell`` opens a shell, a command or the rank's debugger on the node of a rank, inside its job.
+``save`` saves a checkpoint after the current step. ``stop``, ``drain`` and ``requeue`` also stop the ranks there: until
+the run is submitted again, to continue in the same job without a node, or to requeue it. ``stacks`` shows where the
+ranks are now, equal stacks together. ``cancel`` ends runs for good. ``shell`` opens a shell, a command or the rank's
+debugger on the node of a rank, inside its job.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ from clusterddp.events import at_step, over_already, sentence
 from clusterddp.failures import exclusion
 from clusterddp.failures.stack_traces import NAMED, described, summary
 from clusterddp.hostlist import expand, ranges, ranks_in
-from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS, MOST_SKIPPED, Job, ProfiledSteps
+from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.jobdef.readers import did_you_mean
 from clusterddp.process import module_command
 from clusterddp.reporter import agreed, can_ask, counted, put, say, show, what_failed
 from clusterddp.rundir.records import read_json
@@ -52,65 +52,54 @@ from clusterddp.runs.request_client import (
 from clusterddp.runs.run_status import state_of
 from clusterddp.slurm import commands as slurm
 
-HOW_TO_OPEN = "Open a trace at https://ui.perfetto.dev, or its folder with TensorBoard (pip install torch-tb-profiler)"
 
-
-def check_profiled_ranks(text: str) -> None:
-    """Raises UsageError unless the text names ranks, and not too many."""
-    try:
-        count = len(ranks_in(text))
-    except ValueError as error:
-        raise UsageError(f"--rank {text}: {error}") from error
-    if count > MOST_PROFILED_RANKS:
-        raise UsageError(f"--rank {text} names {count} ranks, but at most {MOST_PROFILED_RANKS} can record at a time")
-
-
-def profile_line(run: RunDirectory, rank: int, values: Mapping[str, Any]) -> str:
-    """Where the profile of a rank is, or why there is none. ``values``: those of its event."""
-    if "file" not in values:
-        return f"rank {rank} recorded no profile: {values.get('reason', 'it has exited')}"
-    first, last = values["step"], values["step"] + values["steps"] - 1
-    return f"rank {rank}, steps {first} to {last}: {run.path / values['file']}"
-
-
-def add_tell_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``tell``."""
+def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``stop``."""
     parser.add_argument("run", metavar="RUN", help=ONE_RUN)
-    meanings = {name: text for name, (_, text) in ORDERS.items()} | NUMBERED
-    orders = ". ".join(f"{name}: {text}" for name, text in meanings.items())
-    parser.add_argument("order", metavar="save|stop|skip|profile|drain", help=orders)
-    parser.add_argument("--rank", metavar="R", help="for a profile: the ranks, such as 0,3-5 (default: 0)")
 
 
-def run_tell(arguments: argparse.Namespace, _: object) -> int:
-    """Sends the command and waits until it is done."""
-    give = parse_order(arguments.order, arguments.rank)
-    run = open_run(arguments.run)
+def run_stop(arguments: argparse.Namespace, _: object) -> int:
+    """Stops the run, and prints how its attempt ended."""
+    return _until_done(open_run(arguments.run), stop)
+
+
+def add_save_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``save``."""
+    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
+
+
+def run_save(arguments: argparse.Namespace, _: object) -> int:
+    """Saves the run, and prints the checkpoint's step."""
+    return _until_done(open_run(arguments.run), save)
+
+
+def add_drain_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``drain``."""
+    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
+    parser.add_argument("node", metavar="NODE", help="one of the run's nodes, such as n3")
+
+
+def run_drain(arguments: argparse.Namespace, _: object) -> int:
+    """Moves the run off the node, and prints how its attempt ended."""
+    return _until_done(open_run(arguments.run), partial(drain, node=arguments.node))
+
+
+def _until_done(run: RunDirectory, work: Callable[[RunDirectory], int]) -> int:
+    """Carries out the command, and returns its exit code. Ctrl-C ends only the wait."""
     try:
-        return give(run)
+        return work(run)
     except KeyboardInterrupt:
         show(f"No longer waiting. The request may still take effect. Check with: clusterddp status {run.quoted}")
         return INTERRUPTED
 
 
-def parse_order(text: str, ranks: str | None) -> Callable[[RunDirectory], int]:
-    """The function for a command. Raises UsageError for an unknown one."""
-    if text == "profile" or text.startswith("profile="):
-        given = text != "profile"
-        steps = steps_in(text, MOST_PROFILED_STEPS, "profile=20") if given else ProfiledSteps.steps
-        ranks = "0" if ranks is None else ranks
-        check_profiled_ranks(ranks)
-        return partial(record, steps=steps, ranks=ranks)
-    if ranks is not None:
-        raise UsageError(f"--rank: {text} applies to the whole run. Only {PROFILE} accepts --rank")
-    if text.startswith("drain="):
-        return partial(drain, node=text.partition("=")[2])
-    if text.startswith("skip="):
-        return partial(skip, batches=steps_in(text, MOST_SKIPPED, "skip=500"))
-    if text not in ORDERS:
-        known = [*ORDERS, *NUMBERED]
-        raise UsageError(f"unknown command {text!r}{did_you_mean(text, known) or '.'} Expected {', '.join(known)}")
-    return ORDERS[text][0]
+def stop(run: RunDirectory) -> int:
+    """Waits until the run is stopped. Returns 0 if all of its steps are saved."""
+    end = _end(run, "stop")
+    if end["event"] == "stopped":
+        how = "--local --run-dir" if run.has_loop else "--run-dir"
+        show(f"Continue it with: clusterddp submit {how} {run.quoted}")
+    return 0 if end["event"] == "completed" or (end["event"] == "stopped" and _all_saved(end)) else FAILED
 
 
 def save(run: RunDirectory) -> int:
@@ -124,91 +113,28 @@ def save(run: RunDirectory) -> int:
     return 0 if end.get("checkpoint") is not None and end.get("checkpoint") == end.get("step") else FAILED
 
 
-def check_answered(run: RunDirectory, answer: Mapping[str, Any]) -> None:
-    """Raises RunDirectoryError if the supervisor exited without an answer."""
-    if not answer:
-        raise RunDirectoryError(
-            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
-        )
-
-
-def record(run: RunDirectory, steps: int, ranks: str) -> int:
-    """Waits until the profiles are stored. Returns 1 if a rank has none."""
-    attempt, answer = request(run, "profile", steps=steps, ranks=ranks)
-    check_answered(run, answer)
-    profiles: dict[str, Mapping[str, Any]] = answer["profiles"]
-    if "ended" in answer:  # some may have been stored at the end of the attempt
-        show(sentence(await_end(run, attempt)) or "")
-        for event in backwards(run, attempt):
-            if event["event"] in ("profiled", "not_profiled") and event.get("request") == str(answer["request"]):
-                profiles[str(event["rank"])] = event
-    wanted = ranks_in(ranks)
-    for rank in wanted:
-        put(profile_line(run, rank, profiles.get(str(rank), {})))
-    stored = [rank for rank in wanted if "file" in profiles.get(str(rank), {})]
-    if stored:
-        show(HOW_TO_OPEN)
-    return 0 if len(stored) == len(wanted) else FAILED
-
-
-def steps_in(order: str, most: int, example: str) -> int:
-    """The number in the command ``skip=500``. Raises UsageError for another form."""
-    text = order.partition("=")[2]
-    steps = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
-    if not 1 <= steps <= most:
-        raise UsageError(f"{order}: expected a number of steps from 1 to {most:,}, such as {example}")
-    return steps
-
-
-def skip(run: RunDirectory, batches: int) -> int:
-    """Waits until a checkpoint contains the skip. Returns 1 if there is none."""
-    attempt, answer = request(run, "skip", batches=batches)
-    check_answered(run, answer)
-    if "checkpoint" in answer:
-        skipped = sentence({**answer["skipped"], "event": "skipped", "attempt": attempt})
-        put(f"{skipped}. Checkpoint {answer['checkpoint']} is saved")
-        return 0
-    end = await_end(run, attempt)
-    events = (event for event in backwards(run, attempt) if event["event"] == "skipped")
-    made = next((event for event in events if event.get("request") == str(answer["request"])), None)
-    put("No batch was skipped" if made is None else sentence(made) or "")
-    put(sentence(end) or "")
-    saved = end.get("checkpoint")
-    return 0 if made is not None and saved is not None and saved >= made["step"] else FAILED
-
-
 def drain(run: RunDirectory, node: str) -> int:
     """Returns once the run has stopped to continue without the node. 0 if all of its steps are saved."""
-    attempt, _ = request(run, "drain", node=node)
+    end = _end(run, "drain", node=node)
+    return 0 if end["event"] == "completed" or _all_saved(end) else FAILED
+
+
+def requeue(run: RunDirectory, nodes: Sequence[str] = ()) -> int:
+    """Waits until the run has stopped to continue in a requeued job, or in a new one without ``nodes``."""
+    end = _end(run, "requeue", **({"nodes": nodes} if nodes else {}))
+    return 0 if end["event"] in ("requeued", "resubmitted", "completed") else FAILED
+
+
+def _end(run: RunDirectory, kind: str, **values: Any) -> Mapping[str, Any]:
+    """Sends a request that ends the attempt. Returns the event of its end, and prints its sentence."""
+    attempt, _ = request(run, kind, **values)
     end = await_end(run, attempt)
     put(sentence(end) or "")
-    return 0 if end["event"] == "completed" or end.get("checkpoint") == (end.get("step") or None) else FAILED
+    return end
 
 
-def stop(run: RunDirectory) -> int:
-    """Waits until the run is stopped. Returns 0 if all of its steps are saved."""
-    attempt, _ = request(run, "stop")
-    end = await_end(run, attempt)
-    put(sentence(end) or "")
-    if end["event"] == "stopped":
-        how = "--local --run-dir" if run.has_loop else "--run-dir"
-        show(f"Continue it with: clusterddp submit {how} {run.quoted}")
-        return 0 if end.get("checkpoint") == (end.get("step") or None) else FAILED
-    return 0 if end["event"] == "completed" else FAILED
-
-
-PROFILE = "profile=STEPS"
-#: The commands with a value, and their meanings.
-NUMBERED = {
-    "skip=STEPS": "skip the data of this many steps, after a loss spike (the number of steps stays the same)",
-    PROFILE: "record torch.profiler for this many steps, and print where the traces are",
-    "drain=NODE": "save and stop after the current step, and continue in the same job without this node",
-}
-#: The other commands, with their functions and meanings.
-ORDERS: Mapping[str, tuple[Callable[[RunDirectory], int], str]] = {
-    "save": (save, "save after the current step"),
-    "stop": (stop, "save and stop after the current step, until you submit the run again"),
-}
+def _all_saved(end: Mapping[str, Any]) -> bool:
+    return bool(end.get("checkpoint") == (end.get("step") or None))
 
 
 def add_requeue_arguments(parser: argparse.ArgumentParser) -> None:
@@ -227,20 +153,13 @@ def run_requeue(arguments: argparse.Namespace, _: object) -> int:
     except LauncherEnvironmentError as error:
         raise UsageError(f"--exclude: {error}") from error
     if run.outcome() is None and (job := waiting_job(run)):
-        return tell_waiting(run, job, arguments.exclude)
+        return _already_waiting(run, job, arguments.exclude)
     if nodes and run.outcome() is None:
         check_nodes(run, load_resolved(run.job_file), nodes)
-    try:
-        attempt, _ = request(run, "requeue", **({"nodes": nodes} if nodes else {}))
-        end = await_end(run, attempt)
-    except KeyboardInterrupt:
-        show(f"No longer waiting. The requeue continues. Check with: clusterddp status {run.quoted}")
-        return INTERRUPTED
-    put(sentence(end) or "")
-    return 0 if end["event"] in ("requeued", "resubmitted", "completed") else FAILED
+    return _until_done(run, partial(requeue, nodes=nodes))
 
 
-def tell_waiting(run: RunDirectory, job: slurm.JobInfo, exclude: str | None) -> int:
+def _already_waiting(run: RunDirectory, job: slurm.JobInfo, exclude: str | None) -> int:
     """Handles a run that is already in the queue. Slurm chooses its nodes when it starts."""
     if exclude:
         raise RunDirectoryError(
@@ -292,7 +211,10 @@ def run_stacks(arguments: argparse.Namespace, _: object) -> int:
             raise UsageError(f"--rank {ranks}: {error}, or all") from error
     run = open_run(arguments.run)
     _, answer = request(run, "stacks", ranks=None if ranks == "all" else ranks)
-    check_answered(run, answer)
+    if not answer:
+        raise RunDirectoryError(
+            f"the supervisor of {run} has exited. See the run's state with: clusterddp status {run.quoted}"
+        )
     if arguments.json:
         print(json.dumps(answer))
     else:

@@ -1,9 +1,6 @@
 """The loader of a run (``ctx.loader()``, a different library's, or none), and which batch each step takes.
 
-A step takes the next global batch of the loader's endless stream: step s takes batch s, plus all that were skipped
-before it. A skip moves the position in the data and not the number of steps, so that a schedule that counts steps is
-not affected. ``skips`` in a checkpoint has the steps with their numbers of batches, so that a resume finds its place on
-any number of ranks. Only a different library's loader yields the skipped batches, which are dropped.
+Step s takes global batch s of the loader's endless stream, on any number of ranks.
 
 ``TrainingLoader`` says how a resumed rank continues behind the samples that the run has already trained on.
 ``MicroBatches`` has a rank's share of a step in pieces, if it is more than the rank can take at once.
@@ -21,7 +18,6 @@ from clusterddp.data.external_loader import ExternalLoader, NoLoader, Passes, Re
 from clusterddp.data.loader import Loader
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.distributed.wrapping import ddp_modules, optimizers, trained_parameters
-from clusterddp.jobdef.job import MOST_SKIPPED
 
 #: Key in the group's store: where rank 0 takes its samples from.
 _STREAM = "loader/stream"
@@ -36,7 +32,7 @@ class TrainingLoader:
 
     - ``ctx.loader()`` keeps no list. An order (``data/sample_order.py``) is a function from a position in one endless
       stream of epochs to a sample. Batch b of B samples has positions b * B to (b + 1) * B - 1, and each rank takes its
-      slice. So the step, B and the skips in the checkpoint give the epoch and the place in it, on any number of ranks.
+      slice. So the step and B in the checkpoint give the epoch and the place in it, on any number of ranks.
       The checkpoint also has the dataset's length, the order's label, ``drop_last`` and the run's seed. A restore takes
       over B, and raises CheckpointError if the others would change the samples (``Loader.restore``, ``run_state``
       for the seed).
@@ -46,20 +42,12 @@ class TrainingLoader:
       (``ReplayedLoader.replay``).
     - A script's own loop, without ``ctx.run()``, can use ``continue_epoch`` (``training/script_loop.py``). It counts
       items after which an optimizer has stepped. The next attempt skips as many, if the script has opened its save.
-
-    Attributes:
-        skips: from which step on, and how many batches, for each skip.
     """
 
     def __init__(self, source: Source, seeds_steps: bool = False) -> None:
         self._source, self._seeds_steps = source, seeds_steps
         #: Whether the source can jump to any place, rather than move from batch to batch.
         self._seeks = isinstance(source, (Loader, NoLoader))
-        self.skips: list[tuple[int, int]] = []
-        #: Batches that a loader with a state must still yield, and that are dropped.
-        self._to_drop = 0
-        #: Whether the stream must be reopened at a different position.
-        self._moved = False
         #: The epoch of the last batch that was trained on, for a loader that has only its current one.
         self._last_epoch: int | None = None
 
@@ -98,17 +86,13 @@ class TrainingLoader:
         """The fields of the event, if a resume found that the order's future has changed."""
         return self._source.order_changed if isinstance(self._source, Loader) else None
 
-    def batch(self, step: int) -> int:
-        """The number of the global batch that a step takes."""
-        return step + sum(batches for at, batches in self.skips if at <= step)
-
     def epoch(self, step: int) -> int:
         """The epoch that the first sample of a step belongs to."""
-        return self._source.epoch(self.batch(step))
+        return self._source.epoch(step)
 
     def ends_epoch(self, step: int) -> bool:
         """Whether a step takes the last sample of an epoch."""
-        return self._source.ends_epoch(self.batch(step))
+        return self._source.ends_epoch(step)
 
     def epochs_before(self, step: int, every: int) -> bool:
         """Whether a multiple of ``every`` epochs ends between the step before and this one, the first excepted."""
@@ -129,72 +113,26 @@ class TrainingLoader:
         return (source.global_batch, source.length) if isinstance(source, Loader) and larger else None
 
     def steps_in(self, epochs: float) -> int:
-        """The number of steps in this many epochs without skips."""
+        """The number of steps in this many epochs."""
         return self._source.steps_in(epochs)
-
-    @property
-    def epoch_steps(self) -> int | None:
-        """The number of steps in an epoch. None of a loader without a length."""
-        try:
-            return self._source.steps_in(1)
-        except TypeError:
-            return None
-
-    @property
-    def can_skip(self) -> bool:
-        """Whether there are batches that can be skipped."""
-        return not isinstance(self._source, NoLoader)
-
-    def why_not_skip(self, batches: object) -> str | None:
-        """Why this many batches cannot be skipped. None if they can."""
-        if not self.can_skip:
-            return "the run has no loader whose batches could be skipped"
-        if type(batches) is not int or not 1 <= batches <= MOST_SKIPPED:
-            return f"expected a number of steps from 1 to {MOST_SKIPPED:,}, got {batches!r}"
-        return None
-
-    def skip(self, step: int, batches: int) -> None:
-        """From ``step`` on, the steps take later batches. All ranks call it between the same steps."""
-        self.skips.append((step, batches))
-        self._moved = True
-        if self.per_rank_state:
-            self._to_drop += batches
 
     def batches(self, step: int, at_batch: Callable[[], None]) -> Iterator[Any]:
         """This rank's batches from ``step`` on, without end. Closing the iterator ends the loader's workers.
 
-        ``at_batch`` is called before each batch that is dropped, equally often on all ranks.
+        ``at_batch`` is called before each batch that is read again, equally often on all ranks.
         """
-        iterator = self._open(step)
+        source = self._source
+        iterator = source.batches(step, self._seeds_steps) if isinstance(source, Loader) else source.batches(step)
         try:
+            if isinstance(source, ReplayedLoader):
+                source.replay(step, iterator, at_batch)
             while True:
-                if self._moved and self._seeks:
-                    iterator.close()  # type: ignore[attr-defined]
-                    iterator = self._open(step)
-                self._moved = False
                 if not self._seeks:
-                    self._drop(step, iterator, at_batch)
+                    self._last_epoch = source.epoch(step)
                 yield next(iterator)
                 step += 1
         finally:
-            iterator.close()  # type: ignore[attr-defined]
-
-    def _open(self, step: int) -> Iterator[Any]:
-        if isinstance(self._source, Loader):
-            return self._source.batches(self.batch(step), self._seeds_steps)
-        return self._source.batches(self.batch(step))
-
-    def _drop(self, step: int, iterator: Iterator[Any], at_batch: Callable[[], None]) -> None:
-        """Takes the batches before that of ``step``: those that are read again, and those that are skipped."""
-        if isinstance(self._source, ReplayedLoader):
-            trained = self.batch(step - 1) + 1
-            self._source.replay(trained, iterator, at_batch)
-            self._to_drop = self.batch(step) - trained
-        self._last_epoch = self._source.epoch(step)
-        while self._to_drop:
-            at_batch()
-            next(iterator)
-            self._to_drop -= 1
+            iterator.close()  # type: ignore[union-attr]
 
     def gather(self) -> None:
         """Brings the states of all ranks' loaders to rank 0, where they have one. Collective."""
@@ -202,14 +140,11 @@ class TrainingLoader:
 
     def progress(self, step: int) -> dict[str, Any]:
         """The loader's entries in a checkpoint."""
-        skipped = {"skips": [list(skip) for skip in self.skips], "skips_to_drop": self._to_drop} if self.skips else {}
-        return {**self._source.progress(self.batch(step)), **skipped}
+        return self._source.progress(step)
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Continues where the checkpoint was taken. Raises CheckpointError if the samples would not be the same."""
         self._source.restore(progress)
-        self.skips = [(at, batches) for at, batches in progress.get("skips", ())]
-        self._to_drop = progress.get("skips_to_drop", 0)
 
 
 def training_loader(

@@ -100,24 +100,6 @@ class Watchdog:
         return max(self.beat_s, ranks / MOST_BEATS)
 
 
-#: The maximum steps of a profile, whose events a rank keeps in memory, and ranks that record one at a time.
-MOST_PROFILED_STEPS, MOST_PROFILED_RANKS = 100, 32
-#: The maximum number of batches to skip at a time.
-MOST_SKIPPED = 1_000_000_000
-
-
-@dataclass(frozen=True)
-class ProfiledSteps:
-    """A profile that the first attempt to reach step ``at`` records, with torch.profiler."""
-
-    steps: int = 20
-    """The number of steps, at most 100."""
-    at: int = 100
-    """The first of these steps, counted from 0."""
-    ranks: tuple[int, ...] = (0,)
-    """The ranks that record, at most 32. YAML: ``0``, ``0,3-5`` or ``[0, 3]``."""
-
-
 @dataclass(frozen=True)
 class Wandb:
     """The W&B run that has this run's metrics."""
@@ -321,8 +303,6 @@ class Job:
     """Who may read the run directory: its owner, or also its group."""
     preflight: bool = False
     """Whether to check each node (devices, folder, clock, all-reduce) before its first attempt."""
-    profile: ProfiledSteps | None = None
-    """A profile to record once, as ``{steps: 20, at: 100, ranks: 0}``. None: no profile."""
     tensorboard: bool = False
     """Whether to also write the run's metrics for TensorBoard, into its folder ``tensorboard``."""
     wandb: Wandb | None = None
@@ -429,7 +409,6 @@ def written(job: Job) -> dict[str, Any]:
     values["steps"] = job.steps or ({"log": job.step_log} if job.step_log else None if job.see_steps else "off")
     values["watchdog"] = dataclasses.asdict(job.watchdog) if job.watchdog else "off"
     values["progress_interval"] = job.progress_interval or "off"
-    values["profile"] = job.profile and _profile_values(job.profile)
     values["wandb"] = job.wandb and (_given(job.wandb) or True)
     values["mlflow"] = job.mlflow and (_given(job.mlflow) or True)
     values["limits"] = _given(job.limits)
@@ -464,10 +443,6 @@ def _given(section: Limits | Wandb | Mlflow | Resume | Done | StopSignal) -> dic
 def _keep_values(keep: Keep) -> int | dict[str, Any]:
     values = {"last": keep.last, "every": keep.every, "best": keep.best_rule}
     return keep.last if keep == Keep(keep.last) else {key: value for key, value in values.items() if value is not None}
-
-
-def _profile_values(profile: ProfiledSteps) -> dict[str, Any]:
-    return {**dataclasses.asdict(profile), "ranks": ",".join(map(str, profile.ranks))}
 
 
 def _every_text(checkpoint: Checkpointing) -> str | tuple[str, ...]:

@@ -16,11 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from clusterddp.jobdef import configuration_files
 from clusterddp.jobdef.job import (
-    MOST_PROFILED_STEPS,
     Job,
     Keep,
     Mlflow,
-    ProfiledSteps,
     Resume,
     Wandb,
     Watchdog,
@@ -138,8 +136,6 @@ _OF_TYPE: Mapping[Any, Schema] = {
     tuple[str, ...]: _list(),
 }
 _EVERY = r"[0-9][0-9.e+-]* (steps?|seconds?|minutes?|hours?)"
-_RANKS = "^ *[0-9]{1,6}(-[0-9]{1,6})? *(, *[0-9]{1,6}(-[0-9]{1,6})? *)*$"
-_RANK: Schema = {"type": ["integer", "string"], "pattern": _RANKS, "minimum": 0}
 _OPTION_NAMES = sorted({*INSTEAD_OF_OPTION, *(key.replace("_", "-") for key in READERS)})
 
 
@@ -226,12 +222,6 @@ _OF_KEY: Mapping[str, Schema] = {
         },
         "additionalProperties": False,
     },
-    "profile": _section(
-        ProfiledSteps,
-        steps=_count(maximum=MOST_PROFILED_STEPS),
-        at=_count(0),
-        ranks=_either(_RANK, {"type": "array", "items": _RANK, "minItems": 1}),
-    ),
     "wandb": _either({"type": "boolean"}, {**_text(PROJECT), "type": "string"}, _WANDB),
     "mlflow": _either({"type": "boolean"}, {**_text(), "type": "string"}, _MLFLOW),
     "watchdog": _either({"const": "off"}, _section(Watchdog)),

@@ -147,7 +147,7 @@ def _places(fields: Fields, prefix: str = "") -> Origins:
 _COLLECTIONS = {
     *("args", "resume", "resume.checkpoint", "resume.args", "resume.replace", "setup", "env", "sbatch", "srun"),
     *("steps", "checkpoint", "checkpoint.every", "checkpoint.keep"),
-    *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb", "mlflow", "done", "stop"),
+    *("timeouts", "watchdog", "limits", "hook", "wandb", "mlflow", "done", "stop"),
 }
 
 
@@ -196,7 +196,6 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
     values.setdefault("name", re.sub(r"[^\w.+=@-]+", "-", program).lstrip(".-")[:50] or "job")
     job = Job(**values)
     _check_device(job, fields, mistakes)
-    _check_profile(job, fields, mistakes)
     _check_placeholders(job, fields, mistakes)
     if _check_gpus_per_rank(job, fields, mistakes):
         _check_global_batch(job, fields, mistakes)
@@ -228,14 +227,6 @@ def _check_device(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
         node = get(fields, name)
         if job.device == "cpu" and needs_gpus and node is not None:
             mistakes.append(Mistake(node.place, f"{name}: {node.text!r} needs GPUs, but device is cpu"))
-
-
-def _check_profile(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
-    node = _given_node(fields, "profile")
-    if node is not None and job.profile and (last := max(job.profile.ranks)) >= job.world_size > 0:
-        given = get(node.value, "ranks") if isinstance(node.value, dict) else None
-        wrong = f"profile.ranks: there is no rank {last} in {job.shape}. The highest rank is {job.world_size - 1}"
-        mistakes.append(Mistake((given or node).place, wrong))
 
 
 def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:

@@ -7,7 +7,6 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 
-from clusterddp.hostlist import ranks_in
 from clusterddp.jobdef.secrets import is_secret
 from clusterddp.jobdef.yaml12 import Node
 
@@ -97,22 +96,6 @@ def whole(least: int, most: int | None = None) -> Callable[[Node], int]:
         if isinstance(value, bool) or not isinstance(value, int) or value < least or (most or value) < value:
             raise Wrong(f"expected a whole number {expected}, got {node.quoted}")
         return value
-
-    return read
-
-
-def ranks(most: int) -> Callable[[Node], tuple[int, ...]]:
-    """A reader of at most ``most`` ranks: ``0``, ``0,3-5`` or ``[0, 3]``."""
-
-    def read(node: Node) -> tuple[int, ...]:
-        texts = [item.text for item in node.value] if isinstance(node.value, list) else [node.text]
-        try:
-            found = tuple(ranks_in(",".join(texts)))
-        except ValueError as error:
-            raise Wrong(f"expected ranks such as 0 or 0,3-5, got {node.quoted}") from error
-        if len(found) > most:
-            raise Wrong(f"expected at most {most} ranks, got {len(found)}")
-        return found
 
     return read
 

@@ -12,14 +12,11 @@ from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef import readers as value
 from clusterddp.jobdef import yaml12
 from clusterddp.jobdef.job import (
-    MOST_PROFILED_RANKS,
-    MOST_PROFILED_STEPS,
     Checkpointing,
     Done,
     Keep,
     Limits,
     Mlflow,
-    ProfiledSteps,
     Resume,
     StopSignal,
     Timeouts,
@@ -321,7 +318,6 @@ INSTEAD_OF_KEY = {
     **dict.fromkeys(("grid", "members"), "start a sweep with `clusterddp sweep`"),
     **dict.fromkeys(("time_limit", "walltime"), "use the key time"),
 }
-_PROFILE = _fields(steps=value.whole(1, MOST_PROFILED_STEPS), at=value.whole(0), ranks=value.ranks(MOST_PROFILED_RANKS))
 WORDS = ("partition", "account", "qos", "constraint", "reservation", "exclude", "nodelist")
 READERS: dict[str, Reader] = {
     "job_name": _field("name", value.name),
@@ -374,7 +370,6 @@ READERS: dict[str, Reader] = {
         share=value.choice("private", "group"),
         preflight=value.truth,
     ),
-    "profile": _section("profile", ProfiledSteps, _PROFILE),
     "tensorboard": _field("tensorboard", value.truth),
     "wandb": _tracker("wandb", Wandb, _WANDB, _PROJECT, "a W&B project"),
     "mlflow": _tracker("mlflow", Mlflow, _MLFLOW, value.text, "an MLflow experiment"),

@@ -247,7 +247,7 @@ _NAMED = 3
 _WHY_IDLE = {
     "data_s": "waiting for batches. Raise `num_workers` of the loader, or make its samples cheaper to read",
     "save_s": "while a save blocked training. Save less often (`checkpoint.every`)",
-    "own_s": "between kernels. Record a profile (`clusterddp tell RUN profile=5`): the batch may be too small, or the "
+    "own_s": "between kernels. Record a profile with torch.profiler: the batch may be too small, or the "
     "script waits for the GPU in each step",
 }
 

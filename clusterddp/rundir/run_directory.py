@@ -132,7 +132,7 @@ class RunDirectory:
     """The paths of one run, whose identity is its folder. Creating this object does not touch the disk.
 
     To continue a run, submit with its directory as ``--run-dir``, or call ``sbatch job.sbatch`` by hand. You may delete
-    ``logs/`` and ``profiles/`` at any time. A script may write its own files to ``ctx.run_dir``. Ranks start in the
+    ``logs/`` at any time. A script may write its own files to ``ctx.run_dir``. Ranks start in the
     folder in which you submitted, not in the run directory.
 
     A file that is written at once, such as ``outcome.json`` or a checkpoint, is complete or absent. The ``.jsonl``
@@ -204,8 +204,6 @@ class RunDirectory:
     """The output of the process that runs a local run in the background."""
     hook_log = _Below("logs/hook.log")
     """The output of the job's ``hook``."""
-    profiles = _Below("profiles")
-    """The recorded profiles, ``attempt-<n>/rank-<r>-step-<s>.pt.trace.json.gz``."""
     tensorboard = _Below("tensorboard")
     """TensorBoard's event files, one per attempt, with ``tensorboard: true``."""
     wandb = _Below("wandb")
@@ -319,10 +317,6 @@ class RunDirectory:
     def launcher_log(self, attempt: int) -> Path:
         """What srun itself printed: errors, and how ranks ended. None with ``--local``."""
         return self.attempt_logs(attempt) / "srun.err"
-
-    def profile_file(self, attempt: int, rank: int, step: int) -> Path:
-        """The trace of a rank's profile that begins at ``step``, under a name that TensorBoard's plugin looks for."""
-        return self.profiles / f"attempt-{attempt}" / f"rank-{rank}-step-{step}.pt.trace.json.gz"
 
     def attempt_private(self, attempt: int) -> Path:
         """The folder of an attempt's records: how each rank ended, what was resumed."""

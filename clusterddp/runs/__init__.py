@@ -1,1 +1,1 @@
-"""The commands of a user as functions: submit, resubmit, cancel, tell. Options and tables belong in ``cli/``."""
+"""The commands of a user as functions: submit, resubmit, cancel, stop. Options and tables belong in ``cli/``."""

@@ -1,4 +1,4 @@
-"""``clusterddp prune``: deletes old checkpoints, code, logs and profiles of runs that are over, after asking."""
+"""``clusterddp prune``: deletes old checkpoints, code and logs of runs that are over, after asking."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clusterddp.errors import CheckpointError, ClusterddpError, RunDirectoryErro
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import say, show
-from clusterddp.rundir.files import exists, status, unlink
+from clusterddp.rundir.files import status, unlink
 from clusterddp.rundir.ownership import delete_folder, hold_run, old_logs, size_of
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.lease import held_by_other
@@ -27,7 +27,6 @@ class Plan:
     logs: dict[Path, int]
     code: dict[Path, int]
     """Snapshots of the code that the newest submission does not use."""
-    profiles: dict[Path, int]
     kept: list[Checkpoint]
     """The checkpoints that stay, newest first."""
 
@@ -39,13 +38,13 @@ class Plan:
     @property
     def folders(self) -> dict[Path, int]:
         """The folders to delete."""
-        return {**self.logs, **self.code, **self.profiles}
+        return {**self.logs, **self.code}
 
 
 # --- what may be deleted
 
 
-def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool, profiles: bool = False) -> Plan:
+def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool) -> Plan:
     """What may be deleted of a run. Raises RunDirectoryError if it is not over, or belongs to another user."""
     check_over(run)
     for folder in (run.checkpoints, run.logs):
@@ -61,7 +60,6 @@ def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool, profiles: boo
         {path: status(path).st_size for path in paths if _own(path)},
         {folder: size_of(folder) for folder in folders if _own(folder)},
         {folder: size_of(folder) for folder in code_snapshot.unused(run) if _own(folder)},
-        {run.profiles: size_of(run.profiles)} if profiles and exists(run.profiles) and _own(run.profiles) else {},
         [checkpoint for checkpoint in checkpoints.candidates() if checkpoint not in old],
     )
 

@@ -157,7 +157,7 @@ def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> No
                 "If that job or process has ended, continue the run with --take-over. If it is still training, "
                 "--take-over makes it exit"
             )
-        elif pending := re.fullmatch(r"held by job (\S+) \(PENDING\)", held):  # `tell` needs a running job
+        elif pending := re.fullmatch(r"held by job (\S+) \(PENDING\)", held):  # `stop` needs a running job
             remedy = (
                 f"Follow it with `clusterddp resubmit {run.quoted}`, or end the job with `scancel {pending[1]}` and "
                 "submit the run again"
@@ -165,7 +165,7 @@ def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> No
         else:
             remedy = (
                 f"Follow it with `clusterddp resubmit {run.quoted}`, or save and stop it with "
-                f"`clusterddp tell {run.quoted} stop` and submit it again"
+                f"`clusterddp stop {run.quoted}` and submit it again"
             )
         raise RunDirectoryError(f"{run} is {held}. {remedy}")
 

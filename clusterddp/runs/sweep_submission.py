@@ -2,7 +2,7 @@
 
 The same command again submits what is missing: members that are new, that never started, or that stopped. Those that
 failed or were cancelled are submitted only on request. Members that a job or process holds are never submitted, nor
-those that their user has stopped with ``clusterddp tell stop``. Members that request the same resources share an
+those that their user has stopped with ``clusterddp stop``. Members that request the same resources share an
 array, as far as MaxArraySize and the user's submit limit allow.
 """
 

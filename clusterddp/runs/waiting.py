@@ -239,7 +239,7 @@ class Resubmitter:
         return self._say(f"job {job.job_id}: PENDING ({job.reason})", SOON_S if held else QUIET_S)
 
     def _should_continue(self, job: JobInfo | None) -> bool:
-        """Whether to resubmit the run: never after a scancel or ``tell stop``, otherwise if preemption, the time limit
+        """Whether to resubmit the run: never after a scancel or ``stop``, otherwise if preemption, the time limit
         or a lost node ended its job, if a requeued job failed before its batch script ran, or if its supervisor could
         not continue it or was killed."""
         events = self._run.events()

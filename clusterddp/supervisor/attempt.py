@@ -312,7 +312,6 @@ class Attempt:
             protocol.WATCHDOG: "on" if self._watch else "off",
             protocol.PROTECT_SAVES: "on" if self._job.protect_saves else "off",
             protocol.SEE_STEPS: "on" if self._job.see_steps else "off",
-            protocol.PROFILE: "on" if self._is_profile_due() else "off",
             protocol.HYDRA: str(self._run_began()) if self._job.hydra else "",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
@@ -341,12 +340,6 @@ class Attempt:
         except OSError as error:
             say(f"could not record an id for W&B ({error}). If the script uses W&B, each attempt starts a new W&B run")
             return variables
-
-    def _is_profile_due(self) -> bool:
-        """Whether no attempt has begun to record the job definition's profile. A failed one is not repeated."""
-        events, planned = self._history.events, self._job.profile
-        begun = {event.get("step") for event in events if event["event"] == "profiling" and "request" not in event}
-        return planned is not None and planned.at not in begun
 
     def _on_new_nodes(self) -> bool:
         """Whether some of the nodes have not passed a preflight of this run, or are unknown."""
@@ -522,7 +515,10 @@ class Attempt:
             job_id = os.environ.get("SLURM_JOB_ID")
             write_address(self._run, self._number, Address(host, self._server.port, token, job_id))
         except OSError as error:
-            say(f"could not record the supervisor's address ({error}). `clusterddp tell` cannot reach this attempt")
+            say(
+                f"could not record the supervisor's address ({error}). Commands such as `clusterddp stop` cannot reach "
+                "this attempt"
+            )
 
     def _tell_notice(self) -> None:
         """While the ranks start, sends them how long after a TERM they are killed, unless Slurm gives no answer."""

@@ -80,7 +80,6 @@ class MalformedReport(Exception):
 
 #: The values that reports of ranks must have, because they are read here or in ``user_requests.py``.
 _STEP: Schema = {"step": optional(is_count)}
-_REQUEST: Schema = {**_STEP, "request": optional(user_requests.is_number)}
 _REPORTS: Mapping[str, Schema] = {
     **user_requests.ORDER_ANSWERS,
     "joined": {"host": is_text},
@@ -96,9 +95,6 @@ _REPORTS: Mapping[str, Schema] = {
     "checkpoint": {"step": is_count, "durable_s": is_time},
     "checkpoint_failed": {"step": is_count, "reason": is_text},
     "gpu_fault": {**_STEP, "host": is_text, "what": is_text, "hardware": lambda value: isinstance(value, bool)},
-    "profiled": _REQUEST,
-    "not_profiled": _REQUEST,
-    "skipped": {**_REQUEST, "batches": is_count},
 }
 
 
@@ -203,10 +199,6 @@ def _note(state: State, event: RankEvent) -> Step:
         return user_requests.on_checkpoint(replace(state, last_save_s=values["durable_s"]), values)
     if event.name == "checkpoint_failed":
         return user_requests.on_checkpoint(state, values)
-    if event.name == "skipped":
-        return user_requests.on_skipped(state, values), []
-    if event.name in ("profiled", "not_profiled"):
-        return user_requests.on_profile(state, event)
     return state, []
 
 

@@ -318,7 +318,7 @@ def _timed(event: Mapping[str, Any]) -> bool:
 
 
 def held(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The user's ``clusterddp tell stop`` in the newest attempt, after which only the user may continue the run."""
+    """The user's ``clusterddp stop`` in the newest attempt, after which only the user may continue the run."""
     events = list(events)
     newest = max((event["attempt"] for event in events), default=None)
     own = [event for event in events if event["attempt"] == newest]

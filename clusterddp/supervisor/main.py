@@ -247,12 +247,12 @@ def finished(
         return 1
     if outcome["state"] is None and (stop := held(run.events())) is not None:
         if by_slurm and stop["attempt"] == newest:
-            say(f"{run} was stopped by `clusterddp tell stop`. A requeue does not continue it, {BUT_SUBMIT}")
+            say(f"{run} was stopped by `clusterddp stop`. A requeue does not continue it, {BUT_SUBMIT}")
             return controller.leave_code
         if not lease.submitted_as(run, controller.holder()):  # but by a supervisor that was killed, or by hand
             submitted_at = slurm.patiently(controller.submitted_at, math.inf, FIRST_PAUSE_S)
             if submitted_at is not None and submitted_at < stop["time"]:
-                say(f"{run} was stopped by `clusterddp tell stop`. An older job does not continue it, {BUT_SUBMIT}")
+                say(f"{run} was stopped by `clusterddp stop`. An older job does not continue it, {BUT_SUBMIT}")
                 return controller.leave_code
     return None
 

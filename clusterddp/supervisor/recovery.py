@@ -128,7 +128,7 @@ class Recovery:
         return doubt(self._history.events, self._number, sees)
 
     def _why(self) -> Cause:
-        """Why the ranks stopped. A newer attempt, ``cancel`` and ``tell stop`` take precedence over the controller.
+        """Why the ranks stopped. A newer attempt, ``cancel`` and ``stop`` take precedence over the controller.
 
         Asks an unreachable controller until it answers, or until this process is killed at the end of the grace
         period, because without an answer the job must not be requeued.
@@ -408,7 +408,7 @@ class Recovery:
 
         It needs a job that is still running: in a preemption's grace period, before the time limit, after `clusterddp
         requeue`, or if nodes stay busy. A requeue cannot leave out nodes, so there is none if the user asked for that
-        (`requeue --exclude`, `tell drain`).
+        (`requeue --exclude`, `drain`).
         """
         if cause not in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED, Cause.NODES_BUSY):
             return False

@@ -7,7 +7,7 @@ request is a function here, in ``_KINDS``, and an entry in ``protocol.REQUESTS``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +15,13 @@ from clusterddp import __version__
 from clusterddp.failures.exclusion import may_exclude
 from clusterddp.failures.placement import Course, choose
 from clusterddp.failures.stack_traces import grouped, is_threads, stacks_key
-from clusterddp.hostlist import ranges, ranks_in
-from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS, MOST_SKIPPED
-from clusterddp.reporter import counted
+from clusterddp.hostlist import ranks_in
 from clusterddp.rundir.records import Schema, is_count, is_text, optional
 from clusterddp.supervisor.attempt_state import (
     Action,
     Answer,
     Broadcast,
     Pending,
-    PerRank,
     RankEvent,
     Record,
     Request,
@@ -47,7 +44,6 @@ def is_number(value: Any) -> bool:
 
 
 _STACKS: Schema = {"request": is_number, "place": is_text, "threads": is_threads}
-_WILL_DO: Schema = {"request": is_number, "refused": optional(is_text)}
 _SAVING: Schema = {"request": is_number, "step": optional(is_count), "committed": optional(is_count)}
 
 
@@ -55,8 +51,6 @@ _SAVING: Schema = {"request": is_number, "step": optional(is_count), "committed"
 ORDER_ANSWERS: Mapping[str, Schema] = {
     "stacks": _STACKS,
     "saving": _SAVING,
-    "will_profile": _WILL_DO,
-    "will_skip": _WILL_DO,
 }
 
 
@@ -74,10 +68,6 @@ def on_rank_event(state: State, event: RankEvent) -> Step:
     waiting = state.pending.get(int(event.values["request"]))
     if waiting is None or event.rank not in waiting.ranks:  # too late
         return state, []
-    if event.name == "will_profile":
-        return _on_will_profile(state, waiting, event)
-    if event.name == "will_skip":
-        return _on_will_skip(state, waiting, event)
     if event.rank in waiting.answers:
         return state, []
     if event.name == "saving":
@@ -89,19 +79,12 @@ def on_checkpoint(state: State, values: Mapping[str, Any]) -> Step:
     """A checkpoint was committed, or failed (``values`` has a "reason"): answers the requests that wait for it."""
     actions: list[Action] = []
     step = values["step"]
-    for waiting in (*_of_kind(state, "save"), *_of_kind(state, "skip")):
-        answer = waiting.answers.get(0, {})
-        if step < answer.get("step", math.inf):
-            continue
-        done = {"checkpoint": step} if waiting.request.kind == "save" else {"checkpoint": step, "skipped": dict(answer)}
-        if "reason" in values:
-            failed = f"checkpoint {step} was not saved: {values['reason']}"
-            done = {"refused": f"{failed}. Training continues"}
-            if waiting.request.kind == "skip":
-                skipped = f"skipped {counted(answer['batches'], 'batch', 'batches')}, but {failed}"
-                done = {"refused": f"{skipped}. Training continues, and the next checkpoint will include the skip"}
-        state, more = _finish(state, waiting.request, done)
-        actions += more
+    failed = f"checkpoint {step} was not saved: {values.get('reason')}. Training continues"
+    answer = {"refused": failed} if "reason" in values else {"checkpoint": step}
+    for waiting in _saves(state):
+        if step >= waiting.answers.get(0, {}).get("step", math.inf):
+            state, more = _finish(state, waiting.request, answer)
+            actions += more
     return state, actions
 
 
@@ -189,10 +172,14 @@ def _on_saving(state: State, waiting: Pending) -> Step:
         return _finish(state, waiting.request, {"refused": why})
     if values.get("committed") == values["step"]:
         return _finish(state, waiting.request, {"checkpoint": values["step"]})
-    first = not any(0 in other.answers for other in _of_kind(state, "save"))
+    first = not any(0 in other.answers for other in _saves(state))
     record: list[Action] = [Record("requested", {"request": "save"})] if first else []
     news = Answer(waiting.request.client, {"news": "rank 0 saves at the next step boundary"}, last=False)
     return _keep(state, replace(waiting, until=math.inf)), [*record, news]
+
+
+def _saves(state: State) -> list[Pending]:
+    return [waiting for waiting in state.pending.values() if waiting.request.kind == "save"]
 
 
 def _no_rank_0(state: State) -> str | None:
@@ -201,109 +188,9 @@ def _no_rank_0(state: State) -> str | None:
     return "rank 0 has exited" if 0 in state.hosts else "the ranks are still starting"
 
 
-def _late_rank_0(state: State, waiting: Pending) -> Step:
+def _save_late(state: State, waiting: Pending) -> Step:
     why = f"rank 0 ({state.node_of(0)}) did not answer within {ANSWER_S:g} s. It is stopped, or holds Python's GIL"
-    refused = f"not saved: {why}" if waiting.request.kind == "save" else f"no batches skipped yet: {why}"
-    return _finish(state, waiting.request, {"refused": refused})
-
-
-def _skip(state: State, request: Request, now: float) -> Step:
-    """Asks rank 0, which has all ranks skip batches at the same step boundary, and then saves."""
-    batches: Any = request.values.get("batches")
-    why = _no_rank_0(state) or ("the run is stopping" if state.told or state.saving else None)
-    if not is_count(batches) or not 1 <= batches <= MOST_SKIPPED:
-        why = f"expected 1 to {MOST_SKIPPED:,} batches, got {batches!r}"
-    if why:
-        return _refuse(state, request, f"no batches skipped: {why}")
-    state = _keep(state, Pending(request, frozenset((0,)), now + ANSWER_S))
-    return state, [Broadcast("skip", f"{request.client} {batches}", frozenset((0,))), *_timer(state, now)]
-
-
-def _on_will_skip(state: State, waiting: Pending, event: RankEvent) -> Step:
-    """Rank 0 has asked all ranks, or cannot. The event ``skipped`` has the agreed step boundary."""
-    if "refused" in event.values:
-        return _finish(state, waiting.request, {"refused": f"no batches skipped: {event.values['refused']}"})
-    batches = waiting.request.values["batches"]
-    words = f"all ranks skip {counted(batches, 'batch', 'batches')} at their next common step boundary"
-    news = Answer(waiting.request.client, {"news": words}, last=False)
-    record = Record("requested", {"request": "skip", "batches": batches})
-    return _keep(state, replace(waiting, until=math.inf)), [record, news]
-
-
-def on_skipped(state: State, values: Mapping[str, Any]) -> State:
-    """All ranks have skipped batches. The request is answered once a checkpoint includes that."""
-    waiting = state.pending.get(int(values.get("request", 0)))
-    return state if waiting is None else _keep(state, replace(waiting, answers=PerRank({0: values}), until=math.inf))
-
-
-def _profile(state: State, request: Request, now: float) -> Step:
-    """Has ranks record a profile from their next step boundary on. Only one request at a time."""
-    steps = request.values.get("steps")
-    try:
-        asked = _wanted(state, request)
-    except ValueError as error:
-        return _refuse(state, request, str(error))
-    if why := _why_no_profile(state, steps, asked):
-        return _refuse(state, request, f"no profile recorded: {why}")
-    named = ranges(sorted(asked))
-    state = _keep(state, Pending(request, asked, now + ANSWER_S))
-    record = Record("requested", {"request": "profile", "steps": steps, "ranks": named})
-    return state, [record, Broadcast("profile", f"{request.client} {steps}", asked), *_timer(state, now)]
-
-
-def _why_no_profile(state: State, steps: Any, asked: frozenset[int]) -> str | None:
-    if not is_count(steps) or not 1 <= steps <= MOST_PROFILED_STEPS:
-        return f"expected 1 to {MOST_PROFILED_STEPS} steps, got {steps!r}"
-    if len(asked) > MOST_PROFILED_RANKS:
-        return f"expected at most {MOST_PROFILED_RANKS} ranks at a time, got {len(asked)}"
-    if absent := asked - _there(state):
-        rank = min(absent)
-        return f"rank {rank} {'has exited' if rank in state.hosts else 'is still starting'}"
-    if state.told or state.saving:
-        return "the run is stopping"
-    for other in _of_kind(state, "profile"):
-        return f"another request is recording a profile of {_named(other.ranks)}. Try again when the profile is stored"
-    return None
-
-
-def _named(ranks: frozenset[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(sorted(ranks))}"
-
-
-def _on_will_profile(state: State, waiting: Pending, event: RankEvent) -> Step:
-    """A rank will record a profile, or cannot. The request then waits for the others, and for what they store."""
-    if "refused" in event.values:
-        return on_profile(state, RankEvent(event.rank, "", {**event.values, "reason": event.values["refused"]}))
-    answers = waiting.answers.put(event.rank, {})
-    if waiting.ranks - answers.keys():
-        return _keep(state, replace(waiting, answers=answers)), []
-    steps = counted(waiting.request.values["steps"], "step")
-    words = f"{_named(waiting.ranks)} will record {steps} from the next step boundary on"
-    news = Answer(waiting.request.client, {"news": words}, last=False)
-    return _keep(state, replace(waiting, answers=answers, until=math.inf)), [news]
-
-
-def on_profile(state: State, event: RankEvent) -> Step:
-    """A rank has stored a profile, or has none (``values`` has a "reason"): answers the request, after the last."""
-    waiting = state.pending.get(int(event.values.get("request", 0)))
-    if waiting is None or event.rank not in waiting.ranks:  # the job definition's, or too late
-        return state, []
-    answers = waiting.answers.put(event.rank, event.values)
-    waiting = replace(waiting, ranks=waiting.ranks - {event.rank}, answers=answers)
-    return (_keep(state, waiting), []) if waiting.ranks else _finish(state, waiting.request, _profiles(state, waiting))
-
-
-def _profiles(_: State, waiting: Pending) -> dict[str, Any]:
-    return {"profiles": {str(rank): dict(values) for rank, values in sorted(waiting.answers.items()) if values}}
-
-
-def _profile_late(state: State, waiting: Pending) -> Step:
-    """Stops waiting for ranks that have not answered, and keeps waiting for those that record."""
-    late = waiting.ranks - waiting.answers.keys()
-    why = f"no answer within {ANSWER_S:g} s. The rank is stopped, or holds Python's GIL"
-    answers = PerRank({**waiting.answers, **{rank: {"reason": why} for rank in late}})
-    waiting = replace(waiting, ranks=waiting.ranks - late, answers=answers, until=math.inf)
-    return (_keep(state, waiting), []) if waiting.ranks else _finish(state, waiting.request, _profiles(state, waiting))
+    return _finish(state, waiting.request, {"refused": f"not saved: {why}"})
 
 
 def _stop(state: State, request: Request, now: float) -> Step:
@@ -314,10 +201,10 @@ def _stop(state: State, request: Request, now: float) -> Step:
 def _requeue(state: State, request: Request, now: float) -> Step:
     """The same, and the run is requeued, in a job without some nodes if they are given."""
     if not state.restartable:
-        instead = "To save and stop the run, use `clusterddp tell RUN stop`"
+        instead = "To save and stop the run, use `clusterddp stop RUN`"
         return _refuse(state, request, f"not requeued: Slurm cannot requeue your own allocation. {instead}")
     if state.wanted is Stop.HOLD:
-        return _refuse(state, request, "not requeued: the run is being stopped by `clusterddp tell stop`")
+        return _refuse(state, request, "not requeued: the run is being stopped by `clusterddp stop`")
     return _end(state, request, Stop.REQUEUE, now)
 
 
@@ -330,7 +217,7 @@ def _drain(state: State, request: Request, now: float) -> Step:
     the nodes again with ``placement.choose``, now among those that answer, records them as the event ``moved``, and
     returns RESTART. The loop in ``main.supervise`` then starts the next attempt: ``placement.place`` reads that event,
     and ``launcher.srun_command`` passes the nodes as ``--nodelist``. If too few nodes answer by then, a new job
-    continues the run. ``tell`` prints the event that ended the attempt.
+    continues the run. ``clusterddp drain`` prints the event that ended the attempt.
     """
     node = request.values.get("node")
     if not is_text(node):
@@ -385,8 +272,6 @@ def _stop_late(state: State, waiting: Pending) -> Step:
 _KINDS: Mapping[str, Callable[[State, Request, float], Step]] = {
     "stacks": _stacks,
     "save": _save,
-    "profile": _profile,
-    "skip": _skip,
     "stop": _stop,
     "requeue": _requeue,
     "drain": _drain,
@@ -395,9 +280,7 @@ _KINDS: Mapping[str, Callable[[State, Request, float], Step]] = {
 #: What follows if ranks do not answer in time.
 _LATE: Mapping[str, Callable[[State, Pending], Step]] = {
     "stacks": lambda state, waiting: _finish(state, waiting.request, _stacks_answer(state, waiting)),
-    "save": _late_rank_0,
-    "skip": _late_rank_0,
-    "profile": _profile_late,
+    "save": _save_late,
     "stop": _stop_late,
     "requeue": _stop_late,
     "drain": _stop_late,
@@ -406,12 +289,6 @@ _LATE: Mapping[str, Callable[[State, Pending], Step]] = {
 _AT_EXIT: Mapping[str, Callable[[State, Pending], dict[str, Any]]] = {
     "stacks": _stacks_answer,
     **dict.fromkeys(("save", "stop", "requeue", "drain"), lambda _state, _waiting: {"ended": True}),
-    "skip": lambda _, waiting: {"ended": True, "request": waiting.request.client},
-    "profile": lambda state, waiting: {
-        **_profiles(state, waiting),
-        "ended": True,
-        "request": waiting.request.client,
-    },
 }
 
 
@@ -421,10 +298,6 @@ _AT_EXIT: Mapping[str, Callable[[State, Pending], dict[str, Any]]] = {
 def _there(state: State) -> frozenset[int]:
     """The ranks that have joined and, as far as is known, not exited."""
     return frozenset(state.hosts.keys() - state.ends.keys() - state.lost_at.keys())
-
-
-def _of_kind(state: State, kind: str) -> Collection[Pending]:
-    return [waiting for waiting in state.pending.values() if waiting.request.kind == kind]
 
 
 def _keep(state: State, waiting: Pending) -> State:

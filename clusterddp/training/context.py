@@ -43,7 +43,6 @@ from clusterddp.training import run_state, script_loop, script_steps, settings
 from clusterddp.training.heartbeat import WatchedSteps, begin_heartbeat
 from clusterddp.training.loop import Run, Services
 from clusterddp.training.metrics import DONE_S, ERROR_S, STOP_S, Tracking
-from clusterddp.training.profiling import Profiling
 from clusterddp.training.run_state import Files, Given, Randomness
 from clusterddp.training.saving import Saver, metric_or_part, with_best
 from clusterddp.training.script_loop import Item
@@ -434,20 +433,19 @@ class Context(Loaders):
         return self._run
 
     def _start_services(self, parts: Iterable[Stateful], best: str | None) -> Services:
-        """Connects saving, timing, profiling and tracking. Raises ValueError for a ``best`` that names no metric or
+        """Connects saving, timing and tracking. Raises ValueError for a ``best`` that names no metric or
         contradicts the job."""
         read, group, report, heartbeat = self._settings, self._group, self._history.report, self._heartbeat
         keep = with_best(read.job.checkpoint.keep, best, told=group.rank == 0)
         saver = Saver(read.run_dir, self.attempt, group, report, replace(read.job.checkpoint, keep=keep))
         times = step_times(parts, group.device, group.world_size)
-        profiling = Profiling(read, self.attempt, group.device, report, heartbeat.pause)
         job = replace(read.job, seed=read.seed)
         tracking = Tracking(read.run_dir if group.rank == 0 else None, job, self.attempt, report)
         self._stopping.saver, saver.on_commit = saver, tracking.committed
         heartbeat.timing, heartbeat.on_device = times.told, times.on_device
         agreement, deadline = self._agreement, self._stopping.deadline
         common = read.job, read.seed, group, agreement
-        return Services(*common, saver, deadline, heartbeat, times, profiling, tracking, report)
+        return Services(*common, saver, deadline, heartbeat, times, tracking, report)
 
     # --- hanging
 
@@ -570,8 +568,6 @@ class Context(Loaders):
         cancel_at_exit(self._close_at_exit)
         close_workers()
         services = self._services
-        if services is not None:
-            services.profiling.close(wait=clean)
         self._evaluations.report()
         self._stopping.close(restore_handlers=restore_handlers)
         if services is not None:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from clusterddp.jobdef.job import Job
     from clusterddp.training.heartbeat import Heartbeat
     from clusterddp.training.metrics import Tracking
-    from clusterddp.training.profiling import Profiling
     from clusterddp.training.saving import Committed, Saver
     from clusterddp.training.step_timing import StepTimes
     from clusterddp.training.stopping import Agreement, Deadline
@@ -60,7 +59,6 @@ class Services:
     deadline: Deadline
     heartbeat: Heartbeat
     times: StepTimes
-    profiling: Profiling
     tracking: Tracking
     report: Callable[..., None]
 
@@ -72,8 +70,7 @@ class Run:
         self._job, self._seed = services.job, services.seed
         self._group, self._agreement = services.group, services.agreement
         self._saver, self._deadline, self._heartbeat = services.saver, services.deadline, services.heartbeat
-        self._times, self._profiling, self._report_event = services.times, services.profiling, services.report
-        self._tracking = services.tracking
+        self._times, self._tracking, self._report_event = services.times, services.tracking, services.report
         self._loader, self._rng = given.loader, given.rng
         self._times.on_sample = InputWait(self._report, lambda: self.step, given.loader.workers).look
         self._enter("restoring")
@@ -86,13 +83,12 @@ class Run:
         self._asked = 0
         self._goal = 0  # of the current loop
         self._begun = self._stopping = False
-        #: Whether a loop is running, and whether the last one is complete.
-        self._in_loop = self._done = False
+        #: Whether the last loop is complete.
+        self._done = False
         #: Whether the script has left a loop after an optimizer's step, and no loop is complete since.
         self._left_unsaved = False
         #: Whether all ranks expect that rank 0 may save after this step.
         self._may_be_due = False
-        self._agreement.on_skip = self._on_skip
         self._process = os.getpid()
         #: The metric of the best checkpoint; empty if there is none.
         self._best_metric = self._saver.best_metric or ""
@@ -114,8 +110,6 @@ class Run:
             control_channel.RunRequests(
                 progress=lambda: (self.step, self._saver.committed),
                 save=self._saver.request,
-                profile=self._profiling.request,
-                skip=self._request_skip,
             )
         )
 
@@ -209,7 +203,6 @@ class Run:
         rank_exit.loop = loop = rank_exit.Loop(lambda: self.step, total)
         self._heartbeat.begin()
         self._enter("training" if self._made else "first_step")
-        self._in_loop = True
         if not self._made:
             self._state.attributes.begin(total)
         self._state.attributes.begin_loop()
@@ -217,7 +210,6 @@ class Run:
         batches = self._loader.batches(self.step, self._boundary)
         try:
             while not self._over():
-                self._profiling.at_boundary(self.step)
                 if self._lead is not None:
                     self._lead.limit({torch.cuda.current_stream(self._group.device), *self._optimizer_steps.streams})
                 self._times.ask()
@@ -234,14 +226,10 @@ class Run:
             if os.getpid() == self._process:  # rather than a child that was forked in a step and exits
                 loop.leave()
                 self._left("exception" if loop.failed else "break")
-                if not loop.failed:  # the report of a failure does not wait for the profiler
-                    self._profiling.end()
             raise
         finally:
-            self._in_loop = False
             self._heartbeat.rest()
             batches.close()  # type: ignore[attr-defined]
-        self._profiling.end()
         self._state.attributes.end_loop()
         self._complete()
 
@@ -319,27 +307,6 @@ class Run:
             if self._done and (best := self._best_metric) in values:
                 self._saver.log_best(self.step, float(logged.number(best, values[best])), self._content, last=True)
 
-    def skip(self, steps: int) -> None:
-        """Skips the batches of the next ``steps`` steps, after a spike of the loss. All ranks call it in the same step.
-
-        The next step takes its batch from that much further on in the data. The number of steps of the run stays the
-        same, as do schedules that count steps. The history and the checkpoints record it, so a resumed run does not
-        skip again, on any number of ranks. A different library's loader still yields the skipped batches, which are
-        dropped.
-
-        Args:
-            steps: how many global batches.
-
-        Raises RuntimeError outside a step and without a loader, ValueError for anything but a whole number of at least
-        1.
-        """
-        if not self._making:
-            raise RuntimeError("run.skip() works only in a step. Call it inside the loop over run.steps()")
-        if why := self._loader.why_not_skip(steps):
-            raise (ValueError if self._loader.can_skip else RuntimeError)(f"run.skip({steps!r}): {why}")
-        self._making.skip += steps
-        self._making.special = True
-
     def finish(self) -> None:
         """Ends the loop after the current step: early stopping. All ranks call it in the same step.
 
@@ -362,7 +329,6 @@ class Run:
         Raises Stopped, always. CheckpointError or Superseded, on all ranks, when this attempt can no longer save.
         """
         self._stopping = True
-        self._profiling.drop(reason)
         if self._making and self._making.optimizer_stepped:
             self._state.stopped_in_step = {"cut": True, "not_stepped": self._optimizer_steps.missing()}
             self._finish_step()
@@ -408,27 +374,6 @@ class Run:
                     self._saver.log_best(self.step, number, self._content)
             except Superseded as error:
                 self._agreement.request(str(error))
-
-    def _request_skip(self, request: str, batches: int) -> str | None:
-        """The user's request, on rank 0 in a different thread. Returns why it is refused, or None."""
-        why = self._loader.why_not_skip(batches)
-        if why is None and not self._in_loop:
-            why = "the script is not in its loop over run.steps()"
-        if why is None:
-            self._agreement.request_skip(batches, request)
-        return why
-
-    def _on_skip(self, batches: int, request: str) -> None:
-        """The user's request, on all ranks at the same boundary. Its effect is saved soon."""
-        self._skip(self.step + (self._making is not None), batches, request=request)
-        self._saver.request()
-
-    def _skip(self, step: int, batches: int, **named: str) -> None:
-        self._loader.skip(step, batches)
-        self._may_be_due = True
-        epoch = self._loader.epoch_steps
-        more = {"epoch_steps": epoch} if epoch is not None and batches > epoch else {}
-        self._report("skipped", step=step, batches=batches, batch=self._loader.batch(step), **named, **more)
 
     def _report(self, event: str, **values: Any) -> None:
         """Adds an event to the history, by rank 0."""
@@ -548,11 +493,9 @@ class Run:
         self._report("uneven_calls", step=self.step, explanation=words)
 
     def _end_special(self, made: Step) -> None:
-        """Handles what few steps have: an evaluation, skipped batches, the end."""
+        """Handles what few steps have: an evaluation, the end."""
         if made.last:
             self._state.finished.append(self._goal)
-        if made.skip:
-            self._skip(self.step, made.skip)
         self._may_be_due |= made.evaluates and bool(self._best_metric)
         self._look_at_shapes()
 

@@ -67,8 +67,6 @@ class Step:
     evaluates = False
     #: Whether ``finish`` made it the last one.
     last = False
-    #: How many batches are skipped after it.
-    skip = 0
 
 
 class OptimizerSteps:

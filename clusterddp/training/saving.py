@@ -150,7 +150,7 @@ class Saver:
       ``auto`` by the interval that ``interval_s`` computes,
     - if the script has logged the best value so far of the metric in ``ctx.run(best=...)`` or ``checkpoint.keep.best``
       (``BestSoFar``; after an evaluation at once, before the step),
-    - after a request: `tell save`, or a skip of batches (``request``),
+    - after a request: `clusterddp save` (``request``),
     - at every stop, and at the end of the training loop, unless that step is saved already (``commit``). There all
       ranks wait until it is durable.
 

@@ -33,7 +33,7 @@ class Settings:
     """``attempt`` is None without a supervisor. ``run_dir`` is None if there is nowhere to save.
 
     ``job``: without a supervisor it has the defaults, and no watchdog.
-    ``preflight``: whether the nodes are checked before training. ``profile``: whether the job's is not recorded yet.
+    ``preflight``: whether the nodes are checked before training.
     ``recording``: what ``submit --check-resume`` records of each step, if it started this process.
     ``seed``: of the job definition, else of the script, else 0.
     ``unused``: the arguments of ``init()`` that have no effect, as the fields of an event.
@@ -51,7 +51,6 @@ class Settings:
     store: StoreAddress
     notices: Mapping[str, float]
     preflight: bool = False
-    profile: bool = False
     recording: Recording | None = None
     device_memory: int | None = None
     unused: Sequence[Mapping[str, str | int]] = ()
@@ -96,7 +95,6 @@ def read(
         seed=job.seed if job.seed is not None else seed or 0,
         store=store_address(environ, ranks),
         preflight=environ.get(protocol.PREFLIGHT) == "on",
-        profile=environ.get(protocol.PROFILE) == "on",
         recording=Recording.parse(environ[protocol.CHECK_RESUME]) if protocol.CHECK_RESUME in environ else None,
         device_memory=int(environ[protocol.DEVICE_MEMORY]) if protocol.DEVICE_MEMORY in environ else None,
         unused=[

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 #: Seconds reserved for all ranks to exit.
 MARGIN_S = 3.0
+#: The request's key in the store.
+_KEY = "agreement"
 #: How much longer than the last save one may take, on a shared disk.
 CAUTION = 1.5
 
@@ -83,15 +85,10 @@ class Deadline:
                 self._act(time.monotonic() - begun)
 
 
-#: Carries out a skip that the ranks have agreed on, with the number of batches and the request.
-OnSkip = Callable[[int, str], None]
-
-
 class Vote:
-    """One rank's part of the protocol for one request. Each method is one atomic action. Their order matters."""
+    """One rank's part of the protocol. Each method is one atomic action. Their order matters."""
 
-    def __init__(self, request: Mapping[str, Any]) -> None:
-        self.request = request
+    def __init__(self) -> None:
         self.published: int | None = None
         #: The maximum over all ranks, once it is known.
         self.last: int | None = None
@@ -104,29 +101,28 @@ class Vote:
         return entered
 
     def may_pass(self, number: int) -> bool:
-        """Whether ``number`` is at most what this rank published, so that no maximum can require an action there."""
+        """Whether ``number`` is at most what this rank published, so that no maximum can require a stop there."""
         return self.published is not None and number <= self.published
 
-    def acts_at(self, number: int) -> bool:
-        """Whether all ranks act at boundary ``number`` or before it. The maximum must be known."""
+    def stops_at(self, number: int) -> bool:
+        """Whether all ranks stop at boundary ``number`` or before it. The maximum must be known."""
         assert self.last is not None
         return number > self.last
 
 
 class Agreement:
-    """One per process, made by all ranks. All carry out a request, a stop or a skip of batches, at the same boundary.
+    """One per process, made by all ranks. After a request, all stop at the same boundary.
 
     A *boundary* is a call of ``boundary``. All ranks make the same sequence of these calls, numbered 0, 1, 2 ...: the
     step loop makes one before its first step and one after each. Evaluations and other loops make their own. Without a
     request, a boundary does not communicate.
 
-    Requests are numbered, too, and each is a key in the store. Each rank has a watcher thread with its own store
-    connection, blocked on the key of the next request, which any rank sets. Every watcher then *first raises a local
-    flag, then reads and publishes the number of the last boundary that its main thread entered* (-1: none yet). The
-    main thread, at a boundary, *first writes its number, then reads the flag*. So if a main thread saw no flag at
-    boundary n, its watcher publishes n or more. If it saw the flag, it does not pass its published number until it
-    knows the maximum over all ranks. All ranks carry out the request at the boundary after that maximum: none can have
-    passed it, and every rank will reach it.
+    A request is a key in the store, which any rank sets. Each rank has a watcher thread with its own store connection,
+    blocked on that key. Every watcher then *first raises a local flag, then reads and publishes the number of the last
+    boundary that its main thread entered* (-1: none yet). The main thread, at a boundary, *first writes its number,
+    then reads the flag*. So if a main thread saw no flag at boundary n, its watcher publishes n or more. If it saw the
+    flag, it does not pass its published number until it knows the maximum over all ranks. All ranks stop at the
+    boundary after that maximum: none can have passed it, and every rank will reach it.
 
     Args:
         store: the main thread's connection. While that thread waits on it, outside a boundary, a request is delayed.
@@ -146,16 +142,12 @@ class Agreement:
         on_request: Callable[[str], None],
     ) -> None:
         self.reason: str | None = None
-        #: Carries out a skip, in the main thread.
-        self.on_skip: OnSkip | None = None
         self._on_request = on_request
         self._store, self._report = store, report
         self._rank, self._world_size = rank, world_size
         self._entered = -1
-        #: The requests that this rank has not carried out, in order. A stop stays. An entry is the flag.
-        self._votes: list[Vote] = []
-        #: The number of the request that the watcher waits for.
-        self._next = 0
+        #: Set by the watcher once there is a request: the flag.
+        self._vote: Vote | None = None
         self._lost: Exception | None = None
         self._asking = threading.Lock()
         self._asked = False
@@ -185,29 +177,19 @@ class Agreement:
         if self._signals is not None:
             self._signals.check()
         self._entered += 1
-        return bool(self._votes) and self._act(self._entered)
+        return self._vote is not None and self._stops_at(self._entered, self._vote)
 
-    def _act(self, number: int) -> bool:
-        """Carries out the requests that are due at this boundary, in order. Returns whether a stop is."""
-        for vote in list(self._votes):
-            vote.voted.wait()
-            if vote.may_pass(number):
-                continue
-            vote.known.wait()
-            if vote.last is None:
-                what = "skip batches" if "skip" in vote.request else f"stop ({self.reason})"
-                raise ClusterddpError(
-                    f"rank {self._rank} was asked to {what}, but rank 0's store is unreachable ({self._lost}). Rank 0 "
-                    "failed or exited early"
-                )
-            if not vote.acts_at(number):
-                continue
-            if "skip" not in vote.request:
-                return True
-            self._votes.remove(vote)
-            if self.on_skip is not None:
-                self.on_skip(vote.request["skip"], vote.request["by"])
-        return False
+    def _stops_at(self, number: int, vote: Vote) -> bool:
+        vote.voted.wait()
+        if vote.may_pass(number):
+            return False
+        vote.known.wait()
+        if vote.last is None:
+            raise ClusterddpError(
+                f"rank {self._rank} was asked to stop ({self.reason}), but rank 0's store is unreachable "
+                f"({self._lost}). Rank 0 failed or exited early"
+            )
+        return vote.stops_at(number)
 
     @property
     def entered(self) -> int:
@@ -222,14 +204,6 @@ class Agreement:
             self._asked = True
             self._put({"reason": reason})
 
-    def request_skip(self, batches: int, by: str) -> None:
-        """Asks all ranks to skip batches from their next common boundary on. Any thread. Does not wait for the store.
-
-        ``by``: unique among the requests.
-        """
-        wanted = {"skip": batches, "by": by}
-        threading.Thread(target=self._try_put, args=(wanted,), name="skip", daemon=True).start()
-
     def close(self) -> None:
         """Ends the watchers of all ranks, as a rank that makes no more boundaries cannot agree on a stop.
 
@@ -237,20 +211,18 @@ class Agreement:
         threads are joined, because one that returned from torch's C++ code during interpreter shutdown would abort the
         process.
         """
-        closer = threading.Thread(target=self._try_put, args=({"end": True},), name="agreement-end", daemon=True)
+        closer = threading.Thread(target=self._put_end, name="agreement-end", daemon=True)
         closer.start()
         for thread in (closer, self._watcher):
             thread.join(timeout=5)
 
     def _put(self, request: Mapping[str, Any]) -> None:
-        """Makes this the next request of all ranks, unless an equal one exists."""
-        number, text = self._next, json.dumps(request)
-        while self._store.compare_set(_key(number), "", text).decode() != text:
-            number += 1
+        """Makes this the request of all ranks, unless there is one."""
+        self._store.compare_set(_KEY, "", json.dumps(request))
 
-    def _try_put(self, request: Mapping[str, Any]) -> None:
+    def _put_end(self) -> None:
         with suppress(RuntimeError):  # the store is lost, and every watcher has noticed
-            self._put(request)
+            self._put({"end": True})
 
     def _on_signal(self, number: signal.Signals) -> None:
         name = number.name.removeprefix("SIG")
@@ -266,34 +238,26 @@ class Agreement:
 
     def _watch(self, store: Store) -> None:
         try:
-            while "end" not in (request := json.loads(store.get(_key(self._next)))):
-                if "reason" in request:
-                    self.reason = request["reason"]
-                    self._on_request(request["reason"])
-                self._vote(store, Vote(request), _key(self._next))
-                if "reason" in request:
-                    return
-                self._next += 1
+            request = json.loads(store.get(_KEY))
+            if "end" not in request:
+                self.reason = request["reason"]
+                self._on_request(request["reason"])
+                self._agree(store)
         except RuntimeError as error:
             self._lost = error
         finally:
-            for vote in list(self._votes):
-                vote.known.set()
+            if self._vote is not None:
+                self._vote.known.set()
 
-    def _vote(self, store: Store, vote: Vote, key: str) -> None:
-        self._votes.append(vote)
+    def _agree(self, store: Store) -> None:
+        self._vote = vote = Vote()
         number = vote.publish(self._entered)
         vote.voted.set()
-        store.set(f"{key}/published/{self._rank}", str(number))
-        if store.add(f"{key}/published", 1) == self._world_size:
-            numbers = store.multi_get([f"{key}/published/{rank}" for rank in range(self._world_size)])
-            store.set(f"{key}/last", str(max(map(int, numbers))))
-        vote.last = int(store.get(f"{key}/last"))
-        vote.known.set()
-
-
-def _key(number: int) -> str:
-    return f"agreement/{number}"
+        store.set(f"{_KEY}/published/{self._rank}", str(number))
+        if store.add(f"{_KEY}/published", 1) == self._world_size:
+            numbers = store.multi_get([f"{_KEY}/published/{rank}" for rank in range(self._world_size)])
+            store.set(f"{_KEY}/last", str(max(map(int, numbers))))
+        vote.last = int(store.get(f"{_KEY}/last"))
 
 
 def open_store(settings: Settings) -> AttemptStore:

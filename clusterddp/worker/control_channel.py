@@ -79,15 +79,11 @@ class RunRequests:
     """The user's requests that the run in this process serves, from any thread.
 
     ``progress`` returns how many steps are done and the newest checkpoint's step. ``save`` has the next step boundary
-    save. ``profile`` and ``skip`` take a request and a number of steps, and return why it is refused, if so.
-    ``profile`` records these steps from the next boundary on. ``skip``, on rank 0, has all ranks skip this many
-    batches.
+    save.
     """
 
     progress: Callable[[], tuple[int, int | None]]
     save: Callable[[], None]
-    profile: Callable[[str, int], str | None]
-    skip: Callable[[str, int], str | None]
 
 
 class ControlChannel:

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -304,9 +304,8 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
 
 
 def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, commit, skip batches,
-    record a profile, report or write stacks, write torch's flight record, or exit at once. Works even if the main
-    thread hangs.
+    """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, commit, report or
+    write stacks, write torch's flight record, or exit at once. Works even if the main thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
@@ -323,17 +322,12 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
         threading.Thread(
             target=_report_stacks, args=(channel, str(order["stacks"])), name="stacks", daemon=True
         ).start()
-    run = channel.run
     if "explain" in order:
         threading.Thread(
             target=_explain, args=(channel, str(order["explain"]), end["host"]), name="facts", daemon=True
         ).start()
     if "save" in order:
         _save(channel, str(order["save"]))
-    if "profile" in order:
-        channel.send("will_profile", **_begun(run.profile if run else None, str(order["profile"])))
-    if "skip" in order:
-        channel.send("will_skip", **_begun(run.skip if run else None, str(order["skip"])))
     if "commit" in order:
         channel.answer(str(order["commit"]))
     if "leave" in order and _used_clusterddp():
@@ -363,13 +357,6 @@ def _save(channel: ControlChannel, request: str) -> None:
     channel.send("saving", request=request, step=step, committed=committed)
     if committed != step:
         run.save()
-
-
-def _begun(begin: Callable[[str, int], str | None] | None, order: str) -> dict[str, str]:
-    """Begins what a request with a number asks for. Returns the request, and why it is refused, if so."""
-    request, number = order.split()
-    refused = "the script has not called ctx.run() yet" if begin is None else begin(request, int(number))
-    return {"request": request} if refused is None else {"request": request, "refused": refused}
 
 
 def stops_at_a_step() -> bool:

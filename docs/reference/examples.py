@@ -29,7 +29,6 @@ EXAMPLES = {
     "Run.end_of_epoch": "if run.end_of_epoch:\n    scheduler.step()",
     "Run.at_start_of_epoch": 'if run.at_start_of_epoch:\n    ctx.print(f"epoch {run.epoch}")',
     "Run.every": "if run.every(epochs=1):  # before the step's training\n    scheduler.step(evaluate(model))",
-    "Run.skip": 'if loss > 10 * progress["usual"]:  # the same value on all ranks\n    run.skip(200)',
     "Run.steps": "for images, labels in run.steps(20_000):\n    ...",
     "Run.epochs": "for images, labels in run.epochs(90):\n    ...",
     "Run.micro": "for images, labels in run.micro(batch):\n    F.cross_entropy(model(images), labels).backward()",
@@ -90,7 +89,9 @@ EXAMPLES = {
     "cancel": "clusterddp cancel runs/train-0\nclusterddp cancel 'runs/lr-*' --yes",
     "prune": "clusterddp prune runs --keep-checkpoints 2 --logs",
     "stacks": "clusterddp stacks runs/train-0 --rank 0,8-15",
-    "tell": "clusterddp tell runs/train-0 save",
+    "stop": "clusterddp stop runs/train-0",
+    "save": "clusterddp save runs/train-0",
+    "drain": "clusterddp drain runs/train-0 n3",
     "requeue": "clusterddp requeue runs/train-0 --exclude n3",
     "shell": "clusterddp shell runs/train-0 --rank 3\nclusterddp shell runs/train-0 --rank 3 -- nvidia-smi",
 }

@@ -68,7 +68,7 @@ def test_a_stop_that_has_begun_and_a_reason_without_a_notice_have_no_deadline(ac
 def test_of_several_notices_the_nearest_end_counts_once(acted: Any, reasons: tuple[str, str]) -> None:
     """Slurm does not wait for the longer one."""
     several = deadline(acted, USR2=900.0, TERM=0.0)
-    for reason in ("clusterddp tell stop", *reasons, "TERM"):
+    for reason in ("clusterddp stop", *reasons, "TERM"):
         several.begin(f"signal {reason}", last_save_s=0.0)
     assert acted[0].wait(30)
     wait_until(lambda: not any(timer.is_alive() for timer in several._timers if timer.interval == 0.0), "both timers")

@@ -114,7 +114,7 @@ seen = []
 for number, (total, _, at) in enumerate(loop.partition(":") for loop in loops):
     if str(number) == stop_before:
         ctx.request_stop("test")
-        while not ctx._agreement._votes:  # no public name: the request has not reached this rank yet
+        while ctx._agreement._vote is None:  # no public name: the request has not reached this rank yet
             time.sleep(0.01)
     for taken, x in enumerate(run.steps(int(total)), 1):
         seen.append((run.step, int(x.item() - ctx.rank) // ctx.world_size))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import shutil
 from pathlib import Path
@@ -29,7 +31,7 @@ STEPS = {
 
 def test_every_recipe_is_tested_and_on_the_page() -> None:
     scripts = {path.stem for path in RECIPES.glob("*.py")}
-    assert scripts == {*STEPS, "mixed_precision"}
+    assert scripts == {*STEPS, "mixed_precision", "profiled"}
     assert set(re.findall(r"\((\w+)\.py\)", (RECIPES / "README.md").read_text())) == scripts
 
 
@@ -42,6 +44,20 @@ def test_a_recipe_that_was_preempted_ends_as_the_undisturbed_run(tmp_path: Path,
     assert re.search(printed, said)
     check_same(preempted, whole)
     assert re.search(printed, attempt(preempted, script).expect(0).output(0))
+
+
+def test_a_profile_has_its_steps_once_and_changes_no_result(tmp_path: Path) -> None:
+    """The profiled run is preempted later, and compared with one whose profile would begin after its last step."""
+    script = [RECIPES / "profiled.py", "--steps", 30, "--profile-steps", 3]
+    preempted, whole = RunDirectory(tmp_path / "preempted"), RunDirectory(tmp_path / "whole")
+    attempt(whole, [*script, "--profile-from", 99]).expect(0)
+    attempt(preempted, script, [STOP]).expect(75)
+    attempt(preempted, script).expect(0)
+    check_same(preempted, whole)
+    assert not (whole.path / "profiles").exists()
+    [trace] = (preempted.path / "profiles").iterdir()
+    names = [event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert {name for name in names if name.startswith("ProfilerStep#")} == {f"ProfilerStep#{s}" for s in (10, 11, 12)}
 
 
 def submit(run: RunDirectory, script: Path | None = None, *options: str, code: int = 0) -> str:

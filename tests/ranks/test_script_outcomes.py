@@ -63,7 +63,7 @@ def test_every_rank_gets_the_signal_that_its_script_expects_and_may_save(folder:
         assert output(1, rank).startswith(f"starts at step {saved.split()[2]}\n")
 
 
-def test_tell_stop_and_requeue_reach_a_script_that_expects_a_signal(folder: Path) -> None:
+def test_stop_and_requeue_reach_a_script_that_expects_a_signal(folder: Path) -> None:
     """Both are told over the connection: nothing else signals the ranks."""
     run = RunDirectory("run")
     options = ["--set", "stop.signal=INT", "--", "SIGINT", "saves", "5000"]
@@ -73,7 +73,7 @@ def test_tell_stop_and_requeue_reach_a_script_that_expects_a_signal(folder: Path
         asked = clusterddp("requeue", "run")
         assert asked.returncode == 0, asked.stderr
         wait_until(lambda: 1 in run.attempts() and "starts" in output(1, 1), "the second attempt")
-        asked = clusterddp("tell", "run", "stop")
+        asked = clusterddp("stop", "run")
         assert loop.wait(timeout=60) == 130, story(run)
     finally:
         loop.kill()
@@ -81,7 +81,7 @@ def test_tell_stop_and_requeue_reach_a_script_that_expects_a_signal(folder: Path
     assert "saved step" in output(0, 0) and "saved step" in output(0, 1) and "saved step" in output(1, 1)
     assert [event["cause"] for event in run.events() if event["event"] in ("requeued", "stopped")] == [
         "stopped by `clusterddp requeue`",
-        "stopped by `clusterddp tell stop`",
+        "stopped by `clusterddp stop`",
     ]
     assert run.outcome() is None
 

@@ -1,4 +1,4 @@
-"""A training that evaluates twice after each epoch, skips batches, and is told to stop at chosen points.
+"""A training that evaluates twice after each epoch, and is told to stop at chosen points.
 
 usage: evaluated.py RUN_DIR [POINT...]: attempt n stops at the n-th point, which is NAME@STEP; each rank writes
 RUN_DIR/final-RANK.pt at the end.
@@ -69,8 +69,6 @@ for inputs, targets in run.epochs(12):
         point("between")
         run.log(again=evaluate("second"))
         point("after")
-    if run.step == 12:
-        run.skip(6)  # more than an epoch of 5 steps
     loss = (model(inputs) - targets).square().mean()
     optimizer.zero_grad()
     loss.backward()

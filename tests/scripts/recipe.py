@@ -18,10 +18,9 @@ init = clusterddp.init
 def stop(ctx):
     if ctx.rank == ctx.world_size - 1:
         ctx.request_stop("the test")
-    votes = ctx._agreement._votes
-    while not votes:
+    while (vote := ctx._agreement._vote) is None:
         time.sleep(0.001)
-    votes[0].voted.wait()
+    vote.voted.wait()
 
 
 def init_with_run_dir():

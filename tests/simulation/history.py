@@ -91,7 +91,7 @@ class Plan:
 
 
 #: Which of the histories may have a fault of this kind, where that is not 0.4: a watchdog's heartbeats are many events.
-SHARE = {"hang": 0.07, "tell stop": 0.2, "scancel": 0.25, "cancel": 0.25}
+SHARE = {"hang": 0.07, "stop": 0.2, "scancel": 0.25, "cancel": 0.25}
 
 
 #: Commands by which a supervisor continues a run.
@@ -99,7 +99,7 @@ SAVE = "a save"
 MOMENTS = ("scontrol requeue", "scontrol update", "sbatch --parsable")
 #: What may happen in such a moment, and what may be wrong with the controller then.
 STRIKING = (
-    *("scancel", "cancel", "tell stop", "submit again"),
+    *("scancel", "cancel", "stop", "submit again"),
     *("lose a node", "preempt", "kill the supervisor", "requeue"),
 )
 TROUBLE = ("answers lost", "answers lost", "controller slow", "controller away", "requests limited")
@@ -652,25 +652,25 @@ def _requeue(history: History, draw: random.Random) -> None:
     history.user("admin", work)
 
 
-def _tell_stop(history: History, draw: random.Random) -> None:
-    history.user("tell stop", lambda: steering.stop(history.run))
+def _stop(history: History, draw: random.Random) -> None:
+    history.user("stop", lambda: steering.stop(history.run))
 
 
 def _drain(history: History, draw: random.Random) -> None:
     nodes = sorted({rank.process.node for rank in history.training})
     if nodes:
         for node in [draw.choice(nodes), *draw.choice(((), (), ("n4",), nodes))]:
-            history.user("tell drain", lambda node=node: steering.drain(history.run, node))  # type: ignore[misc]
+            history.user("drain", lambda node=node: steering.drain(history.run, node))  # type: ignore[misc]
 
 
-def _tell_save(history: History, draw: random.Random) -> None:
+def _save(history: History, draw: random.Random) -> None:
     def work() -> int:
         before = history.world.now
         code = steering.save(history.run)
         history.invariants.asked_to_save(before, code)
         return code
 
-    history.user("tell save", work)
+    history.user("save", work)
 
 
 def _requeue_command(history: History, draw: random.Random) -> None:
@@ -697,7 +697,8 @@ def _hang(history: History, draw: random.Random) -> None:
 
 def _kill_command(history: History, draw: random.Random) -> None:
     """A terminal is closed: a command of the user's ends at once, ``submit`` apart, and is given again."""
-    names = ("cancel", "resubmit", "wait", "tell", "requeue", *(("submit",) if history.plan.sweep else ()))
+    names: tuple[str, ...] = ("cancel", "resubmit", "wait", "stop", "save", "drain", "requeue")
+    names += ("submit",) if history.plan.sweep else ()
     there = [each for each in history.world.processes if each.alive and each.name.startswith(names)]
     if there:
         process = draw.choice(there)
@@ -787,8 +788,8 @@ FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
     "time limit lowered": _time_limit,
     "time limit raised": _more_time,
     "requests limited": _limited,
-    "tell stop": _tell_stop,
-    "tell save": _tell_save,
+    "stop": _stop,
+    "save": _save,
     "requeue": _requeue_command,
     "prune": _prune,
     "hang": _hang,

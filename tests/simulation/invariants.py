@@ -52,7 +52,7 @@ HARMLESS = frozenset(
             "time limit lowered",
             "time limit raised",
             "requests limited",
-            "tell save",
+            "save",
             "requeue",
             "prune",
             "hang",
@@ -178,7 +178,7 @@ class Invariants:
         self._submitted_after = max((event["attempt"] for event in self.events()), default=-1)
 
     def _is_held(self, number: int, supervisor: Process) -> bool:
-        """Whether a user has stopped the run by ``tell stop`` in an earlier attempt, and not submitted it since.
+        """Whether a user has stopped the run by ``stop`` in an earlier attempt, and not submitted it since.
 
         A second job that the user had submitted before is not stopped with the first, nor one that is recorded nowhere,
         because its submission got no answer. ``resubmit``, while it waits for Slurm, does not see a request that a
@@ -213,12 +213,12 @@ class Invariants:
             self._violated("I4", f"{into.path.name} begins at step {state['step']}, and {saved[-1].step} was committed")
 
     def asked_to_save(self, at: float, code: int) -> None:
-        """``tell save``, begun at this time, has ended with this exit code."""
+        """``save``, begun at this time, has ended with this exit code."""
         committed = self._history.cluster.committed
         reached = max((attempt.reached for attempt in self.attempts.values()), default=0)
         is_saved = any(saved.at > at - TOGETHER_S or saved.step >= reached for saved in committed)
         if code == 0 and not is_saved:
-            self._violated("tell save", "it says that a checkpoint is committed, and none is")
+            self._violated("save", "it says that a checkpoint is committed, and none is")
 
     def waited(self, code: int) -> None:
         """``wait`` has ended with this exit code."""
@@ -360,7 +360,7 @@ class Invariants:
         if self._is_done_before(number, server_of(rank)):
             self._violated("I10", f"attempt {number} trains, and the mark of `done` is there")
         if self._is_held(number, server_of(rank)):
-            self._violated("I9", f"attempt {number} trains, and the run was stopped by `clusterddp tell stop`")
+            self._violated("I9", f"attempt {number} trains, and the run was stopped by `clusterddp stop`")
         if self._marked:
             marked = self._history.disk.nodes[f"{self._history.run.path}/cancelled"].created
             if self._world.now - max(marked, rank.process.stopped_until, server_of(rank).stopped_until) > 60:

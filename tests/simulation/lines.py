@@ -13,7 +13,7 @@ from tests.simulation.world import Thread
 
 #: Functions and classes whose lines do not count: what a model or `product.py` replaces, the command line with its
 #: messages, local runs and a user's own allocation, scripts that do not use clusterddp, and requests that change
-#: nothing in the life of a run (stacks, profiles, skipped batches).
+#: nothing in the life of a run (stacks).
 LEFT_OUT = {
     "runs/waiting.py": {"_show", "wait_and_resubmit", "_look", "give_up", "leave"},
     "runs/request_client.py": {"_through_a_step", "check_trains", "step_command", "_reachable_name", "relay", "ask"},
@@ -42,8 +42,7 @@ LEFT_OUT = {
         *("main", "_open_own_log", "without_spares", "conclude"),
     },
     "supervisor/user_requests.py": {
-        *("_stacks", "_on_stacks", "_wanted", "_stacks_answer", "_skip", "_on_will_skip", "on_skipped", "_profile"),
-        *("_why_no_profile", "_named", "_on_will_profile", "on_profile", "_profiles", "_profile_late", "_child"),
+        *("_stacks", "_on_stacks", "_wanted", "_stacks_answer", "_child"),
     },
     "runs/sweep_submission.py": {"run_all", "_run", "_loop_ended", "scripts", "check_marks", "_check_same"},
     "supervisor/history.py": {"StepLog", "_Output"},

@@ -165,7 +165,7 @@ def _hidden_outcomes_are_not_waited_for() -> Patches:
 
 
 def _stop_is_forgotten() -> Patches:
-    """After `clusterddp tell stop` the run is requeued."""
+    """After `clusterddp stop` the run is requeued."""
     follows = {**verdict._FOLLOWS, Cause.STOP_REQUESTED: verdict.Action.AGAIN}
     return [(verdict, "_FOLLOWS", follows), (main, "held", lambda _: None), (waiting, "held", lambda _: None)]
 
@@ -193,7 +193,7 @@ def _controller_asked_all_the_time() -> Patches:
 
 
 def _saves_are_promised() -> Patches:
-    """`tell save` reports success before the checkpoint is committed."""
+    """`save` reports success before the checkpoint is committed."""
 
     def on_saving(state: Any, waiting: Any) -> Any:
         return user_requests._finish(state, waiting.request, {"checkpoint": waiting.answers[0].get("step") or 0})

@@ -58,7 +58,7 @@ LAST_STEP = 30
 #: What a real Slurm can be given in seconds.
 KINDS = (
     *("preempt", "scancel", "cancel", "submit again", "kill a rank", "kill the supervisor", "requeue by admin"),
-    *("tell stop", "tell save", "requeue", "lose a node"),
+    *("stop", "save", "requeue", "lose a node"),
 )
 #: What lasts, and for how many seconds it may.
 LASTING: Mapping[str, tuple[float, ...]] = {
@@ -72,9 +72,9 @@ WITHOUT_SLURM = ("kill a rank", "kill the supervisor", "lose a node", "cut off")
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "plain": KINDS,
     "lasting": (*KINDS, *2 * tuple(LASTING)),
-    "unanswered": ("preempt", "preempt", "requeue", "kill a rank", "tell save", "scancel"),
-    "spare": ("lose a node", "lose a node", "drain", "kill a rank", "preempt", "tell save"),
-    "limit": ("kill a rank", "tell save", "preempt", "requeue"),
+    "unanswered": ("preempt", "preempt", "requeue", "kill a rank", "save", "scancel"),
+    "spare": ("lose a node", "lose a node", "drain", "kill a rank", "preempt", "save"),
+    "limit": ("kill a rank", "save", "preempt", "requeue"),
 }
 #: Of a release: where its Slurm comes from.
 RELEASES = {"22.05": None, "24.11": "trixie", "26.05": "sid"}
@@ -149,7 +149,7 @@ class Playable(History):
         self.struck.append(struck)
         if struck.kind == "drain":
             node = next(rank.process.node for rank in self.training if rank.number == struck.rank)
-            self.user("tell drain", lambda: steering.drain(self.run, node))
+            self.user("drain", lambda: steering.drain(self.run, node))
         elif not struck.lasts_s:
             super()._strike(fault)
         elif struck.kind == "suspend":
@@ -352,12 +352,12 @@ STRIKE: Mapping[str, Strike] = {
     "kill a rank": lambda cluster, _, struck, __: _kill(cluster, "clusterddp.worker", struck.rank),
     "kill the supervisor": lambda cluster, *_: _kill(cluster, "clusterddp.supervisor", 0),
     "requeue by admin": lambda cluster, training, *_: cluster.root(["scontrol", "requeue", training.job_id]),
-    "tell stop": lambda _, training, __, user: user("tell", training.run.path, "stop"),
-    "tell save": lambda _, training, __, user: user("tell", training.run.path, "save"),
+    "stop": lambda _, training, __, user: user("stop", training.run.path),
+    "save": lambda _, training, __, user: user("save", training.run.path),
     "requeue": lambda _, training, __, user: user("requeue", training.run.path),
     "lose a node": _lose_node,
     "drain": lambda cluster, training, struck, user: user(
-        "tell", training.run.path, f"drain={_node_of(cluster, training, struck.rank)}"
+        "drain", training.run.path, _node_of(cluster, training, struck.rank)
     ),
     "suspend": _suspend,
     "controller away": _stop_controller,

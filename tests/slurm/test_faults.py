@@ -105,7 +105,7 @@ def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
         training.wait_for_attempt(attempt + 1)
     follow_resubmission(training)
     training.wait_for_a_step_of(2)
-    cluster.run([cluster.python, "-m", "clusterddp", "tell", training.run.path, "stop"])
+    cluster.run([cluster.python, "-m", "clusterddp", "stop", training.run.path])
     assert cluster.wait_job(training.job_id, {"COMPLETED"})["ExcNodeList"] == "n2"
     training = Training.submit(cluster, runs, "--pause", "0.2", options=OFTEN)
     assert training.finish() == "completed", story(training.run)

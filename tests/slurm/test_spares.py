@@ -47,10 +47,10 @@ def die(cluster: Cluster, node: str) -> None:
     cluster.kill_node(node)
 
 
-def tell(training: Training, order: str, check: bool = True) -> str:
-    """What ``clusterddp tell`` prints, or says of a refusal."""
+def drain(training: Training, node: str, check: bool = True) -> str:
+    """What ``clusterddp drain`` prints, or says of a refusal."""
     cluster = training.cluster
-    command = [cluster.python, "-m", "clusterddp", "tell", training.run.path, order]
+    command = [cluster.python, "-m", "clusterddp", "drain", training.run.path, node]
     done = cluster.run(command, cwd=cluster.source, check=check)
     return done.stdout if check else done.stderr
 
@@ -88,10 +88,10 @@ def test_a_drained_node_is_left_without_repeating_a_step(
     """All ranks stop after the same step. Without a further spare node the order is refused, and training continues."""
     training = Training.submit(cluster, runs, "--pause", "0.3", options=SPARE)
     wait_for_step(training.run, 2)
-    assert "not drained: no rank runs on n3, only on n1, n2" in tell(training, "drain=n3", check=False)
-    assert "estarting all ranks in place" in tell(training, "drain=n1")  # rank 0's, and the supervisor's
+    assert "not drained: no rank runs on n3, only on n1, n2" in drain(training, "n3", check=False)
+    assert "estarting all ranks in place" in drain(training, "n1")  # rank 0's, and the supervisor's
     training.wait_for_a_step_of(1)
-    refused = tell(training, "drain=n2", check=False)
+    refused = drain(training, "n2", check=False)
     assert "not drained: the job has 1 node left, but the run needs 2. `clusterddp requeue" in refused
     check_continued(training, uninterrupted_training, steps=0)
     assert nodes_of(training) == [["n1", "n2"], ["n2", "n3"]]

@@ -1,4 +1,4 @@
-"""``stacks``, ``tell`` and ``requeue`` from a login node of a real Slurm."""
+"""``stacks``, ``stop`` and ``requeue`` from a login node of a real Slurm."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def test_a_run_in_the_queue_is_steered_from_the_login_node_and_keeps_its_bits(
 ) -> None:
     """Stacks by both ways, a requeue without a preemption, a stop that ends the job, and a new job that continues."""
 
-    def tell(*words: object, cut_off: bool = False) -> str:
+    def output(*words: object, cut_off: bool = False) -> str:
         program = ["-c", CUT_OFF] if cut_off else ["-m", "clusterddp"]
         return cluster.run([cluster.python, *program, *words], cwd=cluster.source).stdout
 
     training = Training.submit(cluster, runs, "--pause", "0.2")
     run = training.run
     wait_for_step(run, 2)
-    answer = json.loads(tell("stacks", run, "--json", cut_off=True))
+    answer = json.loads(output("stacks", run, "--json", cut_off=True))
     assert sorted(rank for group in answer["stacks"] for rank in group["ranks"]) == [0, 1], answer
-    assert "(n1" in tell("stacks", run)
-    assert "is saved. The job is requeued" in tell("requeue", run)
-    assert "is already waiting in the queue" in tell("requeue", run)
+    assert "(n1" in output("stacks", run)
+    assert "is saved. The job is requeued" in output("requeue", run)
+    assert "is already waiting in the queue" in output("requeue", run)
     training.wait(lambda: any(line["attempt"] == 1 for line in run.metrics()), "a step of attempt 1")
-    assert "held until it is submitted again" in tell("tell", run, "stop")
+    assert "held until it is submitted again" in output("stop", run)
     assert cluster.wait_job(training.job_id, {"COMPLETED"})["Restarts"] == "1"
-    assert "state     stopped (stopped by `clusterddp tell stop`)" in tell("status", run)
+    assert "state     stopped (stopped by `clusterddp stop`)" in output("status", run)
     assert run.outcome() is None and run.attempts() == [0, 1], story(run)
     assert (run.newest_metrics() or {})["step"] < STEPS - 1
     training.job_id = Training.submit(cluster, runs, "--pause", "0.2").job_id

@@ -127,7 +127,7 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         "cancelled": (11, r": cancelled\n"),
     },
     "stacks RUN": {RUNNING: (0, r"1 rank in stand_in.py:\d+"), **WITHOUT_RANKS},
-    "tell RUN save": {RUNNING: (1, "there is no run to save"), **WITHOUT_RANKS},
+    "save RUN": {RUNNING: (1, "there is no run to save"), **WITHOUT_RANKS},
     "submit --run-dir RUN": {
         f"{WAITING} {RUNNING}": (1, r"held by job \d+(_\d)? \("),
         "completed": (0, "has already completed at step 10\\. For more steps"),
@@ -167,9 +167,9 @@ CHANGING: dict[str, dict[str, Cell | None]] = {
     "requeue RUN ^C": {
         **WITHOUT_RANKS,
         WAITING: (0, "is already waiting in the queue"),
-        RUNNING: (130, "all ranks stop after their current step(.|\n)*The requeue continues"),
+        RUNNING: (130, "all ranks stop after their current step(.|\n)*No longer waiting"),
     },
-    "tell RUN stop ^C": {
+    "stop RUN ^C": {
         RUNNING: (130, "all ranks stop after their current step(.|\n)*No longer waiting"),
         **WITHOUT_RANKS,
     },

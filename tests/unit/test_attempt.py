@@ -1037,7 +1037,7 @@ def test_a_submission_without_an_answer_is_looked_for_before_another_one_is_made
     submissions: int,
     end: tuple[str, str | None],
 ) -> None:
-    """Slurm may have carried it out: that job trained on after `clusterddp tell stop`, and no file named it. This job,
+    """Slurm may have carried it out: that job trained on after `clusterddp stop`, and no file named it. This job,
     which is in the queue, too, is no successor. One that was cancelled meanwhile submits no other."""
     asked: list[str] = []
 

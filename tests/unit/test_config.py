@@ -220,10 +220,6 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "backend": (["gloo"], ["mpi"]),
     "share": (["group"], ["all"]),
     "preflight": (["true", "false"], ["on", "1"]),
-    "profile": (
-        ["{}", "{steps: 20, at: 0, ranks: 0}", "{ranks: 0-0}", "{ranks: [0, 0-0]}"],
-        ["20", "{steps: 0}", "{steps: 101}", "{at: -1}", "{ranks: all}", "{ranks: []}", "{ranks: -1}", "{from: 3}"],
-    ),
     "tensorboard": (["true", "false"], ["on", "1", "logs"]),
     "wandb": (
         ["true", "false", "digits", "my project", "{}", "{project: p, entity: lab, group: g, mode: offline}"],

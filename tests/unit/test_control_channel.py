@@ -136,12 +136,12 @@ def test_malformed_input_is_dropped_and_the_server_continues(heard: Heard, words
 def test_each_reason_to_stop_is_passed_on_once_also_those_from_before(heard: Heard) -> None:
     """A later one may leave less time."""
     link, reasons = join(heard, 0, port=1), list[str]()
-    for reason in ("clusterddp tell stop", "clusterddp tell stop", "time limit"):
+    for reason in ("clusterddp stop", "clusterddp stop", "time limit"):
         link.stop(reason)
     link.on_stop(reasons.append)
     for reason in ("time limit", "preemption"):
         link.stop(reason)
-    assert reasons == ["clusterddp tell stop", "time limit", "preemption"]
+    assert reasons == ["clusterddp stop", "time limit", "preemption"]
 
 
 def test_an_order_that_cannot_be_carried_out_hides_no_later_one(
@@ -566,7 +566,7 @@ def test_a_rank_that_reaches_another_service_quotes_its_answer(answer: bytes) ->
 def test_a_request_whose_wake_up_is_read_with_the_one_before_is_carried_out_at_once(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waited for the next message of any rank, so `clusterddp tell save` got its answer late, or never."""
+    """It waited for the next message of any rank, so `clusterddp save` got its answer late, or never."""
     carry_out, carried_out = heard.server._carry_out_requests, threading.Event()
     late = [carried_out.set]
 

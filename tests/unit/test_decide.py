@@ -451,7 +451,7 @@ def test_a_stop_with_a_deadline_is_told_to_ranks_that_are_stopping_already(
     notice: Notice, word: str, waits: bool
 ) -> None:
     """They have no deadline yet: a long step would run into the KILL."""
-    held = after(Request(1, "stop"), RankEvent(0, "notified", {"reason": "clusterddp tell stop"}))
+    held = after(Request(1, "stop"), RankEvent(0, "notified", {"reason": "clusterddp stop"}))
     state, todo = step(held, notice, NOW)
     if waits:  # its TERM may be on its way
         state, todo = step(state, Timer.LOOK, NOW)
@@ -464,7 +464,7 @@ def test_a_stop_with_a_deadline_is_told_to_ranks_that_are_stopping_already(
 
 def test_the_controller_is_asked_at_the_first_signal_also_of_ranks_that_are_stopping_already() -> None:
     """Only it can tell a preemption from a signal of somebody else."""
-    held = after(Request(1, "stop"), RankEvent(0, "notified", {"reason": "clusterddp tell stop"}))
+    held = after(Request(1, "stop"), RankEvent(0, "notified", {"reason": "clusterddp stop"}))
     for state in (after(), held):
         told, todo = step(state, TOLD, NOW)
         assert Do.ASK_CONTROLLER in todo

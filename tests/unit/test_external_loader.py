@@ -156,23 +156,6 @@ def test_a_shuffled_data_loader_is_read_again() -> None:
     assert [batch.tolist() for batch in take(made(loader(), checkpoint(stopped, 4)), 4, 2)] == whole[4:]
 
 
-def test_skipped_batches_are_passed_over_and_a_resume_finds_the_place(capfd: pytest.CaptureFixture[str]) -> None:
-    whole = take(made(Plain()), 0, 20)
-    loader = made(Plain())
-    batches = loader.batches(0, nothing)
-    first = [next(batches) for _ in range(3)]
-    loader.skip(3, 6)
-    capfd.readouterr()
-    assert [*first, next(batches), next(batches)] == [*whole[:3], *whole[9:11]]
-    assert capfd.readouterr().err == "", "a skip reads nothing again"
-    resumed = made(Plain(), checkpoint(loader, 5))
-    assert take(resumed, 5, 3) == whole[11:14]
-    at_skip = made(Plain(), checkpoint(loader, 3))
-    batches = at_skip.batches(3, nothing)
-    assert next(batches) == whole[9]
-    assert at_skip.epochs_before(3, 1), "the pass ended within what was skipped"
-
-
 def test_the_run_can_stop_while_batches_are_read_again() -> None:
     stopped = made(Plain())
     take(stopped, 0, 7)

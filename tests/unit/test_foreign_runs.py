@@ -109,10 +109,9 @@ def test_a_member_of_the_group_sees_a_shared_local_run(open_folder: Path, end: s
             path.chmod(0o2750 if path.is_dir() else 0o640)
     run.private.chmod(0o700)
     seen = [("status",), ("status", "--json"), ("list",), ("logs", "--rank", "0"), ("report", "-o", "/dev/null")]
-    controls = [("tell",), ("requeue",), ("stacks",)]
+    controls = [("stop",), ("save",), ("requeue",), ("stacks",)]
     for words in (*seen, *controls):
-        given = [*words, run, *(["stop"] if words == ("tell",) else [])]
-        member = start_as_other(sys.executable, "-m", "clusterddp", *given, user=MEMBER)
+        member = start_as_other(sys.executable, "-m", "clusterddp", *words, run, user=MEMBER)
         out, err = member.communicate(timeout=60)
         assert "ermission denied" not in out + err and "Traceback" not in err, (words, out, err)
         assert (member.returncode == 0) == (words in seen), (words, out, err)

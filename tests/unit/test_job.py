@@ -17,7 +17,6 @@ from clusterddp.jobdef.job import (
     Keep,
     Limits,
     Mlflow,
-    ProfiledSteps,
     Resume,
     StopSignal,
     Timeouts,
@@ -74,7 +73,6 @@ backend: gloo
 keep_logs: 7
 share: group
 preflight: true
-profile: {steps: 3, at: 7, ranks: "0-1"}
 tensorboard: true
 wandb: {project: digits, entity: lab, group: "7", mode: offline}
 mlflow: {experiment: digits, tracking_uri: "http://mlflow:5000"}
@@ -150,7 +148,6 @@ def test_every_field_is_read(folder: Path) -> None:
         keep_logs=7,
         share="group",
         preflight=True,
-        profile=ProfiledSteps(3, 7, (0, 1)),
         tensorboard=True,
         wandb=Wandb("digits", "lab", "7", "offline"),
         mlflow=Mlflow("digits", "http://mlflow:5000"),

@@ -74,7 +74,6 @@ def leave_by_caught_error(around: Around, loop: Loop) -> None:
 def test_a_loop_knows_whether_an_exception_ended_it(
     leave: Callable[[Around, Loop], object], failed: bool, around: Around
 ) -> None:
-    """With an exception it does not wait for a profiler."""
     loop = Loop(lambda: 0, 9)
     with suppress(ValueError):
         leave(around, loop)

@@ -217,7 +217,7 @@ def test_a_drained_node_is_excluded_from_the_next_job_if_the_spare_node_has_fail
     assert controller.asked == ["resubmit n2"]
     (end,) = (event for event in run.events() if event["event"] == "resubmitted")
     why = "Node n2 is drained and the spare node n3 cannot be used, and the job has 1 node left, but the run needs 2"
-    assert end["reason"] == f"stopped by `clusterddp tell drain`. {why}"
+    assert end["reason"] == f"stopped by `clusterddp drain`. {why}"
     assert f"{why}. " in (sentence(end) or "")
 
 

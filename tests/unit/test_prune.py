@@ -90,20 +90,6 @@ def test_the_newest_and_the_best_checkpoint_stay(run: RunDirectory, capsys: Capt
     assert capsys.readouterr().out == f"{run} has nothing to delete\n"
 
 
-def test_profiles_are_deleted_on_request(run: RunDirectory, capsys: Captured) -> None:
-    trace = run.profile_file(2, 0, 5)
-    trace.parent.mkdir(parents=True)
-    trace.write_bytes(b"x" * 1000)
-    assert command(["prune", str(run), "--yes"]) == 0
-    assert trace.exists()
-    assert command(["prune", str(run), "--profiles"]) == 0
-    shown = capsys.readouterr()
-    assert "1000 B  profiles/" in shown.out
-    assert shown.err.endswith("To delete profiles of 1 run (1000 B), add --yes\n")
-    assert command(["prune", str(run), "--profiles", "--yes"]) == 0
-    assert not run.profiles.exists()
-
-
 def test_more_checkpoints_stay_on_request(run: RunDirectory) -> None:
     assert command(["prune", str(run), "--yes", "--keep-checkpoints", "3", "--logs"]) == 0
     assert (steps(run), logs(run)) == ([2, 4, 5, 6], ["attempt-0", "attempt-2"])

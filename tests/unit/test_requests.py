@@ -13,7 +13,6 @@ from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import described, grouped, summary
 from clusterddp.hostlist import ranges, ranks_in
-from clusterddp.jobdef.job import ProfiledSteps
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
@@ -114,7 +113,7 @@ def test_a_late_or_malformed_answer_changes_nothing() -> None:
     [
         ("stacks", {"ranks": "1-2"}, "there is no rank 2 in this run. Expected 0 to 1"),
         ("stacks", {"ranks": "one"}, "'one' is neither a rank nor a range"),
-        ("dance", {}, "supports stacks, save, profile, skip, stop, requeue, drain, child, not 'dance'"),
+        ("dance", {}, "supports stacks, save, stop, requeue, drain, child, not 'dance'"),
         ("requeue", {"nodes": "n1"}, "nodes: expected a list of names, got 'n1'"),
     ],
 )
@@ -199,166 +198,13 @@ def test_a_later_request_does_not_postpone_the_time_of_an_earlier_one() -> None:
     assert StartTimer(Timer.ANSWER, 1.0) in actions
 
 
-# ---- profile
-
-
-PROFILE = Request(5, "profile", {"steps": 20, "ranks": "0-1"})
-STORED = {"request": "5", "step": 7, "steps": 20, "file": "profiles/x"}
-
-
-def will_profile(rank: int, **values: str) -> RankEvent:
-    return RankEvent(rank, "will_profile", {"request": "5", **values})
-
-
-def profiled(rank: int) -> RankEvent:
-    return RankEvent(rank, "profiled", STORED)
-
-
-def test_a_profile_is_answered_once_all_of_its_ranks_have_stored_theirs() -> None:
-    """However long that takes; the user is told when all have begun."""
-    assert done(after(), PROFILE)[:2] == [
-        Record("requested", {"request": "profile", "steps": 20, "ranks": "0-1"}),
-        Broadcast("profile", "5 20", frozenset((0, 1))),
-    ]
-    state = after(PROFILE, will_profile(1))
-    news = [one.values for one in done(state, will_profile(0)) if isinstance(one, Answer)]
-    assert news == [{"news": "ranks 0-1 will record 20 steps from the next step boundary on"}]
-    state = after(will_profile(0), profiled(1), Timer.ANSWER, state=state)
-    assert step(state, Timer.ANSWER, NOW + 9 * ANSWER_S)[1] == []
-    actions = done(state, profiled(0))
-    assert answers(actions, 5) == [{"profiles": {"0": STORED, "1": STORED}}]
-    assert Record("profiled", {"rank": 0, **STORED}) in actions
-
-
-def test_ranks_that_refuse_or_do_not_answer_have_no_profile() -> None:
-    """Those that record are waited for."""
-    three = dataclasses.replace(TWO_RANKS, nodes=3)
-    state = after(RankEvent(2, "joined", {"host": "n3"}), state=State(three, ("n1", "n2", "n3")))
-    state = after(dataclasses.replace(PROFILE, values={"steps": 20, "ranks": "0-2"}), will_profile(0), state=state)
-    state = after(will_profile(2, refused="why"), state=state)
-    state, actions = step(state, Timer.ANSWER, NOW + ANSWER_S)
-    assert answers(actions, 5) == []
-    [answer] = answers(done(state, profiled(0)), 5)
-    assert answer["profiles"]["0"] == STORED and answer["profiles"]["2"]["reason"] == "why"
-    assert answer["profiles"]["1"]["reason"].startswith("no answer within 5 s")
-
-
-def test_profiles_that_are_not_stored_when_the_ranks_exit_are_looked_up_in_the_history() -> None:
-    state = after(PROFILE, will_profile(0), will_profile(1), profiled(1))
-    [answer] = answers(done(state, RanksExited(0)), 5)
-    assert answer == {"profiles": {"1": STORED}, "ended": True, "request": 5}
-
-
-@pytest.mark.parametrize(
-    ("events", "values", "why"),
-    [
-        (
-            [PROFILE],
-            {"steps": 2, "ranks": "1"},
-            "another request is recording a profile of ranks 0-1. Try again when",
-        ),
-        ([], {"steps": 0, "ranks": "0"}, "expected 1 to 100 steps, got 0"),
-        ([], {"steps": 101, "ranks": "0"}, "expected 1 to 100 steps, got 101"),
-        ([], {"ranks": "0"}, "expected 1 to 100 steps, got None"),
-        ([], {"steps": 1, "ranks": "2"}, "there is no rank 2 in this run. Expected 0 to 1"),
-        ([FAILED], {"steps": 1, "ranks": "1"}, "no profile recorded: rank 1 has exited"),
-        ([STOP], {"steps": 1, "ranks": "0"}, "no profile recorded: the run is stopping"),
-    ],
-)
-def test_an_impossible_profile_is_refused(events: Sequence[Event], values: dict[str, Any], why: str) -> None:
-    [refusal] = answers(done(after(*events), Request(9, "profile", values)), 9)
-    assert why in refusal["refused"]
-
-
-def test_a_profile_of_the_job_definition_answers_no_request() -> None:
-    planned = RankEvent(0, "profiled", {"step": 7, "steps": 20, "file": "x"})
-    state = after(PROFILE, will_profile(0), will_profile(1))
-    assert done(state, planned) == [Record("profiled", {"rank": 0, **planned.values})]
-
-
-@pytest.mark.parametrize(
-    ("events", "due"),
-    [
-        ([], True),
-        ([{"event": "profiling", "step": 7, "steps": 3, "request": "1"}], True),
-        ([{"event": "profiling", "step": 7, "steps": 3}, {"event": "not_profiled", "reason": "stop"}], False),
-        ([{"event": "profiling", "step": 8, "steps": 3}], True),
-    ],
-)
-def test_an_attempt_records_the_jobs_profile_unless_one_has_begun_to(
-    run: RunDirectory, events: list[dict[str, Any]], due: bool
-) -> None:
-    """Also if that failed: a profiler that crashes the run would do so again. Another ``at`` is another profile."""
-    for event in events:
-        append_line(run.events_file, {"time": 1.0, "attempt": 0, **event})
-    job = dataclasses.replace(TWO_RANKS, profile=ProfiledSteps(at=7))
-    attempt = Attempt(run, job, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
-    assert attempt._is_profile_due() is due
-
-
-# ---- skip
-
-
-SKIP = Request(6, "skip", {"batches": 500})
-WILL_SKIP = RankEvent(0, "will_skip", {"request": "6"})
-SKIPPED = {"step": 8, "batches": 500, "batch": 508, "request": "6"}
-
-
-def skipped(**values: Any) -> RankEvent:
-    return RankEvent(0, "skipped", {**SKIPPED, **values})
-
-
-def test_a_skip_is_ordered_from_rank_0_and_answered_by_the_checkpoint_that_has_it() -> None:
-    """One of an earlier step, which was under way, has not."""
-    assert done(after(), SKIP)[0] == Broadcast("skip", "6 500", frozenset((0,)))
-    assert Record("requested", {"request": "skip", "batches": 500}) in done(after(SKIP), WILL_SKIP)
-    state = after(SKIP, WILL_SKIP)
-    assert answers(done(state, checkpoint(9)), 6) == []
-    state = after(skipped(), state=state)
-    assert answers(done(state, checkpoint(7)), 6) == []
-    assert answers(done(state, checkpoint(8)), 6) == [{"checkpoint": 8, "skipped": SKIPPED}]
-    text = "attempt 3: 500 batches skipped. Step 8 uses global batch 508"
-    assert sentence({"event": "skipped", "attempt": 3, **SKIPPED}) == text
-    more = {"event": "skipped", "attempt": 3, **SKIPPED, "epoch_steps": 32}
-    with_epoch = text.replace("skipped.", "skipped, more than an epoch of 32 steps.")
-    assert sentence(more) == with_epoch
-    failed = RankEvent(0, "checkpoint_failed", {"step": 8, "reason": "No space left"})
-    [refusal] = answers(done(state, failed), 6)
-    assert refusal["refused"].startswith("skipped 500 batches, but checkpoint 8 was not saved: No space left")
-
-
-def test_a_skip_that_is_not_answered_when_the_ranks_exit_is_looked_up_in_the_history() -> None:
-    assert answers(done(after(SKIP, WILL_SKIP, skipped()), RanksExited(0)), 6) == [{"ended": True, "request": 6}]
-
-
-@pytest.mark.parametrize(
-    ("events", "event", "why"),
-    [
-        ([], Request(6, "skip", {"batches": 0}), "no batches skipped: expected 1 to 1,000,000,000 batches, got 0"),
-        ([], Request(6, "skip"), "no batches skipped: expected 1 to 1,000,000,000 batches, got None"),
-        ([PREEMPTED, Timer.LOOK], SKIP, "no batches skipped: the run is stopping"),
-        ([SKIP], RankEvent(0, "will_skip", {"request": "6", "refused": "why"}), "no batches skipped: why"),
-        ([SKIP], Timer.ANSWER, "no batches skipped yet: rank 0 (n1) did not answer within 5 s"),
-    ],
-)
-def test_an_impossible_skip_is_refused(events: Sequence[Event], event: Event, why: str) -> None:
-    [refusal] = answers(done(after(*events), event, NOW + ANSWER_S), 6)
-    assert refusal["refused"].startswith(why)
-
-
-def test_a_skip_of_the_script_answers_no_request() -> None:
-    own = RankEvent(0, "skipped", {"step": 8, "batches": 2, "batch": 10})
-    state = after(SKIP, WILL_SKIP, own)
-    assert answers(done(state, checkpoint(9)), 6) == []
-
-
 # ---- stop and requeue
 
 
 def test_a_stop_tells_all_ranks_at_once_and_is_in_the_history_once() -> None:
     """In its own words, rather than as a notice of Slurm."""
     actions = done(after(), STOP)
-    assert Broadcast("stop", "clusterddp tell stop") in actions
+    assert Broadcast("stop", "clusterddp stop") in actions
     assert [one for one in actions if isinstance(one, Record)] == [Record("requested", {"request": "stop"})]
     again = done(after(STOP), dataclasses.replace(STOP, client=9))
     assert not any(isinstance(one, Record | Broadcast) for one in again)
@@ -375,14 +221,14 @@ def test_a_stop_of_ranks_that_stop_already_only_changes_what_follows() -> None:
 def test_a_stop_that_no_rank_confirms_stands_and_the_user_hears_of_it() -> None:
     late = done(after(STOP), Timer.ANSWER, NOW + ANSWER_S)
     assert [one.last for one in late if isinstance(one, Answer)] == [False]
-    heard = after(STOP, RankEvent(0, "notified", {"reason": "clusterddp tell stop"}))
+    heard = after(STOP, RankEvent(0, "notified", {"reason": "clusterddp stop"}))
     assert done(heard, Timer.ANSWER, NOW + ANSWER_S) == []
 
 
 def test_a_stop_takes_precedence_over_a_requeue() -> None:
     assert after(REQUEUE, STOP).wanted is Stop.HOLD
     [refusal] = answers(done(after(STOP), REQUEUE), 3)
-    assert "is being stopped by `clusterddp tell stop`" in refusal["refused"]
+    assert "is being stopped by `clusterddp stop`" in refusal["refused"]
 
 
 def test_a_run_in_the_users_own_allocation_is_not_requeued() -> None:
@@ -401,7 +247,7 @@ def drain(node: object) -> Request:
 def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None:
     """It is one request, whoever repeats it."""
     state, actions = step(after(state=PLACED), drain("n2"), NOW)
-    assert Broadcast("stop", "clusterddp tell drain") in actions
+    assert Broadcast("stop", "clusterddp drain") in actions
     assert Record("requested", {"request": "drain", "nodes": ["n2"]}) in actions
     assert (state.wanted, state.drained) == (Stop.DRAIN, "n2")
     again = done(state, dataclasses.replace(drain("n2"), client=9))
@@ -415,7 +261,7 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
     [
         (7, [], PLACED, "node 7: expected a name"),
         ("n3", [], PLACED, "not drained: no rank runs on n3, only on n1, n2"),
-        ("n2", [STOP], PLACED, "not drained: the run is being stopped by `clusterddp tell stop`"),
+        ("n2", [STOP], PLACED, "not drained: the run is being stopped by `clusterddp stop`"),
         (
             *("n2", [], dataclasses.replace(PLACED, placement=Placement(("n1", "n2"), ("n1", "n2")))),
             "not drained: the job has 1 node left, but the run needs 2. "

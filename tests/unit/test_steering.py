@@ -1,4 +1,4 @@
-"""``stacks``, ``tell`` and ``requeue``: from the command to a supervisor with stub ranks, over real sockets."""
+"""``stacks``, ``save`` and ``stop``: from the command to a supervisor with stub ranks, over real sockets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import queue
-import re
 import shlex
 import socket
 import stat
@@ -225,11 +224,6 @@ def test_ranks_that_do_not_exist_are_refused(run: RunDirectory, supervised: Call
         command(["stacks", str(run), "--rank", "x"])
 
 
-def taking(**given: Callable[..., Any]) -> RunRequests:
-    """Of a run that takes only these."""
-    return RunRequests(**{name: given.get(name, pytest.fail) for name in ("progress", "save", "profile", "skip")})
-
-
 def test_a_script_that_saves_on_its_own_is_told_so(
     run: RunDirectory, supervised: Callable[[int], StubRanks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,16 +232,16 @@ def test_a_script_that_saves_on_its_own_is_told_so(
     asked: list[str] = []
     monkeypatch.setattr(ranks, "_obey", lambda channel, rank, order: obey(channel, order, {}))
     with pytest.raises(RunDirectoryError, match=r"there is no run to save. The script has not called ctx.run"):
-        command(["tell", str(run), "save"])
+        command(["save", str(run)])
 
     def save() -> None:
         asked.append("save")
         ranks.channels[0].send("checkpoint", step=8, blocked_s=0.0, durable_s=0.1, bytes=1)
 
-    ranks.channels[0].run = taking(progress=lambda: (7, 5), save=save)
-    assert command(["tell", str(run), "save"]) == 0
-    ranks.channels[0].run = taking(progress=lambda: (8, 8), save=save)
-    assert command(["tell", str(run), "save"]) == 0
+    ranks.channels[0].run = RunRequests(progress=lambda: (7, 5), save=save)
+    assert command(["save", str(run)]) == 0
+    ranks.channels[0].run = RunRequests(progress=lambda: (8, 8), save=save)
+    assert command(["save", str(run)]) == 0
     assert asked == ["save"]
 
 
@@ -261,90 +255,13 @@ def test_a_stop_is_answered_once_the_attempt_has_ended(
         ranks.exited.set()
 
     ranks._obey = stop  # type: ignore[method-assign]
-    assert command(["tell", str(run), "stop"]) == 0
+    assert command(["stop", str(run)]) == 0
     shown = capsys.readouterr()
-    stopped = "attempt 0: stopped by `clusterddp tell stop`. No step was recorded"
+    stopped = "attempt 0: stopped by `clusterddp stop`. No step was recorded"
     words = f"{stopped}. The run is held until it is submitted again"
     assert words in shown.out
     assert f"Continue it with: clusterddp submit --run-dir {run}" in shown.err
     check_history(run.events(), complete=False)
-
-
-def test_a_profile_is_ordered_of_some_ranks_and_its_files_are_named(
-    run: RunDirectory, supervised: Callable[[int], StubRanks], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A rank without a run, and one that has a reason, say so."""
-    ranks = supervised(3)
-    wait_until(lambda: len(ranks.channels) == 3, "all ranks to join")
-
-    def begin(rank: int, request: str, steps: int) -> str | None:
-        if rank == 2:
-            return "why not"
-        file = f"profiles/attempt-0/rank-{rank}-step-7.pt.trace.json.gz"
-        threading.Timer(
-            0.1, lambda: ranks.channels[rank].send("profiled", request=request, step=7, steps=steps, file=file)
-        ).start()
-        return None
-
-    def obey_profile(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
-        channel.run = None if rank == 1 else taking(profile=partial(begin, rank))
-        obey(channel, order, {})
-
-    ranks._obey = obey_profile  # type: ignore[method-assign]
-    assert command(["tell", str(run), "profile=3", "--rank", "0"]) == 0
-    shown = capsys.readouterr()
-    trace = run.path / "profiles/attempt-0/rank-0-step-7.pt.trace.json.gz"
-    assert shown.out.endswith(f"rank 0, steps 7 to 9: {trace}\n")
-    assert "run: rank 0 will record 3 steps from the next step boundary on\n" in shown.err
-    assert "Open a trace at https://ui.perfetto.dev" in shown.err
-    assert command(["tell", str(run), "profile", "--rank", "0-2"]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
-    assert lines[0].startswith("rank 0, steps 7 to 26: ")
-    assert lines[1:] == [
-        "rank 1 recorded no profile: the script has not called ctx.run() yet",
-        "rank 2 recorded no profile: why not",
-    ]
-
-
-def test_a_rank_that_exits_without_its_profile_is_named(
-    run: RunDirectory, supervised: Callable[[int], StubRanks], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The history may have it nevertheless: ranks report it after the record of their end."""
-    ranks = supervised(1)
-
-    def store_and_exit(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
-        request = order["profile"].split()[0]
-        channel.send("will_profile", request=request)
-        channel.send("left", rank=rank, host="n1", end="done", used_clusterddp=True)
-        ranks.exited.set()
-        wait_until(lambda: run.outcome() is not None or channel._closed, "the ranks to be seen as exited")
-
-    ranks._obey = store_and_exit  # type: ignore[method-assign]
-    assert command(["tell", str(run), "profile=3"]) == 1
-    assert capsys.readouterr().out.endswith("\nrank 0 recorded no profile: it has exited\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["profil=3"], "unknown command 'profil=3'. Did you mean 'profile=STEPS'? Expected save, stop, skip=STEPS,"),
-        (["dance"], "unknown command 'dance'. Expected save, stop, skip=STEPS, profile=STEPS"),
-        (["skip=none"], "skip=none: expected a number of steps from 1 to 1,000,000,000, such as skip=500"),
-        (["skip=1", "--rank", "1"], "--rank: skip=1 applies to the whole run. Only profile=STEPS accepts --rank"),
-        (["profile=0"], "profile=0: expected a number of steps from 1 to 100, such as profile=20"),
-        (["profile="], "profile=: expected a number of steps from 1 to 100"),
-        (["profile=20.5"], "expected a number of steps"),
-        (
-            ["profile=2", "--rank", "all"],
-            "--rank all: 'all' is neither a rank nor a range. Expected",
-        ),
-        (["profile=2", "--rank", "0-99"], "--rank 0-99 names 100 ranks, but at most 32 can record at a time"),
-        (["save", "--rank", "1"], "--rank: save applies to the whole run. Only profile=STEPS accepts --rank"),
-    ],
-)
-def test_a_wrong_order_is_refused_before_anyone_is_asked(run: RunDirectory, words: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        command(["tell", str(run), *words])
 
 
 # ---- who is asked
@@ -376,7 +293,7 @@ def test_who_wants_to_stop_a_run_that_waits_learns_how_to_keep_it_from_starting(
     job_is(monkeypatch, "PENDING", "Priority")
     queued(run)
     with pytest.raises(RunDirectoryError, match="no ranks yet. To keep it from starting, use: scontrol hold 41$"):
-        command(["tell", str(run), "stop"])
+        command(["stop", str(run)])
     with pytest.raises(RunDirectoryError, match="no ranks yet$"):
         command(["stacks", str(run)])
 
@@ -395,9 +312,9 @@ def test_a_run_that_takes_no_orders_says_why(
 ) -> None:
     job_is(monkeypatch, "PENDING", "Priority")
     make(run)
-    for order in (["stacks"], ["tell", "stop"]):
+    for order in ("stacks", "stop", "save"):
         with pytest.raises(RunDirectoryError, match=words):
-            command([order[0], str(run), *order[1:]])
+            command([order, str(run)])
 
 
 def test_a_command_in_a_message_can_be_copied_also_for_a_path_with_blanks(
@@ -418,7 +335,7 @@ def test_requeue_of_a_failed_run_says_how_to_continue_it(run: RunDirectory) -> N
         command(["requeue", str(run), "--exclude", "n1"])
 
 
-@pytest.mark.parametrize("words", [["tell", "RUN", "save"], ["requeue", "RUN"], ["resubmit", "RUN"]])
+@pytest.mark.parametrize("words", [["save", "RUN"], ["requeue", "RUN"], ["resubmit", "RUN"]])
 def test_another_users_run_takes_no_orders(
     run: RunDirectory, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,7 +427,7 @@ def test_status_says_why_a_node_is_excluded() -> None:
     drained = {**requested, "request": "drain", "nodes": ["n4"]}
     assert status._excluded(job, [requested, failed, drained], 2.0) == [
         ("excluded", "n1: failed repeatedly in this run"),
-        ("excluded", "n3: by `clusterddp requeue --exclude` or `clusterddp tell drain`"),
+        ("excluded", "n3: by `clusterddp requeue --exclude` or `clusterddp drain`"),
     ]
 
 
