@@ -19,7 +19,7 @@ from tests.trainings import Training
 #: ``scontrol show job`` and squeue, which nothing else calls here.
 QUESTIONS = "REQUEST_JOB_INFO(?:_SINGLE)?|REQUEST_JOB_USER_INFO"
 #: The commands that watch the run.
-BESIDE = [["resubmit"], *[["wait"]] * 2, *[["status", "--watch"]] * 2, ["list", "--watch"]]
+BESIDE = [["wait", "--resubmit"], *[["wait"]] * 2, *[["status", "--watch"]] * 2, ["list", "--watch"]]
 #: The pauses between the questions of a command have grown after this.
 SETTLED_S = 300.0
 #: From an attempt's start: what precedes training.

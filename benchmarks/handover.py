@@ -9,7 +9,8 @@ On the test cluster, two nodes with a rank each, every figure beside a control s
     under plain ``srun python``, from the first line of its requeued batch script to the end of its only step. The bar:
     ours <= control + 1 s.
 (c) With the hold that Slurm puts on requeued jobs by default (cred_expire=120, so 121 s): from the end of the job that
-    took the nodes to the first new step, once with ``clusterddp resubmit`` running and once with ``policy: resubmit``.
+    took the nodes to the first new step, once with ``clusterddp wait --resubmit`` running and once with
+    ``policy: resubmit``.
     The bar: 5 s more than the control, the empty DDP script from its start to its step.
 
 All repetitions take about 10 minutes. Medians are compared; worst cases stand beside them.
@@ -140,10 +141,10 @@ def step_and_save(training: Training) -> tuple[float, float]:
 
 
 def watched_resume(up: Cluster, folder: Path) -> float:
-    """Seconds from the end of the job that took the nodes to the first new step, while ``resubmit`` lifts the hold."""
+    """Seconds from the end of the job that took the nodes to the first new step, while ``wait --resubmit`` lifts it."""
     with training_run(up, folder) as training:
         with open(folder / "watch.log", "w") as log:
-            watcher = up.popen([up.python, "-m", "clusterddp", "resubmit", training.run.path], stderr=log)
+            watcher = up.popen([up.python, "-m", "clusterddp", "wait", "--resubmit", training.run.path], stderr=log)
         try:
             return resume_after_hold(up, training, folder)
         finally:
@@ -197,7 +198,7 @@ def table_rows(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[fl
         rows.paired("hand-over: TERM to free nodes", "s", *handover, "ranks that end at once", more=bar),
         rows.paired("resume: batch script to first step", "s", *resume, empty, more=RESUME_BAR_S),
     ]
-    for kind, words in (("watch", "a hold of 121 s, `clusterddp resubmit`"), ("resubmit", "`policy: resubmit`")):
+    for kind, words in (("watch", "a hold of 121 s, `clusterddp wait --resubmit`"), ("resubmit", "`policy: resubmit`")):
         if holds:
             found.append(rows.paired(f"resume: {words}", "s", holds[kind], holds["empty"], empty, more=HOLD_BAR_S))
     return found

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from clusterddp.errors import RunFailed, SlurmError, UsageError
+from clusterddp.errors import RunDirectoryError, RunFailed, SlurmError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.program import name_of, source_of
@@ -27,7 +28,7 @@ from clusterddp.runs.submission import check, describe, record_local, submit_to_
 from clusterddp.runs.sweep_folder import SweepFolder, default_name
 from clusterddp.runs.sweep_members import jobs_of, keys_of, named, nodes_of, of_python
 from clusterddp.runs.sweep_submission import Plan, Sweep, planned, tell
-from clusterddp.runs.waiting import LOOK_S, Resubmitter
+from clusterddp.runs.waiting import LOOK_S, Wait, Waiting
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import local_loop_alive
 from clusterddp.supervisor.limits import attempts_made
@@ -208,8 +209,8 @@ class Handle:
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the run is over or stopped, through requeues and restarts, and return its state.
 
-        Prints the events of the run to stderr meanwhile. Like ``clusterddp resubmit``, it lifts Slurm's hold after a
-        requeue and resubmits a run that lost its job.
+        Prints the events of the run to stderr meanwhile. Like ``clusterddp wait --resubmit``, it lifts Slurm's hold
+        after a requeue and resubmits a run that lost its job.
 
         Args:
             timeout: Seconds to wait. Default: no limit.
@@ -220,20 +221,26 @@ class Handle:
 
         Raises:
             TimeoutError: ``timeout`` has expired. The run continues.
+            RunDirectoryError: The state of the run stays unknown, for example because its records are damaged.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         job = load_resolved(self._run.job_file)
         local = self._process or self._run.has_loop
-        over = self._local_over if local else Resubmitter(self._run, job).look
+        one = Wait(self._run, job)
+        over = self._local_over if local else partial(Waiting([one]).look, 1)
         with Progress(self._run, job.steps, job.progress_interval, Shown(output=False)) as progress:
-            while not over():
+            while True:
                 progress.update()
+                if over():
+                    break
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"{self._run} is not over after {timeout:g} s: {self.status()}")
                 time.sleep(LOOK_S)
         if (outcome := self._run.outcome()) is not None:
             return str(outcome["state"])
-        return "failed" if not local and self.status().state == "failed" else "stopped"
+        if one.end == "unknown":
+            raise RunDirectoryError(f"{self._run}: {one.sentence}")
+        return one.end or "stopped"
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
         """Return what a rank has printed so far: its stdout, followed by its stderr.

@@ -41,8 +41,6 @@ ANSWERS: Mapping[str, str] = {
     "submit": "0: submitted. With `--wait`, `-f`, `--local` and `--here`: 0 if the run completed, "
     f"{UNCONFIRMED} if it completed but this is not confirmed, 1 if it completed without a preemption of "
     "`--preempt-after` or `--preempt-at`, else the training's exit code, or 1.",
-    "resubmit": f"0: all runs completed. 1: at least one did not. {UNCONFIRMED}: all completed, and at least one of "
-    "them is not confirmed.",
     "wait": "0: all runs completed. Otherwise the code of the worst outcome, in this order: "
     + ", ".join(f"{code} {word}" for word, code in WAITED.items())
     + f". {TIMED_OUT}: the timeout expired before all of them ended, or with `--any` before one of them did.",

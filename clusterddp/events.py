@@ -1052,7 +1052,7 @@ class Resubmitted(_Ended):
 
 class Stopped(_Ended):
     """the run can be continued. `file`: the script's own checkpoint. `made`: the attempt completed at least this
-    many steps. `refused`: why Slurm refused the run's next job, which `clusterddp resubmit` submits again"""
+    many steps. `refused`: why Slurm refused the run's next job, which `clusterddp wait --resubmit` submits again"""
 
     then: str = "stopped"
     refused: str | None = None

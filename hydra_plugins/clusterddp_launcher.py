@@ -227,7 +227,7 @@ class ClusterddpLauncher(Launcher):
         from clusterddp.rundir.run_directory import as_typed
         from clusterddp.runs import sweep_submission
         from clusterddp.runs.sweep_submission import planned, tell
-        from clusterddp.runs.waiting import wait_and_resubmit
+        from clusterddp.runs.waiting import wait
 
         while True:
             with planned(sweep, sweep_submission.settle) as plan:
@@ -245,7 +245,7 @@ class ClusterddpLauncher(Launcher):
             awaited = {*done.members, *plan.in_state("held", "unknown")}
             if (
                 awaited
-                and wait_and_resubmit([sweep.folder.member(name) for name in sorted(awaited, key=int)]) == INTERRUPTED
+                and wait([sweep.folder.member(name) for name in sorted(awaited, key=int)], resubmit=True) == INTERRUPTED
             ):
                 raise KeyboardInterrupt
             if not done.refused:

@@ -86,7 +86,7 @@ class Training:
         (self.marks / f"{attempt}-go").touch()
 
     def lift_hold(self) -> None:
-        """What `resubmit` does, twice a second at most: Slurm's hold after a requeue is of no interest here."""
+        """What `wait --resubmit` does, twice a second at most: Slurm's hold after a requeue is of no interest here."""
         if time.monotonic() - self._looked < 0.5:
             return
         self._looked = time.monotonic()

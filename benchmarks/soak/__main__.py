@@ -87,7 +87,7 @@ class Case:
     preemptions: tuple[Preemption | Fault, ...]
     """And other faults, in order."""
     watched: bool = False
-    """Whether ``clusterddp resubmit`` lifts Slurm's hold after each requeue, as for a user; else the soak does."""
+    """Whether ``clusterddp wait --resubmit`` lifts the hold after each requeue, as for a user; else the soak does."""
 
     @property
     def name(self) -> str:
@@ -140,7 +140,7 @@ class Preempter:
 
     def _watch(self) -> subprocess.Popen[str]:
         with open(self._folder / "watch.log", "w") as log:
-            command = [str(self._up.python), "-m", "clusterddp", "resubmit", str(self.training.run.path)]
+            command = [str(self._up.python), "-m", "clusterddp", "wait", "--resubmit", str(self.training.run.path)]
             return self._up.popen(command, stdout=log, stderr=log)
 
     def make_all(self) -> None:

@@ -24,7 +24,6 @@ COMMANDS = {
     "status": "show a run's state and history",
     "logs": "print what ranks wrote, or a run's first failure",
     "report": "write a page about runs: timeline, where the time went, metrics, failures",
-    "resubmit": "wait for runs, release requeue holds and resubmit lost jobs",
     "wait": "wait for runs and report the outcome as the exit code",
     "stop": "save a run and stop it, until you submit it again",
     "save": "save a checkpoint of a running job",
@@ -42,7 +41,6 @@ COMMANDS = {
 #: The modules of commands that share one. The others are named like their command.
 _TOGETHER = {
     **dict.fromkeys(("stop", "save", "drain", "requeue", "cancel", "stacks", "shell"), "steering"),
-    **dict.fromkeys(("resubmit", "wait"), "wait"),
     **dict.fromkeys(("export", "prune"), "checkpoints"),
 }
 USAGE = {
@@ -66,10 +64,9 @@ DESCRIPTIONS = {
     "report": "Write a self-contained HTML file about a run: what happened when and why, where the time went, "
     "metrics, checkpoints, failures, and the commands to continue it. For several runs or a sweep, draw "
     "their curves in one chart. Print the name of the file.",
-    "resubmit": "Wait until runs are over and show their events. Meanwhile, lift the hold that Slurm puts on a "
-    "requeued job, and resubmit a run whose job ended without continuing it. Ctrl-C stops this command, not the runs.",
     "wait": (
-        "Wait until all runs are over, or stopped until you submit them again. Unlike resubmit, never change them. "
+        "Wait until all runs are over, or stopped until you submit them again. Only with --resubmit, change them. "
+        "Ctrl-C stops this command, not the runs. "
         "The exit code is 0 if all completed. Otherwise, the worst outcome decides: 10 failed, 11 cancelled, 12 "
         "stopped, 13 unknown, 14 unconfirmed. It is 124 after the timeout."
     ),

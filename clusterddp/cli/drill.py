@@ -111,7 +111,7 @@ def verdict(preemption: Preemption, first: Found, second: Found, save_s: float |
     if first["signalled"] < first["ranks"]:
         return "the signal does not reach every rank. Start python directly, not in a wrapper script"
     if "scontrol" in first["missing"]:
-        return "scontrol is missing on the nodes. Keep `clusterddp resubmit` running on a login node"
+        return "scontrol is missing on the nodes. Keep `clusterddp wait --resubmit` running on a login node"
     if not second and not preemption.must_resubmit:
         error = first.get("requeue_error")
         return "the requeued job did not start again" + (f": {error}" if error else "")

@@ -166,7 +166,9 @@ def _already_waiting(run: RunDirectory, job: slurm.JobInfo, exclude: str | None)
             f"{run} is waiting in the queue (job {job.job_id}, {job.reason}). Exclude nodes with: scontrol update "
             f"JobId={job.job_id} ExcNodeList={exclude}"
         )
-    held = f". To release Slurm's hold, use: clusterddp resubmit {run.quoted}" if job.reason == "BeginTime" else ""
+    held = (
+        f". To release Slurm's hold, use: clusterddp wait --resubmit {run.quoted}" if job.reason == "BeginTime" else ""
+    )
     put(f"{run} is already waiting in the queue (job {job.job_id}, {job.reason}){held}")
     return 0
 

@@ -149,12 +149,13 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         return debug(run, rank)
     if arguments.wait or arguments.follow:
         try:
-            from clusterddp.runs.waiting import wait_and_resubmit
+            from clusterddp.runs.waiting import wait
 
-            return wait_and_resubmit([run], follow=arguments.follow)
+            code = wait([run], resubmit=True, follow=arguments.follow)
         except KeyboardInterrupt:  # before the waiting began
-            show(f"The run continues. Wait for it with: clusterddp resubmit {run.quoted}")
+            show(f"The run continues. Wait for it with: clusterddp wait --resubmit {run.quoted}")
             return INTERRUPTED
+        return code if code in (0, UNCONFIRMED, INTERRUPTED) else FAILED
     return 0
 
 

@@ -1,11 +1,4 @@
-"""``clusterddp resubmit`` and ``submit --wait``: do from a login node what a run's own job cannot.
-
-After a requeue, Slurm holds the job, by default for two minutes. Its owner may lift the hold. A run is resubmitted if
-its job ended without continuing it: its first node died and the job could not be requeued, scontrol is missing on the
-nodes, or Slurm refused its next job. For a local run, the command only waits.
-
-``clusterddp wait``: waits until runs are over, and reports the outcome as the exit code. It does not touch them.
-"""
+"""``clusterddp wait``: waits until runs are over, and reports the outcome as the exit code."""
 
 from __future__ import annotations
 
@@ -13,29 +6,24 @@ import argparse
 import re
 
 from clusterddp.rundir.run_directory import find_runs
-from clusterddp.runs.waiting import wait, wait_and_resubmit
-
-
-def add_resubmit_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``resubmit``."""
-    parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs or patterns")
-
-
-def run_resubmit(arguments: argparse.Namespace, _: object) -> int:
-    """Runs ``resubmit`` and returns the exit code."""
-    return wait_and_resubmit(find_runs(arguments.run))
-
+from clusterddp.runs.waiting import wait
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def add_wait_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``wait``."""
     parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs, or quoted patterns")
     parser.add_argument(
         "--timeout", type=_seconds, metavar="TIME", help="timeout, such as 90s, 30m, 2h or 1d (default: no limit)"
     )
     parser.add_argument("--any", action="store_true", help="wait until one of the runs has ended, not all of them")
+    parser.add_argument(
+        "--resubmit",
+        action="store_true",
+        help="show the runs' events, lift the hold that Slurm puts on a requeued job, and resubmit a run whose job "
+        "ended without continuing it",
+    )
 
 
 def _seconds(text: str) -> float:
@@ -45,6 +33,6 @@ def _seconds(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def run_wait(arguments: argparse.Namespace, _: object) -> int:
+def run(arguments: argparse.Namespace, _: object) -> int:
     """Runs ``wait`` and returns the exit code."""
-    return wait(find_runs(arguments.run), arguments.timeout, arguments.any)
+    return wait(find_runs(arguments.run), arguments.timeout, arguments.any, arguments.resubmit)

@@ -290,7 +290,7 @@ class Job:
     """Whether Slurm may start a requeued job again at once, and first in line after a lost node. Needs Slurm 25.11 or
     newer and a site that allows it (SlurmctldParameters=enable_expedited_requeue). Elsewhere, it has no effect."""
     lift_hold: bool = True
-    """Whether ``submit --wait`` and ``resubmit`` release a requeued job from Slurm's hold. Owners may do so,
+    """Whether ``submit --wait`` and ``wait --resubmit`` release a requeued job from Slurm's hold. Owners may do so,
     but some sites ask their users not to."""
     backend: Literal["nccl", "gloo"] | None = None
     """The process group's backend. None: gloo for cpu, and for cuda NCCL, with gloo for tensors on the CPU."""

@@ -171,7 +171,7 @@ def _hold(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
         percent = f"{100 * sum(holds) / booking.total_s:.0f}%"
         yield (
             f"Slurm held the run {counted(len(holds), 'time')} after a requeue, for {duration(statistics.mean(holds))} "
-            f"on average, {percent} of its time. `clusterddp resubmit` lifts the hold{other}"
+            f"on average, {percent} of its time. `clusterddp wait --resubmit` lifts the hold{other}"
         )
 
 

@@ -159,12 +159,12 @@ def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> No
             )
         elif pending := re.fullmatch(r"held by job (\S+) \(PENDING\)", held):  # `stop` needs a running job
             remedy = (
-                f"Follow it with `clusterddp resubmit {run.quoted}`, or end the job with `scancel {pending[1]}` and "
-                "submit the run again"
+                f"Follow it with `clusterddp wait --resubmit {run.quoted}`, or end the job with `scancel {pending[1]}` "
+                "and submit the run again"
             )
         else:
             remedy = (
-                f"Follow it with `clusterddp resubmit {run.quoted}`, or save and stop it with "
+                f"Follow it with `clusterddp wait --resubmit {run.quoted}`, or save and stop it with "
                 f"`clusterddp stop {run.quoted}` and submit it again"
             )
         raise RunDirectoryError(f"{run} is {held}. {remedy}")

@@ -1,42 +1,32 @@
-"""``clusterddp resubmit`` and ``submit --wait``: do from a login node what a run's own job cannot.
+"""Waits for runs: for ``wait``, ``submit --wait`` and ``Handle.wait()``.
 
-After a requeue, Slurm holds the job, by default for two minutes. Its owner may lift the hold. A run is resubmitted if
-its job ended without continuing it: its first node died and the job could not be requeued, scontrol is missing on the
-nodes, or Slurm refused its next job. For a local run, the command only waits.
-
-``clusterddp wait``: waits until runs are over, and reports the outcome as the exit code. It does not touch them.
+One loop looks at the runs' files. ``slurm/pace.py`` decides when it asks the controller, about all runs at once. With
+``--resubmit``, it also does from a login node what a run's own job cannot. After a requeue, Slurm holds the job, by
+default for two minutes. Its owner may lift the hold. A run is resubmitted if its job ended without continuing it: its
+first node died and the job could not be requeued, scontrol is missing on the nodes, or Slurm refused its next job.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from clusterddp.errors import (
-    FAILED,
-    INTERRUPTED,
-    TIMED_OUT,
-    UNCONFIRMED,
-    WAITED,
-    ClusterddpError,
-    RunDirectoryError,
-    SlurmError,
-)
-from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, how_it_ended, is_unconfirmed, over_already
+from clusterddp.errors import INTERRUPTED, TIMED_OUT, WAITED, ClusterddpError, RunDirectoryError, SlurmError
+from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, how_it_ended, is_unconfirmed
 from clusterddp.failures import exclusion, node_memory
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
 from clusterddp.rundir.files import LASTING, exists
-from clusterddp.rundir.ownership import check_run, early_end, read_claim, unrecorded_end
+from clusterddp.rundir.ownership import check_run, early_end, read_claim
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.summary import summarize
+from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.progress_display import Progress, Shown
-from clusterddp.runs.run_status import state_of
+from clusterddp.runs.run_status import state_sentence
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import TIMEOUT_S, JobInfo
 from clusterddp.slurm.pace import IMMINENT_S, QUIET_S, SILENT_S, SOON_S, Activity, Pace
@@ -44,7 +34,8 @@ from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor.lease import holders, reachable, started, submitted, submitting
 from clusterddp.supervisor.limits import SAVED_ITSELF, held
 
-LOOK_S = 0.2
+#: Seconds between two looks at the runs' files, and between two that show the progress of runs.
+WAIT_LOOK_S, LOOK_S = 1.0, 0.2
 #: Seconds for which a shared disk may hide a new file (NFS: acdirmax is 60 s), with some reserve.
 HIDDEN_S = 90.0
 #: States of jobs that ended neither by the user's request nor by a failure of the script.
@@ -74,94 +65,57 @@ class Hold:
         return True
 
 
+class Help(NamedTuple):
+    """What a run needed or waits for, in words for the user, and the longest pause until the next question."""
+
+    words: str
+    most_s: float = IMMINENT_S
+
+
+#: The run ended, or has a new job, since the controller was asked.
+_CHANGED = Help("", SOON_S)
+
+
 class Resubmitter:
-    """Waits for one run, lifts its holds and resubmits it."""
+    """Lifts the holds of one run and resubmits it."""
 
     def __init__(self, run: RunDirectory, job: Job) -> None:
         self._run, self._job = run, job
         self._hold = Hold()
-        self._pace, self._activity = Pace(), Activity(run)
-        self._words = ""
-        #: The job, as it was at the last look, if it needed no help.
-        self._quiet: JobInfo | None = None
         #: The ended jobs of the run. Slurm forgets a job MinJobAge after its end (300 s by default).
         self._ended: dict[str, JobInfo] = {}
-        #: The time since which the run seems to be over, without an outcome.
-        self._hidden_since: float | None = None
         #: Whether a job has held the run.
         self._was_held = False
-        #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if it is not confirmed.
-        self.result: int | None = None
 
-    def look(self) -> bool:
-        """Checks the outcome and, less often, the job. Returns whether the run is over.
+    def help(self, doubt_s: float) -> Help | None:
+        """Does what the run needs. None: only its user can continue it, or it needs nothing.
 
-        Retries after a disk error, because the run may need this process afterwards.
+        ``doubt_s``: for how many seconds the run has seemed to be over. A shared disk may still hide its outcome.
         """
-        try:
-            return self._look()
-        except OSError as error:
-            if error.errno in LASTING:
-                raise
-            self._pace.asked(self._say(f"retrying: {what_failed(error)}"))
-            return False
-
-    def _look(self) -> bool:
-        if outcome := self._run.outcome():
-            self.result = UNCONFIRMED if is_unconfirmed(outcome) else 0 if outcome["state"] == "completed" else 1
-        elif self._pace.due((self._activity.seen(), self._words)):
-            try:
-                most_s = self._help()
-            except SlurmError as error:
-                most_s = self._say(f"retrying: {error}")
-            self._pace.asked(min(most_s, SILENT_S) if self._activity.silent else most_s)
-        return self.result is not None
-
-    def give_up(self, why: str) -> None:
-        """Stops waiting, for this reason."""
-        self.result = FAILED
-        self._say(f"no longer waiting for this run: {why}")
-
-    def leave(self) -> None:
-        """Tells the user that a run that is not over continues without this process."""
-        if self.result is None:
-            self._say(f"no longer waiting. The run continues. Wait again with: clusterddp resubmit {self._run.quoted}")
-
-    def _help(self) -> float:
-        """Does what the run needs. Returns the longest pause until the next query of the controller."""
         if held(self._run.events()) is not None:  # the user has stopped the run, and its job does not continue it
-            return self._look_on()
+            return None
         if not (claims := self._claims()):
-            return self._help_released()
+            return self._help_released(doubt_s)
         self._was_held = True
-        if (quiet := self._quiet) and quiet.job_id == claims[0]["job"] and self._is_as_before(quiet):
-            return QUIET_S
         jobs = []
         for entry in claims:  # all of them, as an unknown job may have started before a resubmission
             jobs.append(job := self._show_job(entry["job"]))
             if job is not None and job.live:
                 return self._help_live(job)
         newest, job = claims[0]["job"], jobs[0]
-        if self._run.outcome() is not None or self._claims() != claims:  # it ended, or has a new job, since the query
-            return SOON_S
+        if self._run.outcome() is not None or self._claims() != claims:
+            return _CHANGED
         early = early_end(self._run, claims[0], job.state if job else None)
         if early and job and len(jobs) > 1 and jobs[1] and (jobs[1].end_time or 0.0) > (job.end_time or math.inf):
             newest, job, early = claims[1]["job"], jobs[1], None  # which held the run when the newest job started
         # The user may have stopped it, or the history is hidden with all that the job has done.
         is_unread = not self._run.events() and (self._should_continue(job) or bool(early and not early.lines))
-        if self._is_hidden(is_unread or self._run.may_be_over(job.state if job else None)):
-            return self._say(f"job {newest} ended. Waiting until its outcome is visible here")
-        ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without recording an outcome"
+        if doubt_s < HIDDEN_S and (is_unread or self._run.may_be_over(job.state if job else None)):
+            return Help(f"job {newest} ended. Waiting until its outcome is visible here")
         if self._should_continue(job):
-            return self._resubmit(ended, claims)
-        self.result = 1
-        own = [event for event in self._run.events() if event["attempt"] == self._run.newest_attempt()]
-        if early is None and not _has_end(own):
-            early = unrecorded_end(self._run, newest, job.state if job else None)
-        if early:
-            show("\n".join(early.lines))
-            ended = early.reason
-        return self._say(f"{ended}. Continue with: clusterddp submit --run-dir {self._run.quoted}")
+            state = job.state if job else "unknown to Slurm"
+            return self._resubmit(f"job {newest} ended ({state}) without recording an outcome", claims)
+        return None
 
     def _show_job(self, job_id: str) -> JobInfo | None:
         """Slurm's record of a job, the last one if Slurm has forgotten the job since it ended."""
@@ -170,73 +124,37 @@ class Resubmitter:
             self._ended[job_id] = job
         return job
 
-    def _is_as_before(self, quiet: JobInfo) -> bool:
-        """Whether the job still needs no help, by an answer of squeue that other commands share."""
-        self._quiet = None  # until the next look
-        job = self._pace.jobs(None, [quiet.job_id], slurm.TIMEOUT_S).get(quiet.job_id)
-        if job is None or (job.state, job.reason) != (quiet.state, quiet.reason):
-            return False
-        self._quiet = quiet
-        return True
-
-    def _is_hidden(self, may_be: bool) -> bool:
-        """Whether a shared disk may not show yet that the run is over, which ``may_be``."""
-        if not may_be:
-            self._hidden_since = None
-            return False
-        now = time.monotonic()
-        self._hidden_since = now if self._hidden_since is None else self._hidden_since
-        return now - self._hidden_since < HIDDEN_S
-
     def _claims(self) -> list[dict[str, Any]]:
         """The jobs that may train the run, as far as this cluster knows them."""
         return [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
 
-    def _help_released(self) -> float:
+    def _help_released(self, doubt_s: float) -> Help | None:
         """Handles a run that no job holds. The newest attempt's job may have released it to submit the next one."""
         newest = self._run.newest_attempt()
-        if newest is None and self._was_held and not self._run.cancelled and self._is_hidden(True):
-            return self._say("waiting until the run's first attempt is visible here")
+        if newest is None and self._was_held and not self._run.cancelled and doubt_s < HIDDEN_S:
+            return Help("waiting until the run's first attempt is visible here")
         entry = None if newest is None else read_claim(self._run.holder_file(newest), self._run)
         if self._run.outcome() is not None or not entry or entry["kind"] != "slurm" or not reachable(entry):
-            return self._look_on()
+            return None
         job = self._show_job(entry["job"])
         if job is not None and job.live:
-            self._hidden_since = None
-            return self._say(f"waiting for the run's next job after job {job.job_id}")
+            return Help(f"waiting for the run's next job after job {job.job_id}")
         events = self._run.events()
         own = [event for event in events if event["attempt"] == newest]
         ended = any(event["event"] in ATTEMPT_ENDS and "refused" not in event for event in own)
         if job is None or ended or not self._should_continue(job):
-            return self._look_on()
-        if self._is_hidden(not events):
-            return self._say(f"job {job.job_id} ended. Waiting until its history is visible here")
+            return None
+        if not events and doubt_s < HIDDEN_S:
+            return Help(f"job {job.job_id} ended. Waiting until its history is visible here")
         return self._resubmit(f"job {job.job_id} ended ({job.state}) before it submitted the next one", [])
 
-    def _look_on(self) -> float:
-        """Handles a run that needs no help: it trains as local processes, or is stopped."""
-        state, words = state_of(self._run)
-        if state in ("pending", "held", "running", "unknown"):
-            return self._say(f"{words}. Waiting for the run to end")
-        if self._run.outcome() is None:
-            self.result = 1
-            self._say(words)
-        return IMMINENT_S
-
-    def _help_live(self, job: JobInfo) -> float:
-        self._hidden_since = None
-        if job.state in ("RUNNING", "SUSPENDED") or (job.state == "PENDING" and job.reason != "BeginTime"):
-            self._quiet = job
+    def _help_live(self, job: JobInfo) -> Help:
         if job.state != "PENDING":
-            where = f" on {job.nodes}" if job.nodes else ""
-            return self._say(
-                f"job {job.job_id}: {job.state}{where}",
-                QUIET_S if job.state in ("RUNNING", "SUSPENDED") else IMMINENT_S,
-            )
+            return Help(f"job {job.job_id} ({job.state}{f' on {job.nodes}' if job.nodes else ''})")
         if self._job.lift_hold and self._hold.lift_when_safe(job):
-            return self._say(f"lifted Slurm's hold on job {job.job_id} after the requeue")
-        held = self._job.lift_hold and job.restarts and job.reason == "BeginTime"
-        return self._say(f"job {job.job_id}: PENDING ({job.reason})", SOON_S if held else QUIET_S)
+            return Help(f"lifted Slurm's hold on job {job.job_id} after the requeue")
+        is_held = self._job.lift_hold and job.restarts and job.reason == "BeginTime"
+        return Help(f"job {job.job_id} (PENDING): {job.reason}", SOON_S if is_held else QUIET_S)
 
     def _should_continue(self, job: JobInfo | None) -> bool:
         """Whether to resubmit the run: never after a scancel or ``stop``, otherwise if preemption, the time limit
@@ -255,37 +173,31 @@ class Resubmitter:
         )
         return killed or (bool(of_job) and _is_stuck(events, of_job[-1], job))
 
-    def _resubmit(self, ended: str, claims: Sequence[Mapping[str, Any]]) -> float:
+    def _resubmit(self, ended: str, claims: Sequence[Mapping[str, Any]]) -> Help:
         """Submits the run again, unless another process does, or has done so since these claims were read."""
         check_run(self._run)
         with submitting(self._run) as other:
             if other:
-                return self._say(f"{ended}. {other}")
+                return Help(f"{ended}. {other}")
             # A process that submitted it may have been killed, or got no answer from Slurm, before it recorded the job.
             job_id = slurm.jobs_by_script(ended=False).get(str(self._run.batch_script))
             if self._run.outcome() is not None or self._claims() != claims:  # the answer may have taken long
-                return SOON_S
+                return _CHANGED
             if job_id:
                 job = slurm.show_job(job_id)
                 # An earlier job of the run, which a lost node delays. It may have ended since squeue's answer.
                 if job is not None and (job.state == "COMPLETING" or (not job.live and started(self._run, job_id))):
-                    return self._say(f"{ended}. Waiting until job {job_id} has left its nodes")
+                    return Help(f"{ended}. Waiting until job {job_id} has left its nodes")
                 submitted(self._run, job_id)
-                return self._say(f"{ended}. Job {job_id}, which was not recorded, continues the run")
+                return Help(f"{ended}. Job {job_id}, which was not recorded, continues the run")
             return self._submit(ended)
 
-    def _submit(self, ended: str) -> float:
+    def _submit(self, ended: str) -> Help:
         usable = partial(slurm.usable_nodes, self._job.partition)
         nodes = node_memory.left_out(self._run, self._job, usable, time.time())
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
         submitted(self._run, new)
-        return self._say(f"{ended}. Resubmitted as job {new}")
-
-    def _say(self, words: str, most_s: float = IMMINENT_S) -> float:
-        if words != self._words:
-            show(f"{self._run.path.name}: {words}")
-        self._words = words
-        return most_s
+        return Help(f"{ended}. Resubmitted as job {new}")
 
 
 def _is_stuck(events: Sequence[Mapping[str, Any]], started: Mapping[str, Any], job: JobInfo) -> bool:
@@ -313,94 +225,32 @@ def _has_end(events: Iterable[Mapping[str, Any]]) -> bool:
     return any(event["event"] in (*ATTEMPT_ENDS, *RUN_ENDS) for event in events)
 
 
-def _look(resubmitter: Resubmitter, alone: bool) -> None:
-    """Gives up a run whose records cannot be read, or that belongs to another user, and waits for the others."""
-    try:
-        resubmitter.look()
-    except (ClusterddpError, OSError) as error:
-        if alone:
-            raise
-        resubmitter.give_up(what_failed(error))
-
-
-def _show(progress: Progress) -> None:
-    """Updates the progress. A disk error is retried at the next look."""
-    try:
-        progress.update()
-    except OSError as error:
-        if error.errno in LASTING:
-            raise
-
-
-def wait_and_resubmit(runs: list[RunDirectory], follow: bool = False) -> int:
-    """Waits until all runs are over, and returns 0 if all completed. ``follow`` also shows rank 0's output."""
-    jobs = [load_resolved(run.job_file) for run in runs]
-    resubmitters = [Resubmitter(run, job) for run, job in zip(runs, jobs, strict=True)]
-    for run in runs:
-        with suppress(RunDirectoryError, OSError):  # which the first look reports
-            if outcome := run.outcome():
-                show(over_already(run, outcome))
-    with ExitStack() as stack:
-        shown = [
-            stack.enter_context(
-                Progress(
-                    run,
-                    job.steps,
-                    job.progress_interval,
-                    Shown(bar=len(runs) == 1, output=follow, label=f"{run.path.name}: " if len(runs) > 1 else ""),
-                )
-            )
-            for run, job in zip(runs, jobs, strict=True)
-        ]
-        try:
-            while any(resubmitter.result is None for resubmitter in resubmitters):
-                for resubmitter, progress in zip(resubmitters, shown, strict=True):
-                    if resubmitter.result is None:
-                        _look(resubmitter, alone=len(runs) == 1)
-                    _show(progress)
-                time.sleep(LOOK_S)
-        except KeyboardInterrupt:
-            for resubmitter in resubmitters:
-                resubmitter.leave()
-            return INTERRUPTED
-    results = {resubmitter.result for resubmitter in resubmitters}
-    return next((code for code in (FAILED, UNCONFIRMED) if code in results), 0)
-
-
-#: Seconds between two looks at the runs' files.
-WAIT_LOOK_S = 1.0
 #: Seconds for which a run without an outcome must be stopped, or unknown, to have ended. A job may be submitted, or an
 #: outcome be written, between a look at the files and the controller's answer, and the controller may be restarting.
 END_SETTLE_S, UNKNOWN_S = 3.0, 300.0
 _CONTINUES = ("pending", "held", "running")
 
 
-class _Wait:
-    """A run that is waited for."""
+class Wait:
+    """A run that is waited for. With its ``job``, it is also helped: by a Resubmitter."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, job: Job | None = None) -> None:
         self.run = run
         self.activity = Activity(run)
         #: How it ended: completed, or a key of WAITED. None until then.
         self.end: str | None = None
+        #: The same in a sentence.
+        self.sentence = ""
+        #: The longest pause until the controller is asked about it again.
+        self.most_s = QUIET_S
+        self._helper = Resubmitter(run, job) if job else None
+        self._words = ""
         #: Its state if that may be an end, and the time since then.
         self._doubt: tuple[str, float] | None = None
-        #: Who may have trained it when the controller was asked.
-        self.claims: tuple[Mapping[str, Any], ...] = ()
 
-    @property
-    def about_to_end(self) -> bool:
-        """Whether the controller's next answer may end the wait."""
-        return self.end is None and self._doubt is not None and self._doubt[0] != "unknown"
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether the run is not known to continue."""
-        return self._doubt is not None
-
-    def newly_unknown(self, state: RunState) -> bool:
-        """Whether the run's state is unknown, and was not at the last look."""
-        return state.word == "unknown" and (self._doubt is None or self._doubt[0] != "unknown")
+    def seen(self) -> tuple[object, str]:
+        """All that is known about the run without a question."""
+        return self.activity.seen(), self._words
 
     def look(self) -> None:
         """Reads the run's outcome."""
@@ -408,22 +258,60 @@ class _Wait:
             if (outcome := self.run.outcome()) is not None:
                 self._ended("unconfirmed" if is_unconfirmed(outcome) else outcome["state"], how_it_ended(outcome))
 
-    def update(self, state: RunState, now: float) -> None:
-        """Takes the run's state at the time ``now``."""
+    def newly_unknown(self, state: RunState) -> bool:
+        """Whether the run's state is unknown, and was not at the last look."""
+        return state.word == "unknown" and (self._doubt is None or self._doubt[0] != "unknown")
+
+    def update(self, summary: Summary, state: RunState, now: float) -> None:
+        """Takes the run's state, which the controller gave at the time ``now``."""
         if state.word in _CONTINUES:
             self._doubt = None
         elif self._doubt is None or self._doubt[0] != state.word:
             self._doubt = (state.word, now)
-        elif now - self._doubt[1] >= END_SETTLE_S and now - self._doubt[1] >= self._settle_s(state):
-            self.look()  # the answer may have taken long
-            if self.end is not None:
-                return
-            if summarize(self.run).claims != self.claims:  # the run was submitted again meanwhile
-                self._doubt = None
-                return
-            deleted = state.word == "stopped" and not exists(self.run.path)
-            word, reason = ("unknown", "its run directory was deleted") if deleted else (state.word, state.reason)
-            self._ended(word, f"{word}: {reason}")
+        doubt_s = now - self._doubt[1] if self._doubt else 0.0
+        is_settled = self._doubt is not None and doubt_s >= self._settle_s(state)
+        self.most_s = SILENT_S if self.activity.silent else QUIET_S
+        if self._doubt:
+            self.most_s = SILENT_S if state.word == "unknown" else WAIT_LOOK_S
+        if self._helper and (is_settled or state.word != "unknown") and self._is_helped(summary, state, doubt_s):
+            return
+        if is_settled and self.end is None:
+            self._settle(summary, state)
+
+    def _is_helped(self, summary: Summary, state: RunState, doubt_s: float) -> bool:
+        """Does what a run needs that has this state. Returns whether it continues, as far as that can be seen."""
+        assert self._helper
+        if _needs_no_help(summary, state):
+            why = f": {state.reason}" if state.word == "pending" else ""
+            self._say(f"{state_sentence(summary, state)}{why}")
+            return True
+        try:
+            help = self._helper.help(doubt_s)
+        except SlurmError as error:
+            help = Help(f"retrying: {error}")
+        except (ClusterddpError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in LASTING:
+                help = Help(f"retrying: {what_failed(error)}")
+            else:  # its records cannot be read, or belong to another user
+                self._ended("unknown", f"no longer waiting for this run: {what_failed(error)}")
+                return True
+        if help is None:
+            return False
+        self._say(help.words)
+        self.most_s = min(self.most_s, help.most_s)
+        return True
+
+    def _settle(self, summary: Summary, state: RunState) -> None:
+        """Ends the wait for a run that has seemed to be over for long enough."""
+        self.look()  # the answer may have taken long
+        if self.end is not None:
+            return
+        if summarize(self.run).claims != summary.claims:  # the run was submitted again meanwhile
+            self._doubt = None
+        elif state.word == "stopped" and not exists(self.run.path):
+            self._ended("unknown", "unknown: its run directory was deleted")
+        else:
+            self._ended(state.word, "\n".join([*state.log, state_sentence(summary, state)]))
 
     def _settle_s(self, state: RunState) -> float:
         """Seconds for which the run must be in this state to have ended."""
@@ -435,58 +323,121 @@ class _Wait:
                 return HIDDEN_S
         return END_SETTLE_S
 
+    def _say(self, words: str) -> None:
+        if words and words != self._words:
+            show(f"{self.run.path.name}: {words}")
+            self._words = words
+
     def _ended(self, word: str, sentence: str) -> None:
-        self.end = word
+        self.end, self.sentence = word, sentence
         show(f"{self.run}: {sentence}")
 
 
-def wait(runs: Sequence[RunDirectory], timeout_s: float | None, for_any: bool) -> int:
-    """Waits until all runs, or any of them, are over or stopped. Returns the exit code."""
-    waits = [_Wait(run) for run in runs]
-    enough = 1 if for_any else len(waits)
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    pace = Pace()
-    while True:
-        for one in _left(waits):
+def _needs_no_help(summary: Summary, state: RunState) -> bool:
+    """Whether the run trains, or waits in the queue for other reasons than a hold after a requeue."""
+    job = state.job
+    if job is None:
+        return state.word == "running"  # as local processes
+    is_queued = job.state == "PENDING" and job.reason != "BeginTime"
+    # Without a claim, the job has released the run, and is submitting the next one.
+    return bool(summary.claims) and (is_queued or job.state in ("RUNNING", "SUSPENDED"))
+
+
+class Waiting:
+    """Some runs, and when to ask the controller about those that have not ended."""
+
+    def __init__(self, waits: Sequence[Wait]) -> None:
+        self._waits = waits
+        self.pace = Pace()
+
+    @property
+    def left(self) -> list[Wait]:
+        """Those that have not ended."""
+        return [one for one in self._waits if one.end is None]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all runs that ended completed, otherwise the code of the worst outcome."""
+        ends = {one.end for one in self._waits}
+        return next((code for word, code in WAITED.items() if word in ends), 0)
+
+    def look(self, enough: int, left_s: float = math.inf) -> bool:
+        """Looks at the runs' files and, less often, asks the controller. Returns whether enough runs have ended.
+
+        ``left_s``: the seconds until the deadline, which an answer of the controller must not delay.
+        """
+        for one in self.left:
             one.look()
-        if len(waits) - len(_left(waits)) < enough and pace.due(tuple(one.activity.seen() for one in _left(waits))):
-            left_s = TIMEOUT_S if deadline is None else deadline - time.monotonic()
-            _ask(_left(waits), pace, min(TIMEOUT_S, max(WAIT_LOOK_S, left_s)))
-            pace.asked(_longest_pause_s(_left(waits)))
-        left = _left(waits)
-        if len(waits) - len(left) >= enough:
-            return _exit_code({one.end for one in waits})
-        if deadline is not None and time.monotonic() >= deadline:
-            names = ", ".join([*(one.run.path.name for one in left[:5]), *(["..."] if len(left) > 5 else [])])
-            show(f"timed out: {len(left)} of {len(waits)} runs did not end ({names})")
-            return TIMED_OUT
-        time.sleep(WAIT_LOOK_S)
+        if self._over(enough):
+            return True
+        if self.pace.due(tuple(one.seen() for one in self.left)):
+            self._ask(min(TIMEOUT_S, max(WAIT_LOOK_S, left_s)))
+            self.pace.asked(min((one.most_s for one in self.left), default=WAIT_LOOK_S))
+        return self._over(enough)
+
+    def _over(self, enough: int) -> bool:
+        return len(self._waits) - len(self.left) >= enough
+
+    def _ask(self, timeout_s: float) -> None:
+        """Finds the states of the runs that have not ended, by at most one call of squeue for all."""
+        left = self.left
+        summaries = [summarize(one.run) for one in left]
+        states = run_states(summaries, timeout_s=timeout_s, queue=self.pace)
+        now = time.monotonic()
+        if doubts := [state.reason for one, state in zip(left, states, strict=True) if one.newly_unknown(state)]:
+            show(f"the state of a run is unknown, retrying: {doubts[0]}")
+        for one, summary, state in zip(left, summaries, states, strict=True):
+            one.update(summary, state, now)
 
 
-def _left(waits: Sequence[_Wait]) -> list[_Wait]:
-    return [one for one in waits if one.end is None]
+def wait(
+    runs: Sequence[RunDirectory],
+    timeout_s: float | None = None,
+    for_any: bool = False,
+    resubmit: bool = False,
+    follow: bool = False,
+) -> int:
+    """Waits until all runs, or any of them, are over or stopped. Returns the exit code.
 
-
-def _longest_pause_s(left: Sequence[_Wait]) -> float:
-    """The longest pause until the controller is asked again."""
-    if any(one.about_to_end for one in left):
-        return WAIT_LOOK_S
-    return SILENT_S if any(one.activity.silent or one.in_doubt for one in left) else QUIET_S
-
-
-def _ask(left: Sequence[_Wait], pace: Pace, timeout_s: float) -> None:
-    """Finds the states of the runs that have not ended, by at most one call of squeue for all."""
-    summaries = [summarize(one.run) for one in left]
-    states = run_states(summaries, timeout_s=timeout_s, queue=pace)
-    for one, summary in zip(left, summaries, strict=True):
-        one.claims = summary.claims
-    now = time.monotonic()
-    if doubts := [state.reason for one, state in zip(left, states, strict=True) if one.newly_unknown(state)]:
-        show(f"the state of a run is unknown, retrying: {doubts[0]}")
-    for one, state in zip(left, states, strict=True):
-        one.update(state, now)
-
-
-def _exit_code(ends: Collection[str | None]) -> int:
-    """0 if all runs that ended completed, otherwise the code of the worst outcome."""
-    return next((code for word, code in WAITED.items() if word in ends), 0)
+    ``resubmit``: whether to lift holds and resubmit runs, and to show their events meanwhile. ``follow``: also rank 0's
+    output.
+    """
+    if resubmit:
+        for run in runs:
+            check_run(run)
+    jobs = [load_resolved(run.job_file) if resubmit else None for run in runs]
+    waiting = Waiting([Wait(run, job) for run, job in zip(runs, jobs, strict=True)])
+    enough = 1 if for_any else len(runs)
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    several = len(runs) > 1
+    with ExitStack() as stack:
+        displays = [
+            stack.enter_context(
+                Progress(
+                    run,
+                    job.steps,
+                    job.progress_interval,
+                    Shown(bar=not several, output=follow, label=f"{run.path.name}: " if several else ""),
+                )
+            )
+            for run, job in zip(runs, jobs, strict=True)
+            if job
+        ]
+        try:
+            while True:
+                for display in displays:
+                    display.update()
+                if waiting.look(enough, deadline - time.monotonic()):
+                    return waiting.exit_code
+                if time.monotonic() >= deadline:
+                    left = waiting.left
+                    names = ", ".join([*(one.run.path.name for one in left[:5]), *(["..."] if len(left) > 5 else [])])
+                    show(f"timed out: {len(left)} of {len(runs)} runs did not end ({names})")
+                    return TIMED_OUT
+                time.sleep(LOOK_S if displays else WAIT_LOOK_S)
+        except KeyboardInterrupt:
+            how = f"clusterddp wait{' --resubmit' if resubmit else ''}"
+            names = " ".join(one.run.quoted for one in waiting.left)
+            verb = "runs continue" if len(waiting.left) > 1 else "run continues"
+            show(f"no longer waiting. The {verb}. Wait again with: {how} {names}")
+            return INTERRUPTED

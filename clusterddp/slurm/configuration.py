@@ -224,7 +224,7 @@ class Preemption:
         if job.expedite_requeue:
             return "The run is requeued and starts again without a hold (expedite_requeue)"
         lifted = (
-            "`submit --wait` and `clusterddp resubmit` lift the hold"
+            "`submit --wait` and `clusterddp wait --resubmit` lift the hold"
             if job.lift_hold
             else "With lift_hold: false, clusterddp does not lift the hold"
         )

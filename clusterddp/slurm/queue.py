@@ -102,7 +102,7 @@ _ADMIN = "ask the cluster's administrators"
 _START_NOW = "`scontrol update JobId=JOB StartTime=now`"
 _HELD_AFTER_REQUEUE = Why(
     "held by Slurm for a while, which happens after each requeue",
-    f"`clusterddp resubmit RUN` lifts the hold, and so does {_START_NOW}",
+    f"`clusterddp wait --resubmit RUN` lifts the hold, and so does {_START_NOW}",
 )
 
 #: By Slurm's reason, in any version. Other reasons are shown unchanged.

@@ -201,8 +201,8 @@ def restarted(run: RunDirectory, me: Mapping[str, Any]) -> bool:
 
 
 def submitted_again(run: RunDirectory, attempt: int, me: Mapping[str, Any], since: float) -> str | None:
-    """The job that ``resubmit`` or a user submitted ``since`` this attempt's supervisor ``me`` began, and that has
-    started no attempt as far as can be seen, or None. They do so only if the supervisor's own job has ended."""
+    """The job that ``wait --resubmit`` or a user submitted ``since`` this attempt's supervisor ``me`` began, and that
+    has started no attempt as far as can be seen, or None. They do so only if the supervisor's own job has ended."""
     claim = waiting_claim(run, [attempt])
     if claim is None or claim["kind"] != "slurm" or _same(claim, me) or claim.get("time", 0.0) <= since:
         return None

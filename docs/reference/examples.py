@@ -81,11 +81,10 @@ EXAMPLES = {
         "clusterddp logs runs/train-0 -f --rank 3\nclusterddp logs runs/train-0 --rank 0,4-7 --attempt all --grep Error"
     ),
     "report": "clusterddp report runs/train-0 -o report.html",
-    "resubmit": "clusterddp resubmit runs/train-0 runs/train-1",
     "drill": "clusterddp drill -p gpu --run runs/train-0",
     "doctor": "clusterddp doctor\nclusterddp doctor --nodes 2 -p gpu\nclusterddp doctor --failed-nodes",
     "export": "clusterddp export runs/train-0 model.safetensors",
-    "wait": "clusterddp wait runs/train-0 runs/train-1 --timeout 2h",
+    "wait": "clusterddp wait runs/train-0 runs/train-1 --timeout 2h\nclusterddp wait --resubmit runs/train-0",
     "cancel": "clusterddp cancel runs/train-0\nclusterddp cancel 'runs/lr-*' --yes",
     "prune": "clusterddp prune runs --keep-checkpoints 2 --logs",
     "stacks": "clusterddp stacks runs/train-0 --rank 0,8-15",

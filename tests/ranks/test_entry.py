@@ -189,7 +189,7 @@ def test_ctrl_c_ends_a_watch_and_leaves_the_run_alone(run: RunDirectory) -> None
     """The message says so."""
     write_json(run.submitted_file, {"kind": "slurm", "job": "41"}, mode=0o600)
     process = subprocess.Popen(
-        [*CLI, "resubmit", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*CLI, "wait", "--resubmit", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PATH": "/nowhere"},
     )  # fmt: skip
     seen: list[str] = []

@@ -102,7 +102,8 @@ def test_a_process_is_identified_by_its_machine_under_any_host_name(
     be_elsewhere(monkeypatch, lease.process_namespace())
     lease.let_go_unreachable(run)
     advice = (
-        "Follow it with `clusterddp resubmit .*`, or save and stop it with `clusterddp stop .*` and submit it again"
+        "Follow it with `clusterddp wait --resubmit .*`, "
+        "or save and stop it with `clusterddp stop .*` and submit it again"
     )
     with pytest.raises(RunDirectoryError, match=f"on this machine. {advice}"):
         check_not_held(run)

@@ -431,7 +431,7 @@ def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirector
     assert again.returncode == 0
     assert "has already completed at step 5. For more steps, add --change" in again.stderr
     assert run.attempts() == [0]
-    assert clusterddp("resubmit", run).stderr == f"{run}: already completed at step 5\n"
+    assert clusterddp("wait", "--resubmit", run).stderr == f"{run}: completed at step 5: all ranks finished\n"
     refused = submit(run, *one_rank, "--", "--steps", "9")
     assert refused.returncode == 1
     assert "args" in refused.stderr

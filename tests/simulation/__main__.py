@@ -59,7 +59,7 @@ def _tell(seed: int, shrink: bool) -> int:
     print(f"seed {seed}: {plan.settings}, {plan.script}")
     print(
         f"  {plan.job_nodes} nodes of {plan.per_node} ranks, time limit {plan.time_limit_s} s, "
-        f"{plan.resubmitters} of `resubmit`"
+        f"{plan.resubmitters} of `wait --resubmit`"
     )
     print("\n".join(result.story))
     print(f"{result.ended}; {result.events} events; {'; '.join(result.violations) or 'no violation'}")

@@ -310,7 +310,7 @@ class History:
         self._struck: set[Fault] = set()
         self.over_at: float | None = None
         self._last_fault_at = max((fault.at for fault in plan.faults), default=0.0)
-        #: Processes of ``resubmit``.
+        #: Processes of ``wait --resubmit``.
         self.resubmitting: list[Process] = []
 
     def play(self) -> Result:
@@ -377,7 +377,7 @@ class History:
         if self.world.now >= self.invariants.look_at:
             self.invariants.check()
             self.world.look_at = self.invariants.look_at if self.invariants.is_live else 0.0
-        if not self.invariants.settled():  # also if ``resubmit`` continues it after all
+        if not self.invariants.settled():  # also if ``wait --resubmit`` continues it after all
             self.over_at = None
             return False
         if self.over_at is None:
@@ -402,7 +402,7 @@ class History:
         return process
 
     def _begin(self) -> int:
-        """Submits the run, again if Slurm does not answer, and runs `resubmit` for it."""
+        """Submits the run, again if Slurm does not answer, and runs `wait --resubmit` for it."""
         while not self._is_submitted():
             self.world.sleep(30.0)
         attended, self._attended = self._attended, True
@@ -451,17 +451,17 @@ class History:
         return queue.submit(script, *options, is_new=lambda job_id: not lease.started(self.run, job_id))
 
     def _resubmit(self) -> int:
-        """As ``clusterddp resubmit``, without what it shows of the training."""
+        """As ``clusterddp wait --resubmit``, without what it shows of the training."""
         self.resubmitting.append(self.world.process)
-        resubmitter = waiting.Resubmitter(self.run, self.job)
-        while not resubmitter.look():  # it looks at the run's files more often, which nothing depends on
-            due_s = resubmitter._pace._at - waiting.time.monotonic()
+        waited = waiting.Waiting([waiting.Wait(self.run, self.job)])
+        while not waited.look(1):  # it looks at the run's files more often, which nothing depends on
+            due_s = waited.pace._at - waiting.time.monotonic()
             self.world.sleep(min(5.0, max(waiting.LOOK_S, due_s)))
-        return resubmitter.result or 0
+        return waited.exit_code
 
     def _wait(self) -> int:
         """As ``clusterddp wait``."""
-        code = waiting.wait([self.run], 60.0 if self.plan.seed % 3 == 0 else None, False)
+        code = waiting.wait([self.run], 60.0 if self.plan.seed % 3 == 0 else None)
         self.invariants.waited(code)
         return code
 

@@ -44,7 +44,7 @@ SLOW_S = 5.0
 SAME_S = 1.0
 #: A history has an end.
 MOST_EVENTS = 30_000
-#: Faults after which a run that `resubmit` waits for must complete.
+#: Faults after which a run that `wait --resubmit` waits for must complete.
 HARMLESS = frozenset(
     (
         *("preempt", "suspend", "lose a node", "controller away", "answers lost", "controller slow", "submit again"),
@@ -181,8 +181,8 @@ class Invariants:
         """Whether a user has stopped the run by ``stop`` in an earlier attempt, and not submitted it since.
 
         A second job that the user had submitted before is not stopped with the first, nor one that is recorded nowhere,
-        because its submission got no answer. ``resubmit``, while it waits for Slurm, does not see a request that a
-        supervisor records once its frozen node is back.
+        because its submission got no answer. ``wait --resubmit``, while it waits for Slurm, does not see a request that
+        a supervisor records once its frozen node is back.
         """
         job = self._history.slurm.jobs.get(supervisor.name.removeprefix("job ").partition(".")[0])
         if (
@@ -463,7 +463,7 @@ class Invariants:
         return own.restarts == int(restarts) and own.batch.ended > (self._cancelled_at or 0.0) + window_s
 
     def _is_unneeded(self, job: Batch) -> bool:
-        """Whether a supervisor or `resubmit` has submitted it, knowing of all other jobs, for a run that has completed.
+        """Whether a supervisor or `wait --resubmit` has submitted it, knowing of all other jobs, for a completed run.
 
         Who submits may not see the outcome yet.
         """

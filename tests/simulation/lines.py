@@ -15,7 +15,6 @@ from tests.simulation.world import Thread
 #: messages, local runs and a user's own allocation, scripts that do not use clusterddp, and requests that change
 #: nothing in the life of a run (stacks).
 LEFT_OUT = {
-    "runs/waiting.py": {"_show", "wait_and_resubmit", "_look", "give_up", "leave"},
     "runs/request_client.py": {"_through_a_step", "check_trains", "step_command", "_reachable_name", "relay", "ask"},
     "slurm/commands.py": {
         *("submission_cluster", "require", "default_partition", "partition_nodes", "parse_node_sizes", "parse_gres"),

@@ -52,7 +52,7 @@ def _cancelled_is_not_remembered() -> Patches:
 
 
 def _hold_lifted_at_once() -> Patches:
-    """`resubmit` lifts the hold after a requeue within the first second."""
+    """`wait --resubmit` lifts the hold after a requeue within the first second."""
     return [(waiting, "SETTLE_S", -1.0)]
 
 
@@ -116,12 +116,12 @@ def _everything_is_deleted() -> Patches:
 
 
 def _resubmit_always() -> Patches:
-    """`resubmit` resubmits a run however its job ended, even after scancel."""
+    """`wait --resubmit` resubmits a run however its job ended, even after scancel."""
     return [(waiting.Resubmitter, "_should_continue", lambda *_: True)]
 
 
 def _hold_of_another_job() -> Patches:
-    """`resubmit` does not restart the timer of the hold for a different job."""
+    """`wait --resubmit` does not restart the timer of the hold for a different job."""
 
     def lift(hold: Any, job: Any) -> bool:
         if job.state != "PENDING" or job.reason != "BeginTime" or not job.restarts:
@@ -160,7 +160,7 @@ def _a_submission_ends_with_its_start() -> Patches:
 
 
 def _hidden_outcomes_are_not_waited_for() -> Patches:
-    """`resubmit` and `wait` do not allow for an outcome that the disk does not show yet."""
+    """`wait`, with and without `--resubmit`, do not allow for an outcome that the disk does not show yet."""
     return [(RunDirectory, "may_be_over", lambda *_: False)]
 
 
@@ -222,7 +222,7 @@ def _newest_checkpoint_is_deleted() -> Patches:
 
 
 def _resubmit_gives_up_a_lost_node() -> Patches:
-    """`resubmit` does not resubmit a run whose job ended because a node failed."""
+    """`wait --resubmit` does not resubmit a run whose job ended because a node failed."""
     return [(waiting, "_INVOLUNTARY_ENDS", frozenset())]
 
 

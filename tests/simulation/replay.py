@@ -240,7 +240,7 @@ def on_the_cluster(cluster: Cluster, history: Drawn, folder: Path) -> tuple[str,
         commands.append(cluster.popen(command, cwd=cluster.source, stdin=quiet, stdout=quiet, stderr=quiet))
 
     if plan.resubmitters:
-        user("resubmit", training.run.path)
+        user("wait", "--resubmit", training.run.path)
     ends: list[threading.Timer] = []
     try:
         for struck in history.struck:
@@ -289,7 +289,7 @@ def _is_now(training: Training, cluster: Cluster, struck: Struck) -> bool:
 
 
 def _is_over(training: Training, cluster: Cluster) -> bool:
-    """Whether no job of the run is left, for longer than ``resubmit`` needs for a new one."""
+    """Whether no job of the run is left, for longer than ``wait --resubmit`` needs for a new one."""
     for _ in range(20):
         jobs = cluster.root(["squeue", "--noheader"], check=False)
         if jobs.returncode != 0 or jobs.stdout.strip():

@@ -39,7 +39,7 @@ def test_the_notice_is_compared_with_the_last_save() -> None:
     [
         ({}, {}, None, "the job did not start within an hour, or failed. See its state with sacct"),
         ({**FIRST, "signalled": 1}, SECOND, None, "does not reach every rank"),
-        ({**FIRST, "missing": ["scontrol"]}, SECOND, None, "clusterddp resubmit"),
+        ({**FIRST, "missing": ["scontrol"]}, SECOND, None, "clusterddp wait --resubmit"),
         ({**FIRST, "requeue_error": "Requeue disabled"}, {}, None, "Requeue disabled"),
         (FIRST, SECOND, 30.0, "a save may not finish within the notice"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.errors import WAITED
 from clusterddp.events import sentence
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
@@ -211,8 +212,8 @@ def test_a_job_that_ends_before_its_supervisor_starts_says_why(cluster: Cluster,
     job_id = submit(cluster, run, "--set", "setup=[exec /nowhere/python]", *job()).stdout.strip()
     cluster.wait_job(job_id, {"FAILED"})
     words = f"job {job_id} ended (FAILED) before it started the supervisor"
-    for command, code in (("status", 0), ("resubmit", 1)):
-        done = cluster.run([cluster.python, "-m", "clusterddp", command, run.path], check=False)
+    for command, code in ((["status"], 0), (["wait", "--resubmit"], WAITED["failed"])):
+        done = cluster.run([cluster.python, "-m", "clusterddp", *command, run.path], check=False)
         assert done.returncode == code and words in done.stdout + done.stderr
         assert "/nowhere/python: " in done.stdout + done.stderr
     assert "/nowhere/python: " in cluster.run([cluster.python, "-m", "clusterddp", "logs", run.path]).stdout

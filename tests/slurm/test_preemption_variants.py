@@ -51,7 +51,7 @@ def test_a_watcher_lifts_the_hold_after_a_requeue(clusters: Any, runs_on: Any) -
     """``submit --wait`` lifts it, though the hold is longer than the test waits, and ends with the run."""
     cluster = clusters.get(dataclasses.replace(clusters.standard, cred_expire=120))
     training = Training.submit(cluster, runs_on(cluster), "--moments", "first step")
-    watcher = cluster.popen([cluster.python, "-m", "clusterddp", "resubmit", training.run.path], stderr=-1)
+    watcher = cluster.popen([cluster.python, "-m", "clusterddp", "wait", "--resubmit", training.run.path], stderr=-1)
     training.wait_at_moment(0)
     training.preempt()
     training.go(0)

@@ -179,7 +179,7 @@ def test_tasks_are_resubmitted_watched_and_cancelled_as_any_job(
     clusters: Clusters, runs_on: Callable[[Cluster], Path]
 ) -> None:
     """A preempted member continues as a job of its own where the definition asks for that, else as the same task, whose
-    hold `resubmit` lifts; a member that is cancelled, in the queue or while it trains, takes no other with it."""
+    hold `wait --resubmit` lifts. A member that is cancelled, queued or training, takes no other with it."""
     cluster = clusters.get(replace(Clusters.standard, cred_expire=120))  # a hold that does not end before it is lifted
     cluster.set_grace(20)
     runs = runs_on(cluster)
@@ -211,7 +211,7 @@ def test_tasks_are_resubmitted_watched_and_cancelled_as_any_job(
     watched = [RunDirectory(runs / "again" / f"lr={number}e-4") for number in (1, 2)]
     wait_for_step(watched[0], 3)
     cluster.preempt(seconds=0.1)
-    seen = cluster.run([*clusterddp, "resubmit", runs / "again"], cwd=cluster.source, timeout=120)
+    seen = cluster.run([*clusterddp, "wait", "--resubmit", runs / "again"], cwd=cluster.source, timeout=120)
     assert re.search(rf"lifted Slurm's hold on job {array}_[01] after the requeue", seen.stderr), seen.stderr
     assert [wait_for_outcome(run) for run in watched] == ["completed"] * 2
     assert len(events_of(watched[0], "requeued")) == 1 and watched[0].attempts() == [0, 1]

@@ -114,11 +114,12 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         OVER: (0, "ten steps done"),
         "failed hung": (0, "ValueError: bad label"),
     },
-    "resubmit RUN ^C": {
+    "wait --resubmit RUN ^C": {
         f"{WAITING} {RUNNING}": (130, "no longer waiting. The run continues"),
         "completed": (0, "completed"),
-        "failed hung cancelled": (1, "failed|cancelled"),
-        "forgotten": (1, "Continue with: clusterddp submit"),
+        "failed hung": (10, "failed"),
+        "cancelled": (11, "cancelled"),
+        "forgotten": (12, "Continue with: clusterddp submit"),
     },
     "wait --timeout 1s RUN": {
         f"{WAITING} {RUNNING} forgotten": (124, "timed out: 1 of 1 runs did not end \\("),

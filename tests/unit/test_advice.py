@@ -65,7 +65,7 @@ def test_a_hold_that_takes_long_is_named() -> None:
     (words,) = advised(events, replace(JOB, policy="resubmit"))  # which is set: a preemption without grace
     by_slurm = {**events[1], "event": "stopped", "then": "requeued by Slurm"}
     assert [words] == advised([events[0], by_slurm, *events[2:]])
-    assert words.endswith("`clusterddp resubmit` lifts the hold")
+    assert words.endswith("`clusterddp wait --resubmit` lifts the hold")
 
 
 def test_steps_that_are_lost_in_spite_of_a_notice_are_named() -> None:

@@ -229,7 +229,7 @@ def test_where_slurm_cancels_what_it_preempts_a_refused_resubmission_becomes_a_r
 
 
 def test_a_job_that_can_neither_be_resubmitted_nor_requeued_stops_with_slurms_reason(run: RunDirectory) -> None:
-    """`resubmit` submits it later."""
+    """`wait --resubmit` submits it later."""
     controller = Refusing(Cause.PREEMPTED, requeue=[SlurmError("Requeue is disabled")])
     _, kinds = supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
     assert kinds == ["started", "resubmission_refused", "requeue_refused", "stopped"]
@@ -423,7 +423,7 @@ def test_a_plain_crash_does_not_wait_for_an_unreachable_controller(run: RunDirec
 
 
 def test_an_unexplained_end_does_not_end_the_run(run: RunDirectory) -> None:
-    """A node failure is no scancel: `resubmit` finds the cause in the history."""
+    """A node failure is no scancel: `wait --resubmit` finds the cause in the history."""
     assert supervised(run, FakeController(Cause.ENDED_OTHERWISE))[1] == ["started", "stopped"]
     assert run.events()[-1]["cause"] == Cause.ENDED_OTHERWISE.value
     assert run.outcome() is None
@@ -991,7 +991,7 @@ def test_a_run_leaves_a_job_that_had_lost_too_many_nodes_before_its_first_attemp
 
 
 def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(run: RunDirectory) -> None:
-    """`resubmit` queries that job, whose state tells what happened, and no other job trains meanwhile."""
+    """`wait --resubmit` queries that job, whose state tells what happened, and no other job trains meanwhile."""
     controller = Refusing(Cause.NONE)
     controller.nodes = ["n1", "n2"]
     assert cut(run, controller) == 3

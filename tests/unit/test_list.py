@@ -163,7 +163,7 @@ def test_status_says_why_a_run_waits_and_what_to_do(runs: Path, capsys: pytest.C
     assert "starts    11-23 08:00" in shown
     shown = said(capsys, "status", "runs/held")
     assert "waits     held by Slurm for a while, which happens after each requeue\n" in shown
-    assert "to do     `clusterddp resubmit runs/held` lifts the hold" in shown and "starts  " not in shown
+    assert "to do     `clusterddp wait --resubmit runs/held` lifts the hold" in shown and "starts  " not in shown
 
 
 def test_status_names_a_slow_node_with_what_it_is_slow_in(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a resubmitter does for a run, and what it never does; on a cluster it is tested in test_preemption.py."""
+"""What `wait --resubmit` does for a run, and never does; on a cluster it is tested in test_preemption_variants.py."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from types import SimpleNamespace
 import pytest
 
 from clusterddp.cli import submit
-from clusterddp.errors import INTERRUPTED, RunDirectoryError, SlurmError
+from clusterddp.errors import INTERRUPTED, WAITED, SlurmError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs import waiting
 from clusterddp.runs.run_status import state_sentence
-from clusterddp.runs.waiting import Hold, Resubmitter
+from clusterddp.runs.waiting import Hold, Wait, Waiting
 from clusterddp.slurm import pace
 from clusterddp.slurm.commands import JobInfo
-from clusterddp.slurm.pace import Pace
 from clusterddp.slurm.queue import QueuedJob
 from clusterddp.slurm.run_states import Cause, RunState
 from clusterddp.supervisor import lease
@@ -49,9 +48,14 @@ def run(run: RunDirectory) -> RunDirectory:
     return run
 
 
+clock = [1000.0]
+
+
 @pytest.fixture(autouse=True)
 def nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue has no other job of the run."""
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(pace, "shared_jobs", lambda ids, since, timeout_s: ({}, clock[0]))
     monkeypatch.setattr("clusterddp.slurm.commands.jobs_by_script", lambda ended: {})
 
 
@@ -68,9 +72,28 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+class Resubmitter:
+    """`wait --resubmit` for one run, by a clock that stands between two looks. squeue knows no job, scontrol does."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._wait = Wait(run, JOB)
+        self._waiting = Waiting([self._wait])
+
+    def look(self, after_s: float = 10.0) -> str | None:
+        """Looks after this time, and says how the run ended."""
+        clock[0] += after_s
+        self._waiting.look(1)
+        return self.end
+
+    @property
+    def end(self) -> str | None:
+        """How the run ended. None until then."""
+        return self._wait.end
+
+
 def look(run: RunDirectory, job: JobInfo | None, monkeypatch: pytest.MonkeyPatch) -> Resubmitter:
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job)
-    resubmitter = Resubmitter(run, JOB)
+    resubmitter = Resubmitter(run)
     resubmitter.look()
     return resubmitter
 
@@ -114,9 +137,11 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
         append_line(run.events_file, asked)
     resubmitter = look(run, job, monkeypatch)
     assert (submitted == ["job.sbatch"]) is resubmitted
-    assert resubmitter.result == (None if resubmitted else 1)
+    assert resubmitter.end is None
     if resubmitted:
         assert lease.holders(run)[0]["job"] == "42"
+    else:
+        assert resubmitter.look() == "stopped" and not submitted
 
 
 @pytest.mark.parametrize(("saved", "resubmitted"), [(True, True), (False, False)])
@@ -136,7 +161,8 @@ def test_a_supervisor_that_is_killed_again_before_anything_is_saved_is_not_start
     (run.logs / "job-42.log").write_text("slurmstepd: error: Detected 1 oom_kill event\n")
     resubmitter = look(run, info("FAILED", job="42"), monkeypatch)
     assert (submitted == ["job.sbatch"]) is resubmitted
-    assert resubmitter.result == (None if resubmitted else 1)
+    if not resubmitted:
+        assert resubmitter.look() == "stopped"
     assert ("oom_kill" in capsys.readouterr().err) is not resubmitted
 
 
@@ -151,13 +177,9 @@ def test_a_run_whose_history_cannot_be_seen_yet_may_have_been_stopped(
     if released:
         lease.take(run, run.create_attempt(), lease.of_job("41"))
         lease.let_go(run, 0)
-    now = 1000.0
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now)
     resubmitter = look(run, info("PREEMPTED"), monkeypatch)
-    now += 60
-    assert not resubmitter.look() and submitted == []
-    now += 40
-    resubmitter.look()
+    assert not resubmitter.look(60) and submitted == []
+    resubmitter.look(40)
     assert submitted == ["job.sbatch"]
 
 
@@ -173,7 +195,7 @@ def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_waitin
     assert lease.take(run, run.create_attempt(), lease.of_job("41")) is None
     assert [entry.get("attempt") for entry in lease.holders(run)] == [None], "the submission counts as well"
     monkeypatch.setattr(RunDirectory, "attempts", lambda _: [])
-    assert look(run, info("RUNNING"), monkeypatch).result is None
+    assert look(run, info("RUNNING"), monkeypatch).end is None
     lease.let_go(run, 1)
     assert lease.holders(run) == []
 
@@ -188,7 +210,7 @@ def test_a_job_whose_submission_is_recorded_only_after_it_has_started_releases_t
 def test_a_claim_that_another_process_has_removed_is_made_again(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that has just submitted the run removes older claims. `resubmit` had crashed."""
+    """One that has just submitted the run removes older claims. `wait --resubmit` had crashed."""
     real, looks = lease._submissions, 0
 
     def submissions(run: RunDirectory) -> dict[int, Path]:
@@ -208,7 +230,7 @@ def test_an_attempt_whose_holder_a_shared_disk_does_not_show_yet_is_held_by_its_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that looked into the attempt's folder in its first moment sees its files up to a minute later:
-    `resubmit` and `wait` took the run for stopped, and a second submission would have been accepted."""
+    the run was taken for stopped, and a second submission would have been accepted."""
     run = RunDirectory(tmp_path / "run")
     run.create()
     lease.submitted(run, "41")
@@ -216,7 +238,7 @@ def test_an_attempt_whose_holder_a_shared_disk_does_not_show_yet_is_held_by_its_
     run.holder_file(0).unlink()
     assert [entry["job"] for entry in lease.holders(run)] == ["41"]
     assert [claim["job"] for claim in summarize(run).claims] == ["41"]
-    assert look(run, info("RUNNING"), monkeypatch).result is None
+    assert look(run, info("RUNNING"), monkeypatch).end is None
 
 
 def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
@@ -224,13 +246,9 @@ def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
 ) -> None:
     """The history, a file that is known, says that the run is over. After a minute and a half it has no outcome."""
     append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
-    now = 1000.0
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now)
     resubmitter = look(run, info("COMPLETED"), monkeypatch)
-    now += 60
-    assert not resubmitter.look()
-    now += 40
-    assert resubmitter.look() and resubmitter.result == 1
+    assert not resubmitter.look(60)
+    assert resubmitter.look(40) == "stopped"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +264,7 @@ def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
 def test_a_run_may_be_over_before_its_outcome_can_be_seen(
     tmp_path: Path, events: list[str], job: str, over: bool
 ) -> None:
-    """`resubmit` and `wait` then wait for the outcome. They said that a completed run was stopped."""
+    """`wait`, with and without `--resubmit`, then wait for the outcome. They said that a completed run was stopped."""
     run = RunDirectory(tmp_path / "run")
     run.create()
     for event in events:
@@ -259,16 +277,13 @@ def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_waiting(
 ) -> None:
     """The run may need it all the more afterwards. An error that lasts does, as of a run that was deleted."""
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("NODE_FAIL"))
-    resubmitter = Resubmitter(run, JOB)
+    resubmitter = Resubmitter(run)
     with monkeypatch.context() as away:
         away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EIO))
-        assert not resubmitter.look() and resubmitter.result is None
+        assert not resubmitter.look() and not resubmitter.look(400)
         away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EACCES))
-        with pytest.raises(PermissionError):
-            resubmitter.look()
+        assert Resubmitter(run).look() == "unknown"
     assert "retrying: " in capsys.readouterr().err
-    later = waiting.time.monotonic() + 10
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: later)
     resubmitter.look()
     assert submitted == ["job.sbatch"]
 
@@ -285,7 +300,7 @@ def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_i
         "clusterddp.slurm.commands.jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"}
     )
     resubmitter = look(run, info("NODE_FAIL"), monkeypatch)
-    assert (submitted, resubmitter.result, lease.holders(run)[0]["job"]) == ([], None, "77")
+    assert (submitted, resubmitter.end, lease.holders(run)[0]["job"]) == ([], None, "77")
     assert "Job 77, which was not recorded, continues the run" in capsys.readouterr().err
 
 
@@ -301,9 +316,9 @@ def test_a_job_that_is_submitted_while_slurm_is_asked_about_the_last_one_is_wait
         return info("COMPLETED", job=job_id)
 
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
-    resubmitter = Resubmitter(run, JOB)
+    resubmitter = Resubmitter(run)
     resubmitter.look()
-    assert (submitted, resubmitter.result) == ([], None)
+    assert (submitted, resubmitter.end) == ([], None)
 
 
 def test_a_run_that_completes_while_slurm_is_asked_for_its_jobs_is_not_submitted(
@@ -327,11 +342,10 @@ def test_an_earlier_job_that_still_leaves_its_nodes_does_not_continue_the_run(
     jobs = {"41": info("NODE_FAIL"), "40": info("COMPLETING", job="40")}
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
     monkeypatch.setattr("clusterddp.slurm.commands.jobs_by_script", lambda ended: {str(run.batch_script): "40"})
-    resubmitter = Resubmitter(run, JOB)
+    resubmitter = Resubmitter(run)
     resubmitter.look()
-    assert (submitted, resubmitter.result, lease.holders(run)[0]["job"]) == ([], None, "41")
+    assert (submitted, resubmitter.end, lease.holders(run)[0]["job"]) == ([], None, "41")
     monkeypatch.setattr("clusterddp.slurm.commands.jobs_by_script", lambda ended: {})
-    monkeypatch.setattr(resubmitter._pace, "due", lambda _: True)
     resubmitter.look()
     assert submitted == ["job.sbatch"]
 
@@ -353,7 +367,7 @@ def test_of_two_resubmitters_at_the_same_moment_one_resubmits(
     """`submit --wait` and `Handle.wait()`; the other one says so, and waits for the new job."""
     jobs = {"41": info("NODE_FAIL"), "42": info("RUNNING", job="42")}
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
-    other, made = Resubmitter(run, JOB), list[str]()
+    other, made = Resubmitter(run), list[str]()
 
     def submit(script: Path, *options: str) -> str:
         made.append(script.name)
@@ -361,13 +375,12 @@ def test_of_two_resubmitters_at_the_same_moment_one_resubmits(
         return "42"
 
     monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
-    Resubmitter(run, JOB).look()
+    Resubmitter(run).look()
     assert made == ["job.sbatch"]
     assert f"is being submitted by process {os.getpid()} on" in capsys.readouterr().err
-    other._pace = Pace()
     other.look()
-    assert made == ["job.sbatch"] and other.result is None
-    assert "job 42: RUNNING" in capsys.readouterr().err
+    assert made == ["job.sbatch"] and other.end is None
+    assert "job 42 (RUNNING on n1)" in capsys.readouterr().err
 
 
 def test_a_resubmitter_that_learned_of_the_end_before_another_resubmitted_leaves_it_at_that(
@@ -380,37 +393,32 @@ def test_a_resubmitter_that_learned_of_the_end_before_another_resubmitted_leaves
         return info("NODE_FAIL", job=job_id)
 
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
-    resubmitter = Resubmitter(run, JOB)
+    resubmitter = Resubmitter(run)
     resubmitter.look()
-    assert submitted == [] and resubmitter.result is None
+    assert submitted == [] and resubmitter.end is None
 
 
 def test_a_job_that_needs_no_help_is_asked_about_by_the_question_that_commands_share(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until squeue shows another state, or another job holds the run."""
-    shown, queued = list[str](), ["RUNNING", "RUNNING", "COMPLETING"]
+    """Until squeue shows another state, or that job no more."""
+    shown, queued = list[str](), [["RUNNING"], ["PENDING"], ["RUNNING"], ["COMPLETING"], []]
 
     def show_job(job_id: str) -> JobInfo:
         shown.append(job_id)
-        return info("RUNNING" if queued else "COMPLETING", job=job_id)
+        return info("COMPLETING", job=job_id)
 
     def shared_jobs(ids: list[str], since: float, timeout_s: float) -> tuple[dict[str, QueuedJob], float]:
-        return {ids[0]: QueuedJob(ids[0], queued.pop(0), "n1", 5.0, "1:00", "low", "None")}, since + 1
+        found = [QueuedJob("41", state, "n1", 5.0, "1:00", "low", "None") for state in queued.pop(0)]
+        return {job.job_id: job for job in found}, clock[0]
 
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
     monkeypatch.setattr(pace, "shared_jobs", shared_jobs)
-    monkeypatch.setattr(pace.Pace, "due", lambda *_: True)
-    resubmitter = Resubmitter(run, JOB)
-    for _ in range(3):
+    resubmitter = Resubmitter(run)
+    for expected in ([], [], [], ["41"], ["41", "41"]):
         resubmitter.look()
-    assert shown == ["41"]
-    resubmitter.look()
-    assert (shown, queued) == (["41", "41"], [])
-    lease.submitted(run, "42")
-    resubmitter._quiet = info("RUNNING")
-    resubmitter.look()
-    assert shown == ["41", "41", "42"]
+        assert shown == expected and resubmitter.end is None
+    assert not queued
 
 
 @pytest.mark.parametrize("earlier", [True, False])
@@ -427,10 +435,8 @@ def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_a
     lease.submitted(run, "42")
     (run.logs / "job-42.log").write_text("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
     resubmitter = look(run, info("FAILED", job="42"), monkeypatch)
-    assert (submitted, resubmitter.result) == ([], 1)
-    said = capsys.readouterr().err
-    assert said.startswith("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
-    assert "job 42 ended (FAILED) before it started the supervisor: slurm_script: line 20: python: not found" in said
+    assert (submitted, resubmitter.look()) == ([], "failed")
+    assert "module: cannot load cuda\nslurm_script: line 20: python: not found\n" in capsys.readouterr().err
 
 
 def test_a_released_run_whose_first_attempt_a_shared_disk_hides_is_waited_for(
@@ -440,12 +446,9 @@ def test_a_released_run_whose_first_attempt_a_shared_disk_hides_is_waited_for(
     resubmitter = look(run, info("RUNNING"), monkeypatch)
     for folder in (run.attempt_private(0), run.attempt_logs(0)):
         shutil.rmtree(folder, ignore_errors=True)
-    monkeypatch.setattr(resubmitter._pace, "due", lambda _: True)
     resubmitter.look()
-    assert (submitted, resubmitter.result) == ([], None)
-    monkeypatch.setattr(waiting, "HIDDEN_S", 0.0)
-    resubmitter.look()
-    assert resubmitter.result == 1
+    assert (submitted, resubmitter.end) == ([], None)
+    assert resubmitter.look(100) == "stopped"
 
 
 @pytest.mark.parametrize(("ended", "resubmitted"), [(20.0, ["job.sbatch"]), (5.0, [])])
@@ -459,10 +462,11 @@ def test_a_job_that_found_the_run_held_gives_way_to_the_end_of_the_one_that_held
         "42": dataclasses.replace(info("FAILED", job="42"), end_time=10.0),
     }
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
-    resubmitter = Resubmitter(run, JOB)
+    resubmitter = Resubmitter(run)
     resubmitter.look()
     assert submitted == resubmitted
-    assert resubmitter.result == (None if resubmitted else 1)
+    if not resubmitted:
+        assert resubmitter.look() == "stopped"
 
 
 def test_a_job_of_which_nothing_is_visible_yet_may_have_completed_the_run(
@@ -472,9 +476,9 @@ def test_a_job_of_which_nothing_is_visible_yet_may_have_completed_the_run(
     outcome was called failed."""
     run.events_file.unlink()
     lease.submitted(run, "42")
-    assert look(run, info("FAILED", job="42"), monkeypatch).result is None
-    monkeypatch.setattr(waiting, "HIDDEN_S", 0.0)
-    assert look(run, info("FAILED", job="42"), monkeypatch).result == 1
+    resubmitter = look(run, info("FAILED", job="42"), monkeypatch)
+    assert resubmitter.look(60) is None
+    assert resubmitter.look(40) == "stopped"
 
 
 def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_run(run: RunDirectory) -> None:
@@ -491,9 +495,9 @@ def test_a_run_that_another_job_continues_is_left_to_it(
     lease.submitted(run, "43")
     states = {"42": "RUNNING", "43": "FAILED"}
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda job: info(states[job], job=job))
-    resubmitter = Resubmitter(run, JOB)
+    resubmitter = Resubmitter(run)
     resubmitter.look()
-    assert (submitted, resubmitter.result) == ([], None)
+    assert (submitted, resubmitter.end) == ([], None)
 
 
 def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
@@ -501,10 +505,10 @@ def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
 ) -> None:
     """After a lost node the job releases the run before sbatch answers, which may take minutes (seed 6773)."""
     lease.let_go(run, 0)
-    assert look(run, info("RUNNING"), monkeypatch).result is None
+    assert look(run, info("RUNNING"), monkeypatch).end is None
     assert capsys.readouterr().err == "run: waiting for the run's next job after job 41\n"
-    monkeypatch.setattr(waiting, "state_of", lambda _: ("stopped", "stopped"))
-    assert look(run, info("COMPLETED"), monkeypatch).result == 1
+    resubmitter = look(run, info("COMPLETED"), monkeypatch)
+    assert resubmitter.look(100) == "stopped"
     assert submitted == []
 
 
@@ -530,9 +534,10 @@ def test_a_run_whose_job_died_while_it_submitted_the_next_one_is_submitted(
     lease.let_go(run, 0)
     for end in ends:
         append_line(run.events_file, end)
-    monkeypatch.setattr(waiting, "state_of", lambda _: ("stopped", "stopped"))
     resubmitter = look(run, info(state), monkeypatch)
-    assert (submitted == ["job.sbatch"], resubmitter.result) == (continues, None if continues else 1)
+    assert (submitted == ["job.sbatch"]) is continues
+    if not continues:
+        assert resubmitter.look() == "stopped"
 
 
 def test_a_resubmitter_retries_what_slurm_refuses(
@@ -543,9 +548,8 @@ def test_a_resubmitter_retries_what_slurm_refuses(
     monkeypatch.setattr("clusterddp.slurm.commands.submit", lambda *_: next_answer(answers))
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("COMPLETED"))
     append_line(run.events_file, REFUSED)
-    resubmitter = Resubmitter(run, JOB)
+    resubmitter = Resubmitter(run)
     for _ in range(3):
-        resubmitter._pace = Pace()
         resubmitter.look()
     said = capsys.readouterr().err
     assert said.count("run: retrying: AssocMaxSubmitJobLimit\n") == 1
@@ -560,27 +564,21 @@ def test_a_job_that_slurm_forgets_while_it_refuses_the_next_one_is_remembered(
     answers: list[str | SlurmError] = [SlurmError("AssocMaxSubmitJobLimit"), "42"]
     monkeypatch.setattr("clusterddp.slurm.commands.submit", lambda *_: next_answer(answers))
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: next_answer(jobs))
-    resubmitter = Resubmitter(run, JOB)
+    resubmitter = Resubmitter(run)
     for _ in range(2):
-        resubmitter._pace = Pace()
         resubmitter.look()
-    assert (resubmitter.result, lease.holders(run)[0]["job"]) == (None, "42")
+    assert (resubmitter.end, lease.holders(run)[0]["job"]) == (None, "42")
 
 
 def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With how to continue it; its job may still be completing."""
+    """With how to continue it."""
     append_line(run.events_file, {"event": "requested", "attempt": 0, "time": 2.0, "request": "stop"})
-    monkeypatch.setattr(waiting, "state_of", lambda _: ("held", "job 41 (RUNNING on n1)"))
-    assert look(run, info("COMPLETING"), monkeypatch).result is None
-    monkeypatch.setattr(waiting, "state_of", lambda _: ("stopped", "stopped (by the user). Continue with: ..."))
-    assert look(run, info("COMPLETING"), monkeypatch).result == 1
-    assert capsys.readouterr().err.splitlines() == [
-        "run: job 41 (RUNNING on n1). Waiting for the run to end",
-        "run: stopped (by the user). Continue with: ...",
-    ]
-    assert not submitted
+    lease.let_go(run, 0)
+    resubmitter = look(run, info("TIMEOUT"), monkeypatch)
+    assert resubmitter.look() == "stopped" and not submitted
+    assert f"Continue with: clusterddp submit --run-dir {run.quoted}" in capsys.readouterr().err
 
 
 def test_a_cancelled_run_is_never_resubmitted(
@@ -623,26 +621,29 @@ def test_a_run_that_cannot_be_read_does_not_end_the_waiting_for_the_others(
     for one in (damaged, run):
         one.job_file.write_text("module: x\n")
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("RUNNING"))
-    over = {"state": "completed", "step": 7, "reason": "why"}
-    monkeypatch.setattr(waiting.time, "sleep", lambda _: write_json(run.outcome_file, over))
-    assert waiting.wait_and_resubmit([damaged, run]) == 1
-    assert f"damaged: no longer waiting for this run: {damaged.outcome_file} is not JSON" in capsys.readouterr().err
-    with pytest.raises(RunDirectoryError, match="is not JSON"):
-        waiting.wait_and_resubmit([damaged])
+
+    def sleep(_: float) -> None:
+        clock[0] += 10
+        if f"{damaged}: no longer waiting" in (said := capsys.readouterr().err):
+            assert f"{damaged.outcome_file} is not JSON" in said
+            write_json(run.outcome_file, {"state": "completed", "step": 7, "reason": "why"})
+
+    monkeypatch.setattr(waiting.time, "sleep", sleep)
+    assert waiting.wait([damaged, run], resubmit=True) == WAITED["unknown"]
 
 
-@pytest.mark.parametrize(("others", "code"), [([], 14), (["completed"], 14), (["completed", "failed"], 1)])
+@pytest.mark.parametrize(("others", "code"), [([], 14), (["completed"], 14), (["completed", "failed"], 10)])
 def test_a_completion_that_is_not_confirmed_has_an_exit_code_of_its_own(
     run: RunDirectory, others: list[str], code: int
 ) -> None:
-    """As of `submit --wait`; a failed run counts for more."""
+    """A failed run counts for more."""
     runs = [run, *(RunDirectory(run.path.with_name(state)) for state in others)]
     for one, state in zip(runs, ["completed", *others], strict=True):
         one.create()
         one.job_file.write_text("module: x\n")
         write_json(one.outcome_file, {"state": state, "step": None, "reason": "why"})
     write_json(run.outcome_file, {"state": "completed", "step": None, "reason": "unconfirmed: why", "confirmed": False})
-    assert waiting.wait_and_resubmit(runs) == code
+    assert waiting.wait(runs, resubmit=True) == code
 
 
 def test_each_event_of_several_runs_names_its_run(
@@ -653,7 +654,7 @@ def test_each_event_of_several_runs_names_its_run(
     other.create()
     for one in (run, other):
         one.job_file.write_text("module: x\n")
-    monkeypatch.setattr(waiting.Resubmitter, "_help", lambda _: True)
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("RUNNING"))
     resumed = {"time": 1.0, "attempt": 0, "event": "resumed", "step": 7}
 
     def end(_: float) -> None:
@@ -662,12 +663,12 @@ def test_each_event_of_several_runs_names_its_run(
             write_json(one.outcome_file, {"state": "completed", "step": 7, "reason": "why"})
 
     monkeypatch.setattr(waiting.time, "sleep", end)
-    assert waiting.wait_and_resubmit([run, other]) == 0
+    assert waiting.wait([run, other], resubmit=True) == 0
     shown = capsys.readouterr().err
     for one in (run, other):
         assert f"{one.path.name}: attempt 0: resumed from step 7\n" in shown
     run.outcome_file.unlink()
-    assert waiting.wait_and_resubmit([run]) == 0
+    assert waiting.wait([run], resubmit=True) == 0
     assert "\nattempt 0: resumed from step 7\n" in f"\n{capsys.readouterr().err}"
 
 
@@ -678,23 +679,17 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     run = RunDirectory(tmp_path / "run")
     run.create()
     write_json(run.loop_file, lease.of_this_process(), mode=0o600)
-    local = Resubmitter(run, JOB)
-    local.look()
-    assert local.result is None
+    local = Resubmitter(run)
+    assert local.look() is None
     lease.take(run, run.create_attempt(), lease.of_this_process())
-    training = Resubmitter(run, JOB)
-    training.look()
-    assert training.result is None
-    starting, held = capsys.readouterr().err.splitlines()
-    assert starting == "run: running (local run, starting). Waiting for the run to end"
-    assert re.fullmatch(r"run: running \(process \d+ on this machine\)\. Waiting for the run to end", held)
+    assert local.look() is None
+    starting, trains = capsys.readouterr().err.splitlines()
+    assert starting == "run: running (local run, starting)"
+    assert re.fullmatch(r"run: running \(process \d+ on this machine\)", trains)
     write_json(run.loop_file, {**lease.of_this_process(), "process_start": "1"})
     write_json(run.holder_file(0), {**lease.of_this_process(), "process_start": "1"})
-    stopped = Resubmitter(run, JOB)
-    stopped.look()
-    assert stopped.result == 1
-    how = f"Continue with: clusterddp submit --local --run-dir {run}"
-    assert capsys.readouterr().err == f"run: stopped (not started). {how}\n"
+    assert (local.look(100), local.look()) == (None, "stopped")
+    assert capsys.readouterr().err.endswith(f"Continue with: clusterddp submit --local --run-dir {run}\n")
 
 
 def test_ctrl_c_before_the_wait_of_a_submission_begins_says_that_the_run_continues(
@@ -706,10 +701,10 @@ def test_ctrl_c_before_the_wait_of_a_submission_begins_says_that_the_run_continu
         raise KeyboardInterrupt
 
     monkeypatch.setattr(submit, "submit_to_slurm", lambda *_: (run, "41"))
-    monkeypatch.setattr(waiting, "wait_and_resubmit", interrupted)
+    monkeypatch.setattr(waiting, "wait", interrupted)
     arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None, debug=None)
     assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
-    assert f"The run continues. Wait for it with: clusterddp resubmit {run.quoted}\n" in capsys.readouterr().err
+    assert f"The run continues. Wait for it with: clusterddp wait --resubmit {run.quoted}\n" in capsys.readouterr().err
 
 
 def test_a_failed_local_run_is_continued_locally(tmp_path: Path) -> None:

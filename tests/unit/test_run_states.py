@@ -167,7 +167,7 @@ def test_the_hold_after_a_requeue_is_told_from_a_later_begin(tmp_path: Path, squ
     squeue(f"{PENDING}BeginTime\n")
     found = state_of(recorded_run(tmp_path / "net 0", REQUEUED, holder=of_job()))
     assert (found.word, found.reason) == ("held", "held by Slurm for a while, which happens after each requeue")
-    assert f"`clusterddp resubmit '{tmp_path}/net 0'` lifts the hold" in found.remedy
+    assert f"`clusterddp wait --resubmit '{tmp_path}/net 0'` lifts the hold" in found.remedy
     assert found.job is not None and found.job.start is not None
 
 

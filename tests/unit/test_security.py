@@ -315,12 +315,16 @@ def test_what_another_user_has_written_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_run_that_others_can_write_is_neither_continued_nor_resubmitted(tmp_path: Path) -> None:
-    """Reported at once by submit, and again by the job that Slurm starts later."""
+    """Reported at once by the commands, and again by the job that Slurm starts later."""
     run = RunDirectory(tmp_path / "run")
     with recorded(run, SHARED, created=True):
         pass
     run.job_file.chmod(0o666)
-    for command in (["clusterddp.submit", "--local", "--run-dir"], ["clusterddp.supervisor", "--local"]):
+    for command in (
+        ["clusterddp.submit", "--local", "--run-dir"],
+        ["clusterddp", "wait", "--resubmit"],
+        ["clusterddp.supervisor", "--local"],
+    ):
         done = subprocess.run(
             [sys.executable, "-m", *command, str(run)], capture_output=True, text=True, timeout=60, check=False
         )

@@ -335,7 +335,7 @@ def test_requeue_of_a_failed_run_says_how_to_continue_it(run: RunDirectory) -> N
         command(["requeue", str(run), "--exclude", "n1"])
 
 
-@pytest.mark.parametrize("words", [["save", "RUN"], ["requeue", "RUN"], ["resubmit", "RUN"]])
+@pytest.mark.parametrize("words", [["save", "RUN"], ["requeue", "RUN"]])
 def test_another_users_run_takes_no_orders(
     run: RunDirectory, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,7 +362,10 @@ def test_a_run_that_waits_already_is_not_requeued_again(
     queued(run)
     job_is(monkeypatch, "PENDING", "BeginTime")
     assert command(["requeue", str(run)]) == 0
-    assert f"(job 41, BeginTime). To release Slurm's hold, use: clusterddp resubmit {run}" in capsys.readouterr().out
+    assert (
+        f"(job 41, BeginTime). To release Slurm's hold, use: clusterddp wait --resubmit {run}"
+        in capsys.readouterr().out
+    )
     with pytest.raises(RunDirectoryError, match=r"scontrol update JobId=41 ExcNodeList=n\[1-2\]"):
         command(["requeue", str(run), "--exclude", "n[1-2]"])
 
