@@ -26,8 +26,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from clusterddp.errors import ClusterddpError, RunFailed, SlurmError, UsageError
+from clusterddp.jobdef.job import KEYS
 from clusterddp.jobdef.program import hydra_text
-from clusterddp.jobdef.schema import READERS
 from clusterddp.jobdef.secrets import MASK, is_secret
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _Options:
 
 
 _OWN = ("wait", "local", "max_running", "retry")
-_KEYS = [key for key in READERS if key not in _PROGRAM]
+_KEYS = [key for key in KEYS if key not in _PROGRAM]
 ConfigStore.instance().store(
     group="hydra/launcher",
     name="clusterddp",

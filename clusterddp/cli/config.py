@@ -15,9 +15,9 @@ from clusterddp.jobdef import configuration_files
 from clusterddp.jobdef.configuration_files import find_configuration_files
 from clusterddp.jobdef.job import one_line, written
 from clusterddp.jobdef.load import Origins, load
-from clusterddp.jobdef.readers import did_you_mean
-from clusterddp.jobdef.schema import file_fields
 from clusterddp.jobdef.secrets import without_secrets
+from clusterddp.jobdef.yaml12 import file_fields
+from clusterddp.keys.kinds import did_you_mean
 from clusterddp.reporter import counted, put, show
 from clusterddp.runs import sweep_members
 from clusterddp.runs.submission import describe, with_hydra
@@ -62,7 +62,7 @@ def _default_target() -> str:
 
 
 #: The option of ``submit`` for a key.
-_OPTIONS = {key: next(flag for flag in flags if flag.startswith("--")) for flags, key, *_ in JOB_OPTIONS}
+_OPTIONS = {key: next(flag for flag in one.flags if flag.startswith("--")) for key, one in JOB_OPTIONS.items()}
 
 
 def _words(key: str, place: str) -> str:

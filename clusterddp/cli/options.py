@@ -13,7 +13,8 @@ from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.hostlist import tasks_per_node
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.configuration_files import find_configuration_files
-from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.job import KEYS, Job
+from clusterddp.keys.table import Option
 from clusterddp.reporter import show
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory, as_typed, open_run
@@ -22,35 +23,8 @@ from clusterddp.runs.resume_check import LEAST_STEPS
 from clusterddp.runs.submission import describe
 
 PACKAGED_JOB = Path(__file__).parents[1] / "digits" / "digits.yaml"
-#: Options of submit that are keys of a job definition: flags, key, placeholder, help.
-JOB_OPTIONS = (
-    (("-N", "--nodes"), "nodes", "N", "number of nodes, or a range such as 2-4 (default: 1)"),
-    (
-        ("--spare-nodes",), "spare_nodes", "N",
-        "additional nodes that take over when another node fails (default: 0)",
-    ),
-    (
-        ("--gpus", "--gpus-per-node"), "gpus_per_node", "G",
-        "GPUs per node (for sbatch, --gpus is the total), each with one rank, or TYPE:G. With --device cpu, ranks per "
-        "node (default: 1)",
-    ),
-    (
-        ("--preset",), "resume", "NAME",
-        "name of the script's repository, to continue from the script's own checkpoints. See `clusterddp config "
-        "presets`",
-    ),
-    (("--device",), "device", "cuda|cpu", "cuda (NCCL, the default) or cpu (gloo)"),
-    (("-c", "--cpus-per-task"), "cpus_per_task", "N", "CPUs per rank (default: in proportion to the node's GPUs)"),
-    (("--mem",), "mem", "SIZE", "memory per node, such as 64G (default: in proportion to the node's GPUs)"),
-    (("-t", "--time"), "time", "TIME", "time limit of each job, such as 8:00:00. The run continues after the limit"),
-    (("-p", "--partition"), "partition", "NAME", "partition, as in sbatch"),
-    (("-A", "--account"), "account", "NAME", "account to charge, as in sbatch"),
-    (("-q", "--qos"), "qos", "NAME", "quality of service, as in sbatch"),
-    (("-J", "--job-name"), "job_name", "NAME", "name of the job, and of a new run directory"),
-    (("-C", "--constraint"), "constraint", "FEATURES", "features that nodes must have, as in sbatch"),
-    (("-w", "--nodelist"), "nodelist", "NODES", "nodes that the job must have, as in sbatch"),
-    (("-x", "--exclude"), "exclude", "NODES", "nodes that the job must not have, as in sbatch"),
-)  # fmt: skip
+#: Keys of a job definition that ``submit`` has an option for.
+JOB_OPTIONS: dict[str, Option] = {key: option for key, entry in KEYS.items() if (option := entry.mark(Option))}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,17 +100,15 @@ class _Preemption(argparse.Action):
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that set keys of the job definition."""
     job = parser.add_argument_group("job")
-    for flags, key, placeholder, text in JOB_OPTIONS:
-        job.add_argument(*flags, dest=key, metavar=placeholder, help=text)
+    for key, option in JOB_OPTIONS.items():
+        if option.sets is None:
+            job.add_argument(*option.flags, dest=key, metavar=option.metavar, help=option.help)
+        else:
+            job.add_argument(*option.flags, dest=key, action="store_const", const=option.sets, help=option.help)
     job.add_argument(
         "--set", action="append", default=[], metavar="KEY.PATH=VALUE",
         help="set any key of the job definition, such as seed=1 (repeatable)",
     )  # fmt: skip
-    job.add_argument(
-        "--no-snapshot", action="store_true",
-        help="run the code that is in the checkout when an attempt starts, instead of a snapshot",
-    )  # fmt: skip
-    job.add_argument("--no-node-memory", action="store_true", help="also use nodes on which other runs failed")
     job.add_argument(
         "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option (repeatable)"
     )
@@ -246,14 +218,10 @@ def named_run(arguments: argparse.Namespace) -> RunDirectory | None:
 
 def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> dict[str, Any]:
     """The values of the options, by key of the job definition."""
-    named = {key: getattr(arguments, key) for _, key, *_ in JOB_OPTIONS}
+    named = {key: getattr(arguments, key) for key in JOB_OPTIONS}
     values: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
     if script_arguments is not None:
         values["args"] = list(script_arguments)
-    if arguments.no_snapshot:
-        values["snapshot"] = False
-    if arguments.no_node_memory:
-        values["node_memory"] = False
     return values
 
 

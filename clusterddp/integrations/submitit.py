@@ -170,9 +170,9 @@ def _srun_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_key(name: str) -> bool:
-    from clusterddp.jobdef.schema import READERS
+    from clusterddp.jobdef.job import KEYS
 
-    return name in READERS
+    return name in KEYS
 
 
 class _Paths(JobPaths):

@@ -15,21 +15,27 @@ from pathlib import Path
 
 from clusterddp import protocol
 from clusterddp.errors import JobDefinitionError
-from clusterddp.jobdef import yaml12
+from clusterddp.jobdef import kinds, yaml12
+from clusterddp.jobdef.job import KEYS
+from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, NotIn, preset_names
 from clusterddp.jobdef.program import placeholders_in
-from clusterddp.jobdef.readers import did_you_mean
-from clusterddp.jobdef.schema import READERS, Fields, check_keys, fields_of, file_fields, get, merged, read_fields
-from clusterddp.jobdef.yaml12 import Mistake, Node, raise_mistakes
-from clusterddp.process import PACKAGE_FOLDER
+from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, merged
+from clusterddp.keys.kinds import did_you_mean
+from clusterddp.keys.node import Fields, Mistake, Node, raise_mistakes
+from clusterddp.keys.table import Entry, check_keys, read_fields
 from clusterddp.rundir.ownership import why_foreign
 
 SITE_FILE = Path("/etc/clusterddp/config.yaml")
 #: Below the folder that jobs are submitted from or, inside a git checkout, below one above it.
 PROJECT_FILE = Path(".clusterddp", "config.yaml")
 SECTIONS = ("defaults", "clusters")
-#: Keys of a job definition that no configuration file has.
-_NOT_IN_CONFIGURATION = {"job_name", "script", "module", "args", "resume", "steps", "done"}
-_CONFIGURATION_KEYS = {key: reader for key, reader in READERS.items() if key not in _NOT_IN_CONFIGURATION}
+
+
+def keys_in(files: str) -> dict[str, Entry]:
+    """The keys of a job definition that these files may have: ``configuration`` or ``presets``."""
+    return {
+        name: entry for name, entry in KEYS.items() if (mark := entry.mark(NotIn)) is None or files not in mark.files
+    }
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def _sections(path: Path, cluster: str | None, mistakes: list[Mistake]) -> list[
     clusters = fields_of(get(top, "clusters"), mistakes)
     by_name = {name.lower(): fields_of(node, mistakes) for name, node in clusters.items()}
     for section in (defaults, *by_name.values()):
-        read_fields(section, _CONFIGURATION_KEYS, mistakes)
+        read_fields(section, keys_in("configuration"), mistakes, instead=INSTEAD_OF_KEY)
     return [defaults, by_name.get((cluster or "").lower(), {})]
 
 
@@ -132,20 +138,9 @@ def _exists(path: Path) -> bool:
         return False
 
 
-PRESETS_FOLDER = PACKAGE_FOLDER / "clusterddp" / "presets"
-#: Keys of a job definition that no preset has.
-_NOT_IN_PRESETS = {"job_name", "script", "module"}
-PRESET_KEYS = {key: reader for key, reader in READERS.items() if key not in _NOT_IN_PRESETS}
-
-
-def preset_names() -> list[str]:
-    """The names of all presets."""
-    return sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
-
-
 def preset_text(name: str) -> str:
     """The file of a preset."""
-    return (PRESETS_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    return (kinds.PRESETS_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def preset_purpose(name: str) -> str:

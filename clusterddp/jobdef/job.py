@@ -1,18 +1,71 @@
-"""The job definition: what to run, on which resources and by which policies, as a frozen dataclass and as YAML."""
+"""The job definition: what to run, on which resources and by which policies, as a frozen dataclass and as YAML.
+
+Each field of ``Job`` is a key. Its type, its default and the string below it are what the reader, the writer, the JSON
+Schema, the options of ``submit`` and the reference page need to know. ``Annotated`` adds the rest (``keys/table.py``,
+``jobdef/kinds.py``). To add a key, add a field and use it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
 from clusterddp.errors import UsageError
+from clusterddp.jobdef.kinds import (
+    BACKEND,
+    BEST,
+    COMMAND,
+    GPUS,
+    INTERVAL,
+    MEMORY,
+    MODULE,
+    NAME,
+    NODES,
+    ONE_GPU_PER_TASK,
+    ONE_JOB,
+    ONE_SCRIPT,
+    PATTERNS,
+    PYTHON,
+    SHELL_LINES,
+    SNAPSHOT,
+    TIME,
+    VARIABLES,
+    FileOrLog,
+    Frozen,
+    OfScript,
+    Placeholders,
+    Sbatch,
+    Steps,
+    slurm_options,
+    time_text,
+)
 from clusterddp.jobdef.program import with_overrides
+from clusterddp.keys.kinds import REGEX, WORD, matching, positive, whole
+from clusterddp.keys.table import (
+    Entry,
+    Examples,
+    Named,
+    Option,
+    OrOff,
+    Parts,
+    Section,
+    Short,
+    Switch,
+    Text,
+    entries,
+    written,
+)
 from clusterddp.reporter import counted
+
+Seconds = Annotated[float, positive("seconds")]
+Hours = Annotated[float, positive("hours")]
+#: Text that is one word in the batch script.
+Word = Annotated[str, WORD]
 
 #: The module that calls a function which ``clusterddp.launch()`` pickled.
 FUNCTION = "clusterddp.function"
@@ -26,7 +79,7 @@ class Keep:
     """The number of newest checkpoints."""
     every: int | None = None
     """Checkpoints whose step is a multiple of this. None: no such rule."""
-    best: str | None = None
+    best: Annotated[str | None, BEST, Parts("best_is")] = None
     """The metric whose best checkpoint is kept. None: no such rule. A new best value is saved at once. After an
     evaluation under ``run.every()`` this is the evaluated state, otherwise the state after the step."""
     best_is: Literal["max", "min"] = "max"
@@ -44,31 +97,39 @@ class Keep:
         return -value if self.best_is == "max" else value
 
 
+_EVERY = (
+    "`500 steps`, `5 minutes`, both as a list, `auto` (from the cost of a save and the time between interruptions), or "
+    "`never`. A checkpoint is also saved at every stop."
+)
+
+
 @dataclass(frozen=True)
 class Checkpointing:
     """When checkpoints are saved, in addition to the one at every stop, and which are kept."""
 
-    every_steps: int | None = None
+    every_steps: Annotated[int | None, Named("every"), INTERVAL, Parts("every_s", "auto"), Text(_EVERY)] = None
     """Steps between checkpoints. None: no such rule."""
     every_s: float | None = 300.0
     """Seconds between checkpoints. None: no such rule."""
     auto: bool = False
     """Whether the interval is computed from the cost of a save and the time between interruptions."""
-    keep: Keep = field(default_factory=Keep)
-    """Which checkpoints are kept."""
+    keep: Annotated[
+        Keep, Short(Keep, "last", "a whole number of at least 1, or {last: 3, every: 5000, best: f1 max}")
+    ] = field(default_factory=Keep)
+    """The number of newest checkpoints that are kept, or rules: ``{last: 3, every: 5000, best: f1 max}``."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
     """Timeouts of the process group, and the notice before the time limit, in seconds."""
 
-    start_s: float = 1800.0
+    start_s: Seconds = 1800.0
     """The process group's timeout until the first step is complete: imports, data sets, compilation."""
-    step_s: float = 1800.0
+    step_s: Seconds = 1800.0
     """The process group's timeout after the first step."""
-    connect_s: float = 300.0
+    connect_s: Seconds = 300.0
     """Seconds that the ranks may take to connect to each other once all of them have called ``clusterddp.init()``."""
-    notice_s: float = 120.0
+    notice_s: Seconds = 120.0
     """Seconds before the time limit at which the run saves and stops."""
 
 
@@ -82,10 +143,10 @@ MOST_BEATS = 1024
 class Watchdog:
     """When a run without progress counts as hung, and what happens then. In YAML, ``off`` disables it."""
 
-    step_s: float = 600.0
+    step_s: Seconds = 600.0
     """Seconds that an idle rank may take to reach the end of a step or another stop point. The timeout is at
     least four times the longest time that it has taken so far."""
-    start_s: float = 1800.0
+    start_s: Seconds = 1800.0
     """The same until the first step is complete: compilation, the first batch."""
     on_hang: Literal["restart", "end"] = "restart"
     """Restart all ranks in place from the newest checkpoint, or end the run as failed."""
@@ -100,13 +161,22 @@ class Watchdog:
         return max(self.beat_s, ranks / MOST_BEATS)
 
 
+#: What W&B takes as the name of a project.
+PROJECT = matching(
+    r"[^/\\#?%:\s][^/\\#?%:]{0,127}",
+    "a W&B project of at most 128 characters without / \\ # ? % :",
+    valid=["digits", "my project"],
+    wrong=["a/b", "'a:b'", '""'],
+)
+
+
 @dataclass(frozen=True)
 class Wandb:
     """The W&B run that has this run's metrics."""
 
-    project: str | None = None
+    project: Annotated[str | None, PROJECT] = None
     """The project. None: ``job_name``."""
-    entity: str | None = None
+    entity: Word | None = None
     """The user or team of the project. None: W&B's default."""
     group: str | None = None
     """The group that the run belongs to on W&B's pages."""
@@ -120,7 +190,7 @@ class Mlflow:
 
     experiment: str | None = None
     """The experiment, created if it does not exist. None: ``job_name``."""
-    tracking_uri: str | None = None
+    tracking_uri: Word | None = None
     """The server, such as ``http://mlflow:5000``. None: as in the variable MLFLOW_TRACKING_URI, or MLflow's default."""
 
 
@@ -128,12 +198,12 @@ class Mlflow:
 class Resume:
     """How a script that saves and loads its own checkpoints continues from the newest complete one."""
 
-    checkpoint: tuple[str, ...] = ()
+    checkpoint: Annotated[tuple[str, ...], PATTERNS, Placeholders(only=("run_dir",))] = ()
     """The checkpoint's file or folder as a pattern such as ``{run_dir}/out/checkpoint-*.pth``, or a list of patterns. A
     relative one is relative to the folder that the job was submitted in. Files from before the run do not match."""
-    args: tuple[str, ...] = ()
+    args: Annotated[tuple[str, ...], Placeholders()] = ()
     """Arguments that are added once there is a checkpoint: ``[--resume, "{checkpoint}"]``."""
-    replace: tuple[str, ...] | None = None
+    replace: Annotated[tuple[str, ...] | None, Placeholders()] = None
     """Arguments in place of those under the key ``args`` once there is a checkpoint. None: those."""
 
 
@@ -143,7 +213,7 @@ class Limits:
 
     attempts: int | None = None
     """The number of attempts, including the first."""
-    gpu_hours: float | None = None
+    gpu_hours: Hours | None = None
     """Hours of all attempts times the GPUs of their nodes, including spare nodes. With device cpu, rank hours. The run
     saves and ends as soon as they are used up."""
 
@@ -154,7 +224,7 @@ class Done:
 
     file: str | None = None
     """A file that exists at the end, or a pattern of files. YAML: ``done: out/epoch_90.pt``."""
-    log: str | None = None
+    log: Annotated[str | None, REGEX] = None
     """A regular expression that a line of output matches at the end. YAML: ``done: {log: epochs completed}``."""
 
     @property
@@ -172,6 +242,10 @@ class StopSignal:
     TERM at a preemption and none before the time limit."""
 
 
+def _keys() -> Mapping[str, Entry]:
+    return KEYS
+
+
 @dataclass(frozen=True)
 class Job:
     """A complete and checked job definition. ``load()`` and ``from_values()`` in ``clusterddp.jobdef.load`` make one.
@@ -180,38 +254,68 @@ class Job:
     seconds. Example: ``from_values({"script": "train.py", "nodes": 2, "gpus_per_node": 8, "time": "8:00:00"})``.
     """
 
-    name: str
+    name: Annotated[
+        str,
+        Named("job_name"),
+        NAME,
+        ONE_JOB,
+        Option("-J, --job-name NAME", "name of the job, and of a new run directory"),
+    ]
     """The name of the Slurm job and of the run directory. Default: that of the script or module."""
-    script: str | None = None
+    script: Annotated[str | None, ONE_JOB, Examples(["train.py"], ["[train.py]", "{a: b}", '""'])] = None
     """The training script's absolute path. In YAML, a relative path is relative to the YAML file."""
-    module: str | None = None
+    module: Annotated[str | None, MODULE, ONE_JOB] = None
     """The training module, as for ``python -m``. Exactly one of ``script`` and ``module`` is given."""
     hydra: bool | None = None
     """Whether the program is a Hydra app: sweeps write overrides, and all attempts and ranks have one output folder.
     None: detect it in the source (a function decorated with ``@hydra.main``)."""
-    args: tuple[str, ...] = ()
+    args: Annotated[tuple[str, ...], Placeholders(), ONE_SCRIPT] = ()
     """The script's arguments, as text. Each attempt replaces ``{run_dir}``, ``{attempt}``, ``{node_rank}``,
     ``{local_rank}``, ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``. ``{{run_dir}}`` is the
     literal text."""
-    resume: Resume | None = None
+    resume: Annotated[
+        Resume | None,
+        OfScript(Resume),
+        ONE_SCRIPT,
+        Option(
+            "--preset NAME",
+            "name of the script's repository, to continue from the script's own checkpoints. See `clusterddp config "
+            "presets`",
+        ),
+    ] = None
     """How a script continues from its own checkpoints: ``{checkpoint: "{run_dir}/out/*.pth", args: [--resume,
     "{checkpoint}"]}``, or the name of a preset, whose other keys apply, too. ``preset:`` combines one with keys of
     your own. None: the script needs no arguments, or uses ``ctx.run()``."""
-    done: Done | None = None
+    done: Annotated[Done | None, FileOrLog(Done), Placeholders(only=("run_dir",)), ONE_SCRIPT] = None
     """A file pattern, or ``{log: REGEX}``, that marks the end of the run. The run completes once there is such a file
     or line of output, and not by exit code 0 alone. ``{run_dir}`` in it is the run directory. None: exit
     code 0 completes the run."""
-    stop: StopSignal = field(default_factory=StopSignal)
+    stop: Annotated[StopSignal, Section(StopSignal, "a mapping such as {signal: USR1}")] = field(
+        default_factory=StopSignal
+    )
     """How clusterddp stops the ranks of a script that does not use it: ``{signal: USR1}``."""
-    nodes: int = 1
+    nodes: Annotated[
+        int, NODES, Parts("min_nodes"), Option("-N, --nodes N", "number of nodes, or a range such as 2-4 (default: 1)")
+    ] = 1
     """The number of nodes, or a range such as ``2-4``, of which this is the maximum."""
     min_nodes: int | None = None
     """The minimum number of nodes, in YAML the first number of ``nodes: 2-4``. None: exactly ``nodes``."""
-    spare_nodes: int = 0
+    spare_nodes: Annotated[
+        int, whole(0), Option("--spare-nodes N", "additional nodes that take over when another node fails (default: 0)")
+    ] = 0
     """Additional nodes of the job. They stay idle until one of the others fails, and then take over its ranks."""
-    gpus_per_node: int = 1
+    gpus_per_node: Annotated[
+        int,
+        GPUS,
+        Parts("gpu_type"),
+        Option(
+            "--gpus, --gpus-per-node G",
+            "GPUs per node (for sbatch, --gpus is the total), each with one rank, or TYPE:G. With --device cpu, ranks "
+            "per node (default: 1)",
+        ),
+    ] = 1
     """GPUs per node, one rank for each: ``8``, or with their type ``a100:8``. With device cpu, ranks per node."""
-    gpus_per_rank: int = 1
+    gpus_per_rank: Annotated[int, Examples(["1"], ["0", "x"])] = 1
     """GPUs per rank, for models that span several: ``gpus_per_node // gpus_per_rank`` ranks per node, also with device
     cpu. Every rank sees all GPUs of its node, and ``ctx.devices`` are its own."""
     gpu_type: str | None = None
@@ -219,42 +323,74 @@ class Job:
     gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"
     """The option of sbatch that requests the GPUs: ``--gpus-per-node=a100:8``, or ``--gres=gpu:a100:8`` where the site
     expects that."""
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: Annotated[Literal["cuda", "cpu"], Option("--device cuda|cpu", "cuda (NCCL, the default) or cpu (gloo)")] = (
+        "cuda"
+    )
     """``cpu`` requests no GPUs and uses gloo."""
-    time_s: int | None = None
+    time_s: Annotated[
+        int | None,
+        Named("time"),
+        TIME,
+        Option("-t, --time TIME", "time limit of each job, such as 8:00:00. The run continues after the limit"),
+    ] = None
     """The time limit of one job. None: the partition's default. YAML takes sbatch's formats: minutes, M:S, H:M:S, D-H,
     D-H:M, D-H:M:S."""
-    partition: str | None = None
-    """This and the next six are as in sbatch. None: the site's default."""
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    reservation: str | None = None
-    exclude: str | None = None
+    partition: Annotated[Word | None, Sbatch(), Option("-p, --partition NAME", "partition, as in sbatch")] = None
+    """The partition, as in sbatch. None: the site's default."""
+    account: Annotated[Word | None, Sbatch(), Option("-A, --account NAME", "account to charge, as in sbatch")] = None
+    """The account to charge, as in sbatch. None: the site's default."""
+    qos: Annotated[Word | None, Sbatch(), Option("-q, --qos NAME", "quality of service, as in sbatch")] = None
+    """The quality of service, as in sbatch. None: the site's default."""
+    constraint: Annotated[
+        Word | None, Sbatch(), Option("-C, --constraint FEATURES", "features that nodes must have, as in sbatch")
+    ] = None
+    """Features that nodes must have, as in sbatch."""
+    reservation: Annotated[Word | None, Sbatch()] = None
+    """The reservation, as in sbatch."""
+    exclude: Annotated[
+        Word | None, Sbatch(), Option("-x, --exclude NODES", "nodes that the job must not have, as in sbatch")
+    ] = None
     """Nodes to avoid, as a host list such as ``n[1-4]``."""
-    nodelist: str | None = None
+    nodelist: Annotated[
+        Word | None, Sbatch(), Option("-w, --nodelist NODES", "nodes that the job must have, as in sbatch")
+    ] = None
     """Nodes to use, as a host list."""
-    mem: str | None = None
+    mem: Annotated[
+        str | None,
+        MEMORY,
+        Sbatch(),
+        Option("--mem SIZE", "memory per node, such as 64G (default: in proportion to the node's GPUs)"),
+    ] = None
     """Memory per node with its unit, such as ``64G``. ``0`` means all. None: in proportion to the GPUs."""
-    cpus_per_task: int | None = None
+    cpus_per_task: Annotated[
+        int | None, Option("-c, --cpus-per-task N", "CPUs per rank (default: in proportion to the node's GPUs)")
+    ] = None
     """CPUs per rank. None: in proportion to the GPUs."""
-    snapshot: bool | str | None = None
+    snapshot: Annotated[
+        bool | str | None,
+        SNAPSHOT,
+        Option(
+            "--no-snapshot",
+            "run the code that is in the checkout when an attempt starts, instead of a snapshot",
+            sets=False,
+        ),
+    ] = None
     """Whether a submission takes a snapshot of the code. A size such as ``500M`` limits it. None: a batch job
     whose program is in a git repository takes one of at most 100 MB."""
-    hook: tuple[str, ...] = ()
+    hook: Annotated[tuple[str, ...], COMMAND] = ()
     """A command that the supervisor starts when the run is preempted, resumed, stopped, or over, with the event on its
     standard input. YAML: a list of words, or one line for ``sh``."""
-    setup: tuple[str, ...] = ()
+    setup: Annotated[tuple[str, ...], SHELL_LINES] = ()
     """Shell lines that run on the first node before the ranks start."""
-    env: dict[str, str] = field(default_factory=dict)
+    env: Annotated[dict[str, str], VARIABLES, Placeholders()] = field(default_factory=dict)
     """Environment variables for the ranks, with placeholders as in ``args``."""
-    python: str | None = None
+    python: Annotated[str | None, PYTHON] = None
     """The Python interpreter on the nodes. None: the interpreter of the submission."""
-    sbatch: dict[str, str | bool] = field(default_factory=dict)
+    sbatch: Annotated[dict[str, str | bool], slurm_options(_keys)] = field(default_factory=dict)
     """Other long options of sbatch, without dashes. True: an option without a value. False: not given."""
-    srun: dict[str, str | bool] = field(default_factory=dict)
+    srun: Annotated[dict[str, str | bool], slurm_options(_keys, ONE_GPU_PER_TASK)] = field(default_factory=dict)
     """The same for the srun that starts the ranks, such as ``container-image`` of pyxis."""
-    steps: int | None = None
+    steps: Annotated[int | None, Steps(), Parts("see_steps", "step_log"), ONE_SCRIPT] = None
     """The number of steps for ``run.steps()`` without an argument. For scripts that do not use clusterddp: ``off`` does
     not count the steps of torch's optimizers, and ``{log: 'iter (\\d+)'}`` finds them in rank 0's output."""
     see_steps: bool = True
@@ -266,19 +402,19 @@ class Job:
     protect_saves: bool = True
     """Whether ``torch.save`` and safetensors' ``save_file`` replace a file only by a complete one, and a stop waits for
     them."""
-    seed: int | None = None
+    seed: Annotated[int | None, whole(0), Frozen()] = None
     """The seed of the sample order and of all random generators. It takes precedence over that of
     ``clusterddp.init(seed=...)``. None: the script's, or 0."""
-    global_batch: int | None = None
+    global_batch: Annotated[int | None, Frozen(if_given=True)] = None
     """Samples per step over all ranks, for any number of ranks. The loader's batch_size is then the maximum that a rank
     takes at once. None: batch_size times the ranks of the first attempt."""
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     """When checkpoints are saved and which are kept, such as ``{every: 500 steps, keep: 3}``."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """Timeouts of the process group, and the notice before the time limit."""
-    watchdog: Watchdog | None = field(default_factory=Watchdog)
+    watchdog: Annotated[Watchdog | None, OrOff(Section(Watchdog))] = field(default_factory=Watchdog)
     """None, in YAML ``off``: a hung run continues until its time limit or the process group's timeout."""
-    progress_interval: float | None = 10.0
+    progress_interval: Annotated[float | None, OrOff(positive("seconds"))] = 10.0
     """Seconds between the progress lines in rank 0's log, with the step, the speed and the newest metrics. None, in
     YAML ``off``: no such lines."""
     limits: Limits = field(default_factory=Limits)
@@ -292,9 +428,11 @@ class Job:
     lift_hold: bool = True
     """Whether ``submit --wait`` and ``wait --resubmit`` release a requeued job from Slurm's hold. Owners may do so,
     but some sites ask their users not to."""
-    backend: Literal["nccl", "gloo"] | None = None
+    backend: Annotated[Literal["nccl", "gloo"] | None, BACKEND] = None
     """The process group's backend. None: gloo for cpu, and for cuda NCCL, with gloo for tensors on the CPU."""
-    node_memory: bool = True
+    node_memory: Annotated[
+        bool, Option("--no-node-memory", "also use nodes on which other runs failed", sets=False)
+    ] = True
     """Whether new jobs avoid nodes on which other runs failed, and whether this run's failures are recorded for
     them."""
     keep_logs: int = 50
@@ -305,10 +443,10 @@ class Job:
     """Whether to check each node (devices, folder, clock, all-reduce) before its first attempt."""
     tensorboard: bool = False
     """Whether to also write the run's metrics for TensorBoard, into its folder ``tensorboard``."""
-    wandb: Wandb | None = None
+    wandb: Annotated[Wandb | None, Switch(Wandb, "project", "a W&B project")] = None
     """Also sends the metrics to W&B: ``true``, a project, or ``{project: digits, entity: lab, mode: offline}``. None:
     no."""
-    mlflow: Mlflow | None = None
+    mlflow: Annotated[Mlflow | None, Switch(Mlflow, "experiment", "an MLflow experiment")] = None
     """Also sends the metrics to MLflow: ``true``, an experiment, or ``{experiment: digits, tracking_uri: URL}``. None:
     no."""
 
@@ -363,10 +501,7 @@ class Job:
     @property
     def time_text(self) -> str | None:
         """The time limit as D-HH:MM:SS, or None."""
-        if self.time_s is None:
-            return None
-        minutes, seconds = divmod(self.time_s, 60)
-        return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:{seconds:02}"
+        return time_text(self.time_s)
 
     @property
     def shape(self) -> str:
@@ -393,29 +528,10 @@ class Job:
         return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
 
 
+#: Every key of a job definition.
+KEYS: Mapping[str, Entry] = entries(Job)
+
 # --- from a job to text
-
-
-def written(job: Job) -> dict[str, Any]:
-    """The values of a job by YAML key, in the order of the fields."""
-    values = {item.name: getattr(job, item.name) for item in dataclasses.fields(job)}
-    renamed = {"name": "job_name", "time_s": "time"}
-    values["time_s"] = job.time_text
-    values["nodes"] = job.nodes if job.min_nodes is None else job.nodes_text
-    values["gpus_per_node"] = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
-    values["resume"] = job.resume and _given(job.resume)
-    values["checkpoint"] = {"every": _every_text(job.checkpoint), "keep": _keep_values(job.checkpoint.keep)}
-    values["timeouts"] = dataclasses.asdict(job.timeouts)
-    values["steps"] = job.steps or ({"log": job.step_log} if job.step_log else None if job.see_steps else "off")
-    values["watchdog"] = dataclasses.asdict(job.watchdog) if job.watchdog else "off"
-    values["progress_interval"] = job.progress_interval or "off"
-    values["wandb"] = job.wandb and (_given(job.wandb) or True)
-    values["mlflow"] = job.mlflow and (_given(job.mlflow) or True)
-    values["limits"] = _given(job.limits)
-    values["done"] = job.done and (job.done.file or _given(job.done))
-    values["stop"] = _given(job.stop)
-    inside_others = ("gpu_type", "min_nodes", "see_steps", "step_log")
-    return {renamed.get(name, name): value for name, value in values.items() if name not in inside_others}
 
 
 def one_line(value: Any) -> str:
@@ -434,26 +550,6 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)
-
-
-def _given(section: Limits | Wandb | Mlflow | Resume | Done | StopSignal) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(section).items() if value not in (None, ())}
-
-
-def _keep_values(keep: Keep) -> int | dict[str, Any]:
-    values = {"last": keep.last, "every": keep.every, "best": keep.best_rule}
-    return keep.last if keep == Keep(keep.last) else {key: value for key, value in values.items() if value is not None}
-
-
-def _every_text(checkpoint: Checkpointing) -> str | tuple[str, ...]:
-    if checkpoint.auto:
-        return "auto"
-    texts = []
-    if checkpoint.every_steps is not None:
-        texts.append(counted(checkpoint.every_steps, "step"))
-    if checkpoint.every_s is not None:
-        texts.append(f"{repr(checkpoint.every_s).removesuffix('.0')} seconds")
-    return tuple(texts) if len(texts) == 2 else (texts or ["never"])[0]
 
 
 #: Words in the names of metrics whose smallest value is best by default.

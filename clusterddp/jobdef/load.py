@@ -11,8 +11,9 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ import clusterddp
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import program, yaml12
 from clusterddp.jobdef.configuration_files import with_preset
-from clusterddp.jobdef.job import Job, written
-from clusterddp.jobdef.schema import READERS, Fields, fields_of, file_fields, get, merged, read_fields
+from clusterddp.jobdef.job import KEYS, Job, written
+from clusterddp.jobdef.kinds import INSTEAD_OF_KEY, Placeholders
 from clusterddp.jobdef.secrets import MASK, is_secret, revealed, without_secrets
-from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
+from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, merged, node_of
+from clusterddp.keys.node import Fields, Key, Mistake, Node, Place, raise_mistakes
+from clusterddp.keys.table import Entry, Section, collections, read_fields
 from clusterddp.reporter import counted
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import LARGEST
@@ -143,12 +146,10 @@ def _places(fields: Fields, prefix: str = "") -> Origins:
     return places
 
 
-#: Keys of lists and mappings, whose values in ``--set`` are read as YAML: ``--set args=[--lr, 1e-3]``.
-_COLLECTIONS = {
-    *("args", "resume", "resume.checkpoint", "resume.args", "resume.replace", "setup", "env", "sbatch", "srun"),
-    *("steps", "checkpoint", "checkpoint.every", "checkpoint.keep"),
-    *("timeouts", "watchdog", "limits", "hook", "wandb", "mlflow", "done", "stop"),
-}
+@cache
+def _collections() -> frozenset[str]:
+    """Keys of lists and mappings, whose values in ``--set`` are read as YAML: ``--set args=[--lr, 1e-3]``."""
+    return frozenset(collections(KEYS))
 
 
 def _overrides(texts: Mapping[str, str] | None) -> list[Fields]:
@@ -157,7 +158,7 @@ def _overrides(texts: Mapping[str, str] | None) -> list[Fields]:
 
 def _override(name: str, text: str) -> Fields:
     place = Place(f"--set {name}={MASK if any(map(is_secret, name.split('.'))) else text}")
-    if name in _COLLECTIONS and re.match(r"\[|\{(?!\w+\})", text):  # {run_dir}/out is text
+    if name in _collections() and re.match(r"\[|\{(?!\w+\})", text):  # {run_dir}/out is text
         place = Place(f"--set {name}")  # without the value, which may contain a secret
         node = yaml12.load(text, str(place))
     else:
@@ -179,9 +180,9 @@ def _nested(name: str, node: Node) -> Fields:
 def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistake], recorded: bool = False) -> Job:
     """The job of all layers. A relative script is relative to ``folder``, and that of a recorded run may be missing."""
     for layer in layers:  # each layer, to report its mistakes even if a later layer overrides them
-        read_fields(layer, READERS, mistakes)
+        read_fields(layer, KEYS, mistakes, instead=INSTEAD_OF_KEY)
     fields = merged(layers)
-    values = read_fields(fields, READERS, mistakes)
+    values = read_fields(fields, KEYS, mistakes, instead=INSTEAD_OF_KEY)
     script, module = (_given_node(fields, name) for name in ("script", "module"))
     if script and module:
         mistakes.append(Mistake(module.place, "module: expected either script or module, got both"))
@@ -242,29 +243,37 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
         of_preset = f". To drop the args of the {args.place.source}, write args: null" if _of_preset(args) else ""
         wrong = "resume: expected args or replace, got both. The key replace replaces all arguments"
         mistakes.append(Mistake(replace.place, wrong + of_preset))
-    for node in _texts(get(inner, "checkpoint")):
-        if why := _wrong_path(node.text):
-            mistakes.append(Mistake(node.place, f"resume.checkpoint: {why}"))
-    if job.done and job.done.file and (why := _wrong_path(job.done.file)):
-        mistakes += [Mistake(node.place, f"done: {why}") for node in _texts(get(fields, "done"))]
-    texts = {"args": get(fields, "args"), "env": get(fields, "env")}
-    for name, owner in {**texts, "resume.args": get(inner, "args"), "resume.replace": get(inner, "replace")}.items():
+    for name, marked, owner in _with_placeholders(KEYS, fields):
         for node in _texts(owner):
-            wrong_text = program.wrong_placeholder(node.text)
+            wrong_text = _wrong_path(node.text, marked.only) if marked.only else program.wrong_placeholder(node.text)
             of_checkpoint = sorted(program.placeholders_in(node.text) & program.checkpoint_values("").keys())
-            if of_checkpoint and not patterns:
+            if of_checkpoint and not patterns and not marked.only:
                 wrong_text = f"{{{of_checkpoint[0]}}} needs resume.checkpoint, the pattern of the script's checkpoints"
             if wrong_text:
                 mistakes.append(Mistake(node.place, f"{name}: {wrong_text}"))
 
 
-def _wrong_path(pattern: str) -> str | None:
+def _with_placeholders(
+    table: Mapping[str, Entry], fields: Fields, prefix: str = ""
+) -> Iterator[tuple[str, Placeholders, Node]]:
+    """The given keys whose texts may contain placeholders, also those in sections."""
+    for key, node in fields.items():
+        if key not in table:
+            continue
+        entry = table[key]
+        if isinstance(entry.kind, Section) and isinstance(node.value, dict):
+            yield from _with_placeholders(entry.kind.table, node.value, f"{prefix}{key}.")
+        elif marked := entry.mark(Placeholders):
+            yield f"{prefix}{key}", marked, node
+
+
+def _wrong_path(pattern: str, allowed: Sequence[str]) -> str | None:
     """Why a pattern of the script's files never matches."""
     if pattern.startswith("~"):
         return "'~' is not expanded. Write the full path"
     if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\}?)", pattern):
         return f"{variable[0]!r} is not expanded. Write the full path"
-    if why := program.wrong_placeholder(pattern, ["run_dir"], only=True):
+    if why := program.wrong_placeholder(pattern, allowed, only=True):
         return why
     if "[" in re.sub(r"\[!?\]?[^]]*\]", "", pattern):
         return f"{pattern!r} has a '[' without a closing ']'. Write [[] for a literal '['"

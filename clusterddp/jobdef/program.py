@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import UsageError
-from clusterddp.jobdef.yaml12 import Node
+from clusterddp.keys.node import Node
 
 #: The value of each name.
 PLACEHOLDERS: Mapping[str, str] = {

@@ -14,10 +14,13 @@ import re
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.jobdef.job import Job
 from clusterddp.rundir.records import is_text, read_json
+
+if TYPE_CHECKING:  # a reader of the job's keys looks for secrets
+    from clusterddp.jobdef.job import Job
 
 MASK = "***"
 

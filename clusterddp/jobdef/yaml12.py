@@ -7,68 +7,18 @@ a string, and of two equal keys the last one wins. Here these are a string, a st
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import yaml
 
 from clusterddp.errors import JobDefinitionError
-
-Scalar: TypeAlias = "bool | int | float | str | None"
-
-
-@dataclass(frozen=True, order=True)
-class Place:
-    """Where a value was written: a file with line and column, from 1, or a source without lines (0)."""
-
-    source: str
-    line: int = 0
-    column: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
-
-
-class Key(str):
-    """A mapping's key, with its place."""
-
-    place: Place
-
-    def __new__(cls, text: str, place: Place) -> Key:
-        key = super().__new__(cls, text)
-        key.place = place
-        return key
-
-
-@dataclass(frozen=True)
-class Node:
-    """A value, its source text and its place."""
-
-    value: Scalar | list[Node] | dict[Key, Node]
-    text: str
-    """A scalar's source text, without quotes. Empty for a list or a mapping."""
-    place: Place
-
-    @property
-    def quoted(self) -> str:
-        """The value as messages quote it."""
-        if isinstance(self.value, (dict, list)):
-            kind = "mapping" if isinstance(self.value, dict) else "list"
-            return f"a {kind}" if self.value else f"an empty {kind}"
-        return repr(self.text) if self.text or self.value is not None else "nothing"
-
-
-@dataclass(frozen=True, order=True)
-class Mistake:
-    """An error in a document. Sorts by place."""
-
-    place: Place
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.message}"
+from clusterddp.keys.node import Fields, Key, Mistake, Node, Place, Scalar, raise_mistakes
+from clusterddp.rundir.files import read_text
+from clusterddp.rundir.records import retrying
 
 
 def load(text: str, source: str, mistakes: list[Mistake] | None = None) -> Node:
@@ -97,12 +47,6 @@ def load(text: str, source: str, mistakes: list[Mistake] | None = None) -> Node:
     return node
 
 
-def raise_mistakes(mistakes: list[Mistake]) -> None:
-    """Raises one JobDefinitionError that lists all mistakes by place, one per line. Returns if there are none."""
-    if mistakes:
-        raise JobDefinitionError("\n".join(str(mistake) for mistake in sorted(set(mistakes))))
-
-
 def scalar(text: str) -> Scalar:
     """The value of a plain scalar."""
     for _, pattern, meaning in _CORE:
@@ -122,6 +66,53 @@ def node_of(value: Any, source: str) -> Node:
         return Node(value, "", place)
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return Node(scalar(text), text, place)
+
+
+# --- the keys of a document
+
+
+def file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
+    """The fields of a YAML file. Raises JobDefinitionError if it cannot be read or is not a mapping."""
+    try:
+        text = retrying(path, lambda: read_text(path))
+    except OSError as error:
+        raise JobDefinitionError(f"could not read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise JobDefinitionError(
+            f"{path}: expected UTF-8 text, got a different encoding (at byte {error.start})"
+        ) from error
+    root = load(text, str(path), mistakes)
+    fields = fields_of(root, mistakes)
+    if not isinstance(root.value, (dict, type(None))):
+        raise_mistakes(mistakes)  # further errors would only be consequences
+    return fields
+
+
+def fields_of(node: Node | None, mistakes: list[Mistake]) -> Fields:
+    """The fields of a mapping. None for a null, such as an empty file."""
+    if node is None or node.value is None:
+        return {}
+    if isinstance(node.value, dict):
+        return node.value
+    mistakes.append(Mistake(node.place, f"expected 'key: value' lines, got {node.quoted}"))
+    return {}
+
+
+def get(fields: Fields, name: str) -> Node | None:
+    """The node of a key, or None."""
+    return next((node for key, node in fields.items() if key == name), None)
+
+
+def merged(layers: Iterable[Fields]) -> Fields:
+    """All layers in one. Later ones win. Mappings such as ``checkpoint`` or ``env`` are merged key by key."""
+    result: Fields = {}
+    for layer in layers:
+        for key, node in layer.items():
+            below = result.pop(key, None)
+            if below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
+                node = dataclasses.replace(node, value=merged([below.value, node.value]))
+            result[key] = node  # with the later layer's key, which has its place
+    return result
 
 
 # --- the core schema

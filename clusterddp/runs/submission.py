@@ -22,7 +22,8 @@ from clusterddp.events import at_step, is_unconfirmed
 from clusterddp.failures import node_memory
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.configuration_files import find_configuration_files, read_configuration_files
-from clusterddp.jobdef.job import Job, check_packages
+from clusterddp.jobdef.job import KEYS, Job, check_packages
+from clusterddp.jobdef.kinds import Frozen
 from clusterddp.jobdef.load import list_differences, load_resolved
 from clusterddp.jobdef.program import is_hydra_app, module_file, placeholders_in
 from clusterddp.process import PACKAGE_FOLDER, signals_blocked
@@ -178,25 +179,29 @@ def check_frozen(run: RunDirectory, recorded: Job, job: Job) -> None:
         return
     progress = saved_progress(run)
     saved = progress.get("global_batch")
-    if recorded.seed is None and job.seed is not None:  # the script chose it
-        recorded = replace(recorded, seed=progress.get("seed"))
-    recorded = replace(recorded, global_batch=recorded.global_batch or saved)
-    changed = ["seed"] if job.seed != recorded.seed else []
-    if job.global_batch and recorded.global_batch and job.global_batch != recorded.global_batch:
-        changed.append("global_batch")
+    changed: dict[str, tuple[Any, Any]] = {}
+    for key, frozen in ((key, mark) for key, entry in KEYS.items() if (mark := entry.mark(Frozen))):
+        was, now = KEYS[key].write(recorded), KEYS[key].write(job)
+        if now is None:
+            differs = was is not None and not frozen.if_given
+        else:
+            was = progress.get(key) if was is None else was  # None: the script chose it
+            differs = was is not None and now != was
+        if differs:
+            changed[key] = (was, now)
     if saved is not None and job.min_nodes is None and saved % job.world_size:
         raise RunDirectoryError(
             f"{run} has checkpoints with a global batch of {counted(saved, 'sample')}, which is not divisible by "
             f"{counted(job.world_size, 'rank')}. Use a number of ranks that divides it"
         )
     if changed:
-        was, now = (
-            ", ".join(f"{key} {'of the script' if (value := getattr(one, key)) is None else value}" for key in changed)
-            for one in (recorded, job)
+        before, after = (
+            ", ".join(f"{key} {'of the script' if pair[side] is None else pair[side]}" for key, pair in changed.items())
+            for side in (0, 1)
         )
         raise RunDirectoryError(
-            f"{run} has checkpoints made with {was} and cannot continue with {now}. Use the recorded value, or start a "
-            "new run with a different --run-dir"
+            f"{run} has checkpoints made with {before} and cannot continue with {after}. Use the recorded value, or "
+            "start a new run with a different --run-dir"
         )
 
 

@@ -23,9 +23,9 @@ import yaml
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.jobdef.job import Job, best_metric
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.jobdef.schema import fields_of, file_fields, get
 from clusterddp.jobdef.secrets import without_secrets
-from clusterddp.jobdef.yaml12 import Mistake, Node, raise_mistakes
+from clusterddp.jobdef.yaml12 import fields_of, file_fields, get
+from clusterddp.keys.node import Mistake, Node, raise_mistakes
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import (
     at,

@@ -15,12 +15,15 @@ from typing import Any, TypeVar
 
 from clusterddp.errors import JobDefinitionError, UsageError
 from clusterddp.jobdef import program, yaml12
+from clusterddp.jobdef.job import KEYS as JOB_KEYS
 from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.kinds import INSTEAD_OF_KEY
 from clusterddp.jobdef.load import variants
 from clusterddp.jobdef.program import with_overrides
-from clusterddp.jobdef.schema import INSTEAD_OF_KEY, READERS, check_keys, fields_of, file_fields, get
 from clusterddp.jobdef.secrets import is_secret
-from clusterddp.jobdef.yaml12 import Mistake, Node, Place, node_of, raise_mistakes
+from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, node_of
+from clusterddp.keys.node import Mistake, Node, Place, raise_mistakes
+from clusterddp.keys.table import check_keys
 
 T = TypeVar("T")
 #: One member: the value of each key, as written.
@@ -259,7 +262,7 @@ def argument_of(key: str) -> str | None:
     """The name of the script's argument that a key stands for. None for a key of the job definition."""
     if key.startswith("args."):
         return key.removeprefix("args.")
-    return None if key.partition(".")[0] in READERS else key
+    return None if key.partition(".")[0] in JOB_KEYS else key
 
 
 def _words(values: Values) -> Iterator[str]:
@@ -305,7 +308,7 @@ def _meant(key: str) -> str | None:
     """A hint for a key that looks like one of the job definition."""
     if instead := INSTEAD_OF_KEY.get(key.replace("-", "_")):
         return f"{instead[0].upper()}{instead[1:]}."
-    candidates = READERS.keys() - {"script", "module"}  # --model is an argument of many scripts
+    candidates = JOB_KEYS.keys() - {"script", "module"}  # --model is an argument of many scripts
     near = difflib.get_close_matches(key, sorted(candidates), 1, cutoff=0.75)
     return f"Did you mean {near[0]}?" if near else None
 

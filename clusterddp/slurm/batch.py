@@ -18,9 +18,9 @@ from submitit import SlurmExecutor
 
 from clusterddp.errors import SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.failures import exclusion
-from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.job import KEYS, Job
+from clusterddp.jobdef.kinds import ONE_GPU_PER_TASK, Sbatch
 from clusterddp.jobdef.program import calls_method, module_file
-from clusterddp.jobdef.schema import ONE_GPU_PER_TASK
 from clusterddp.jobdef.secrets import MASK, is_secret
 from clusterddp.process import PACKAGE_FOLDER, module_command
 from clusterddp.reporter import counted
@@ -279,9 +279,8 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
     log = str(run.logs / "job-%j.log")
     requeue = "expedite" if job.expedite_requeue else True
     additional: dict[str, Any] = {"requeue": requeue, "chdir": str(folder), "output": log, "error": log}
-    for key in ("account", "qos", "constraint", "reservation", "exclude", "nodelist", "mem"):
-        if (value := getattr(job, key)) is not None:
-            additional[key] = value
+    given = {name: entry.write(job) for name, entry in KEYS.items() if entry.mark(Sbatch)}
+    additional |= {name: value for name, value in given.items() if value is not None}
     if job.outlives_nodes:
         additional["no-kill"] = True
     additional |= {key: value for key, value in job.sbatch.items() if value is not False}
@@ -290,7 +289,6 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
     return {
         "job_name": job.name,
         "time": job.time_text,
-        "partition": job.partition,
         "nodes": job.allocated_text,
         **_tasks(job),
         "signal_delay_s": fallback_signal_s(job),

@@ -14,10 +14,10 @@ from clusterddp.cli.command_line import command
 from clusterddp.cli.options import PACKAGED_JOB
 from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef import yaml12
+from clusterddp.jobdef.job import KEYS
 from clusterddp.jobdef.json_schema import job_schema
 from clusterddp.jobdef.load import load
-from clusterddp.jobdef.schema import READERS
-from clusterddp.jobdef.yaml12 import Node
+from clusterddp.keys.node import Node
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 JOB = """\
@@ -104,7 +104,7 @@ def test_json_has_every_key_with_its_origin(folder: Path, capsys: pytest.Capture
     shown = json.loads(capsys.readouterr().out)
     assert (shown["schema"], shown["cluster"], shown["job"]["env"]["HF_TOKEN"]) == (1, "alps", "***")
     assert shown["configuration_files"] == [{"owner": "project", "file": str(folder / ".clusterddp" / "config.yaml")}]
-    assert shown["job"].keys() == READERS.keys()
+    assert shown["job"].keys() == KEYS.keys()
     assert (shown["origins"]["qos"], shown["origins"]["checkpoint.every"]) == ("default", "job.yaml:3:21")
 
 
@@ -152,85 +152,6 @@ def test_the_jobs_that_come_with_clusterddp_are_valid(capsys: pytest.CaptureFixt
 
 # --- schema
 
-_ARGUMENTS = (["[--lr, 1e-3]", "[]", "[~]"], ["--lr", "[[a]]", "{a: b}"])
-_WORD = (["gpu", "5", "no", '"1e3"'], ["a b", "[a]", "it's", '""'])
-_COUNT = (["1", "8"], ["0", "-1", "2.5", "x", '"8"', "true"])
-_OPTIONS = (
-    ["{comment: first try, exclusive: true, nice: 5}", "{}"],
-    ["{nodes: 2}", "{gpus-per-node: 2}", "{output: x}", "{--x: y}", "{Comment: x}", "[a]", "{comment: [a]}"],
-)
-#: Values by key: those that are valid, and those that are not.
-VALUES: dict[str, tuple[list[str], list[str]]] = {
-    "job_name": (["digits", "1", "é.x"], ["a b", "-x", "[a]", "a/b"]),
-    "script": (["train.py"], ["[train.py]", "{a: b}", '""']),
-    "module": (["package.train"], ["1a", "a b", "a/b", "[a]"]),
-    "hydra": (["true", "false"], ["no", "1", "[true]"]),
-    "args": _ARGUMENTS,
-    "resume": (
-        [
-            "timm", "{checkpoint: out/*.pth}", "{checkpoint: [a, '{run_dir}/b'], args: [--resume, '{checkpoint}']}",
-            "{preset: mae, checkpoint: a.pt}", "{checkpoint: a.pt, replace: []}",
-            "{checkpoint: a.pt, args: null, replace: [a]}",
-        ],
-        ["tim", "[timm]", "{checkpoint: []}", "{checkpoint: {a: b}}", "{check: a.pt}", "{preset: x}", "true",
-         "{checkpoint: a.pt, args: [a], replace: []}"],
-    ),
-    "done": (
-        ["out/epoch_90.pt", "'{run_dir}/*.done'", "{log: epochs completed}"],
-        ["[a]", '""', "{}", "{log: }", "{x: 1}"],
-    ),
-    "stop": (["{signal: USR1}", "{signal: TERM}", "{}"], ["USR1", "{signal: KILL}", "{signal: SIGUSR1}", "{x: 1}"]),
-    "nodes": (["2", "2-4"], ["0", "two", "2.5", "70000", "2-"]),
-    "spare_nodes": (["0", "1"], ["-1", "one", "1-2", "0.5"]),
-    "gpus_per_node": (["8", "a100:8", '"4"'], ["0", "a100", "-1", "[8]"]),
-    "gpus_per_rank": (["1"], ["0", "x"]),
-    "gpu_request": (["gres", "gpus-per-node"], ["none", "true"]),
-    "device": (["cpu"], ["gpu"]),
-    "time": (["30", "1:30:00", "2-12", "1-00:00:30"], ["soon", "-5", "1:2:3:4", "[1]"]),
-    **dict.fromkeys(("partition", "account", "qos", "constraint", "reservation", "exclude", "nodelist"), _WORD),
-    "mem": (["64G", "0", "500"], ["64 G", "much", "[1]"]),
-    "cpus_per_task": _COUNT,
-    "setup": (["[module load cuda]", "module load cuda", "|\n  a\n  b"], ["{a: b}", "[[a]]", '""']),
-    "env": (["{A: 1, B: , C: text}", "{}"], ["[a]", "{1A: x}", "{RANK: 1}", "{A: [1]}"]),
-    "python": (["/opt/python"], ["-x", "[a]"]),
-    "sbatch": _OPTIONS,
-    "srun": ([*_OPTIONS[0], "{gpus-per-task: 1, gpu-bind: closest}"], _OPTIONS[1]),
-    "steps": (["1", "8", "off", r"{log: 'iter (\d+)'}", "{}"], [*_COUNT[1], "{log: iter}", "{log: 5}", "{every: 3}"]),
-    "protect_saves": (["true", "false"], ["off", "0"]),
-    "seed": (["0", "17"], ["-1", "x"]),
-    "global_batch": _COUNT,
-    "checkpoint": (
-        [
-            "{every: 500 steps}", "{every: [500 steps, 5 minutes], keep: 3}", "{every: null}",
-            "{every: never, keep: {last: 3, every: 5000, best: f1 max}}",
-        ],
-        ["{every: 5}", "{keep: 0}", "{often: true}", "{keep: {best: -f1 max}}", "5", "{every: 5 days}"],
-    ),
-    "timeouts": (["{start_s: 60, step_s: 1.5, connect_s: 30}", "{step_s: null}"], ["{start_s: 0}", "{x: 1}", "60"]),
-    "watchdog": (["off", "{step_s: 5, on_hang: end}"], ["on", "{on_hang: x}", "false"]),
-    "progress_interval": (["off", "2.5", "60"], ["on", "0", "-1", "false"]),
-    "limits": (["{attempts: 3, gpu_hours: 0.5}", "{}"], ["{attempts: 0}", "{gpu_hours: -1}"]),
-    "policy": (["requeue"], ["never"]),
-    "expedite_requeue": (["true"], ["no", "0"]),
-    "lift_hold": (["false"], ["no", "0"]),
-    "node_memory": (["false"], ["no", "0"]),
-    "keep_logs": _COUNT,
-    "snapshot": (["true", "false", "500M", "2G"], ["500", "2 G", "no", "[2G]"]),
-    "hook": (["[python, notify.py]", "echo done"], ["[]", "{a: b}", '""', "[[a]]"]),
-    "backend": (["gloo"], ["mpi"]),
-    "share": (["group"], ["all"]),
-    "preflight": (["true", "false"], ["on", "1"]),
-    "tensorboard": (["true", "false"], ["on", "1", "logs"]),
-    "wandb": (
-        ["true", "false", "digits", "my project", "{}", "{project: p, entity: lab, group: g, mode: offline}"],
-        ["a/b", "3", "2.5", "[p]", "{project: 'a:b'}", "{mode: shared}", "{entity: a b}", "{id: 3}"],
-    ),
-    "mlflow": (
-        ["true", "false", "digits", "my project", "{}", "{experiment: 3, tracking_uri: http://mlflow:5000}"],
-        ["3", "2.5", "[p]", "{tracking_uri: a b}", "{run_id: 3}"],
-    ),
-}  # fmt: skip
-
 
 def plain(node: Node) -> Any:
     """What an editor passes to a schema."""
@@ -251,13 +172,14 @@ def accepted(folder: Path, text: str) -> tuple[bool, bool]:
     return by_schema, True
 
 
-@pytest.mark.parametrize("key", READERS)
+@pytest.mark.parametrize("key", KEYS)
 def test_the_schema_agrees_with_the_reader(key: str, folder: Path) -> None:
-    """Every value of VALUES is accepted, or refused, by both; and so is a null."""
-    valid, wrong = VALUES[key]
+    """The key's examples are accepted, or refused, by both; and so is a null."""
+    valid, wrong = KEYS[key].examples.valid, KEYS[key].examples.wrong
+    assert valid and wrong
     program = "" if key in ("script", "module") else "script: train.py\n"
     batch = "global_batch: 24\n" if key == "nodes" else ""  # which a range of nodes needs
-    for text in valid + ([] if not program else ["null"]):
+    for text in [*valid, *([] if not program else ["null"])]:
         assert accepted(folder, f"{program}{batch}{key}: {text}\n") == (True, True), text
     for text in wrong:
         assert accepted(folder, f"{program}{batch}{key}: {text}\n") == (False, False), text
@@ -277,10 +199,10 @@ def test_the_schema_explains_every_key(capsys: pytest.CaptureFixture[str]) -> No
     schema = json.loads(capsys.readouterr().out)
     Draft7Validator.check_schema(schema)
     described = schema["properties"]
-    assert all(described[key]["description"] for key in READERS)
+    assert all(described[key]["description"] for key in KEYS)
     assert (described["nodes"]["default"], described["lift_hold"]["default"], described["spare_nodes"]["default"]) == (
         1,
         True,
         0,
     )
-    assert described["partition"]["description"] == "As in sbatch: --partition."
+    assert described["reservation"]["description"] == "The reservation, as in sbatch."

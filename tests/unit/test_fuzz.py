@@ -31,8 +31,8 @@ from clusterddp.cli import status
 from clusterddp.cli.main import main
 from clusterddp.errors import ClusterddpError, JobDefinitionError, LauncherEnvironmentError
 from clusterddp.jobdef import load, yaml12
+from clusterddp.jobdef.job import KEYS as JOB_KEYS
 from clusterddp.jobdef.job import Job, Keep
-from clusterddp.jobdef.schema import READERS
 from clusterddp.report.booking import book
 from clusterddp.report.efficiency import advice, spent
 from clusterddp.rundir.run_directory import RunDirectory
@@ -151,7 +151,7 @@ def test_a_text_of_aliases_of_aliases_costs_nothing(tmp_path: Path, end: str) ->
 
 
 @fuzz(200)
-@given(st.dictionaries(st.sampled_from(list(READERS)), VALUES | st.sampled_from(["2", "a100:4", "1:30"]), max_size=4))
+@given(st.dictionaries(st.sampled_from(list(JOB_KEYS)), VALUES | st.sampled_from(["2", "a100:4", "1:30"]), max_size=4))
 def test_any_values_make_a_job_that_is_read_back_equal_or_a_list_of_mistakes(
     tmp_path_factory: Any, values: dict[str, Any]
 ) -> None:
@@ -176,7 +176,7 @@ def test_a_damaged_job_definition_is_a_job_or_a_list_of_mistakes(tmp_path_factor
 OPTIONS = st.sampled_from(["--set", "--sbatch", "--nodes", "--gpus", "--time", "-J", "-w", "--mem", "--run-dir", "-m"])
 KEYS = st.sampled_from(["", "env.", "sbatch.", "checkpoint.", "checkpoint.keep.", "limits.", "a.b."])
 WORDS = TEXTS | st.builds(
-    lambda prefix, key, value: f"{prefix}{key}={value}", KEYS, st.sampled_from([*READERS, "x", "every"]) | TEXTS, TEXTS
+    lambda prefix, key, value: f"{prefix}{key}={value}", KEYS, st.sampled_from([*JOB_KEYS, "x", "every"]) | TEXTS, TEXTS
 )
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from clusterddp.cli.command_line import command
 from clusterddp.errors import JobDefinitionError, UsageError
-from clusterddp.jobdef import configuration_files, program
+from clusterddp.jobdef import configuration_files, kinds, program
 from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.load import from_values, load
-from clusterddp.jobdef.schema import read_fields
-from clusterddp.jobdef.yaml12 import Mistake
 from clusterddp.jobdef.yaml12 import load as read_yaml
+from clusterddp.keys.node import Mistake
+from clusterddp.keys.table import read_fields
 
 PRESET = """\
 # train.py of somebody/something
@@ -33,7 +33,7 @@ def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The preset `some`."""
     (tmp_path / "presets").mkdir()
     (tmp_path / "presets" / "some.yaml").write_text(PRESET)
-    monkeypatch.setattr(configuration_files, "PRESETS_FOLDER", tmp_path / "presets")
+    monkeypatch.setattr(kinds, "PRESETS_FOLDER", tmp_path / "presets")
 
 
 def job(values: Mapping[str, Any], **overrides: str) -> Job:
@@ -114,10 +114,10 @@ def test_presets_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
 )
 def test_each_preset_is_a_valid_piece_of_a_job_definition(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first line says which script it is for. It saves below the run directory, if its script can be told to."""
-    monkeypatch.setattr(configuration_files, "PRESETS_FOLDER", file.parent)
+    monkeypatch.setattr(kinds, "PRESETS_FOLDER", file.parent)
     root, mistakes = read_yaml(file.read_text(), file.name), list[Mistake]()
     assert isinstance(root.value, dict)
-    read_fields(root.value, configuration_files.PRESET_KEYS, mistakes)
+    read_fields(root.value, configuration_files.keys_in("presets"), mistakes)
     assert not mistakes
     assert re.fullmatch(r"\w[^#]{10,100}", configuration_files.preset_purpose(file.stem))
     made = job({"resume": file.stem}).resume

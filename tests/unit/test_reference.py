@@ -15,7 +15,7 @@ import pytest
 import clusterddp
 from clusterddp import errors
 from clusterddp.cli.command_line import parser, split_at_dashes
-from clusterddp.jobdef.schema import READERS
+from clusterddp.jobdef.job import KEYS
 from clusterddp.rundir.run_directory import RunDirectory
 from docs.reference import generate as reference
 from docs.reference import python_api
@@ -118,7 +118,7 @@ def page(name: str) -> str:
 
 def test_every_key_of_a_job_definition_has_a_type_and_a_meaning() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \| (.*) \| (.*) \| (.*) \|$", page("job-definition.md"), re.MULTILINE)
-    assert {name.split(".")[0] for name, *_ in rows} == READERS.keys()
+    assert {name.split(".")[0] for name, *_ in rows} == KEYS.keys()
     assert {"checkpoint.keep.best", "watchdog.step_s", "stop.signal"} <= {name for name, *_ in rows}
     assert not [name for name, kind, _, meaning in rows if not kind or not meaning]
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import JobDefinitionError
-from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, load, node_of, raise_mistakes, scalar
+from clusterddp.jobdef.yaml12 import load, node_of, scalar
+from clusterddp.keys.node import Key, Mistake, Node, Place, raise_mistakes
 
 
 def plain(node: Node) -> Any:

@@ -1,0 +1,574 @@
+"""The kinds of values and the marks that only a job definition has."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clusterddp.jobdef import yaml12
+from clusterddp.jobdef.secrets import is_secret
+from clusterddp.keys.kinds import (
+    SCALAR,
+    Schema,
+    Table,
+    Value,
+    Wrong,
+    count_schema,
+    either,
+    list_schema,
+    matching,
+    or_null,
+    read_argument,
+    read_arguments,
+    read_choice,
+    read_text,
+    text_schema,
+)
+from clusterddp.keys.node import Mistake, Node
+from clusterddp.keys.table import Entry, Section, Text, read_fields
+from clusterddp.process import PACKAGE_FOLDER
+from clusterddp.protocol import FOR_RANKS
+from clusterddp.reporter import counted
+
+# --- marks
+
+
+@dataclass(frozen=True)
+class Sbatch:
+    """The value is that of sbatch's option of the same name."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Once a run has a checkpoint, the value cannot change."""
+
+    if_given: bool = False
+    """Leaving the key out keeps the value of the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Placeholders:
+    """The text may contain placeholders."""
+
+    only: tuple[str, ...] = ()
+    """Only these, in a path or a pattern of files. Empty: all."""
+
+
+@dataclass(frozen=True)
+class NotIn:
+    """Files that share keys among jobs do not have this one."""
+
+    files: tuple[str, ...]
+
+
+#: Keys that say what to run, and those that belong to one script.
+ONE_JOB, ONE_SCRIPT = NotIn(("presets", "configuration")), NotIn(("configuration",))
+
+# --- the program
+
+
+def _name(node: Node) -> str:
+    """A job's name, also that of its run directory."""
+    expected = "a name of letters, digits and the characters _.+=@- that does not begin with . or -"
+    given = read_text(node)
+    if not re.fullmatch(r"[\w+=@][\w.+=@-]*", given):
+        raise Wrong(f"expected {expected}, got {given!r}")
+    if len(given.encode()) > 200:
+        raise Wrong(f"expected at most 200 bytes (the run directory has this name), got {len(given.encode())}")
+    return given
+
+
+NAME = Value(
+    _name,
+    text_schema(r"[^\s/.-][^\s/]*", maxLength=200),
+    valid=["digits", "1", "é.x"],
+    wrong=["a b", "-x", "[a]", "a/b"],
+)
+MODULE = matching(
+    r"[^\W\d]\w*(\.[^\W\d]\w*)*",
+    "a module such as package.train",
+    {"type": "string", "pattern": r"^[^\s\d./-][^\s/-]*$"},
+    valid=["package.train"],
+    wrong=["1a", "a b", "a/b", "[a]"],
+)
+PYTHON = matching(r"[^-].*", "the path or name of a Python interpreter", valid=["/opt/python"], wrong=["-x", "[a]"])
+
+
+def _command(node: Node) -> tuple[str, ...]:
+    """A command as a list of words, or as one line for ``sh``."""
+    if isinstance(node.value, list) and node.value:
+        return read_arguments(node)
+    if isinstance(node.value, (dict, list)) or not node.text:
+        raise Wrong(
+            f"expected a command as a list, such as [python, notify.py], or as a line for sh, got {node.quoted}"
+        )
+    return ("/bin/sh", "-c", read_text(node))
+
+
+COMMAND = Value(
+    _command,
+    either(list_schema(minItems=1), text_schema()),
+    valid=["[python, notify.py]", "echo done"],
+    wrong=["[]", "{a: b}", '""', "[[a]]"],
+)
+
+
+def _snapshot(node: Node) -> bool | str:
+    """Whether to take a snapshot of the code, or its maximum size."""
+    if isinstance(node.value, bool):
+        return node.value
+    if not re.fullmatch(r"[1-9][0-9]{0,5}[MG]", node.text, re.ASCII):
+        raise Wrong(f"expected true, false, or a size such as 500M or 2G, got {node.quoted}")
+    return node.text
+
+
+SNAPSHOT = Value(
+    _snapshot,
+    either({"type": "boolean"}, {"type": "string", "pattern": "^[1-9][0-9]{0,5}[MG]$"}),
+    valid=["true", "false", "500M", "2G"],
+    wrong=["500", "2 G", "no", "[2G]"],
+)
+
+#: A variable that is assigned a literal value.
+_ASSIGNMENT = re.compile(r"""(?:^|[\s;&|(])(\w+)=["']?[^\s"'$`;]""")
+
+
+def _shell_lines(node: Node) -> tuple[str, ...]:
+    """A list of lines, or one block of text. An item with a line break is two lines."""
+    items = [read_argument(item) for item in node.value] if isinstance(node.value, list) else [_block(node)]
+    lines = [line for item in items for line in item.removesuffix("\n").split("\n")]
+    for line in lines:
+        if any(unicodedata.category(character) == "Cc" and character != "\t" for character in line):
+            raise Wrong(f"expected shell lines without control characters, got {line!r}")
+        for variable_name in _ASSIGNMENT.findall(line):
+            if is_secret(variable_name):
+                raise Wrong(
+                    f"{variable_name} would be stored in the batch script, which Slurm keeps. Set it under env:, or "
+                    f"read it from a file: export {variable_name}=$(cat FILE)"
+                )
+    return tuple(lines)
+
+
+def _block(node: Node) -> str:
+    if isinstance(node.value, dict) or not node.text:
+        raise Wrong(f"expected a list of shell lines, got {node.quoted}")
+    return node.text
+
+
+SHELL_LINES = Value(
+    _shell_lines,
+    either(list_schema(), text_schema()),
+    valid=["[module load cuda]", "module load cuda", "|\n  a\n  b"],
+    wrong=["{a: b}", "[[a]]", '""'],
+)
+
+
+def _variable(node: Node) -> str:
+    if isinstance(node.value, (dict, list)) or "\0" in node.text:
+        raise Wrong(f"expected text, got {'text with U+0000' if node.text else node.quoted}")
+    return node.text
+
+
+def _check_variable(name: str, _: Node) -> None:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        raise Wrong("not a valid variable name. Use letters, digits and _, and do not begin with a digit")
+    if name in _SET_FOR_RANKS:
+        raise Wrong("clusterddp sets this variable for each rank. Remove it")
+
+
+_SET_FOR_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", *FOR_RANKS}
+
+
+def _variables_schema() -> Schema:
+    return {
+        "type": "object",
+        "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": sorted(_SET_FOR_RANKS)}},
+        "additionalProperties": {"type": [*SCALAR, "null"]},
+    }
+
+
+VARIABLES = Table(
+    _check_variable,
+    _variable,
+    _variables_schema,
+    valid=["{A: 1, B: , C: text}", "{}"],
+    wrong=["[a]", "{1A: x}", "{RANK: 1}", "{A: [1]}"],
+)
+
+# --- resources
+
+_MOST_NODES = 65536
+
+
+def _nodes(node: Node) -> tuple[int, int | None]:
+    """A number, or a range as sbatch takes it: the maximum, and the minimum if it is another one."""
+    match = re.fullmatch(r"([1-9][0-9]{0,5})-([1-9][0-9]{0,5})", node.text, re.ASCII)
+    if match and int(match[1]) <= int(match[2]) <= _MOST_NODES:
+        least, most = int(match[1]), int(match[2])
+        return most, least if least < most else None
+    if isinstance(node.value, bool) or not isinstance(node.value, int) or not 1 <= node.value <= _MOST_NODES:
+        raise Wrong(f"expected a whole number from 1 to {_MOST_NODES}, or a range such as 2-4, got {node.quoted}")
+    return node.value, None
+
+
+NODES = Value(
+    _nodes,
+    either(count_schema(maximum=_MOST_NODES), {"type": "string", "pattern": "^[1-9][0-9]{0,5}-[1-9][0-9]{0,5}$"}),
+    writer=lambda most, least: most if least is None else f"{least}-{most}",
+    valid=["2", "2-4"],
+    wrong=["0", "two", "2.5", "70000", "2-"],
+)
+
+
+def _gpus(node: Node) -> tuple[int, str | None]:
+    """The number of GPUs, and their type."""
+    match = re.fullmatch(r"(?:([A-Za-z0-9][\w.-]*):)?([1-9][0-9]{0,5})", node.text, re.ASCII)
+    if not match:
+        instead = ". Without GPUs, write device: cpu and the number of ranks here" if node.text == "0" else ""
+        raise Wrong(
+            f"expected a whole number of at least 1, or TYPE:NUMBER such as a100:4, got {node.quoted}" + instead
+        )
+    return int(match[2]), match[1]
+
+
+GPUS = Value(
+    _gpus,
+    either(count_schema(maximum=999999), {"type": "string", "pattern": r"^([A-Za-z0-9][\w.-]*:)?[1-9][0-9]{0,5}$"}),
+    writer=lambda number, kind: f"{kind}:{number}" if kind else number,
+    valid=["8", "a100:8", '"4"'],
+    wrong=["0", "a100", "-1", "[8]"],
+)
+MEMORY = matching(
+    r"[0-9]+([KMGTkmgt][Bb]?)?",
+    "memory such as 64G, with a unit and no space",
+    either(count_schema(0), {"type": "string", "pattern": "^[0-9]+([KMGTkmgt][Bb]?)?$"}),
+    valid=["64G", "0", "500"],
+    wrong=["64 G", "much", "[1]"],
+)
+
+_TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)
+
+
+def _time(node: Node) -> int:
+    """A time in one of Slurm's formats, in seconds."""
+    match = _TIME.fullmatch(node.text)
+    if not match:
+        raise Wrong(
+            "expected a time in sbatch's format (minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S), such as 30, 1:30:00 or "
+            f"2-12, got {node.quoted}"
+        )
+    days, *parts = (int(part or 0) for part in match.groups())
+    hours, minutes, seconds = parts if match[1] or match[4] else (0, *parts[:2])  # minutes, or M:S
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total <= 0:
+        raise Wrong(
+            f"expected a time limit above 0, got {node.quoted}. Without the key, the partition's default applies"
+        )
+    return total
+
+
+def time_text(seconds: int | None) -> str | None:
+    """A time limit as D-HH:MM:SS, or None."""
+    if seconds is None:
+        return None
+    minutes, seconds = divmod(seconds, 60)
+    return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:{seconds:02}"
+
+
+TIME = Value(
+    _time,
+    either(count_schema(), {"type": "string", "pattern": r"^([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}$"}),
+    writer=time_text,
+    valid=["30", "1:30:00", "2-12", "1-00:00:30"],
+    wrong=["soon", "-5", "1:2:3:4", "[1]"],
+)
+
+
+def _backend(node: Node) -> str:
+    if node.text == "mpi":
+        raise Wrong(
+            "expected nccl or gloo, got 'mpi'. For MPI, start the script with mpirun and call init(backend='mpi')"
+        )
+    return read_choice(node, ("nccl", "gloo"))
+
+
+BACKEND = Value(_backend, {"enum": ["nccl", "gloo"]}, valid=["gloo"], wrong=["mpi", "none"])
+
+# --- options of sbatch and srun
+
+_USE_GPUS = "use the key gpus_per_node"
+#: Options that bind GPUs to tasks. Sites with AMD GPUs (LUMI, Frontier) document them for srun.
+ONE_GPU_PER_TASK = ("gpus-per-task", "gpu-bind")
+_STOPS = "clusterddp stops and requeues the run itself. Set the notice before the time limit with `timeouts.notice_s`"
+_LOGS = "the outputs are in the run directory, below logs/"
+_SUBMITS = "clusterddp parses the output of sbatch. Remove the option"
+#: What to use instead of the options of sbatch and srun that clusterddp sets or relies on and that have no key.
+INSTEAD_OF_OPTION = {
+    "nodefile": "use the key nodelist",
+    "array": "use `clusterddp sweep`, which submits many runs as a job array",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu"), "use gpus_per_node and gpus_per_rank"
+    ),
+    **dict.fromkeys(("gpus", "gpus-per-socket"), _USE_GPUS),
+    **dict.fromkeys(
+        ONE_GPU_PER_TASK,
+        "use gpus_per_node and gpus_per_rank. If your site requires one visible GPU per task, as with AMD GPUs, set "
+        "the option under srun:. With NVIDIA GPUs, it breaks NCCL's peer access",
+    ),
+    **dict.fromkeys(("requeue", "no-requeue", "signal"), _STOPS),
+    **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
+    **dict.fromkeys(("kill-on-bad-exit", "unbuffered"), "clusterddp sets this option itself. Remove it"),
+    **dict.fromkeys(("parsable", "quiet", "test-only", "wait", "wrap", "help", "usage", "version"), _SUBMITS),
+}
+#: The same for unknown top-level keys: users try the names of sbatch options there.
+INSTEAD_OF_KEY = {
+    **{name.replace("-", "_"): reason for name, reason in INSTEAD_OF_OPTION.items()},
+    "gpu_type": "write gpus_per_node: TYPE:NUMBER",
+    **dict.fromkeys(("grid", "members"), "start a sweep with `clusterddp sweep`"),
+    **dict.fromkeys(("time_limit", "walltime"), "use the key time"),
+}
+
+
+def _option(node: Node) -> str | bool:
+    """The value of a Slurm option. True or false for one that takes no value."""
+    return node.value if isinstance(node.value, bool) else read_text(node)
+
+
+def slurm_options(keys: Callable[[], Iterable[str]], allowed: Sequence[str] = ()) -> Table:
+    """Long options of sbatch, or of srun, which also takes those ``allowed``. ``keys``: all keys of a job definition,
+    which come before an option of the same name."""
+
+    def check(name: str, node: Node) -> None:
+        if name.startswith("-"):
+            raise Wrong(f"write the option without dashes: {name.lstrip('-')}")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise Wrong("expected a long Slurm option with lower-case letters, digits and dashes")
+        if name in allowed:
+            return
+        key = name.replace("-", "_")
+        if instead := f"use the key {key}" if key in keys() else INSTEAD_OF_OPTION.get(name):
+            raise Wrong(f"not allowed here: {instead}")
+        words = _ASSIGNMENT.findall(node.text.replace(",", " ")) if name == "export" else []
+        if secret := next(filter(is_secret, words), None):
+            raise Wrong(f"{secret} would be stored in the batch script, which Slurm keeps. Set it under env:")
+        if name == "export" and allowed and node.text.partition(",")[0] != "ALL":
+            raise Wrong("the ranks need the job's environment. Write ALL,NAME=VALUE, or set variables under env:")
+        if name in ("gres", "tres-per-task", "tres-per-node") and "gpu" in node.text:
+            raise Wrong("clusterddp requests the GPUs itself. Use the key gpus_per_node")
+
+    def schema() -> Schema:
+        refused = {*INSTEAD_OF_OPTION, *(key.replace("_", "-") for key in keys())} - {*allowed}
+        return {
+            "type": "object",
+            "propertyNames": {"pattern": "^[a-z][a-z0-9-]*$", "not": {"enum": sorted(refused)}},
+            "additionalProperties": text_schema(),
+        }
+
+    wrong = ["{nodes: 2}", "{gpus-per-node: 2}", "{output: x}", "{--x: y}", "{Comment: x}", "[a]", "{comment: [a]}"]
+    more = [f"{{{name}: 1}}" for name in allowed]
+    valid = ["{comment: first try, exclusive: true, nice: 5}", "{}", *more]
+    return Table(check, _option, schema, valid=valid, wrong=wrong)
+
+
+# --- checkpoints and steps
+
+_UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
+
+
+def _every(node: Node) -> tuple[int | None, float | None, bool]:
+    """Steps and seconds between checkpoints, and whether clusterddp computes the interval."""
+    if node.text == "auto":
+        return None, None, True
+    steps: int | None = None
+    seconds: float | None = None
+    for item in node.value if isinstance(node.value, list) and node.value else [node]:
+        if item is node and node.text == "never":
+            break
+        match = re.fullmatch(r"([0-9][0-9.e+-]*) (steps?|seconds?|minutes?|hours?)", item.text, re.ASCII)
+        number = yaml12.scalar(match[1]) if match else None
+        in_steps = match is not None and match[2].startswith("step")
+        if in_steps and isinstance(number, int) and number > 0 and steps is None:
+            steps = number
+        elif match and not in_steps and isinstance(number, (int, float)) and 0 < number < float("inf") and not seconds:
+            seconds = float(number) * _UNIT_SECONDS[match[2].rstrip("s")]
+        else:
+            expected = "an interval such as 500 steps, 5 minutes or [500 steps, 5 minutes], or auto, or never"
+            raise Wrong(f"expected {expected}, got {item.quoted}")
+    return steps, seconds, False
+
+
+def _every_text(steps: int | None, seconds: float | None, auto: bool) -> str | tuple[str, ...]:
+    if auto:
+        return "auto"
+    texts = [] if steps is None else [counted(steps, "step")]
+    if seconds is not None:
+        texts.append(f"{repr(seconds).removesuffix('.0')} seconds")
+    return tuple(texts) if len(texts) == 2 else (texts or ["never"])[0]
+
+
+_INTERVAL: Schema = {"type": "string", "pattern": r"^[0-9][0-9.e+-]* (steps?|seconds?|minutes?|hours?)$"}
+INTERVAL = Value(
+    _every,
+    either({"enum": ["auto", "never"]}, _INTERVAL, {"type": "array", "items": _INTERVAL, "maxItems": 2}),
+    writer=_every_text,
+    valid=["500 steps", "[500 steps, 5 minutes]", "never", "auto"],
+    wrong=["5", "5 days", "true"],
+)
+
+
+def _best(node: Node) -> tuple[str, str]:
+    """The metric, and which of its values is best."""
+    match = re.fullmatch(r"([^\s-]\S*) (max|min)", node.text)  # -f1 is for run(best=...)
+    if not match:
+        raise Wrong(f"expected the name of a metric and max or min, such as f1 max, got {node.quoted}")
+    return match[1], match[2]
+
+
+BEST = Value(
+    _best,
+    {"type": "string", "pattern": r"^[^\s-]\S* (max|min)$"},
+    writer=lambda metric, which: metric and f"{metric} {which}",
+    valid=["f1 max"],
+    wrong=["-f1 max", "f1", "5"],
+)
+
+
+def _step_pattern(node: Node) -> str:
+    try:
+        groups = re.compile(node.text).groups
+        if groups == 1:
+            return node.text
+        problem = f"has {groups} groups"
+    except re.error as error:
+        problem = f"is not valid: {error}"
+    expected = "a regular expression with one group, for the step, such as 'iter (\\d+)'"
+    raise Wrong(f"expected {expected}, but {node.text!r} {problem}")
+
+
+_STEP_LOG = Value(
+    _step_pattern,
+    {**text_schema(r".*\(.*\).*"), "type": "string"},
+    valid=[r"'iter (\d+)'"],
+    wrong=["iter", "5"],
+)
+
+
+class Steps:
+    """A number, ``off``, or ``{log: REGEX}``: the fields ``steps``, ``see_steps`` and ``step_log``."""
+
+    def __init__(self) -> None:
+        text = Text("A regular expression whose group is the step, in a line that rank 0 prints.")
+        self._table = {"log": Entry("log", ("log",), _STEP_LOG, Steps, (text,))}
+        self.valid = ["1", "8", "off", r"{log: 'iter (\d+)'}", "{}"]
+        self.wrong = ["0", "-1", "2.5", "x", '"8"', "true", "{log: iter}", "{log: 5}", "{every: 3}"]
+
+    def read(self, node: Node, name: str, mistakes: list[Mistake]) -> tuple[int | None, bool, str | None]:
+        """As every kind."""
+        if isinstance(node.value, dict):
+            return None, True, read_fields(node.value, self._table, mistakes, f"{name}.").get("log")
+        if node.text == "off":
+            return None, False, None
+        if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < 1:
+            raise Wrong(f"expected a whole number of at least 1, off, or {{log: 'iter (\\d+)'}}, got {node.quoted}")
+        return node.value, True, None
+
+    def write(self, *values: Any) -> Any:
+        """As every kind."""
+        steps, see_steps, step_log = values
+        return steps or ({"log": step_log} if step_log else None if see_steps else "off")
+
+    def schema(self) -> Schema:
+        """As every kind."""
+        inside = {"log": {"description": self._table["log"].text, **_STEP_LOG.schema()}}
+        mapping = {"type": "object", "properties": inside, "additionalProperties": False}
+        return either(count_schema(), {"const": "off"}, mapping)
+
+
+# --- checkpoints of the script, and its end
+
+PRESETS_FOLDER = PACKAGE_FOLDER / "clusterddp" / "presets"
+
+
+def preset_names() -> list[str]:
+    """The names of all presets."""
+    return sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
+
+
+def _patterns(node: Node) -> tuple[str, ...]:
+    """A pattern of file names, or a list of them."""
+    if isinstance(node.value, list) and node.value:
+        return tuple(read_text(item) for item in node.value)
+    if isinstance(node.value, (dict, list)):
+        raise Wrong(f'expected a pattern such as "{{run_dir}}/out/*.pth", or a list of them, got {node.quoted}')
+    return (read_text(node),)
+
+
+PATTERNS = Value(
+    _patterns,
+    either(text_schema(), {"type": "array", "items": text_schema(), "minItems": 1}),
+    valid=["out/*.pth", "[a, '{run_dir}/b']"],
+    wrong=["[]", "{a: b}"],
+)
+
+
+class OfScript(Section):
+    """The key ``resume``: a mapping. The name of a preset was replaced before."""
+
+    valid: Sequence[str] = (
+        *("timm", "{checkpoint: out/*.pth}", "{checkpoint: [a, '{run_dir}/b'], args: [--resume, '{checkpoint}']}"),
+        *("{preset: mae, checkpoint: a.pt}", "{checkpoint: a.pt, replace: []}"),
+        "{checkpoint: a.pt, args: null, replace: [a]}",
+    )
+    wrong: Sequence[str] = (
+        *("tim", "[timm]", "{checkpoint: []}", "{checkpoint: {a: b}}", "{check: a.pt}", "{preset: x}", "true"),
+        "{checkpoint: a.pt, args: [a], replace: []}",
+    )
+
+    def __init__(self, owner: type) -> None:
+        super().__init__(owner, "a mapping with checkpoint: PATTERN, or the name of a preset")
+
+    def schema(self) -> Schema:
+        """As every kind. Either ``args`` or ``replace``."""
+        mapping = super().schema()
+        preset = {"description": "A preset, for the keys that are not given here.", "enum": preset_names()}
+        mapping["properties"] = {"preset": or_null(preset), **mapping["properties"]}
+        both = {"required": ["args", "replace"], "properties": dict.fromkeys(("args", "replace"), list_schema())}
+        return either({"enum": preset_names()}, {**mapping, "not": both})
+
+
+class FileOrLog(Section):
+    """The key ``done``: a file pattern, or ``{log: REGEX}``."""
+
+    valid: Sequence[str] = ("out/epoch_90.pt", "'{run_dir}/*.done'", "{log: epochs completed}")
+    wrong: Sequence[str] = ("[a]", '""', "{}", "{log: }", "{x: 1}")
+
+    @property
+    def table(self) -> Mapping[str, Entry]:
+        """The key inside."""
+        return {"log": super().table["log"]}
+
+    def read(self, node: Node, name: str, mistakes: list[Mistake]) -> Any:
+        """As every kind."""
+        if not isinstance(node.value, dict):
+            return self.owner(file=read_text(node))
+        known = len(mistakes)
+        done = super().read(node, name, mistakes)
+        if done == self.owner() and len(mistakes) == known:
+            raise Wrong(
+                "expected a file such as out/epoch_90.pt, or {log: REGEX}, got a mapping without a value for log"
+            )
+        return done
+
+    def write(self, *values: Any) -> Any:
+        """As every kind."""
+        (done,) = values
+        return done and (done.file or {"log": done.log})
+
+    def schema(self) -> Schema:
+        """As every kind."""
+        log = {"description": self.table["log"].text, **self.table["log"].kind.schema()}
+        mapping = {"type": "object", "properties": {"log": log}, "additionalProperties": False}
+        return either(text_schema(), {**mapping, "required": ["log"]})
