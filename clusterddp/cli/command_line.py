@@ -30,10 +30,10 @@ COMMANDS = {
     "drain": "move a run off a node of its job",
     "requeue": "checkpoint a run and requeue it",
     "cancel": "end runs permanently",
-    "prune": "delete old checkpoints and logs of runs that are over",
     "stacks": "show where the ranks are now, as Python stacks",
     "shell": "open a shell, or the debugger, on a rank's node",
     "export": "write a checkpoint's model to a file",
+    "prune": "delete old checkpoints and logs of runs that are over",
     "drill": "test with a small job what a preemption would do to a run",
     "doctor": "check the cluster, or nodes, for what a run needs",
     "config": "show and check job definitions, sweeps and configuration files",
@@ -70,12 +70,6 @@ DESCRIPTIONS = {
         "The exit code is 0 if all completed. Otherwise, the worst outcome decides: 10 failed, 11 cancelled, 12 "
         "stopped, 13 unknown, 14 unconfirmed. It is 124 after the timeout."
     ),
-    "cancel": "End runs permanently: cancel their jobs or processes, and wait until they have ended. They cannot be "
-    "continued. For several runs, list them first and ask, unless --yes is given.",
-    "prune": "Delete old checkpoints and unused snapshots of the code, and with --logs old logs, of runs that are "
-    "over. Keep the newest checkpoint and the one with the best metric. Print first what would be deleted and ask, "
-    "unless --yes is given.",
-    "stacks": "Show where the ranks are now, as Python stacks of their threads. Show equal stacks once.",
     "stop": "Save a run and stop it after its current step, and wait until it has stopped. It stays stopped until you "
     "submit it again.",
     "save": "Have a running job save a checkpoint after its current step, and wait until it is saved. Training "
@@ -84,9 +78,15 @@ DESCRIPTIONS = {
     "spare node, or on fewer nodes.",
     "requeue": "Checkpoint a run after its current step and requeue its job, or continue it in a new job without some "
     "nodes. A local run restarts at once.",
+    "cancel": "End runs permanently: cancel their jobs or processes, and wait until they have ended. They cannot be "
+    "continued. For several runs, list them first and ask, unless --yes is given.",
+    "stacks": "Show where the ranks are now, as Python stacks of their threads. Show equal stacks once.",
     "shell": "Open a shell in the run's job on the node of a rank, run the command that follows -- there, or attach to "
     "the rank's debugger.",
     "export": "Write a checkpoint's model, or other parts of it, to a file for other programs.",
+    "prune": "Delete old checkpoints and unused snapshots of the code, and with --logs old logs, of runs that are "
+    "over. Keep the newest checkpoint and the one with the best metric. Print first what would be deleted and ask, "
+    "unless --yes is given.",
     "drill": "Test with a small job what a preemption would do to a run in a partition: whether the nodes have Slurm's "
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
     "doctor": "Check what a run needs. On this host: Slurm, partitions, accounts, the folder for runs, Python, torch. "

@@ -54,18 +54,16 @@ from clusterddp.slurm import commands as slurm
 
 
 def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``stop``."""
+    """The argument of ``stop``, and of ``save``."""
     parser.add_argument("run", metavar="RUN", help=ONE_RUN)
+
+
+add_save_arguments = add_stop_arguments
 
 
 def run_stop(arguments: argparse.Namespace, _: object) -> int:
     """Stops the run, and prints how its attempt ended."""
     return _until_done(open_run(arguments.run), stop)
-
-
-def add_save_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``save``."""
-    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
 
 
 def run_save(arguments: argparse.Namespace, _: object) -> int:
@@ -81,7 +79,10 @@ def add_drain_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_drain(arguments: argparse.Namespace, _: object) -> int:
     """Moves the run off the node, and prints how its attempt ended."""
-    return _until_done(open_run(arguments.run), partial(drain, node=arguments.node))
+    run = open_run(arguments.run)
+    if run.outcome() is None:
+        _refuse_local(run, "drain")
+    return _until_done(run, partial(drain, node=arguments.node))
 
 
 def _until_done(run: RunDirectory, work: Callable[[RunDirectory], int]) -> int:
@@ -99,7 +100,7 @@ def stop(run: RunDirectory) -> int:
     if end["event"] == "stopped":
         how = "--local --run-dir" if run.has_loop else "--run-dir"
         show(f"Continue it with: clusterddp submit {how} {run.quoted}")
-    return 0 if end["event"] == "completed" or (end["event"] == "stopped" and _all_saved(end)) else FAILED
+    return _code(end, "stopped")
 
 
 def save(run: RunDirectory) -> int:
@@ -114,9 +115,8 @@ def save(run: RunDirectory) -> int:
 
 
 def drain(run: RunDirectory, node: str) -> int:
-    """Returns once the run has stopped to continue without the node. 0 if all of its steps are saved."""
-    end = _end(run, "drain", node=node)
-    return 0 if end["event"] == "completed" or _all_saved(end) else FAILED
+    """Waits until the run has stopped to continue without the node. Returns 0 if all of its steps are saved."""
+    return _code(_end(run, "drain", node=node), "restarted", "requeued", "resubmitted")
 
 
 def requeue(run: RunDirectory, nodes: Sequence[str] = ()) -> int:
@@ -133,8 +133,10 @@ def _end(run: RunDirectory, kind: str, **values: Any) -> Mapping[str, Any]:
     return end
 
 
-def _all_saved(end: Mapping[str, Any]) -> bool:
-    return bool(end.get("checkpoint") == (end.get("step") or None))
+def _code(end: Mapping[str, Any], *expected: str) -> int:
+    """The exit code: 0 if the run is completed, or if the attempt ended as expected with all of its steps saved."""
+    saved = end.get("checkpoint") == (end.get("step") or None)
+    return 0 if end["event"] == "completed" or (end["event"] in expected and saved) else FAILED
 
 
 def add_requeue_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,10 +175,15 @@ def _already_waiting(run: RunDirectory, job: slurm.JobInfo, exclude: str | None)
     return 0
 
 
+def _refuse_local(run: RunDirectory, what: str) -> None:
+    """Raises UsageError for a run without Slurm. ``what``: the command or option that needs several nodes."""
+    if run.has_loop:
+        raise UsageError(f"{what}: {run} is a local run, which has no other nodes")
+
+
 def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
     """Refuses, before the run stops, nodes that Slurm would refuse afterwards."""
-    if run.has_loop:
-        raise UsageError(f"--exclude: {run} is a local run, which has no other nodes")
+    _refuse_local(run, "--exclude")
     for node in nodes:
         try:
             slurm.node_address(node)

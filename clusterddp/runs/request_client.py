@@ -38,11 +38,15 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.controller import give_notice
 from clusterddp.supervisor.history import History
-from clusterddp.supervisor.lease import held_by_other, holders, reachable
 from clusterddp.worker.control_channel import keep_alive, send_line
 
 #: Seconds for a connection to be accepted. Behind a firewall there is no answer.
 CONNECT_S = 3.0
+#: Polling intervals for the run's files and for Slurm, in seconds.
+LOOK_S, ASK_S = 0.1, 1.0
+#: Seconds for an attempt that is starting to record its address, and for one whose ranks have exited, or that is
+#: cancelled, to end.
+START_S, END_S = 10.0, 60.0
 
 
 def ask(address: Address, host: str, kind: str, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -71,12 +75,6 @@ def relay(run_directory: str, attempt: int, kind: str, values: str) -> int:
     except OSError as error:
         raise RunDirectoryError(f"no answer at port {address.port} of this node: {error.strerror or error}") from error
     return 0
-
-
-#: Polling intervals for the run's files and for Slurm, in seconds.
-LOOK_S, ASK_S = 0.1, 1.0
-#: Seconds for an attempt that is starting to record its address, and for one whose ranks have exited to end.
-START_S, END_S = 10.0, 60.0
 
 
 def request(run: RunDirectory, kind: str, **values: Any) -> tuple[int, dict[str, Any]]:
@@ -274,9 +272,6 @@ def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
     )
 
 
-TIMEOUT_S = 60.0
-
-
 def cancel_run(run: RunDirectory) -> dict[str, Any]:
     """Marks the run as cancelled, to keep it from starting again, ends its job or processes, and waits.
 
@@ -288,18 +283,24 @@ def cancel_run(run: RunDirectory) -> dict[str, Any]:
 
 def begin(run: RunDirectory) -> None:
     """Marks the run as cancelled, and ends its job or processes."""
-    for entry in holders(run):
-        if entry["kind"] == "slurm" and not reachable(entry):
-            raise RunDirectoryError(f"{run} is {held_by_other(run)}. Cancel it on that cluster")
+    for entry in lease.holders(run):
+        if entry["kind"] == "slurm" and not lease.reachable(entry):
+            raise RunDirectoryError(f"{run} is {lease.held_by_other(run)}. Cancel it on that cluster")
     hold_run(run)
     run.mark_cancelled()
-    for entry in holders(run):
+    for entry in lease.holders(run):
         _end_holder(entry, run)
 
 
 def await_outcome(run: RunDirectory) -> dict[str, Any]:
     """Waits until no job or process trains the run. Returns the outcome."""
-    held = _await_end(run)
+    deadline = time.monotonic() + END_S
+    while (
+        (held := slurm.patiently(partial(lease.held_by_other, run)))
+        and time.monotonic() < deadline
+        and any(map(lease.reachable, lease.holders(run)))
+    ):
+        time.sleep(LOOK_S)
     if held:
         text = f"{run} is cancelled and will not start again, but is still {held}"
         raise RunDirectoryError(text if "cannot be reached" in held else f"{text}, which is ending")
@@ -312,7 +313,7 @@ def _end_holder(entry: Mapping[str, Any], run: RunDirectory) -> None:
     """Ends a job, or signals a local run, unless it has ended already."""
     if entry["kind"] == "slurm":
         slurm.patiently(partial(_end_job, entry["job"]))
-    elif reachable(entry) and process_start(entry["pid"]) == entry["process_start"]:
+    elif lease.reachable(entry) and process_start(entry["pid"]) == entry["process_start"]:
         give_notice(run, Cause.CANCELLED)
         signal_ranks(entry["pid"], signal.SIGTERM)
 
@@ -321,18 +322,6 @@ def _end_job(job_id: str) -> None:
     job = slurm.show_job(job_id)
     if job is not None and job.live:
         slurm.cancel(job_id)
-
-
-def _await_end(run: RunDirectory) -> str | None:
-    """Waits for the holders to end. Returns who still holds the run after a minute."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while (
-        (held := slurm.patiently(partial(held_by_other, run)))
-        and time.monotonic() < deadline
-        and any(map(reachable, holders(run)))
-    ):
-        time.sleep(0.1)
-    return held
 
 
 if __name__ == "__main__":

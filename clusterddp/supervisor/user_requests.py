@@ -7,7 +7,7 @@ request is a function here, in ``_KINDS``, and an entry in ``protocol.REQUESTS``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,19 +38,15 @@ ANSWER_S = 5.0
 _STACKS_PER_S = 800
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Whether a value is the number of a request, which ranks have from the text of an order."""
-    return is_count(value) or (is_text(value) and value.isdecimal() and len(value) < 20)
-
-
-_STACKS: Schema = {"request": is_number, "place": is_text, "threads": is_threads}
-_SAVING: Schema = {"request": is_number, "step": optional(is_count), "committed": optional(is_count)}
+    return is_text(value) and value.isdecimal() and len(value) < 20
 
 
 #: What ranks answer to orders.
 ORDER_ANSWERS: Mapping[str, Schema] = {
-    "stacks": _STACKS,
-    "saving": _SAVING,
+    "stacks": {"request": _is_number, "place": is_text, "threads": is_threads},
+    "saving": {"request": _is_number, "step": optional(is_count), "committed": optional(is_count)},
 }
 
 
@@ -66,9 +62,7 @@ def accept(state: State, request: Request, now: float) -> Step:
 def on_rank_event(state: State, event: RankEvent) -> Step:
     """A rank answers an order: one of ``ORDER_ANSWERS``, whose form was checked."""
     waiting = state.pending.get(int(event.values["request"]))
-    if waiting is None or event.rank not in waiting.ranks:  # too late
-        return state, []
-    if event.rank in waiting.answers:
+    if waiting is None or event.rank not in waiting.ranks or event.rank in waiting.answers:  # too late, or again
         return state, []
     if event.name == "saving":
         return _on_saving(state, replace(waiting, answers=waiting.answers.put(event.rank, event.values)))
@@ -89,7 +83,7 @@ def on_checkpoint(state: State, values: Mapping[str, Any]) -> Step:
 
 
 def on_timer(state: State, now: float) -> Step:
-    """Answers the requests whose ranks have had enough time, and restarts the timer for the others."""
+    """Handles the requests whose ranks have had enough time, and restarts the timer for the others."""
     actions: list[Action] = []
     for waiting in [each for each in state.pending.values() if each.until <= now]:
         state, more = _LATE[waiting.request.kind](state, waiting)
@@ -101,8 +95,8 @@ def on_exit(state: State) -> Step:
     """All ranks have exited. Their last reports may be read later, so only the history has the outcome."""
     actions: list[Action] = []
     for waiting in list(state.pending.values()):
-        ended = _AT_EXIT[waiting.request.kind](state, waiting)
-        state, more = _finish(state, waiting.request, ended)
+        answer = _stacks_answer(state, waiting) if waiting.request.kind == "stacks" else {"ended": True}
+        state, more = _finish(state, waiting.request, answer)
         actions += more
     return state, actions
 
@@ -118,7 +112,7 @@ def _stacks(state: State, request: Request, now: float) -> Step:
         return _refuse(state, request, str(error))
     waiting = Pending(request, asked, now + max(ANSWER_S, len(asked) / _STACKS_PER_S))
     if not asked:
-        return _finish(state, request, _stacks_answer(state, waiting))
+        return _stacks_finish(state, waiting)
     state = _keep(state, waiting)
     return state, [Broadcast("stacks", str(request.client), asked), *_timer(state, now)]
 
@@ -130,8 +124,13 @@ def _on_stacks(state: State, waiting: Pending, event: RankEvent) -> Step:
         same, waiting = event.values, replace(waiting, distinct={**waiting.distinct, key: event.values})
     waiting = replace(waiting, answers=waiting.answers.put(event.rank, same))
     if len(waiting.answers) == len(waiting.ranks):
-        return _finish(state, waiting.request, _stacks_answer(state, waiting))
+        return _stacks_finish(state, waiting)
     return _keep(state, waiting), []
+
+
+def _stacks_finish(state: State, waiting: Pending) -> Step:
+    """All ranks have answered, or have had enough time."""
+    return _finish(state, waiting.request, _stacks_answer(state, waiting))
 
 
 def _wanted(state: State, request: Request) -> frozenset[int]:
@@ -158,10 +157,12 @@ def _stacks_answer(state: State, waiting: Pending) -> dict[str, Any]:
 
 def _save(state: State, request: Request, now: float) -> Step:
     """Asks rank 0, which alone saves, to do so at its next step boundary."""
-    if why := _no_rank_0(state):
+    rank_0 = frozenset((0,))
+    if not rank_0 <= _there(state):
+        why = "rank 0 has exited" if 0 in state.hosts else "the ranks are still starting"
         return _refuse(state, request, f"not saved: {why}")
-    state = _keep(state, Pending(request, frozenset((0,)), now + ANSWER_S))
-    return state, [Broadcast("save", str(request.client), frozenset((0,))), *_timer(state, now)]
+    state = _keep(state, Pending(request, rank_0, now + ANSWER_S))
+    return state, [Broadcast("save", str(request.client), rank_0), *_timer(state, now)]
 
 
 def _on_saving(state: State, waiting: Pending) -> Step:
@@ -182,12 +183,6 @@ def _saves(state: State) -> list[Pending]:
     return [waiting for waiting in state.pending.values() if waiting.request.kind == "save"]
 
 
-def _no_rank_0(state: State) -> str | None:
-    if 0 in _there(state):
-        return None
-    return "rank 0 has exited" if 0 in state.hosts else "the ranks are still starting"
-
-
 def _save_late(state: State, waiting: Pending) -> Step:
     why = f"rank 0 ({state.node_of(0)}) did not answer within {ANSWER_S:g} s. It is stopped, or holds Python's GIL"
     return _finish(state, waiting.request, {"refused": f"not saved: {why}"})
@@ -199,13 +194,16 @@ def _stop(state: State, request: Request, now: float) -> Step:
 
 
 def _requeue(state: State, request: Request, now: float) -> Step:
-    """The same, and the run is requeued, in a job without some nodes if they are given."""
+    """The same, and the run is requeued, or continues in a new job without some nodes if they are given."""
+    nodes = request.values.get("nodes", [])
+    if not (isinstance(nodes, list) and all(map(is_text, nodes))):
+        return _refuse(state, request, f"nodes: expected a list of names, got {nodes!r}")
     if not state.restartable:
         instead = "To save and stop the run, use `clusterddp stop RUN`"
         return _refuse(state, request, f"not requeued: Slurm cannot requeue your own allocation. {instead}")
     if state.wanted is Stop.HOLD:
         return _refuse(state, request, "not requeued: the run is being stopped by `clusterddp stop`")
-    return _end(state, request, Stop.REQUEUE, now)
+    return _end(state, request, Stop.REQUEUE, now, nodes)
 
 
 def _drain(state: State, request: Request, now: float) -> Step:
@@ -222,7 +220,6 @@ def _drain(state: State, request: Request, now: float) -> Step:
     node = request.values.get("node")
     if not is_text(node):
         return _refuse(state, request, f"node {node!r}: expected a name")
-    request = replace(request, values={**request.values, "nodes": [node]})
     if node not in state.placement.nodes:
         return _refuse(state, request, f"not drained: no rank runs on {node}, only on {', '.join(state.nodes)}")
     if state.wanted not in (None, Stop.DRAIN):
@@ -232,17 +229,14 @@ def _drain(state: State, request: Request, now: float) -> Step:
     choice = choose(state.job, state.placement, {node: "is drained"}, None)
     if choice.course is Course.NEW_JOB:
         why = f"not drained: {choice.why.partition(', and ')[2]}"
-        if may_exclude(state.job, [node]):
+        if state.restartable and may_exclude(state.job, [node]):
             why += f". `clusterddp requeue RUN --exclude {node}` continues the run without {node} in a new job"
         return _refuse(state, request, why)
-    return _end(replace(state, drained=node), request, Stop.DRAIN, now)
+    return _end(replace(state, drained=node), request, Stop.DRAIN, now, [node])
 
 
-def _end(state: State, request: Request, wanted: Stop, now: float) -> Step:
+def _end(state: State, request: Request, wanted: Stop, now: float, nodes: Sequence[str] = ()) -> Step:
     """``decide.py`` then asks the ranks to stop, unless they are already stopping for a different reason."""
-    nodes = request.values.get("nodes") or []
-    if not (isinstance(nodes, list) and all(map(is_text, nodes))):
-        return _refuse(state, request, f"nodes: expected a list of names, got {nodes!r}")
     again = state.wanted is wanted and (not nodes or wanted is Stop.DRAIN)
     named = {"nodes": nodes} if nodes else {}
     record: list[Action] = [] if again else [Record("requested", {"request": request.kind, **named})]
@@ -279,16 +273,9 @@ _KINDS: Mapping[str, Callable[[State, Request, float], Step]] = {
 }
 #: What follows if ranks do not answer in time.
 _LATE: Mapping[str, Callable[[State, Pending], Step]] = {
-    "stacks": lambda state, waiting: _finish(state, waiting.request, _stacks_answer(state, waiting)),
+    "stacks": _stacks_finish,
     "save": _save_late,
-    "stop": _stop_late,
-    "requeue": _stop_late,
-    "drain": _stop_late,
-}
-#: The answer once all ranks have exited.
-_AT_EXIT: Mapping[str, Callable[[State, Pending], dict[str, Any]]] = {
-    "stacks": _stacks_answer,
-    **dict.fromkeys(("save", "stop", "requeue", "drain"), lambda _state, _waiting: {"ended": True}),
+    **dict.fromkeys(("stop", "requeue", "drain"), _stop_late),
 }
 
 

@@ -270,6 +270,12 @@ def test_a_drain_tells_all_ranks_and_leaves_the_node_out_of_later_jobs() -> None
         (
             "n2",
             [],
+            dataclasses.replace(PLACED, placement=Placement(("n1", "n2"), ("n1", "n2")), restartable=False),
+            "not drained: the job has 1 node left, but the run needs 2",
+        ),
+        (
+            "n2",
+            [],
             dataclasses.replace(
                 PLACED,
                 placement=Placement(("n1", "n2"), ("n1", "n2")),

@@ -21,7 +21,7 @@ from clusterddp import protocol
 from clusterddp.cli import status, steering
 from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
-from clusterddp.events import BY_SLURM
+from clusterddp.events import BY_SLURM, RUN_ENDS
 from clusterddp.failures.stack_traces import stacks
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
@@ -262,6 +262,47 @@ def test_a_stop_is_answered_once_the_attempt_has_ended(
     assert words in shown.out
     assert f"Continue it with: clusterddp submit --run-dir {run}" in shown.err
     check_history(run.events(), complete=False)
+
+
+SAVED, UNSAVED = {"step": 7, "checkpoint": 7}, {"step": 7, "checkpoint": 5}
+
+
+@pytest.mark.parametrize(
+    ("order", "end", "code"),
+    [
+        ("stop", {"event": "stopped", **SAVED}, 0),
+        ("stop", {"event": "stopped", "step": 0, "checkpoint": None}, 0),
+        ("stop", {"event": "stopped", **UNSAVED}, 1),
+        ("stop", {"event": "completed", "step": 7, "attempts": 1}, 0),
+        ("stop", {"event": "requeued", **SAVED}, 1),
+        ("drain", {"event": "restarted", **SAVED}, 0),
+        ("drain", {"event": "resubmitted", **SAVED}, 0),
+        ("drain", {"event": "restarted", **UNSAVED}, 1),
+        ("drain", {"event": "failed", "step": 0, "attempts": 1}, 1),
+        ("drain", {"event": "stopped", **SAVED}, 1),
+        ("requeue", {"event": "requeued", **UNSAVED}, 0),
+        ("requeue", {"event": "stopped", **SAVED}, 1),
+        ("save", {"event": "stopped", **SAVED}, 0),
+        ("save", {"event": "stopped", "step": None, "checkpoint": None}, 1),
+    ],
+)
+def test_the_exit_code_says_whether_the_attempt_ended_as_requested(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, order: str, end: dict[str, Any], code: int
+) -> None:
+    """The attempt may end for another reason first."""
+    monkeypatch.setattr(steering, "request", lambda *_, **__: (0, {"ended": True}))
+    more = {} if end["event"] in RUN_ENDS else {"cause": "why"}
+    append_line(run.events_file, {"time": 1.0, "attempt": 0, "reason": "why", **more, **end})
+    assert command([order, str(run), *(["n1"] if order == "drain" else [])]) == code
+
+
+def test_a_local_run_has_no_node_to_drain(run: RunDirectory) -> None:
+    lease.loop_started(run)
+    with pytest.raises(UsageError, match="drain: .* is a local run, which has no other nodes"):
+        command(["drain", str(run), "n1"])
+    write_json(run.outcome_file, {"state": "completed", "step": 9, "reason": "all ranks finished"})
+    with pytest.raises(RunDirectoryError, match="already completed at step 9, so it is not running"):
+        command(["drain", str(run), "n1"])
 
 
 # ---- who is asked
