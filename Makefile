@@ -37,7 +37,6 @@
 # make bench-steady-state what a run costs while it trains, beside a bare DDP loop
 # make bench-heartbeat    what the watchdog costs; make bench-report: what `clusterddp report` costs
 # make bench-step-timing  what timing each step and run.log cost; make bench-orders: what drawing samples costs
-# make bench-streams      what an index of large files costs
 # make bench-scale        what grows with the number of ranks: simulated ranks, a real Slurm of 64 nodes, 32 gloo ranks
 #                         (8 GB); SCALE="--parts hosts,list" measures some parts again
 # make bench-input        how fast batches come, beside other loaders
@@ -59,7 +58,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos simulate soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-report bench-scale lint pictures reference completion docs dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos simulate soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-report bench-scale lint pictures reference completion docs dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -177,9 +176,6 @@ bench-submission: .venv/ready slurm
 
 bench-orders: .venv/ready
 	.venv/bin/python -m benchmarks.orders
-
-bench-streams: .venv/ready
-	.venv/bin/python -m benchmarks.streams
 
 bench-peers: .venv/integrations slurm
 	.venv/bin/python -m benchmarks.peers $(PEERS)

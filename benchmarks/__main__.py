@@ -55,7 +55,6 @@ BENCHMARKS = (
     Benchmark("scale", "benchmarks.scale"),
     Benchmark("input", "benchmarks.input"),
     Benchmark("orders", "benchmarks.orders", 60),
-    Benchmark("streams", "benchmarks.streams", 60),
     Benchmark("report", "benchmarks.report_page", 60),
 )
 

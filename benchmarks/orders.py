@@ -29,29 +29,21 @@ Seeks to a step near 10^9, and blocks of {BATCHES} batches of {LARGE:,} samples,
 `torch.randperm`."""
 
 
-def made() -> dict[str, tuple[Callable[[], Order], Any]]:
-    """Each order, and its dataset or number of samples."""
-    generator = np.random.default_rng(0)
-    lengths, weights = generator.integers(1, 500, MILLION), generator.random(MILLION)
+def made() -> dict[str, tuple[Callable[[], Order], int]]:
+    """Each order, and its number of samples."""
+    weights = np.random.default_rng(0).random(MILLION)
     classes = np.broadcast_to(np.uint8(1), MILLIARD)
-    datasets = [range(MILLION), range(MILLIARD), range(1000)]
-    changes = {STEP // 2: [1, 1, 1], **{step: [step, 1, 1] for step in range(1, 101)}}
     return {
         "shuffled, 10^6": (orders.shuffled, MILLION),
         "shuffled, 10^9": (orders.shuffled, MILLIARD),
         "sequential, 10^9": (orders.sequential, MILLIARD),
         "weighted, 10^6": (lambda: orders.weighted(weights), MILLION),
         LONG: (lambda: orders.weighted([1.0, 2.0], classes), MILLIARD),
-        "bucketed, 10^6": (lambda: orders.bucketed(lengths), MILLION),
-        "mixture of 10^6, 10^9 and 1000, 101 changes": (lambda: orders.mixture([7, 2, 1], changes=changes), datasets),
     }
 
 
-def bound(order: Order, data: Any, batch: int) -> BoundOrder:
-    if isinstance(data, int):
-        return order.bind(Binding(None, data, 1, batch))
-    dataset = order.dataset(data)
-    return order.bind(Binding(dataset, len(dataset), 1, batch))
+def bound(order: Order, samples: int, batch: int) -> BoundOrder:
+    return order.bind(Binding(samples, 1, batch))
 
 
 def block(stream: BoundOrder, first: int) -> float:
@@ -60,13 +52,13 @@ def block(stream: BoundOrder, first: int) -> float:
     return seconds(lambda: [stream.samples(start, start + LARGE) for start in starts]) / (BATCHES * LARGE)
 
 
-def drawn(name: str, make: Callable[[], Order], data: Any, repeats: int) -> tuple[list[rows.Row], dict[str, Any]]:
+def drawn(name: str, make: Callable[[], Order], samples: int, repeats: int) -> tuple[list[rows.Row], dict[str, Any]]:
     """The rows of one order, and its figures."""
     order = make()
-    stream = bound(order, data, SMALL)
+    stream = bound(order, samples, SMALL)
     firsts = [(STEP + number * 1_000_003) * SMALL for number in range(repeats)]
     seeks = [1000 * seconds(lambda first=first: stream.samples(first, first + SMALL)) for first in firsts]  # type: ignore[misc]
-    randperm, stream = bound(orders.shuffled(version=1), MILLION, LARGE), bound(order, data, LARGE)
+    randperm, stream = bound(orders.shuffled(version=1), MILLION, LARGE), bound(order, samples, LARGE)
     randperm.samples(0, 1)
     sides = {"ours": lambda: 1e6 * block(stream, STEP * LARGE), "randperm": lambda: 1e6 * block(randperm, 0)}
     found = in_turns(sides, repeats, warm_up=0)

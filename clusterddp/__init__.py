@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from clusterddp import environment as environment
     from clusterddp import errors as errors
     from clusterddp import orders as orders
-    from clusterddp import streams as streams
     from clusterddp.api import Handle as Handle
     from clusterddp.api import Status as Status
     from clusterddp.api import launch as launch
@@ -51,7 +50,6 @@ __all__ = [
     "orders",
     "requeue",
     "stop_requested",
-    "streams",
     "sweep",
 ]
 
@@ -74,7 +72,7 @@ _HOMES = {
     "stop_requested": "clusterddp.training.script_loop",
     "sweep": "clusterddp.api",
 }
-_MODULES = ("environment", "errors", "orders", "streams")
+_MODULES = ("environment", "errors", "orders")
 
 
 def __getattr__(name: str) -> Any:

@@ -305,17 +305,6 @@ def _repeated(redone: int | None) -> str:
     return "" if redone is None else f", repeating {counted(redone, 'step')}"
 
 
-class OrderChanged(Event):
-    """the resumed run's order has different weights in the steps to come"""
-
-    step: int
-    was: str
-    now: str
-
-    def sentence(self) -> str:
-        return f"the weights of the mixture are now {self.now}. Before, they were {self.was}"
-
-
 class OwnCheckpointRead(Event):
     """the script has opened its own checkpoint `file` before its first steps"""
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 import clusterddp
-from clusterddp import orders
 
 PADDING = 0  # no line has this character
 
@@ -28,6 +27,25 @@ def load_lines(most):
 def pad(lines):
     """A batch: (lines, characters of the longest), int64."""
     return pad_sequence(lines, batch_first=True, padding_value=PADDING).long()
+
+
+class SimilarLengths:
+    """Batches of lines of similar length, in a new order in each epoch. The batches of a step, one per rank, are alike.
+
+    ``step``: lines per step over all ranks. The lines of ``pool`` steps are sorted together. The last lines, which fill
+    no step, are left out. ``ctx.loader`` seeds torch before it draws an epoch.
+    """
+
+    def __init__(self, lines, batch_size, step, pool):
+        self.lengths = torch.tensor([len(line) for line in lines])
+        self.batch_size, self.step, self.pool = batch_size, step, pool
+
+    def __iter__(self):
+        pools = torch.randperm(len(self.lengths)).split(self.step * self.pool)
+        by_length = torch.cat([pool[self.lengths[pool].argsort(stable=True)] for pool in pools])
+        steps = by_length[: len(by_length) // self.step * self.step].view(-1, self.step)
+        for step in steps[torch.randperm(len(steps))]:
+            yield from step.split(self.batch_size)
 
 
 class GRU(nn.Module):
@@ -45,9 +63,9 @@ class GRU(nn.Module):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=16, help="per rank")
+    parser.add_argument("--global-batch", type=int, default=32, help="lines per step over all ranks")
     parser.add_argument("--lines", type=int, default=20_000, help="at most")
-    parser.add_argument("--buckets", type=int, default=50, help="1: batches of lines of any length")
+    parser.add_argument("--pool", type=int, default=50, help="steps whose lines are sorted together")
     parser.add_argument("--width", type=int, default=32)
     args = parser.parse_args()
 
@@ -55,8 +73,9 @@ def main():
     lines = load_lines(args.lines)
     model = ctx.wrap(GRU(args.width))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    order = orders.bucketed([len(line) for line in lines], buckets=args.buckets)
-    loader = ctx.loader(lines, batch_size=args.batch_size, order=order, collate_fn=pad)  # a list is a dataset
+    batch_size = args.global_batch // ctx.world_size
+    batches = SimilarLengths(lines, batch_size, args.global_batch, args.pool)
+    loader = ctx.loader(lines, batch_size, batch_sampler=batches, collate_fn=pad)  # a list is a dataset
     run = ctx.run(model=model, optimizer=optimizer, loader=loader)
     for characters in run.steps(args.steps):
         characters = characters.to(ctx.device)

@@ -59,7 +59,7 @@ def samples_wrong(steps: Iterable[int], total: int, ranks: int) -> int:
     The last epoch may be incomplete; none of its samples may come twice.
     """
     share = BATCH * ranks
-    order = Shuffled().bind(Binding(None, SAMPLES, SEED, share))
+    order = Shuffled().bind(Binding(SAMPLES, SEED, share))
     consumed = Counter(sample for step in steps for sample in order.samples(step * share, (step + 1) * share))
     epochs, rest = divmod(total * share, SAMPLES)
     wrong = sum(abs(consumed.pop((epoch, index), 0) - 1) for epoch in range(epochs) for index in range(SAMPLES))

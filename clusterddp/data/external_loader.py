@@ -292,7 +292,7 @@ def _started(progress: Mapping[str, Any]) -> str:
     return "Leave out loader= in ctx.run(), because the run started without a loader"
 
 
-_BETTER = "ctx.loader() resumes without reading, and clusterddp.streams has datasets for large files"
+_BETTER = "ctx.loader() resumes without reading"
 
 
 class ReplayedLoader(Passes):

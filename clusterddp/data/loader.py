@@ -32,7 +32,7 @@ from torch.autograd import profiler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from clusterddp.data import randomness
-from clusterddp.data.sample_order import Binding, BoundOrder, Order, ScheduledOrder
+from clusterddp.data.sample_order import Binding, BoundOrder, Order
 from clusterddp.data.seeding import ALWAYS, SEEDED, Batch, SeededSamples
 from clusterddp.data.workers import ShieldedDataLoader, close
 from clusterddp.distributed.devices import pinned
@@ -149,8 +149,8 @@ def checked(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> 
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"{type(dataset).__name__} has no length and no index, so a run cannot resume mid-epoch. Use a dataset "
-            "with __len__ and __getitem__, such as those of clusterddp.streams, or give ctx.run() a loader that has a "
-            "state, such as torchdata's StatefulDataLoader"
+            "with __len__ and __getitem__, or give ctx.run() a loader that has a state, such as torchdata's "
+            "StatefulDataLoader"
         )
     try:
         number = operator.index(batch_size)
@@ -170,12 +170,11 @@ class Loader:
     the next epoch. Others take as many, or one less.
 
     Attributes:
-        dataset: the dataset, or those of a mixture.
+        dataset: the dataset.
         length: the number of samples.
         batch_size: samples per rank and step. If the world size changed, or the job sets ``global_batch``, the largest
             number that a rank takes at once (see ``Run.micro``).
         global_batch: samples per step over all ranks. Fixed by the run's first attempt.
-        order_changed: the fields of the event, if a resume found that the order's future has changed.
     """
 
     per_rank_state = False
@@ -195,17 +194,15 @@ class Loader:
         pins_here: bool = False,
         **options: Any,
     ) -> None:
-        source = order.dataset(dataset)
-        self.length, self.batch_size = checked(source, batch_size, {**options, "drop_last": drop_last})
+        self.length, self.batch_size = checked(dataset, batch_size, {**options, "drop_last": drop_last})
         self.dataset = dataset
         if global_batch is not None and global_batch % world_size:
             raise ValueError(f"global_batch {global_batch} is not divisible by {world_size} ranks. Choose a multiple")
         self.global_batch = global_batch or self.batch_size * world_size
         self.inexact: list[str] = []
-        self.order_changed: dict[str, str] | None = None
         self._asked = global_batch
         self._unbound, self._seed, self._drop_last = order, seed, drop_last
-        self._samples = SeededSamples(source, seed, options.get("collate_fn"))
+        self._samples = SeededSamples(dataset, seed, options.get("collate_fn"))
         self._rank, self._world_size, self._options = rank, world_size, options
         self._copies, self._pins_here = to_device(device), pins_here
         self._stream, self._bound_batch = self._bound(None), self.global_batch
@@ -218,8 +215,7 @@ class Loader:
 
     def _bound(self, label: str | None) -> BoundOrder:
         """The order. ``label``: of the checkpoint, if there is one."""
-        source = self._samples.dataset
-        return self._unbound.bind(Binding(source, self.length, self._seed, self.global_batch, self._drop_last), label)
+        return self._unbound.bind(Binding(self.length, self._seed, self.global_batch, self._drop_last), label)
 
     def gather(self) -> None:
         """Has no effect, because the position follows from the step."""
@@ -234,7 +230,6 @@ class Loader:
             "order": self.label,
             "drop_last": self._drop_last,
             "seeded": self._samples.seeded,
-            **({"schedule": self._stream.schedule} if isinstance(self._stream, ScheduledOrder) else {}),
         }
 
     def restore(self, progress: Mapping[str, Any]) -> None:
@@ -283,16 +278,10 @@ class Loader:
         recorded = progress.get("order", self._unbound.unlabelled or "shuffled-1 or sequential")
         if (recorded, self.global_batch) != (self.label, self._bound_batch):
             self._stream, self._bound_batch = self._bound(recorded), self.global_batch
-        why = "Use the same order and weights, or start a new run" if self.label != recorded else None
-        if isinstance(self._stream, ScheduledOrder) and (schedule := progress.get("schedule")) is not None:
-            try:
-                self._stream, self.order_changed = self._stream.resumed(schedule, progress["samples"])
-                why = None
-            except CheckpointError as error:
-                why = str(error)
-        if why is not None:
+        if self.label != recorded:
             raise CheckpointMismatch(
-                f"the run started with the order {recorded!r}, but the loader's order is now {self.label!r}. {why}"
+                f"the run started with the order {recorded!r}, but the loader's order is now {self.label!r}. Use the "
+                "same order and weights, or start a new run"
             )
 
     @property

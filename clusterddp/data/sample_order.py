@@ -1,29 +1,17 @@
-"""The orders of one dataset, shuffled, in sequence, by shard, by length or weighted, and the parts of every order.
+"""The orders of a dataset: shuffled, in sequence or weighted, and the parts of every order.
 
 A run takes its samples from one endless stream. Step s with global batch B takes positions s * B to (s + 1) * B - 1,
 and each rank its slice of them. An order is a pure function from a position to the sample there, so that the
 position is all that a checkpoint needs, any step is found at once, and the number of ranks is free.
 
-Arguments of orders may be many numbers (weights, lengths and labels), as lists, arrays, memory maps or tensors. Random
-permutations need no list, because the image of any place is computed from a key. They use only integer arithmetic of
-this module: numpy and torch may change their permutations between versions, and a run must keep its order.
-
-Shuffled and in sequence: each sample once per epoch.
-
-By shard: shards in a random order, and samples mixed within windows, so that reads are nearly sequential. In each epoch
-the shards are laid end to end in a different order. That row of samples is cut into windows, at places that differ from
-epoch to epoch, and the samples are shuffled within each window.
-
-By length: batches of samples of similar length, each sample once per epoch. The samples are sorted by length once. In
-each epoch they are mixed within buckets, stretches of that sorted list whose bounds move from epoch to epoch. The list
-is then cut into global batches, which come in a random order. An epoch need not begin or end with a step: its first
-samples fill the last step of the previous epoch. They come from the same place of the sorted list as that epoch's last
-ones, a random one, so that this step also has similar lengths.
+Shuffled and in sequence: each sample once per epoch. Random permutations need no list, because the image of any place
+is computed from a key. They use only integer arithmetic of this module: numpy and torch may change their permutations
+between versions, and a run must keep its order.
 
 Weighted: samples are drawn with replacement, each with a probability in proportion to its weight. Draw p of the endless
 stream is a function of (seed, p) alone: a random point below the sum of all weights, and the sample whose weight covers
 it. The weights are summed over blocks. A draw finds its block by bisection and its sample within the block, so that
-10^9 weights need 8 million sums.
+10^9 weights need 8 million sums. Weights and labels may be lists, arrays, memory maps or tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +22,7 @@ import math
 import operator
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
@@ -60,9 +48,8 @@ Columns: TypeAlias = Sequence[Sequence[Any]]
 
 @dataclass(frozen=True)
 class Binding:
-    """The dataset, seed and global batch of a run, to which an order is bound."""
+    """The seed, global batch and number of samples of a run, to which an order is bound."""
 
-    dataset: Any
     length: int
     seed: int
     global_batch: int
@@ -95,32 +82,11 @@ class BoundOrder(ABC):
             yield tuple(zip(*self.samples(first, first + size), strict=True))
 
 
-class ScheduledOrder(BoundOrder):
-    """A bound order that changes at given steps. A resumed run may change future ones."""
-
-    @property
-    @abstractmethod
-    def schedule(self) -> dict[str, Any]:
-        """The schedule, for a checkpoint, which also has the label."""
-
-    @abstractmethod
-    def resumed(self, schedule: Mapping[str, Any], position: int) -> tuple[BoundOrder, dict[str, str] | None]:
-        """The order of a run that was at a position of a different schedule, and the fields of event ``order_changed``.
-
-        Both have the same samples up to the first change that differs. If there is none, the fields are None. Raises
-        CheckpointError, with the remedy, if that change is before the position.
-        """
-
-
 class Order(ABC):
     """An order of samples that is not bound yet: made by a function of ``clusterddp.orders``, for ``ctx.loader``."""
 
     #: The label that a checkpoint of a version without labels stands for; None if that had no such order.
     unlabelled: str | None = None
-
-    def dataset(self, given: Any) -> Any:
-        """The map-style dataset that the indices belong to, made of the dataset given to ``ctx.loader``."""
-        return given
 
     @abstractmethod
     def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
@@ -195,53 +161,6 @@ class ArrayOrder(EpochOrder):
                 found[of] = self.at(epoch + number, found[of].copy())
             epochs = numbers + epoch
         return (epochs, found, draws) if self.repeats else (epochs, found)
-
-
-Array = npt.NDArray[Any]
-
-
-def array_of(values: Any, name: str) -> Array:
-    """One-dimensional numbers as an array: a view, where possible, so that a memory map stays on disk.
-
-    Raises TypeError for anything else.
-    """
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu()
-        values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
-    found = np.asanyarray(values)
-    if found.ndim != 1 or found.dtype.kind not in "biuf":
-        raise TypeError(
-            f"{name}: expected a one-dimensional array of numbers, got {type(values).__name__} with {_shape(found)}"
-        )
-    return cast(Array, found)
-
-
-def _shape(values: Array) -> str:
-    return f"shape {values.shape}" if values.ndim != 1 else f"dtype {values.dtype}"
-
-
-def optional_count(value: Any, name: str, meaning: str) -> int | None:
-    """``count_of``, or None for None."""
-    return None if value is None else count_of(value, name, meaning)
-
-
-def count_of(value: Any, name: str, meaning: str) -> int:
-    """A number of at least 1 as Python's int, which a checkpoint can record. Raises TypeError or ValueError."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"{name} is {value!r}, expected {meaning} as a whole number")
-    if number < 1:
-        raise ValueError(f"{name} is {number}, expected {meaning}, 1 or more")
-    return number
-
-
-def check_length(values: Array, length: int, name: str) -> None:
-    """Raises ValueError unless there is one per sample."""
-    if values.size != length:
-        raise ValueError(f"{name}: expected one per sample, got {values.size} for a dataset of {length}")
 
 
 def short_hash(*parts: Any) -> str:
@@ -382,149 +301,6 @@ class _Randperm(EpochOrder):
         return self._indices[start:stop].tolist()
 
 
-class ByShard(Order):
-    """``window``: in samples."""
-
-    def __init__(self, window: int) -> None:
-        self._window = count_of(window, "window", "a number of samples")
-
-    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
-        lengths = getattr(to.dataset, "shard_lengths", None)
-        if lengths is None:
-            raise TypeError(
-                f"orders.by_shard() needs a dataset with shards, such as those of clusterddp.streams, but "
-                f"{type(to.dataset).__name__} has no shard_lengths"
-            )
-        lengths = np.asarray(lengths, dtype=np.int64)
-        if lengths.sum() != to.length:
-            raise ValueError(f"shard_lengths adds up to {lengths.sum()} samples, but the dataset has {to.length}")
-        return _Windows(lengths, self._window, to)
-
-
-class _ShardEpoch:
-    """Where the samples of an epoch are."""
-
-    def __init__(self, lengths: Indices, starts: Indices, window: int, seed: int, number: int) -> None:
-        order = Permutation(lengths.size, "by_shard", seed, number)(np.arange(lengths.size))
-        self._ends = np.cumsum(lengths[order])
-        #: What is added to a place in the row to have the sample's index.
-        self._moves = starts[order] - (self._ends - lengths[order])
-        self._window, self._key = window, (seed, number)
-        self._shift = int(keys("by_shard shift", seed, number)[0]) % window
-        self._mixing = lru_cache(64)(self._mixing_of)
-
-    def at(self, places: Indices) -> Indices:
-        """The samples at these places of the epoch."""
-        windows = (places + self._shift) // self._window
-        for window in np.unique(windows).tolist():
-            inside = windows == window
-            first, mixing = self._mixing(window)
-            places[inside] = mixing(places[inside] - first) + first
-        found: Indices = places + self._moves[np.searchsorted(self._ends, places, side="right")]
-        return found
-
-    def _mixing_of(self, window: int) -> tuple[int, Permutation]:
-        """A window's first place, and the permutation of its places."""
-        first = max(0, window * self._window - self._shift)
-        stop = min(int(self._ends[-1]), (window + 1) * self._window - self._shift)
-        return first, Permutation(stop - first, "by_shard window", *self._key, window)
-
-
-class _Windows(ArrayOrder):
-    def __init__(self, lengths: Indices, window: int, to: Binding) -> None:
-        label = f"by_shard-1 (window {window}, {lengths.size} shards {short_hash(lengths)})"
-        super().__init__(label, to.of_epoch(to.length))
-        starts = np.cumsum(lengths) - lengths
-        self._epoch = lru_cache(2)(lambda number: _ShardEpoch(lengths, starts, window, to.seed, number))
-
-    def at(self, epoch: int, places: Indices) -> Indices:
-        return self._epoch(epoch).at(places)
-
-
-#: The fewest global batches of a bucket, if there are as many.
-_BATCHES = 4
-
-
-class Bucketed(Order):
-    """``lengths``: of each sample. ``buckets``: how many there are at most."""
-
-    def __init__(self, lengths: Any, buckets: int) -> None:
-        values = array_of(lengths, "lengths")
-        buckets = count_of(buckets, "buckets", "the number of buckets")
-        if np.isnan(values).any():
-            raise ValueError(f"lengths: the length of sample {np.flatnonzero(np.isnan(values))[0]} is nan")
-        # Samples of equal length are in a random order, or neighbours in the dataset would share a bucket.
-        self._sorted = np.lexsort((mixed(np.arange(values.size, dtype=np.uint64)), values))
-        self._buckets = buckets
-        self._label = f"bucketed-1 ({buckets} buckets, lengths {short_hash(self._sorted)})"
-
-    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
-        check_length(self._sorted, to.length, "lengths")
-        return _Buckets(self._label, self._sorted, self._buckets, to)
-
-
-class _BucketEpoch:
-    """Where an epoch's batches are in the sorted list."""
-
-    def __init__(self, samples: int, width: int, number: int, to: Binding) -> None:
-        self._samples, self._width, self._batch, self._key = samples, width, to.global_batch, (to.seed, number)
-        #: Samples that belong to the last step of the epoch before, whole batches, and samples of the next such step.
-        self._head = min(-number * to.of_epoch(samples) % self._batch, samples)
-        self._whole, self._tail = divmod(samples - self._head, self._batch)
-        self._head_at, self._tail_at = (_edge(to.seed, edge, self._whole) for edge in (number, number + 1))
-        self._shift = int(keys("bucketed shift", to.seed, number)[0]) % width
-        self._order = Permutation(self._whole, "bucketed batches", to.seed, number)
-        self._mixing = lru_cache(64)(self._mixing_of)
-
-    def at(self, offsets: Indices) -> Indices:
-        """Places in the sorted list of the epoch's samples at these offsets."""
-        return self._mixed(self._places(offsets))
-
-    def _places(self, offsets: Indices) -> Indices:
-        """Before samples are mixed within their buckets."""
-        head, tail, batch = self._head, self._tail, self._batch
-        number, inside = np.divmod(offsets - head, batch)
-        found = self._head_at * batch + (tail if self._tail_at < self._head_at else 0) + offsets
-        last = number >= self._whole
-        found[last] = self._tail_at * batch + (head if self._head_at <= self._tail_at else 0) + inside[last]
-        whole = (offsets >= head) & ~last
-        numbers = self._order(number[whole])
-        before = head * (numbers >= self._head_at) + tail * (numbers >= self._tail_at)
-        found[whole] = numbers * batch + before + inside[whole]
-        return found
-
-    def _mixed(self, places: Indices) -> Indices:
-        buckets = (places + self._shift) // self._width
-        for bucket in np.unique(buckets):
-            inside = buckets == bucket
-            first, mixing = self._mixing(int(bucket))
-            places[inside] = mixing(places[inside] - first) + first
-        return places
-
-    def _mixing_of(self, bucket: int) -> tuple[int, Permutation]:
-        """A bucket's first place, and the permutation of its places."""
-        first = max(0, bucket * self._width - self._shift)
-        stop = min(self._samples, (bucket + 1) * self._width - self._shift)
-        return first, Permutation(stop - first, "bucketed", *self._key, bucket)
-
-
-class _Buckets(ArrayOrder):
-    def __init__(self, label: str, in_order: Indices, buckets: int, to: Binding) -> None:
-        super().__init__(label, to.of_epoch(to.length))
-        self._sorted = in_order
-        width = -(-to.length // max(1, min(buckets, to.length // (_BATCHES * to.global_batch))))
-        self._epoch = lru_cache(2)(lambda number: _BucketEpoch(to.length, width, number, to))
-
-    def at(self, epoch: int, places: Indices) -> Indices:
-        found: Indices = self._sorted[self._epoch(epoch).at(places)]
-        return found
-
-
-def _edge(seed: int, number: int, whole: int) -> int:
-    """Before which of an epoch's whole batches the step is that it shares with a neighbour."""
-    return int(keys("bucketed edge", seed, number)[0]) * (whole + 1) >> 64
-
-
 #: The most blocks; below, a block is one sample.
 _BLOCKS = 1 << 23
 #: Weights that are read at once when they are summed.
@@ -532,22 +308,25 @@ _CHUNK = 1 << 20
 _GOLDEN, _11 = np.uint64(0x9E3779B97F4A7C15), np.uint64(11)
 
 Floats = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
 
 
 class Weighted(Order):
     """``weights``: per sample or, with ``labels``, per class."""
 
     def __init__(self, weights: Any, labels: Any, num_samples: int | None) -> None:
-        self._weights = array_of(weights, "weights")
+        self._weights = _array_of(weights, "weights")
         self._labels = None if labels is None else _labels(labels)
         if self._labels is not None:
             _check_labels(self._labels, self._weights.size)
-        self._num_samples = optional_count(num_samples, "num_samples", "the number of draws per epoch")
+        self._num_samples = None if num_samples is None else _count_of(num_samples)
         self._table: _Table | None = None
 
     def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
         per_sample = self._weights if self._labels is None else self._labels
-        check_length(per_sample, to.length, "weights" if self._labels is None else "labels")
+        if per_sample.size != to.length:
+            name = "weights" if self._labels is None else "labels"
+            raise ValueError(f"{name}: expected one per sample, got {per_sample.size} for a dataset of {to.length}")
         if self._table is None:
             self._table = _Table(self._weights, self._labels)
         samples = self._num_samples or to.length
@@ -619,6 +398,39 @@ class _Table:
         return found
 
 
+def _array_of(values: Any, name: str) -> Array:
+    """One-dimensional numbers as an array: a view, where possible, so that a memory map stays on disk.
+
+    Raises TypeError for anything else.
+    """
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    found = np.asanyarray(values)
+    if found.ndim != 1 or found.dtype.kind not in "biuf":
+        raise TypeError(
+            f"{name}: expected a one-dimensional array of numbers, got {type(values).__name__} with {_shape(found)}"
+        )
+    return cast(Array, found)
+
+
+def _shape(values: Array) -> str:
+    return f"shape {values.shape}" if values.ndim != 1 else f"dtype {values.dtype}"
+
+
+def _count_of(num_samples: Any) -> int:
+    """As Python's int, which a checkpoint can record. Raises TypeError or ValueError."""
+    try:
+        number = None if isinstance(num_samples, bool) else operator.index(num_samples)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"num_samples is {num_samples!r}, expected the number of draws per epoch as a whole number")
+    if number < 1:
+        raise ValueError(f"num_samples is {number}, expected the number of draws per epoch, 1 or more")
+    return number
+
+
 def _check_weights(values: Floats, start: int) -> None:
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
     if wrong.size:
@@ -630,7 +442,7 @@ def _check_weights(values: Floats, start: int) -> None:
 
 def _labels(values: Any) -> Array:
     """Booleans as numbers, because numpy would take them for a mask."""
-    found = array_of(values, "labels")
+    found = _array_of(values, "labels")
     return found.view(np.uint8) if found.dtype.kind == "b" else found
 
 

@@ -160,8 +160,8 @@ def chosen(
 ) -> Order:
     """The order that the arguments of ``ctx.loader`` request.
 
-    Raises TypeError if they request two, for samplers that divide the samples among the ranks, and for several
-    datasets without a mixture.
+    Raises TypeError if they request two, for samplers that divide the samples among the ranks, and for a dict of
+    datasets.
     """
     given = {"shuffle": shuffle, "order": order, "sampler": sampler, "batch_sampler": batch_sampler}
     names = [name for name, value in given.items() if value is not None]
@@ -178,8 +178,8 @@ def chosen(
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
         listed = ", ".join(map(repr, islice(dataset, 3))) + ", ..." * (len(dataset) > 3)
         raise TypeError(
-            f"the dataset is a dict with {listed}. Pass one of its datasets, or pass order=orders.mixture(weights) to "
-            "use all of them"
+            f"the dataset is a dict with {listed}. Pass one of its datasets, or all of them as a "
+            "torch.utils.data.ConcatDataset"
         )
     return Sequential() if shuffle is False else Shuffled()
 
@@ -261,7 +261,7 @@ class Loaders:
         Each sample is read with its own seed, so that random augmentation does not depend on the number of workers.
 
         Args:
-            dataset: with ``__len__`` and ``__getitem__``. With ``order=orders.mixture(...)`` a list or dict of these.
+            dataset: with ``__len__`` and ``__getitem__``.
             batch_size: samples per rank and step. If the job sets ``global_batch``, or the number of ranks changed, a
                 rank's share of a step is the global batch divided by the ranks, and ``batch_size`` the most that
                 ``run.micro`` yields at once.

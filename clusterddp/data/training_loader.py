@@ -81,11 +81,6 @@ class TrainingLoader:
         """Reasons why a resume may not be exact."""
         return self._source.inexact
 
-    @property
-    def order_changed(self) -> Mapping[str, str] | None:
-        """The fields of the event, if a resume found that the order's future has changed."""
-        return self._source.order_changed if isinstance(self._source, Loader) else None
-
     def epoch(self, step: int) -> int:
         """The epoch that the first sample of a step belongs to."""
         return self._source.epoch(step)

@@ -408,8 +408,6 @@ class Run:
         else:
             parent = {"attempt": self._state.parent[0], "step": self._state.parent[1]}
             self._report("resumed", step=self.step, parent=parent, inexact=self._state.inexact)
-            if (changed := self._loader.order_changed) is not None:
-                self._report("order_changed", step=self.step, **changed)
 
     def _start_step(self) -> None:
         if self._rng == "step":

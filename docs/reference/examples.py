@@ -9,7 +9,7 @@ EXAMPLES = {
     "Context.attempt": 'ctx.print(f"attempt {ctx.attempt}")',
     "Context.print": 'ctx.print(f"{len(dataset)} samples")',
     "Context.local_first": 'with ctx.local_first():\n    dataset = CIFAR10("data", download=True)',
-    "Context.main_first": 'with ctx.main_first():\n    dataset = streams.TarShards("/shared/train-*.tar")',
+    "Context.main_first": 'with ctx.main_first():\n    dataset = download("/shared/data")',
     "Context.wrap": "model = ctx.wrap(Net(), find_unused_parameters=True)",
     "Context.loader": "loader = ctx.loader(dataset, batch_size=64, num_workers=4)",
     "Context.eval_loader": "for images, labels in ctx.eval_loader(test_set, batch_size=256):\n    ...",

@@ -27,7 +27,6 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ("The run", "`ctx.run()` returns it.", ["Run"]),
     ("Loaders", "`ctx.loader()` and `ctx.eval_loader()` return them.", ["Loader", "EvalLoader"]),
     ("Orders of samples", "For `ctx.loader(order=...)`.", ["orders.*"]),
-    ("Datasets over large files", "For `ctx.loader()`.", ["streams.TarShards", "streams.JsonLines", "streams.Tokens"]),
     ("Checkpoints", "", ["CheckpointFolder", "Checkpointing", "Keep"]),
     (
         "Loops without a context",
@@ -49,7 +48,6 @@ INTERNAL = (
     *("loop.Run.stop_point", "loader.Loader.inexact", "loader.Loader.gather", "loader.Loader.progress"),
     *("loader.Loader.restore", "loader.Loader.start", "loader.Loader.batches", "job.Keep.order", "job.Keep.best_rule"),
     *("errors.Stopped.latest", "errors.Stopped.on_raised", "lightning.RankEnvironment.*", "*.SaveAndRequeue.on_*"),
-    *("streams.*.shards", "streams.*.shard_lengths"),
 )
 
 SECTIONS_OF_DOCSTRINGS = {

@@ -183,11 +183,9 @@ JOBS = {
     "charlm": "12",
     "digits": "12",
     "weighted_digits": "30",
-    "bucketed_text": "40 -- --lines 392 --batch-size 8",
-    "text_mixture": "60 -- --batch-size 256 --change-at 30",
+    "bucketed_text": "40 -- --lines 392 --global-batch 16",
     "gan": "40",
     "early_stopping": "110",
-    "tar_shards": "40",
     "hf_streaming": "14 -- --files 2",
 }
 

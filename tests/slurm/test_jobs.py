@@ -40,7 +40,7 @@ JOBS = {
 
 
 #: Those of which tests/ranks/test_example_jobs.py trains all, on this machine.
-LOCAL = {"bucketed_text", "early_stopping", "gan", "hf_streaming", "tar_shards", "text_mixture", "weighted_digits"}
+LOCAL = {"bucketed_text", "early_stopping", "gan", "hf_streaming", "weighted_digits"}
 
 
 @pytest.fixture(scope="module")

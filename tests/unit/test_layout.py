@@ -16,7 +16,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "clusterddp"
 #: Packages with torch: what a rank's script imports. All others, and the writer process, do not import it.
-WITH_TORCH = {"distributed", "checkpoint", "data", "training", "integrations", "digits", "orders", "streams"}
+WITH_TORCH = {"distributed", "checkpoint", "data", "training", "integrations", "digits", "orders"}
 WRITER = "checkpoint.writer"
 
 Graph = Mapping[str, Set[str]]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, SubsetRandomSampler
 
 from clusterddp import orders
-from clusterddp.data import mixture, sample_order
+from clusterddp.data import sample_order
 from clusterddp.data.loader import Loader
 from clusterddp.data.sample_order import Order
 from clusterddp.data.samplers import chosen
@@ -26,14 +26,6 @@ from clusterddp.data.samplers import chosen
 class Numbers(Dataset[Any]):
     def __init__(self, length: int) -> None:
         self.length = length
-
-    @property
-    def shard_lengths(self) -> list[int]:
-        """Of shards with 0, 1, 2, ... samples, and the rest in the last one."""
-        found = [0]
-        while sum(found) + len(found) < self.length:
-            found.append(len(found))
-        return [*found, self.length - sum(found)]
 
     def __len__(self) -> int:
         return self.length
@@ -82,18 +74,11 @@ class Case:
     def order(self, batch: int) -> tuple[Any, Order]:
         """The dataset and its order, made by each process of the run; ``batch``: of a rank."""
         n, data = self.length, Numbers(self.length)
-        lengths = [(7 * index) % 13 for index in range(n)]
         make: dict[str, Callable[[], tuple[Any, Order]]] = {
             "shuffled": lambda: (data, orders.shuffled()),
             "randperm": lambda: (data, orders.shuffled(version=1)),
             "sequential": lambda: (data, orders.sequential()),
             "weighted": lambda: (data, orders.weighted(np.arange(1, n + 1))),
-            "bucketed": lambda: (data, orders.bucketed(lengths, buckets=3)),
-            "by shard": lambda: (data, orders.by_shard(window=7)),
-            "mixture": lambda: (
-                {"one": data, "two": Numbers(5)},
-                orders.mixture({"one": 3, "two": 1}, changes={3: {"one": 0, "two": 1}, 5: {"one": 1, "two": 1}}),
-            ),
             "sampler": lambda: (data, chosen(data, batch, sampler=Rotated(n))),
             "subset": lambda: (data, chosen(data, batch, sampler=SubsetRandomSampler(range(n)))),
             "batches": lambda: (data, chosen(data, batch, batch_sampler=Batches(n, batch))),
@@ -122,9 +107,6 @@ KINDS = [
     "randperm",
     "sequential",
     "weighted",
-    "bucketed",
-    "by shard",
-    "mixture",
     "sampler",
     "subset",
     "batches",
@@ -151,7 +133,7 @@ def test_any_resume_has_the_samples_of_the_uninterrupted_run(case: Case, stop: i
 
 
 @settings(deadline=None, max_examples=200)
-@given(cases([kind for kind in KINDS if kind not in ("weighted", "mixture")]))
+@given(cases([kind for kind in KINDS if kind != "weighted"]))
 def test_each_epoch_has_each_sample_once(case: Case) -> None:
     """With ``drop_last``, and in whole batches of a batch sampler, each at most once."""
     loader = case.loader(0, case.ranks)
@@ -167,25 +149,7 @@ def test_each_epoch_has_each_sample_once(case: Case) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(cases(["mixture"]), st.sampled_from([(mixture._ROUND, mixture._BLOCK), (60, 7), (16, 4)]))
-def test_a_mixture_has_each_sample_once_in_every_pass_through_its_dataset(case: Case, sizes: tuple[int, int]) -> None:
-    """And the datasets in the shares that hold at each step. ``sizes``: of a round and a block."""
-    with mock.patch.multiple(mixture, _ROUND=sizes[0], _BLOCK=sizes[1]):
-        batch = case.loader(0, case.ranks).global_batch
-        steps = case.steps(0, 400 // batch + 10, case.ranks)
-    for dataset in (range(case.length), range(case.length, case.length + 5)):
-        draws = [sample for step in steps for sample in step if sample[1] in dataset]
-        passes = [draws[start : start + len(dataset)] for start in range(0, len(draws), len(dataset))]
-        for number, drawn in enumerate(passes):
-            assert {sample[0] for sample in drawn} == {number}
-            assert len({sample[1] for sample in drawn}) == len(drawn)
-    counts = [sum(sample[1] < case.length for sample in step) for step in steps]
-    assert abs(sum(counts[:3]) - 3 * batch * 0.75) < 1
-    assert counts[3:5] == [0, 0]
-
-
-@settings(deadline=None, max_examples=100)
-@given(cases([kind for kind in KINDS if kind != "mixture"]), st.integers(0, 30))
+@given(cases(), st.integers(0, 30))
 def test_epochs_are_counted_as_the_samples_say(case: Case, step: int) -> None:
     """``run.epoch``, ``run.end_of_epoch``, ``len(loader)``."""
     loader = case.loader(0, case.ranks)
@@ -207,22 +171,8 @@ def test_steps_that_are_drawn_together_have_the_same_samples(case: Case, first: 
         assert list(zip(*batch, strict=True)) == loader._order.samples(start, start + loader.share)
 
 
-@settings(deadline=None, max_examples=60)
-@given(cases(["bucketed"]))
-def test_batches_of_buckets_have_similar_lengths(case: Case) -> None:
-    """A step spans at most the samples of two neighbouring buckets, and what is mixed between."""
-    length, batch = case.length + 60, case.batch * case.ranks
-    _, sample_order = Case("bucketed", length, case.batch, case.ranks, 0, False).order(case.batch)
-    sample_order = orders.bucketed(range(length), buckets=10)
-    loader = Loader(Numbers(length), case.batch, order=sample_order, seed=case.seed, rank=0, world_size=case.ranks)
-    width = -(-length // max(1, min(10, length // (4 * batch))))
-    for step in range(3 * len(loader)):
-        found = [sample[1] for sample in loader._order.samples(step * batch, step * batch + batch)]
-        assert max(found) - min(found) < batch + 2 * width
-
-
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("kind", ["shuffled", "weighted", "mixture", "batches"])
+@pytest.mark.parametrize("kind", ["shuffled", "weighted", "batches"])
 def test_the_number_of_workers_changes_nothing(kind: str, workers: int) -> None:
     """Neither the samples nor their randomness, before and after a stop."""
     case = Case(kind, 23, 4, 1, 1, False)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from clusterddp import orders
 from clusterddp.data import randomness
@@ -26,7 +26,7 @@ from clusterddp.errors import CheckpointError
 
 
 def bound(order: Order, length: int, batch: int = 4, seed: int = 1, drop_last: bool = False) -> BoundOrder:
-    return order.bind(Binding(None, length, seed, batch, drop_last))
+    return order.bind(Binding(length, seed, batch, drop_last))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 10, 4096, 4097, 5000, 65536, 100_003])
@@ -46,7 +46,7 @@ def test_the_order_of_a_run_never_changes() -> None:
 
 
 def test_a_run_that_started_with_randperm_keeps_it() -> None:
-    order = Shuffled().bind(Binding(None, 10, 1, 4), "shuffled-1")
+    order = Shuffled().bind(Binding(10, 1, 4), "shuffled-1")
     generator = torch.Generator().manual_seed(randomness.hash32("order", 1, 3))
     assert order.samples(30, 40) == [(3, i) for i in torch.randperm(10, generator=generator).tolist()]
 
@@ -149,20 +149,6 @@ def most_memory(limit: int) -> Iterator[None]:
         tracemalloc.stop()
 
 
-def test_shares_of_a_mixture_are_kept_in_every_block() -> None:
-    """Even such that are no whole number of samples per block, and a change in the middle of one."""
-    order = orders.mixture([1, 1e-4, 2], changes={3000: [0, 0, 5]})
-    stream = order.bind(Binding(order.dataset([range(10**6), range(10), range(10**6)]), 2 * 10**6 + 10, 1, 2))
-    edges = np.array([10**6, 10**6 + 10])
-
-    def counts(start: int, stop: int) -> list[int]:
-        datasets = np.searchsorted(edges, indices_of(stream, start, stop), "right")
-        return list(np.bincount(datasets, minlength=3))
-
-    assert counts(0, 6000) == [2000, 0, 4000] or counts(0, 6000) == [2000, 1, 3999]
-    assert counts(6000, 12_000) == [0, 0, 6000]
-
-
 _FLOAT: Any = 1.5
 
 
@@ -182,17 +168,7 @@ _FLOAT: Any = 1.5
         (lambda: orders.weighted([1, 1], num_samples=0), "num_samples is 0"),
         (lambda: orders.weighted([1, 1], num_samples=_FLOAT), "num_samples is 1.5, .* a whole number"),
         (lambda: orders.weighted([1e308, 1e308]), "weights: their sum is too large for a float"),
-        (
-            lambda: orders.bucketed([[1], [2]]),
-            r"lengths: expected a one-dimensional array of numbers, got list with shape \(2, 1\)",
-        ),
-        (lambda: orders.bucketed([1, 2, 3]), "lengths: expected one per sample, got 3 for a dataset of 2"),
-        (lambda: orders.bucketed([1, 2], buckets=0), "buckets is 0"),
-        (lambda: orders.bucketed([1, 2], buckets=_FLOAT), "buckets is 1.5, .* a whole number"),
-        (lambda: orders.bucketed([1.0, float("nan")]), "lengths: the length of sample 1 is nan"),
-        (lambda: orders.by_shard(window=True), "window is True, expected a number of samples as a whole number"),
         (lambda: orders.shuffled(version=3), r"shuffled\(version=3\): expected 1 or 2"),
-        (lambda: orders.mixture([1]), "a mixture needs several datasets, such as ctx.loader"),
     ],
 )
 def test_what_fits_no_dataset_is_refused(make: Callable[[], Order], message: str) -> None:
@@ -200,45 +176,16 @@ def test_what_fits_no_dataset_is_refused(make: Callable[[], Order], message: str
         Loader(TensorDataset(torch.zeros(2)), 1, order=make(), seed=0, rank=0, world_size=1)
 
 
-_WITH_EMPTY: list[Any] = [[1], [], [1]]
-
-
-@pytest.mark.parametrize(
-    ("datasets", "weights", "changes", "message"),
-    [
-        ({"a": [1], "b": [1]}, {"a": 1}, {}, "weights are for a, but the datasets are a, b"),
-        ([[1], [1]], {"a": 1, "b": 1}, {}, "weights are for a, b, but the datasets are 0, 1"),
-        ([[1], [1]], [1], {}, "expected one weight per dataset (2), got [1]"),
-        ([[1], [1]], [0, 0], {}, "expected finite numbers, 0 or more, and not all 0, got [0, 0]"),
-        ([[1], [1]], [1, 1], {5: [1, -1]}, "expected finite numbers, 0 or more, and not all 0, got [1, -1]"),
-        ([[1], [1]], [1, 1e-9], {}, "weights: the share of a dataset must be 0, or at least one in 100000"),
-        ([[1], [1]], [1, 1], {0: [1, 2]}, "changes: expected a step number of at least 1, got 0"),
-        ([[1], [1]], [1, 1], {True: [1, 2]}, "changes: expected a step number of at least 1, got True"),
-        ([[1], [1]], [1e308, 1e308], {}, "weights: expected a sum that fits into a float"),
-        ({"a": [1], "b": []}, {"a": 1, "b": 1}, {}, "dataset b has no samples"),
-        (ConcatDataset(_WITH_EMPTY), [1, 1, 1], {}, "dataset 1 has no samples"),
-        ([[1], iter([1])], [1, 1], {}, "dataset 1 (list_iterator) has no length"),
-    ],
-)
-def test_weights_that_fit_no_mixture_are_refused(datasets: Any, weights: Any, changes: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        Loader(datasets, 1, order=orders.mixture(weights, changes=changes), seed=0, rank=0, world_size=1)
-
-
-@pytest.mark.parametrize("make", [orders.weighted, orders.mixture])
-def test_a_number_of_samples_from_numpy_can_be_recorded_in_a_checkpoint(make: Any) -> None:
-    data = [[1, 2], [3]] if make is orders.mixture else [1, 2]
-    source = Loader(data, 1, order=make([1, 1], num_samples=np.int64(8)), seed=0, rank=0, world_size=1)
+def test_a_number_of_samples_from_numpy_can_be_recorded_in_a_checkpoint() -> None:
+    order = orders.weighted([1, 1], num_samples=np.int64(8))
+    source = Loader(TensorDataset(torch.zeros(2)), 1, order=order, seed=0, rank=0, world_size=1)
     assert json.loads(json.dumps(source.progress(9)))["epoch"] == 1
 
 
-def test_several_datasets_without_a_mixture_are_refused_and_a_dict_of_samples_is_not() -> None:
-    words = "the dataset is a dict with 'a', 'b'. Pass one of its datasets, or pass order=orders.mixture(weights) to"
-    with pytest.raises(TypeError, match=re.escape(words)):
+def test_a_dict_of_datasets_is_refused_and_a_dict_of_samples_is_not() -> None:
+    with pytest.raises(TypeError, match="'a', 'b'"):
         chosen({"a": [1], "b": [1]}, 1)
     assert isinstance(chosen({0: 1.0, 1: 2.0}, 1), Shuffled)
-    mixture = orders.mixture([1, 1])
-    assert chosen({"a": [1], "b": [1]}, 1, order=mixture) is mixture
 
 
 @pytest.mark.parametrize(
@@ -246,8 +193,7 @@ def test_several_datasets_without_a_mixture_are_refused_and_a_dict_of_samples_is
     [
         (orders.weighted([1, 2]), orders.weighted([1, 3])),
         (orders.weighted([1, 2]), orders.weighted([1, 2], num_samples=3)),
-        (orders.bucketed([1, 2]), orders.bucketed([2, 1])),
-        (orders.bucketed([1, 2]), orders.shuffled()),
+        (orders.weighted([1, 2]), orders.shuffled()),
         (orders.shuffled(version=1), orders.shuffled(version=2)),
     ],
 )
@@ -260,18 +206,3 @@ def test_a_resume_with_another_order_is_refused_and_names_both(one: Order, other
     with pytest.raises(CheckpointError, match=re.escape(expected)):
         loader(other).restore(loader(one).progress(5))
     loader(one).restore(loader(one).progress(5))
-
-
-def test_other_weights_of_a_mixture_are_another_order() -> None:
-    def label(weights: Any = (1, 1), **options: Any) -> str:
-        order = orders.mixture(weights, **options)
-        return order.bind(Binding(order.dataset([range(2), range(3)]), 5, 0, 1)).label
-
-    others: list[dict[str, Any]] = [
-        {"weights": [1, 2]},
-        {"changes": {4: [1, 2]}},
-        {"shuffle": False},
-        {"num_samples": 3},
-    ]
-    assert len({label(), *(label(**options) for options in others)}) == 5
-    assert label() == label(weights=[2.0, 2.0])

@@ -36,7 +36,6 @@ KNOWN = {
     "loader": Loader,
     "folder": CheckpointFolder,
     "orders": clusterddp.orders,
-    "streams": clusterddp.streams,
     "handle": clusterddp.Handle,
 }
 
