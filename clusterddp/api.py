@@ -25,9 +25,8 @@ from clusterddp.runs.recording import ONLY_JOB, Content
 from clusterddp.runs.request_client import cancel_run
 from clusterddp.runs.run_status import state_of
 from clusterddp.runs.submission import check, describe, record_local, submit_to_slurm
-from clusterddp.runs.sweep_folder import SweepFolder, default_name
-from clusterddp.runs.sweep_members import jobs_of, keys_of, named, nodes_of, of_python
-from clusterddp.runs.sweep_submission import Plan, Sweep, planned, tell
+from clusterddp.runs.sweep_members import default_name, jobs_of, keys_of, named, nodes_of, of_python
+from clusterddp.runs.sweep_submission import Plan, Sweep, SweepFolder, planned, tell
 from clusterddp.runs.waiting import LOOK_S, Wait, Waiting
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import local_loop_alive

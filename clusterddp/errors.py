@@ -28,7 +28,7 @@ MEANINGS: Mapping[int | str, str] = {
     NOT_REPEATABLE: "`submit --check-resume`: the run differs even without a resume.",
     INTERNAL_ERROR: "An internal error. The message names the file with the traceback.",
     STOPPED: "EX_TEMPFAIL: start it again. A script without a supervisor, or `submit --check-resume`, was stopped "
-    "before its end. `sweep`: Slurm refused some members, and the same command submits the rest.",
+    "before its end. `submit` of a sweep: Slurm refused some members, and the same command submits the rest.",
     INTERRUPTED: (
         "Ctrl-C, or a run with `--local` or `--here` that was saved and stopped, for example by a preemption of the "
         "allocation. The message says how to continue it."

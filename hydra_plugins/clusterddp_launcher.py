@@ -179,8 +179,7 @@ class ClusterddpLauncher(Launcher):
         from clusterddp.jobdef.yaml12 import Node, Place
         from clusterddp.runs.recording import Content
         from clusterddp.runs.submission import describe
-        from clusterddp.runs.sweep_folder import SweepFolder
-        from clusterddp.runs.sweep_submission import Sweep
+        from clusterddp.runs.sweep_submission import Sweep, SweepFolder
 
         values = {**self._keys, **_program(), "args": _config_options(sys.argv[1:]), "hydra": True}
         job = describe(None, values, {})

@@ -18,8 +18,7 @@ from clusterddp.errors import UsageError
 from clusterddp.reporter import show
 
 COMMANDS = {
-    "submit": "start a run, or continue one",
-    "sweep": "start a run for each combination of values",
+    "submit": "start a run or a sweep, or continue one",
     "list": "list runs: state, step, speed, metrics",
     "status": "show a run's state and history",
     "logs": "print what ranks wrote, or a run's first failure",
@@ -44,15 +43,14 @@ _TOGETHER = {
     **dict.fromkeys(("export", "prune"), "checkpoints"),
 }
 USAGE = {
-    "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
-    "sweep": "clusterddp sweep SWEEP.yaml [OPTIONS] [-- ARGS]",
+    "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | SWEEP.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
     "shell": "clusterddp shell RUN [--rank R] [--attach] [-- COMMAND]",
 }
 DESCRIPTIONS = {
-    "submit": "Start a run, or continue the one in --run-dir. The script's arguments follow --. If stdout is not a "
-    "terminal, it gets only the job id. Messages go to stderr.",
-    "sweep": "Start a run for each combination of values, as Slurm job arrays. Run the same command again to submit "
-    "only the missing members, also after adding values. Each member is a run for status, logs and cancel.",
+    "submit": "Start a run, or continue the one in --run-dir. With --sweep or SWEEP.yaml, start a run for each "
+    "combination of values, as Slurm job arrays. Repeat that command to submit only the missing members, also after "
+    "adding values. The script's arguments follow --. If stdout is not a terminal, it gets only the job ids. Messages "
+    "go to stderr.",
     "list": "List runs, including those that are over, with state and reason, steps, speed, time left, metrics, "
     "attempts, job and nodes.",
     "status": "Show a run's state, why it is waiting, its progress and its history.",
@@ -99,11 +97,10 @@ DESCRIPTIONS = {
 }
 EPILOGS = {
     "submit": "JOB.yaml and --set take the keys that `clusterddp config schema` describes. To see their values, use "
-    "`clusterddp config show`.",
-    "sweep": "SWEEP.yaml has the keys job (a job definition, or the path of one) and grid (the values to combine), or "
-    "members (a list of combinations), such as {job: {script: train.py, device: cpu}, grid: {lr: [1e-3, 1e-4], "
-    "seed: 0..4}}. A key of the job definition, such as seed or nodes, is set there. Any other, such as lr, "
-    "becomes the script's --lr. To set the script's own --seed, write args.seed.",
+    "`clusterddp config show`. SWEEP.yaml has the keys job (a job definition, or the path of one) and grid (the values "
+    "to combine), or members (a list of combinations), such as {job: {script: train.py, device: cpu}, grid: {lr: "
+    "[1e-3, 1e-4], seed: 0..4}}. A key of the job definition, such as seed or nodes, is set there. Any other, such as "
+    "lr, becomes the script's --lr. To set the script's own --seed, write args.seed.",
 }
 
 
@@ -118,7 +115,7 @@ def command(argv: Sequence[str]) -> int:
     arguments, unknown = parser(own).parse_known_args(own)
     name = arguments.command
     if unknown:
-        hint = ". Put the script's arguments after --" if name in ("submit", "sweep") else ""
+        hint = ". Put the script's arguments after --" if name == "submit" else ""
         near = _near_option(unknown, name)
         raise UsageError(f"{name}: unknown arguments {' '.join(unknown)}. {near}See `clusterddp {name} --help`{hint}")
     code: int = _function(name, "run")(arguments, script_arguments)

@@ -19,9 +19,8 @@ from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.jobdef.yaml12 import file_fields
 from clusterddp.keys.kinds import did_you_mean
 from clusterddp.reporter import counted, put, show
-from clusterddp.runs import sweep_members
 from clusterddp.runs.submission import describe, with_hydra
-from clusterddp.runs.sweep_members import jobs_of, named
+from clusterddp.runs.sweep_members import is_sweep, jobs_of, named, read_definition
 from clusterddp.slurm.commands import submission_cluster
 
 #: The version of the JSON. It grows when a field is renamed or removed.
@@ -166,9 +165,9 @@ def _check(path: Path) -> str:
     if keys & {*configuration_files.SECTIONS}:
         configuration_files.check_configuration_file(path)
         return "configuration file"
-    if keys & {*sweep_members.KEYS}:
-        sweep = sweep_members.read_definition(path)
-        job = with_hydra(load(sweep.job or path, section=None if sweep.job else "job"))
+    if is_sweep(path):
+        sweep = read_definition(path)
+        job = with_hydra(load(sweep.job, section=sweep.section))
         return f"sweep of {counted(len(jobs_of(job, list(named(sweep.members).values()))), 'member')}"
     load(path)
     return "job definition"

@@ -36,7 +36,7 @@ from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import WORDS, RunState, run_states
 
 if TYPE_CHECKING:
-    from clusterddp.runs.sweep_folder import Best, Comparison, Found
+    from clusterddp.runs.sweep_members import Best, Comparison, Found
 
 
 #: The columns to drop first on a narrow terminal, by default and with --watch.
@@ -392,7 +392,7 @@ def _compared(pairs: list[Found], metrics: list[str]) -> Comparison | None:
     """The members of one sweep at equal steps. Imported here, because it loads the YAML reader."""
     if not any(summary.sweep for summary, _ in pairs):
         return None
-    from clusterddp.runs.sweep_folder import compare
+    from clusterddp.runs.sweep_members import compare
 
     return compare(pairs, metrics)
 
@@ -401,13 +401,13 @@ def _metric_of(best: str | None) -> str:
     """The metric of ``--best``, or an empty text."""
     if not best:
         return ""
-    from clusterddp.runs.sweep_folder import metric_of
+    from clusterddp.runs.sweep_members import metric_of
 
     return metric_of(best)[0]
 
 
 def _best_row(found: _Found, metric: str) -> Row:
-    from clusterddp.runs.sweep_folder import best
+    from clusterddp.runs.sweep_members import best
 
     run = best([(row.summary, row.state) for row in found.rows], metric).run
     return next(row for row in found.rows if row.summary.run is run)
@@ -432,7 +432,7 @@ def _lines(found: _Found, metric: str | None) -> list[str]:
     if sys.stdout.isatty():
         lines += ["", heading(found.rows), *([found.steps] if found.steps else [])]
     if metric and found.rows:
-        from clusterddp.runs.sweep_folder import best
+        from clusterddp.runs.sweep_members import best
 
         winner = best([(row.summary, row.state) for row in found.rows], metric)
         lines += map(one_line, (winner.sentence, _how_to_export(winner)))

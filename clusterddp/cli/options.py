@@ -21,6 +21,7 @@ from clusterddp.rundir.run_directory import RunDirectory, as_typed, open_run
 from clusterddp.runs import recording
 from clusterddp.runs.resume_check import LEAST_STEPS
 from clusterddp.runs.submission import describe
+from clusterddp.runs.sweep_members import Definition, is_sweep, read_definition
 
 PACKAGED_JOB = Path(__file__).parents[1] / "digits" / "digits.yaml"
 #: Keys of a job definition that ``submit`` has an option for.
@@ -30,7 +31,7 @@ JOB_OPTIONS: dict[str, Option] = {key: option for key, entry in KEYS.items() if 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``submit``. What follows ``--`` goes to the script."""
     parser.add_argument(
-        "target", nargs="?", metavar="SCRIPT.py | JOB.yaml",
+        "target", nargs="?", metavar="SCRIPT.py | JOB.yaml | SWEEP.yaml",
         help="what to run (default: ./clusterddp.yaml, else the bundled digits example)",
     )  # fmt: skip
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, like python -m")
@@ -57,9 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sweep.add_argument(
         "--sweep", action="append", default=[], metavar="KEY=V1,V2|KEY=0..4",
         help="start a run for each value of a key of the job definition or of an argument of the script. Repeat it to "
-        "start a run for each combination. --run-dir then names the parent folder",
+        "start a run for each combination. --run-dir then names the parent folder, as with SWEEP.yaml (default: "
+        "$CLUSTERDDP_RUNS or ./runs, and there NAME-by-KEYS, or the name of the file)",
     )  # fmt: skip
-    add_sweep_arguments(sweep)
+    sweep.add_argument(
+        "--max-running", type=int, metavar="N", help="maximum number of members of a sweep that run at a time"
+    )
+    sweep.add_argument(
+        "--retry", action="append", default=[], choices=("failed", "cancelled"),
+        help="also submit the members of a sweep that failed, or that were cancelled (repeatable)",
+    )  # fmt: skip
     submission = parser.add_argument_group("submission")
     submission.add_argument(
         "--dry-run", action="store_true", help="print the batch script without submitting or writing anything"
@@ -114,29 +122,24 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sweep_arguments(group: argparse._ArgumentGroup) -> None:
-    """The options that ``sweep`` and ``submit --sweep`` have in common."""
-    group.add_argument(
-        "--max-running", type=int, metavar="N", help="maximum number of members of a sweep that run at a time"
-    )
-    group.add_argument(
-        "--retry", action="append", default=[], choices=("failed", "cancelled"),
-        help="also submit the members of a sweep that failed, or that were cancelled (repeatable)",
-    )  # fmt: skip
+def read_sweep(arguments: argparse.Namespace) -> Definition | None:
+    """The sweep that the target's file describes, or None."""
+    path = Path(arguments.target or "")
+    return read_definition(path) if path.suffix in (".yaml", ".yml") and is_sweep(path) else None
 
 
-def check_combinations(arguments: argparse.Namespace) -> None:
-    """Refuses options that contradict each other."""
+def check_combinations(arguments: argparse.Namespace, definition: Definition | None = None) -> None:
+    """Refuses options that contradict each other. ``definition``: of the sweep that the target names."""
     if arguments.target and arguments.module:
         raise UsageError(f"{arguments.target} and -m {arguments.module} were given. Expected only one of them")
     if not arguments.local and arguments.preemptions:
         raise UsageError("--preempt-after and --preempt-at require --local")
     if arguments.check_resume is not None:
-        _check_check_resume(arguments)
-    if arguments.sweep:
-        _check_sweep(arguments)
+        _check_check_resume(arguments, definition)
+    if arguments.sweep or definition:
+        _check_sweep(arguments, definition)
     elif arguments.max_running is not None or arguments.retry:
-        raise UsageError("--max-running and --retry require --sweep")
+        raise UsageError("--max-running and --retry require --sweep, or the file of a sweep")
     debugs = arguments.debug is not None
     if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow or debugs):
         raise UsageError(
@@ -162,7 +165,7 @@ def check_combinations(arguments: argparse.Namespace) -> None:
         raise UsageError("--sbatch and --dry-run cannot be combined with --local, which submits no batch job")
 
 
-def _check_check_resume(arguments: argparse.Namespace) -> None:
+def _check_check_resume(arguments: argparse.Namespace, definition: Definition | None) -> None:
     """Refuses options that do not apply to ``--check-resume``, which runs here and keeps no run."""
     if not arguments.local:
         raise UsageError("--check-resume requires --local, because it starts the ranks on this machine, not in a job")
@@ -171,7 +174,8 @@ def _check_check_resume(arguments: argparse.Namespace) -> None:
             f"--check-resume {arguments.check_resume}: expected at least {LEAST_STEPS} steps, because it resumes twice"
         )
     others = {
-        "--sweep": arguments.sweep, "--fork": arguments.fork, "--take-over": arguments.take_over,
+        "--sweep": arguments.sweep, "the file of a sweep": definition, "--fork": arguments.fork,
+        "--take-over": arguments.take_over,
         "--change": arguments.change, **{option: True for option, _ in arguments.preemptions},
         "--debug": arguments.debug is not None, "--wait": arguments.wait, "-f": arguments.follow,
         "--dry-run": arguments.dry_run,
@@ -180,22 +184,34 @@ def _check_check_resume(arguments: argparse.Namespace) -> None:
         raise UsageError(f"{', '.join(given)} cannot be combined with --check-resume, which keeps no run")
 
 
-def _check_sweep(arguments: argparse.Namespace) -> None:
-    """Refuses options for a single run with ``--sweep``."""
+def _check_sweep(arguments: argparse.Namespace, definition: Definition | None) -> None:
+    """Refuses options for a single run with a sweep, and values that cannot be."""
+    if arguments.sweep and definition:
+        raise UsageError(f"--sweep cannot be combined with {arguments.target}. Add the values to that file")
     single = {
         "--here": arguments.here, "--fork": arguments.fork, "--take-over": arguments.take_over,
         "--wait": arguments.wait, "-f": arguments.follow, **{option: True for option, _ in arguments.preemptions},
         "--debug": arguments.debug is not None,
     }  # fmt: skip
     if given := [option for option, value in single.items() if value]:
-        raise UsageError(f"{', '.join(given)} cannot be combined with --sweep, which starts several runs")
+        raise UsageError(f"{', '.join(given)} cannot be combined with a sweep, which starts several runs")
+    most = arguments.max_running
+    if most is not None and most < 1:
+        raise UsageError(f"--max-running {most}: expected a number of at least 1")
+    if most is not None and arguments.local:
+        raise UsageError("--max-running cannot be combined with --local, which runs one member at a time")
 
 
-def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> Job:
-    """The job that the command line describes, or without a script or module that of --run-dir or --fork."""
+def resolve_job(
+    arguments: argparse.Namespace, script_arguments: Sequence[str] | None, definition: Definition | None = None
+) -> Job:
+    """The job that the command line describes, or without a script or module that of --run-dir or --fork.
+
+    ``definition``: of the sweep that the target names, whose members vary the job.
+    """
     values = allocation_shape(os.environ) if arguments.here else {}
     values |= option_values(arguments, script_arguments)
-    target = arguments.target
+    target = str(definition.job) if definition else arguments.target
     if target is None and arguments.module is None:
         if run := named_run(arguments):
             return jobs.load(run.job_file, set_values(arguments), values=values)
@@ -203,7 +219,7 @@ def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] |
     values |= {"module": arguments.module} if arguments.module else {}
     if files := find_configuration_files(os.environ, Path.cwd()):
         show(f"configuration files: {', '.join(map(str, files))}")
-    return describe(target, values, set_values(arguments))
+    return describe(target, values, set_values(arguments), section=definition.section if definition else None)
 
 
 def named_run(arguments: argparse.Namespace) -> RunDirectory | None:

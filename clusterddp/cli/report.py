@@ -21,7 +21,7 @@ from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory, find_runs
 from clusterddp.rundir.summary import summarize
 from clusterddp.runs import progress_display
-from clusterddp.runs.sweep_folder import Found, compare
+from clusterddp.runs.sweep_members import Found, compare
 from clusterddp.slurm.run_states import run_states
 
 _WORDS = Words(sentence, progress_display.box)

@@ -1,4 +1,4 @@
-"""``clusterddp submit``, also ``python -m clusterddp.submit``: from a script or a job definition to a run.
+"""``clusterddp submit``, also ``python -m clusterddp.submit``: from a script or a job definition to a run or a sweep.
 
 Does not import torch, to answer at once and spare the login node.
 """
@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from clusterddp.cli.options import add_arguments as add_arguments
-from clusterddp.cli.options import check_combinations, resolve_job
+from clusterddp.cli.options import check_combinations, read_sweep, resolve_job
 from clusterddp.environment import in_batch_step
-from clusterddp.errors import FAILED, INTERRUPTED, UNCONFIRMED, UsageError
+from clusterddp.errors import FAILED, INTERRUPTED, STOPPED, UNCONFIRMED, UsageError
 from clusterddp.jobdef.job import Job
-from clusterddp.reporter import counted, say, show
+from clusterddp.reporter import counted, enumerated, say, show
 from clusterddp.rundir.files import write_atomically
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory, as_typed, runs_folder
+from clusterddp.runs import sweep_submission
 from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.recording import (
     Content,
@@ -32,24 +33,25 @@ from clusterddp.runs.recording import (
     recorded,
     write_code,
 )
-from clusterddp.runs.submission import check, fit_to_cluster, record_local, submit_to_slurm
+from clusterddp.runs.submission import check, check_ranks, fit_to_cluster, record_local, submit_to_slurm
+from clusterddp.runs.sweep_members import Definition, argument_of, default_name, jobs_of, keys_of, named, of_options
+from clusterddp.runs.sweep_submission import Plan, Sweep, SweepFolder, check_marks, make_plan, planned, tell
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor import lease
 
 
 def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
     """Runs ``submit`` and returns the exit code. ``script_arguments`` is None if there was no ``--``."""
-    check_combinations(arguments)
+    definition = read_sweep(arguments)
+    check_combinations(arguments, definition)
     os.umask(os.umask(0) & 0o077)  # one that denies the user access (277) would stop the run and Slurm's log
     if not arguments.here:
         scrub_own()
-    job = resolve_job(arguments, script_arguments)
+    job = resolve_job(arguments, script_arguments, definition)
     if arguments.debug is not None and not 0 <= arguments.debug < job.world_size:
         raise UsageError(f"--debug {arguments.debug}: the job has {counted(job.world_size, 'rank')}, numbered from 0")
-    if arguments.sweep:
-        from clusterddp.cli.sweep import run_options
-
-        return run_options(arguments, job)
+    if arguments.sweep or definition:
+        return submit_sweep(arguments, job, definition)
     if arguments.check_resume is not None:
         return submit_check(arguments, job)
     place = place_of(arguments)
@@ -166,3 +168,83 @@ def ended(run: RunDirectory, code: int, how: str) -> int:
     if (code < 0 or code == INTERRUPTED) and run.outcome() is None:
         show(f"Stopped. Continue with: {how}")
     return code if code >= 0 else 128 - code
+
+
+# --- sweeps
+
+
+def submit_sweep(arguments: argparse.Namespace, job: Job, definition: Definition | None) -> int:
+    """Submits or runs the missing members of a sweep. ``definition``: that of a file, None for ``--sweep``."""
+    members = definition.members if definition else of_options(arguments.sweep)
+    name = Path(arguments.target).stem if definition else default_name(job, keys_of(members))
+    folder = SweepFolder(arguments.run_dir or runs_folder(os.environ) / name)
+    by_name = named(members)
+    if repeated := len(members) - len(by_name):
+        show(f"ignoring {counted(repeated, 'repeated combination')}, because each combination runs once")
+    jobs = dict(zip(by_name, jobs_of(job, list(by_name.values())), strict=True))
+    check_marks(jobs.values())
+    sweep = Sweep(folder, job, by_name, jobs, arguments.retry, arguments.change, arguments.max_running)
+    if arguments.dry_run:
+        return show_members(sweep)
+    if arguments.local:
+        return run_members(sweep)
+    return submit_members(sweep)
+
+
+def submit_members(sweep: Sweep) -> int:
+    """Submits the members as job arrays and prints the job ids. The exit code is 75 if Slurm took only some of them."""
+    with planned(sweep, sweep_submission.settle) as plan:
+        tell(sweep, plan)
+        if is_new(plan):
+            tell_keys(sweep)
+        done = sweep_submission.submit(sweep, plan)
+    if not sys.stdout.isatty():
+        print(*done.job_ids, sep="\n", end="\n" if done.job_ids else "", flush=True)
+    if done.members:
+        show(f"Submitted {counted(len(done.members), 'member')} as {enumerated('job', done.job_ids)}")
+    show(f"See them with: clusterddp list {shlex.quote(as_typed(sweep.folder.path))}")
+    if done.refused:
+        left = counted(len(plan.submit) - len(done.members), "member")
+        show(f"Slurm did not accept {left}: {done.refused}. Run the same command again to submit the rest")
+        return STOPPED
+    return 0
+
+
+def run_members(sweep: Sweep) -> int:
+    """Runs the members on this machine, one at a time, and returns the exit code."""
+    for job in sweep.jobs.values():
+        check_ranks(job, "--local")
+    with planned(sweep, sweep_submission.settle) as plan:
+        tell(sweep, plan)
+        if is_new(plan):
+            tell_keys(sweep)
+    return sweep_submission.run_all(sweep, plan)
+
+
+def show_members(sweep: Sweep) -> int:
+    """Prints the members with their states, and the batch scripts on standard output."""
+    sweep.folder.check()
+    plan = make_plan(sweep)
+    tell(sweep, plan)
+    tell_keys(sweep)
+    for name, state in plan.states.items():
+        show(f"{state:>9}  {name}")
+    if plan.submit:
+        print("\n\n".join(sweep_submission.scripts(sweep, plan)))
+    return 0
+
+
+def is_new(plan: Plan) -> bool:
+    """Whether no member has been submitted before."""
+    return set(plan.states.values()) == {"new"} and not plan.left
+
+
+def tell_keys(sweep: Sweep) -> None:
+    """Prints the meaning of each key of the members."""
+    for key in keys_of(sweep.members.values()):
+        if argument := argument_of(key):
+            show(f"{key} is given to the script as {f'{argument}=' if sweep.job.hydra else f'--{argument}'}")
+        else:
+            named = f"{key}=" if sweep.job.hydra else f"--{key}"
+            own = "" if "." in key else f". To set the script's own {named}, write args.{key}"
+            show(f"{key} is a key of the job definition{own}")

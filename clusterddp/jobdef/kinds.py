@@ -308,7 +308,7 @@ _SUBMITS = "clusterddp parses the output of sbatch. Remove the option"
 #: What to use instead of the options of sbatch and srun that clusterddp sets or relies on and that have no key.
 INSTEAD_OF_OPTION = {
     "nodefile": "use the key nodelist",
-    "array": "use `clusterddp sweep`, which submits many runs as a job array",
+    "array": "use `clusterddp submit --sweep`, which submits many runs as a job array",
     **dict.fromkeys(
         ("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu"), "use gpus_per_node and gpus_per_rank"
     ),
@@ -327,7 +327,7 @@ INSTEAD_OF_OPTION = {
 INSTEAD_OF_KEY = {
     **{name.replace("-", "_"): reason for name, reason in INSTEAD_OF_OPTION.items()},
     "gpu_type": "write gpus_per_node: TYPE:NUMBER",
-    **dict.fromkeys(("grid", "members"), "start a sweep with `clusterddp sweep`"),
+    **dict.fromkeys(("grid", "members"), "use `clusterddp submit --sweep`, or name the file of a sweep"),
     **dict.fromkeys(("time_limit", "walltime"), "use the key time"),
 }
 

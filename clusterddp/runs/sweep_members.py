@@ -1,4 +1,7 @@
-"""What a sweep varies: its members and their values, their names, and the job of each."""
+"""The members of a sweep: their values, their names, the job of each, the sweep's record, and which member is best.
+
+``compare`` has the members of a sweep at the same step, and the best one.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,30 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Number
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+import yaml
 
 from clusterddp.errors import JobDefinitionError, UsageError
 from clusterddp.jobdef import program, yaml12
 from clusterddp.jobdef.job import KEYS as JOB_KEYS
-from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.job import Job, best_metric
 from clusterddp.jobdef.kinds import INSTEAD_OF_KEY
-from clusterddp.jobdef.load import variants
+from clusterddp.jobdef.load import load_resolved, variants
 from clusterddp.jobdef.program import with_overrides
-from clusterddp.jobdef.secrets import is_secret
+from clusterddp.jobdef.secrets import is_secret, without_secrets
 from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, node_of
 from clusterddp.keys.node import Mistake, Node, Place, raise_mistakes
 from clusterddp.keys.table import check_keys
+from clusterddp.reporter import counted
+from clusterddp.rundir.records import NOT_METRICS
+from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
+from clusterddp.rundir.summary import Summary
+from clusterddp.slurm.run_states import RunState
 
 T = TypeVar("T")
 #: One member: the value of each key, as written.
@@ -116,16 +126,32 @@ def text_of(node: Node) -> str:
     return node.text or ("null" if node.value is None else "")
 
 
+_SAFE = re.compile(r"[^\w.+=@-]+")
+
+
+def default_name(job: Job, keys: Sequence[str]) -> str:
+    """The name of the folder of a sweep without a file: ``train-by-lr-seed``, the same for the same keys."""
+    return _SAFE.sub("-", f"{job.name}-by-{'-'.join(keys)}")[:120]
+
+
+# --- definitions
+
 KEYS = ("job", "grid", "members")
 
 
 @dataclass(frozen=True)
 class Definition:
-    """A sweep as its file describes it. ``job``: the path of the job definition, None if it is the file's own section
-    ``job``. ``members``: the values of each."""
+    """A sweep as its file describes it. ``job``: the file of the job definition. ``section``: the key that holds it
+    there, None if it is the whole file. ``members``: the values of each."""
 
-    job: Path | None
+    job: Path
+    section: str | None
     members: list[Values]
+
+
+def is_sweep(path: Path) -> bool:
+    """Whether a YAML file describes a sweep, and no job. Raises JobDefinitionError if it cannot be read."""
+    return bool(file_fields(path, []).keys() & {*KEYS})
 
 
 def read_definition(path: Path) -> Definition:
@@ -145,7 +171,9 @@ def read_definition(path: Path) -> Definition:
         mistakes.append(Mistake(place, "this sweep has no members"))
     raise_mistakes(mistakes)
     assert job is not None
-    return Definition(None if isinstance(job.value, dict) else path.parent / job.text, members)
+    if isinstance(job.value, dict):
+        return Definition(path, "job", members)
+    return Definition(path.parent / job.text, None, members)
 
 
 def of_options(texts: Sequence[str]) -> list[Values]:
@@ -320,3 +348,153 @@ def _wrong_arguments(members: Sequence[Values], hydra: bool) -> Iterator[Mistake
                 yield Mistake(node.place, f"{key}: expected a single value for the script's argument")
             elif argument_of(key) and (why := program.wrong_placeholder(node.text)):
                 yield Mistake(node.place, f"{key}: {why}")
+
+
+# --- the record of a sweep
+
+
+@dataclass(frozen=True)
+class Record:
+    """What ``sweep.yaml`` holds. ``job``: the definition that the members vary, secrets masked. ``members``: the values
+    of each, as text. ``left``: the members that an earlier definition had and the present one has not."""
+
+    job: Job
+    members: Mapping[str, Mapping[str, str]]
+    left: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def to_yaml(self) -> str:
+        """As ``read_record`` reads it."""
+        job = "".join(f"  {line}\n" for line in without_secrets(self.job)[0].to_yaml().splitlines())
+        named = {"members": self.members, **({"left": self.left} if self.left else {})}
+        tables = {key: {name: dict(values) for name, values in table.items()} for key, table in named.items()}
+        return f"job:\n{job}{yaml.safe_dump(tables, sort_keys=False, allow_unicode=True, width=2**20)}"
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record of the sweep in a folder, or None if there is no sweep."""
+    path = folder / SWEEP_FILE
+    if not path.exists():
+        return None
+    mistakes: list[Mistake] = []
+    fields = file_fields(path, mistakes)
+    members, left = (_table(get(fields, key), mistakes) for key in ("members", "left"))
+    raise_mistakes(mistakes)
+    return Record(load_resolved(path, section="job"), members, left)
+
+
+def _table(node: Node | None, mistakes: list[Mistake]) -> dict[str, dict[str, str]]:
+    """Members with their values, as written."""
+    rows = {str(name): fields_of(values, mistakes) for name, values in fields_of(node, mistakes).items()}
+    return {name: {str(key): text_of(value) for key, value in row.items()} for name, row in rows.items()}
+
+
+# --- comparison
+
+Found: TypeAlias = "tuple[Summary, RunState]"
+#: States of members that train, or continue once they can.
+_UNDER_WAY = ("running", "held", "pending")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``values``: those of the members, by key (``lr=``, unlike a metric) and run directory. ``steps``: after how many
+    steps the metrics are compared. None: each member's newest, because none is under way."""
+
+    values: Mapping[str, Mapping[Path, str]]
+    steps: int | None
+    members: Sequence[Found]
+
+    @property
+    def sentence(self) -> str:
+        """Which metrics are compared, for the user."""
+        if self.steps is None:
+            return "Metrics: the newest values of each member"
+        return f"Metrics after {counted(self.steps, 'step')}, which all members in progress have reached"
+
+
+def compare(members: Sequence[Found], metrics: Collection[str]) -> Comparison | None:
+    """The members with their metrics at equal steps, or None unless all are members of one sweep."""
+    folders = {summary.run.path.parent for summary, _ in members if summary.sweep is not None}
+    if len(folders) != 1 or any(summary.sweep is None for summary, _ in members):
+        return None
+    record = read_record(*folders)
+    if record is None:
+        return None
+    steps = common_steps(members)
+    if steps is not None:
+        members = [
+            (replace(summary, metrics=metrics_after(summary.run, steps, metrics)) if metrics else summary, state)
+            for summary, state in members
+        ]
+    return Comparison(_by_key(record, [summary.run for summary, _ in members]), steps, members)
+
+
+def common_steps(members: Sequence[Found]) -> int | None:
+    """The most steps that all members under way have done. None if none is. A member that waits for its first attempt
+    does not count."""
+    done = [summary.step for summary, state in members if state.word in _UNDER_WAY and summary.step is not None]
+    return min(done, default=None)
+
+
+def metrics_after(run: RunDirectory, steps: int, names: Collection[str]) -> dict[str, Any]:
+    """The newest values of these metrics after this many steps, as a metrics line."""
+    found: dict[str, Any] = {}
+    for line in reversed(run.logged()):
+        if line["step"] < steps:
+            found = {**{name: value for name, value in line.items() if not found or name in names}, **found}
+            if all(name in found for name in names):
+                break
+    return found
+
+
+def _by_key(record: Record, runs: Sequence[RunDirectory]) -> dict[str, dict[Path, str]]:
+    known = {**record.left, **record.members}
+    return {
+        f"{name}=": {run.path: known[run.path.name][key] for run in runs if key in known.get(run.path.name, {})}
+        for key, name in short_keys(keys_of(known.values())).items()
+    }
+
+
+# --- the best
+
+
+@dataclass(frozen=True)
+class Best:
+    """The member with the best value of a metric."""
+
+    run: RunDirectory
+    metric: str
+    value: float
+    smallest: bool
+
+    @property
+    def sentence(self) -> str:
+        """Its name, and the command that exports its newest model."""
+        order = "smallest" if self.smallest else "largest"
+        return f"{order} {self.metric}: {self.value:.6g}, {self.run.path.name}"
+
+
+def metric_of(text: str) -> tuple[str, bool]:
+    """The metric in ``accuracy``, ``accuracy max`` or ``loss min``, and whether its smallest value is best."""
+    if (found := best_metric(text)) is None:
+        raise UsageError(f"--best {text}: expected the name of a metric, optionally with max or min, such as 'f1 max'")
+    return found
+
+
+def best(members: Sequence[Found], text: str) -> Best:
+    """The best member, among those that completed or are under way. Raises UsageError if none has logged the metric."""
+    metric, smallest = metric_of(text)
+    ranked: list[tuple[float, RunDirectory]] = []
+    for summary, state in members:
+        value = summary.metrics.get(metric)
+        if state.word in ("completed", *_UNDER_WAY) and _is_number(value):
+            ranked.append((float(value or 0), summary.run))
+    if not ranked:
+        names = sorted({name for summary, _ in members for name in summary.metrics} - NOT_METRICS)
+        raise UsageError(f"--best {text}: no member has logged {metric}. Logged: {', '.join(names) or 'nothing'}")
+    value, run = min(ranked, key=lambda pair: (pair[0] if smallest else -pair[0], pair[1].path.name))
+    return Best(run, metric, value, smallest)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and not math.isnan(value)

@@ -4,11 +4,17 @@ The same command again submits what is missing: members that are new, that never
 failed or were cancelled are submitted only on request. Members that a job or process holds are never submitted, nor
 those that their user has stopped with ``clusterddp stop``. Members that request the same resources share an
 array, as far as MaxArraySize and the user's submit limit allow.
+
+A sweep's folder holds its record ``sweep.yaml``, its lock, a run directory per member, and its job arrays. An array is
+recorded in three steps, so a crash at any moment leaves no unknown job: its folder, with the batch script and a link to
+each member, before sbatch. The members' leases after it. Last, ``submitted.json``.
 """
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
 import re
 import signal
 import time
@@ -38,18 +44,26 @@ from clusterddp.jobdef.load import list_differences
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import signals_blocked
 from clusterddp.reporter import counted, show
-from clusterddp.rundir.files import unlink, write_atomically
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.files import (
+    at,
+    create_file,
+    create_folder,
+    fsync_directory,
+    hold,
+    make_folder,
+    symlink,
+    unlink,
+    write_atomically,
+    write_json,
+)
+from clusterddp.rundir.ownership import check_own, check_place, delete_folder, warn_of_replaceable
+from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.local import LocalRun
 from clusterddp.runs.progress_display import Progress
 from clusterddp.runs.recording import ONLY_JOB, Content, claim, has_completed, present_code, recorded, write_code
 from clusterddp.runs.submission import check_continues, fit_to_cluster, record_local, warn_of_unseen
-from clusterddp.runs.sweep_folder import Array, Record, SweepFolder, read_record
-from clusterddp.runs.sweep_members import (
-    Values,
-    text_of,
-)
+from clusterddp.runs.sweep_members import Record, Values, read_record, text_of
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
 from clusterddp.slurm.batch import array_script, batch_script
@@ -68,6 +82,117 @@ STOPPED_BY_USER = Cause.STOP_REQUESTED.value
 _TOO_MANY = re.compile(r"Submit\w*Limit|job submit limit|Invalid job array specification")
 #: The maximum number of members in a message.
 _NAMED = 10
+
+
+class Array:
+    """The record of one job array: ``arrays/N`` with ``array.sbatch`` and, for task i, the link ``i`` to its member."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.script = path / "array.sbatch"
+        self.submitted_file = path / "submitted.json"
+
+    def members(self) -> list[str]:
+        """The names of its members, by task."""
+        tasks = sorted(int(name) for name in os.listdir(self.path) if name.isdecimal())
+        return [(self.path / str(task)).readlink().name for task in tasks]
+
+    def submitted(self, job_id: str) -> None:
+        """Records that Slurm has it, and that its members' leases are written."""
+        write_json(self.submitted_file, {"job": job_id})
+
+    def remove(self) -> None:
+        """Removes it, after Slurm has refused it."""
+        delete_folder(self.path)
+
+
+class SweepFolder:
+    """The paths of one sweep, whose identity is its folder. Creating this object does not touch the disk."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.record_file = self.path / SWEEP_FILE
+        self.lock_file = self.path / ".lock"
+        self.arrays = self.path / "arrays"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def member(self, name: str) -> RunDirectory:
+        """The run directory of a member."""
+        return RunDirectory(self.path / name)
+
+    def check(self) -> None:
+        """Raises RunDirectoryError if a sweep cannot be here."""
+        check_place(self.path)
+        hold(self.path)
+        if RunDirectory(self.path).exists():
+            raise RunDirectoryError(f"{self} is a run, not a sweep. Choose a different --run-dir")
+        if self.path.exists() and not self.record_file.exists() and set(os.listdir(self.path)) - {".lock"}:
+            raise RunDirectoryError(
+                f"{self} is not empty and holds no sweep (no {SWEEP_FILE}). Choose a different --run-dir"
+            )
+        check_own(self.path)
+        check_own(self.arrays)
+
+    def create(self, share: str) -> None:
+        """Creates the folder if it does not exist. ``share``: as in a job definition."""
+        try:
+            make_folder(self.path, exist_ok=False, mode=0o700)
+            hold(self.path)
+            warn_of_replaceable(self.path)
+        except FileExistsError:
+            return
+        except OSError as error:
+            raise UsageError(f"could not create {self}: {error.strerror}. Choose a different --run-dir") from error
+        if share == "group":
+            with at(self.path) as (name, above):
+                os.chmod(name, 0o2750, dir_fd=above)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the lock of the folder: one command at a time plans and submits. It ends with the process."""
+        with open(self.lock_file, "ab", opener=create_file) as file:
+            try:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    show(f"Waiting for another command that submits {self}")
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:  # a file system without locks, such as Lustre's by default
+                show(
+                    f"could not lock {self}: {error.strerror}. Do not start another command for this sweep until this "
+                    "one has ended"
+                )
+            yield
+
+    def write(self, record: Record) -> None:
+        """Replaces the record."""
+        write_atomically(self.record_file, record.to_yaml())
+
+    def all_arrays(self) -> list[Array]:
+        """All arrays so far, in their order."""
+        names = os.listdir(self.arrays) if self.arrays.exists() else []
+        return [Array(self.arrays / name) for name in sorted(filter(str.isdecimal, names), key=int)]
+
+    def unfinished_arrays(self) -> list[Array]:
+        """Those that were not recorded as submitted, because their command was killed."""
+        return [array for array in self.all_arrays() if not array.submitted_file.exists()]
+
+    def next_array(self) -> Array:
+        """The path of the next one."""
+        newest = max((int(array.path.name) for array in self.all_arrays()), default=-1)
+        return Array(self.arrays / str(newest + 1))
+
+    def prepare(self, array: Array, members: Sequence[str], script: str) -> None:
+        """Writes the files of an array before it is submitted."""
+        if not self.arrays.exists():
+            create_folder(self.arrays)
+        create_folder(array.path)
+        for task, name in enumerate(members):
+            symlink(array.path / str(task), Path("..", "..", name))
+        write_atomically(array.script, script)
+        fsync_directory(self.arrays)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,6 @@ EXAMPLES = {
     "config presets": "clusterddp config presets\nclusterddp config presets timm",
     "config schema": "clusterddp config schema",
     "list": "clusterddp list --show loss --state running,pending",
-    "sweep": "clusterddp sweep lr.yaml --max-running 4 -p gpu",
     "status": "clusterddp status runs/train-0",
     "logs": (
         "clusterddp logs runs/train-0 -f --rank 3\nclusterddp logs runs/train-0 --rank 0,4-7 --attempt all --grep Error"

@@ -28,15 +28,15 @@ def test_the_members_run_one_after_another_and_those_that_failed_are_named(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "seeds.yaml").write_text("job: {script: train.py, device: cpu}\ngrid: {args.seed: 0..2}\n")
-    assert command(["sweep", "seeds.yaml", "--local", "--", "--epochs", "3"]) == 1
+    assert command(["submit", "seeds.yaml", "--local", "--", "--epochs", "3"]) == 1
     assert "failed: seed=1. To run failed members again, use --retry failed" in capfd.readouterr().err
     folder = tmp_path / "runs" / "seeds"
     printed = [path.read_text() for path in sorted(folder.glob("*/logs/attempt-0/rank-0.out"))]
     assert printed == [f"--epochs 3 --seed {seed}\n" for seed in range(3)]
-    assert command(["sweep", "seeds.yaml", "--local", "--", "--epochs", "3"]) == 1
+    assert command(["submit", "seeds.yaml", "--local", "--", "--epochs", "3"]) == 1
     assert attempts(folder) == {"seed=0": 1, "seed=1": 1, "seed=2": 1}
     (tmp_path / "train.py").write_text("")
-    assert command(["sweep", "seeds.yaml", "--local", "--retry", "failed", "--", "--epochs", "3"]) == 0
+    assert command(["submit", "seeds.yaml", "--local", "--retry", "failed", "--", "--epochs", "3"]) == 0
     assert attempts(folder) == {"seed=0": 1, "seed=1": 2, "seed=2": 1}
 
 
@@ -56,13 +56,13 @@ def test_a_cancelled_member_trains_again_only_on_request(
     job = 'job: {script: train.py, device: cpu, done: "{run_dir}/done"}'
     (tmp_path / "seeds.yaml").write_text(f"{job}\ngrid: {{args.seed: 0}}\n")
     folder = tmp_path / "runs" / "seeds"
-    assert command(["sweep", "seeds.yaml", "--local"]) == 1
+    assert command(["submit", "seeds.yaml", "--local"]) == 1
     said = capfd.readouterr().err
     assert "cancelled: seed=0. To run cancelled members again, use --retry cancelled" in said and "failed" not in said
     (tmp_path / "train.py").write_text(DONE)
-    assert command(["sweep", "seeds.yaml", "--local"]) == 0
+    assert command(["submit", "seeds.yaml", "--local"]) == 0
     assert attempts(folder) == {"seed=0": 1}
-    assert command(["sweep", "seeds.yaml", "--local", "--retry", "cancelled"]) == 0
+    assert command(["submit", "seeds.yaml", "--local", "--retry", "cancelled"]) == 0
     assert attempts(folder) == {"seed=0": 2}
 
 

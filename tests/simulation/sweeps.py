@@ -1,4 +1,4 @@
-"""A sweep whose only member is the run, and a copy of its checkpoint for a new run: ``sweep`` and ``submit --fork``.
+"""A sweep whose only member is the run, and a copy of its checkpoint for a new run, as of ``submit --fork``.
 
 ``clusterddp/runs/sweep_submission.py``, and ``copy_checkpoint`` of ``recording.py``, run as they are. Replaced are the
 files of a sweep's folder, and what a submission writes into a run directory.
@@ -17,7 +17,8 @@ from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import recording, sweep_submission
-from clusterddp.runs.sweep_folder import Array, Record, SweepFolder
+from clusterddp.runs.sweep_members import Record
+from clusterddp.runs.sweep_submission import Array, SweepFolder
 from tests.simulation.disk import Disk
 from tests.simulation.world import World
 
@@ -39,7 +40,7 @@ class Folder(SweepFolder):
         """The folder is ours."""
 
     def create(self, share: str) -> None:
-        """As in sweep_folder.py."""
+        """As in sweep_submission.py."""
         self._disk.make_folder(self.path)
 
     @contextmanager
@@ -59,20 +60,20 @@ class Folder(SweepFolder):
         self._disk.write_atomically(self.record_file, "\n".join(record.members))
 
     def all_arrays(self) -> list[Array]:
-        """As in sweep_folder.py."""
+        """As in sweep_submission.py."""
         names = self._disk.names_in(self.arrays) if self._disk.exists(self.arrays) else []
         return [_Array(self.arrays / name, self._disk) for name in sorted(names, key=int)]
 
     def unfinished_arrays(self) -> list[Array]:
-        """As in sweep_folder.py."""
+        """As in sweep_submission.py."""
         return [array for array in self.all_arrays() if not self._disk.exists(array.submitted_file)]
 
     def next_array(self) -> Array:
-        """As in sweep_folder.py."""
+        """As in sweep_submission.py."""
         return _Array(super().next_array().path, self._disk)
 
     def prepare(self, array: Array, members: Sequence[str], script: str) -> None:
-        """As in sweep_folder.py."""
+        """As in sweep_submission.py."""
         self._disk.make_folder(self.arrays)
         self._disk.create_folder(array.path)
         for task, name in enumerate(members):
@@ -180,7 +181,7 @@ def patches(now: SimpleNamespace) -> Iterator[tuple[Any, str, Any]]:
 
 
 def submit(history: History, retry: Sequence[str] = ()) -> int:
-    """``clusterddp sweep``: submits the run if it is missing, or as ``--retry`` says."""
+    """``clusterddp submit --sweep``: submits the run if it is missing, or as ``--retry`` says."""
     run = history.run
     folder = Folder(run.path.parent, history.disk)
     sweep = sweep_submission.Sweep(folder, history.job, {run.path.name: {}}, {run.path.name: history.job}, retry)

@@ -195,7 +195,7 @@ WITHOUT_RUN: dict[str, Cell] = {
     "config schema": (0, "schema"),
     "doctor": (0, r"partition +low"),
     "doctor --failed-nodes": (0, "No node failures from the last week"),
-    "sweep sweep.yaml": (2, "could not read sweep.yaml: No such file"),
+    "submit sweep.yaml": (2, "could not read sweep.yaml: No such file"),
     "": (2, "usage: clusterddp"),
     "frobnicate": (2, "unknown command"),
     "status runing": (1, "Did you mean running"),

@@ -21,7 +21,7 @@ from clusterddp.report.booking import CATEGORIES
 from clusterddp.report.curves import BUCKETS
 from clusterddp.report.page import page
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
-from clusterddp.runs.sweep_folder import Record
+from clusterddp.runs.sweep_members import Record
 from clusterddp.slurm import commands as slurm
 from tests.long_run import EVERY, HELD_S, QUEUED_S, REPEATED, STEP_S, long_run
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps

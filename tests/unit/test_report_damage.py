@@ -21,7 +21,7 @@ from clusterddp.cli.report import collected
 from clusterddp.jobdef.job import Job
 from clusterddp.report.page import page
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
-from clusterddp.runs.sweep_folder import Record
+from clusterddp.runs.sweep_members import Record
 from clusterddp.slurm import commands as slurm
 from tests.long_run import long_run
 from tests.runs_on_disk import BEGAN, event, write_lines

@@ -25,7 +25,7 @@ from clusterddp.report.curves import read_metrics
 from clusterddp.report.page import page
 from clusterddp.report.theme import escaped, tag
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
-from clusterddp.runs.sweep_folder import Record
+from clusterddp.runs.sweep_members import Record
 from tests.long_run import long_run
 from tests.runs_on_disk import BEGAN, event, recorded_run, started, steps, write_lines
 

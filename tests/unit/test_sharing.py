@@ -19,7 +19,7 @@ from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.ownership import delete_folder, hold_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import claim, recorded
-from clusterddp.runs.sweep_folder import SweepFolder
+from clusterddp.runs.sweep_submission import SweepFolder
 from tests.checkpoint_files import save
 from tests.other_user import UID, run_as_other
 

@@ -15,7 +15,8 @@ from clusterddp.report.ranking import ranked
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
-from clusterddp.runs.sweep_folder import Record, SweepFolder, best, common_steps, compare, metric_of
+from clusterddp.runs.sweep_members import Record, best, common_steps, compare, metric_of
+from clusterddp.runs.sweep_submission import SweepFolder
 from clusterddp.slurm.run_states import RunState
 
 STEPS = {"lr=1,seed=0": 30, "lr=1,seed=1": 12, "lr=2,seed=0": 0, "lr=2,seed=1": 3}

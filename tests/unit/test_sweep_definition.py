@@ -12,17 +12,19 @@ from clusterddp.errors import JobDefinitionError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values
 from clusterddp.jobdef.yaml12 import node_of
-from clusterddp.runs.sweep_folder import Record, SweepFolder, default_name, read_record
 from clusterddp.runs.sweep_members import (
     LONGEST_NAME,
+    Record,
+    default_name,
     jobs_of,
     member_name,
     named,
     of_options,
     of_python,
     read_definition,
+    read_record,
 )
-from clusterddp.runs.sweep_submission import check_marks
+from clusterddp.runs.sweep_submission import SweepFolder, check_marks
 
 BASE = Job(name="train", script="/work/train.py", args=("--epochs", "3"), device="cpu")
 
@@ -37,7 +39,7 @@ def test_a_grid_has_a_member_for_each_combination_named_by_its_values(tmp_path: 
     """The last key changes first, a range includes both ends, and values stay as they are written."""
     grid = "job: train.yaml\ngrid:\n  args.lr: [1e-3, .1]\n  seed: 0..2\n"
     definition = read_definition(written(tmp_path, grid))
-    assert definition.job == tmp_path / "train.yaml"
+    assert (definition.job, definition.section) == (tmp_path / "train.yaml", None)
     names = ["lr=1e-3,seed=0", "lr=1e-3,seed=1", "lr=1e-3,seed=2", "lr=.1,seed=0", "lr=.1,seed=1", "lr=.1,seed=2"]
     assert list(named(definition.members)) == names
 
@@ -46,7 +48,7 @@ def test_members_can_be_listed(tmp_path: Path) -> None:
     """With keys of their own; one that is given twice counts once."""
     listed = "job: {script: t.py}\nmembers:\n- {args.lr: 1e-3}\n- {args.lr: 1e-3}\n- {seed: 1, args.wd: 0}\n"
     definition = read_definition(written(tmp_path, listed))
-    assert definition.job is None
+    assert (definition.job, definition.section) == (tmp_path / "sweep.yaml", "job")
     assert list(named(definition.members)) == ["lr=1e-3", "seed=1,wd=0"]
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.command_line import command
-from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
+from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.jobdef import code_snapshot
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import sweep_submission
-from clusterddp.runs.sweep_folder import read_record
+from clusterddp.runs.sweep_members import read_record
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.lease import holders
@@ -267,6 +267,41 @@ def test_members_that_request_other_resources_are_in_another_array(slurm: Slurm)
     assert "--ntasks-per-node=2" in slurm.texts["42"]
 
 
+@pytest.mark.parametrize("varied", ["grid: {args.lr: [1, 2], seed: 0..1}", "members: [{args.lr: 1}, {seed: 3}]"])
+def test_the_file_of_a_sweep_is_submitted_again_with_what_is_missing(slurm: Slurm, varied: str) -> None:
+    """Into a folder of its name, or that of --run-dir."""
+    path = Path("rates.yaml")
+    path.write_text(f"job: {{script: train.py, device: cpu}}\n{varied}\n")
+    assert command(["submit", "rates.yaml", "--max-running", "1", "--", "--epochs", "3"]) == 0
+    (names,) = submitted(slurm)
+    assert "%1" in slurm.texts["41"]
+    assert all(RunDirectory(f"runs/rates/{name}").exists() for name in names)
+    with path.open("a") as file:
+        file.write("# the same\n")
+    assert command(["submit", "rates.yaml", "--", "--epochs", "3"]) == 0 and list(slurm.texts) == ["41"]
+    assert command(["submit", "rates.yaml", "--run-dir", "s", "--dry-run"]) == 0 and not Path("s").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--sweep", "seed=1"], ["--wait"], ["--fork", "r"], ["--max-running", "0"], ["--max-running", "1", "--local"],
+        ["--local", "--check-resume", "9"], ["--debug"],
+    ],
+)  # fmt: skip
+def test_options_of_a_single_run_are_refused_with_the_file_of_a_sweep(slurm: Slurm, words: list[str]) -> None:
+    Path("rates.yaml").write_text("job: {script: train.py, device: cpu}\ngrid: {seed: 0..1}\n")
+    with pytest.raises(UsageError):
+        command(["submit", "rates.yaml", *words])
+    assert not slurm.texts and not Path("runs").exists()
+
+
+@pytest.mark.parametrize("words", [["--max-running", "1"], ["--retry", "failed"]])
+def test_options_of_a_sweep_are_refused_without_one(slurm: Slurm, words: list[str]) -> None:
+    with pytest.raises(UsageError):
+        command(["submit", "train.py", "--device", "cpu", *words])
+
+
 @pytest.mark.parametrize("command_of", ["sweep", "multirun"])
 @pytest.mark.parametrize(
     ("options", "expected"),
@@ -288,7 +323,7 @@ def test_submitted_members_are_counted_and_their_jobs_named(
         require("hydra")
         launcher = import_module("hydra_plugins.clusterddp_launcher").ClusterddpLauncher()
         launcher._own = {"wait": False}
-        monkeypatch.setattr("clusterddp.cli.sweep.submit", launcher._submit)
+        monkeypatch.setattr("clusterddp.cli.submit.submit_members", launcher._submit)
     sweep(*options)
     assert f"{expected}\n" in capsys.readouterr().err
 
