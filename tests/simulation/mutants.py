@@ -432,7 +432,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "everything is deleted": 2716,
     "resubmit always": 199,
     "hold of another job": 677,
-    "a busy controller ends a start": 2460,
+    "a busy controller ends a start": 4163,
     "time limit without progress": 486,
     "a submission ends with its start": 1522,
     "hidden outcomes are not waited for": 360,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -49,6 +52,20 @@ for line in held[::2]:
     line.sendall(b'{"token": ')
 print(b"".join(answers), flush=True)
 sys.stdin.read()
+"""
+
+
+#: Replaces a run's folder by one of the member's own, with links to files of the run's user: RUN FOLDER.
+REPLACE = """
+import os, sys
+run, precious = sys.argv[1:]
+os.rename(run, run + "-old")
+os.mkdir(run)
+os.chmod(run, 0o777)
+for name in ("checkpoints", "logs", "private"):
+    os.symlink(precious, f"{run}/{name}")
+for name in ("metrics.jsonl", "events.jsonl", "timing.jsonl", "outcome.json"):
+    os.symlink(f"{precious}/notes", f"{run}/{name}")
 """
 
 
@@ -131,3 +148,59 @@ def test_the_group_reads_a_shared_run_and_nobody_else_does(cluster: Cluster, run
     assert "state     completed: all ranks finished" in shown.stdout, shown.stderr
     writable = [path for path in (run.path, *run.path.rglob("*")) if path.stat().st_mode & 0o022]
     assert writable == []
+
+
+@pytest.fixture
+def group_folder(cluster: Cluster, runs: Path) -> Path:
+    """A folder of runs in which all members of a group may create, rename and link."""
+    folder = runs / "group"
+    folder.mkdir()
+    os.chown(folder, 0, pwd.getpwuid(cluster.uid).pw_gid)
+    folder.chmod(0o2770)
+    return folder
+
+
+@pytest.mark.product
+def test_a_member_of_the_group_who_links_the_memory_of_nodes_deletes_no_file(
+    cluster: Cluster, runs: Path, group_folder: Path
+) -> None:
+    """A rank fails in a run whose `.node-failures` another member has linked to a folder of the run's user."""
+    precious = runs / "precious"
+    precious.mkdir()
+    names = ["1000-n1-0a1b2c3d.json", "1000-run.csv", "notes"]
+    for path in (precious, *(precious / name for name in names)):
+        if path != precious:
+            path.write_text("mine")
+        os.chown(path, cluster.uid, -1)
+    link = f"import os; os.symlink({str(precious)!r}, {str(group_folder / '.node-failures')!r})"
+    assert as_nobody(link, group=group_folder.stat().st_gid).wait(30) == 0
+    training = Training.submit(cluster, group_folder, "--pause", "0.2", options=["--set", "share=group"])
+    training.wait_for_a_step_of(0)
+    training.ranks_on(cluster.nodes[1])[0].kill(signal.SIGKILL)
+    assert training.finish() == "completed", story(training.run)
+    assert events_of(training.run, "rank_failed")
+    assert sorted(path.name for path in precious.iterdir()) == names
+
+
+@pytest.mark.product
+def test_a_member_of_the_group_who_replaces_a_runs_folder_changes_and_deletes_no_file(
+    cluster: Cluster, runs: Path, group_folder: Path
+) -> None:
+    """The run's user keeps the files that the links in the new folder lead to, also those named as checkpoints."""
+    precious = runs / "precious"
+    precious.mkdir()
+    names = ["notes", *(f"step-{step:012d}.attempt-0.safetensors" for step in (5, 20, 40))]
+    for name in sorted(names):
+        (precious / name).write_text("mine")
+    for path in (precious, *precious.iterdir()):
+        os.chown(path, cluster.uid, -1)
+    options = ["--set", "share=group", "--set", "checkpoint.every=5 steps", "--set", "checkpoint.keep=1"]
+    training = Training.submit(cluster, group_folder, "--pause", "0.2", options=options)
+    training.wait_for_a_step_of(0)
+    replaced = as_nobody(REPLACE, training.run.path, precious, group=group_folder.stat().st_gid)
+    assert replaced.wait(30) == 0
+    old = RunDirectory(f"{training.run.path}-old")
+    training.wait(lambda: cluster.job(training.job_id)["JobState"] not in ("RUNNING", "COMPLETING"), "its end", 120)
+    assert {path.name: path.read_bytes() for path in precious.iterdir()} == dict.fromkeys(names, b"mine")
+    assert wait_for_outcome(old) == "completed", story(old)
+    assert [line["step"] for line in read_lines(old.metrics_file)] == list(range(STEPS))
