@@ -7,6 +7,7 @@ With CLUSTERDDP_DEBUG=1 it is printed instead.
 from __future__ import annotations
 
 import atexit
+import errno
 import io
 import os
 import sys
@@ -17,7 +18,7 @@ from typing import NoReturn
 
 from clusterddp.errors import BROKEN_PIPE, FAILED, INTERNAL_ERROR, INTERRUPTED, ClusterddpError
 from clusterddp.protocol import DEBUG
-from clusterddp.reporter import say, what_failed
+from clusterddp.reporter import is_unread, say, what_failed
 
 
 def exit_with(command: Callable[[], int], records: Path | None = None) -> NoReturn:
@@ -42,9 +43,12 @@ def exit_with(command: Callable[[], int], records: Path | None = None) -> NoRetu
         say(f"{error}\n{_traceback(error)}" if _debugging() else str(error))
         code = error.exit_code
     except Exception as error:
-        say(_message(error, records))
+        if _is_of_closed_terminal(error):
+            code = BROKEN_PIPE
+        else:
+            say(_message(error, records))
+            code = FAILED if isinstance(error, OSError) else INTERNAL_ERROR
         _discard_output()
-        code = FAILED if isinstance(error, OSError) else INTERNAL_ERROR
     if (
         sys.flags.inspect
     ):  # PYTHONINSPECT is set: instead of exiting with the code, Python would read its standard input
@@ -65,6 +69,12 @@ def _print_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+
+
+def _is_of_closed_terminal(error: Exception) -> bool:
+    """Whether a write to a terminal has failed that was closed while this process ignores SIGHUP, as under nohup."""
+    of_stream = isinstance(error, OSError) and error.errno == errno.EIO and error.filename is None
+    return of_stream and (is_unread(sys.stdout) or is_unread(sys.stderr))
 
 
 def _message(error: Exception, records: Path | None) -> str:

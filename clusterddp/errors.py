@@ -33,7 +33,7 @@ MEANINGS: Mapping[int | str, str] = {
         "Ctrl-C, or a run with `--local` or `--here` that was saved and stopped, for example by a preemption of the "
         "allocation. The message says how to continue it."
     ),
-    BROKEN_PIPE: "The reader of the output closed it, such as `head`.",
+    BROKEN_PIPE: "The reader of the output closed it, such as `head`, or a terminal that was closed under nohup.",
     "128 + N": "With `--local` and `--here`: signal N killed the supervisor, and the ranks ended with it.",
 }
 #: The exit codes by which a command gives its answer.

@@ -8,10 +8,11 @@ from __future__ import annotations
 import io
 import os
 import re
+import select
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -57,6 +58,16 @@ def say_unlocked(message: str) -> None:
     """``say`` for a thread that is about to end the process, while the main thread may hold the lock of sys.stderr."""
     with suppress(OSError):
         os.write(2, f"clusterddp: {printable(message)}\n".encode(errors="backslashreplace"))
+
+
+def is_unread(stream: TextIO) -> bool:
+    """Whether what is written to a stream is lost: its terminal was closed, or the reader of the pipe has ended."""
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), 0)
+        return bool(poll.poll(0))
+    except (OSError, ValueError):  # no file, or a closed one
+        return False
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -17,7 +17,7 @@ from typing import BinaryIO, TextIO
 
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.reporter import counted, in_one_line, printable, put, say, show
+from clusterddp.reporter import counted, in_one_line, is_unread, printable, put, say, show
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.ownership import job_log, taken_over, waiting_claim
 from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, open_run
@@ -165,9 +165,11 @@ class Follower:
                 self._pause(max(LOOK_S, LOOK_PER_FILE_S * len(more)))
 
     def _pause(self, seconds: float) -> None:
-        """Waits for more. Raises RunDirectoryError if there cannot be more."""
+        """Waits for more. Raises RunDirectoryError if there cannot be more, and BrokenPipeError if nobody reads it."""
         if not os.path.lexists(self._run.path):
             raise RunDirectoryError(f"{self._run} was deleted")
+        if is_unread(sys.stdout):
+            raise BrokenPipeError
         time.sleep(seconds)
 
     def _print_new(self, log: Log, kind: str, ended: bool) -> bool:

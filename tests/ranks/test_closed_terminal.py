@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.errors import BROKEN_PIPE, WAITED
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
-from clusterddp.rundir.files import append_line
+from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.local import interrupts_counted
@@ -125,3 +126,55 @@ def test_a_local_run_whose_output_goes_to_a_full_disk_completes(tmp_path: Path) 
     with open("/dev/full", "w") as full:
         subprocess.run([*module_command("clusterddp"), *words], stdout=full, stderr=full, timeout=60, check=False)
     assert (run.outcome() or {}).get("state") == "completed"
+
+
+def unfinished_run(tmp_path: Path) -> tuple[RunDirectory, Path]:
+    """A run whose rank 0 has printed a line, and that rank's output."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.job_file.write_text(Job(name="x", module="x", steps=10).to_yaml())
+    output = run.attempt_logs(run.create_attempt()) / "rank-0.out"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("first\n")
+    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "started"})
+    return run, output
+
+
+@pytest.mark.parametrize("prints", [False, True])
+@pytest.mark.parametrize("reader", ["terminal", "pipe"])
+def test_logs_that_are_followed_end_with_whoever_reads_them(tmp_path: Path, reader: str, prints: bool) -> None:
+    """A terminal that is closed under nohup, or `| head`: at once, whether the rank prints more or not."""
+    run, output = unfinished_run(tmp_path)
+    command = [*module_command("clusterddp"), "logs", "-f", str(run)]
+    errors = tmp_path / "errors"
+    if reader == "terminal":
+        command = ["sh", "-c", 'exec "$@" 2>"$0"', str(errors), *command]
+        pid, end = in_terminal(command, [signal.SIGHUP])
+    else:
+        end, write = os.pipe()
+        with errors.open("w") as file:
+            pid = subprocess.Popen(command, stdout=write, stderr=file).pid
+        os.close(write)
+    shown = b""
+    while b"first" not in shown:
+        shown += os.read(end, 4096)
+    os.close(end)
+    if prints:
+        with output.open("a") as file:
+            file.write("second\n")
+    try:
+        assert (exit_code(pid), errors.read_text()) == (BROKEN_PIPE, "")
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    assert not list(tmp_path.rglob("*.traceback"))
+
+
+def test_a_wait_whose_terminal_is_closed_under_nohup_ends_with_the_runs_code(tmp_path: Path) -> None:
+    run, _ = unfinished_run(tmp_path)
+    command = ["sh", "-c", 'echo started; exec "$@"', "sh", *module_command("clusterddp"), "wait", str(run)]
+    pid, terminal = in_terminal(command, [signal.SIGHUP])
+    os.read(terminal, 4096)
+    os.close(terminal)
+    write_json(run.outcome_file, {"state": "failed", "step": 1, "attempts": 1, "reason": "x"})
+    assert exit_code(pid) == WAITED["failed"]

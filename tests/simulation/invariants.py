@@ -123,7 +123,8 @@ class Invariants:
         #: When `check` is due.
         self.look_at = 0.0
         self._together_since: float | None = None
-        self._idle_since: dict[str, float] = {}
+        #: Since when, and in which srun: one may take IDLE_S to learn of a slurmstepd's end, and the next one wait.
+        self._idle_since: dict[str, tuple[float, int | None]] = {}
         self._incomplete_since: dict[str, float] = {}
         self._waits_since: dict[str, float] = {}
         self._most_events = MOST_EVENTS
@@ -542,7 +543,9 @@ class Invariants:
             return
         if busy:
             self._idle_since.pop(job.id, None)
-        elif now - self._idle_since.setdefault(job.id, now) > IDLE_S:
+        elif (idle := self._idle_since.setdefault(job.id, (now, job.srun)))[1] != job.srun:
+            self._idle_since[job.id] = (now, job.srun)
+        elif now - idle[0] > IDLE_S:
             self._violated("I7", f"job {job.id} holds its nodes, and no rank runs")
         if not (busy and self._lacks_ranks(job)):
             self._incomplete_since.pop(job.id, None)
