@@ -715,8 +715,8 @@ class Overdue(Event):
         behind = f" ({self.behind})" if self.behind else ""
         return (
             f"the step did not end within {self.seconds:.0f} s of the notice{behind}. Rank 0 writes its stacks to "
-            "its log and exits. A resume starts from the newest checkpoint. Make steps shorter, or call "
-            "ctx.stop_point() in them"
+            "its log and exits. A resume starts from the newest checkpoint. Make steps shorter, or let the run stop in "
+            "them with clusterddp.stop_requested() and run.stop()"
         )
 
 

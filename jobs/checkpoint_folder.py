@@ -33,12 +33,12 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            stop = ctx.stop_requested()
+            stop = clusterddp.stop_requested()
             if stop or (step + 1) % args.save_every == 0 or step + 1 == args.steps:
                 folder.save(step + 1, model=model, optimizer=optimizer)
             if stop:
                 folder.wait()
-                ctx.requeue()
+                clusterddp.requeue()
     print(f"rank {ctx.rank} is done: weights sum to {sum(p.sum() for p in model.parameters()):.6f}", flush=True)
 
 

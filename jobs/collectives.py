@@ -215,8 +215,8 @@ def main():
     ctx.print(f"{'collective':15} {'bytes':>12} {'us':>12} {'algbw GB/s':>12} {'busbw GB/s':>12}")
     for collective in COLLECTIVES:
         for size in args.sizes if collective is not barrier else [0]:
-            if ctx.stop_requested():
-                ctx.requeue()  # restart from the beginning: one table should not mix two machines
+            if clusterddp.stop_requested():
+                clusterddp.requeue()  # restart from the beginning: one table should not mix two machines
             check_and_measure(ctx, collective, size, args.repetitions)
     measure_pairs(ctx, max(args.sizes), args.repetitions)
     ctx.print("all results are correct")

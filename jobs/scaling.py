@@ -155,8 +155,8 @@ def main():
     timings = []
     ranks = 1
     while ranks <= ctx.world_size:
-        if ctx.stop_requested():
-            ctx.requeue()  # restart from the beginning: one table must not mix times of two machines
+        if clusterddp.stop_requested():
+            clusterddp.requeue()  # restart from the beginning: one table must not mix times of two machines
         timings.append(measure_on(ctx, ranks, args))
         ranks *= 2
     ctx.print("\n".join(table(timings, args.batch_size)))

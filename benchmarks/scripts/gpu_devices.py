@@ -5,6 +5,7 @@ failed assertion is the process's error.
 """
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -58,9 +59,10 @@ def whole_step(path, steps, stop):
             still.copy_(x)
             graph.replay()
             if run.step == int(stop) and ctx.attempt == 0:
-                ctx.request_stop("check")
-                while True:
-                    ctx.stop_point()
+                signal.raise_signal(signal.SIGTERM)
+                while not clusterddp.stop_requested():
+                    pass
+                run.stop("check")
     except clusterddp.Stopped:
         pass
     return {"begun": begun, "weights": digest(model)}
@@ -83,7 +85,7 @@ def tensor_lr(path, steps, stop):
             optimizer.zero_grad()
             schedule.step()
             if run.step == int(stop) and ctx.attempt == 0:
-                ctx.request_stop("check")
+                signal.raise_signal(signal.SIGTERM)
     except clusterddp.Stopped:
         pass
     rate = optimizer.param_groups[0]["lr"]
@@ -114,7 +116,7 @@ def lead(path, seconds):
             ends.append(torch.cuda.current_stream().record_event())
             if step == 20:
                 asked = time.monotonic()
-                ctx.request_stop("check")
+                signal.raise_signal(signal.SIGTERM)
     except clusterddp.Stopped:
         pass
     return {"ahead": max(ahead), "most": devices.MOST_AHEAD, "stopped_s": time.monotonic() - asked}

@@ -396,7 +396,7 @@ class EvalLoader:
         if clash := _ORDERING & options.keys():
             raise TypeError(
                 "ctx.eval_loader() takes each sample once, in the dataset's order. Leave out "
-                f"{', '.join(sorted(clash))}, or loop over your own DataLoader with ctx.stop_requested()"
+                f"{', '.join(sorted(clash))}, or loop over your own DataLoader with clusterddp.stop_requested()"
             )
         length, batch_size = checked(dataset, batch_size, options)
         share = range(rank, length, world_size)

@@ -305,7 +305,7 @@ class Loaders:
         """The evaluation samples of this rank: each sample once over all ranks, in order, without padding.
 
         This rank has samples rank, rank + world_size, and so on. All ranks iterate over it at the same time, because
-        the run can stop between its batches, as at ``stop_point``.
+        the run can stop between its batches.
 
         Args:
             dataset: with ``__len__`` and ``__getitem__``.

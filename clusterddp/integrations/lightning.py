@@ -1,6 +1,6 @@
 """Lightning: a callback that stops all ranks after the same step, lets the Trainer save, and requeues.
 
-``Trainer(plugins=[RankEnvironment(ctx)], callbacks=[SaveAndRequeue(ctx, folder)])``. The plugin gives Lightning the
+``Trainer(plugins=[RankEnvironment(ctx)], callbacks=[SaveAndRequeue(folder)])``. The plugin gives Lightning the
 ranks (Lightning's plugin for Slurm would requeue the job itself). The process group is the context's.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Callback
 
+import clusterddp
 from clusterddp.training.context import Context
 
 _CHECKPOINT = re.compile(r"step=(\d+)\.ckpt$")
@@ -78,15 +79,16 @@ class RankEnvironment(ClusterEnvironment):
 class SaveAndRequeue(Callback):
     """On a stop request, all ranks agree on a step. The Trainer saves after it, and ``fit()`` raises Stopped.
 
+    Make it after ``clusterddp.init()``.
+
     Args:
-        ctx: of ``clusterddp.init()``.
         folder: where the checkpoint is saved. Also give it to ModelCheckpoint as ``dirpath``.
 
-    Example: ``Trainer(strategy="ddp", callbacks=[SaveAndRequeue(ctx, "out/net")])``
+    Example: ``Trainer(strategy="ddp", callbacks=[SaveAndRequeue("out/net")])``
     """
 
-    def __init__(self, ctx: Context, folder: str | os.PathLike[str]) -> None:
-        self._ctx, self._folder = ctx, Path(folder)
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
         self._step = 0
         self._handler = signal.getsignal(signal.SIGTERM)
 
@@ -112,6 +114,6 @@ class SaveAndRequeue(Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        if self._ctx.stop_requested():
+        if clusterddp.stop_requested():
             trainer.save_checkpoint(self._folder / f"stop-step={trainer.global_step}.ckpt")
-            self._ctx.requeue()
+            clusterddp.requeue()

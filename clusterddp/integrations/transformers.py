@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from clusterddp.training.context import Context
+import clusterddp
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -19,26 +19,24 @@ class SaveAndRequeue(TrainerCallback):
 
     An evaluation is not interrupted.
 
-    Args:
-        ctx: of ``clusterddp.init()``, called before the Trainer is made, which then uses its process group.
+    Call ``clusterddp.init()`` before the Trainer is made, which then uses its process group.
 
-    Example: ``Trainer(model, arguments, train_dataset=dataset, callbacks=[SaveAndRequeue(ctx)])``
+    Example: ``Trainer(model, arguments, train_dataset=dataset, callbacks=[SaveAndRequeue()])``
     """
 
-    def __init__(self, ctx: Context) -> None:
-        self._ctx = ctx
+    def __init__(self) -> None:
         self._stopping = False
 
     def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> Any:
         """All ranks get the same answer."""
-        if self._ctx.stop_requested():
+        if clusterddp.stop_requested():
             self._stopping = control.should_save = True
         return control
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """The checkpoint of this step has been written."""
         if self._stopping:
-            self._ctx.requeue()
+            clusterddp.requeue()
 
 
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:

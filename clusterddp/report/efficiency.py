@@ -228,7 +228,8 @@ def _notice(job: Job, events: Sequence[Event]) -> Iterator[str]:
     if late:
         yield (
             f"{counted(late, 'announced stop')} lost steps, because a step did not end within the notice. The history "
-            "and rank 0's log show where it was. If steps are just long, call `ctx.stop_point()` in them"
+            "and rank 0's log show where it was. If steps are just long, let the run stop in them with "
+            "`clusterddp.stop_requested()` and `run.stop()`"
         )
     longest = max(_of_saves(events, "durable_s"), default=0.0)
     if len(lost) > late and longest:

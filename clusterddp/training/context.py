@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +45,6 @@ from clusterddp.training.loop import Run, Services
 from clusterddp.training.metrics import DONE_S, ERROR_S, STOP_S, Tracking
 from clusterddp.training.run_state import Files, Given, Randomness
 from clusterddp.training.saving import Saver, metric_or_part, with_best
-from clusterddp.training.script_loop import Item
 from clusterddp.training.script_state import Parts, PerRank, Values, by_name
 from clusterddp.training.settings import AttemptHistory
 from clusterddp.training.step_timing import Evaluations, step_times
@@ -153,7 +152,8 @@ def init(
         environment.mark(os.environ, joined=True)
     collect_as_usual()
     devices.settle_vector_functions()
-    _current = script_loop.context = Context(read)
+    _current = Context(read)
+    script_loop.of_context = _current._script_loop
     return _current
 
 
@@ -429,7 +429,7 @@ class Context(Loaders):
             because = "Only ctx.loader() makes batches of that size"
             self._report_unused({"what": "global_batch", "given": self._settings.job.global_batch, "because": because})
         given = Given(named, batches, rng, values, own, start_warm, str(init_from) if init_from else None, self._orders)
-        self._run = _kind_of_run(self._settings)(given, self._services)
+        self._run = self._script_loop.run = _kind_of_run(self._settings)(given, self._services)
         return self._run
 
     def _start_services(self, parts: Iterable[Stateful], best: str | None) -> Services:
@@ -473,63 +473,6 @@ class Context(Loaders):
     def _waiting(self) -> AbstractContextManager[None]:
         return self._services.times.waiting() if self._services is not None else nullcontext()
 
-    # --- stopping
-
-    def stop_requested(self) -> bool:
-        """Whether to stop here: for loops with their own saving. All ranks call it equally often, once per step.
-
-        Returns the same answer on all ranks. Takes microseconds while no stop is requested.
-
-        Raises ClusterddpError when a stop was requested and rank 0 is lost.
-        """
-        if self._run is None:
-            return self._script_loop.stop_requested()
-        stop = self._agreement.boundary()
-        if stop:
-            rank_exit.told_to_stop = self._agreement.reason or ""
-        return stop
-
-    def stop_point(self) -> None:
-        """Lets the run stop during a long stretch without steps. All ranks call it equally often.
-
-        If a stop was requested, saves the run and raises Stopped. ``eval_loader`` calls it before each batch. Inside a
-        step, evaluate before its training (a resume repeats the step) or after its optimizer and scheduler have stepped
-        (a resume continues with the next step).
-
-        Raises Stopped, on all ranks at the same call, when the run must stop. RuntimeError before ``ctx.run()``.
-        """
-        if self._run is None:
-            raise RuntimeError("ctx.stop_point() saves the run. Call ctx.run() first, or use ctx.stop_requested()")
-        self._run.stop_point()
-
-    def request_stop(self, reason: str) -> None:
-        """Asks all ranks to save and stop at their next boundary, as a preemption does. One rank suffices. Any thread.
-
-        Args:
-            reason: why, for the message and the history.
-        """
-        self._agreement.request(reason)
-
-    def requeue(self, saved: str | os.PathLike[str] | None = None) -> NoReturn:
-        """Ends this attempt as stopped rather than completed, so that the run continues later.
-
-        For scripts with their own saving, after ``stop_requested`` and their save.
-
-        Args:
-            saved: the file or folder from which the script will continue, for the history. The next attempt warns if
-                the script completes its first step without opening it.
-
-        Raises Stopped, always.
-        """
-        self._script_loop.requeue(saved)
-
-    def continue_epoch(self, items: Iterable[Item]) -> Iterable[Item]:
-        """The items of an epoch, without those trained on before a stop: ``clusterddp.continue_epoch()``. Collective.
-
-        For a loop without ``ctx.run()``, whose loaders continue by themselves.
-        """
-        return script_loop.ItemsToDo(items, self._script_loop.items_done)
-
     # --- the end
 
     def __enter__(self) -> Context:
@@ -540,9 +483,9 @@ class Context(Loaders):
         self._close(clean=error is None or stopped, restore_handlers=error is None)
 
     def _stop_in_evaluation(self) -> None:
-        """Does nothing without ``ctx.run()``: a loop with its own saving calls ``stop_requested``."""
-        if self._run is not None:
-            self.stop_point()
+        """Does nothing without ``ctx.run()``: a loop with its own saving calls ``clusterddp.stop_requested``."""
+        if self._run is not None and self._script_loop.stop_requested():
+            self._run.stop(self._agreement.reason or "")
 
     def _report_unused(self, fields: Mapping[str, Any]) -> None:
         if self.rank == 0:

@@ -319,7 +319,7 @@ class Run:
         self._making.last = self._making.special = True
 
     def stop(self, reason: str) -> NoReturn:
-        """Saves and raises Stopped. All ranks call it at the same point, after ``Context.stop_requested`` is true.
+        """Saves and raises Stopped. All ranks call it at the same point, as after ``clusterddp.stop_requested()``.
 
         Inside a step, the state after that step is saved if an optimizer has stepped, else the state before it.
 
@@ -497,10 +497,10 @@ class Run:
         self._may_be_due |= made.evaluates and bool(self._best_metric)
         self._look_at_shapes()
 
-    def stop_point(self) -> None:
-        """See ``Context.stop_point``. An evaluation may follow, with a forward without gradients."""
+    def at_boundary(self) -> bool:
+        """Whether to stop here, for ``clusterddp.stop_requested()``. A forward without gradients may follow."""
         self._state.gradients.note()
-        self._boundary()
+        return self._agreement.boundary()
 
     def _boundary(self) -> None:
         if self._agreement.boundary():

@@ -1,8 +1,8 @@
-"""A script's own loop, which saves by itself: all ranks stop after the same step, and its calls are its steps.
+"""Loops other than ``run.steps()``: all ranks stop at the same call of ``clusterddp.stop_requested()``.
 
-``clusterddp.stop_requested()`` and ``clusterddp.requeue()`` need no context and no process group: the ranks agree
-through the store of their attempt, which the first call opens. With a context they are those of ``ctx``, as is
-``clusterddp.continue_epoch()``, for a script that can only resume at the beginning of an epoch.
+In a training loop of the script's own, which saves by itself, these calls are its steps. It needs no context and no
+process group: the ranks agree through the store of their attempt, which the context has opened, or else the first call
+opens. In a step of ``run.steps()``, as in an evaluation, the run saves instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -34,6 +34,9 @@ from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.stopping import Agreement, Stopping, open_store
 from clusterddp.worker import control_channel, own_saves, rank_exit
 from clusterddp.worker.signals import STOP_SIGNALS, described
+
+if TYPE_CHECKING:
+    from clusterddp.training.loop import Run
 
 Item = TypeVar("Item")
 
@@ -110,10 +113,13 @@ SavedPath = str | os.PathLike[str]
 
 
 class ScriptLoop:
-    """The stops and the steps of such a loop. A step is what lies between two calls of ``stop_requested``.
+    """What the functions below do in one process. A step is what lies between two calls of ``stop_requested``.
 
     ``report`` adds an event to the history, on any rank.
     """
+
+    #: Set by ``ctx.run()``, whose steps are then those that count.
+    run: Run | None = None
 
     def __init__(
         self,
@@ -140,6 +146,12 @@ class ScriptLoop:
 
     def stop_requested(self) -> bool:
         """See ``stop_requested`` below."""
+        stop = self._end_step() if self.run is None else self.run.at_boundary()
+        if stop:
+            rank_exit.told_to_stop = self._agreement.reason or ""
+        return stop
+
+    def _end_step(self) -> bool:
         self._calls += 1
         if self._calls == 1:
             self._heartbeat.begin()
@@ -151,7 +163,6 @@ class ScriptLoop:
         if stop:
             self._items = _epoch.done
             self._heartbeat.rest()  # the script saves now
-            rank_exit.told_to_stop = self._agreement.reason or ""
         return stop
 
     def requeue(self, saved: SavedPath | None) -> NoReturn:
@@ -167,8 +178,11 @@ class ScriptLoop:
                 else:
                     self._report("saved", file=str(file), items=self._items, written=file.stat().st_mtime)
                 self._told = file, there
+        reason = self._agreement.reason or "requested by the script"
+        if self.run is not None:
+            self.run.stop(reason)
         close_workers()
-        raise Stopped(None, self._agreement.reason or "requested by the script")
+        raise Stopped(None, reason)
 
     def items_done(self, told: int) -> int:
         """How many items of the epoch the state that the script has loaded was trained on. All ranks call it.
@@ -181,28 +195,28 @@ class ScriptLoop:
         return int(self._store.get(_ITEMS_DONE))
 
 
-class _Context(Protocol):
-    def stop_requested(self) -> bool: ...
-    def requeue(self, saved: SavedPath | None = None) -> NoReturn: ...
-    def continue_epoch(self, items: Iterable[Item]) -> Iterable[Item]: ...
-
-
-#: The context of this process, if ``clusterddp.init()`` was called.
-context: _Context | None = None
-#: The loop of a process without a context.
-_loop: ScriptLoop | None = None
+#: That of this process's context, if ``clusterddp.init()`` was called.
+of_context: ScriptLoop | None = None
+#: That of a process without a context.
+_own: ScriptLoop | None = None
 _epoch = EpochItems()
 #: Key of the attempt's store.
 _ITEMS_DONE = "epoch/items_done"
 
 
 def stop_requested() -> bool:
-    """Whether to save and stop here: for a training loop that saves by itself. All ranks call it equally often.
+    """Whether to save and stop here, in any loop but that over ``run.steps()``. All ranks call it equally often.
 
-    Call it once per step, on all ranks. It returns the same answer on all of them after the same step, without a
-    collective and without ``clusterddp.init()``, whatever process group the script has made, and takes microseconds
-    while no stop is requested. From the first call on, stop signals end no rank. After an answer of True, save and call
-    ``clusterddp.requeue()``.
+    It returns the same answer on all ranks at the same call, without a collective and without ``clusterddp.init()``,
+    whatever process group the script has made, and takes microseconds while no stop is requested.
+
+    In a training loop that saves by itself, call it once per step. From the first call on, stop signals end no rank.
+    After an answer of True, save and call ``clusterddp.requeue()``.
+
+    In a step of ``run.steps()``, it lets the run stop in a loop that takes long, such as an evaluation without
+    ``ctx.eval_loader()``: ``if clusterddp.stop_requested(): run.stop("in the evaluation")``. Evaluate before the step's
+    training (a resume repeats the step) or after its optimizer and scheduler have stepped (a resume continues with the
+    next step).
 
     Returns False in a process that no ``clusterddp submit`` has started, unless ``clusterddp.init()`` was called.
 
@@ -215,16 +229,17 @@ def stop_requested() -> bool:
             torch.save(state, "last.pt")
             clusterddp.requeue(saved="last.pt")
     """
-    if context is not None:
-        return context.stop_requested()
-    if not control_channel.supervised():
+    loop = _loop()
+    if loop is None:
         _tell_if_started_by_a_rank()
         return False
-    return (_loop or _begin()).stop_requested()
+    return loop.stop_requested()
 
 
 def requeue(saved: SavedPath | None = None) -> None:
     """Ends this attempt as stopped rather than completed, so that the run continues later. All ranks call it.
+
+    After ``ctx.run()``, it saves the run, too, as ``run.stop()`` does.
 
     Args:
         saved: the file or folder from which the script will continue, for the history. The next attempt warns if the
@@ -238,10 +253,8 @@ def requeue(saved: SavedPath | None = None) -> None:
 
         clusterddp.requeue(saved="last.pt")
     """
-    if context is not None:
-        context.requeue(saved)
-    if control_channel.supervised():
-        (_loop or _begin()).requeue(saved)
+    if (loop := _loop()) is not None:
+        loop.requeue(saved)
 
 
 def continue_epoch(items: Iterable[Item]) -> Iterable[Item]:
@@ -267,25 +280,31 @@ def continue_epoch(items: Iterable[Item]) -> Iterable[Item]:
                 torch.save({"model": model.state_dict(), "epoch": epoch}, "last.pt")
                 clusterddp.requeue(saved="last.pt")
     """
-    if context is not None:
-        return context.continue_epoch(items)
-    if not control_channel.supervised():
-        return items
-    return ItemsToDo(items, lambda told: (_loop or _begin()).items_done(told))
+    return ItemsToDo(items) if _is_rank() else items
 
 
 class ItemsToDo(Iterable[Item]):
-    """The remaining items of an epoch. ``agreed``: ``ScriptLoop.items_done``."""
+    """The remaining items of an epoch."""
 
-    def __init__(self, items: Iterable[Item], agreed: Callable[[int], int]) -> None:
-        self._items, self._agreed = items, agreed
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._items = items
 
     def __iter__(self) -> Iterator[Item]:
         told = int(os.environ.pop(protocol.SAVED_ITEMS, "0"))  # for the first epoch of the attempt alone
-        return _epoch.iterate(self._items, self._agreed(told) if told else 0)
+        loop = _loop() if told else None
+        return _epoch.iterate(self._items, loop.items_done(told) if loop is not None else 0)
 
     def __len__(self) -> int:
         return len(self._items)  # type: ignore[arg-type]  # TypeError where the items have no length
+
+
+def _is_rank() -> bool:
+    return of_context is not None or control_channel.supervised()
+
+
+def _loop() -> ScriptLoop | None:
+    """That of this process, begun at the first call. None in a process that is no rank."""
+    return of_context or _own or (_begin() if _is_rank() else None)
 
 
 @functools.cache
@@ -298,12 +317,12 @@ def _tell_if_started_by_a_rank() -> None:
 
 def began() -> bool:
     """Whether this process has a loop without a context."""
-    return _loop is not None
+    return _own is not None
 
 
 def _begin() -> ScriptLoop:
     """Connects this rank with the others, as ``clusterddp.init()`` does, but for the process group."""
-    global _loop
+    global _own
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             "clusterddp.stop_requested() must be called in the main thread, because it installs signal handlers"
@@ -317,7 +336,7 @@ def _begin() -> ScriptLoop:
     shield_workers()
     steps = script_steps.current()
     steps.by_calls()
-    loop = _loop = ScriptLoop(store, stopping.agreement, steps.heartbeat, report, steps.step_done)
+    loop = _own = ScriptLoop(store, stopping.agreement, steps.heartbeat, report, steps.step_done)
 
     def close() -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.
@@ -341,8 +360,8 @@ def _tell_of_handlers() -> None:
 
 def _forget_in_child() -> None:
     """A forked child is no rank."""
-    global context, _loop
-    context = _loop = None
+    global of_context, _own
+    of_context = _own = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -29,8 +29,8 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ("Orders of samples", "For `ctx.loader(order=...)`.", ["orders.*"]),
     ("Checkpoints", "", ["CheckpointFolder", "Checkpointing", "Keep"]),
     (
-        "Loops without a context",
-        "For scripts that save by themselves and do not call `clusterddp.init()`.",
+        "Other loops than run.steps()",
+        "For scripts that save by themselves, with or without `clusterddp.init()`, and for an evaluation in a step.",
         ["stop_requested", "requeue", "continue_epoch"],
     ),
     ("Launching", "", ["launch", "sweep", "Handle", "Status"]),
@@ -45,7 +45,7 @@ CONSTRUCTED = {"Context", "Sharded", "Run", "Loader", "EvalLoader", "Status", "R
 
 #: Public by name, but called by clusterddp or by another library: patterns of MODULE.CLASS.MEMBER.
 INTERNAL = (
-    *("loop.Run.stop_point", "loader.Loader.inexact", "loader.Loader.gather", "loader.Loader.progress"),
+    *("loop.Run.at_boundary", "loader.Loader.inexact", "loader.Loader.gather", "loader.Loader.progress"),
     *("loader.Loader.restore", "loader.Loader.start", "loader.Loader.batches", "job.Keep.order", "job.Keep.best_rule"),
     *("errors.Stopped.latest", "errors.Stopped.on_raised", "lightning.RankEnvironment.*", "*.SaveAndRequeue.on_*"),
 )

@@ -12,6 +12,7 @@ from tests import ddp
 SCRIPT = """
 import os, sys, torch, clusterddp
 import torch.distributed as dist
+from tests.stops import request_stop
 from torch.distributed import init_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -30,7 +31,7 @@ run = ctx.run(model=model, optimizer=optimizer, loader=loader, per_rank={"genera
 print("begins at", run.step, flush=True)
 for (batch,) in run.steps(6):
     if run.step == 2 and ctx.attempt == 0:
-        ctx.request_stop("enough")
+        request_stop(ctx)
     optimizer.zero_grad()
     model(batch.to(ctx.device)).sum().backward()
     optimizer.step()

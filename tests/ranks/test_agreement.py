@@ -167,9 +167,9 @@ print("begin", flush=True)
 for _ in range(100_000):  # the test stops it long before
     time.sleep(random.random() * 0.004)
     calls += 1
-    if ctx.stop_requested():
+    if clusterddp.stop_requested():
         print("stopped at", calls, ctx._agreement.reason, flush=True)
-        ctx.requeue()
+        clusterddp.requeue()
 """
 
 
@@ -205,8 +205,8 @@ def test_a_signal_is_handled_while_the_main_thread_is_in_a_collective(tmp_path: 
         "    while ctx._agreement.reason is None: time.sleep(0.001)\n"
         "    print('heard of it', flush=True)\n"
         "    dist.all_reduce(torch.ones(1))\n"
-        "assert ctx.stop_requested()\n"
-        "ctx.requeue()\n"
+        "assert clusterddp.stop_requested()\n"
+        "clusterddp.requeue()\n"
     )
     ranks = ddp.start(script, ranks=2, folder=tmp_path / "out")
     ranks.wait_for(0, "in the collective")
@@ -221,7 +221,7 @@ def test_a_run_that_nobody_stops_costs_nothing_and_leaves_no_thread(tmp_path: Pa
         "import threading, time, clusterddp\n"
         "with clusterddp.init() as ctx:\n"
         "    start = time.thread_time()\n"
-        "    for _ in range(10000): assert not ctx.stop_requested()\n"
+        "    for _ in range(10000): assert not clusterddp.stop_requested()\n"
         "    print('microseconds', (time.thread_time() - start) * 100)\n"
         "print('threads', [t.name for t in threading.enumerate()])\n"
     )

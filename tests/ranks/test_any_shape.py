@@ -18,6 +18,7 @@ SCRIPT = """
 import random, sys
 import numpy, torch
 import clusterddp
+from tests.stops import request_stop
 from clusterddp.jobdef.job import Checkpointing
 
 run_dir, total, stops, options = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","), sys.argv[4:]
@@ -59,7 +60,7 @@ for step in run.steps(total):
     if run.every(steps=4) and (ctx.attempt, step) == (2, 12):
         run.stop("in an evaluation")
     if str(step) in stops and ctx.rank == 1:
-        ctx.request_stop("the test")
+        request_stop(ctx)
     push = torch.from_numpy(own.normal(size=4)).float() + plain.random() + torch.rand(4, generator=common)
     world.move(push + policy(world.place).detach())
     optimizers["policy"].zero_grad()

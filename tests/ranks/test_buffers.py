@@ -12,6 +12,7 @@ from tests import ddp
 
 SCRIPT = """
 import sys, time, torch, clusterddp
+from tests.stops import request_stop
 from clusterddp.jobdef.job import Checkpointing
 folder, stopped, size = sys.argv[1], sys.argv[2] == "stopped", int(sys.argv[3])
 
@@ -38,10 +39,10 @@ for (x,) in run.steps(6):
     loss = model(x).square().mean()
     if stopped and ctx.attempt == 0 and run.step == 3:
         if ctx.rank == 1:
-            ctx.request_stop("in an evaluation before the backward")
-        while True:
-            ctx.stop_point()
+            request_stop(ctx)
+        while not clusterddp.stop_requested():
             time.sleep(0.001)
+        run.stop("in an evaluation before the backward")
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -68,6 +69,7 @@ def test_the_forward_of_a_step_that_is_repeated_after_a_stop_counts_once(tmp_pat
 
 APART = """
 import os, sys, time, torch, clusterddp
+from tests.stops import request_stop
 from clusterddp.jobdef.job import Checkpointing
 folder, stopped, how = sys.argv[1], sys.argv[2] == "stopped", sys.argv[3]
 
@@ -83,10 +85,10 @@ seen = {}
 
 def stop(reason):
     if ctx.rank == ctx.world_size - 1:
-        ctx.request_stop(reason)
-    while True:
-        ctx.stop_point()
+        request_stop(ctx)
+    while not clusterddp.stop_requested():
         time.sleep(0.001)
+    run.stop(reason)
 
 
 for x in run.steps(16):

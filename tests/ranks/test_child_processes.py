@@ -234,6 +234,7 @@ def test_a_process_that_inherited_a_ranks_variables_is_no_second_rank(tmp_path: 
 
 REPLACED = f"""
 import os, sys
+from tests.stops import request_stop
 if "FIXED" not in os.environ:
     os.environ["FIXED"] = "1"
     os.execv(sys.executable, sys.orig_argv if sys.argv[1] == "orig_argv" else [sys.executable, *sys.argv])
@@ -241,7 +242,7 @@ if "FIXED" not in os.environ:
 for batch in run.steps(6 if ctx.attempt else 1_000_000):
     train(batch)
     if run.step == 3 and ctx.attempt == 0:
-        ctx.request_stop("the test")
+        request_stop(ctx)
 """
 
 

@@ -100,9 +100,9 @@ def test_finish_outside_a_step_is_refused(tmp_path: Path) -> None:
 #: optimizer's step, "8:3+" after it, "8:3f" after ``run.finish()``.
 LOOPS = """
 import sys
-import time
 import torch
 import clusterddp
+from tests.stops import request_stop
 
 stop_before, run_dir, *loops = sys.argv[1:]
 ctx = clusterddp.init(device="cpu", run_dir=run_dir)
@@ -113,9 +113,7 @@ run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(data, batch_si
 seen = []
 for number, (total, _, at) in enumerate(loop.partition(":") for loop in loops):
     if str(number) == stop_before:
-        ctx.request_stop("test")
-        while ctx._agreement._vote is None:  # no public name: the request has not reached this rank yet
-            time.sleep(0.01)
+        request_stop(ctx)
     for taken, x in enumerate(run.steps(int(total)), 1):
         seen.append((run.step, int(x.item() - ctx.rank) // ctx.world_size))
         if at == f"{taken}-":

@@ -16,6 +16,7 @@ from tests.trainings import events_of
 
 SCRIPT = """
 import sys, torch, clusterddp
+from tests.stops import request_stop
 from clusterddp.jobdef.job import Checkpointing; from clusterddp.jobdef.job import Keep
 from clusterddp.errors import CheckpointError
 
@@ -58,7 +59,7 @@ for batch in run.steps(total):
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     run.log(loss=loss)
     if run.step == stop_at and ctx.rank == 0:
-        ctx.request_stop("the test")
+        request_stop(ctx)
 """
 
 
@@ -145,6 +146,7 @@ def test_another_number_of_ranks_cannot_use_the_states_and_is_refused(tmp_path: 
 ITERABLE = """
 import multiprocessing, os, random, signal, sys, time
 import numpy, torch, clusterddp
+from tests.stops import await_stop
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 class Numbers(IterableDataset):
@@ -173,9 +175,7 @@ for batch in run.steps(25):
     if run.step == stop_at and ctx.attempt == 0:  # Slurm signals all processes of a job
         for pid in [*(child.pid for child in multiprocessing.active_children()), os.getpid()]:
             os.kill(pid, signal.SIGTERM)
-        while (vote := ctx._agreement._vote) is None:
-            time.sleep(0.001)
-        vote.voted.wait()
+        await_stop(ctx)
 """
 
 

@@ -45,7 +45,7 @@ def test_lightning_resumes_from_the_checkpoint_with_the_highest_step(tmp_path: P
     require("lightning")
     from clusterddp.integrations.lightning import SaveAndRequeue
 
-    stop = SaveAndRequeue(None, tmp_path)  # type: ignore[arg-type]
+    stop = SaveAndRequeue(tmp_path)
     assert stop.newest_checkpoint is None
     for name in ("stop-step=900.ckpt", "last.ckpt", "stop-step=1000.ckpt", "epoch=2-step=1200.ckpt"):
         (tmp_path / name).touch()

@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 import torch
 import clusterddp
+from tests.stops import request_stop
 from tests.descent import Descent
 
 ctx = clusterddp.init()
@@ -37,7 +38,7 @@ for batch in run.steps(40):
         lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
         with open(folder / "events.jsonl", "r+") as file:  # as two writers on NFS do
             file.write("garbled " + lines[0][8:])
-        ctx.request_stop("the test")
+        request_stop(ctx)
 """
 
 

@@ -17,6 +17,7 @@ import sys
 import torch
 from torch.utils.data import TensorDataset
 import clusterddp
+from tests.stops import request_stop
 
 run_dir, stop, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 CHANGED = 3  # the step in which the script changes the model, once
@@ -75,7 +76,7 @@ def change():
 
 def train(x, step):
     if ctx.attempt == 0 and step == stop - 1 and how not in ("stopped in an evaluation", "evaluated outside the loop"):
-        ctx.request_stop("by the test")
+        request_stop(ctx)
     if step == CHANGED:
         change()
         average.eval()
@@ -107,7 +108,7 @@ def evaluate():
     was = model.training
     model.eval()
     if ctx.attempt == 0 and run.step == stop:
-        ctx.request_stop("by the test")
+        request_stop(ctx)
     for (x,) in ctx.eval_loader(TensorDataset(torch.ones(8, 8)), batch_size=1):
         model(x)
     model.train(was)

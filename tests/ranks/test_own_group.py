@@ -13,6 +13,7 @@ from tests import ddp
 SCRIPT = """
 import random, sys, torch, clusterddp
 import torch.distributed as dist
+from tests.stops import request_stop
 from datetime import timedelta
 from torch.distributed import init_process_group  # before clusterddp.init(), as most scripts
 first = sys.argv[1] == "first"
@@ -40,8 +41,8 @@ except ValueError as error:
 for step in range(10_000):
     dist.all_reduce(torch.ones(1))
     if step == 3 and ctx.rank == 1:
-        ctx.request_stop("enough")
-    if ctx.stop_requested():
+        request_stop(ctx)
+    if clusterddp.stop_requested():
         print("stopped at", step, flush=True)
         break
 assert dist.group.WORLD is own

@@ -34,12 +34,12 @@ for process in [*multiprocessing.active_children(), multiprocessing.current_proc
 made = 0
 for batch in batches:
     made += 1
-    if ctx.stop_requested():
+    if clusterddp.stop_requested():
         break
 made += sum(1 for _ in zip(range(20), batches))
 print("stopped after the workers went on" if made > 20 else made, flush=True)
 busy = iter(DataLoader(Slow(torch.arange(10)), num_workers=1))
-ctx.requeue()
+clusterddp.requeue()
 """
 
 
@@ -54,6 +54,7 @@ def test_a_term_to_the_whole_job_spares_the_workers_and_none_delays_the_end(tmp_
 SHARING = f"""
 import multiprocessing
 import torch.multiprocessing
+from tests.stops import request_stop
 torch.multiprocessing.set_sharing_strategy("file_system")
 {TRAINING.replace("batch_size=1", "batch_size=1, num_workers=2, persistent_workers=True")}
 for batch in run.steps(40 if ctx.attempt else 1_000_000):
@@ -61,7 +62,7 @@ for batch in run.steps(40 if ctx.attempt else 1_000_000):
     if run.step == 1:
         print("workers", *(child.pid for child in multiprocessing.active_children()), flush=True)
     if run.step == 5 and ctx.attempt == 0:
-        ctx.request_stop("the test")
+        request_stop(ctx)
 """
 
 

@@ -70,6 +70,7 @@ def test_a_script_that_exits_with_any_other_code_has_failed(tmp_path: Path, code
 
 LINGERING = f"""
 import atexit, multiprocessing, os, signal, subprocess, sys, threading
+from tests.stops import request_stop
 from clusterddp.worker import rank_exit
 rank_exit.EXIT_GRACE_S = rank_exit.STOP_GRACE_S = 0.5
 
@@ -87,7 +88,7 @@ try:
     for batch in run.steps(4 if ctx.attempt else 1_000_000):  # the stop takes some steps
         train(batch)
         if run.step == 1 and ctx.attempt == 0:
-            ctx.request_stop("the test")
+            request_stop(ctx)
             start(True)
             start(False)
 finally:

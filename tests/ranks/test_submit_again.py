@@ -122,6 +122,7 @@ import os
 import torch
 import clusterddp
 from tests.descent import Descent
+from tests.stops import request_stop
 
 ctx = clusterddp.init(device="cpu")
 model = torch.nn.Linear(4, 1 + ctx.attempt)
@@ -129,7 +130,7 @@ run = ctx.run(model=model, optimizer=Descent(model), loader=ctx.loader(torch.one
 for batch in run.steps(20):
     model(batch).square().mean().backward()
     if run.step == 3 and ctx.attempt == 0:
-        ctx.request_stop("the test")
+        request_stop(ctx)
 """
 
 

@@ -1,4 +1,4 @@
-"""``clusterddp.stop_requested()`` and ``clusterddp.requeue()`` in a loop that saves by itself, without a context."""
+"""``clusterddp.stop_requested()`` and ``requeue()``: in a loop that saves by itself, and inside a step of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from clusterddp.errors import UNCONFIRMED
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.own_saves import ResumeWatch
+from tests import ddp
 from tests.cli import clusterddp
 from tests.waiting import preempt_local, wait_until
 
@@ -128,6 +129,40 @@ def submit(
 def output(run: RunDirectory, attempt: int, rank: int) -> str:
     log = run.attempt_logs(attempt) / f"rank-{rank}.out"
     return log.read_text() if log.exists() else ""
+
+
+IN_A_STEP = """
+import sys, torch, clusterddp
+from clusterddp.jobdef.job import Checkpointing
+from tests.descent import Descent
+from tests.stops import request_stop
+
+how, folder = sys.argv[1:]
+ctx = clusterddp.init(device="cpu", run_dir=folder, checkpoint=Checkpointing(every_steps=None, every_s=None))
+model = torch.nn.Linear(4, 1)
+run = ctx.run(model=model, optimizer=(optimizer := Descent(model)), loader=ctx.loader(torch.ones(64, 4), batch_size=2))
+for x in run.steps(6):
+    if how != "never" and run.step == 3 and ctx.attempt == 0:
+        if ctx.rank == 1:
+            request_stop(ctx)
+        while not clusterddp.stop_requested():
+            pass
+        run.stop("in the evaluation") if how == "run.stop" else clusterddp.requeue()
+    model(x).square().mean().backward()
+    optimizer.step()
+print("weight", model.weight.tolist(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["run.stop", "requeue"])
+def test_a_run_that_stops_within_a_step_is_saved_and_repeats_it(how: str, tmp_path: Path) -> None:
+    script, run = tmp_path / "in_a_step.py", RunDirectory(tmp_path / "run")
+    script.write_text(IN_A_STEP)
+    ddp.start(script, how, run, ranks=2, folder=tmp_path / "out").expect(75)
+    assert [path.name.partition(".")[0] for path in run.checkpoints.iterdir()] == [f"step-{3:012}"]
+    resumed = ddp.run(script, how, run, ranks=2, folder=tmp_path / "out")
+    whole = ddp.run(script, "never", tmp_path / "whole", ranks=2, folder=tmp_path / "out")
+    assert [resumed.output(rank) for rank in range(2)] == [whole.output(rank) for rank in range(2)]
 
 
 OUTSIDE = """

@@ -20,6 +20,7 @@ import sys
 import torch
 from torch.utils.data import TensorDataset
 import clusterddp
+from tests.stops import request_stop
 
 ctx = clusterddp.init(device="cpu", run_dir=sys.argv[1])
 lr, batch, gamma, how = float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
@@ -33,7 +34,7 @@ loader = ctx.loader(TensorDataset(torch.ones(64, 1)), batch_size=batch)
 run = ctx.run(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
 for (x,) in run.steps(6):
     if ctx.attempt < 2 and run.step == 2 * ctx.attempt + 1:
-        ctx.request_stop("by the test")
+        request_stop(ctx)
     model(x).square().mean().backward()
     optimizer.step()
     scheduler.step()

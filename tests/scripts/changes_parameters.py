@@ -8,6 +8,7 @@ import sys
 import torch
 
 import clusterddp
+from tests.stops import request_stop
 
 ctx = clusterddp.init(run_dir=sys.argv[1], seed=1)
 net = torch.nn.Linear(1, 1, bias=False)
@@ -18,9 +19,10 @@ run = ctx.run(model=model, optimizer=optimizer)
 
 def evaluate(place):
     if ctx.attempt == 0 and run.step == 3 and place == sys.argv[2]:
-        ctx.request_stop("test")
-        while True:
-            ctx.stop_point()
+        request_stop(ctx)
+        while not clusterddp.stop_requested():
+            pass
+        run.stop("test")
 
 
 for step in run.steps(6):

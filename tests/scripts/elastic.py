@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import clusterddp
+from tests.stops import request_stop
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=120)
@@ -58,5 +59,5 @@ for batch in run.steps(args.steps):
         with open(RUN / "samples.jsonl", "a") as file:
             file.write(json.dumps(taken) + "\n")
     if run.step == STOPS.get(ATTEMPT):
-        ctx.request_stop("the test wants it")
+        request_stop(ctx)
     time.sleep(args.pause)

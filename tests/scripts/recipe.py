@@ -5,10 +5,11 @@ STEPS, such as 20,39: the last rank asks for a stop at the beginning of step 20 
 """
 
 import runpy
+import signal
 import sys
-import time
 
 import clusterddp
+from tests.stops import await_stop
 
 RUN_DIR, stops, *sys.argv = sys.argv[1:]
 STOPS = dict(enumerate(map(int, stops.split(",") if stops else [])))
@@ -17,10 +18,8 @@ init = clusterddp.init
 
 def stop(ctx):
     if ctx.rank == ctx.world_size - 1:
-        ctx.request_stop("the test")
-    while (vote := ctx._agreement._vote) is None:
-        time.sleep(0.001)
-    vote.voted.wait()
+        signal.raise_signal(signal.SIGTERM)
+    await_stop(ctx)
 
 
 def init_with_run_dir():

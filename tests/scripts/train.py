@@ -89,7 +89,8 @@ for number, (x, y) in enumerate(run.steps(args.steps)):
     if number == 2 and MOMENT == "evaluation":
         wait_at("evaluation")
         for _ in range(600):
-            ctx.stop_point()
+            if clusterddp.stop_requested():
+                run.stop("in the evaluation")
             time.sleep(0.1)
     if (run.step, RANK, ATTEMPT) == (args.fill_at, "1", 0):
         taken = [bytearray(b"x") * 2**26 for _ in range(200)]  # 13 GB; any limit of a test is below

@@ -36,11 +36,11 @@ while step < 60:
             while (MARKS / "wait").exists():
                 time.sleep(0.05)
         time.sleep(0.05)
-        stop = ctx.stop_requested()
+        stop = clusterddp.stop_requested()
         if stop or step % 25 == 0:
             save_state(accelerator, OUT, step)
         if stop:
-            ctx.requeue()
+            clusterddp.requeue()
         if step == 60:
             break
 assert accelerator.num_processes == ctx.world_size

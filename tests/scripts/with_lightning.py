@@ -42,7 +42,7 @@ class Telling(Callback):
 
 
 ctx = clusterddp.init()
-stop = SaveAndRequeue(ctx, OUT)
+stop = SaveAndRequeue(OUT)
 trainer = Trainer(
     strategy="ddp",
     accelerator="cpu",

@@ -48,7 +48,7 @@ ctx = clusterddp.init()
 arguments = TrainingArguments(
     OUT, max_steps=60, per_device_train_batch_size=2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
 )
-trainer = Trainer(Net(), arguments, train_dataset=Numbers(), callbacks=[Telling(), SaveAndRequeue(ctx)])
+trainer = Trainer(Net(), arguments, train_dataset=Numbers(), callbacks=[Telling(), SaveAndRequeue()])
 trainer.train(resume_from_checkpoint=newest_checkpoint(OUT))
 assert trainer.args.world_size == ctx.world_size
 print("done at step", trainer.state.global_step, flush=True)

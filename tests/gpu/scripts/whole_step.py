@@ -9,6 +9,7 @@ import sys
 import torch
 
 import clusterddp
+from tests.stops import request_stop
 
 STEPS, WHEN, WHERE = int(sys.argv[2]), sys.argv[3], sys.argv[4]
 
@@ -37,9 +38,10 @@ def capture():
 
 def evaluate(here):
     if here == WHERE and run.step == 3 and ctx.attempt == 0:
-        ctx.request_stop("test")
-        while True:
-            ctx.stop_point()
+        request_stop(ctx)
+        while not clusterddp.stop_requested():
+            pass
+        run.stop("test")
 
 
 ctx = clusterddp.init(run_dir=sys.argv[1], seed=1)
