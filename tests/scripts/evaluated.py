@@ -4,10 +4,8 @@ usage: evaluated.py RUN_DIR [POINT...]: attempt n stops at the n-th point, which
 RUN_DIR/final-RANK.pt at the end.
 """
 
-import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -16,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import clusterddp
 from clusterddp.jobdef.job import Checkpointing, Keep
+from tests.stops import await_stop
 
 folder, points = Path(sys.argv[1]), sys.argv[2:]
 
@@ -25,9 +24,8 @@ def point(name):
     if ctx.attempt >= len(points) or points[ctx.attempt] != f"{name}@{run.step}":
         return
     if ctx.rank == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-    while ctx._agreement.reason is None:  # no public name: ranks have not agreed yet
-        time.sleep(0.001)
+        signal.raise_signal(signal.SIGTERM)
+    await_stop(ctx)
 
 
 @torch.no_grad()

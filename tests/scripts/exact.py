@@ -6,9 +6,7 @@ usage: exact.py RUN_DIR STEPS [OPTIONS]; each rank writes RUN_DIR/final-RANK.pt 
 import argparse
 import contextlib
 import json
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import clusterddp
 from clusterddp.jobdef.job import Checkpointing
+from tests.stops import request_stop
 
 parser = argparse.ArgumentParser()
 parser.add_argument("run_dir", type=Path)
@@ -99,13 +98,6 @@ def evaluate():
     return ctx.all_reduce_sum(right) / options.samples
 
 
-def stop_here():
-    """A real TERM to this rank, and no step is finished before it is heard."""
-    os.kill(os.getpid(), signal.SIGTERM)
-    while ctx._agreement.reason is None:  # no public name: ranks have not agreed yet
-        time.sleep(0.001)
-
-
 def gradients(x, y):
     """Accumulates those of the batch, piece by piece; the sum of the pieces' losses."""
     with_branch = not options.unused or (run.step // 2 + ctx.rank) % 5 == 0
@@ -138,7 +130,7 @@ print(f"begin {run.step}", flush=True)
 try:
     for x, y in run.steps(options.steps):
         if run.step in options.stop_in and run.step % ctx.world_size == ctx.rank:
-            stop_here()
+            request_stop(ctx)
         before = loss_without_training(x, y)
         optimizer.zero_grad()
         loss = gradients(x, y)
