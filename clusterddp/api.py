@@ -20,7 +20,7 @@ from clusterddp.rundir.files import create_file
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
 from clusterddp.runs import sweep_submission
-from clusterddp.runs.progress_display import Progress, Shown, box, find_log, newest_failure
+from clusterddp.runs.progress_display import Progress, Shown, described, find_log, newest_failure
 from clusterddp.runs.recording import ONLY_JOB, Content
 from clusterddp.runs.request_client import cancel_run
 from clusterddp.runs.run_status import state_of
@@ -31,6 +31,7 @@ from clusterddp.runs.waiting import LOOK_S, Wait, Waiting
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import local_loop_alive
 from clusterddp.supervisor.limits import attempts_made
+from clusterddp.supervisor.verdict import failure_box
 
 #: Keys for the program, which cannot be given with a function.
 _PROGRAM_KEYS = {"script", "module", "args", "resume"}
@@ -303,7 +304,7 @@ class Handle:
         failure = newest_failure(self._run.events())
         if failure is None or (self._run.outcome() or {}).get("state") == "cancelled":
             return text
-        return f"{text}\n{box(self._run, failure)}"
+        return f"{text}\n{failure_box(described(self._run, failure))}"
 
 
 # --- starting

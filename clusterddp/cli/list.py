@@ -12,26 +12,21 @@ import math
 import os
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.cli import live
-from clusterddp.cli.live import LEAST_EVENTS, Size, composed, sparkline
-from clusterddp.errors import RunDirectoryError, UsageError
-from clusterddp.events import sentence
+from clusterddp.errors import UsageError
 from clusterddp.report import efficiency
 from clusterddp.reporter import clipped, columns_of, counted, duration, one_line, printable, show, speed
-from clusterddp.rundir.progress import curve, main_metric
-from clusterddp.rundir.run_directory import RunDirectory, as_typed, find_runs, runs_folder
+from clusterddp.rundir.run_directory import as_typed, find_runs, runs_folder
 from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import newest_interval
-from clusterddp.runs.run_report import booked, left_s, moment, report, values
+from clusterddp.runs.run_report import left_s, report, values
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import WORDS, RunState, run_states
 
@@ -39,9 +34,8 @@ if TYPE_CHECKING:
     from clusterddp.runs.sweep_members import Best, Comparison, Found
 
 
-#: The columns to drop first on a narrow terminal, by default and with --watch.
+#: The columns to drop first on a narrow terminal, in this order.
 LEFT_OUT = ("gpus", "ends", "nodes", "job", "attempts", "speed")
-LEFT_OUT_WATCHED = ("gpus", "ends", "job", "attempts", "reason", "nodes", "ettr", "speed", "trend")
 
 
 @dataclass(frozen=True)
@@ -63,15 +57,10 @@ class Column:
     """The columns of a terminal that it may take."""
 
 
-def columns(
-    metrics: Sequence[str],
-    keys: Mapping[str, Mapping[Path, str]] | None = None,
-    watched: Mapping[str, Mapping[Path, str]] | None = None,
-) -> dict[str, Column]:
+def columns(metrics: Sequence[str], keys: Mapping[str, Mapping[Path, str]] | None = None) -> dict[str, Column]:
     """The columns, in their order. ``metrics`` follow the time left.
 
-    ``keys``: those of a sweep, with the values of its members by run directory. They follow the state. ``watched``:
-    more columns of that kind, which follow the metrics.
+    ``keys``: those of a sweep, with the values of its members by run directory. They follow the state.
     """
     here = [str(Path.cwd()), str(runs_folder(os.environ).absolute())]
     own = {name: _key(values) for name, values in (keys or {}).items()}
@@ -84,7 +73,6 @@ def columns(
         "left": Column(_left, lambda row: "" if (left := _left(row)) is None else duration(left), right=True),
         "gpus": Column(_busy, lambda row: "" if (busy := _busy(row)) is None else f"{busy}%", right=True),
         **{name: _metric(name) for name in metrics},
-        **{name: _given(texts) for name, texts in (watched or {}).items()},
         "attempts": Column(lambda row: row.summary.attempts, lambda row: str(row.summary.attempts), right=True),
         "job": Column(lambda row: row.state.job_id, lambda row: row.state.job_id or "", right=True),
         "nodes": Column(lambda row: row.state.nodes or None, lambda row: row.state.nodes),
@@ -122,16 +110,9 @@ def _group(row: Row) -> Path:
 
 
 def table(
-    rows: Sequence[Row],
-    shown: Mapping[str, Column],
-    width: int | None = None,
-    colour: bool = False,
-    left_out: Sequence[str] = LEFT_OUT,
+    rows: Sequence[Row], shown: Mapping[str, Column], width: int | None = None, colour: bool = False
 ) -> list[str]:
-    """The lines of the table, with a heading. ``width``: the terminal's, or None for a pipe, which gets all columns.
-
-    ``left_out``: the columns that a narrow terminal leaves out, in this order.
-    """
+    """The lines of the table, with a heading. ``width``: the terminal's, or None for a pipe, which gets all columns."""
     cells = {name: [*map(one_line, (name.upper(), *map(column.text, rows)))] for name, column in shown.items()}
     cells = {name: texts for name, texts in cells.items() if name in ("run", "state") or any(texts[1:])}
     widths = {name: max(map(columns_of, texts)) for name, texts in cells.items()}
@@ -139,7 +120,7 @@ def table(
         widths = {name: min(columns, _WIDEST) for name, columns in widths.items()}
     else:
         limits = {name: shown[name].most or columns for name, columns in widths.items()}
-        widths = _fitted({name: min(columns, limits[name]) for name, columns in widths.items()}, width, left_out)
+        widths = _fitted({name: min(columns, limits[name]) for name, columns in widths.items()}, width)
     lines = []
     for index in range(len(rows) + 1):
         parts = [
@@ -212,13 +193,6 @@ def _key(values: Mapping[Path, str]) -> Column:
     return Column(value, lambda row: values.get(row.summary.run.path, ""), right=True)
 
 
-def _given(texts: Mapping[Path, str]) -> Column:
-    def text(row: Row) -> str:
-        return texts.get(row.summary.run.path, "")
-
-    return Column(text, text)
-
-
 def _ends(row: Row) -> str:
     """``preempted x2, node n2 lost``. The column of the reason has the last one already, and earlier ones like it are
     ``same x2``."""
@@ -244,7 +218,7 @@ _WIDEST = 40
 _COLOURS = {"completed": 32, "running": 36, "failed": 31, "cancelled": 31, "pending": 33, "held": 33, "unknown": 35}
 
 
-def _fitted(widths: dict[str, int], width: int, left_out: Sequence[str]) -> dict[str, int]:
+def _fitted(widths: dict[str, int], width: int) -> dict[str, int]:
     """Widths that fit, after clipping the reason and the run's path and dropping columns."""
     path = widths["run"]
     widths = {**widths, "run": min(path, _LEAST_RUN)}
@@ -252,7 +226,7 @@ def _fitted(widths: dict[str, int], width: int, left_out: Sequence[str]) -> dict
     def room(name: str) -> int:
         return width - sum(other + 2 for column, other in widths.items() if column != name)
 
-    for name in left_out:
+    for name in LEFT_OUT:
         if room("reason") >= min(widths.get("reason", 0), _LEAST_REASON):
             break
         widths.pop(name, None)
@@ -307,7 +281,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     """Runs ``list`` and returns the exit code."""
     if arguments.watch:
         queue = PacedQueue()
-        return live.watch(lambda size: _view(arguments, size, queue))
+        return live.watch(lambda: live.View(_lines(_chosen(arguments, queue), arguments.best)))
     found = _chosen(arguments)
     if arguments.json or arguments.csv:
         chosen = [_best_row(found, arguments.best)] if arguments.best else found.rows
@@ -331,20 +305,6 @@ def _tell_unknown(found: _Found, names: list[str]) -> None:
     known = sorted({name for row in found.rows for name in values(row.summary)})
     if missing := [name for name in names if name not in [*known, *columns([], found.keys)]]:
         show(f"--show: no run has logged {' or '.join(missing)}. Logged: {', '.join(known) or 'nothing yet'}")
-
-
-def _view(arguments: argparse.Namespace, size: Size | None, queue: PacedQueue) -> live.View:
-    """What --watch shows on a terminal of this size: the first runs with more columns, and the newest events."""
-    found = _chosen(arguments, queue)
-    most = size.lines - 2 * LEAST_EVENTS - 4 if size else len(found.rows)
-    rows = found.rows[: max(1, most)]
-    more = watched(rows, found.metrics, live.encoding())
-    shown = columns(found.metrics, found.keys, more.columns)
-    lines = table(rows, shown, size.columns if size else None, live.colour(), LEFT_OUT_WATCHED)
-    more_rows = len(found.rows) - len(rows)
-    lines += [f"and {counted(more_rows, 'more run')}"] * bool(more_rows) + [""]
-    end = f"{time.strftime('%H:%M:%S')}, {heading(found.rows)}, every {live.EVERY_S:.0f} s until Ctrl-C"
-    return live.View(composed(lines, more.events, end, size))
 
 
 @dataclass(frozen=True)
@@ -462,61 +422,3 @@ def _print_csv(rows: Sequence[Row], metrics: Sequence[str]) -> None:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         for cells in (lines[0], *(line.values() for line in lines)):
             writer.writerow([printable(cell) if isinstance(cell, str) else cell for cell in cells])
-
-
-#: The columns of a curve, and the most events of each run and in all.
-CURVE_COLUMNS, EVENTS = 12, 20
-Event = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Watched:
-    """``columns``: texts by run directory, by the column's name. ``events``: lines, oldest first."""
-
-    columns: Mapping[str, Mapping[Path, str]]
-    events: list[str]
-
-
-def watched(rows: Sequence[Row], metrics: Sequence[str], encoding: str) -> Watched:
-    """What is shown of these runs. ``metrics``: those of --show. The first one is drawn."""
-    now = time.time()
-    trends, times, events = dict[Path, str](), dict[Path, str](), list[tuple[float, str]]()
-    for row in rows:
-        run, history = row.summary.run, _history(row.summary.run)
-        trends[run.path] = _trend(row, next(iter(metrics), None), history, encoding)
-        made = booked(row.summary, row.state, history, now)[1]
-        times[run.path] = f"{100 * made.ettr:.0f}% of {duration(made.total_s)}" if made else ""
-        events += _newest(row, history)
-    events.sort()
-    lines = [f"{moment(at)}  {words}" for at, words in events[-EVENTS:]]
-    return Watched({"trend": trends, "ettr": times}, lines)
-
-
-def _history(run: RunDirectory) -> tuple[dict[str, Any], ...]:
-    """A run's events, read again only if there are new ones."""
-    try:
-        return _history_of(run.path, run.events_file.stat().st_size)
-    except (OSError, RunDirectoryError):  # none yet, or another user's
-        return ()
-
-
-@lru_cache(maxsize=100)
-def _history_of(run: Path, _size: int) -> tuple[dict[str, Any], ...]:
-    return tuple(RunDirectory(run).events())
-
-
-def _trend(row: Row, metric: str | None, history: Sequence[Event], encoding: str) -> str:
-    name = metric or main_metric(values(row.summary))
-    points = curve(row.summary.run.metrics_file, name, CURVE_COLUMNS, history) if name else []
-    return sparkline(points, CURVE_COLUMNS, encoding) if len(points) > 1 else ""
-
-
-def _newest(row: Row, history: Sequence[Event]) -> list[tuple[float, str]]:
-    """When a run's newest events happened, and their sentences."""
-    found: list[tuple[float, str]] = []
-    for event in reversed(history):
-        if words := sentence(event):
-            found.append((event["time"], one_line(f"{row.summary.name}: {' '.join(words.split())}")))
-        if len(found) == EVENTS:
-            break
-    return found

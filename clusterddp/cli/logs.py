@@ -24,15 +24,15 @@ from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, open_
 from clusterddp.runs.progress_display import (
     Log,
     Wanted,
-    box,
     check_not_deleted,
+    described,
     failed_ranks,
     find_log,
     logs_of,
     newest_failure,
     started,
 )
-from clusterddp.supervisor.verdict import end_of_file
+from clusterddp.supervisor.verdict import end_of_file, failure_box
 
 #: The most bytes read at once. A longer line is searched, and labelled, in pieces.
 BLOCK = 1 << 20
@@ -380,7 +380,7 @@ def _show_failure(run: RunDirectory) -> bool:
     failure = newest_failure(run.events())
     if failure is None:
         return False
-    put(box(run, failure))
+    put(failure_box(described(run, failure)))
     if failure["event"] == "launch_failed":
         return True
     rank, attempt = failure["rank"], failure["attempt"]

@@ -24,7 +24,7 @@ from clusterddp.runs import progress_display
 from clusterddp.runs.sweep_members import Found, compare
 from clusterddp.slurm.run_states import run_states
 
-_WORDS = Words(sentence, progress_display.box)
+_WORDS = Words(sentence, progress_display.described)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,19 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterddp.cli.live import (
-    EVERY_S,
-    INDENT,
-    Fact,
-    Size,
-    View,
-    composed,
-    encoding,
-    fact_lines,
-    labelled,
-    watch,
-)
-from clusterddp.errors import UsageError
+from clusterddp.cli.live import View, watch
 from clusterddp.events import sentence
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
@@ -29,9 +17,8 @@ from clusterddp.report import efficiency
 from clusterddp.report.booking import Booking
 from clusterddp.report.efficiency import Spent, advice
 from clusterddp.report.stragglers import scores
-from clusterddp.reporter import clipped, counted, duration, one_line, put, speed
-from clusterddp.rundir.progress import curve, main_metric
-from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, as_typed, open_run
+from clusterddp.reporter import counted, duration, one_line, put, speed
+from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, open_run
 from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import TimedInterval
 from clusterddp.runs.run_report import booked, left_s, moment, stalled_s, values
@@ -41,8 +28,8 @@ from clusterddp.slurm.run_states import OVER, RunState
 from clusterddp.supervisor.limits import SAVED_ITSELF, attempts_made
 from clusterddp.trackers.sent import overview
 
-#: The most columns of a metric's curve, and the places of metrics.jsonl that it is read from.
-CURVE_COLUMNS = 60
+#: A fact about a run, with its name.
+Fact = tuple[str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,18 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument(
         "--watch", action="store_true", help="refresh the output every 5 s until the run is over or you press Ctrl-C"
     )
-    parser.add_argument("--show", metavar="NAMES", default="", help="metrics that --watch draws (default: the loss)")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
     """Runs ``status`` and returns the exit code."""
     run = open_run(arguments.run)
     if arguments.watch:
-        names = list(dict.fromkeys(name for name in arguments.show.split(",") if name))
         queue = PacedQueue()
-        return watch(lambda size: _view(run, names, size, queue))
-    if arguments.show:
-        raise UsageError("--show requires --watch. Without --watch, status shows all metrics of the last step")
+        return watch(lambda: _view(run, queue))
     if arguments.json:
         print(json.dumps(full_report(run), indent=1))
     else:
@@ -81,32 +64,31 @@ def described(run: RunDirectory) -> str:
     """A run's state and its history in sentences, and a text for the administrator about its excluded nodes."""
     events, now = run.events(), time.time()
     summary, state = looked_at(run)
-    lines = fact_lines([fact for facts in _facts(summary, state, events, now).values() for fact in facts])
-    lines += _history(events)
+    lines = [*_facts(summary, state, events, now), *_history(events)]
     for node in exclusion.excluded(events, now):
         lines.append(f"\nMessage to send to the cluster's administrator:\n\n{exclusion.letter(events, node, now)}")
     return "\n".join(lines)
 
 
-def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], now: float) -> dict[str, list[Fact]]:
-    """The facts about a run, by subject, each with its name."""
+def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], now: float) -> list[str]:
+    """The facts about a run, a line each."""
     job = load_resolved(summary.run.job_file)
     code = code_of(summary.run, events)
     intervals = intervals_of(summary.run)
-    facts: dict[str, Sequence[Fact]] = {
-        "run": [("run", str(summary.run))],
-        "job": [("job", f"{job.name}: {job.shape}")],
-        "state": [("state", state_sentence(summary, state)), *_waiting(state, now), *_log(state)],
-        "code": [("code", code)] if code else [],
-        "attempts": [("attempts", str(attempts_made(events)))],
-        **_time(job, *booked(summary, state, events, now), events, intervals),
-        "progress": [*_progress(summary, state, now), *_own_checkpoint(summary, events, now), *_best(events)],
-        "slow": _slow(intervals) if state.word not in OVER else [],
-        "gpus": _gpus(intervals) if state.word == "running" else [],
-        "nodes": [*_nodes(job, summary, state, events), *_excluded(job, events, now)],
-        "trackers": overview(summary.run),
-    }
-    return {subject: list(found) for subject, found in facts.items()}
+    facts = [
+        ("run", str(summary.run)),
+        ("job", f"{job.name}: {job.shape}"),
+        *[("state", state_sentence(summary, state)), *_waiting(state, now), *_log(state)],
+        *([("code", code)] if code else []),
+        ("attempts", str(attempts_made(events))),
+        *_time(job, *booked(summary, state, events, now), events, intervals),
+        *[*_progress(summary, state, now), *_own_checkpoint(summary, events, now), *_best(events)],
+        *(_slow(intervals) if state.word not in OVER else []),
+        *(_gpus(intervals) if state.word == "running" else []),
+        *[*_nodes(job, summary, state, events), *_excluded(job, events, now)],
+        *overview(summary.run),
+    ]
+    return [one_line(f"{name:9} {words}") for name, words in facts]
 
 
 def _history(events: Sequence[Event]) -> list[str]:
@@ -114,34 +96,12 @@ def _history(events: Sequence[Event]) -> list[str]:
     return [f"  {moment(event['time'])}  {words}" for event in events if (words := sentence(event))]
 
 
-#: What --watch shows, from the top.
-_WATCHED = ("run", "state", "progress", "slow", "gpus", "curves", "time", "nodes", "attempts")
-
-
-def _view(run: RunDirectory, metrics: list[str], size: Size | None, queue: PacedQueue) -> View:
-    """What --watch shows on a terminal of this size."""
-    events, now = run.events(), time.time()
-    summary, state = looked_at(run, metrics, queue)
-    facts = _facts(summary, state, events, now) | {"curves": _curves(summary, metrics, events, size)}
-    if size:  # one line for the path, whose end tells runs apart
-        facts["run"] = [("run", clipped(one_line(as_typed(run.path)), size.columns - INDENT, keep_end=True))]
-    above = fact_lines([fact for subject in _WATCHED for fact in facts[subject]], size.columns if size else None)
-    over = state.word in OVER
-    end = "the run is over" if over else f"{time.strftime('%H:%M:%S')}, every {EVERY_S:.0f} s until Ctrl-C"
-    history = [" ".join(line.split()) for line in _history(events)]
-    return View(composed([*above, ""], history, end, size), over)
-
-
-def _curves(summary: Summary, metrics: list[str], events: Sequence[Event], size: Size | None) -> list[Fact]:
-    """A sparkline per metric."""
-    room = (size.columns if size else CURVE_COLUMNS + INDENT) - INDENT
-    facts = []
-    main = main_metric(values(summary))
-    for name in metrics or ([main] if main else []):
-        points = curve(summary.run.metrics_file, name, CURVE_COLUMNS, events)
-        words = labelled(points, min(room, CURVE_COLUMNS), encoding()) or "no value logged"
-        facts.append((name, words))
-    return facts
+def _view(run: RunDirectory, queue: PacedQueue) -> View:
+    """What --watch shows: the facts, and the history with the newest event first."""
+    events = run.events()
+    summary, state = looked_at(run, queue)
+    history = [one_line(line) for line in reversed(_history(events))]
+    return View([*_facts(summary, state, events, time.time()), *history], state.word in OVER)
 
 
 def _waiting(state: RunState, now: float) -> Sequence[Fact]:
@@ -165,13 +125,13 @@ def _log(state: RunState) -> Sequence[Fact]:
 
 def _time(
     job: Job, booking: Booking, made: Spent | None, events: Sequence[Event], intervals: Sequence[TimedInterval]
-) -> dict[str, Sequence[Fact]]:
+) -> Sequence[Fact]:
     """ETTR, where the time went, and advice."""
     if made is None or all(event.get("step") is None and event["event"] != "steps_seen" for event in events):
-        return {"time": []}
+        return []
     words = (made.sentence(), made.breakdown(), made.idle())
     facts = [("time" if line is words[0] else "", line) for line in words if line]
-    return {"time": facts, "advice": [("advice", words) for words in advice(job, booking, events, intervals)]}
+    return [*facts, *(("advice", words) for words in advice(job, booking, events, intervals))]
 
 
 def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:

@@ -90,7 +90,7 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     run = record_local(job, arguments.run_dir, Content(fork=arguments.fork))
     local = LocalRun(run, job, moments, arguments.debug)
     with Progress(
-        run, job.steps, job.progress_interval, Shown(bar=arguments.debug is None, failures=False)
+        run, job.steps, job.progress_interval, Shown(progress=arguments.debug is None, failures=False)
     ) as progress:
         code = local.loop(progress)
     with suppress(OSError):  # the disk may be full, and the entry then names a process that no longer runs

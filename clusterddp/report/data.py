@@ -49,10 +49,10 @@ _UNEXPECTED = (ClusterddpError, OSError, KeyError, TypeError, ValueError, Attrib
 
 @dataclass(frozen=True)
 class Words:
-    """The words of the layers above for events: a sentence, and the box about a first failure."""
+    """The words of the layers above for events: a sentence, and what is known of a first failure."""
 
     sentence: Sentence
-    box: Callable[[RunDirectory, Event], str]
+    failure: Callable[[RunDirectory, Event], str]
 
 
 def collect(summary: Summary, state: RunState, words: Words, now: float) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _failures(run: RunDirectory, events: Sequence[Event], words: Words, notes: l
     for place, event in enumerate(failed):
         box = None
         if place >= len(failed) - _BOXES and (is_count(event.get("rank")) or event["event"] == "launch_failed"):
-            box = _tried("the record of a failure", partial(words.box, run, event), notes)
+            box = _tried("the record of a failure", partial(words.failure, run, event), notes)
         found.append(
             {
                 "time": event["time"],
@@ -215,16 +215,10 @@ def _failures(run: RunDirectory, events: Sequence[Event], words: Words, notes: l
                 "rank": event.get("rank") if is_count(event.get("rank")) else None,
                 "host": str(event.get("host", "")),
                 "words": clipped(without_attempt(event, words.sentence) or event["event"], _SENTENCE),
-                "box": None if box is None else _end(_unframed(box), _BOX),
+                "box": None if box is None else _end(box, _BOX),
             }
         )
     return found
-
-
-def _unframed(box: str) -> str:
-    """The lines in a box. On a phone, its frame would wrap."""
-    lines = [line.removeprefix("| ").removeprefix("|") for line in box.splitlines() if not line.startswith("+--")]
-    return "\n".join(lines)
 
 
 def _end(text: str, most: int) -> str:

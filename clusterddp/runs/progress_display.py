@@ -17,19 +17,19 @@ from clusterddp.events import sentence
 from clusterddp.failures.exit_status import LaunchFailure
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
-from clusterddp.reporter import clipped, forgiving, one_line, printable, say, show, what_failed
+from clusterddp.reporter import forgiving, one_line, printable, say, show, what_failed
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.progress import recent
 from clusterddp.rundir.records import EVENT, METRICS, Schema, is_count, parse
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.verdict import FirstFailure, RankEnd, added_arguments, failure_box
+from clusterddp.supervisor.verdict import FirstFailure, RankEnd, added_arguments, failure_text
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
+    from rich.live import Live
+    from rich.text import Text
 
-
-#: Seconds between two updates of the bar's text, apart from the step.
-_WORDS_EVERY_S = 1.0
+#: Seconds between two updates of the line on a terminal.
+_LINE_EVERY_S = 1.0
 
 
 class Tail:
@@ -65,8 +65,8 @@ def _objects(lines: list[str], form: Schema) -> Iterator[dict[str, Any]]:
 class Shown:
     """What a waiting command shows of a run."""
 
-    bar: bool = True
-    """Whether to show the progress: on a terminal as a bar, elsewhere as a line at an interval."""
+    progress: bool = True
+    """Whether to show the progress: on a terminal as a line that changes, elsewhere as one at an interval."""
     output: bool = True
     """Whether to show rank 0's output."""
     events: Collection[str] | None = None
@@ -94,25 +94,24 @@ class Progress:
         self._metrics = Tail(run.metrics_file, from_end=True)
         self._output: Tail | None = None
         self._total = total_steps
-        self._bar: Bar | None = None
-        self._every_s = every_s if shown.bar else None
-        self._words_at, self._steps_shown = time.monotonic(), 0
+        self._live: Live | None = None
+        self._every_s = every_s if shown.progress else None
+        self._line_at, self._steps_shown = time.monotonic(), 0
         #: Attempts started since this object was created, and steps done.
         self.starts = self.steps_done = 0
         self._failed = False
 
     def __enter__(self) -> Progress:
-        if self._shown.bar and sys.stderr.isatty():
-            self._bar = _bar()
-            self._task = self._bar.add_task("", total=self._total, words="")
-            self._bar.start()
-            self._every_s = _WORDS_EVERY_S
+        if self._shown.progress and sys.stderr.isatty():
+            self._live = _live()
+            self._live.start()
+            self._every_s = _LINE_EVERY_S
         return self
 
     def __exit__(self, *_: object) -> None:
         self.update()
-        if self._bar:
-            self._bar.stop()
+        if self._live:
+            self._live.stop()
 
     def update(self) -> None:
         """Shows new events, output and steps.
@@ -132,27 +131,25 @@ class Progress:
         self._say_output()
         for metrics in _objects(self._metrics.lines(), METRICS):
             self.steps_done = metrics["step"] + 1
-        if self._bar:
-            self._bar.update(self._task, completed=self.steps_done, total=self._total)
-        if self._every_s is not None and time.monotonic() >= self._words_at + self._every_s:
-            self._words_at = time.monotonic()
-            self._show_words()
+        if self._every_s is not None and time.monotonic() >= self._line_at + self._every_s:
+            self._line_at = time.monotonic()
+            self._show_line()
 
-    def _show_words(self) -> None:
-        """Shows speed, time left and metrics, if there are new steps."""
+    def _show_line(self) -> None:
+        """Shows step, speed, time left and metrics, if there are new steps."""
         found = recent(self._run.metrics_file) if self.steps_done != self._steps_shown else None
         if found is None:
             return
         self._steps_shown = self.steps_done
-        if self._bar:
-            room = _room(self._bar.console.width, self._total)
-            self._bar.update(self._task, words=clipped(one_line(found.words(self._total)), room) if room > 3 else "")
+        line = found.line(self._total)
+        if self._live:
+            self._live.update(_on_one_line(line), refresh=True)
         else:
-            show(found.line(self._total))
+            show(line)
 
     def _event(self, event: dict[str, Any]) -> None:
         self.starts += event["event"] == "started"
-        self._words_at = time.monotonic()  # the sentence about the run's end is the last line
+        self._line_at = time.monotonic()  # the sentence about the run's end is the last line
         if event["event"] == "started" and self._shown.output:
             self._output = Tail(self._run.attempt_logs(event["attempt"]) / "rank-0.out")
         self._total = event["steps"] if is_count(event.get("steps")) else self._total
@@ -168,36 +165,25 @@ class Progress:
             self._say(line, raw=True)
 
     def _say(self, line: str, raw: bool = False) -> None:
-        if self._bar:
-            self._bar.console.print(line if raw else printable(line), markup=False, highlight=False)
+        if self._live:
+            self._live.console.print(line if raw else printable(line), markup=False, highlight=False)
         else:
             show(line, raw)
 
 
-def _bar() -> Bar:
-    """``steps ━━━━━━ 1200/5000 2.1 steps/s, 30 min left, loss 0.412``."""
+def _live() -> Live:
+    """The last line of the terminal, below everything else that is printed."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
+    from rich.live import Live
 
     console = Console(file=forgiving(2))  # a terminal that is closed gives EIO
-    return Bar(
-        "steps",
-        BarColumn(bar_width=_bar_width(console.width)),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[words]}", markup=False),
-        console=console,
-        transient=True,
-    )
+    return Live(console=console, auto_refresh=False, transient=True)
 
 
-def _bar_width(columns: int) -> int:
-    return max(4, min(40, columns // 5))
+def _on_one_line(text: str) -> Text:
+    from rich.text import Text
 
-
-def _room(columns: int, total: int | None) -> int:
-    """The columns behind the bar and the numbers of steps."""
-    return columns - _bar_width(columns) - len(f"steps  {total}/{total} ")
+    return Text(one_line(text), no_wrap=True, overflow="ellipsis")
 
 
 Event = Mapping[str, Any]
@@ -213,8 +199,8 @@ def newest_failure(events: Iterable[Event]) -> Event | None:
     return next(filter(names_it, reversed(list(events))), None)
 
 
-def box(run: RunDirectory, event: Event) -> str:
-    """The box about a first failure, as the supervisor printed it, but without the failures that followed from it."""
+def described(run: RunDirectory, event: Event) -> str:
+    """A first failure in words, as the supervisor described it, but without the failures that followed from it."""
     attempt, rank, host, when = event["attempt"], event.get("rank", 0), event.get("host", "?"), event["time"]
     if event["event"] == "launch_failed":
         end = RankEnd.of_launch(LaunchFailure(tuple(event.get("lines", ())), event.get("refused") is True), when)
@@ -227,7 +213,7 @@ def box(run: RunDirectory, event: Event) -> str:
     secrets = secret_values(revealed(load_resolved(run.job_file), run.job_file), os.environ)
     more = [added_arguments(run, run.events(), attempt)]
     first = FirstFailure(end.without(secrets), step=event.get("step"))
-    return failure_box(run, attempt, first, when, secrets, more)
+    return failure_text(run, attempt, first, when, secrets, more)
 
 
 def failed_ranks(run: RunDirectory, attempt: int, events: Iterable[Event]) -> set[int]:

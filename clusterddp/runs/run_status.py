@@ -35,11 +35,9 @@ def state_of(run: RunDirectory) -> tuple[str, str]:
     return state.word, state_sentence(summary, state)
 
 
-def looked_at(
-    run: RunDirectory, metrics: Sequence[str] = (), queue: PacedQueue | None = None
-) -> tuple[Summary, RunState]:
+def looked_at(run: RunDirectory, queue: PacedQueue | None = None) -> tuple[Summary, RunState]:
     """The run, and its state. ``queue``: of a view that is refreshed."""
-    summary = summarize(run, metrics)
+    summary = summarize(run)
     return summary, run_states([summary], slurm.PATIENCE_S, queue=queue)[0]
 
 

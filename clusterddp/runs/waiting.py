@@ -417,7 +417,7 @@ def wait(
                     run,
                     job.steps,
                     job.progress_interval,
-                    Shown(bar=not several, output=follow, label=f"{run.path.name}: " if several else ""),
+                    Shown(progress=not several, output=follow, label=f"{run.path.name}: " if several else ""),
                 )
             )
             for run, job in zip(runs, jobs, strict=True)

@@ -44,7 +44,16 @@ from clusterddp.supervisor.limits import (
     own_checkpoint,
     progress,
 )
-from clusterddp.supervisor.verdict import Action, FirstFailure, RankEnd, Verdict, added_arguments, failure_box, judge
+from clusterddp.supervisor.verdict import (
+    Action,
+    FirstFailure,
+    RankEnd,
+    Verdict,
+    added_arguments,
+    failure_box,
+    failure_text,
+    judge,
+)
 
 _T = TypeVar("_T")
 #: Returned when the ranks are to be restarted in this job.
@@ -209,7 +218,7 @@ class Recovery:
             then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}, because {verdict.because}"
         first = FirstFailure(failure, verdict.others, step)
         more = (added_arguments(self._run, self._history.events, self._number), then)
-        show(failure_box(self._run, self._number, first, time.time(), self._history.secrets, more))
+        show(failure_box(failure_text(self._run, self._number, first, time.time(), self._history.secrets, more)))
 
     def _step_of(self, failure: RankEnd, others: Sequence[RankEnd]) -> int | None:
         """The number of steps completed when a rank failed. A killed rank reports none, but the others then failed in

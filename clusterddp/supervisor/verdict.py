@@ -6,7 +6,8 @@ record, srun's messages or waitpid show that the rank was killed. ``judge`` find
 and ``Recovery`` carries that out. If the run is over, the supervisor exits with ``Verdict.exit_code``. That is the
 job's exit code, too, because the batch script becomes the supervisor by ``exec``.
 
-``failure_box`` shows an attempt's first failure, for `submit --local`, the job's log, `logs` and `Handle.result()`.
+``failure_text`` describes an attempt's first failure, for the report, and ``failure_box`` frames it, for
+`submit --local`, the job's log, `logs` and `Handle.result()`.
 """
 
 from __future__ import annotations
@@ -510,7 +511,15 @@ class FirstFailure:
     step: int | None = None
 
 
-def failure_box(
+def failure_box(text: str) -> str:
+    """``failure_text`` in a box."""
+    lines = text.split("\n")
+    wrapped = [piece for line in lines for piece in (textwrap.wrap(line, 116, drop_whitespace=False) or [""])]
+    rule = "-" * 118
+    return "\n".join([f"+{rule}", *(f"| {line}" for line in wrapped), f"+{rule}"])
+
+
+def failure_text(
     run: RunDirectory,
     attempt: int,
     first: FirstFailure,
@@ -518,7 +527,7 @@ def failure_box(
     secrets: Sequence[str] = (),
     then: Sequence[str] = (),
 ) -> str:
-    """The first failure in a box: rank, host, time, its traceback or the end of its log, and the failures it caused.
+    """The first failure: rank, host, time, its traceback or the end of its log, and the failures that it caused.
 
     ``secrets``: values to mask in the log. ``then``: further lines.
     """
@@ -534,11 +543,7 @@ def failure_box(
     cause = failure.fault or (failure.known.cause if failure.known is not None else "")
     lines += [f"likely cause: {cause}"] if cause else []
     lines += [f"log: {log}", *filter(None, then), *_other_ends(failure, others)]
-    wrapped = [
-        piece for line in lines for piece in (textwrap.wrap(printable(line), 116, drop_whitespace=False) or [""])
-    ]
-    rule = "-" * 118
-    return "\n".join([f"+{rule}", *(f"| {line}" for line in wrapped), f"+{rule}"])
+    return "\n".join(map(printable, lines))
 
 
 def end_of_file(log: Path) -> str:

@@ -46,7 +46,7 @@ LEFT_OUT = {
     "runs/sweep_submission.py": {"run_all", "_run", "_loop_ended", "scripts", "check_marks", "_check_same"},
     "supervisor/history.py": {"StepLog", "_Output"},
     "supervisor/verdict.py": {
-        *("added_arguments", "failure_box", "end_of_file", "_who_waited", "_different_calls", "_other_ends"),
+        *("added_arguments", "failure_text", "end_of_file", "_who_waited", "_different_calls", "_other_ends"),
         "_other_end",
     },
     "supervisor/done.py": {"_why_not", "_line", "_printed", "_matching"},

@@ -40,7 +40,7 @@ from clusterddp.runs import pruning, request_client, submission, waiting
 from clusterddp.slurm import commands, pace, slurmd
 from clusterddp.slurm import configuration as preemption_policy
 from clusterddp.supervisor import attempt, controller, done, history, lease, main, own_checkpoints, recovery
-from clusterddp.supervisor.verdict import failure_box
+from clusterddp.supervisor.verdict import failure_text
 from tests.simulation import sweeps
 from tests.simulation.disk import ATTEMPTS, CLAIMS, FILES, LINES, Disk
 from tests.simulation.ranks import Cluster, Server
@@ -142,10 +142,10 @@ def _token(count: int) -> str:
     return f"{_now.world.random.getrandbits(8 * count):0{2 * count}x}"
 
 
-def _failure_box(*args: Any) -> str:
-    """``failure_box``, which nobody reads unless the story is told. It reads logs, which may be slow, or fail."""
+def _failure_text(*args: Any) -> str:
+    """``failure_text``, which nobody reads unless the story is told. It reads logs, which may be slow, or fail."""
     disk: Disk = _now.disk
-    return failure_box(*args) if _now.world.traced or disk.slow or disk.broken[0] else ""
+    return failure_text(*args) if _now.world.traced or disk.slow or disk.broken[0] else ""
 
 
 def _of_process(pid: int) -> str | None:
@@ -196,7 +196,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield commands, "require", lambda *_: None
     yield pace, "_file", lambda: None
     yield pace, "_size", lambda path: _now.disk.size(path)
-    yield recovery, "failure_box", _failure_box
+    yield recovery, "failure_text", _failure_text
     yield attempt, "ControlServer", lambda *args: Server(_now.cluster, *args)
     yield from NAMED
     yield from sweeps.patches(_now)

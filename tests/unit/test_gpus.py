@@ -25,7 +25,7 @@ from clusterddp.rundir.timing import GPU_FIGURES, TimedInterval, TimingLines, re
 from clusterddp.slurm.run_states import Cause, RunState
 from clusterddp.supervisor.attempt_state import FAULT_S, Broadcast, GpuFigures, RankEvent, Record, State
 from clusterddp.supervisor.decide import step
-from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_box, judge
+from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_text, judge
 from clusterddp.worker import gpus
 from tests.timings import write_timings
 from tests.unit.test_decide import HANG, JOB, NOW, after
@@ -280,7 +280,7 @@ def test_a_rank_whose_gpu_had_a_fault_failed_first_and_its_node_is_at_fault(tmp_
     assert verdict.first_failure == faulty and faulty.of_the_node and faulty.may_pass
     alone = judge([peer, dataclasses.replace(faulty, fault="")], 1, False, lambda: Cause.NONE)
     assert alone.first_failure is not None and alone.first_failure.rank == 0
-    box = failure_box(RunDirectory(tmp_path), 0, FirstFailure(faulty, [peer]), NOW)
+    box = failure_text(RunDirectory(tmp_path), 0, FirstFailure(faulty, [peer]), NOW)
     assert f"likely cause: {WORDS}" in box
     failed = {"event": "rank_failed", "attempt": 0, "time": NOW, "suspect": "n2", "error": "x", "fault": WORDS}
     assert WORDS in exclusion.letter([failed], "n2", NOW)

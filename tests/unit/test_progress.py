@@ -1,8 +1,11 @@
-"""The progress of a run that trains: lines in logs, and the bar on a terminal."""
+"""The progress of a run that trains: lines in logs, and one line on a terminal."""
 
 from __future__ import annotations
 
 import io
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from clusterddp.rundir.progress import Recent, recent
-from clusterddp.runs import progress_display
+from clusterddp.rundir.progress import Recent, main_metric, recent
 from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.training import context
 from clusterddp.training.context import ProgressLines
 from clusterddp.worker import rank_exit
 from tests.runs_on_disk import event, recorded_run, steps, write_lines
+from tests.terminal import Terminal
 
 
 def test_a_line_has_the_step_the_speed_the_time_left_and_three_metrics() -> None:
@@ -80,25 +83,51 @@ def test_a_waiting_command_prints_a_line_where_there_is_no_terminal(
     """Only of new steps, and none after the sentence about the run's end."""
     run = recorded_run(tmp_path / "net", [event("training", step=0)])
     shown = Progress(run, 100, every_s=0.0)
-    silent = [Progress(run, 100), Progress(run, 100, 0.0, Shown(bar=False))]
+    silent = [Progress(run, 100), Progress(run, 100, 0.0, Shown(progress=False))]
     write_lines(run.metrics_file, steps(range(10), loss=0.5))
     for one in (shown, shown, *silent):
         one.update()
     assert capsys.readouterr().err == "step 10/100, 2 steps/s, 45 s left, loss 0.5\n"
 
 
-@pytest.mark.parametrize(("width", "last"), [(120, "acc 0.9"), (60, "..."), (30, "...")])
-def test_the_bar_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, last: str) -> None:
-    """On one line: the words are clipped."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TERM", "dumb")
-    run = recorded_run(tmp_path / "net", [event("training", step=0)])
-    with Progress(run, 5000) as shown:
-        shown._bar = bar = progress_display._bar()
-        shown._task, shown._every_s = bar.add_task("", total=5000, words=""), 0.0
-        write_lines(run.metrics_file, steps(range(1190, 1200), loss=0.41234, lr=0.001, acc=0.9))
+def test_the_loss_is_shown_first_unless_another_metric_is_named() -> None:
+    """Else what has loss in its name, else the first metric."""
+    assert main_metric({"step": 1, "acc": 1, "train_loss": 1, "loss": 1}) == "loss"
+    assert main_metric({"step": 1, "acc": 1, "Loss/train": 1}) == "Loss/train"
+    assert main_metric({"step": 1, "time": 1, "attempt": 0, "acc": 1}) == "acc"
+    assert main_metric({"step": 1}) is None
+
+
+PROGRAM = """
+import sys
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.runs.progress_display import Progress
+with Progress(RunDirectory(sys.argv[1]), 5000) as shown:
+    for line in sys.stdin:
+        shown._line_at = 0.0
         shown.update()
-        with bar.console.capture() as captured:
-            bar.console.print(bar.get_renderable())
-    line = captured.get().strip()
-    assert "\n" not in line and len(line) <= width and "1200/5000" in line and line.endswith(last)
+        print("updated", file=sys.stderr)
+"""
+
+
+def test_on_a_terminal_the_progress_is_one_line_below_the_output(tmp_path: Path) -> None:
+    """It is cut at the terminal's width, and gone in the end."""
+    run = recorded_run(tmp_path / "net", [event("training", step=0)])
+    environment = {**os.environ, "COLUMNS": "40", "TERM": "xterm"}
+    words = [sys.executable, "-c", PROGRAM, str(run)]
+    terminal = Terminal(lambda **options: subprocess.Popen(words, env=environment, **options))
+    try:
+        terminal.type("\n")
+        terminal.wait_for("updated")
+        write_lines(run.metrics_file, steps(range(1190, 1200), loss=0.41234, lr=0.001, acc=0.9))
+        terminal.type("\n")
+        before = terminal.wait_for("updated")
+        (line,) = re.findall(r"step 1200/5000[^\r\n\x1b]*", before)
+        assert len(line) == 40 and line.startswith("step 1200/5000, 2 steps/s, 32 min left"), line
+        assert "acc" not in before
+        terminal.type("\x04")
+        assert terminal.process.wait(60) == 0
+        after = terminal.wait_for("\x1b[2K")
+        assert "step 1200/5000" in after, "below the output of others"
+    finally:
+        terminal.end()

@@ -125,14 +125,14 @@ def test_saves_are_summed_up(tmp_path: Path) -> None:
 
 
 def test_a_failure_has_its_box(tmp_path: Path) -> None:
-    """As the supervisor printed it: with the end of the rank's log."""
+    """In the supervisor's words, with the end of the rank's log, and without its colours."""
     failure = event("rank_failed", rank=0, host="n1", error="killed by signal KILL", step=3)
     run = recorded_run(tmp_path / "run", [started(), failure])
     (run.attempt_logs(0)).mkdir(exist_ok=True)
-    (run.attempt_logs(0) / "rank-0.err").write_text("slurmstepd: Detected 1 oom_kill event\n")
+    (run.attempt_logs(0) / "rank-0.err").write_text("\x1b[31mslurmstepd: Detected 1 oom_kill event\x1b[0m\n")
     (found,) = data_of(run)["failures"]
     assert found["words"].startswith("first failure at step 3: rank 0 (n1) ")
-    assert "oom_kill" in found["box"]
+    assert "\nslurmstepd: Detected 1 oom_kill event\n" in found["box"]
 
 
 # --- damaged runs

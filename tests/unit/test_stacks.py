@@ -8,7 +8,7 @@ from clusterddp.events import sentence
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.stack_traces import MOST_FRAMES, different_calls, end_of_log, users_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_box
+from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_text
 
 BELOW = """  File "<frozen runpy>", line 291 in run_path
   File "/x/clusterddp/rank.py", line 153 in run_script
@@ -55,10 +55,10 @@ def test_ranks_that_were_ended_for_a_peer_are_not_reported_as_out_of_memory(tmp_
         RankEnd(3, "n2", "died", 2.0, error="killed: out of memory", death=ExitStatus(out_of_memory=True)),
     ]
     first = RankEnd(1, "n1", "exception", 1.0, error="ValueError: x")
-    box = failure_box(RunDirectory(str(tmp_path)), 0, FirstFailure(first, others), 3.0)
-    assert "| as a result: rank 0 (n1) was killed by clusterddp after rank 1 failed\n" in box
-    assert "| as a result: rank 2 (n2) was killed by clusterddp after rank 1 failed\n" in box
-    assert "| also failed: rank 3 (n2) killed: out of memory\n" in box
+    lines = failure_text(RunDirectory(str(tmp_path)), 0, FirstFailure(first, others), 3.0).split("\n")
+    assert "as a result: rank 0 (n1) was killed by clusterddp after rank 1 failed" in lines
+    assert "as a result: rank 2 (n2) was killed by clusterddp after rank 1 failed" in lines
+    assert "also failed: rank 3 (n2) killed: out of memory" in lines
 
 
 def test_the_last_line_of_a_failed_run_has_the_reason() -> None:
@@ -113,7 +113,7 @@ def test_the_box_of_a_crash_in_mismatched_collectives_says_what_to_do(tmp_path: 
     (run.attempt_logs(0) / "rank-1.err").write_text(f"terminate called\n  what(): {GLOO}\n{CRASHED}")
     failure = RankEnd(1, "n1", "died", 1.0, error="killed by signal 6 (SIGABRT)")
     other = RankEnd(0, "n0", "exception", 1.1, error="RuntimeError: Connection reset", traceback=RAISED)
-    box = failure_box(run, 0, FirstFailure(failure, [other], 4), 2.0)
+    box = failure_text(run, 0, FirstFailure(failure, [other], 4), 2.0)
     said = " ".join(line.strip("|").strip() for line in box.splitlines())
     assert "the ranks called different collectives (rank 1 in train.py:52 (train), rank 0 in train.py:40" in said, box
 
@@ -126,7 +126,7 @@ def test_a_box_names_the_log_that_has_the_reason(tmp_path: Path) -> None:
     out.write_text("Error: no such data set: mnits\n")
     err.write_text("\n")
     failure = RankEnd(1, "n1", "exited", 1.0, error="exit code 3")
-    box = failure_box(run, 0, FirstFailure(failure), 2.0)
+    box = failure_text(run, 0, FirstFailure(failure), 2.0)
     assert f"log: {out}" in box and "Error: no such data set: mnits" in box
     err.write_text("Traceback: here\n")
-    assert f"log: {err}" in failure_box(run, 0, FirstFailure(failure), 2.0)
+    assert f"log: {err}" in failure_text(run, 0, FirstFailure(failure), 2.0)
