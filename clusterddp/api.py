@@ -139,7 +139,7 @@ def sweep(
     values = {key: value for key, value in job_definition.items() if value is not None}
     with without_job_variables():
         asked = replace(_sweep_of(target, grid, args, values, run_dir), max_running=max_running, retry=tuple(retry))
-        with planned(asked, sweep_submission.settle) as plan:
+        with planned(asked) as plan:
             tell(asked, plan)
             if not local:
                 _submit_all(asked, plan)

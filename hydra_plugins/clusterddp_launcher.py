@@ -229,8 +229,8 @@ class ClusterddpLauncher(Launcher):
         from clusterddp.runs.waiting import wait
 
         while True:
-            with planned(sweep, sweep_submission.settle) as plan:
-                tell(sweep, replace(plan, left=[]))
+            with planned(sweep) as plan:
+                tell(sweep, replace(plan, left={}))
                 done = sweep_submission.submit(sweep, plan)
             if done.job_ids:
                 show(f"Submitted {counted(len(done.members), 'member')} as {enumerated('job', done.job_ids)}")
@@ -258,8 +258,8 @@ class ClusterddpLauncher(Launcher):
         from clusterddp.runs.sweep_submission import planned, tell
 
         check_ranks(sweep.job, "--local")
-        with planned(sweep, sweep_submission.settle) as plan:
-            tell(sweep, replace(plan, left=[]))
+        with planned(sweep) as plan:
+            tell(sweep, replace(plan, left={}))
         if sweep_submission.run_all(sweep, plan) == INTERRUPTED:
             raise KeyboardInterrupt
 

@@ -35,7 +35,7 @@ from clusterddp.runs.recording import (
 )
 from clusterddp.runs.submission import check, check_ranks, fit_to_cluster, record_local, submit_to_slurm
 from clusterddp.runs.sweep_members import Definition, argument_of, default_name, jobs_of, keys_of, named, of_options
-from clusterddp.runs.sweep_submission import Plan, Sweep, SweepFolder, check_marks, make_plan, planned, tell
+from clusterddp.runs.sweep_submission import Sweep, SweepFolder, check_marks, make_plan, planned, tell
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor import lease
 
@@ -193,9 +193,9 @@ def submit_sweep(arguments: argparse.Namespace, job: Job, definition: Definition
 
 def submit_members(sweep: Sweep) -> int:
     """Submits the members as job arrays and prints the job ids. The exit code is 75 if Slurm took only some of them."""
-    with planned(sweep, sweep_submission.settle) as plan:
+    with planned(sweep) as plan:
         tell(sweep, plan)
-        if is_new(plan):
+        if plan.is_new:
             tell_keys(sweep)
         done = sweep_submission.submit(sweep, plan)
     if not sys.stdout.isatty():
@@ -214,9 +214,9 @@ def run_members(sweep: Sweep) -> int:
     """Runs the members on this machine, one at a time, and returns the exit code."""
     for job in sweep.jobs.values():
         check_ranks(job, "--local")
-    with planned(sweep, sweep_submission.settle) as plan:
+    with planned(sweep) as plan:
         tell(sweep, plan)
-        if is_new(plan):
+        if plan.is_new:
             tell_keys(sweep)
     return sweep_submission.run_all(sweep, plan)
 
@@ -232,11 +232,6 @@ def show_members(sweep: Sweep) -> int:
     if plan.submit:
         print("\n\n".join(sweep_submission.scripts(sweep, plan)))
     return 0
-
-
-def is_new(plan: Plan) -> bool:
-    """Whether no member has been submitted before."""
-    return set(plan.states.values()) == {"new"} and not plan.left
 
 
 def tell_keys(sweep: Sweep) -> None:

@@ -362,6 +362,11 @@ class Record:
     members: Mapping[str, Mapping[str, str]]
     left: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
+    @property
+    def known(self) -> dict[str, Mapping[str, str]]:
+        """All members that the sweep has or had."""
+        return {**self.members, **self.left}
+
     def to_yaml(self) -> str:
         """As ``read_record`` reads it."""
         job = "".join(f"  {line}\n" for line in without_secrets(self.job)[0].to_yaml().splitlines())
@@ -448,7 +453,7 @@ def metrics_after(run: RunDirectory, steps: int, names: Collection[str]) -> dict
 
 
 def _by_key(record: Record, runs: Sequence[RunDirectory]) -> dict[str, dict[Path, str]]:
-    known = {**record.left, **record.members}
+    known = record.known
     return {
         f"{name}=": {run.path: known[run.path.name][key] for run in runs if key in known.get(run.path.name, {})}
         for key, name in short_keys(keys_of(known.values())).items()

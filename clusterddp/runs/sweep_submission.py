@@ -19,7 +19,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -217,11 +217,16 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Plan:
-    """The members by state, and those only of earlier definitions."""
+    """The members by state, those to submit, and those only of earlier definitions, with their values."""
 
     states: Mapping[str, str]
     submit: list[str]
-    left: list[str]
+    left: Mapping[str, Mapping[str, str]]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no member has been submitted before."""
+        return set(self.states.values()) == {"new"} and not self.left
 
     def in_state(self, *states: str) -> list[str]:
         """The members in these states."""
@@ -229,23 +234,18 @@ class Plan:
 
 
 @contextmanager
-def planned(sweep: Sweep, settle: Callable[[SweepFolder], None]) -> Iterator[Plan]:
-    """Records the sweep and holds its lock, while the body carries out the plan.
-
-    ``settle`` is called with the lock held, and completes what an earlier command left.
-    """
+def planned(sweep: Sweep) -> Iterator[Plan]:
+    """Records the sweep and holds its lock, while the body carries out the plan."""
     folder = sweep.folder
     folder.check()
     folder.create(sweep.job.share)
     with folder.locked():
-        settle(folder)
+        _settle(folder)
         plan = make_plan(sweep)
         for name in plan.submit:
             check_continues(folder.member(name), sweep.jobs[name], sweep.change)
-        before = read_record(folder.path)
-        known = {**before.members, **before.left} if before else {}
         members = {name: {key: text_of(node) for key, node in values.items()} for name, values in sweep.members.items()}
-        folder.write(Record(sweep.job, members, {name: known[name] for name in plan.left}))
+        folder.write(Record(sweep.job, members, plan.left))
         yield plan
 
 
@@ -253,11 +253,12 @@ def make_plan(sweep: Sweep) -> Plan:
     """Reads the folder and plans, without writing. Raises RunDirectoryError if the recorded definition differs."""
     before = read_record(sweep.folder.path)
     states = _states(sweep)
-    known = {**before.members, **before.left} if before else {}
-    kept = [name for name in known if name not in sweep.members and sweep.folder.member(name).exists()]
-    if before and (kept or set(states.values()) != {"new"}) and not sweep.change:
+    known = before.known if before else {}
+    left = {name: known[name] for name in known if name not in sweep.members and sweep.folder.member(name).exists()}
+    plan = Plan(states, [name for name, state in states.items() if state in (*MISSING, *sweep.retry)], left)
+    if before and not plan.is_new and not sweep.change:
         _check_same(sweep, before)
-    return Plan(states, [name for name, state in states.items() if state in (*MISSING, *sweep.retry)], kept)
+    return plan
 
 
 def _check_same(sweep: Sweep, before: Record) -> None:
@@ -332,7 +333,7 @@ class Submitted:
     refused: SlurmError | None = None
 
 
-def settle(folder: SweepFolder) -> None:
+def _settle(folder: SweepFolder) -> None:
     """Completes what a command that was killed left: an array that Slurm has is recorded, any other one is removed.
 
     Raises SlurmUnavailable while that is unknown, to prevent a second submission.

@@ -34,7 +34,7 @@ from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor.lease import holders, reachable, started, submitted, submitting
 from clusterddp.supervisor.limits import SAVED_ITSELF, held
 
-#: Seconds between two looks at the runs' files, and between two that show the progress of runs.
+#: Seconds between two looks at the runs' files, and between two while their progress is shown.
 WAIT_LOOK_S, LOOK_S = 1.0, 0.2
 #: Seconds for which a shared disk may hide a new file (NFS: acdirmax is 60 s), with some reserve.
 HIDDEN_S = 90.0
@@ -236,13 +236,13 @@ class Wait:
 
     def __init__(self, run: RunDirectory, job: Job | None = None) -> None:
         self.run = run
-        self.activity = Activity(run)
         #: How it ended: completed, or a key of WAITED. None until then.
         self.end: str | None = None
         #: The same in a sentence.
         self.sentence = ""
         #: The longest pause until the controller is asked about it again.
         self.most_s = QUIET_S
+        self._activity = Activity(run)
         self._helper = Resubmitter(run, job) if job else None
         self._words = ""
         #: Its state if that may be an end, and the time since then.
@@ -250,7 +250,7 @@ class Wait:
 
     def seen(self) -> tuple[object, str]:
         """All that is known about the run without a question."""
-        return self.activity.seen(), self._words
+        return self._activity.seen(), self._words
 
     def look(self) -> None:
         """Reads the run's outcome."""
@@ -270,7 +270,7 @@ class Wait:
             self._doubt = (state.word, now)
         doubt_s = now - self._doubt[1] if self._doubt else 0.0
         is_settled = self._doubt is not None and doubt_s >= self._settle_s(state)
-        self.most_s = SILENT_S if self.activity.silent else QUIET_S
+        self.most_s = SILENT_S if self._activity.silent else QUIET_S
         if self._doubt:
             self.most_s = SILENT_S if state.word == "unknown" else WAIT_LOOK_S
         if self._helper and (is_settled or state.word != "unknown") and self._is_helped(summary, state, doubt_s):
@@ -298,7 +298,7 @@ class Wait:
         if help is None:
             return False
         self._say(help.words)
-        self.most_s = min(self.most_s, help.most_s)
+        self.most_s = min(help.most_s, SILENT_S) if self._activity.silent else help.most_s
         return True
 
     def _settle(self, summary: Summary, state: RunState) -> None:

@@ -185,7 +185,7 @@ def submit(history: History, retry: Sequence[str] = ()) -> int:
     run = history.run
     folder = Folder(run.path.parent, history.disk)
     sweep = sweep_submission.Sweep(folder, history.job, {run.path.name: {}}, {run.path.name: history.job}, retry)
-    with sweep_submission.planned(sweep, sweep_submission.settle) as plan:
+    with sweep_submission.planned(sweep) as plan:
         sweep_submission.tell(sweep, plan)
         if plan.submit:
             history.invariants.submitted()

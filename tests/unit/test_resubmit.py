@@ -556,6 +556,21 @@ def test_a_resubmitter_retries_what_slurm_refuses(
     assert "job 41 ended (COMPLETED) without recording an outcome. Resubmitted as job 42" in said
 
 
+def test_what_slurm_refuses_is_not_asked_for_every_second(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on submitted jobs may last for hours."""
+    asked: list[float] = []
+
+    def refuse(*_: object) -> str:
+        asked.append(clock[0])
+        raise SlurmError("AssocMaxSubmitJobLimit")
+
+    monkeypatch.setattr("clusterddp.slurm.commands.submit", refuse)
+    resubmitter = look(run, info("NODE_FAIL"), monkeypatch)
+    for _ in range(600):
+        resubmitter.look(1.0)
+    assert resubmitter.end is None and 600 / 7 < len(asked) < 600 / 4
+
+
 def test_a_job_that_slurm_forgets_while_it_refuses_the_next_one_is_remembered(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
