@@ -62,42 +62,12 @@ class Binding:
 
 
 class BoundOrder(ABC):
-    """The endless stream of a run's samples.
+    """The endless stream of a run's samples: epochs that all have ``length`` samples.
 
     Attributes:
         label: recorded in a checkpoint. The same label and length mean the same stream.
         length: samples per epoch. 0 if ``drop_last`` leaves none.
     """
-
-    label: str
-    length: int
-
-    @abstractmethod
-    def samples(self, start: int, stop: int) -> list[Sample]:
-        """The samples at positions ``start`` to ``stop`` - 1."""
-
-    def shares(self, start: int, size: int, stride: int) -> Iterator[Columns]:
-        """Without end: the ``size`` samples from ``start`` on, those from ``start`` + ``stride`` on, and so forth."""
-        for first in itertools.count(start, stride):
-            yield tuple(zip(*self.samples(first, first + size), strict=True))
-
-
-class Order(ABC):
-    """An order of samples that is not bound yet: made by a function of ``clusterddp.orders``, for ``ctx.loader``."""
-
-    #: The label that a checkpoint of a version without labels stands for; None if that had no such order.
-    unlabelled: str | None = None
-
-    @abstractmethod
-    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
-        """The stream of a run. ``label``: of the checkpoint that it resumes from, to keep an older version's order.
-
-        Raises TypeError and ValueError if the order does not fit the dataset.
-        """
-
-
-class EpochOrder(BoundOrder):
-    """A bound order with epochs that all have ``length`` samples."""
 
     #: Whether an epoch may have a sample twice: the number of the draw then makes them different.
     repeats = False
@@ -120,13 +90,32 @@ class EpochOrder(BoundOrder):
             start += last - first
         return found
 
+    def shares(self, start: int, size: int, stride: int) -> Iterator[Columns]:
+        """Without end: the ``size`` samples from ``start`` on, those from ``start`` + ``stride`` on, and so forth."""
+        for first in itertools.count(start, stride):
+            yield tuple(zip(*self.samples(first, first + size), strict=True))
 
-class ArrayOrder(EpochOrder):
+
+class Order(ABC):
+    """An order of samples that is not bound yet: made by a function of ``clusterddp.orders``, for ``ctx.loader``."""
+
+    #: The label that a checkpoint of a version without labels stands for; None if that had no such order.
+    unlabelled: str | None = None
+
+    @abstractmethod
+    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
+        """The stream of a run. ``label``: of the checkpoint that it resumes from, to keep an older version's order.
+
+        Raises TypeError and ValueError if the order does not fit the dataset.
+        """
+
+
+class ArrayOrder(BoundOrder):
     """An order that draws samples at any places of an epoch in one call of numpy."""
 
     @abstractmethod
     def at(self, epoch: int, places: Indices) -> Indices:
-        """The samples at these places of an epoch, which ascend. May change the array that it is given."""
+        """The samples at these places of an epoch, which ascend."""
 
     def indices(self, epoch: int, start: int, stop: int) -> list[Any]:
         found: list[int] = self.at(epoch, np.arange(start, stop)).tolist()
@@ -152,13 +141,13 @@ class ArrayOrder(EpochOrder):
         if inside + int(places[-1]) < self.length:
             epochs: Indices | int = epoch
             draws = places + inside
-            found = self.at(epoch, draws.copy())
+            found = self.at(epoch, draws)
         else:
             numbers, draws = np.divmod(places + inside, self.length)
             found = draws.copy()
             for number in range(int(numbers[0]), int(numbers[-1]) + 1):
                 of = slice(*np.searchsorted(numbers, (number, number + 1)))
-                found[of] = self.at(epoch + number, found[of].copy())
+                found[of] = self.at(epoch + number, found[of])
             epochs = numbers + epoch
         return (epochs, found, draws) if self.repeats else (epochs, found)
 
@@ -272,7 +261,7 @@ class Sequential(Order):
         return _InSequence("sequential", to.of_epoch(to.length))
 
 
-class _InSequence(EpochOrder):
+class _InSequence(BoundOrder):
     def indices(self, epoch: int, start: int, stop: int) -> list[int]:  # noqa: ARG002
         return list(range(start, stop))
 
@@ -286,7 +275,7 @@ class _Permuted(ArrayOrder):
         return self._permutation(epoch)(places)
 
 
-class _Randperm(EpochOrder):
+class _Randperm(BoundOrder):
     """The order from before orders had labels. It lists all samples, which takes seconds for 10^8 of them."""
 
     def __init__(self, to: Binding) -> None:

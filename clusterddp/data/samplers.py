@@ -30,7 +30,6 @@ from clusterddp.data.loader import EvalLoader, Loader, check_switches
 from clusterddp.data.sample_order import (
     Binding,
     BoundOrder,
-    EpochOrder,
     Order,
     Sequential,
     Shuffled,
@@ -118,7 +117,7 @@ class Sampled(Order):
             yield from map(_plain, batch)
 
 
-class _Drawn(EpochOrder):
+class _Drawn(BoundOrder):
     repeats = True
 
     def __init__(self, label: str, length: int, sampler: Sampled, to: Binding) -> None:
