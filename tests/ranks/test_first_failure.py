@@ -36,7 +36,7 @@ HEAD = r"\| rank {rank} \(\S+\) {words}(?:.|\n)*?\n\| attempt 0{step}, \d\d\d\d-
          "in __getitem__", None),
         ("memory", [0], 2, "ran out of memory: RuntimeError: ", "failing.py", False),
         ("segfault", [1], 2, r"was killed by signal 11 \(SIGSEGV\)", "Fatal Python error: Segmentation fault", False),
-        pytest.param(  # as the one above, and the stack of an abort is in test_stacks.py
+        pytest.param(  # as the one above, and the stack of an abort is in test_stack_traces.py
             "abort", [0], 2, r"was killed by signal 6 \(SIGABRT\)", "Fatal Python error: Aborted", False,
             marks=pytest.mark.product,
         ),

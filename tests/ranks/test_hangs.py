@@ -164,7 +164,7 @@ def check_stacks(logs: Path) -> None:
         assert len(last["entries"]) <= 100
 
 
-@pytest.mark.product  # unit/test_hang_attribution.py has the verdict, the test above a rank that is named
+@pytest.mark.product  # unit/test_hangs.py has the verdict, the test above a rank that is named
 def test_a_rank_that_skips_a_collective_is_named_rather_than_those_that_wait_in_it(run: RunDirectory) -> None:
     """It is a step ahead, in the next collective, and its stack is shown."""
     said = finished(start(run, "skip", "--gpus", "3", "--set", "watchdog.on_hang=end"), run, code=1)

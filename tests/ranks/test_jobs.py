@@ -6,11 +6,13 @@ import importlib.util
 import re
 import shutil
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
@@ -331,3 +333,18 @@ def test_a_copy_of_the_folder_is_complete(tmp_path: Path) -> None:
     digits = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(digits)
     assert [len(part) for part in digits.load_digits()] == [1438, 359]
+
+
+def test_every_image_is_a_test_image_of_exactly_one_fold() -> None:
+    """And a training image of all the others; without arguments the split is the last fold's."""
+    digits = script("digits")
+    parts = [digits.load_digits(fold, 5) for fold in range(5)]
+    assert [len(test) for _, test in parts] == [360, 360, 359, 359, 359]
+    assert {len(train) + len(test) for train, test in parts} == {1797}
+    assert rows(test for _, test in parts) == rows(parts[0])
+    assert all(torch.equal(a, b) for a, b in zip(digits.load_digits()[1][:], parts[4][1][:], strict=True))
+
+
+def rows(parts: Iterable[TensorDataset]) -> list[list[float]]:
+    """Every image with its label, sorted."""
+    return sorted([*image.flatten().tolist(), int(label)] for part in parts for image, label in part)  # type: ignore[attr-defined]

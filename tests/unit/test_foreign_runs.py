@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from clusterddp.cli.main import main
+from clusterddp.cli.report import collected
 from clusterddp.errors import ClusterddpError
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import copy_checkpoint
 from tests.checkpoint_files import save
 from tests.other_user import MEMBER, UID, start_as_other
-from tests.runs_on_disk import event, of_job, recorded_run, started, steps
+from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
 from tests.terminal import Terminal
 
 #: Ends a line for ``print``, ``str.splitlines`` or a terminal.
@@ -124,3 +125,52 @@ def test_a_list_does_not_repeat_a_long_reason(tmp_path: Path, capfd: pytest.Capt
     outcome = {"state": "failed", "step": 3, "reason": f"{error}. Not restarted"}
     run_command("list", str(recorded_run(tmp_path / "net", history, outcome=outcome)))
     assert capfd.readouterr().out.count("exited with code 1") == 1
+
+
+# --- Pipes and devices in place of a run's files: they must not keep a command from ending, nor hide other runs
+
+
+FILES = [
+    "job.yaml", "events.jsonl", "metrics.jsonl", "outcome.json", "timing.jsonl", "private/submitted.json",
+    "private/attempt-0/holder.json", "logs/attempt-0/rank-0.out",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With two runs, neither of which has a job that Slurm would be asked about."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    for name in ("net-0", "net-1"):
+        history = [started(), event("training", step=0), event("completed", step=9, attempts=1, reason="done")]
+        recorded_run(tmp_path / name, history, metrics=steps(range(9), loss=0.5), holder=of_job())
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(
+    folder: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It waits for a writer, who never comes. Lists have the other run, and one run's commands say what is wrong."""
+    pipe = folder / "net-1" / name
+    pipe.unlink(missing_ok=True)
+    pipe.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(pipe)
+    assert run_command("list", str(folder)) == 0
+    assert "net-0" in capfd.readouterr().out
+    for words in (["status"], ["status", "--json"], ["logs"]):
+        run_command(*words, str(folder / "net-1"))
+    collected([RunDirectory(folder / "net-1")], BEGAN + 60)
+    assert "Traceback" not in capfd.readouterr().err
+    pipe.unlink()
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "outcome.json", "private/submitted.json"])
+def test_a_file_that_seems_to_have_terabytes_does_not_hide_other_runs(
+    folder: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a sparse file does, which takes no room."""
+    (folder / "net-1" / name).touch()
+    os.truncate(folder / "net-1" / name, 1 << 42)
+    assert run_command("list", str(folder)) == 0
+    assert "net-0" in capfd.readouterr().out
+    os.truncate(folder / "net-1" / name, 0)

@@ -26,10 +26,10 @@ from tests.versions.environments import PAIRS, REPOSITORY, Pair, environment, in
 #: What depends on Python or torch: started processes, signals and threads, gloo, the bits of a resumed run, files,
 #: and what is hooked into torch in scripts that do not use clusterddp: saves, steps, the process group.
 TESTS = (
-    "ranks/exact_resume unit/orders unit/loader unit/worker_batches ranks/child_processes "
+    "ranks/exact_resume unit/orders unit/loader unit/workers ranks/child_processes "
     "ranks/gradients ranks/buffers ranks/compiled_shapes ranks/agreement ranks/process_group ranks/own_group "
-    "ranks/group_ends ranks/heartbeat ranks/heartbeat_faults ranks/hangs unit/step_times ranks/local ranks/two_lines "
-    "ranks/untouched ranks/own_checkpoints ranks/script_outcomes unit/script_signal unit/own_saves unit/store "
+    "ranks/group_ends ranks/heartbeat ranks/heartbeat_faults ranks/hangs unit/step_timing ranks/local ranks/two_lines "
+    "ranks/untouched ranks/own_checkpoints ranks/script_outcomes unit/signals unit/own_saves unit/store "
     "unit/control_channel unit/run_directory unit/job unit/batch"
 ).split()
 #: Each pair's run on the cluster: its ranks are started by srun as an ordinary user.

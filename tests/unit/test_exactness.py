@@ -1,4 +1,4 @@
-"""What a model on a GPU may not need: memory for a comparison, and dtypes that CUDA's kernels lack."""
+"""Fingerprints of tensors on a GPU need little memory, and no dtypes that CUDA's kernels lack."""
 
 from __future__ import annotations
 
