@@ -19,7 +19,7 @@ EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class View:
-    """What is shown. A small terminal cuts off the last lines. ``over``: whether it will not change any more."""
+    """What is shown: on a terminal as many lines as have room. ``over``: whether it will not change any more."""
 
     lines: Sequence[str]
     over: bool = False
@@ -42,20 +42,22 @@ def watch(look: Callable[[], View]) -> int:
                     return INTERRUPTED
         except KeyboardInterrupt:
             code = INTERRUPTED
-    if in_place or view.over:  # leave the last view on the terminal
+    if in_place:  # leave the last view on the terminal
+        print("\n".join(view.lines[: _room()]))
+    elif view.over:
         print("\n".join(view.lines))
     return code
 
 
 @contextmanager
 def _screen() -> Iterator[Callable[[View], None]]:
-    """The terminal's alternate screen. rich fits the text to it, also after a change of its size."""
+    """The terminal's alternate screen. rich fits the text to it every second, also after a change of its size."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     with Live(console=Console(file=forgiving(1)), screen=True, refresh_per_second=1, redirect_stdout=False) as live:
-        yield lambda view: live.update(Text.from_ansi("\n".join([_heading(), "", *view.lines])), refresh=True)
+        yield lambda view: live.update(Text.from_ansi("\n".join([_heading(), *view.lines[: _room()]])), refresh=True)
 
 
 def _print_block(view: View) -> None:
@@ -64,6 +66,11 @@ def _print_block(view: View) -> None:
 
 def _heading() -> str:
     return f"{time.strftime('%H:%M:%S')}, every {EVERY_S:.0f} s until Ctrl-C"
+
+
+def _room() -> int:
+    """The lines of the terminal but one. rich need not wrap all of a long history every second."""
+    return shutil.get_terminal_size().lines - 1
 
 
 def _can_redraw() -> bool:

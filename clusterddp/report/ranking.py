@@ -20,13 +20,13 @@ RANKED = ("completed", "running", "held", "pending")
 _RUNS, _COLUMNS, _MOST_MARKS = 400, 4, 8
 
 
-def main_of(runs: Sequence[Run]) -> str | None:
+def _main_of(runs: Sequence[Run]) -> str | None:
     """The metric by which most runs are judged, or None if none was logged."""
     mains = Counter(run["metrics"][0]["name"] for run in runs if run["metrics"])
     return mains.most_common(1)[0][0] if mains else None
 
 
-def newest(run: Run, name: str | None) -> Mapping[str, Any] | None:
+def _newest(run: Run, name: str | None) -> Mapping[str, Any] | None:
     """The newest value of a metric, with its step, or None."""
     found: Mapping[str, Any] | None = next((one["last"] for one in run["metrics"] if one["name"] == name), None)
     return found
@@ -38,7 +38,7 @@ def ranked(runs: Sequence[Run], name: str | None) -> list[Run]:
     smallest = any(best["smallest"] for best in own if best)
 
     def key(run: Run) -> tuple[bool, float, str]:
-        value = newest(run, name) if run["state"] in RANKED else None
+        value = _newest(run, name) if run["state"] in RANKED else None
         if value is None:
             return True, 0.0, ""
         return False, value["value"] if smallest else -value["value"], str(run["name"])
@@ -46,9 +46,9 @@ def ranked(runs: Sequence[Run], name: str | None) -> list[Run]:
     return sorted(runs, key=key)
 
 
-def has_rank(run: Run, name: str | None) -> bool:
+def _has_rank(run: Run, name: str | None) -> bool:
     """Whether a run is compared with the others."""
-    return run["state"] in RANKED and newest(run, name) is not None
+    return run["state"] in RANKED and _newest(run, name) is not None
 
 
 def label(run: Run) -> str:
@@ -56,7 +56,7 @@ def label(run: Run) -> str:
     return ", ".join(f"{key}={value}" for key, value in run["values"].items()) or str(run["name"])
 
 
-def parameters(runs: Sequence[Run]) -> dict[str, list[str]]:
+def _parameters(runs: Sequence[Run]) -> dict[str, list[str]]:
     """The keys of a sweep that have several values, with these in order: numbers, then texts."""
     found: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for run in runs for key in run["values"]):
@@ -76,10 +76,10 @@ def _in_order(text: str) -> tuple[bool, float, str]:
 
 def winner(runs: Sequence[Run]) -> str:
     """Which run has the best newest value, as ``list --best`` says it, or empty if no run has one."""
-    name = main_of(runs)
+    name = _main_of(runs)
     first = ranked(runs, name)[0]
-    value = newest(first, name)
-    if value is None or not has_rank(first, name):
+    value = _newest(first, name)
+    if value is None or not _has_rank(first, name):
         return ""
     return f"Best {plain(name)}: {number(value['value'])}, {plain(label(first))}. "
 
@@ -87,7 +87,7 @@ def winner(runs: Sequence[Run]) -> str:
 def members(runs: Sequence[Run]) -> Section:
     """A row per run."""
     keys = list(dict.fromkeys(key for run in runs for key in run["values"]))[:8]
-    main = main_of(runs)
+    main = _main_of(runs)
     logged = dict.fromkeys([main, *(one["name"] for run in runs for one in run["metrics"])])
     names = [name for name in logged if name is not None and name not in keys][:_COLUMNS]
     of_sweep = len({label(run) for run in runs if run["values"]}) == len(runs)  # then the values identify the run
@@ -97,7 +97,7 @@ def members(runs: Sequence[Run]) -> Section:
     for place, run in enumerate(ranked(runs, main)[:_RUNS]):
         last = {one["name"]: one["last"]["value"] for one in run["metrics"] if one["last"] is not None}
         booked = run["time"]
-        in_rank = has_rank(run, main)
+        in_rank = _has_rank(run, main)
         cells = [
             number_cell(place + 1 if in_rank else ""),
             *([] if of_sweep else [tag("td", plain(run["name"]))]),
@@ -124,14 +124,14 @@ def members(runs: Sequence[Run]) -> Section:
 
 def over_parameters(runs: Sequence[Run]) -> Section | None:
     """The newest value of the main metric over each parameter of a sweep."""
-    name = main_of(runs)
-    shown = [run for run in ranked(runs, name) if has_rank(run, name)]
+    name = _main_of(runs)
+    shown = [run for run in ranked(runs, name) if _has_rank(run, name)]
     charts = []
-    for key, values in list(parameters(shown).items())[:METRICS]:
+    for key, values in list(_parameters(shown).items())[:METRICS]:
         axis = Axis(-0.5, len(values) - 0.5)  # only the order of a parameter's values is known
         points = []
         for run in shown:
-            if key in run["values"] and (value := newest(run, name)) is not None:
+            if key in run["values"] and (value := _newest(run, name)) is not None:
                 points.append([float(values.index(run["values"][key])), *[value["value"]] * 3])
         curves = [
             Curve([[point] for point in points[1:]], "queued", "the others", dots=True),

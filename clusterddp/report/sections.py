@@ -267,7 +267,7 @@ def checkpoints(run: Run) -> Section | None:
         value = f"{best['value']:.4g}" if isinstance(best["value"], float) else best["value"]
         facts.append(f"the best after step {best['step']:,}, {best['metric']} {value}")
     if found["bytes"]:
-        facts.append(f"{size(found['bytes']['newest'])} each")
+        facts.append(f"{_size(found['bytes']['newest'])} each")
     if found["failed"]:
         facts.append(f"{found['failed']} not saved or not readable (see the history)")
     rows, charts = [], []
@@ -286,7 +286,7 @@ def checkpoints(run: Run) -> Section | None:
     )
 
 
-def size(number_of_bytes: float) -> str:
+def _size(number_of_bytes: float) -> str:
     """``1.2 GB``."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if number_of_bytes < 1000 or unit == "TB":

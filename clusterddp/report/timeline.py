@@ -53,7 +53,7 @@ def lanes(booking: Booking, events: Sequence[Event], sentence: Sentence, state: 
                 "end": booked[number][-1].end if booked[number] else None,
                 **attempt,
                 "seconds": dict(seconds),
-                "spans": spans(booked[number], booking.intervals[0].begin if booking.intervals else 0.0, width),
+                "spans": _spans(booked[number], booking.intervals[0].begin if booking.intervals else 0.0, width),
             }
         )
     return found
@@ -72,7 +72,7 @@ def _by_lane(intervals: Iterable[Interval], numbers: Sequence[int | None]) -> di
     return found
 
 
-def spans(intervals: Iterable[Interval], began: float, width: float) -> list[list[Any]]:
+def _spans(intervals: Iterable[Interval], began: float, width: float) -> list[list[Any]]:
     """``[begin, end, category]``: of each part of ``width`` seconds the category that took most of it."""
     parts: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for one in intervals:

@@ -75,7 +75,7 @@ def _waits(run: RunDirectory) -> tuple[Wait, ...]:
         return ()
 
 
-@lru_cache(maxsize=100)
+@lru_cache(maxsize=1)
 def _waits_of(run: Path, _size: int) -> tuple[Wait, ...]:
     return tuple(waits(read_timings(RunDirectory(run)).intervals))
 

@@ -106,6 +106,7 @@ def test_watching_on_a_terminal_redraws_in_place_and_changes_nothing(run: Path) 
         _resize(terminal, 40, 12)
         _until(terminal, f"Ctrl-C{' ' * 8}\r\n")  # padded to the new width
         assert _modified(run) == before
+        _resize(terminal, 60, 20)
         (run / "outcome.json").write_text('{"state": "completed", "step": 400, "reason": "done", "attempts": 1}')
         assert "state     completed" in _until(terminal, "attempt 0: started").partition("\x1b[?1049l")[2]
         assert process.wait() == 0
