@@ -2,29 +2,27 @@
 
 A script may accumulate gradients over several steps of the loop, and no ``state_dict`` contains them. Inside
 ``no_sync`` each rank has its own, which all ranks must bring together for the checkpoint.
+
+One hook per model notes each forward after which gradients may wait. The gradients themselves are read only for a
+checkpoint, and in steps that begin while some wait. A hook on every parameter would take 1.4 us per parameter and step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.checkpoint.state_dict import parameters_of
+from clusterddp.distributed.torch_patches import Hook
 from clusterddp.distributed.wrapping import ddp_modules, optimizers, trained_parameters
 
 #: Gradients by part and parameter.
 Named: TypeAlias = dict[str, dict[str, torch.Tensor]]
-
-
-@dataclass
-class _Seen:
-    """Whether a parameter got a gradient. The hooks hold only this, or a model would be freed late."""
-
-    gradient: bool = False
 
 
 class _Exchange:
@@ -33,125 +31,111 @@ class _Exchange:
     The parameters of one module wait together, because a backward may leave some unused, on this rank or on all.
     """
 
-    def __init__(self, module: DistributedDataParallel | None, alone: bool) -> None:
-        self._module, self._alone = module, alone
-        #: The optimizers of its parameters.
+    def __init__(self, waiting: set[Any], apart: bool) -> None:
+        self._waiting = waiting
+        #: The parameters that optimizers train, and these optimizers.
+        self.trained: list[torch.Tensor] = []
         self.trained_by: set[Any] = set()
-        self._seen = _Seen()  # since the last ``take``
-        #: Whether the ranks' gradients differ, until DDP reduces them in the next backward without ``no_sync``.
-        self.apart = False
+        #: Whether the ranks' gradients differ. Outside DDP this never changes.
+        self.apart = apart
 
-    def watch(self, parameter: torch.nn.Parameter) -> None:
-        """Registers the hook, also on a parameter that is frozen for now."""
-        seen = self._seen
+    def forward(self, module: torch.nn.Module, *_: Any) -> None:
+        """The module's hook: gradients will wait if a backward follows."""
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.trained):
+            if isinstance(module, DistributedDataParallel):  # sets this in the forward: whether a backward will reduce
+                self.apart = not module.require_forward_param_sync
+            self._waiting |= self.trained_by
 
-        def note(_: torch.Tensor) -> None:
-            seen.gradient = True
 
-        trained = parameter.requires_grad
-        parameter.requires_grad_(True).register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(trained)
+@dataclass(frozen=True)
+class _Pending:
+    """The gradients that wait, at the time that it is made, for a step of these optimizers."""
 
-    def take(self) -> bool:
-        """Whether there was a backward since the last call."""
-        if not self._seen.gradient:
-            return False
-        self._seen.gradient = False
-        # DDP sets this in the forward: whether the backward will reduce.
-        exchanged = self._module is not None and self._module.require_forward_param_sync
-        self.apart = not (self._alone or exchanged)
-        return True
+    optimizers: AbstractSet[Any] = frozenset()
+    #: By parameter, as far as it has a gradient.
+    marks: Mapping[torch.Tensor, tuple[int, int]] = field(default_factory=dict)
+    #: The parameters whose gradients differ between ranks.
+    apart: AbstractSet[torch.Tensor] = frozenset()
 
-    def mark_used(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Has DDP record that a backward in ``no_sync`` has used these parameters, as one did before a resume.
+    def changed(self) -> bool:
+        """Whether one of these gradients has changed since."""
+        return any(_mark(parameter) != mark for parameter, mark in self.marks.items())
 
-        Calls DDP's hooks, which note each use. Otherwise, with ``find_unused_parameters``, it would not reduce those
-        that are unused in the backward that ends the accumulation. Leaves gradients of zero.
-        """
-        module = self._module
-        if module is None or not module.find_unused_parameters or module.static_graph:
-            return
-        own = {*module.parameters()}
-        for parameter in parameters:
-            if parameter in own and parameter.requires_grad:
-                parameter.backward(torch.zeros_like(parameter))  # type: ignore[no-untyped-call]
-        self._seen.gradient = False
+
+def _mark(parameter: torch.Tensor) -> tuple[int, int]:
+    """Changes when the gradient does."""
+    return id(parameter.grad), -1 if parameter.grad is None else parameter.grad._version
 
 
 class Gradients:
-    """The accumulated gradients of a run's models."""
+    """The accumulated gradients of a run's models.
+
+    They wait after a forward that follows their optimizer's last step. As a script may also call methods of a model, or
+    modules in it, they wait as well if their optimizer did not step in the last step of the loop.
+    """
 
     def __init__(self, parts: Mapping[str, Any], world_size: int, rank: int = 0) -> None:
         self._world_size, self._rank = world_size, rank
         #: What ``apart`` returned on each rank, since the step began; on rank 0, where the ranks have met.
         self.gathered: list[Named] | None = None
         self._modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+        self._in_ddp = [module for part in self._modules.values() for module in ddp_modules(part)]
         self._named_optimizers = optimizers(parts)
         self._optimizers = set(self._named_optimizers.values())
-        #: The optimizers that have not stepped since a backward, now and at the beginning of the current step.
-        self._waiting: set[Any] = set()
-        self._waited = self._waiting
-        #: The optimizers of parameters that got a gradient in the current step.
-        self._made: set[Any] = set()
+        #: The optimizers whose gradients wait, and those that have stepped in the current or last step of the loop.
+        self._waiting = set[Any]()
+        self._stepped = set(self._optimizers)
+        #: What waited when the current step began.
+        self._before = _Pending()
         self._exchange_of: dict[torch.Tensor, _Exchange] = {}
-        for part in self._modules.values():
-            for module in (*ddp_modules(part), None):
-                exchange = _Exchange(module, alone=world_size == 1)
-                for parameter in (module or part).parameters():
-                    if parameter not in self._exchange_of and (parameter.is_floating_point() or parameter.is_complex()):
-                        self._exchange_of[parameter] = exchange
-                        exchange.watch(parameter)
-        self._exchanges = list(dict.fromkeys(self._exchange_of.values()))
+        exchanges: dict[torch.nn.Module, _Exchange] = {}
+        for module in (*self._in_ddp, *self._modules.values()):
+            in_ddp = isinstance(module, DistributedDataParallel)
+            exchange = exchanges.setdefault(module, _Exchange(self._waiting, apart=not in_ddp and world_size > 1))
+            for parameter in module.parameters():
+                if parameter.is_floating_point() or parameter.is_complex():
+                    self._exchange_of.setdefault(parameter, exchange)
         for optimizer in self._optimizers:
             for trained in self._trained(optimizer) & self._exchange_of.keys():
+                self._exchange_of[trained].trained.append(trained)
                 self._exchange_of[trained].trained_by.add(optimizer)
-
-    def note(self) -> None:
-        """Records a backward, if there was one. Call it before a step, an optimizer's step and an evaluation."""
-        for exchange in self._exchanges:
-            if exchange.take():
-                self._waiting |= exchange.trained_by
-                self._made |= exchange.trained_by
+        for module, exchange in exchanges.items():
+            if exchange.trained:
+                module.register_forward_hook(Hook(exchange.forward))
 
     def begin_step(self) -> None:
         """Call it at the beginning of a step of the loop."""
-        self.note()
-        self._waited, self._made, self.gathered = set(self._waiting), set(), None
-
-    @property
-    def made(self) -> bool:
-        """Whether the current step of the loop has run a backward."""
-        self.note()
-        return bool(self._made)
+        self._waiting |= self._optimizers - self._stepped
+        self._before = self._pending() if self._waiting else _Pending()
+        self._stepped, self.gathered = set(), None
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped, and its gradients are used."""
-        self.note()
         self._waiting.discard(optimizer)
+        self._stepped.add(optimizer)
 
     def progress(self, before_step: bool) -> dict[str, Any]:
         """The gradients for a checkpoint. ``before_step``: of the state at the beginning of the current step."""
-        together, apart, changed = self._waiting_parameters(before_step)
-        if any(one.grad is not None for one in changed):
+        pending = self._before if before_step else self._pending()
+        if before_step and pending.changed():
             return {"gradients_lost": True}
         found: dict[str, Any] = {}
-        if used := self._used(before_step):
+        if used := self._used(pending.optimizers):
             found["gradients_used"] = used
-        if gradients := self._named(together):
+        if gradients := self._named(pending.marks.keys() - pending.apart):
             found["gradients"] = gradients
         if any(self.gathered or []):
             found["gradients_apart"] = self.gathered
-        elif self._named(apart):
+        elif self._named(pending.apart):
             return {"gradients_lost": True}
         return found
 
-    def _used(self, before_step: bool) -> dict[str, list[bool] | bool]:
+    def _used(self, waiting: AbstractSet[Any]) -> dict[str, list[bool] | bool]:
         """Which parameters of each optimizer still have a gradient that a step has used. True if all have one.
 
         ``zero_grad(set_to_none=False)`` keeps it, as zeros, and the optimizer then updates a parameter that a step
         leaves unused: by its momentum and weight decay.
         """
-        waiting = self._waited if before_step else self._waiting
         found: dict[str, list[bool] | bool] = {}
         for name, optimizer in self._named_optimizers.items():
             if optimizer not in waiting:
@@ -162,24 +146,26 @@ class Gradients:
 
     def apart(self, before_step: bool) -> Named:
         """This rank's own gradients, which differ from other ranks', for ``gathered``."""
-        return self._named(self._waiting_parameters(before_step)[1])
+        return self._named((self._before if before_step else self._pending()).apart)
 
     @property
     def are_apart(self) -> bool:
         """Whether gradients wait that differ between ranks, so that a better place for a checkpoint comes soon."""
-        self.note()
-        return any(exchange.apart and exchange.trained_by & self._waiting for exchange in self._exchanges)
+        return bool(self._pending().apart)
 
-    def _waiting_parameters(self, before_step: bool) -> tuple[set[torch.Tensor], set[torch.Tensor], set[torch.Tensor]]:
-        """Parameters whose gradients wait: equal on all ranks, differing, and changed by a step that is not done."""
-        self.note()
-        waiting = self._waited if before_step else self._waiting
+    def unchanged(self) -> bool:
+        """Whether those that waited when the current step began are unchanged, and rank 0 has all of them."""
+        return not self._before.apart and not self._before.changed()
+
+    def _pending(self) -> _Pending:
+        """What waits now."""
+        waiting = self._waiting | (self._optimizers - self._stepped)
         learned = set().union(*map(self._trained, waiting))
-        changed = set().union(*map(self._trained, waiting & self._made)) if before_step else set()
-        apart = {one for one in learned & self._exchange_of.keys() if self._exchange_of[one].apart}
-        return learned - apart, apart, changed
+        marks = {parameter: _mark(parameter) for parameter in learned if parameter.grad is not None}
+        apart = {one for one in marks.keys() & self._exchange_of.keys() if self._exchange_of[one].apart}
+        return _Pending(waiting, marks, apart)
 
-    def _named(self, parameters: set[torch.Tensor]) -> Named:
+    def _named(self, parameters: AbstractSet[torch.Tensor]) -> Named:
         """The gradients of these parameters, by part and name."""
         found: Named = {}
         for name, part in self._modules.items() if parameters else ():
@@ -202,8 +188,8 @@ class Gradients:
                 self._exchange_of[parameter].apart = True
                 self._waiting |= self._exchange_of[parameter].trained_by
         if apart:
-            for exchange in self._exchanges:
-                exchange.mark_used(self._parameters(apart[self._rank]))
+            for module in self._in_ddp:
+                _mark_used(module, self._parameters(apart[self._rank]))
             self._load(apart[self._rank])
         self._load_used(progress.get("gradients_used", {}))
         return []
@@ -237,3 +223,17 @@ def _has_dense_gradient(parameter: torch.Tensor) -> bool:
     """Whether a parameter has a gradient that is not sparse. Zeros would make the next sparse gradient dense."""
     gradient = parameter.grad
     return gradient is not None and gradient.layout is torch.strided
+
+
+def _mark_used(module: DistributedDataParallel, parameters: list[torch.nn.Parameter]) -> None:
+    """Has DDP record that a backward in ``no_sync`` has used these parameters, as one did before a resume.
+
+    Calls DDP's hooks, which note each use. Otherwise, with ``find_unused_parameters``, it would not reduce those that
+    are unused in the backward that ends the accumulation. Leaves gradients of zero.
+    """
+    if not module.find_unused_parameters or module.static_graph:
+        return
+    own = {*module.parameters()}
+    for parameter in parameters:
+        if parameter in own and parameter.requires_grad:
+            parameter.backward(torch.zeros_like(parameter))  # type: ignore[no-untyped-call]

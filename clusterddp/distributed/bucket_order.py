@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp.distributed.torch_patches import Hook
+
 #: The entry of a checkpoint: of each module, in the order in which the script wrapped them, the names of its parameters
 #: in the order in which their gradients arrived. Empty before the first backward.
 KEY = "bucket_orders"
@@ -93,7 +95,7 @@ class BucketOrder:
             elif torch.is_grad_enabled() and module.require_backward_grad_sync:
                 self._arriving = []  # DDP reduces the gradients of the next backward, else it ignores them
 
-        handles.append(self._ddp().register_forward_pre_hook(before_forward))
+        handles.append(self._ddp().register_forward_pre_hook(Hook(before_forward)))
 
     def _arrived(self, name: str, _: torch.Tensor) -> None:
         if self._arriving is None:

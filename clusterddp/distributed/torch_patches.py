@@ -1,6 +1,6 @@
 """Functions of torch, and of a script's own objects, that are replaced in a rank, because there is no hook for them.
 
-Each gives the reason. For everything else, a run uses torch's hooks.
+Each gives the reason. For everything else, a run uses torch's hooks, those of the script's modules by ``Hook``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,20 @@ _capturing: torch.cuda.CUDAGraph | None = None
 _optimizers_in: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, dict[Any, None]] = weakref.WeakKeyDictionary()
 _replayed: list[Callable[[Any], None]] = []
 _watching_graphs = False
+
+
+class Hook:
+    """A hook of a module that calls ``act``. In a copy of the module, and in a file that it is saved to, it is a
+    function of Python that does nothing. So ``torch.save`` works, and the file can be read without clusterddp."""
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self._act = act
+
+    def __call__(self, *values: Any) -> None:
+        self._act(*values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
 
 
 class SecondGroup:
@@ -98,14 +112,22 @@ def after_call(part: Any, method: str, act: Callable[..., None]) -> None:
     optimizer's step without a call of the optimizer's hook, and ``add_param_group``. The method of this one object is
     replaced.
     """
-    own = getattr(part, method)
+    setattr(part, method, _Extended(getattr(part, method), act))
 
-    def both(*values: Any, **options: Any) -> Any:
-        result = own(*values, **options)
-        act(*values, **options)
+
+class _Extended:
+    """``method``, and ``act`` after it. In a copy of the object, and in a file that it is saved to, only the former."""
+
+    def __init__(self, method: Callable[..., Any], act: Callable[..., None]) -> None:
+        self._method, self._act = method, act
+
+    def __call__(self, *values: Any, **options: Any) -> Any:
+        result = self._method(*values, **options)
+        self._act(*values, **options)
         return result
 
-    setattr(part, method, both)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._method.__reduce_ex__(protocol)
 
 
 def watch_graphs() -> None:

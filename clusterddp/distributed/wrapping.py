@@ -16,6 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.distributed.bucket_order import BucketOrders
+from clusterddp.distributed.torch_patches import Hook
 from clusterddp.process import at_exit
 
 
@@ -181,7 +182,7 @@ def _check_first_backward(wrapped: DistributedDataParallel) -> None:
         for name, parameter in wrapped.module.named_parameters()
         if parameter.requires_grad
     ]
-    handles.append(wrapped.register_forward_pre_hook(end))
+    handles.append(wrapped.register_forward_pre_hook(Hook(end)))
 
 
 #: Larger buffers are not copied in each step: tables and masks, which seldom change.

@@ -427,7 +427,6 @@ class Run:
             )
         step = self._state.step
         self._count_step()
-        self._state.gradients.note()
         self._state.buffers.share()
         self._made += 1
         if not self._made % exactness.LOOK_STEPS:
@@ -498,8 +497,7 @@ class Run:
         self._look_at_shapes()
 
     def at_boundary(self) -> bool:
-        """Whether to stop here, for ``clusterddp.stop_requested()``. A forward without gradients may follow."""
-        self._state.gradients.note()
+        """Whether to stop here, for ``clusterddp.stop_requested()``."""
         return self._agreement.boundary()
 
     def _boundary(self) -> None:

@@ -306,8 +306,7 @@ class RunState:
     def is_before_step(self) -> bool:
         """Whether the models are as they were when the step began, and rank 0 has all of that state. Waits for a
         GPU."""
-        gradients = self.gradients
-        return not gradients.made and not gradients.are_apart and self.buffers.unchanged()
+        return self.gradients.unchanged() and self.buffers.unchanged()
 
     def gather(self, before_step: bool) -> None:
         """Brings what each rank has for itself to rank 0. Collective. Raises CheckpointError."""

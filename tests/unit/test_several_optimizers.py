@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +20,10 @@ class Foreign:
 
     def __init__(self, parameters: Any) -> None:
         self.parameters = list(parameters)
+        self.steps = 0
 
     def step(self, closure: Any = None) -> str:
+        self.steps += 1
         return "done"
 
     def zero_grad(self) -> None: ...
@@ -73,6 +77,40 @@ def test_restored_gradients_wait_until_their_optimizer_steps() -> None:
     assert saved(restored) == []
 
 
+def test_gradients_of_a_part_whose_modules_the_script_calls_itself_are_saved() -> None:
+    """The part's own forward never runs. A forward of one of them without a backward changes no gradient."""
+    both = torch.nn.ModuleDict({name: torch.nn.Linear(2, 1) for name in "ab"})
+    optimizer = torch.optim.SGD(both.parameters())
+    gradients = Gradients({"both": both, "optimizer": optimizer}, world_size=1)
+    for _ in range(2):
+        gradients.begin_step()
+        backward(both["a"])
+    gradients.begin_step()
+    both["a"](torch.ones(1, 2))
+    assert gradients.unchanged() and saved(gradients, before_step=True) == ["both"]
+    backward(both["b"])  # had none before
+    assert gradients.unchanged() and [*gradients.progress(True)["gradients"]["both"]] == ["a.weight", "a.bias"]
+    backward(both["a"])
+    assert not gradients.unchanged() and saved(gradients, before_step=True) == ["lost"]
+    gradients.stepped(optimizer)
+    assert saved(gradients) == []
+
+
+def test_a_backward_after_the_optimizers_step_waits_until_the_next_one() -> None:
+    """In the same step of the loop. The forward of a frozen model, or one without gradients, is followed by none."""
+    given = parts()
+    gradients = Gradients(given, world_size=1)
+    gradients.begin_step()
+    for name in "ab":
+        backward(given[name])
+        gradients.stepped(given[f"of_{name}"])
+    backward(given["a"])
+    with torch.no_grad():
+        given["b"](torch.ones(1, 2))
+    given["b"].requires_grad_(False)(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert saved(gradients) == ["a"]
+
+
 def test_an_optimizer_that_does_not_tell_its_parameters_may_train_all() -> None:
     """Its step uses the gradients of all models."""
     given = parts()
@@ -107,6 +145,25 @@ def test_steps_of_each_optimizer_are_noticed() -> None:
     steps.begin_step()
     steps.begin_step()  # a step without any
     assert steps.missing() == ["of_a"]
+
+
+def test_copies_of_optimizers_and_scalers_are_the_scripts_own() -> None:
+    """Their steps are no steps of the run's, and a file with them can be read without clusterddp."""
+    given = {"foreign": Foreign([]), "scaler": torch.amp.GradScaler("cpu"), **parts()}
+    seen: list[Any] = []
+    OptimizerSteps(given, seen.append, seen.append)
+    for part in given.values():
+        pickled = pickle.dumps(part)
+        for other in (copy.deepcopy(part), pickle.loads(pickled)):
+            if isinstance(other, Foreign):
+                other.step()
+                assert other.steps == 1
+            elif isinstance(other, torch.optim.Optimizer):
+                other.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        assert b"clusterddp" not in pickled.replace(Foreign.__module__.encode(), b"")
+    assert seen == [] and given["foreign"].steps == 0
+    given["foreign"].step()
+    assert seen == [given["foreign"]]
 
 
 def micro(given: dict[str, Any], share: int) -> MicroBatches:

@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import clusterddp
+from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
 from clusterddp.data.sample_order import _AT_ONCE, Shuffled
@@ -81,6 +82,24 @@ def test_a_step_takes_few_instructions_of_clusterddp(made: Instructions) -> None
     """All but the loader's, most of which are those of torch's DataLoader."""
     others = {name.partition("/")[0] for name in made.by_module} - {"data"}
     assert ALL / 2 < per_step(made, *others) <= ALL
+
+
+def counted_gradients(layers: int) -> int:
+    """The instructions that notice the gradients of three steps."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = Gradients({"model": model, "optimizer": optimizer}, world_size=1)
+    with Instructions() as instructions:
+        instructions.counting = True
+        for _ in range(3):
+            gradients.begin_step()
+            model(torch.ones(1, 2)).sum().backward()
+            gradients.stepped(optimizer)
+    return instructions.by_module.total()
+
+
+def test_a_model_with_more_parameters_takes_no_more_instructions_of_clusterddp() -> None:
+    assert 0 < counted_gradients(layers=2) == counted_gradients(layers=50)
 
 
 def test_the_memory_that_python_holds_does_not_grow_with_the_steps(tmp_path: Path) -> None:
