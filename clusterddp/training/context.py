@@ -213,7 +213,6 @@ class Context(Loaders):
         self._stopping = Stopping(read, self._group.attempt_store, self._history.report)
         self._agreement = self._stopping.agreement
         shield_workers()
-        self._run: Run | None = None
         self._orders = BucketOrders(self._recorded_orders)
         self._services: Services | None = None
         #: The blocks of ``local_first`` and ``main_first`` so far.
@@ -224,7 +223,7 @@ class Context(Loaders):
             self.attempt,
             WatchedSteps(
                 boundaries=lambda: self._agreement.entered,
-                step=lambda: self._run.step if self._run is not None else self._script_loop.steps,
+                step=lambda: self._script_loop.steps,
                 device=self.device,
             ),
         )
@@ -412,7 +411,7 @@ class Context(Loaders):
         ``best``, RuntimeError when called twice, and CheckpointError when the checkpoint is damaged or does not fit the
         parts, the seed or the dataset, or ``init_from`` does not fit.
         """
-        if self._run is not None:
+        if self._script_loop.run is not None:
             raise RuntimeError("ctx.run() was already called in this process. Pass all parts in one call")
         if self.run_dir is None and self.is_main:
             say(
@@ -429,8 +428,8 @@ class Context(Loaders):
             because = "Only ctx.loader() makes batches of that size"
             self._report_unused({"what": "global_batch", "given": self._settings.job.global_batch, "because": because})
         given = Given(named, batches, rng, values, own, start_warm, str(init_from) if init_from else None, self._orders)
-        self._run = self._script_loop.run = _kind_of_run(self._settings)(given, self._services)
-        return self._run
+        self._script_loop.run = run = _kind_of_run(self._settings)(given, self._services)
+        return run
 
     def _start_services(self, parts: Iterable[Stateful], best: str | None) -> Services:
         """Connects saving, timing and tracking. Raises ValueError for a ``best`` that names no metric or
@@ -484,8 +483,9 @@ class Context(Loaders):
 
     def _stop_in_evaluation(self) -> None:
         """Does nothing without ``ctx.run()``: a loop with its own saving calls ``clusterddp.stop_requested``."""
-        if self._run is not None and self._script_loop.stop_requested():
-            self._run.stop(self._agreement.reason or "")
+        run = self._script_loop.run
+        if run is not None and self._script_loop.stop_requested():
+            run.stop(self._agreement.reason or "")
 
     def _report_unused(self, fields: Mapping[str, Any]) -> None:
         if self.rank == 0:

@@ -118,7 +118,7 @@ class ScriptLoop:
     ``report`` adds an event to the history, on any rank.
     """
 
-    #: Set by ``ctx.run()``, whose steps are then those that count.
+    #: Set by ``ctx.run()``. The steps are then those of the run.
     run: Run | None = None
 
     def __init__(
@@ -141,8 +141,8 @@ class ScriptLoop:
 
     @property
     def steps(self) -> int:
-        """The steps of this attempt so far."""
-        return max(0, self._calls - 1)
+        """The steps of the run, or else of this attempt, so far."""
+        return self.run.step if self.run is not None else max(0, self._calls - 1)
 
     def stop_requested(self) -> bool:
         """See ``stop_requested`` below."""

@@ -68,7 +68,7 @@ def undisturbed() -> list[Counter[tuple[int, int]]]:
 
 
 def test_after_stops_within_epochs_each_sample_was_trained_on_once(tmp_path: Path) -> None:
-    """A batch whose gradients were not part of a step yet is taken again."""
+    """With and without a context. A batch whose gradients were not part of a step yet is taken again."""
     run, _ = train(tmp_path, 4, 8)
     assert trained_on(run) == undisturbed()
     assert [event["items"] for event in run.events() if event["event"] == "saved"] == [4, 8]

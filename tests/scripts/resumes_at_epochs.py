@@ -2,7 +2,7 @@
 
 ``resumes_at_epochs.py EPOCHS BATCH...``: in attempt N it waits after the Nth of these batches, counted over all epochs,
 for a file ``go-N``. Each rank prints the samples of each step, which takes two batches. It starts over if a file
-``forget`` is there.
+``forget`` is there. Attempt 1 has a context.
 """
 
 import os
@@ -21,7 +21,10 @@ LAST = "last.pt"
 def main():
     epochs, *waits = map(int, sys.argv[1:])
     attempt = int(os.environ["CLUSTERDDP_ATTEMPT"])
-    dist.init_process_group("gloo")
+    if attempt == 1:
+        clusterddp.init()
+    else:
+        dist.init_process_group("gloo")
     weight = torch.nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     first = 0
@@ -52,7 +55,8 @@ def main():
                 save(epoch, weight)
                 clusterddp.requeue(saved=LAST)
         save(epoch + 1, weight)
-    dist.destroy_process_group()
+    if attempt != 1:
+        dist.destroy_process_group()
 
 
 def save(epoch, weight):
