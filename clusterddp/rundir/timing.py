@@ -205,11 +205,6 @@ class TimedInterval:
     made: int | None = None
     gpus: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
 
-    def per_step(self, phase: str, rank: int) -> float | None:
-        """The mean seconds of a rank's steps in a phase. None if unknown."""
-        steps, seconds = self.steps[rank], self.seconds[phase][rank]
-        return seconds / steps if steps and seconds is not None else None
-
 
 @dataclass(frozen=True)
 class Timings:

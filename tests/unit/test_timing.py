@@ -38,8 +38,6 @@ def test_an_interval_has_what_the_totals_of_each_rank_have_grown_by(run: RunDire
     assert (first.steps, first.seconds["own_s"]) == ((10, 10, None, 8), (2.0, None, None, 3.0))
     assert (second.begin, second.end) == (1007.0, 1017.0)
     assert (second.steps, second.seconds["own_s"]) == ((20, 0, None, 0), (6.0, None, None, 0.0))
-    assert second.per_step("own_s", 0) == 0.3
-    assert second.per_step("own_s", 1) is second.per_step("own_s", 3) is None
 
 
 def test_while_no_step_ends_an_interval_is_not_due_with_each_heartbeat(run: RunDirectory) -> None:
