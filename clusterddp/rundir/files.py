@@ -265,25 +265,17 @@ def _differs(status: os.stat_result, mode: int) -> bool:
 def write_atomically(path: Path, content: str | bytes, mode: int | None = None) -> None:
     """Replaces ``path`` by ``content``, durably: a reader, or a crash at any moment, sees the old file or the new one.
 
-    ``mode``: of the new file. None makes it as readable as its folder.
-    """
-    with replacing(path, mode) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-
-
-@contextmanager
-def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-    """``write_atomically`` for what the block writes. If it raises, the old file stays.
-
     The content goes to a temporary file beside it, which is synced and renamed. Then the folder is synced. Several
-    processes may do that at the same time.
+    processes may do that at the same time. If it raises, the old file stays.
+
+    ``mode``: of the new file. None makes it as readable as its folder.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_EXCL
     descriptor = create_file(temporary, flags) if mode is None else _create(temporary, flags, mode)
     try:
         with open(descriptor, "wb") as file:
-            yield file
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         rename(temporary, path)

@@ -12,8 +12,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from json.encoder import c_make_encoder  # type: ignore[attr-defined]
@@ -222,37 +221,18 @@ class Disk:
 
     def write_atomically(self, path: Path, content: str | bytes, mode: int | None = None) -> None:
         """As in files.py."""
-        temporary = self._temporary_of(path)
+        self._temporary += 1
+        name = str(path)
+        temporary = f"{_above(name)}/.{_name(name)}.{self._temporary:08x}.tmp"
+        self._step(path, write=True)
+        self._add(temporary)
         try:
             self._step(path, write=True)
         except Exception:
             self._remove(temporary)
             raise
         self.nodes[temporary].data = content.encode() if isinstance(content, str) else content
-        self._move(temporary, str(path))
-
-    def _temporary_of(self, path: Path) -> str:
-        """A new file beside one that it is to replace."""
-        self._temporary += 1
-        name = str(path)
-        temporary = f"{_above(name)}/.{_name(name)}.{self._temporary:08x}.tmp"
-        self._step(path, write=True)
-        self._add(temporary)
-        return temporary
-
-    @contextmanager
-    def replacing(self, path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-        """As in files.py."""
-        temporary = self._temporary_of(path)
-        file = io.BytesIO()
-        try:
-            yield file
-            self._step(path, write=True)
-        except Exception:
-            self._remove(temporary)
-            raise
-        self.nodes[temporary].data = file.getvalue()
-        self._move(temporary, str(path))
+        self._move(temporary, name)
 
     def _move(self, old: str, new: str) -> None:
         node = self.nodes[old]
