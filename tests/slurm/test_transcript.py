@@ -143,8 +143,6 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
 }
 #: The same; only ``make test-product`` runs them.
 MORE: dict[str, dict[str, Cell | None]] = {
-    "status --watch RUN": {ALL: (2, "stdout is not a terminal; for a program, use --json")},
-    "list --watch RUN": {ALL: (2, "stdout is not a terminal; for a program, use --json")},
     "list --csv RUN": {ALL: (0, "schema,run,name")},
     "logs --rank all --attempt all RUN": {
         STARTED: (0, "attempt 0: ten steps done"),
