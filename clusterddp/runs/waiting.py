@@ -295,7 +295,8 @@ class Wait:
             else:  # its records cannot be read, or belong to another user
                 self._ended("unknown", f"no longer waiting for this run: {what_failed(error)}")
                 return True
-        if help is None:
+        if help is None:  # if the job has ended since squeue's answer, the next one says so
+            self.most_s = min(self.most_s, IMMINENT_S)
             return False
         self._say(help.words)
         self.most_s = min(help.most_s, SILENT_S) if self._activity.silent else help.most_s
