@@ -70,7 +70,7 @@ DEMO_RUN = .clusterddp-demo
 
 # What the tests of the integrations and the trackers need in addition.
 .venv/integrations: .venv/ready
-	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations,hydra,tensorboard,wandb,mlflow]'
+	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations,hydra,trackers]'
 	@touch $@
 
 demo: .venv/ready

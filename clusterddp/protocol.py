@@ -178,10 +178,12 @@ FIRST_JOB = Variable(
 SUBMITIT = Variable(
     "CLUSTERDDP_SUBMITIT", "user to submitit: 1 submits with clusterddp, local starts the ranks on this machine"
 )
-WANDB_NAME = Variable(
-    "CLUSTERDDP_WANDB_NAME", "supervisor to ranks: the id of the W&B run that the script itself starts"
+RUN_ID = Variable(
+    "CLUSTERDDP_RUN_ID", "supervisor to ranks: a random id of the run, for runs that its script starts in W&B"
 )
-MLFLOW = Variable("CLUSTERDDP_MLFLOW", "supervisor to ranks: on if the script's own MLflow run continues")
+TRACKERS = Variable(
+    "CLUSTERDDP_TRACKERS", "supervisor to ranks: the trackers in which runs that the script starts continue"
+)
 RUNS = Variable("CLUSTERDDP_RUNS", "user to submit and launch(): the folder for new run directories, instead of ./runs")
 SITE_CONFIG = Variable(
     "CLUSTERDDP_SITE_CONFIG",
@@ -196,7 +198,7 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 #: Set for each rank. A job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, RUN_INODE, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(COMMITTED, CODE, CHECKOUT, PREFLIGHT, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),
-    *(MLFLOW, SAVED, SAVED_ITEMS, RESUMABLE, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK),
+    *(COMMITTED, CODE, CHECKOUT, PREFLIGHT, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, RUN_ID),
+    *(TRACKERS, SAVED, SAVED_ITEMS, RESUMABLE, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK),
     *(PROTECT_SAVES, SEE_STEPS, RANK_PROCESS),
 )

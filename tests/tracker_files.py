@@ -32,7 +32,7 @@ def in_tensorboard(run: RunDirectory) -> Any:
     """TensorBoard's view of the run, with all points: it discards what a later attempt has repeated."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accumulator = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
+    accumulator = EventAccumulator(str(run.path / "tensorboard"), size_guidance={"scalars": 0})
     accumulator.Reload()
     return accumulator
 
@@ -47,7 +47,7 @@ def in_wandb(run: RunDirectory) -> list[tuple[str, list[dict[str, Any]]]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []
-    for path in sorted(run.wandb.glob("offline-run-*/run-*.wandb")):
+    for path in sorted((run.path / "wandb").glob("offline-run-*/run-*.wandb")):
         records = [Record.FromString(record) for record in _records(path)]
         (name,) = {record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}
         rows = [

@@ -26,7 +26,7 @@ from clusterddp.runs.run_status import Event, code_of, full_report, intervals_of
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState
 from clusterddp.supervisor.limits import SAVED_ITSELF, attempts_made
-from clusterddp.trackers.sent import overview
+from clusterddp.trackers.registry import overview
 
 #: A fact about a run, with its name.
 Fact = tuple[str, str]

@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 import yaml
 
-from clusterddp.errors import UsageError
 from clusterddp.jobdef.kinds import (
     BACKEND,
     BEST,
@@ -45,22 +43,23 @@ from clusterddp.jobdef.kinds import (
     time_text,
 )
 from clusterddp.jobdef.program import with_overrides
-from clusterddp.keys.kinds import REGEX, WORD, matching, positive, whole
+from clusterddp.keys import table
+from clusterddp.keys.kinds import REGEX, WORD, positive, whole
 from clusterddp.keys.table import (
     Entry,
     Examples,
     Named,
+    NoKey,
     Option,
     OrOff,
     Parts,
     Section,
     Short,
-    Switch,
     Text,
     entries,
-    written,
 )
 from clusterddp.reporter import counted
+from clusterddp.trackers.registry import TRACKERS
 
 Seconds = Annotated[float, positive("seconds")]
 Hours = Annotated[float, positive("hours")]
@@ -159,39 +158,6 @@ class Watchdog:
     def period_s(self, ranks: int) -> float:
         """The same for this number of ranks. The supervisor gets at most MOST_BEATS heartbeats per second."""
         return max(self.beat_s, ranks / MOST_BEATS)
-
-
-#: What W&B takes as the name of a project.
-PROJECT = matching(
-    r"[^/\\#?%:\s][^/\\#?%:]{0,127}",
-    "a W&B project of at most 128 characters without / \\ # ? % :",
-    valid=["digits", "my project"],
-    wrong=["a/b", "'a:b'", '""'],
-)
-
-
-@dataclass(frozen=True)
-class Wandb:
-    """The W&B run that has this run's metrics."""
-
-    project: Annotated[str | None, PROJECT] = None
-    """The project. None: ``job_name``."""
-    entity: Word | None = None
-    """The user or team of the project. None: W&B's default."""
-    group: str | None = None
-    """The group that the run belongs to on W&B's pages."""
-    mode: Literal["online", "offline"] | None = None
-    """``offline`` writes files, for ``wandb sync``. None: as in the variable WANDB_MODE, or online."""
-
-
-@dataclass(frozen=True)
-class Mlflow:
-    """The MLflow run that has this run's metrics."""
-
-    experiment: str | None = None
-    """The experiment, created if it does not exist. None: ``job_name``."""
-    tracking_uri: Word | None = None
-    """The server, such as ``http://mlflow:5000``. None: as in the variable MLFLOW_TRACKING_URI, or MLflow's default."""
 
 
 @dataclass(frozen=True)
@@ -441,14 +407,8 @@ class Job:
     """Who may read the run directory: its owner, or also its group."""
     preflight: bool = False
     """Whether to check each node (devices, folder, clock, all-reduce) before its first attempt."""
-    tensorboard: bool = False
-    """Whether to also write the run's metrics for TensorBoard, into its folder ``tensorboard``."""
-    wandb: Annotated[Wandb | None, Switch(Wandb, "project", "a W&B project")] = None
-    """Also sends the metrics to W&B: ``true``, a project, or ``{project: digits, entity: lab, mode: offline}``. None:
-    no."""
-    mlflow: Annotated[Mlflow | None, Switch(Mlflow, "experiment", "an MLflow experiment")] = None
-    """Also sends the metrics to MLflow: ``true``, an experiment, or ``{experiment: digits, tracking_uri: URL}``. None:
-    no."""
+    trackers: Annotated[Mapping[str, Any], NoKey()] = field(default_factory=dict)
+    """What the keys of the trackers give, by key, for those that the run sends its metrics to: ``wandb: digits``."""
 
     def arguments(self, resumes: bool) -> tuple[str, ...]:
         """The script's arguments, with their placeholders. ``resumes``: whether it has a checkpoint."""
@@ -528,10 +488,27 @@ class Job:
         return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
 
 
+class _TrackerEntry(Entry):
+    """The key of a tracker, whose value is in ``Job.trackers``."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key, (key,), TRACKERS[key].kind, Job, (Text(TRACKERS[key].meaning),))
+
+    def write(self, owner: object) -> Any:
+        """The value in YAML."""
+        assert isinstance(owner, Job)
+        return self.kind.write(owner.trackers.get(self.name))
+
+
 #: Every key of a job definition.
-KEYS: Mapping[str, Entry] = entries(Job)
+KEYS: Mapping[str, Entry] = {**entries(Job), **{key: _TrackerEntry(key) for key in TRACKERS}}
 
 # --- from a job to text
+
+
+def written(job: Job) -> dict[str, Any]:
+    """The values of a job by YAML key."""
+    return table.written(job, KEYS)
 
 
 def one_line(value: Any) -> str:
@@ -572,19 +549,3 @@ def best_metric(text: str) -> tuple[str, bool] | None:
 def is_loss(metric: str) -> bool:
     """Whether the smallest value of a metric of this name is best."""
     return any(word in _SMALLEST or word.endswith("loss") for word in re.split("[^a-z]+", metric.lower()))
-
-
-def check_packages(job: Job) -> None:
-    """Raises UsageError if this interpreter lacks the packages of trackers that the job has."""
-    asked = {"tensorboard": job.tensorboard, "wandb": job.wandb, "mlflow": job.mlflow}
-    wanted = [key for key, value in asked.items() if value]
-    if missing := [key for key in wanted if not _installed(key)]:
-        named = ", ".join(f"{key}: the package {key!r} is not installed" for key in missing)
-        unless = " and ".join(f"{key}=false" for key in missing)
-        raise UsageError(f"{named}. Run `pip install {' '.join(missing)}`, or set {unless}")
-
-
-def _installed(package: str) -> bool:
-    """Whether a package is installed. A folder such as ``./wandb``, which wandb writes, is not one."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None

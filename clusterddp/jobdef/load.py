@@ -30,6 +30,7 @@ from clusterddp.keys.table import Entry, Section, collections, read_fields
 from clusterddp.reporter import counted
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import LARGEST
+from clusterddp.trackers.registry import TRACKERS
 
 #: The format of run directories that this version writes. A later format is recorded as ``format`` in job.yaml.
 RUN_FORMAT = 1
@@ -195,7 +196,8 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
             mistakes.append(Mistake(script.place, _why_no_file(given, folder)))
     program = Path(values.get("script", "")).stem or values.get("module", "").rpartition(".")[2]
     values.setdefault("name", re.sub(r"[^\w.+=@-]+", "-", program).lstrip(".-")[:50] or "job")
-    job = Job(**values)
+    given = {key: values.pop(key, None) for key in TRACKERS}
+    job = Job(**values, trackers={key: config for key, config in given.items() if config not in (None, False)})
     _check_device(job, fields, mistakes)
     _check_placeholders(job, fields, mistakes)
     if _check_gpus_per_rank(job, fields, mistakes):

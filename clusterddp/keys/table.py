@@ -52,6 +52,11 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class NoKey:
+    """The field is no key."""
+
+
+@dataclass(frozen=True)
 class Text:
     """What the key means, where it differs from what the field means."""
 
@@ -135,6 +140,8 @@ def entries(owner: type) -> Mapping[str, Entry]:
     found = {}
     for item in dataclasses.fields(owner):
         hint, marks = _marked(hints[item.name])
+        if any(isinstance(mark, NoKey) for mark in marks):
+            continue
         named = next((mark.name for mark in marks if isinstance(mark, Named)), item.name)
         parts = next((mark.fields for mark in marks if isinstance(mark, Parts)), ())
         kind = next((mark for mark in marks if hasattr(mark, "schema")), None) or _kind_of(hint)
@@ -234,10 +241,9 @@ def check_keys(
             mistakes.append(Mistake(key.place, f"unknown key {prefix + key!r}{hint}"))
 
 
-def written(owner: object) -> dict[str, Any]:
+def written(owner: object, table: Mapping[str, Entry]) -> dict[str, Any]:
     """The values of a dataclass by YAML key."""
-    kept: type = type(owner)
-    return {name: entry.write(owner) for name, entry in entries(kept).items()}
+    return {name: entry.write(owner) for name, entry in table.items()}
 
 
 def properties(table: Mapping[str, Entry], defaults: Mapping[str, Any]) -> Schema:

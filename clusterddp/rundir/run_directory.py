@@ -204,12 +204,6 @@ class RunDirectory:
     """The output of the process that runs a local run in the background."""
     hook_log = _Below("logs/hook.log")
     """The output of the job's ``hook``."""
-    tensorboard = _Below("tensorboard")
-    """TensorBoard's event files, one per attempt, with ``tensorboard: true``."""
-    wandb = _Below("wandb")
-    """The files of W&B, with the key ``wandb``."""
-    mlflow = _Below("mlflow")
-    """A record of what MLflow has, with the key ``mlflow``."""
     hydra = _Below("hydra")
     """The output folder of a Hydra app: ``.hydra/``, its log, and what it saves."""
     code = _Below("code")

@@ -553,7 +553,7 @@ def compare(trials: Trials, steps: int) -> Check:
 
 def without_side_effects(job: Job) -> Job:
     """The job without notifications, and without conditions that end it early."""
-    job = replace(job, tensorboard=False, wandb=None, mlflow=None)
+    job = replace(job, trackers={})
     return replace(job, hook=(), preflight=False, limits=Limits(), done=None)
 
 

@@ -22,10 +22,11 @@ from clusterddp.events import at_step, is_unconfirmed
 from clusterddp.failures import node_memory
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.configuration_files import find_configuration_files, read_configuration_files
-from clusterddp.jobdef.job import KEYS, Job, check_packages
+from clusterddp.jobdef.job import KEYS, Job
 from clusterddp.jobdef.kinds import Frozen
 from clusterddp.jobdef.load import list_differences, load_resolved
 from clusterddp.jobdef.program import is_hydra_app, module_file, placeholders_in
+from clusterddp.jobdef.tracking import check_packages
 from clusterddp.process import PACKAGE_FOLDER, signals_blocked
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import unlink
@@ -34,6 +35,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import ONLY_JOB, Content, alone, check_not_submitted, claim, present_code, recorded
 from clusterddp.slurm import commands as slurm
 from clusterddp.supervisor import lease
+from clusterddp.trackers.registry import TRACKERS
 
 
 def describe(
@@ -221,8 +223,7 @@ def failed_before_first_step(run: RunDirectory) -> bool:
     if outcome is None or outcome["state"] != "failed" or outcome["step"] or run.last_metrics() is not None:
         return False
     own = {path.name for path in (run.job_file, run.batch_script, run.events_file, run.metrics_file, run.outcome_file)}
-    own |= {path.name for path in (run.checkpoints, run.logs, run.private, run.code)}
-    own |= {path.name for path in (run.tensorboard, run.wandb, run.mlflow)}
+    own |= {path.name for path in (run.checkpoints, run.logs, run.private, run.code)} | TRACKERS.keys()
     return not any(run.checkpoints.glob("*")) and not {path.name for path in run.path.iterdir()} - own
 
 

@@ -72,6 +72,7 @@ from clusterddp.supervisor.limits import gpu_hours_end, lost_steps
 from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.verdict import end_of_file, rank_ends
+from clusterddp.trackers.registry import TRACKERS
 from clusterddp.worker.code_paths import mapped_variables
 
 #: The exceptions that a malformed event of a rank may raise when it is recorded.
@@ -334,11 +335,11 @@ class Attempt:
 
     def _script_trackers(self) -> dict[str, str]:
         """For trackers that the script itself uses, unless this run sends its metrics there."""
-        variables: dict[str, str] = {} if self._job.mlflow else {protocol.MLFLOW: "on"}
+        variables: dict[str, str] = {protocol.TRACKERS: " ".join(sorted(TRACKERS.keys() - self._job.trackers.keys()))}
         try:
-            return variables if self._job.wandb else {**variables, protocol.WANDB_NAME: tracker_id(self._run)}
+            return {**variables, protocol.RUN_ID: run_id(self._run)}
         except OSError as error:
-            say(f"could not record an id for W&B ({error}). If the script uses W&B, each attempt starts a new W&B run")
+            say(f"could not record an id ({error}). If the script uses W&B, each attempt starts a new W&B run")
             return variables
 
     def _on_new_nodes(self) -> bool:
@@ -568,9 +569,9 @@ def last_line(run: RunDirectory) -> Mapping[str, Any]:
         return {}
 
 
-def tracker_id(run: RunDirectory) -> str:
-    """The run's id in W&B. It is random, because an earlier run may have had the same run directory, and recorded at
-    the first call. Only the run's supervisor calls this. Raises OSError."""
+def run_id(run: RunDirectory) -> str:
+    """The run's id in trackers. It is random, because an earlier run may have had the same run directory, and it is
+    recorded at the first call. Only the run's supervisor calls this. Raises OSError."""
     with suppress(FileNotFoundError):
         return read_bytes(run.tracker_id_file).decode().strip()
     write_atomically(run.tracker_id_file, f"{secrets.token_hex(4)}\n", mode=0o600)

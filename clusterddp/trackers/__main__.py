@@ -12,13 +12,14 @@ from typing import Any
 
 from clusterddp.entry import exit_with
 from clusterddp.errors import RunDirectoryError, UsageError
-from clusterddp.jobdef.job import check_packages
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.jobdef.tracking import check_packages, wanted
 from clusterddp.reporter import in_words, say
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.trackers.follower import Orders, folder_of, follow
-from clusterddp.trackers.sent import NAMES, read_sent, wanted
+from clusterddp.trackers.follower import Orders, follow
+from clusterddp.trackers.registry import TRACKERS
+from clusterddp.trackers.sent import read_sent
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
     check_packages(job)
     trackers = wanted(job, run.path.name, os.environ)
     if not trackers:
-        raise UsageError(f"{run} has no trackers. Set one of {', '.join(NAMES)} in {run.job_file}")
+        raise UsageError(f"{run} has no trackers. Set one of {', '.join(TRACKERS)} in {run.job_file}")
     saved = [event["step"] for event in run.events() if event["event"] in ("checkpoint", "resumed")]
     committed = saved[-1] if saved else 0
     if committed == 0:
@@ -49,14 +50,14 @@ def main() -> int:
 
 
 def _send(name: str, run: RunDirectory, options: Mapping[str, Any], orders: Orders) -> int:
-    sent = read_sent(folder_of(name, run))
+    sent = read_sent(run.path / name)
     try:
         if sent is None or sent.step < orders.committed:
             follow(name, run, run.newest_attempt() or 0, options, orders, sys.stderr)
     except Exception as error:  # of any kind: the tracker's package raised it
-        say(f"{NAMES[name]}: {in_words(error)}")
+        say(f"{TRACKERS[name].name}: {in_words(error)}")
         return 1
-    say(f"{NAMES[name]} has all steps below {orders.committed}")
+    say(f"{TRACKERS[name].name} has all steps below {orders.committed}")
     return 0
 
 

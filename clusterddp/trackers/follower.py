@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from clusterddp.errors import RunDirectoryError, Superseded
 from clusterddp.process import die_with_parent
@@ -28,37 +28,20 @@ from clusterddp.rundir.files import create_file, create_folder
 from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.records import NOT_METRICS, counts
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.trackers.registry import TRACKERS
 from clusterddp.trackers.sent import Line, Lines, Sent, read_sent, write_sent
+from clusterddp.trackers.tracker import Sender, Tracker
 
 #: Seconds between two looks for new lines, for a tracker that takes them at once.
 PERIOD_S = 1.0
 
 
-class Tracker(Protocol):
-    """The interface to TensorBoard, W&B and MLflow."""
-
-    live: bool
-    first: int
-
-    def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        """Takes the values of a step that were logged ``at`` that time."""
-        ...
-
-    def flush(self, step: int | None) -> Sent:
-        """Shows them. ``step``: all below it were added. Returns what the tracker has for certain."""
-        ...
-
-    def close(self, step: int, clean: bool) -> Sent:
-        """Ends it, once everything below ``step`` is safe."""
-        ...
-
-
 class Follower:
     """Sends one tracker each line that counts, once."""
 
-    def __init__(self, run: RunDirectory, attempt: int, folder: Path, tracker: Tracker) -> None:
-        self._run, self._attempt, self._folder, self._tracker = run, attempt, folder, tracker
-        self._lines = Lines(run.metrics_file, counts(run.first_steps()), tracker.first)
+    def __init__(self, run: RunDirectory, attempt: int, folder: Path, sender: Sender, live: bool) -> None:
+        self._run, self._attempt, self._folder, self._sender, self._live = run, attempt, folder, sender, live
+        self._lines = Lines(run.metrics_file, counts(run.first_steps()), sender.first)
         self._committed = -1
 
     def send(self, committed: int, rest: bool = False) -> None:
@@ -70,23 +53,23 @@ class Follower:
         if more:
             self._check_newest()
         self._committed = committed
-        for line in self._lines.below(math.inf if self._tracker.live or rest else committed):
+        for line in self._lines.below(math.inf if self._live or rest else committed):
             self._add(line)
-        sent = self._tracker.flush(committed if more else None)
+        sent = self._sender.flush(committed if more else None)
         if more:
             write_sent(self._folder, sent)
 
     def close(self, clean: bool) -> None:
-        """Ends the tracker. Raises Superseded."""
+        """Ends the connection. Raises Superseded."""
         self._check_newest()
-        write_sent(self._folder, self._tracker.close(self._committed, clean))
+        write_sent(self._folder, self._sender.close(self._committed, clean))
 
     def _add(self, line: Line) -> None:
         values = {
             name: value for name, value in line.items() if name not in NOT_METRICS and isinstance(value, (int, float))
         }
         if values:
-            self._tracker.add(line["step"], float(line.get("time", 0.0)), values)
+            self._sender.add(line["step"], float(line.get("time", 0.0)), values)
 
     def _check_newest(self) -> None:
         if self._run.superseded(self._attempt):
@@ -138,13 +121,13 @@ def main() -> int:
 def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any], orders: Orders, out: TextIO) -> None:
     """Sends until the orders end. Writes messages for the user to ``out``. Raises the tracker's errors, which it also
     records for ``status``, and Superseded."""
-    folder = folder_of(name, run)
+    tracker, folder = TRACKERS[name], run.path / name
     try:
         create_folder(folder, exist_ok=True)
         with open(folder / "lock", "ab", opener=create_file) as lock:
             _lock(lock.fileno())
-            tracker = _tracker(name, run, folder, attempt, options, out)
-            follower = Follower(run, attempt, folder, tracker)
+            sender = _opened(tracker, run, folder, attempt, options, out)
+            follower = Follower(run, attempt, folder, sender, tracker.live)
             follower.send(orders.committed)
             while not orders.ended:
                 orders.wait(PERIOD_S if tracker.live else None)
@@ -158,30 +141,18 @@ def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any
         raise
 
 
-def folder_of(name: str, run: RunDirectory) -> Path:
-    """Where a tracker's files are."""
-    return {"tensorboard": run.tensorboard, "wandb": run.wandb, "mlflow": run.mlflow}[name]
-
-
-def _tracker(
-    name: str, run: RunDirectory, folder: Path, attempt: int, options: Mapping[str, Any], out: TextIO
-) -> Tracker:
-    sent = replace(read_sent(folder) or Sent(), problem=None)
-    first = sent.lacks_from(run.first_steps())
-    if name == "tensorboard":
-        from clusterddp.trackers.tensorboard import TensorBoard
-
-        return TensorBoard(folder, replace(sent, step=first, attempt=attempt), first, attempt)
-    if first < sent.step:
+def _opened(
+    tracker: Tracker, run: RunDirectory, folder: Path, attempt: int, options: Mapping[str, Any], out: TextIO
+) -> Sender:
+    earlier = read_sent(folder) or Sent()
+    first = earlier.lacks_from(run.first_steps())
+    sent = replace(earlier, problem=None, attempt=attempt)
+    if tracker.live:
+        sent = replace(sent, step=first)
+    elif first < sent.step:
         steps = f"{first} to {sent.step - 1}"
         print(f"keeps an earlier attempt's values of steps {steps}, which are now repeated", file=out, flush=True)
-    if name == "wandb":
-        from clusterddp.trackers.wandb import WeightsAndBiases
-
-        return WeightsAndBiases(folder, sent, attempt, options)
-    from clusterddp.trackers.mlflow import MLflow
-
-    return MLflow(folder, sent, attempt, options)
+    return tracker.open(folder, sent, options)
 
 
 def _lock(descriptor: int) -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Annotated, Any
 
-from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, Run
-from mlflow.exceptions import MlflowException
-
+from clusterddp.errors import RunDirectoryError
+from clusterddp.import_hooks import when_imported
+from clusterddp.keys.kinds import WORD
+from clusterddp.keys.table import Switch
+from clusterddp.reporter import say
+from clusterddp.rundir.files import write_json
+from clusterddp.rundir.records import Schema, is_text, read_json
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers.sent import Sent, write_sent
+from clusterddp.trackers.tracker import Tracked, Tracker
+
+_SCHEMA: Schema = {"run_id": is_text}
+#: The module of ``mlflow.start_run``.
+_FLUENT = "mlflow.tracking.fluent"
 
 #: The most values, and the most parameters, that MLflow's server takes at once.
 MOST_METRICS, MOST_PARAMS = 1000, 100
@@ -23,29 +35,101 @@ TAG, CREATING = "clusterddp", "creating "
 _ODD = re.compile(r"[^\w\-. :/]")
 
 
-class MLflow:
+@dataclass(frozen=True)
+class Mlflow:
+    """The MLflow run that has this run's metrics."""
+
+    experiment: str | None = None
+    """The experiment, created if it does not exist. None: ``job_name``."""
+    tracking_uri: Annotated[str | None, WORD] = None
+    """The server, such as ``http://mlflow:5000``. None: as in the variable MLFLOW_TRACKING_URI, or MLflow's default."""
+
+
+class MLflow(Tracker):
+    """MLflow."""
+
+    key, name = "mlflow", "MLflow"
+    kind = Switch(Mlflow, "experiment", "an MLflow experiment")
+    meaning = (
+        "Also sends the metrics to MLflow: `true`, an experiment, or `{experiment: digits, tracking_uri: URL}`. "
+        "None: no."
+    )
+    files = "A record of what MLflow has, with the key ``mlflow``."
+    variables_of_script = ("MLFLOW_RUN_ID",)
+
+    def options(self, config: Mlflow, run: Tracked, environ: Mapping[str, str]) -> Mapping[str, Any]:  # noqa: ARG002
+        """As every tracker."""
+        server = {} if config.tracking_uri is None else {"tracking_uri": config.tracking_uri}
+        return {"name": run.name, "config": run.config, "experiment": config.experiment or run.job_name, **server}
+
+    def variables(self, run: RunDirectory, rank: int, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """As every tracker. MLflow's server names a run itself, so the rank that starts one records its name, and gets
+        it in later attempts. An empty variable of the user's starts a new run in each attempt."""
+        if "MLFLOW_RUN_ID" in environ:
+            return {}
+        file = run.private / f"mlflow-rank-{rank}.json"
+        try:
+            record = read_json(file, _SCHEMA)
+        except (OSError, RunDirectoryError) as error:
+            say(f"could not determine which MLflow run this rank started ({error}). The script will start a new one")
+            return {}
+        if record is not None:
+            return {"MLFLOW_RUN_ID": record["run_id"]}
+        when_imported(_FLUENT, lambda module: _record_first_run(module, file))
+        return {}
+
+    def open(self, folder: Path, sent: Sent, options: Mapping[str, Any]) -> MlflowRun:
+        """As every tracker."""
+        return MlflowRun(folder, sent, options)
+
+
+TRACKER = MLflow()
+
+
+def _record_first_run(fluent: ModuleType, file: Path) -> None:
+    """Has ``mlflow.start_run`` record the first run that this process creates."""
+    start_run, process = fluent.start_run, os.getpid()
+    recorded = False
+
+    @functools.wraps(start_run)
+    def starting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal recorded
+        began = start_run(*args, **kwargs)
+        named = bool(args) or kwargs.get("run_id") or kwargs.get("nested")
+        if not recorded and not named and os.getpid() == process:
+            recorded = True
+            try:
+                write_json(file, {"run_id": began.info.run_id}, mode=0o600)
+            except OSError as error:
+                say(f"could not record the MLflow run ({error}). The next attempt will start a new one")
+        return began
+
+    fluent.start_run = starting  # type: ignore[attr-defined]
+
+
+class MlflowRun:
     """The server has the last step of each metric, so that values which were sent just before this process was killed
     are not sent twice."""
 
-    #: Takes only steps that no later attempt repeats, because MLflow cannot replace the values of a step.
-    live = False
+    def __init__(self, folder: Path, sent: Sent, options: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient, entities
 
-    def __init__(self, folder: Path, sent: Sent, attempt: int, options: Mapping[str, Any]) -> None:
         self._folder, self._client = folder, MlflowClient(options.get("tracking_uri"))
-        self._sent = replace(sent, attempt=attempt)
+        self._metric = entities.Metric
+        self._sent = sent
         run = self._own_run(options)
         self._id = run.info.run_id
         #: The first step that MLflow may lack.
         self.first = sent.step
         self._last = {metric.key: metric.step for metric in run.data._metric_objs}
-        self._metrics: list[Metric] = []
+        self._metrics: list[Any] = []
         missing = {_ODD.sub("_", name): value for name, value in options["config"].items()}
-        params = [Param(name, str(value)) for name, value in missing.items() if name not in run.data.params]
+        params = [entities.Param(name, str(value)) for name, value in missing.items() if name not in run.data.params]
         for begin in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._id, params=params[begin : begin + MOST_PARAMS])
         self._client.update_run(self._id, "RUNNING")
 
-    def _own_run(self, options: Mapping[str, Any]) -> Run:
+    def _own_run(self, options: Mapping[str, Any]) -> Any:
         """The run in MLflow: that of earlier attempts, or a new one."""
         if self._sent.id is not None and not self._sent.id.startswith(CREATING):
             return self._client.get_run(self._sent.id)
@@ -60,6 +144,8 @@ class MLflow:
         return self._client.get_run(found[0].info.run_id)
 
     def _experiment(self, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             try:
@@ -75,7 +161,7 @@ class MLflow:
         for name, value in values.items():
             key = _ODD.sub("_", name)
             if step > self._last.get(key, -1):
-                self._metrics.append(Metric(key, float(value), round(at * 1000), step))
+                self._metrics.append(self._metric(key, float(value), round(at * 1000), step))
         if len(self._metrics) >= MOST_METRICS:
             self._send()
 

@@ -4,40 +4,64 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
-
+from clusterddp.keys.kinds import TRUTH
 from clusterddp.rundir.files import create_file, fsync_directory, names_in
 from clusterddp.trackers.sent import Sent
+from clusterddp.trackers.tracker import Tracker
 
 
-class TensorBoard:
-    """Writes without TensorFlow, and without tensorboard's own file writer, whose files cannot be synced or named."""
+class TensorBoard(Tracker):
+    """TensorBoard."""
 
-    #: Takes the lines of all steps at once, because TensorBoard discards those that a later attempt repeats.
+    key, name = "tensorboard", "TensorBoard"
+    kind = replace(TRUTH, writer=bool)
+    meaning = "Whether to also write the run's metrics for TensorBoard, into its folder `tensorboard`."
+    files = "TensorBoard's event files, one per attempt, with ``tensorboard: true``."
     live = True
 
-    def __init__(self, folder: Path, sent: Sent, first: int, attempt: int) -> None:
-        #: The first step that this writer takes.
-        self.first = first
+    def open(self, folder: Path, sent: Sent, options: Mapping[str, Any]) -> EventFile:  # noqa: ARG002
+        """As every tracker."""
+        return EventFile(folder, sent)
+
+    def described(self, folder: Path, sent: Sent) -> str:  # noqa: ARG002
+        """As every tracker."""
+        return f"view it with: tensorboard --logdir {shlex.quote(str(folder))}"
+
+
+TRACKER = TensorBoard()
+
+
+class EventFile:
+    """Written without TensorFlow, and without tensorboard's own file writer, whose files cannot be synced or named."""
+
+    def __init__(self, folder: Path, sent: Sent) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        #: The first step that this file has.
+        self.first = sent.step
         self._sent = sent
-        self._file = open(_new_file(folder, attempt), "wb", opener=create_file)
+        self._file = open(_new_file(folder, sent.attempt), "wb", opener=create_file)
         fsync_directory(folder)
         self._records = RecordWriter(self._file)
-        self._add(Event(wall_time=time.time(), step=first, file_version="brain.Event:2"))
-        self._add(Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START)))
+        session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(self._event(wall_time=time.time(), step=self.first, file_version="brain.Event:2"))
+        self._add(self._event(wall_time=time.time(), step=self.first, session_log=session))
 
     def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """Writes the values of a step."""
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        self._add(Event(wall_time=at, step=step, summary=summary))
+        made = self._summary.Value
+        summary = self._summary(value=[made(tag=name, simple_value=value) for name, value in values.items()])
+        self._add(self._event(wall_time=at, step=step, summary=summary))
 
     def flush(self, step: int | None) -> Sent:
         """Shows TensorBoard the written values, durably if all below ``step`` were written. Returns what TensorBoard
@@ -54,7 +78,7 @@ class TensorBoard:
         self._file.close()
         return sent
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
 
 

@@ -35,7 +35,8 @@ from clusterddp.distributed.bucket_order import KEY, BucketOrders, Names
 from clusterddp.distributed.process_group import NO_TIMEOUT
 from clusterddp.distributed.torch_patches import watch_graphs
 from clusterddp.errors import DeviceError, Stopped
-from clusterddp.jobdef.job import Checkpointing, check_packages
+from clusterddp.jobdef.job import Checkpointing
+from clusterddp.jobdef.tracking import check_packages
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
 from clusterddp.rundir.progress import recent

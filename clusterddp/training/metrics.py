@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.tracking import wanted
 from clusterddp.process import module_command
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import create_file, finite, fsync_directory, read_bytes, status, write_atomically
 from clusterddp.rundir.records import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.trackers.sent import NAMES, wanted
+from clusterddp.trackers.registry import TRACKERS
 from clusterddp.training.log_reduction import Receiver, reduce_values
 from clusterddp.training.logged_values import Logged
 from clusterddp.worker import signals
@@ -225,8 +226,6 @@ def _members(values: Mapping[str, Any]) -> str:
 #: Seconds that trackers may take for the rest, once the script has ended: after all steps, at a stop, after an error.
 #: The next attempt sends what they lack then.
 DONE_S, STOP_S, ERROR_S = 20.0, 3.0, 1.0
-#: Variables that belong to a W&B or MLflow run of the script's own.
-_OF_SCRIPT = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID")
 
 
 class Tracking:
@@ -248,7 +247,9 @@ class Tracking:
             try:
                 self._processes.append(_Process(given, log, self._report))
             except OSError as error:
-                self._report("tracker", tracker=NAMES[tracker], problem=f"gets no values in this attempt: {error}")
+                self._report(
+                    "tracker", tracker=TRACKERS[tracker].name, problem=f"gets no values in this attempt: {error}"
+                )
 
     def committed(self, step: int) -> None:
         """A checkpoint is committed. Any thread. Never waits."""
@@ -276,9 +277,10 @@ class _Process:
     """The process of one tracker."""
 
     def __init__(self, given: Mapping[str, Any], log: Any, report: Callable[..., None]) -> None:
-        self._tracker, self._report = NAMES[given["tracker"]], report
+        self._tracker, self._report = TRACKERS[given["tracker"]].name, report
         command = [*module_command("clusterddp.trackers.follower"), json.dumps(given)]
-        environ = {name: value for name, value in os.environ.items() if name not in _OF_SCRIPT}
+        of_script = {name for tracker in TRACKERS.values() for name in tracker.variables_of_script}
+        environ = {name: value for name, value in os.environ.items() if name not in of_script}
         with open(log, "ab", opener=create_file) as errors, signals.blocked():
             self._process = subprocess.Popen(
                 command,

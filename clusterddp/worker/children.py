@@ -20,8 +20,9 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
+from clusterddp.import_hooks import when_imported
 from clusterddp.process import process_start
-from clusterddp.worker import control_channel, own_saves
+from clusterddp.worker import control_channel
 
 #: The most processes that are reported.
 MOST_REPORTED = 8
@@ -35,7 +36,7 @@ _reported = 0
 def watch() -> None:
     """Reports from now on how this process's children failed."""
     _watch_popen(popen_fork.Popen)
-    own_saves.when_imported("multiprocessing.popen_forkserver", _watch_forkserver)
+    when_imported("multiprocessing.popen_forkserver", _watch_forkserver)
     os.kill, os.killpg = _recording(os.kill), _recording(os.killpg)
     popen: Any = subprocess.Popen
     popen.send_signal = _marking(popen.send_signal)

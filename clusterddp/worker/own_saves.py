@@ -4,11 +4,6 @@
 in that moment has none. In a rank, ``torch.save`` and the ``save_file`` of safetensors therefore write to a new file on
 the same file system, sync it, and rename it. Saves to file objects, devices and pipes stay as they are, and so do
 ``torch.jit.save`` and torch's distributed checkpoints, which have their own formats.
-
-``when_imported`` sets a rank's hooks in libraries of its script: torch, its optimizers, W&B and MLflow. A hook must be
-in place before the script runs ``from torch import save``. The entry point of a rank must not import torch itself,
-because a script may set variables that torch reads when it is imported, or need no torch at all. A hook is therefore
-set as soon as the module has been imported, before the code that imports it continues.
 """
 
 from __future__ import annotations
@@ -31,78 +26,20 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from clusterddp import protocol
-from clusterddp.errors import RunDirectoryError
+from clusterddp.import_hooks import when_imported
 from clusterddp.protocol import SAVING
 from clusterddp.reporter import say
-from clusterddp.rundir.files import fsync_directory, link_target, names_in, symlink, unlink, write_json
-from clusterddp.rundir.records import Schema, is_text, read_json
+from clusterddp.rundir.files import fsync_directory, link_target, names_in, symlink, unlink
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import control_channel
-
-Act = Callable[[ModuleType], None]
-
-
-def when_imported(name: str, act: Act) -> None:
-    """Calls ``act`` with the module once it is imported, or at once if it is. An error of ``act`` is only reported."""
-    if name in sys.modules:
-        _act(act, sys.modules[name])
-        return
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-    _finder.waiting.setdefault(name, []).append(act)
-
-
-class _Finder:
-    """Finds the awaited modules as the other finders do, and extends what their loaders execute.
-
-    Looking for a module does not import it (``importlib.util.find_spec``), so it is awaited until it is executed.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: dict[str, list[Act]] = {}
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """For the import system."""
-        if name not in self.waiting:
-            return None
-        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
-        specs = (find(name, path, target) for find in finders if find is not None)
-        spec = next((spec for spec in specs if spec is not None), None)
-        loader = spec.loader if spec is not None else None
-        if loader is None or not hasattr(loader, "exec_module"):
-            return spec
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            for act in self.waiting.pop(name, ()):
-                _act(act, module)
-
-        loader.exec_module = exec_module  # each spec has its own loader
-        return spec
-
-
-_finder = _Finder()
-
-
-def _act(act: Act, module: ModuleType) -> None:
-    try:
-        act(module)
-    except Exception as error:  # of a different version of the module: the script runs without the change
-        name = " ".join(filter(None, (module.__name__, getattr(module, "__version__", None))))
-        say(f"could not patch {name}, so the script runs without this patch: {error!r}")
-
 
 # --- steps of a script that does not use clusterddp
 
@@ -172,58 +109,6 @@ def _watch_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_watch_in_child)
-
-
-# --- W&B and MLflow runs of the script itself: an attempt's ranks continue those of earlier attempts
-
-_SCHEMA: Schema = {"run_id": is_text}
-#: The module of ``mlflow.start_run``.
-_FLUENT = "mlflow.tracking.fluent"
-
-
-def continue_runs(run: RunDirectory, rank: int, environ: MutableMapping[str, str]) -> None:
-    """Sets the variables by which W&B and MLflow continue this rank's run, unless the user has set them.
-
-    W&B takes the name of a run from the client, so each rank gets one. MLflow's server names a run itself, so the rank
-    that starts one records its name, and gets it in later attempts.
-    """
-    if (name := environ.get(protocol.WANDB_NAME)) and "WANDB_RESUME" not in environ:
-        # Ranks that each start their own run must not share it.
-        environ.setdefault("WANDB_RUN_ID", name if rank == 0 else f"{name}-rank{rank}")
-        environ["WANDB_RESUME"] = "allow"
-    if protocol.MLFLOW not in environ or "MLFLOW_RUN_ID" in environ:
-        return
-    file = run.private / f"mlflow-rank-{rank}.json"
-    try:
-        record = read_json(file, _SCHEMA)
-    except (OSError, RunDirectoryError) as error:
-        say(f"could not determine which MLflow run this rank started ({error}). The script will start a new one")
-        return
-    if record is not None:
-        environ["MLFLOW_RUN_ID"] = record["run_id"]
-    else:
-        when_imported(_FLUENT, lambda module: _record_first_run(module, file))
-
-
-def _record_first_run(fluent: ModuleType, file: Path) -> None:
-    """Has ``mlflow.start_run`` record the first run that this process creates."""
-    start_run, process = fluent.start_run, os.getpid()
-    recorded = False
-
-    @functools.wraps(start_run)
-    def starting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal recorded
-        began = start_run(*args, **kwargs)
-        named = bool(args) or kwargs.get("run_id") or kwargs.get("nested")
-        if not recorded and not named and os.getpid() == process:
-            recorded = True
-            try:
-                write_json(file, {"run_id": began.info.run_id}, mode=0o600)
-            except OSError as error:
-                say(f"could not record the MLflow run ({error}). The next attempt will start a new one")
-        return began
-
-    fluent.start_run = starting  # type: ignore[attr-defined]
 
 
 #: These lead to files that are already open.

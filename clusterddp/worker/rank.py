@@ -46,6 +46,7 @@ from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.trackers.registry import TRACKERS
 from clusterddp.worker import children, code_paths, control_channel, gpus, own_saves, rank_exit, signals
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
@@ -117,7 +118,8 @@ def main() -> None:
         own_saves.watch_optimizers(run.child_step_file(attempt).absolute())
     children.watch()
     own_saves.prepare_children(str(run), attempt, protect=protects, steps=sees)
-    own_saves.continue_runs(run, ranks.rank, os.environ)
+    for tracker in os.environ[protocol.TRACKERS].split():
+        os.environ.update(TRACKERS[tracker].variables(run, ranks.rank, os.environ))
     collect_rarely()
     if os.environ[protocol.LAUNCHER] == "slurm" and protocol.DEBUG_RANK in os.environ:
         _debug(run, ranks.rank)

@@ -19,6 +19,7 @@ from clusterddp import errors, events, protocol
 from clusterddp.cli.command_line import parser
 from clusterddp.jobdef.json_schema import job_schema
 from clusterddp.rundir import run_directory
+from clusterddp.trackers.registry import TRACKERS
 from docs.reference import python_api
 from docs.reference.examples import EXAMPLES
 from docs.reference.python_api import anchor, markdown
@@ -98,6 +99,7 @@ def run_directory_page() -> list[str]:
         if isinstance(item, ast.Assign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             assert isinstance(item.value, ast.Call)
             files[ast.literal_eval(item.value.args[0])] = inspect.cleandoc(str(after.value.value))
+    files |= {tracker.key: tracker.files for tracker in TRACKERS.values()}
     _, _, introduction = inspect.cleandoc(ast.get_docstring(cls) or "").partition("\n\n")
     lines = ["# The run directory", "", markdown(introduction), "", "| file or folder | |", "|---|---|"]
     for name, text in files.items():

@@ -13,7 +13,7 @@ import pytest
 
 from clusterddp import protocol
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker.own_saves import continue_runs
+from clusterddp.trackers.registry import TRACKERS
 from tests import packages
 from tests.waiting import story
 
@@ -73,9 +73,10 @@ def test_what_the_user_set_is_kept(given: dict[str, str], expected: dict[str, st
     run = RunDirectory(tmp_path)
     run.create()
     (run.private / "mlflow-rank-0.json").write_text('{"run_id": "of-attempt-0"}')
-    ours = {str(protocol.WANDB_NAME): "3f2a9c1e", str(protocol.MLFLOW): "on"}
+    ours = {str(protocol.RUN_ID): "3f2a9c1e"}
     environ = {**ours, **given}
-    continue_runs(run, 0, environ)
+    for tracker in TRACKERS.values():
+        environ |= tracker.variables(run, 0, environ)
     assert environ == {**ours, **expected}
 
 
@@ -88,4 +89,4 @@ def test_a_run_with_its_own_trackers_leaves_the_variables_alone(tmp_path: Path) 
     command += ["--run-dir", str(tmp_path / "run"), "--set", "wandb={mode: offline}", "--set", "mlflow=true"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     seen = set((tmp_path / "seen").read_text().split())
-    assert seen & {"WANDB_RUN_ID", "WANDB_RESUME", protocol.WANDB_NAME, protocol.MLFLOW} == set()
+    assert seen & {"WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID"} == set()

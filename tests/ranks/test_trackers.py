@@ -59,7 +59,7 @@ def test_tensorboard_has_each_counted_step_once_with_the_values_that_count(run: 
 
 def test_steps_appear_in_tensorboard_before_their_checkpoint(run: RunDirectory) -> None:
     """The killed attempt had written steps that its successor repeated: purging had something to do."""
-    (path,) = run.tensorboard.glob(f"*.attempt-{KILLED}")
+    (path,) = (run.path / "tensorboard").glob(f"*.attempt-{KILLED}")
     assert path.read_bytes().count(b"loss") > sum(line["by"] == KILLED for line in tracker_files.counted(run)) > 0
 
 
@@ -93,7 +93,7 @@ def test_mlflow_has_each_counted_step_once_with_the_values_that_count(run: RunDi
 def test_status_says_how_to_see_the_run(run: RunDirectory) -> None:
     """The command that uploads all files of the W&B run, and TensorBoard's."""
     shown = clusterddp("status", run, env={"COLUMNS": "200"})
-    assert f"tensorboard --logdir {run.tensorboard}" in shown.stdout
+    assert f"tensorboard --logdir {run.path}/tensorboard" in shown.stdout
     (name,) = {name for name, _ in tracker_files.in_wandb(run)}
-    assert f"wandb sync {run.wandb}/offline-run-*-{name}" in shown.stdout
+    assert f"wandb sync {run.path}/wandb/offline-run-*-{name}" in shown.stdout
     assert f"run {tracker_files.in_mlflow(run)[0].info.run_id}" in shown.stdout

@@ -65,10 +65,11 @@ def imports(in_functions: bool) -> dict[str, set[str]]:
 
 
 def by_room(graph: Graph) -> dict[str, set[str]]:
-    """The same between packages; each module of the top level counts as one."""
+    """The same between packages; each module of the top level counts as one, and so does an entry point, which nothing
+    imports."""
     rooms: dict[str, set[str]] = {}
     for name, others in graph.items():
-        room = name.split(".")[0]
+        room = name if name.endswith("__main__") else name.split(".")[0]
         rooms.setdefault(room, set()).update({other.split(".")[0] for other in others} - {room})
     return rooms
 

@@ -17,6 +17,7 @@ from clusterddp import errors
 from clusterddp.cli.command_line import parser, split_at_dashes
 from clusterddp.jobdef.job import KEYS
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.trackers.registry import TRACKERS
 from docs.reference import generate as reference
 from docs.reference import python_api
 from docs.reference.examples import EXAMPLES
@@ -128,7 +129,7 @@ def test_the_page_of_the_run_directory_names_every_file_outside_private() -> Non
     names = [name for name, value in vars(RunDirectory).items() if type(value).__name__ == "_Below"]
     paths = {str(getattr(run, name).relative_to("/run")) for name in names}
     listed = set(re.findall(r"^\| \[?`([^`]+)`", page("run-directory.md"), re.MULTILINE))
-    assert listed == {path for path in paths if not path.startswith("private/")}
+    assert listed == {path for path in paths if not path.startswith("private/")} | TRACKERS.keys()
 
 
 def test_every_argument_of_a_command_has_a_help_text() -> None:

@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import RunDirectoryError, Superseded, UsageError
-from clusterddp.jobdef.job import Job, Mlflow, Wandb, check_packages
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.tracking import check_packages, config, wanted
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.records import counts
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers import sent
 from clusterddp.trackers.__main__ import main as send_rest
 from clusterddp.trackers.follower import Follower
-from clusterddp.trackers.sent import Lines, Sent, config, overview, read_sent, wanted, write_sent
+from clusterddp.trackers.mlflow import Mlflow
+from clusterddp.trackers.registry import overview
+from clusterddp.trackers.sent import Lines, Sent, read_sent, write_sent
+from clusterddp.trackers.wandb import Wandb
 from clusterddp.training import metrics as tracking
 from clusterddp.training.metrics import Tracking
 from tests import packages, tracker_files
@@ -35,8 +39,8 @@ def test_a_tracker_needs_only_its_own_package() -> None:
 
 @pytest.fixture
 def run(run: RunDirectory) -> RunDirectory:
-    run.wandb.mkdir()
-    run.tensorboard.mkdir()
+    (run.path / "wandb").mkdir()
+    (run.path / "tensorboard").mkdir()
     return run
 
 
@@ -57,8 +61,8 @@ def append(run: RunDirectory, number: int, *steps: int) -> None:
 class Memory:
     """A tracker that keeps what it gets."""
 
-    def __init__(self, live: bool, first: int = 0) -> None:
-        self.live, self.first = live, first
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
         self.steps: list[int] = []
         self.safe: list[int | None] = []
 
@@ -80,8 +84,8 @@ class Memory:
 def test_only_steps_below_a_checkpoint_are_sent_unless_the_tracker_is_live(run: RunDirectory) -> None:
     """And each once, as rank 0 appends more."""
     number = attempt(run, 0, 0, 1, 2, 3)
-    trackers = {live: Memory(live) for live in (True, False)}
-    followers = [Follower(run, number, run.wandb, tracker) for tracker in trackers.values()]
+    trackers = {live: Memory() for live in (True, False)}
+    followers = [Follower(run, number, run.path / "wandb", tracker, live) for live, tracker in trackers.items()]
     for committed in (0, 2, 2):
         for follower in followers:
             follower.send(committed)
@@ -99,8 +103,8 @@ def test_lines_of_earlier_attempts_count_up_to_where_a_later_one_resumed(run: Ru
     attempt(run, 0, *range(6))
     attempt(run, 4, *range(4, 9))
     newest = attempt(run, 6, *range(6, 8))
-    tracker = Memory(live=True)
-    Follower(run, newest, run.wandb, tracker).send(6)
+    tracker = Memory()
+    Follower(run, newest, run.path / "wandb", tracker, live=True).send(6)
     assert tracker.steps == list(range(8))
 
 
@@ -130,8 +134,8 @@ def test_a_long_file_is_read_in_blocks(run: RunDirectory, monkeypatch: pytest.Mo
 def test_a_superseded_attempt_sends_nothing_more(run: RunDirectory) -> None:
     """On a node that was cut off, while the run goes on elsewhere; nor does it record anything."""
     number = attempt(run, 0, 0, 1)
-    tracker = Memory(live=False)
-    follower = Follower(run, number, run.wandb, tracker)
+    tracker = Memory()
+    follower = Follower(run, number, run.path / "wandb", tracker, live=False)
     follower.send(1)
     attempt(run, 1)
     with pytest.raises(Superseded):
@@ -139,7 +143,7 @@ def test_a_superseded_attempt_sends_nothing_more(run: RunDirectory) -> None:
     with pytest.raises(Superseded):
         follower.close(clean=True)
     assert tracker.steps == [0]
-    assert read_sent(run.wandb) == Sent(1)
+    assert read_sent(run.path / "wandb") == Sent(1)
 
 
 def test_steps_that_a_later_attempt_repeated_are_lacking() -> None:
@@ -157,17 +161,17 @@ def test_tensorboard_reads_the_newest_attempt_last_whatever_the_clocks(
 ) -> None:
     """It reads files in the order of their names, which begin with a time. A torn record ends a killed writer's."""
     packages.require("tensorboard")
-    from clusterddp.trackers.tensorboard import TensorBoard
+    from clusterddp.trackers.tensorboard import EventFile
 
     attempts = [(5000.0, 0, 0, 8, 0.5), (4000.0, 1, 5, 9, 0.25), (4500.0, 2, 7, 9, 0.125)]
     for clock, number, first, steps, loss in attempts:
         monkeypatch.setattr(time, "time", lambda clock=clock: clock)
-        writer = TensorBoard(run.tensorboard, Sent(first, number), first, number)
+        writer = EventFile(run.path / "tensorboard", Sent(first, number))
         for step in range(first, steps):
             writer.add(step, 100.0, {"loss": loss})
         assert writer.flush(None) == Sent(first, number)
         assert writer.close(steps, clean=True) == Sent(steps, number)
-    with open(next(run.tensorboard.glob("*attempt-0")), "ab") as file:
+    with open(next((run.path / "tensorboard").glob("*attempt-0")), "ab") as file:
         file.write(b"\x18\0\0")
     expected = [(step, 0.5 if step < 5 else 0.25 if step < 7 else 0.125) for step in range(9)]
     assert tracker_files.scalars(run, "loss") == expected
@@ -181,13 +185,13 @@ WANDB = """
 import os, sys
 from pathlib import Path
 from clusterddp.trackers import sent
-from clusterddp.trackers.wandb import WeightsAndBiases
+from clusterddp.trackers.wandb import TRACKER
 
 folder, until = Path(sys.argv[1]), sys.argv[2]
-writer = WeightsAndBiases(folder, sent.read_sent(folder) or sent.Sent(), 0, {"mode": "offline", "project": "tests"})
+writer = TRACKER.open(folder, sent.read_sent(folder) or sent.Sent(), {"mode": "offline", "project": "tests"})
 for step in range(writer.first, 4):
     writer.add(step, 100.0, {"loss": 0.5})
-assert not writer.live, "W&B cannot take back a step"
+assert not TRACKER.live, "W&B cannot take back a step"
 assert writer.flush(4).step == writer.first, "what is not closed is not safe"
 if until == "closed":
     writer._move_out = lambda _: os.kill(os.getpid(), 9)
@@ -199,7 +203,7 @@ os.kill(os.getpid(), 9)
 
 def written_to_wandb(run: RunDirectory, until: str) -> list[list[int]]:
     """The steps in each folder that is complete."""
-    done = subprocess.run([sys.executable, "-c", WANDB, str(run.wandb), until])
+    done = subprocess.run([sys.executable, "-c", WANDB, str(run.path / "wandb"), until])
     assert done.returncode == -9
     return [[row["_step"] for row in rows] for _, rows in tracker_files.in_wandb(run)]
 
@@ -216,7 +220,9 @@ def test_a_wandb_folder_that_was_closed_is_not_written_again(run: RunDirectory) 
     packages.require("wandb")
     assert written_to_wandb(run, "closed") == []
     number = attempt(run, 0)
-    assert read_sent(run.wandb) == replace(read_sent(run.wandb) or Sent(), step=4, attempt=number, mode="offline")
+    assert read_sent(run.path / "wandb") == replace(
+        read_sent(run.path / "wandb") or Sent(), step=4, attempt=number, mode="offline"
+    )
     assert written_to_wandb(run, "written") == [[0, 1, 2, 3]]
 
 
@@ -236,13 +242,13 @@ def test_a_killed_process_leaves_no_step_twice_in_mlflow_and_no_second_run(
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setattr(mlflow, "MOST_METRICS", 3)
     options = {"tracking_uri": str(run.path / "store"), "experiment": "tests", "name": "a run", "config": {"lr": 0.1}}
-    run.mlflow.mkdir()
+    (run.path / "mlflow").mkdir()
     recorded: list[Sent] = []
     monkeypatch.setattr(mlflow, "write_sent", lambda _, sent: recorded.append(sent))
-    killed = mlflow.MLflow(run.mlflow, Sent(), 0, options)
+    killed = mlflow.MlflowRun(run.path / "mlflow", Sent(), options)
     assert [sent.id for sent in recorded] == [recorded[0].id, killed._id]
     for before, begin, end in ((recorded[0], 0, 5), (recorded[1], 0, 7), (replace(recorded[1], step=7), 5, 9)):
-        writer = mlflow.MLflow(run.mlflow, before, 1, options)
+        writer = mlflow.MlflowRun(run.path / "mlflow", replace(before, attempt=1), options)
         assert (writer._id, writer.first) == (killed._id, before.step)
         for step in range(begin, end):
             writer.add(step, 100.0, {"loss": step / 2, "acc@1": float("nan")})
@@ -278,8 +284,8 @@ def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(
     monkeypatch.setenv("HOME", str(run.path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
-    write_sent(run.wandb, Sent(1))
-    (event,) = told(run, Job("digits", wandb=Wandb()))
+    write_sent(run.path / "wandb", Sent(1))
+    (event,) = told(run, Job("digits", trackers={"wandb": Wandb()}))
     assert (event["event"], event["tracker"]) == ("tracker", "W&B")
     assert event["problem"].startswith("gets no more values in this attempt: No API key configured")
     ((name, words),) = overview(run)
@@ -292,7 +298,7 @@ def test_a_tracker_that_hangs_is_killed_in_time(run: RunDirectory, monkeypatch: 
     monkeypatch.setattr(tracking, "module_command", lambda _: hanging)
     begun: list[Any] = []
     monkeypatch.setattr(tracking._Process, "tell", lambda self, order: begun.append(self._process))
-    assert told(run, Job("digits", tensorboard=True), seconds=0.1) == []
+    assert told(run, Job("digits", trackers={"tensorboard": True}), seconds=0.1) == []
     assert begun[0].returncode == -9
 
 
@@ -302,7 +308,9 @@ def test_a_tracker_of_a_complete_run_that_needs_longer_is_in_the_history(
     """With the command that sends the rest, as no attempt follows."""
     monkeypatch.setattr(tracking, "module_command", lambda _: [sys.executable, "-c", "import time; time.sleep(600)"])
     events: list[dict[str, Any]] = []
-    rank0 = Tracking(run, Job("digits", tensorboard=True), attempt(run, 0), lambda event, **rest: events.append(rest))
+    rank0 = Tracking(
+        run, Job("digits", trackers={"tensorboard": True}), attempt(run, 0), lambda event, **rest: events.append(rest)
+    )
     rank0.begin(0)
     rank0.close(0.0, complete=True)
     then = f"did not receive all values in time. To send the rest, run `python -m clusterddp.trackers {run}`"
@@ -315,7 +323,7 @@ def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
     """All of it, up to its last checkpoint, and once."""
     packages.require("tensorboard")
     attempt(run, 0, 0, 1, 2)
-    run.job_file.write_text(Job("digits", module="net", device="cpu", tensorboard=True).to_yaml())
+    run.job_file.write_text(Job("digits", module="net", device="cpu", trackers={"tensorboard": True}).to_yaml())
     monkeypatch.setattr(sys, "argv", ["", str(run)])
     with pytest.raises(RunDirectoryError, match="holds no run that has ended"):
         send_rest()
@@ -324,7 +332,7 @@ def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
     for _ in range(2):
         assert send_rest() == 0
         assert tracker_files.scalars(run, "loss") == [(0, 0.0), (1, 0.5), (2, 1.0)]
-    assert len(list(run.tensorboard.glob("events.*"))) == 1
+    assert len(list((run.path / "tensorboard").glob("events.*"))) == 1
     assert capsys.readouterr().err == 2 * "clusterddp: TensorBoard has all steps below 3\n"
 
 
@@ -334,7 +342,7 @@ def test_a_run_without_a_saved_step_has_no_values_for_its_trackers(
 ) -> None:
     """The command says why, and starts no tracker."""
     attempt(run, 0, 0)
-    run.job_file.write_text(Job("digits", module="net", device="cpu", tensorboard=True).to_yaml())
+    run.job_file.write_text(Job("digits", module="net", device="cpu", trackers={"tensorboard": True}).to_yaml())
     for step in steps:
         append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": step})
     write_json(run.outcome_file, {"state": "failed", "step": 0, "attempts": 1, "reason": ""})
@@ -343,12 +351,12 @@ def test_a_run_without_a_saved_step_has_no_values_for_its_trackers(
     assert send_rest() == 0
     expected = f"sent no values, because only steps below a checkpoint are sent and {run} has no such step\n"
     assert capsys.readouterr().err == f"clusterddp: {expected}"
-    assert not list(run.tensorboard.iterdir())
+    assert not list((run.path / "tensorboard").iterdir())
 
 
 def test_a_script_without_run_directory_has_no_trackers() -> None:
     """Nor has a rank other than 0."""
-    none = Tracking(None, Job("digits", tensorboard=True), 0, lambda *_, **__: None)
+    none = Tracking(None, Job("digits", trackers={"tensorboard": True}), 0, lambda *_, **__: None)
     none.begin(0)
     none.committed(3)
     none.end(clean=True, complete=False)
@@ -359,14 +367,14 @@ def test_wandb_and_mlflow_runs_have_the_scripts_options_without_secrets() -> Non
     """As their tables of runs show them."""
     words = "data --lr 1e-3 --amp -v --offset -0.5 --epochs=3 --name".split()
     args = (*words, "a b", "--api-key", "s3cr3tvalue")
-    job = Job("digits", args=args, nodes=2, gpus_per_node=4, seed=7, wandb=Wandb(group="g"))
+    job = Job("digits", args=args, nodes=2, gpus_per_node=4, seed=7, trackers={"wandb": Wandb(group="g")})
     shown = {"seed": 7, "world_size": 8, "lr": 1e-3, "amp": True, "offset": -0.5, "epochs": 3, "name": "a b"}
     shown["api-key"] = "***"
     assert config(replace(job, args=args[:-2])) == {key: value for key, value in shown.items() if key != "api-key"}
     options = {"project": "digits", "group": "g", "name": "digits-3", "config": shown}
     assert wanted(job, "digits-3", {}) == {"wandb": options}
     assert wanted(job, "digits-3", {"WANDB_MODE": "disabled"}) == {}
-    mlflow = replace(job, wandb=None, mlflow=Mlflow(tracking_uri="http://mlflow:5000"))
+    mlflow = replace(job, trackers={"mlflow": Mlflow(tracking_uri="http://mlflow:5000")})
     options = {"experiment": "digits", "tracking_uri": "http://mlflow:5000", "name": "digits-3", "config": shown}
     assert wanted(mlflow, "digits-3", {}) == {"mlflow": options}
 
@@ -379,21 +387,21 @@ def test_a_missing_package_is_named_before_training(tmp_path: Path, monkeypatch:
     (tmp_path / "wandb").mkdir()
     check_packages(Job("digits"))
     with pytest.raises(UsageError) as caught:
-        check_packages(Job("digits", wandb=Wandb()))
+        check_packages(Job("digits", trackers={"wandb": Wandb()}))
     assert str(caught.value) == (
         "wandb: the package 'wandb' is not installed. Run `pip install wandb`, or set wandb=false"
     )
     with pytest.raises(
         UsageError, match=r"'tensorboard' is not .*, wandb: .*pip install tensorboard wandb`.*and wandb=false$"
     ):
-        check_packages(Job("digits", tensorboard=True, wandb=Wandb()))
+        check_packages(Job("digits", trackers={"tensorboard": True, "wandb": Wandb()}))
 
 
 def test_status_shows_no_tracker_without_one(run: RunDirectory) -> None:
     """Nor one whose record another program has changed."""
     assert overview(run) == []
-    (run.wandb / "sent.json").write_text("[]")
+    (run.path / "wandb" / "sent.json").write_text("[]")
     assert overview(run) == []
-    write_sent(run.tensorboard, Sent(3))
-    assert overview(run) == [("tensorboard", f"view it with: tensorboard --logdir {run.tensorboard}")]
-    assert sent.read_sent(run.tensorboard) == Sent(3)
+    write_sent(run.path / "tensorboard", Sent(3))
+    assert overview(run) == [("tensorboard", f"view it with: tensorboard --logdir {run.path}/tensorboard")]
+    assert sent.read_sent(run.path / "tensorboard") == Sent(3)
