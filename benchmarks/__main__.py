@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, rows
+from benchmarks import common
 
 MINUTES = 15.0
 #: Between TERM and KILL for a benchmark that takes too long: the test cluster goes down in that time.
@@ -44,18 +44,11 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark("steady-state", "benchmarks.steady_state"),
     Benchmark("steady-state-ddp", "benchmarks.steady_state_ddp", 150),
-    Benchmark("step-timing", "benchmarks.steps.step_timing", 90),
-    Benchmark("agreement", "benchmarks.steps.agreement", 90),
-    Benchmark("heartbeat", "benchmarks.steps.heartbeat", 90),
     Benchmark("saves", "benchmarks.saves", 180),
     Benchmark("restore", "benchmarks.restore", 180),
     Benchmark("startup", "benchmarks.startup", 180),
-    Benchmark("submission", "benchmarks.submission"),
     Benchmark("handover", "benchmarks.handover", 180),
     Benchmark("scale", "benchmarks.scale"),
-    Benchmark("input", "benchmarks.input"),
-    Benchmark("orders", "benchmarks.orders", 60),
-    Benchmark("report", "benchmarks.report_page", 60),
 )
 
 
@@ -70,9 +63,9 @@ def measured(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         reason = run(benchmark, folder, seconds, place, environment)
-        found = [row for file in sorted((folder / "out").glob("*.json")) for row in rows.read(file)]
+        found = [row for file in sorted((folder / "out").glob("*.json")) for row in common.read(file)]
     if reason or not found:
-        return [rows.failed(benchmark.name, reason or "wrote no rows")], time.monotonic() - began
+        return [common.failed(benchmark.name, reason or "wrote no rows")], time.monotonic() - began
     return [{"benchmark": benchmark.name, **row} for row in found], time.monotonic() - began
 
 
@@ -126,20 +119,20 @@ def all_measured(chosen: Sequence[Benchmark], minutes: float) -> tuple[list[dict
     for benchmark in chosen:
         left = deadline - time.monotonic()
         if left < 1:
-            found.append(rows.failed(benchmark.name, f"not begun: the {minutes:g} minutes were over"))
+            found.append(common.failed(benchmark.name, f"not begun: the {minutes:g} minutes were over"))
             continue
-        report.say(benchmark.name)
+        common.say(benchmark.name)
         more, seconds[benchmark.name] = measured(benchmark, min(left, benchmark.limit_s))
         found += more
         for row in more:
-            print("    " + " | ".join(rows.cells(row)), file=sys.stderr, flush=True)
+            print("    " + " | ".join(common.cells(row)), file=sys.stderr, flush=True)
     return found, seconds
 
 
 def choose(names: str | None) -> list[Benchmark]:
     """Those of ``--only``."""
     known = {benchmark.name: benchmark for benchmark in BENCHMARKS}
-    asked = report.named("benchmark", names, known) if names else list(known)
+    asked = common.named("benchmark", names, known) if names else list(known)
     return [known[name] for name in asked]
 
 
@@ -154,11 +147,11 @@ def main() -> None:
     options = parser.parse_args()
     load = os.getloadavg()[0]
     found, seconds = all_measured(choose(options.only), options.minutes)
-    if out := options.out or (None if options.only else report.RESULTS):
+    if out := options.out or (None if options.only else common.RESULTS):
         where = f"load average {load:.0f} at the start, {sum(seconds.values()) / 60:.0f} minutes"
-        report.write(out, "bench", TEXT, report.Found({"seconds": seconds}, found, where))
+        common.write(out, "bench", TEXT, common.Found({"seconds": seconds}, found, where))
     else:
-        print(rows.table(found))
+        print(common.row_table(found))
     sys.exit(any("failed" in row for row in found))
 
 

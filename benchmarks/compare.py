@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import common
 from benchmarks.__main__ import BENCHMARKS, Benchmark, measured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -35,8 +35,9 @@ SLOWER, NOT_SLOWER, CANNOT_TELL, FAILED = "**slower**", "not slower", "cannot te
 #: Short ones, which need no cluster.
 COMPARED = (
     Benchmark("steady-state", "benchmarks.steady_state", 300, ("--rounds", "3", "--lengths", "10")),
-    Benchmark("orders", "benchmarks.orders", 300),
-    Benchmark("report", "benchmarks.report_page", 300),
+    Benchmark("saves", "benchmarks.saves", 300),
+    Benchmark("restore", "benchmarks.restore", 300),
+    Benchmark("startup", "benchmarks.startup", 300),
 )
 
 
@@ -126,7 +127,7 @@ def loss(before: dict[str, Any], after: dict[str, Any]) -> float:
 
 def judged(values: Sequence[float]) -> tuple[str, float, float]:
     """What the losses of a row say, and their interval."""
-    low, high = report.bootstrap_interval(values)
+    low, high = common.bootstrap_interval(values)
     return SLOWER if low > LOSS else NOT_SLOWER if high < LOSS else CANNOT_TELL, low, high
 
 
@@ -138,8 +139,8 @@ def described(found: dict[str, list[float] | str], sides: Sequence[Side]) -> tup
             lines.append([name, "-", values])
             continue
         verdict, low, high = judged(values)
-        lines.append([name, f"{report.median(values):.3f} ({low:.3f} to {high:.3f})", verdict])
-    table = report.table(["row", f"{sides[1].name} by {sides[0].name} (95% interval)", "a loss of 10% or more?"], lines)
+        lines.append([name, f"{common.median(values):.3f} ({low:.3f} to {high:.3f})", verdict])
+    table = common.table(["row", f"{sides[1].name} by {sides[0].name} (95% interval)", "a loss of 10% or more?"], lines)
     verdicts = [line[-1] for line in lines]
     return table, SLOWER in verdicts, any(verdict.startswith(FAILED) for verdict in verdicts)
 
@@ -147,7 +148,7 @@ def described(found: dict[str, list[float] | str], sides: Sequence[Side]) -> tup
 def chosen(names: str | None) -> list[Benchmark]:
     """Those of ``--only``: of this module's, then of ``python -m benchmarks``."""
     known = {benchmark.name: benchmark for benchmark in (*BENCHMARKS, *COMPARED)}
-    asked = report.named("benchmark", names, known) if names else [benchmark.name for benchmark in COMPARED]
+    asked = common.named("benchmark", names, known) if names else [benchmark.name for benchmark in COMPARED]
     return [known[name] for name in asked]
 
 
@@ -158,7 +159,7 @@ def main() -> None:
     )
     parser.add_argument("before", metavar="REV")
     parser.add_argument("after", metavar="REV2", nargs="?", help="default: the work tree as it is")
-    parser.add_argument("--only", metavar="NAMES", help="benchmarks (default: steady-state,orders,report)")
+    parser.add_argument("--only", metavar="NAMES", help="benchmarks (default: steady-state,saves,restore,startup)")
     parser.add_argument("--pairs", type=int, default=4, help="(default: %(default)s)")
     options = parser.parse_args()
     benchmarks = chosen(options.only)

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, rows
+from benchmarks import common
 from benchmarks.runs import (
     HighJob,
     cluster,
@@ -134,7 +134,7 @@ def step_and_save(training: Training) -> tuple[float, float]:
     times = [line["time"] for line in steps_of(training, 0)]
     steps = [after - before for before, after in itertools.pairwise(times)]
     saves = [event for event in training.run.events() if event["event"] == "checkpoint" and event["attempt"] == 0]
-    return report.median(steps), float(saves[-1]["durable_s"])
+    return common.median(steps), float(saves[-1]["durable_s"])
 
 
 # ---- (c)
@@ -168,7 +168,7 @@ def resume_after_hold(up: Cluster, training: Training, folder: Path) -> float:
 # ---- all of it
 
 
-def measure(quick: bool, proctrack: str | None) -> report.Found:
+def measure(quick: bool, proctrack: str | None) -> common.Found:
     repetitions = 3 if quick else 12
     with measured_on(proctrack) as up:
         where = f"Slurm {up.version}, 2 nodes, proctrack/{up.proctrack}"
@@ -179,31 +179,31 @@ def measure(quick: bool, proctrack: str | None) -> report.Found:
             kinds = {"empty": empty_ddp_start, "watch": watched_resume, "resubmit": resubmitted_resume}
             holds = in_turns(in_folders(up, kinds), 5, warm_up=0)
     figures = {kind: [asdict(cycle) for cycle in found] for kind, found in cycles.items()}
-    return report.Found({**figures, "holds": holds}, table_rows(cycles["ours"], cycles["control"], holds), where)
+    return common.Found({**figures, "holds": holds}, table_rows(cycles["ours"], cycles["control"], holds), where)
 
 
 def measured_on(proctrack: str | None, **more: Any) -> AbstractContextManager[Cluster]:
     return cluster(ClusterConfig(nodes=2, cpus=2, grace=20, proctrack=proctrack, **more))
 
 
-def table_rows(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[float]]) -> list[rows.Row]:
+def table_rows(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[float]]) -> list[common.Row]:
     """For the common table."""
-    step, save = (report.median([getattr(cycle, what) for cycle in ours]) for what in ("step", "save"))
+    step, save = (common.median([getattr(cycle, what) for cycle in ours]) for what in ("step", "save"))
     handover, resume = (
         ([getattr(cycle, what) for cycle in ours], [getattr(cycle, what) for cycle in control])
         for what in ("handover", "resume")
     )
     bar, empty = step + save + HANDOVER_BAR_S, "an empty DDP script"
     found = [
-        rows.paired("hand-over: TERM to free nodes", "s", *handover, "ranks that end at once", more=bar),
-        rows.paired("resume: batch script to first step", "s", *resume, empty, more=RESUME_BAR_S),
+        common.paired("hand-over: TERM to free nodes", "s", *handover, "ranks that end at once", more=bar),
+        common.paired("resume: batch script to first step", "s", *resume, empty, more=RESUME_BAR_S),
     ]
     for kind, words in (("watch", "a hold of 121 s, `clusterddp wait --resubmit`"), ("resubmit", "`policy: resubmit`")):
         if holds:
-            found.append(rows.paired(f"resume: {words}", "s", holds[kind], holds["empty"], empty, more=HOLD_BAR_S))
+            found.append(common.paired(f"resume: {words}", "s", holds[kind], holds["empty"], empty, more=HOLD_BAR_S))
     return found
 
 
 if __name__ == "__main__":
     kinds = {"choices": ["cgroup", "linuxproc"]}
-    report.main("handover", __doc__, TEXT, measure, "3 repetitions of (a) and (b), none of (c)", proctrack=kinds)
+    common.main("handover", __doc__, TEXT, measure, "3 repetitions of (a) and (b), none of (c)", proctrack=kinds)

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import report, rows, sides
+from benchmarks import common, sides
 from benchmarks.savers import make_training, make_untrained, state_of
 from clusterddp.checkpoint.restore import CheckpointFolder, restore
 from clusterddp.checkpoint.state_dict import free_memory, load_state
@@ -176,7 +176,7 @@ def restores(folder: Path, size: Size, rank: int, ranks: int, port: int) -> dict
     for (cache, way), times in found.items():
         figures[cache][way] = dict(zip(("seconds", "read", "cpu"), zip(*times, strict=True), strict=True))
     peaks = [peak_memory(restorer, OURS, rank) for _ in range(3)]
-    figures["states"] = report.median(peaks) / files_of(folder)[OURS].stat().st_size
+    figures["states"] = common.median(peaks) / files_of(folder)[OURS].stat().st_size
     dist.destroy_process_group()
     return figures
 
@@ -237,25 +237,25 @@ def memory_of(pid: int) -> tuple[int, int]:
 # ---- around them
 
 
-def measure(quick: bool, sizes: list[str] | None) -> report.Found:
+def measure(quick: bool, sizes: list[str] | None) -> common.Found:
     largest = next((size for size in LARGEST if size.needed(1) < free_memory()), LARGEST[-1])
     asked = sizes or [size.name for size in (*SIZES, largest)]
     chosen, counts = QUICK if quick else ([size for size in (*SIZES, *LARGEST) if size.name in asked], RANKS)
-    found: list[rows.Row] = []
+    found: list[common.Row] = []
     figures: dict[str, dict[int, Any]] = {}
     left_out = []
     for size in chosen:
         with tempfile.TemporaryDirectory() as folder:
             in_processes("save", 1, folder, size)
             for ranks in counts[:1] if size.alone else counts:
-                report.say(f"{size.name}, {ranks} ranks")
+                common.say(f"{size.name}, {ranks} ranks")
                 if size.needed(ranks) > free_memory():
                     left_out.append(f"{size.name} in {ranks} ranks")
                     continue
                 one = figures.setdefault(size.name, {})[ranks] = in_processes("restores", ranks, folder, size)
                 found += rows_of(size.name, ranks, one)
     where = f"too little memory for {', '.join(left_out)}" if left_out else ""
-    return report.Found({"figures": figures}, found, where)
+    return common.Found({"figures": figures}, found, where)
 
 
 def in_processes(name: str, ranks: int, folder: str, size: Size) -> Any:
@@ -266,27 +266,27 @@ def in_processes(name: str, ranks: int, folder: str, size: Size) -> Any:
     return sides.run_ranks("benchmarks.restore", request, ranks, MALLOC_MMAP_THRESHOLD_="131072")
 
 
-def rows_of(size: str, ranks: int, figures: dict[str, Any]) -> list[rows.Row]:
+def rows_of(size: str, ranks: int, figures: dict[str, Any]) -> list[common.Row]:
     """The rows of one size and number of ranks."""
     where = f"restore, {size}, {ranks} rank{'s' * (ranks > 1)}"
     found = []
     for cache in ("warm", "cold"):
         of, row, bar = figures[cache], f"{where}, {cache}", TIME_BARS.get(ranks)
-        found.append(rows.paired(row, "s", of[OURS]["seconds"], of[TORCH]["seconds"], LIMIT, allowed=bar))
-        found.append(rows.paired(f"{row}: CPU time of all ranks", "s", of[OURS]["cpu"], of[TORCH]["cpu"], LIMIT))
+        found.append(common.paired(row, "s", of[OURS]["seconds"], of[TORCH]["seconds"], LIMIT, allowed=bar))
+        found.append(common.paired(f"{row}: CPU time of all ranks", "s", of[OURS]["cpu"], of[TORCH]["cpu"], LIMIT))
         if MAPPED in of:
             words, mapped = "the same with mmap=True", of[MAPPED]["seconds"]
-            found.append(rows.paired(f"{row}, beside mmap", "s", of[OURS]["seconds"], mapped, words))
+            found.append(common.paired(f"{row}, beside mmap", "s", of[OURS]["seconds"], mapped, words))
     read = max(max(figures[cache][OURS]["read"]) for cache in ("warm", "cold"))
     states = figures["states"]
     return [
         *found,
-        rows.counted(f"{where}: bytes read", "files", read, 1.0, "the file once", allowed=READ_BAR),
-        rows.counted(f"{where}: peak memory", "states", states, 1.0, "the state once", allowed=MEMORY_BAR),
+        common.counted(f"{where}: bytes read", "files", read, 1.0, "the file once", allowed=READ_BAR),
+        common.counted(f"{where}: peak memory", "states", states, 1.0, "the state once", allowed=MEMORY_BAR),
     ]
 
 
 if __name__ == "__main__":
     if not sides.answered(in_process):
         names = {"nargs": "+", "choices": [size.name for size in (*SIZES, *LARGEST)], "help": "default: all"}
-        report.main("restore", __doc__, TEXT, measure, "10 and 400 MB in 1 and 4 ranks", sizes=names)
+        common.main("restore", __doc__, TEXT, measure, "10 and 400 MB in 1 and 4 ranks", sizes=names)

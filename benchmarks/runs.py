@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from benchmarks import report
+from benchmarks import common
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig, ClusterError
 from tests.trainings import Training
@@ -62,7 +62,7 @@ def _bring_up(config: ClusterConfig, deadline: float) -> Cluster:
             if not taken or time.monotonic() > deadline:
                 raise
             if not said:
-                report.say(f"waiting: {error}")
+                common.say(f"waiting: {error}")
             said = True
             time.sleep(1)
 
@@ -80,7 +80,7 @@ def in_folders(up: Cluster, kinds: Mapping[str, Callable[[Cluster, Path], T]]) -
 
     def call(kind: str, number: Iterator[int]) -> T:
         up.drain_jobs()
-        report.say(kind)
+        common.say(kind)
         return kinds[kind](up, folder_for(up, f"{kind}-{next(number)}"))
 
     return {kind: partial(call, kind, itertools.count()) for kind in kinds}

@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import report, rows, sides
+from benchmarks import common, sides
 from benchmarks.savers import (
     CALLS_AND_COPY,
     EMPTY_LOOP,
@@ -235,29 +235,29 @@ def too_large(case: Case, with_peers: bool, free: float) -> str | None:
     return None if needed < free else f"{case.name} ({needed / 1e9:.0f} GB needed, {free / 1e9:.0f} GB free)"
 
 
-def measure(quick: bool, cases: list[str] | None) -> report.Found:
+def measure(quick: bool, cases: list[str] | None) -> common.Found:
     chosen = [case for case in CASES if case.name in (cases or [case.name]) and (case.quick[0] or not quick)]
     left_out = {case: words for case in chosen if (words := too_large(case, not quick, free_memory()))}
     figures = {}
     for case in chosen:
         if case not in left_out:
-            report.say(case.name)
+            common.say(case.name)
             with tempfile.TemporaryDirectory() as folder:
                 request = {"name": case.name, "quick": quick, "folder": folder}
                 figures[case.name] = sides.run_ranks("benchmarks.saves", request, ACCELERATE_USE_CPU="true")
     found = [row for name, one in figures.items() for row in rows_of(name, one)]
     where = f"without {'; '.join(left_out.values())}" if left_out else ""
-    return report.Found({"cases": figures}, found, where, peers_tables(figures))
+    return common.Found({"cases": figures}, found, where, peers_tables(figures))
 
 
-def rows_of(name: str, figures: Mapping[str, Any]) -> list[rows.Row]:
+def rows_of(name: str, figures: Mapping[str, Any]) -> list[common.Row]:
     """What is judged of a case."""
     found = []
     for what, words in (("stall", "stall"), ("cpu", "CPU time of the training thread in the stall")):
         ours, limit = (milliseconds(figures[what][saver]) for saver in (OURS, CALLS_AND_COPY))
-        relative = report.median(limit) * (STALL_BAR - 1) > STALL_MORE_MS
+        relative = common.median(limit) * (STALL_BAR - 1) > STALL_MORE_MS
         bar = {"allowed": STALL_BAR} if relative else {"more": STALL_MORE_MS}
-        found.append(rows.paired(f"save, {name}: {words}", "ms", ours, limit, CALLS_AND_COPY, **bar))
+        found.append(common.paired(f"save, {name}: {words}", "ms", ours, limit, CALLS_AND_COPY, **bar))
     for training, seconds in figures["lost"].items():
         row = f"save, {name}: training time lost ({training})"
         cores = figures["cores"]
@@ -267,15 +267,15 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[rows.Row]:
             found.append(lost_row(row, seconds, EMPTY_LOOP, 1, "an empty loop that uses as much CPU time", LOOP_BAR))
     if figures["peers"]:
         ours, raw = (milliseconds([durable for *_, durable in figures["peers"][saver]]) for saver in (OURS, RAW))
-        found.append(rows.paired(f"checkpoint, {name}: until durable", "ms", ours, raw, RAW, allowed=DURABLE_BAR))
+        found.append(common.paired(f"checkpoint, {name}: until durable", "ms", ours, raw, RAW, allowed=DURABLE_BAR))
     row, grown, state = f"checkpoint, {name}: growth of the trainer's peak", figures["growth"], figures["bytes"]
     most = MEMORY_BAR if state >= SMALL else None
-    return [*found, rows.counted(row, "MB", grown / 1e6, state / 1e6, "the state", allowed=most)]
+    return [*found, common.counted(row, "MB", grown / 1e6, state / 1e6, "the state", allowed=most)]
 
 
 def lost_row(
     name: str, seconds: Mapping[str, Sequence[float]], limit: str, cores: int, limit_is: str, bar: float
-) -> rows.Row:
+) -> common.Row:
     """Time lost to the write, less what is lost without one, by one of the other series and the cores.
 
     A resample's limit may be 0 or less, so the verdict is based on the difference to what the bar allows.
@@ -283,14 +283,14 @@ def lost_row(
     draw = random.Random(0)
 
     def figures(drawn: Callable[[Sequence[float]], Sequence[float]]) -> tuple[float, float]:
-        ours, none, least = (1000 * report.median(drawn(seconds[key])) for key in (OURS, NO_SAVE, limit))
+        ours, none, least = (1000 * common.median(drawn(seconds[key])) for key in (OURS, NO_SAVE, limit))
         return ours - none, (least if limit == CPU else least - none) / cores
 
-    drawn = [figures(lambda values: draw.choices(values, k=len(values))) for _ in range(rows.RESAMPLES)]
+    drawn = [figures(lambda values: draw.choices(values, k=len(values))) for _ in range(common.RESAMPLES)]
     ours, least = figures(lambda values: values)
-    low, high = rows.interval([one / other for one, other in drawn if other > 0])
-    met = rows.within(0.0, *rows.interval([one - bar * other for one, other in drawn]))
-    return rows.Row(name, "ms", ours, least, limit_is, ours / least, low, high, bar, met)
+    low, high = common.interval([one / other for one, other in drawn if other > 0])
+    met = common.within(0.0, *common.interval([one - bar * other for one, other in drawn]))
+    return common.Row(name, "ms", ours, least, limit_is, ours / least, low, high, bar, met)
 
 
 def peers_tables(cases: Mapping[str, Any]) -> dict[str, str]:
@@ -299,11 +299,11 @@ def peers_tables(cases: Mapping[str, Any]) -> dict[str, str]:
     def cells(times: str | list[list[float]]) -> list[object]:
         if isinstance(times, str):
             return [times]
-        return [report.median(milliseconds(series)) for series in zip(*times, strict=True)]
+        return [common.median(milliseconds(series)) for series in zip(*times, strict=True)]
 
     head = ["saver", "stall, ms", "training time lost with the stall, ms", "until durable, ms"]
     return {
-        f"Other savers: {name}": report.table(head, [[saver, *cells(times)] for saver, times in one["peers"].items()])
+        f"Other savers: {name}": common.table(head, [[saver, *cells(times)] for saver, times in one["peers"].items()])
         for name, one in cases.items()
         if one["peers"]
     }
@@ -312,4 +312,4 @@ def peers_tables(cases: Mapping[str, Any]) -> dict[str, str]:
 if __name__ == "__main__":
     if not sides.answered(in_process):
         names = {"nargs": "+", "choices": [case.name for case in CASES], "help": "default: all"}
-        report.main("saves", __doc__, TEXT, measure, "at most 2 minutes: without 2 GB and other savers", cases=names)
+        common.main("saves", __doc__, TEXT, measure, "at most 2 minutes: without 2 GB and other savers", cases=names)

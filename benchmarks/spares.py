@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks import report, rows
+from benchmarks import common
 from benchmarks.runs import cluster, folder_for, in_folders, power_off
 from benchmarks.sides import in_turns
 from clusterddp.hostlist import expand
@@ -89,7 +89,7 @@ def recover(kind: str, reference: RunDirectory, up: Cluster, folder: Path) -> Re
     recorded = events_of(training.run, "rank_failed")[0]["time"]
     repeated = sum(event["redone"] for event in events_of(training.run, "resumed"))
     found = Recovery(step - detected, repeated, detected - failed, recorded - failed, ended - failed)
-    report.say(f"{kind}: {found}")
+    common.say(f"{kind}: {found}")
     if kind == "cut":  # on 26.05.5 the node's slurmstepd is still there a minute after the cable is back
         up.kill_node(VICTIM)
     return found
@@ -117,7 +117,7 @@ def next_new_step(run: RunDirectory) -> float:
     return min(float(line["time"]) for line in lines if line["step"] > done)
 
 
-def measure(quick: bool, rounds: int | None) -> report.Found:
+def measure(quick: bool, rounds: int | None) -> common.Found:
     with cluster(CLUSTER) as up:
         where = f"Slurm {up.version}, 5 nodes, proctrack/{up.proctrack}"
         release = up.version.rpartition(".")[0]
@@ -126,14 +126,14 @@ def measure(quick: bool, rounds: int | None) -> report.Found:
         kinds = {kind: partial(recover, kind, reference.run) for kind in FAULTS}
         found = in_turns(in_folders(up, kinds), rounds or (1 if quick else 5), warm_up=0)
     figures = {kind: [asdict(recovery) for recovery in recoveries] for kind, recoveries in found.items()}
-    return report.Found(figures, table_rows(found, release), where, {"Detection": detection_table(found)})
+    return common.Found(figures, table_rows(found, release), where, {"Detection": detection_table(found)})
 
 
-def table_rows(found: dict[str, list[Recovery]], release: str) -> list[rows.Row]:
+def table_rows(found: dict[str, list[Recovery]], release: str) -> list[common.Row]:
     """For the common table."""
     steps = {kind: [recovery.step for recovery in recoveries] for kind, recoveries in found.items()}
     return [
-        rows.paired(
+        common.paired(
             f"{FAULTS[kind][0]}, Slurm {release}: detection to next new step",
             *("s", steps[kind], steps["restart"], "a restart in place"),
             allowed=ALLOWED,
@@ -154,12 +154,12 @@ def detection_table(found: dict[str, list[Recovery]]) -> str:
     lines = []
     for kind, recoveries in found.items():
         cells = [
-            report.spread([getattr(one, name) for one in recoveries], 2 * (name != "repeated")) for name in columns
+            common.spread([getattr(one, name) for one in recoveries], 2 * (name != "repeated")) for name in columns
         ]
         lines.append([FAULTS[kind][0], *cells])
-    return report.table(["median / largest", *columns.values()], lines)
+    return common.table(["median / largest", *columns.values()], lines)
 
 
 if __name__ == "__main__":
     name = f"spares-{RELEASE}" if RELEASE else "spares"
-    report.main(name, __doc__, TEXT, measure, "1 round", rounds={"type": int, "help": "(default: 5)"})
+    common.main(name, __doc__, TEXT, measure, "1 round", rounds={"type": int, "help": "(default: 5)"})

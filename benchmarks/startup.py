@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, rows
+from benchmarks import common
 from benchmarks.sides import REPOSITORY, SCRIPTS, in_turns, local_run, torchrun_variables
 from tests.ddp import free_port
 
@@ -105,26 +105,26 @@ def all_starts(counts: Sequence[int], rounds: int, budget_s: float) -> dict[str,
 # ---- the report
 
 
-def rows_of(figures: Mapping[str, Any]) -> list[rows.Row]:
+def rows_of(figures: Mapping[str, Any]) -> list[common.Row]:
     """What is judged, and what is counted."""
     found = []
     for ranks, sides in figures["ranks"].items():
         for what, unit, words in (("seconds", "s", "exec to first step"), ("cpu", "s", "CPU time of a rank")):
             ours, empty = ([one[what] for one in sides[kind]] for kind in (OURS, EMPTY))
             name = f"start, {ranks} rank{'s' * (ranks > 1)}: {words}"
-            found.append(rows.paired(name, unit, ours, empty, "empty DDP script", allowed=BAR))
+            found.append(common.paired(name, unit, ours, empty, "empty DDP script", allowed=BAR))
     mine, least = (len(figures["modules"][kind]) for kind in (OURS, EMPTY))
     name = "start, 1 rank: modules imported at the first step"
-    return [*found, rows.counted(name, "modules", mine, least, "empty DDP script")]
+    return [*found, common.counted(name, "modules", mine, least, "empty DDP script")]
 
 
-def measure(quick: bool, ranks: list[int] | None) -> report.Found:
+def measure(quick: bool, ranks: list[int] | None) -> common.Found:
     counts = ranks or (QUICK_RANKS if quick else RANKS)
     settings = (QUICK_ROUNDS, QUICK_BUDGET_S) if quick else (ROUNDS, BUDGET_S)
     figures = all_starts(counts, *settings)
-    return report.Found(figures, rows_of(figures))
+    return common.Found(figures, rows_of(figures))
 
 
 if __name__ == "__main__":
     numbers = {"type": int, "nargs": "+", "help": f"default: {RANKS}"}
-    report.main("startup", __doc__, TEXT, measure, "1, 2, 4 and 8 ranks, in at most 2 minutes", ranks=numbers)
+    common.main("startup", __doc__, TEXT, measure, "1, 2, 4 and 8 ranks, in at most 2 minutes", ranks=numbers)

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, rows
+from benchmarks import common
 from benchmarks.sides import REPOSITORY, SCRIPTS, in_turns, local_run, torchrun_variables
 from tests.ddp import free_port
 
@@ -98,7 +98,7 @@ def bare_rank(folder: Path, rank: int, ranks: int, layers: int, port: int) -> su
 # ---- the figures
 
 
-def measure(quick: bool, rounds: int | None, lengths: Sequence[int]) -> report.Found:
+def measure(quick: bool, rounds: int | None, lengths: Sequence[int]) -> common.Found:
     """Rounds of blocks, two of them of the bare loop (A/A); then the instructions."""
     with both_loops() as loops:
         for who in ("bare", "ours"):  # allocates, connects, and prepares for saves
@@ -112,10 +112,10 @@ def measure(quick: bool, rounds: int | None, lengths: Sequence[int]) -> report.F
         counted = {who: loops.block(who, COUNTED_STEPS, 0.1, count=True) for who in ("bare", "ours")}
     blocks = {pause: {name: found[pause, name] for name in ("ours", "bare", "again")} for pause in lengths}
     figures = {"blocks": blocks, "counted": counted}
-    return report.Found(figures, table_rows(figures))
+    return common.Found(figures, table_rows(figures))
 
 
-def table_rows(figures: dict[str, Any]) -> list[rows.Row]:
+def table_rows(figures: dict[str, Any]) -> list[common.Row]:
     """For the common table."""
     found, limit = [], "the bare DDP loop"
     for pause, blocks in figures["blocks"].items():
@@ -123,7 +123,7 @@ def table_rows(figures: dict[str, Any]) -> list[rows.Row]:
         def row(words: str, ours: str, what: str, rank: int, unit: str, more: float | None = None) -> None:
             scale = 1e6 if unit == "us" else 1e3
             mine, bare = ([scale * ranks[rank][what] for ranks in blocks[name]] for name in (ours, "bare"))  # noqa: B023
-            found.append(rows.paired(f"step of {pause} ms: {words}", unit, mine, bare, limit, more=more))  # noqa: B023
+            found.append(common.paired(f"step of {pause} ms: {words}", unit, mine, bare, limit, more=more))  # noqa: B023
 
         for rank in range(RANKS):
             row(f"CPU of rank {rank}'s training thread", "ours", "thread", rank, "us", BAR_US)
@@ -131,11 +131,11 @@ def table_rows(figures: dict[str, Any]) -> list[rows.Row]:
         row("wall time", "ours", "wall", 0, "ms")
         row("the bare loop with itself (A/A), wall time", "again", "wall", 0, "ms")
     mine, others = (figures["counted"][who][0]["instructions"] for who in ("ours", "bare"))
-    return [*found, rows.counted("Python instructions of a step", "", mine, others, limit)]
+    return [*found, common.counted("Python instructions of a step", "", mine, others, limit)]
 
 
 if __name__ == "__main__":
-    report.main(
+    common.main(
         *("steady-state", __doc__, TEXT, measure, "6 rounds"),
         rounds={"type": int, "help": "(default: 40)"},
         lengths={"type": int, "nargs": "+", "choices": list(BLOCKS), "default": list(BLOCKS), "help": "of a step, ms"},

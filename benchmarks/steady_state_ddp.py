@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks import report, rows
+from benchmarks import common
 from benchmarks.sides import in_turns
 from benchmarks.steady_state import both_loops
 
@@ -18,7 +18,7 @@ TEXT = f"""# A step of a model with many parameters
 {RANKS} gloo ranks train a model of {2 * LAYERS} parameters. A bare DDP loop takes turns with them."""
 
 
-def measure(quick: bool, rounds: int | None) -> report.Found:
+def measure(quick: bool, rounds: int | None) -> common.Found:
     """Rounds of blocks, two of them of the bare loop (A/A)."""
     with both_loops(RANKS, LAYERS) as loops:
         sides = {
@@ -33,12 +33,12 @@ def measure(quick: bool, rounds: int | None) -> report.Found:
         ("plain DDP with itself (A/A), wall time", "again", "wall", "ms", 1e3),
     ):
         mine, bare = ([scale * ranks[0][what] for ranks in blocks[name]] for name in (ours, "bare"))
-        found.append(rows.paired(f"{where}: {words}", unit, mine, bare, "plain DDP"))
-    return report.Found({"blocks": blocks}, found)
+        found.append(common.paired(f"{where}: {words}", unit, mine, bare, "plain DDP"))
+    return common.Found({"blocks": blocks}, found)
 
 
 if __name__ == "__main__":
-    report.main(
+    common.main(
         *("steady-state-ddp", __doc__, TEXT, measure, "6 rounds"),
         rounds={"type": int, "help": "(default: 20)"},
     )

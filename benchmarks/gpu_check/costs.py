@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import report, rows
+from benchmarks import common
 from benchmarks.gpu_check.case import SCRIPTS, Finding, Lab, Sizes
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.waiting import wait_until
@@ -28,18 +28,18 @@ def costs(lab: Lab) -> Finding:
     return f"{len(made)} rows; missed: {', '.join(missed) or 'none'}", {"rows": made, "megabytes": sizes.megabytes}
 
 
-def cost_rows(found: Mapping[str, Any], where: str, megabytes: int) -> list[rows.Row]:
+def cost_rows(found: Mapping[str, Any], where: str, megabytes: int) -> list[common.Row]:
     """The rows of one run of ``gpu_costs.py``, in milliseconds."""
     times = {what: {name: [1000 * one for one in values] for name, values in found[what].items()} for what in _TIMES}
     step, stall, copies = (times[what] for what in _TIMES)
     state, pinned = f"{where}, {megabytes} MB", "torch's copies into pinned memory"
-    relative = report.median(stall["pinned"]) * (STALL_BAR - 1) > STALL_MORE_MS
+    relative = common.median(stall["pinned"]) * (STALL_BAR - 1) > STALL_MORE_MS
     bar = {"allowed": STALL_BAR} if relative else {"more": STALL_MORE_MS}
     return [
-        rows.paired(f"step ({where}): loop", "ms", step["ours"], step["DDP"], "DDP alone", allowed=STEP_BAR),
-        rows.paired(f"step ({where}): DDP", "ms", step["DDP"], step["bare"], "the model without DDP"),
-        rows.paired(f"save ({state}): stall", "ms", stall["ours"], stall["pinned"], f"queueing {pinned}", **bar),
-        rows.paired(f"save ({state}): copies", "ms", copies["ours"], copies["pinned"], pinned, allowed=COPY_BAR),
+        common.paired(f"step ({where}): loop", "ms", step["ours"], step["DDP"], "DDP alone", allowed=STEP_BAR),
+        common.paired(f"step ({where}): DDP", "ms", step["DDP"], step["bare"], "the model without DDP"),
+        common.paired(f"save ({state}): stall", "ms", stall["ours"], stall["pinned"], f"queueing {pinned}", **bar),
+        common.paired(f"save ({state}): copies", "ms", copies["ours"], copies["pinned"], pinned, allowed=COPY_BAR),
     ]
 
 
@@ -95,13 +95,15 @@ def first_save(run: RunDirectory) -> Mapping[str, Any]:
     return next(event for event in run.events() if event["event"] == "checkpoint")
 
 
-def large_rows(run: RunDirectory, first: Mapping[str, Any], second: Mapping[str, Any], sizes: Sizes) -> list[rows.Row]:
+def large_rows(
+    run: RunDirectory, first: Mapping[str, Any], second: Mapping[str, Any], sizes: Sizes
+) -> list[common.Row]:
     """Single measurements beside torch's: times in seconds, memory in GB."""
     state = f"{sizes.state_gb:g} GB in {sizes.tensors:,} tensors (cuda)"
     save = str(first_save(run)["step"])
 
-    def row(what: str, unit: str, ours: float, limit: float, limit_is: str) -> rows.Row:
-        return rows.counted(f"{state}: {what}", unit, ours, limit, limit_is)
+    def row(what: str, unit: str, ours: float, limit: float, limit_is: str) -> common.Row:
+        return common.counted(f"{state}: {what}", unit, ours, limit, limit_is)
 
     return [
         row("save, stall of the host", "s", first["host_stall_s"][save], first["torch_stall_s"], "torch.save"),

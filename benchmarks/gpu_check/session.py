@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks import report
+from benchmarks import common
 from benchmarks.gpu_check.case import REPOSITORY, SCRIPTS, SMALL, STORY, Case, Lab, Result, Sizes, Speeds, carry_out
 from benchmarks.gpu_check.plan import ASSUMED, cases
 from clusterddp.process import adopt_orphans, descendants, signal_ranks
@@ -253,7 +253,7 @@ def keep(out: Path, session: Session, results: Mapping[str, Mapping[str, Any]]) 
     record = {
         "on": session.on,
         "date": time.strftime("%Y-%m-%d"),
-        "machine": report.machine(),
+        "machine": common.machine(),
         "facts": session.facts,
         "sizes": asdict(session.sizes),
         "rows": rows,
@@ -276,5 +276,5 @@ def page(record: Mapping[str, Any]) -> str:
 
 Measured on {record["date"]} on {where}. Before the cases: {speeds}.
 
-{report.table(["case", "result", "finding", "seconds"], lines)}
+{common.table(["case", "result", "finding", "seconds"], lines)}
 """

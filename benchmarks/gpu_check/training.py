@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
+from benchmarks import common
 from benchmarks.gpu_check.case import REPOSITORY, Finding, Lab
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
@@ -79,7 +79,7 @@ def workers(lab: Lab) -> Finding:
     different = differing(whole, lagging)
     assert not different, f"these differ from the run without workers and lag: {different[:5]}"
     cycles = [line["cycle_s"] for line in lagging.metrics()]
-    return "the bits are those without workers and lag", {"host_step_s": report.median(cycles)}
+    return "the bits are those without workers and lag", {"host_step_s": common.median(cycles)}
 
 
 def differing(one: RunDirectory, other: RunDirectory) -> list[str]:
@@ -116,8 +116,8 @@ def snapshot(lab: Lab) -> Finding:
         assert found == lines[step - 1]["digest"], f"checkpoint {step} is not the state after {step} steps"
     assert len(saved) > 2, f"only checkpoints {sorted(saved)}"
     cycles = {line["step"]: line["cycle_s"] for line in lines}
-    after = report.median([cycles[step] for step in saved if step in cycles])
-    usual = report.median([seconds for step, seconds in cycles.items() if step > 2 and step not in saved])
+    after = common.median([cycles[step] for step in saved if step in cycles])
+    usual = common.median([seconds for step, seconds in cycles.items() if step > 2 and step not in saved])
     figures = {"megabytes": lab.sizes.megabytes, "step_s": usual, "step_after_a_save_s": after}
     words = f"{len(saved)} checkpoints are right; a save costs {(after - usual) * 1000:.1f} ms of a step"
     return words, {**figures, "checkpoints": len(saved)}

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import common
 from benchmarks.peers import page
 from benchmarks.peers.lane import NODES, Cell, Lane
 from benchmarks.peers.peers import BY_NAME, LIMIT, PEERS
@@ -93,7 +93,7 @@ def work(lane: Lane, queue: Queue, results: Results, state: Path) -> None:
             figures = cell.run()
             results.add({**figures, "repetition": repetition, "load": Path("/proc/loadavg").read_text().split()[0]},
                         cell.folder / "final.bin")  # fmt: skip
-            report.say(f"{lane.partition} {name}: {figures['end']} ({figures['slurm']}), {figures['wall_s']} s")
+            common.say(f"{lane.partition} {name}: {figures['end']} ({figures['slurm']}), {figures['wall_s']} s")
             lane.clear()
             cell.keep(state / "cells" / name)
         except Exception:  # the other lanes continue
@@ -128,10 +128,10 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=4, help="cells at a time")
     parser.add_argument("--minutes", type=float, default=240)
     parser.add_argument("--state", type=Path, default=Path("build/peers"), help="where measured cells are kept")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
     options = parser.parse_args()
-    peers = report.named("peer", options.peers, [*PEERS, LIMIT.name])
-    schedules = ["none"] if options.quick else report.named("schedule", options.schedules, SCHEDULES)
+    peers = common.named("peer", options.peers, [*PEERS, LIMIT.name])
+    schedules = ["none"] if options.quick else common.named("schedule", options.schedules, SCHEDULES)
     keys = list(plan(1 if options.quick else options.repetitions, peers, schedules))
     state = options.state / "quick" if options.quick else options.state
     results = Results(state, QUICK_EPOCHS if options.quick else EPOCHS)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, rows
+from benchmarks import common
 from benchmarks.peers.peers import LIMIT, PEERS
 from benchmarks.peers.schedules import EPOCHS, PER_EPOCH, SCHEDULES
 from benchmarks.peers.summary import Matrix, everything, leads, refreshed
@@ -36,8 +36,8 @@ def write(folder: Path, cells: Sequence[dict[str, Any]], state: Path, words: str
         "matrix": everything(matrix),
         "cells": matrix.cells,
     }
-    report.write(folder, "peers", TEXT, report.Found(figures, found, words, tables(figures)))
-    if folder == report.RESULTS:
+    common.write(folder, "peers", TEXT, common.Found(figures, found, words, tables(figures)))
+    if folder == common.RESULTS:
         fill(json.loads((folder / "peers.json").read_text()))
 
 
@@ -46,7 +46,7 @@ def fill(figures: Mapping[str, Any]) -> None:
     names = {"peers": "What each promises", "training time": "Effective training time", "best peer": "The best peer"}
     made = tables(figures)
     shown = {name: made[heading] for name, heading in names.items()}
-    report.fill(PAGE, {**shown, "bound": rows.table(figures["rows"])})
+    common.fill(PAGE, {**shown, "bound": common.row_table(figures["rows"])})
 
 
 def tables(figures: Mapping[str, Any]) -> dict[str, str]:
@@ -57,13 +57,13 @@ def tables(figures: Mapping[str, Any]) -> dict[str, str]:
         for name, one in figures["peers"].items()
     ]
     best = [
-        [f"`{schedule}`", ours, f"{theirs:.2f} ({peer})", report.median(ratios), ", ".join(f"{r:.2f}" for r in ratios)]
+        [f"`{schedule}`", ours, f"{theirs:.2f} ({peer})", common.median(ratios), ", ".join(f"{r:.2f}" for r in ratios)]
         for schedule, ours, peer, theirs, ratios in leads(cells)
     ]
     return {
-        "What each promises": report.table(["", "version", "what its documentation promises", "lines", "sum"], lines),
+        "What each promises": common.table(["", "version", "what its documentation promises", "lines", "sum"], lines),
         "Effective training time": matrix_table(cells),
-        "The best peer": report.table(["", "clusterddp", "the best peer", "ratio", "of each repetition"], best),
+        "The best peer": common.table(["", "clusterddp", "the best peer", "ratio", "of each repetition"], best),
         **{f"`{name}`: {SCHEDULES[name].words}": schedule_table(name, cells) for name in SCHEDULES},
     }
 
@@ -79,7 +79,7 @@ def matrix_table(cells: Cells) -> str:
         return f"{one['ettr']:.2f}{f' ({min(each):.2f} to {max(each):.2f})' if len(each) > 1 else ''}{_incomplete(one)}"
 
     lines = [[peer, *(shown(peer, schedule) for schedule in SCHEDULES)] for peer in [*PEERS, LIMIT.name]]
-    return report.table(["", *SCHEDULES], lines)
+    return common.table(["", *SCHEDULES], lines)
 
 
 #: Of a peer under a schedule: the table's head, and the figure's name and form.
@@ -104,7 +104,7 @@ def schedule_table(schedule: str, cells: Cells) -> str:
         ]
         for one in found
     ]
-    return report.table(["", "wall (alone)", *MEDIANS, "differing values"], lines)
+    return common.table(["", "wall (alone)", *MEDIANS, "differing values"], lines)
 
 
 def _incomplete(one: Mapping[str, Any]) -> str:

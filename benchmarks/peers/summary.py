@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import Row, paired, unpaired
 from benchmarks.peers.cells import bound, ettr, figures, parse
 from benchmarks.peers.peers import LIMIT, PEERS
 from benchmarks.peers.schedules import CELL_S, EPOCHS, PER_EPOCH, SAVE_EPOCHS, SCHEDULES, Schedule
-from benchmarks.rows import Row, paired, unpaired
 
 OURS = "clusterddp"
 #: The effective training time of ours under a preemption every 60 s, over its bound.

@@ -1,83 +1,66 @@
-"""What grows with the number of ranks: ``python -m benchmarks.scale`` (``make bench-scale``), 15 to 20 minutes.
+"""What a supervisor takes for many ranks: ``python -m benchmarks.scale``, about 2 minutes.
 
-The parts: simulated ranks against a real supervisor, counts and their exponents, host lists, ``list``, a real Slurm of
-64 nodes, real gloo ranks. ``--parts`` measures some again, and takes the others from the results' JSON file.
-``--quick`` is without Slurm and gloo, and smaller.
+Simulated ranks (``stubs.py``) join one real supervisor on the same machine, send heartbeats and stacks, are killed,
+restarted and stopped. They do not train. ``--quick`` is the smaller number of ranks alone.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import report
-from benchmarks.scale import commands, connections, exponents
-from benchmarks.scale.page import BAR_RANKS, table_rows, tables
+from benchmarks import common
+from benchmarks.scale import connections
 
-SIZES, QUICK_SIZES = (1024, 4096, 16384), (1024, 4096)
-#: How often a failure is to be named for each number of ranks.
+#: Numbers of ranks; the rows are of the first.
+SIZES = (512, 4096)
+#: How often a failure is to be named.
 FAILURES, QUICK_FAILURES = 3, 1
-TEXT = """# What grows with the number of ranks
+#: Bars: the supervisor's CPU seconds until all ranks have joined, and seconds until a failure is named.
+JOIN_S, NAMED_S = 1.25, 1.0
+TEXT = """# What a supervisor takes for many ranks
 
 Simulated ranks are connections that speak the real protocol to one supervisor on the same machine.
 They do not train."""
 
 
-def simulated(quick: bool) -> dict[str, Any]:
-    """Each number of ranks once, failures more often; the join of 4,096 also beside the least server, in turns."""
-    sizes, failures = (QUICK_SIZES, QUICK_FAILURES) if quick else (SIZES, FAILURES)
-    return {
-        "sizes": [connections.measure(ranks) for ranks in sizes],
-        "pairs": connections.join_pairs(BAR_RANKS, 2 if quick else 5),
-        "failures": {str(ranks): connections.failures(ranks, failures) for ranks in sizes},
-    }
+def measure(quick: bool) -> common.Found:
+    """Each number of ranks once, failures more often."""
+    sizes = SIZES[:1] if quick else SIZES
+    found = [connections.measure(ranks) for ranks in sizes]
+    failures = connections.failures(SIZES[0], QUICK_FAILURES if quick else FAILURES)
+    figures = {"sizes": found, "failures": failures}
+    return common.Found(figures, table_rows(found[0], failures), tables={"All figures": beside(found)})
 
 
-def in_module(name: str) -> Callable[[bool], Any]:
-    """Of a part that needs what others do without."""
-    return lambda _: import_module(f"benchmarks.scale.{name}").measure()
+def table_rows(smallest: Mapping[str, Any], failures: Sequence[Mapping[str, Any]]) -> list[common.Row]:
+    """Of the common table."""
+    ranks = f"{smallest['ranks']:,} simulated ranks"
+    joined, named = smallest["hello"]["cpu_s"], max(failure["named_s"] for failure in failures)
+    return [
+        common.counted(f"{ranks} join", "CPU s", joined, JOIN_S, "the bar", allowed=1.0),
+        common.counted(f"a killed one of {ranks} is named", "s", named, NAMED_S, "the bar", allowed=1.0),
+    ]
 
 
-PARTS: Mapping[str, Callable[[bool], Any]] = {
-    "connections": simulated,
-    "exponents": lambda quick: exponents.measure((8, 32) if quick else exponents.SIZES),
-    "hosts": lambda _: commands.host_lists(),
-    "list": lambda quick: commands.listing(*(((200, 800), 2) if quick else ((1000, 10_000), 3))),
-    "slurm": in_module("cluster"),
-    "gloo": in_module("gloo"),
-}
-QUICK_PARTS = ("connections", "exponents", "hosts", "list")
+def beside(sizes: Sequence[Mapping[str, Any]]) -> str:
+    """A table of the same figures for several numbers of ranks."""
+    columns = {f"{size['ranks']:,} ranks": flat(size) for size in sizes}
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    lines = [[name, *(column.get(name, "-") for column in columns.values())] for name in names]
+    return common.table(["", *columns], lines)
 
 
-def measure(quick: bool, parts: str | None) -> report.Found:
-    file = report.RESULTS / "scale.json"
-    names = report.named("part", parts, PARTS) if parts else QUICK_PARTS if quick else tuple(PARTS)
-    found = json.loads(file.read_text())["parts"] if parts and file.exists() else {}
-    found |= {name: measured(name, quick) for name in names}
-    gathered = {name: found[name] for name in PARTS if name in found}
-    figures = {name: part["found"] for name, part in gathered.items()}
-    return report.Found({"parts": gathered}, table_rows(figures), tables=tables(figures))
-
-
-def measured(name: str, quick: bool) -> dict[str, Any]:
-    """A part's figures, when they were taken, how long that took and what else the machine did."""
-    began, load = time.time(), os.getloadavg()[0]
-    report.say(name)
-    found = PARTS[name](quick)
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "seconds": round(time.time() - began),
-        "load": [round(load, 1), round(os.getloadavg()[0], 1)],
-        "found": found,
-    }
+def flat(figures: Mapping[str, Any], above: str = "") -> dict[str, object]:
+    """The figures of nested mappings by their names in a row; what was counted of each message is left out."""
+    found: dict[str, object] = {}
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{above}{name}: ") if name != "counts" else {}
+        else:
+            found[f"{above}{name}"] = value
+    return found
 
 
 if __name__ == "__main__":
-    report.main(
-        *("scale", __doc__, TEXT, measure, "at most 2 minutes, without Slurm and gloo"),
-        parts={"help": f"of {', '.join(PARTS)}; the others' figures are kept"},
-    )
+    common.main("scale", __doc__, TEXT, measure, "512 ranks only")

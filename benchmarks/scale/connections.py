@@ -14,11 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sides import in_turns
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
 
@@ -55,11 +53,11 @@ class Child:
 class Driver:
     """The supervisor's process, and the processes of the simulated ranks."""
 
-    def __init__(self, folder: Path, ranks: int, processes: int, module: str) -> None:
+    def __init__(self, folder: Path, ranks: int, processes: int) -> None:
         self.run, self.ranks = RunDirectory(folder / "run"), ranks
         self.run.create()
         self.log = folder / "supervisor.log"
-        self.supervisor = Child(module, str(self.run), str(ranks), errors=self.log)
+        self.supervisor = Child("benchmarks.scale.supervised", str(self.run), str(ranks), errors=self.log)
         self.stubs = [Child("benchmarks.scale.stubs", errors=folder / "stubs.log") for _ in range(processes)]
         self._share = -(-ranks // processes)
 
@@ -112,9 +110,9 @@ class Driver:
 
 
 @contextmanager
-def driver(ranks: int, module: str = "benchmarks.scale.supervised") -> Iterator[Driver]:
+def driver(ranks: int) -> Iterator[Driver]:
     with tempfile.TemporaryDirectory() as folder:
-        made = Driver(Path(folder), ranks, max(1, min(4, ranks // 1024)), module)
+        made = Driver(Path(folder), ranks, max(1, min(4, ranks // 1024)))
         try:
             yield made
         finally:
@@ -141,21 +139,6 @@ def join(made: Driver) -> dict[str, Any]:
     made.join()
     made.until(all_joined(made), "the first join")
     return {"dropped": made.counts()["displaced"]}
-
-
-def join_pairs(ranks: int, number: int) -> dict[str, list[float]]:
-    """CPU seconds until so many ranks have joined: of the supervisor, and of the least server that answers."""
-
-    def took(module: str) -> float:
-        with driver(ranks, module=module) as made:
-            made.wanted()
-            before = float(made.usage()["cpu_s"])
-            made.join()
-            made.until(all_joined(made), "the join")
-            return float(made.usage()["cpu_s"]) - before
-
-    modules = {"ours": "benchmarks.scale.supervised", "least": "benchmarks.scale.bare"}
-    return in_turns({side: partial(took, module) for side, module in modules.items()}, number, warm_up=0)
 
 
 def all_joined(made: Driver) -> Callable[[], bool]:

@@ -120,12 +120,6 @@ class Stubs:
         self._beat_s, self._next_beat = every_s, time.monotonic()
         return {}
 
-    def do_beat_once(self) -> dict[str, Any]:
-        """Each rank sends a heartbeat now."""
-        for stub in self._stubs.values():
-            self._send_beat(stub)
-        return {}
-
     def do_fail(self, rank: int) -> dict[str, Any]:
         """Breaks a rank's connection, as a kill does; when."""
         self._close(self._stubs[rank])

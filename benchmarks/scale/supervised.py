@@ -129,7 +129,6 @@ class Supervised:
             "joined": len(state.hosts) if state else 0,
             "files": len(os.listdir("/proc/self/fd")),
             "lost": len(state.lost_at) if state else 0,
-            "beaten": len(self._attempt._timing._totals) if self._attempt else 0,
             "queued": self._attempt._events.qsize() if self._attempt else 0,
         }
 

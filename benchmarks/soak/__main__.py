@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import report
+from benchmarks import common
 from benchmarks.runs import (
     HighJob,
     TooLong,
@@ -377,7 +377,7 @@ class Soak:
             self.results.append(result)
             said = "; ".join(result.problems) or "as the uninterrupted run"
             count = f"{self._made(proctrack)} of {share} {'faults' if mixed else 'preemptions'}"
-            report.say(f"{case.name}: {count}; {said}")
+            common.say(f"{case.name}: {count}; {said}")
 
 
 def summary(results: Sequence[Result]) -> list[Any]:
@@ -385,7 +385,7 @@ def summary(results: Sequence[Result]) -> list[Any]:
     sums = ("preemptions", "before_first_step", "lost", "doubled", "steps_redone", "samples_wrong", "weights_differ")
     attempts, before, *rest = (sum(getattr(result, name) for result in results) for name in sums)
     times = ("handovers", "takings", "resumes")
-    spreads = [report.spread([one for result in results for one in getattr(result, name)]) for name in times]
+    spreads = [common.spread([one for result in results for one in getattr(result, name)]) for name in times]
     return [attempts, before, len(results), *rest, sum(bool(result.problems) for result in results), *spreads]
 
 
@@ -401,18 +401,18 @@ def write(out: Path, soak: Soak) -> bool:
     attempts = ["", "new attempts", "before the attempt's first step", "runs", "lost", "doubled", "steps repeated"]
     times = ["handover: median / worst", "taking: median / worst", "resume: median / worst"]
     lines = [[name, *summary(own)] for name, own in {**groups, "all": results}.items()]
-    tables = {"Runs": report.table([*attempts, "samples wrong", "weights differ", "any fault", *times], lines)}
+    tables = {"Runs": common.table([*attempts, "samples wrong", "weights differ", "any fault", *times], lines)}
     tables |= {"Faults": faults.table(results)} if mixed else {}
     problems = [[result.case, "; ".join(result.problems)] for result in results if result.problems]
-    tables |= {"Problems": report.table(["run", "what is wrong"], problems)} if problems else {}
-    empty = f" An empty DDP script takes {report.median(soak.empty):.1f} s to its first step." if mixed else ""
+    tables |= {"Problems": common.table(["run", "what is wrong"], problems)} if problems else {}
+    empty = f" An empty DDP script takes {common.median(soak.empty):.1f} s to its first step." if mixed else ""
     text = f"""# Preemptions {"and other faults " if mixed else ""}at random moments
 
 Runs of {STEPS} steps with a checkpoint every {EVERY}, compared with an uninterrupted run. Times are seconds.{empty}"""
     figures = {**settings, "empty_ddp_s": soak.empty, "runs": [asdict(result) for result in results]}
     where = f"Slurm {', '.join(sorted({result.slurm for result in results}))}, seed {settings['seed']}"
     name = "soak" if mixed else "soak-preemptions"
-    report.write(out, name, text, report.Found(figures, where=where, tables=tables))
+    common.write(out, name, text, common.Found(figures, where=where, tables=tables))
     return not problems
 
 
@@ -427,7 +427,7 @@ def main() -> None:
     parser.add_argument("--proctracks", default="cgroup,linuxproc")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--state", type=Path, default=Path("runs/soak"), help="progress, references, failed runs")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
     options = parser.parse_args()
     settings = {
         "preemptions": options.preemptions,

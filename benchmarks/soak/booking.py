@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import common
 from benchmarks.runs import cluster, folder_for, until, write_definition
 from benchmarks.soak.booking_faults import CAUSES, SCHEDULE, Injector, Observer, by_slurm, said, tell_requests
 from benchmarks.soak.booking_truth import Record, faults, seconds, spans
@@ -111,7 +111,7 @@ def soak(up: Cluster, seed: int) -> tuple[RunDirectory, Soaked]:
     observer.start()
     injector.submit()
     for kind in SCHEDULE:
-        report.say(f"{kind} at attempt {training.run.newest_attempt()}")
+        common.say(f"{kind} at attempt {training.run.newest_attempt()}")
         injector.make(kind, draw.randint(*STEPS))
     injector.finish()
     until(lambda: up.job(training.job_id)["JobState"] == "COMPLETED", "the job's end", 60)
@@ -151,11 +151,11 @@ One run is interrupted {len(interruptions)} times in {time["total_s"] / 60:.1f} 
 records of the script, the fault injector, slurmctld and /proc, "booked" is what `clusterddp report --json` says.
 Seconds; right is within 2% or 1 s."""
     tables = {
-        "Categories": report.table(["category", "took", "booked", "right"], categories),
-        "Interruptions": report.table(["injected", "attempt", "on the timeline", "right"], interruptions),
+        "Categories": common.table(["category", "took", "booked", "right"], categories),
+        "Interruptions": common.table(["injected", "attempt", "on the timeline", "right"], interruptions),
     }
     where = f"Slurm {soaked.slurm}, seed {seed}"
-    report.write(out, "booking", text, report.Found(figures, where=where, tables=tables))
+    common.write(out, "booking", text, common.Found(figures, where=where, tables=tables))
 
 
 def main() -> None:
@@ -163,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--keep", type=Path, help="a folder for the run's history and the independent records")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
     options = parser.parse_args()
     with cluster(CONFIG) as up:
         up.set_grace(20)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import report
+from benchmarks import common
 from benchmarks.runs import TooLong, power_off, power_on, until
 from clusterddp.hostlist import expand
 from clusterddp.rundir.records import read_lines
@@ -221,8 +221,8 @@ def table(results: Sequence[Any]) -> str:
         redone = [figure["redone"] for figure, _ in own]
         lost = len({result.case for _, result in own if result.lost})
         times = ([figure[what] for figure, _ in own if figure[what] is not None] for what in ("said", "seconds"))
-        spreads = [report.spread(values, 1) for values in times]
+        spreads = [common.spread(values, 1) for values in times]
         lines.append([words, len(own), lost, sum(redone), max(redone, default=0), *spreads])
     head = ["fault", "injected", "runs lost", "steps repeated", "most at once"]
     times_of = ["seconds until reported: median / worst", "to the next new step: median / worst"]
-    return report.table([*head, *times_of], lines)
+    return common.table([*head, *times_of], lines)

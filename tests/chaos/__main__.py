@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import common
 from benchmarks.runs import cluster
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.records import read_lines
@@ -154,11 +154,11 @@ def write(out: Path, results: dict[tuple[str, str], dict[str, Any]]) -> None:
 
 Each habit is trained undisturbed, then preempted once and one rank killed at random moments, with {ranks} ranks.
 Seconds are those of the whole run: {counts}."""
-    tables = {"Behaviours": report.table(["behaviour", "what it does", "must end as", *WAYS.values()], rows)}
+    tables = {"Behaviours": common.table(["behaviour", "what it does", "must end as", *WAYS.values()], rows)}
     if failing:
-        tables["Failed"] = report.table(["behaviour", "how", "plan", "commit", "problems"], failing)
+        tables["Failed"] = common.table(["behaviour", "how", "plan", "commit", "problems"], failing)
     where = ", ".join([f"runs of {commits}", f"seed {seeds}", *slurm])
-    report.write(out, "RESULTS", text, report.Found({"runs": lines}, where=where, tables=tables))
+    common.write(out, "RESULTS", text, common.Found({"runs": lines}, where=where, tables=tables))
 
 
 def _first_line(kind: type) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import fill
+from benchmarks.common import fill
 from tests.ddp import REPOSITORY
 from tests.repositories.disturbances import CELLS, Result
 from tests.repositories.entries import Repository

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.soak import __main__ as soak
 from benchmarks.soak import faults, judging
-from benchmarks.steps import agreement
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training.stopping import Agreement
 from tests.checkpoint_files import file_bytes
-
-
-def test_the_agreement_sends_nothing_while_no_stop_is_requested() -> None:
-    """A hundred boundaries, and no call on either of its store connections."""
-    tcp = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=30))
-    client = TCPStore("127.0.0.1", tcp.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-    store, watched = agreement.CountingStore(tcp), agreement.CountingStore(client)
-    agreed = Agreement(store, watched, 0, 1, lambda *_, **__: None, lambda _: None)
-    agreement.wait_for_watcher(watched)
-    assert not any(agreed.boundary() for _ in range(100))
-    assert (store.calls.total(), dict(watched.calls)) == (0, {"get": 1})
-    agreed.request("enough")
-    assert store.calls["compare_set"] == 1
-    agreed.close()
-
 
 # ---- the soak
 

@@ -10,15 +10,15 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
-from benchmarks.scale.exponents import fitted, store_operations
-from benchmarks.steps.agreement import CountingStore
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import RankStatus, find_hang, find_slow
 from clusterddp.jobdef.job import MOST_BEATS, Job, Watchdog
@@ -40,6 +40,8 @@ from clusterddp.training import log_reduction
 from clusterddp.training.exactness import Divergence
 from clusterddp.training.heartbeat import phase
 from clusterddp.training.log_reduction import Receiver
+from clusterddp.training.stopping import Agreement
+from tests.counting_store import CountingStore, wait_for_watcher
 from tests.instructions import Instructions
 
 FEW, MANY = 64, 256
@@ -226,12 +228,69 @@ def test_ranks_pass_on_logged_values_less_often_if_there_are_very_many() -> None
     assert [log_reduction.period_s(ranks) for ranks in (2, 256, 1024, 4096, 16384)] == [0.25, 0.25, 1.0, 4.0, 5.0]
 
 
+#: Steps without a request, in which nothing may be sent.
+STEPS = 50
+
+
+def fitted(counts: Mapping[int, float]) -> float:
+    """The power of the number of ranks with which a count grows: the slope of a line through the logarithms."""
+    points = [(math.log(ranks), math.log(max(count, 1e-9))) for ranks, count in counts.items()]
+    mean_x, mean_y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return float(slope)
+
+
+def store_operations(ranks: int) -> tuple[Counter[str], Counter[str]]:
+    """What an agreement of so many ranks asks of rank 0's store: before a stop, in STEPS steps, and for the stop."""
+    store = HashStore()
+    mains = [CountingStore(store) for _ in range(ranks)]
+    watched = [CountingStore(store) for _ in range(ranks)]
+    made = [
+        Agreement(mains[rank], watched[rank], rank, ranks, lambda *_, **__: None, lambda _: None)
+        for rank in range(ranks)
+    ]
+    for each in watched:
+        wait_for_watcher(each)
+    for _ in range(STEPS):
+        assert not any(agreement.boundary() for agreement in made)
+    before = _calls(mains, watched)
+    made[-1].request("enough")
+    going = list(made)
+    while going:  # the ranks' main threads, one after the other: a boundary waits for the watchers alone
+        going = [agreement for agreement in going if not agreement.boundary()]
+    after = _calls(mains, watched)
+    after.subtract(before)
+    return before, Counter({name: number for name, number in after.items() if number})
+
+
+def _calls(*stores: list[CountingStore]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for group in stores:
+        for store in group:
+            total.update(store.calls)
+    return total
+
+
 def test_a_stop_takes_a_number_of_store_operations_in_proportion_to_the_ranks_and_a_step_none() -> None:
     counts = {ranks: store_operations(ranks) for ranks in (4, 8, 16)}
     for ranks, (before, stop) in counts.items():
         assert before == {"get": ranks}  # each rank's watcher waits for a request
         assert stop.total() <= 4 * ranks + 4, stop
     assert 0.8 < fitted({ranks: stop.total() for ranks, (_, stop) in counts.items()}) < 1.05
+
+
+def test_the_agreement_sends_nothing_while_no_stop_is_requested() -> None:
+    """A hundred boundaries, and no call on either of its store connections."""
+    tcp = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=30))
+    client = TCPStore("127.0.0.1", tcp.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store, watched = CountingStore(tcp), CountingStore(client)
+    agreed = Agreement(store, watched, 0, 1, lambda *_, **__: None, lambda _: None)
+    wait_for_watcher(watched)
+    assert not any(agreed.boundary() for _ in range(100))
+    assert (store.calls.total(), dict(watched.calls)) == (0, {"get": 1})
+    agreed.request("enough")
+    assert store.calls["compare_set"] == 1
+    agreed.close()
 
 
 def test_rank_0_finds_few_missing_values_with_few_messages() -> None:

@@ -1,9 +1,14 @@
-"""What all benchmarks share: the command line, medians and intervals, tables, and the files in benchmarks/results/."""
+"""What all benchmarks share: the command line, rows of the common table, and the files in benchmarks/results/.
+
+A row is a figure of ours, its limit, their ratio with its 95% interval, and the bar. A limit is what the machine, or
+the least program that does the job, takes for the same, measured side by side in the same run.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -14,15 +19,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from benchmarks.rows import Row
+from typing import Any
 
 RESULTS = Path("benchmarks/results")
+RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -62,19 +65,15 @@ def main(
 
 def write(folder: Path, name: str, text: str, found: Found) -> None:
     """``NAME.md`` and ``NAME.json`` in ``folder``; the tables go to the terminal, too."""
-    from benchmarks import page, rows  # which import this module
-
-    table = [row if isinstance(row, Mapping) else row.as_json() for row in found.rows]
-    parts = [text.strip(), place(found.where), *([rows.table(table)] if table else [])]
+    rows = [row if isinstance(row, Mapping) else asdict(row) for row in found.rows]
+    parts = [text.strip(), place(found.where), *([row_table(rows)] if rows else [])]
     parts += [f"## {heading}\n\n{table}" for heading, table in found.tables.items()]
     written = "\n\n".join([*parts, f"Raw figures: [{name}.json]({name}.json).\n"])
     folder.mkdir(parents=True, exist_ok=True)
     taken = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit(), "where": found.where}
-    (folder / f"{name}.json").write_text(json.dumps({**taken, "rows": table, **found.figures}, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps({**taken, "rows": rows, **found.figures}, indent=1) + "\n")
     (folder / f"{name}.md").write_text(written)
     print(f"{written}\nwritten to {folder / name}.md and .json", flush=True)
-    if folder == RESULTS:
-        page.write()
 
 
 def fill(page: Path, tables: Mapping[str, str]) -> None:
@@ -99,7 +98,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{median(values):.{digits}f} / {max(values):.{digits}f}" if values else "-"
 
 
-def bootstrap_interval(values: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:
+def bootstrap_interval(values: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float]:
     """The 95% percentile bootstrap interval of the median: the same figures for the same values."""
     draw = random.Random(0)
     found = sorted(median(draw.choices(values, k=len(values))) for _ in range(resamples))
@@ -114,6 +113,123 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _cell(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+# ---- rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of the table. ``allowed`` bounds the ratio; None is no bar.
+
+    ``met`` is None without a bar, and where the interval holds it, so that more repetitions are needed to tell.
+    """
+
+    row: str
+    unit: str
+    ours: float
+    limit: float
+    limit_is: str
+    ratio: float
+    low: float
+    high: float
+    allowed: float | None = None
+    met: bool | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.ours, self.limit, self.ratio, self.low, self.high)
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"row {self.row!r}: ours, limit, ratio, low and high must be finite, not {numbers}")
+
+
+def paired(
+    row: str,
+    unit: str,
+    ours: Sequence[float],
+    limit: Sequence[float],
+    limit_is: str,
+    *,
+    allowed: float | None = None,
+    more: float | None = None,
+    most: float | None = None,
+) -> Row:
+    """The median ratio of pairs that were measured next to each other.
+
+    The bar: at most ``allowed`` times the limit, or ``more`` above it, or ``most`` (both in the row's unit).
+    """
+    ratios = [one / other for one, other in zip(ours, limit, strict=True)]
+    low, high = bootstrap_interval(ratios)
+    least = median(limit)
+    if more is not None or most is not None:
+        allowed = (least + more if more is not None else most or 0.0) / least
+    found = (median(ratios), low, high)
+    return Row(row, unit, median(ours), least, limit_is, *found, allowed, within(allowed, low, high))
+
+
+def unpaired(row: str, unit: str, ours: Sequence[float], limit: Sequence[float], limit_is: str) -> Row:
+    """The ratio of the medians of two series that alternated but belong together in no other way."""
+    middle = (median(ours), median(limit))
+    draw = random.Random(0)
+    low, high = interval(
+        [median(draw.choices(ours, k=len(ours))) / median(draw.choices(limit, k=len(limit))) for _ in range(RESAMPLES)]
+    )
+    return Row(row, unit, *middle, limit_is, middle[0] / middle[1], low, high)
+
+
+def counted(row: str, unit: str, ours: float, limit: float, limit_is: str, *, allowed: float | None = None) -> Row:
+    """Of figures that are the same in each run, such as bytes or instructions."""
+    ratio = ours / limit
+    return Row(row, unit, ours, limit, limit_is, ratio, ratio, ratio, allowed, within(allowed, ratio, ratio))
+
+
+def interval(resampled: Sequence[float]) -> tuple[float, float]:
+    """The middle 95% of the values of resamples."""
+    found = sorted(resampled)
+    return found[int(0.025 * len(found))], found[int(0.975 * len(found))]
+
+
+def within(allowed: float | None, low: float, high: float) -> bool | None:
+    """Whether a bar is met by an interval; None if that cannot be told."""
+    if allowed is None or low <= allowed < high:
+        return None
+    return high <= allowed
+
+
+def failed(benchmark: str, reason: str) -> dict[str, Any]:
+    """In place of the rows of a benchmark that gave none."""
+    return {"benchmark": benchmark, "row": benchmark, "failed": reason}
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows of a benchmark's JSON file; an empty list if it has none."""
+    return list(json.loads(file.read_text()).get("rows", []))
+
+
+HEAD = ["row", "ours", "limit", "ratio (95% interval)", "bar", "met"]
+
+
+def row_table(rows: Sequence[Row | Mapping[str, Any]]) -> str:
+    """The rows in Markdown, failed ones included."""
+    return table(HEAD, [cells(row if isinstance(row, Mapping) else asdict(row)) for row in rows])
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A line of the table."""
+    if "failed" in row:
+        return [row["row"], f"**failed: {' '.join(row['failed'].split()).replace('|', '/')}**", "-", "-", "-", "-"]
+    interval = f"{number(row['ratio'])} ({number(row['low'])} to {number(row['high'])})"
+    bar = "-" if row["allowed"] is None else f"at most {number(row['allowed'])}"
+    met = "-" if row["allowed"] is None else {True: "yes", False: "**no**", None: "cannot tell"}[row["met"]]
+    ours, limit = (f"{number(row[name])} {row['unit']}".rstrip() for name in ("ours", "limit"))
+    return [row["row"], ours, f"{limit} ({row['limit_is']})", interval, bar, met]
+
+
+def number(value: float) -> str:
+    """Three digits, and no exponent: 0.0123, 1.02, 35.1, 1240."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{digits}f}"
 
 
 # ---- when, where and on what
