@@ -25,26 +25,12 @@
 # make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
 # make simulate      histories of the protocol in a simulated world, by its own code: SIMULATE="--histories 100000 --seed 7",
 #                    "--tell --shrink --seed 7" the story of one, "--mutants" whether mistakes in the product are found
-# make soak     300 preemptions and other faults at random moments; make bench-handover, bench-agreement: what stopping costs
+# make soak     300 preemptions and other faults at random moments
 # make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
 # make bench  our figures, each beside its limit, in one table: benchmarks/results/bench.md; at most 15 minutes;
-#             BENCH="--only saves,restore" prints some of them
-# make bench-controller   what a run asks of slurmctld, by sdiag
-# make bench-spares       how soon a run continues on a spare node after it lost one, beside a restart in place;
-#                         5 nodes, 12 minutes; SPARES="--rounds 1" one round
-# make bench-submission   what submitting and launching cost, beside sbatch and srun
+#             BENCH="saves handover" runs these in full: steady-state steady-state-ddp saves restore startup handover
+#             scale spares (12 minutes, 5 nodes) peers (hours: the same training under the same faults, by other tools)
 # make bench-compare REV=main  what is slower by 10% or more than at that commit; REV="v1 v2" compares two commits
-# make bench-steady-state what a run costs while it trains, beside a bare DDP loop
-# make bench-heartbeat    what the watchdog costs; make bench-report: what `clusterddp report` costs
-# make bench-step-timing  what timing each step and run.log cost; make bench-orders: what drawing samples costs
-# make bench-scale        what grows with the number of ranks: simulated ranks, a real Slurm of 64 nodes, 32 gloo ranks
-#                         (8 GB); SCALE="--parts hosts,list" measures some parts again
-# make bench-input        how fast batches come, beside other loaders
-# make bench-peers        the same training under the same faults, by this project and by what people use today
-# make bench-saves        what a save costs training, beside other savers (torchsnapshot too, if it is installed)
-# make bench-restore      what a restore costs, beside torch.load on every rank; 8 minutes, RESTORE="--sizes '10 MB'" one size
-# make measure-math-library  how often the first vector function of a process is wrong, with and without clusterddp.init()
-# make bench-startup      from the start of the ranks to their first step, beside the least DDP script
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, which ends with the shell
 #
 # TORCH_INDEX=URL   another package index for torch, such as PyTorch's own CPU builds (PyPI's include CUDA)
@@ -58,7 +44,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos simulate soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-report bench-scale lint pictures reference completion docs dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos simulate soak soak-booking bench lint pictures reference completion docs dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -143,69 +129,14 @@ soak-booking: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak.booking $(SOAK)
 
 # Without a Slurm, which only root can install, the rows that need one tell so.
-bench: .venv/ready
+bench: $(if $(BENCH),.venv/bench .venv/integrations,.venv/ready)
 	-@$(MAKE) --no-print-directory slurm
 	.venv/bin/python -m benchmarks $(BENCH)
-
-bench-handover: .venv/ready slurm
-	.venv/bin/python -m benchmarks.handover
 
 .PHONY: bench-compare
 bench-compare: .venv/ready
 	@[ -n "$(REV)" ] || { echo 'make bench-compare REV=COMMIT [REV="COMMIT COMMIT"]'; exit 2; }
 	.venv/bin/python -m benchmarks.compare $(REV) $(BENCH)
-
-bench-steady-state: .venv/ready
-	.venv/bin/python -m benchmarks.steady_state
-	.venv/bin/python -m benchmarks.steady_state_ddp
-
-bench-agreement: .venv/ready
-	.venv/bin/python -m benchmarks.steps.agreement
-
-.PHONY: bench-controller
-bench-controller: .venv/ready slurm
-	.venv/bin/python -m benchmarks.controller
-
-.PHONY: bench-spares
-bench-spares: .venv/ready slurm
-	.venv/bin/python -m benchmarks.spares $(SPARES)
-
-.PHONY: bench-submission
-bench-submission: .venv/ready slurm
-	.venv/bin/python -m benchmarks.submission
-
-bench-orders: .venv/ready
-	.venv/bin/python -m benchmarks.orders
-
-bench-peers: .venv/integrations slurm
-	.venv/bin/python -m benchmarks.peers $(PEERS)
-
-bench-input: .venv/ready
-	.venv/bin/python -m benchmarks.input
-
-bench-heartbeat: .venv/ready
-	.venv/bin/python -m benchmarks.steps.heartbeat
-
-bench-step-timing: .venv/ready
-	.venv/bin/python -m benchmarks.steps.step_timing
-
-bench-scale: .venv/ready slurm
-	.venv/bin/python -m benchmarks.scale $(SCALE)
-
-bench-report: .venv/ready
-	.venv/bin/python -m benchmarks.report_page
-
-bench-saves: .venv/bench
-	.venv/bin/python -m benchmarks.saves $(SAVES)
-
-bench-restore: .venv/ready
-	.venv/bin/python -m benchmarks.restore $(RESTORE)
-
-measure-math-library: .venv/ready
-	.venv/bin/python -m benchmarks.math_library
-
-bench-startup: .venv/ready
-	.venv/bin/python -m benchmarks.startup $(STARTUP)
 
 .venv/bench: .venv/ready
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[bench]'

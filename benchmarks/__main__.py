@@ -4,7 +4,8 @@ Runs the short form (``--quick``) of each benchmark, one after the other, and wr
 are measured in the same run: a row compares two figures of the same minutes on the same machine. A benchmark that
 fails, is missing or takes too long is a row that says why, and the exit code is 1. A missed bar is a result.
 
-``--only NAMES`` runs some of them, and writes files only with ``--out``. Other libraries: ``make bench-peers``.
+With names, runs these in full instead, each into files of its name. ``python -m benchmarks.NAME --help`` has more
+options. GPUs: ``make gpu-check``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,10 @@ BENCHMARKS = (
     Benchmark("restore", "benchmarks.restore", 180),
     Benchmark("startup", "benchmarks.startup", 180),
     Benchmark("handover", "benchmarks.handover", 180),
-    Benchmark("scale", "benchmarks.scale"),
+    Benchmark("scale", "benchmarks.scale", 60),
 )
+#: These take long in any form, and run only by name.
+LONG = (Benchmark("spares", "benchmarks.spares"), Benchmark("peers", "benchmarks.peers"))
 
 
 def measured(
@@ -111,12 +114,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def all_measured(chosen: Sequence[Benchmark], minutes: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
+def all_measured(minutes: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """The rows of all, and the seconds of each."""
     deadline = time.monotonic() + 60 * minutes
     found: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
-    for benchmark in chosen:
+    for benchmark in BENCHMARKS:
         left = deadline - time.monotonic()
         if left < 1:
             found.append(common.failed(benchmark.name, f"not begun: the {minutes:g} minutes were over"))
@@ -129,29 +132,24 @@ def all_measured(chosen: Sequence[Benchmark], minutes: float) -> tuple[list[dict
     return found, seconds
 
 
-def choose(names: str | None) -> list[Benchmark]:
-    """Those of ``--only``."""
-    known = {benchmark.name: benchmark for benchmark in BENCHMARKS}
-    asked = common.named("benchmark", names, known) if names else list(known)
-    return [known[name] for name in asked]
-
-
 def main() -> None:
     """The command line."""
+    modules = {benchmark.name: benchmark.module for benchmark in (*BENCHMARKS, *LONG)}
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", metavar="NAMES", help="of " + ",".join(benchmark.name for benchmark in BENCHMARKS))
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all of them (default: %(default)g)")
-    parser.add_argument("--out", type=Path, help="folder of the files (default: benchmarks/results, none with --only)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(modules)}")
+    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the files (default: %(default)s)")
     options = parser.parse_args()
+    if options.names:
+        if unknown := set(options.names) - set(modules):
+            parser.error(f"no benchmark {', '.join(sorted(unknown))}. There are {', '.join(modules)}")
+        commands = ([sys.executable, "-m", modules[name], "--out", str(options.out)] for name in options.names)
+        sys.exit(max([subprocess.run(command).returncode for command in commands]))
     load = os.getloadavg()[0]
-    found, seconds = all_measured(choose(options.only), options.minutes)
-    if out := options.out or (None if options.only else common.RESULTS):
-        where = f"load average {load:.0f} at the start, {sum(seconds.values()) / 60:.0f} minutes"
-        common.write(out, "bench", TEXT, common.Found({"seconds": seconds}, found, where))
-    else:
-        print(common.row_table(found))
+    found, seconds = all_measured(MINUTES)
+    where = f"load average {load:.0f} at the start, {sum(seconds.values()) / 60:.0f} minutes"
+    common.write(options.out, "bench", TEXT, common.Found({"seconds": seconds}, found, where))
     sys.exit(any("failed" in row for row in found))
 
 

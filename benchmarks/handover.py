@@ -1,4 +1,4 @@
-"""How fast nodes are handed over, and taken up again: ``python -m benchmarks.handover`` (``make bench-handover``).
+"""How fast nodes are handed over, and taken up again: ``python -m benchmarks.handover``.
 
 On the test cluster, two nodes with a rank each, every figure beside a control started the same way, alternating:
 

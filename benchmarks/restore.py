@@ -1,4 +1,4 @@
-"""What a restore costs: ``python -m benchmarks.restore`` (``make bench-restore``), at most 8 minutes; ``--quick``, 2.
+"""What a restore costs: ``python -m benchmarks.restore``, at most 8 minutes; ``--quick``, 2.
 
 A model of 20 layers and its Adam state (160 tensors) of 10 and 400 MB is restored in 1, 2, 4 and 8 gloo ranks of a
 host, and one of 2 GB, or of 1 GB where memory is short, in 1 rank. Two ways alternate in the same processes, each

@@ -1,4 +1,4 @@
-"""What a save costs training: ``python -m benchmarks.saves [--quick]`` (``make bench-saves``), 8 minutes.
+"""What a save costs training: ``python -m benchmarks.saves [--quick]``, 8 minutes.
 
 For each state a process is started in which the savers take turns:
 

@@ -1,4 +1,4 @@
-"""How soon a run continues on a spare node: ``python -m benchmarks.spares`` (``make bench-spares``).
+"""How soon a run continues on a spare node: ``python -m benchmarks.spares``.
 
 On the test cluster, a rank on each of four nodes, and a spare node. In turns:
 

@@ -1,4 +1,4 @@
-"""From the start of the ranks to their first step: ``python -m benchmarks.startup [--quick]`` (``make bench-startup``).
+"""From the start of the ranks to their first step: ``python -m benchmarks.startup [--quick]``.
 
 A script of one DDP step (benchmarks/scripts/startup.py), once with clusterddp under ``submit --local``, once as the
 least DDP script, whose processes are started all at once with torchrun's variables. Both alternate, with 1 to 32 gloo

@@ -1,4 +1,4 @@
-"""What a run costs while it trains: ``python -m benchmarks.steady_state``, 10 minutes (``make bench-steady-state``).
+"""What a run costs while it trains: ``python -m benchmarks.steady_state``, 10 minutes.
 
 Two gloo ranks of a run under ``submit --local`` with everything on: two calls of ``run.log`` per step with one reduced
 value, step timing, the watchdog, a checkpoint and an evaluation every 100 steps, ``best=``, ``script_state=``. Beside

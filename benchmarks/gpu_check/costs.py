@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks import common
@@ -23,7 +24,7 @@ def costs(lab: Lab) -> Finding:
     lab.train(file, "--megabytes", sizes.megabytes, *often, program=SCRIPTS / "gpu_costs.py")
     found = json.loads(file.read_text())
     assert found["pinned"] or lab.stand_in, "the memory of the snapshot is not pinned"
-    made = [row.as_json() for row in cost_rows(found, f"cuda, {lab.ranks} ranks", sizes.megabytes)]
+    made = [asdict(row) for row in cost_rows(found, f"cuda, {lab.ranks} ranks", sizes.megabytes)]
     missed = [row["row"] for row in made if row["met"] is False]
     return f"{len(made)} rows; missed: {', '.join(missed) or 'none'}", {"rows": made, "megabytes": sizes.megabytes}
 
@@ -85,7 +86,7 @@ def large_state(lab: Lab) -> Finding:
     assert second["digest"] == digests[second["step"] - 1], "the restored state is not that of its step"
     words = f"saved in {first_save(run)['durable_s']:.1f} s, restored in {second['run_s']:.1f} s"
     return words, {
-        "rows": [row.as_json() for row in large_rows(run, first, second, sizes)],
+        "rows": [asdict(row) for row in large_rows(run, first, second, sizes)],
         "first": first,
         "second": second,
     }

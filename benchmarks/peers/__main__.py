@@ -1,6 +1,6 @@
 """The same training under the same schedules of faults, by clusterddp and by what people use today.
 
-``python -m benchmarks.peers`` (``make bench-peers``). On the test cluster, two nodes with two ranks each per cell;
+``python -m benchmarks.peers``. On the test cluster, two nodes with two ranks each per cell;
 several cells at a time, each on nodes of its own (--lanes). The scripts are in benchmarks/peers/scripts/, the schedules
 in schedules.py. STATE/cells.jsonl has a line per measured cell: an interrupted benchmark continues after it, and one
 that is complete writes its report again. --minutes bounds a call: no cell is begun that may end later. A repetition

@@ -292,7 +292,7 @@ def settle_vector_functions() -> None:
 
     MKL (2024.2, in torch 2.13) stores the number of the CPU's type in its first call, and then replaces it by its own
     numbering, without a lock. A thread that reads the number in between gets a wrong row of the table of kernels, and
-    its part of the first result has errors of up to 3e-4 (benchmarks/results/math-library.md). AdamW's first step after
+    its part of the first result has errors of up to 3e-4. AdamW's first step after
     a start or a resume then differed from that of other ranks.
     """
     for dtype in (torch.float32, torch.float64):

@@ -1,8 +1,8 @@
 """What clusterddp does in each step, counted in Python instructions, of which each run executes the same number.
 
 A limit that is exceeded: is the work needed in each step, and by the training thread? If so, raise the limit, once
-`make bench-step-timing` has shown what it costs. The limits are the counts of Python 3.11, as other versions compile
-to other instructions; there they are a fifth higher.
+`make bench BENCH=steady-state` has shown what it costs. The limits are the counts of Python 3.11, as other versions
+compile to other instructions; there they are a fifth higher.
 """
 
 from __future__ import annotations
