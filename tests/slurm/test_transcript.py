@@ -115,11 +115,10 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         "failed hung": (0, "ValueError: bad label"),
     },
     "wait --resubmit RUN ^C": {
-        f"{WAITING} {RUNNING}": (130, "no longer waiting. The run continues"),
+        f"{WAITING} {RUNNING} forgotten": (130, "no longer waiting. The run continues"),
         "completed": (0, "completed"),
         "failed hung": (10, "failed"),
         "cancelled": (11, "cancelled"),
-        "forgotten": (12, "Continue with: clusterddp submit"),
     },
     "wait --timeout 1s RUN": {
         f"{WAITING} {RUNNING} forgotten": (124, "timed out: 1 of 1 runs did not end \\("),
@@ -202,6 +201,7 @@ WITHOUT_RUN: dict[str, Cell] = {
 }
 #: Tested elsewhere alone, with the reason.
 ELSEWHERE = {
+    "drain": "needs a spare node: test_spares.py",
     "drill": "waits for two jobs: test_drill.py",
     "shell": "needs a terminal: test_shell.py",
 }
