@@ -196,7 +196,7 @@ WITHOUT_RUN: dict[str, Cell] = {
     "": (2, "usage: clusterddp"),
     "frobnicate": (2, "unknown command"),
     "status runing": (1, "Did you mean running"),
-    "wait forgotten": (12, "stopped: not started"),
+    "wait forgotten": (12, "stopped \\(not started\\)"),
     "cancel running resumed": (2, "cannot ask whether to cancel 2 runs, because there is no terminal. Add --yes"),
 }
 #: Tested elsewhere alone, with the reason.
