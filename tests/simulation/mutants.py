@@ -431,7 +431,7 @@ FOUND_AFTER: Mapping[str, int] = {
     "oldest checkpoint": 14,
     "everything is deleted": 2716,
     "resubmit always": 199,
-    "hold of another job": 677,
+    "hold of another job": 2126,
     "a busy controller ends a start": 4163,
     "time limit without progress": 486,
     "a submission ends with its start": 1522,
