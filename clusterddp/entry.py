@@ -80,8 +80,10 @@ def _is_of_closed_terminal(error: Exception) -> bool:
 def _message(error: Exception, records: Path | None) -> str:
     if isinstance(error, FileNotFoundError) and _working_directory_deleted():
         return "the working directory was deleted. Change to one that exists"
-    if isinstance(error, PermissionError) and error.filename and not _debugging():
-        return what_failed(error)  # an error that the user can fix
+    # An error that the user can fix, or a file of another user that is never read.
+    plain = isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EFBIG)
+    if plain and error.filename and not _debugging():
+        return what_failed(error)
     kept = _keep_traceback(error, records)
     if not isinstance(error, OSError):
         text = " ".join(str(error).split())

@@ -30,8 +30,8 @@ _LAST = {"token", "key", "apikey", "credential", "credentials", "pwd"}
 _OF_DATA = frozenset("text image label sort partition eos bos pad mask unk sep cls".split())
 #: A name that ends in one of these (a file, a path) is not secret.
 _PLACES = {"file", "path", "dir", "id", "name"}
-#: Shorter values are not masked in text, because they would match everywhere.
-_SHORTEST = 6
+#: Shorter values are not masked in text, because they would match everywhere, and neither are shorter single words.
+_SHORTEST, _LONGEST_WORD = 6, 15
 
 
 def is_secret(name: str) -> bool:
@@ -130,7 +130,12 @@ def known_secrets(environ: Mapping[str, str], *arguments: Sequence[str]) -> list
     found = {value for name, value in environ.items() if is_secret(name)}
     for words in arguments:
         found |= {words[index][len(text) - len(MASK) :] for index, text in _masked_arguments(words).items()}
-    return sorted((value for value in found if len(value) >= _SHORTEST), key=len, reverse=True)
+    return sorted((value for value in found if len(value) >= _SHORTEST and not _is_word(value)), key=len, reverse=True)
+
+
+def _is_word(value: str) -> bool:
+    """Whether a value may be a word of other messages, such as ``training``."""
+    return len(value) <= _LONGEST_WORD and value.isalpha() and (value[1:].islower() or value.isupper())
 
 
 def masked(text: str, secrets: Iterable[str]) -> str:

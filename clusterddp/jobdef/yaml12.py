@@ -18,7 +18,7 @@ import yaml
 from clusterddp.errors import JobDefinitionError
 from clusterddp.keys.node import Fields, Key, Mistake, Node, Place, Scalar, raise_mistakes
 from clusterddp.rundir.files import read_text
-from clusterddp.rundir.records import retrying
+from clusterddp.rundir.records import LARGEST, retrying
 
 
 def load(text: str, source: str, mistakes: list[Mistake] | None = None) -> Node:
@@ -72,8 +72,11 @@ def node_of(value: Any, source: str) -> Node:
 
 
 def file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
-    """The fields of a YAML file. Raises JobDefinitionError if it cannot be read or is not a mapping."""
+    """The fields of a YAML file. Raises JobDefinitionError if it cannot be read, is too large or is not a
+    mapping."""
     try:
+        if path.stat().st_size > LARGEST:
+            raise JobDefinitionError(f"{path} is too large to be a job definition")
         text = retrying(path, lambda: read_text(path))
     except OSError as error:
         raise JobDefinitionError(f"could not read {path}: {error.strerror}") from error

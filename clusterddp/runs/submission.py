@@ -107,21 +107,23 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
 
 
 def check_syntax(job: Job) -> None:
-    """Refuses a script that its interpreter could not compile, rather than after a wait in the queue. Runs nothing."""
-    if job.script is None:
-        return
+    """Refuses a script, or a module, that its interpreter could not compile, rather than after a wait in the queue.
+
+    Runs nothing, not even the module's packages.
+    """
+    script = Path(job.script) if job.script else module_file(str(job.module), Path.cwd())
     try:
-        if not os.path.isfile(job.script):  # noqa: PTH113  a missing script is reported elsewhere
+        if script is None or not script.is_file():  # a missing script is reported elsewhere
             return
-        source = Path(job.script).read_bytes()
+        source = script.read_bytes()
     except OSError:
         return
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python prints them when the ranks run it
-            compile(source, job.script, "exec", dont_inherit=True)
+            compile(source, script, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:  # ValueError: a NUL byte
-        place = f"{job.script}:{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else job.script
+        place = f"{script}:{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else str(script)
         raise JobDefinitionError(f"{place}: {type(error).__name__}: {getattr(error, 'msg', error)}") from error
 
 

@@ -429,7 +429,7 @@ class Recovery:
         one, the supervisor tries the other.
 
         The job definition's ``policy: resubmit`` asks for a new job, except in a local run, which has no queue. For a
-        range of nodes without a policy, ``main.as_started`` sets ``wait --resubmit``. If Slurm cancels what it preempts
+        range of nodes without a policy, ``main.as_started`` sets ``resubmit``. If Slurm cancels what it preempts
         (PreemptMode=CANCEL), a preempted job is requeued only with ``policy: requeue``.
         """
         if self._job.policy == "resubmit" and self._controller.resubmits:

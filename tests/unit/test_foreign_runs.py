@@ -13,7 +13,7 @@ import torch
 
 from clusterddp.cli.main import main
 from clusterddp.cli.report import collected
-from clusterddp.errors import ClusterddpError
+from clusterddp.errors import WRONG_USAGE, ClusterddpError
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import copy_checkpoint
 from tests.checkpoint_files import save
@@ -164,7 +164,9 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(
     pipe.unlink()
 
 
-@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "outcome.json", "private/submitted.json"])
+@pytest.mark.parametrize(
+    "name", ["events.jsonl", "metrics.jsonl", "outcome.json", "private/submitted.json", "job.yaml"]
+)
 def test_a_file_that_seems_to_have_terabytes_does_not_hide_other_runs(
     folder: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,4 +175,19 @@ def test_a_file_that_seems_to_have_terabytes_does_not_hide_other_runs(
     os.truncate(folder / "net-1" / name, 1 << 42)
     assert run_command("list", str(folder)) == 0
     assert "net-0" in capfd.readouterr().out
+    run_command("status", str(folder / "net-1"))
+    assert ("Traceback" in (said := capfd.readouterr().err), "traceback" in said) == (False, False)
     os.truncate(folder / "net-1" / name, 0)
+
+
+def test_a_sweeps_file_that_seems_to_have_terabytes_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A list of its members names it, and one of the folder above has the other runs."""
+    swept = folder / "swept"
+    recorded_run(swept / "net-2", [started()], holder=of_job())
+    (swept / "sweep.yaml").touch()
+    os.truncate(swept / "sweep.yaml", 1 << 42)
+    assert run_command("list", str(swept)) == WRONG_USAGE
+    said = capfd.readouterr().err
+    assert ("sweep.yaml" in said, "traceback" in said) == (True, False)
+    assert run_command("list", str(folder)) == 0
+    assert "net-0" in capfd.readouterr().out

@@ -173,6 +173,15 @@ def test_a_failure_is_shown_without_the_secrets(tmp_path: Path) -> None:
     assert known_secrets({}, ["--api-key=YWJjZA==", "--token", "x=YWJjZB=="]) == ["x=YWJjZB==", "YWJjZA=="]
 
 
+def test_a_single_word_is_masked_where_it_is_written_down_and_not_in_every_message() -> None:
+    """Shorter than many passwords of letters alone, and longer than most words of a message."""
+    words = ["--password", "training", "--db-password=Internal", "--token", "abcdefghijklmnop", "--key", "Training1"]
+    assert known_secrets({"PASSWORD": "DEFAULT"}, words) == ["abcdefghijklmnop", "Training1"]
+    job, secrets = without_secrets(dataclasses.replace(JOB, args=("--password", "training")))
+    assert job.args == ("--password", MASK)
+    assert "training" in secrets.values()
+
+
 def test_a_secret_that_contains_another_is_masked_to_its_end() -> None:
     url = "https://me:s3cret-password@host/s3cret-path"
     assert masked(f"no answer from {url} at the end", [url, "s3cret-password"]) == f"no answer from {MASK} at the end"

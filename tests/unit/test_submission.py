@@ -42,6 +42,23 @@ def test_a_script_with_a_syntax_error_is_refused(tmp_path: Path, text: str, pyth
 
 
 @pytest.mark.parametrize(
+    ("file", "module"), [("train.py", "train"), ("net/train.py", "net.train"), ("net/__main__.py", "net")]
+)
+def test_a_module_with_a_syntax_error_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, module: str
+) -> None:
+    """Its packages are not imported. One that is elsewhere is left to the ranks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "__init__.py").write_text("raise RuntimeError('not run')\n")
+    (tmp_path / file).write_text("if True\n    pass\n")
+    with pytest.raises(JobDefinitionError) as raised:
+        check(Job("net", module=module, device="cpu"), None, place="--local")
+    assert f"{file}:1" in str(raised.value)
+    assert check(Job("net", module="json.tool", device="cpu"), None, place="--local") == []
+
+
+@pytest.mark.parametrize(
     ("changed", "refused"),
     [({"global_batch": 64}, True), ({"global_batch": 8}, False), ({"seed": 2}, True), ({"seed": 1}, False)],
 )
