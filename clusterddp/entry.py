@@ -20,6 +20,9 @@ from clusterddp.errors import BROKEN_PIPE, FAILED, INTERNAL_ERROR, INTERRUPTED, 
 from clusterddp.protocol import DEBUG
 from clusterddp.reporter import is_unread, say, what_failed
 
+#: Errors that the user can fix, and that of a file which is never read, because it seems to have terabytes.
+_PLAIN = (errno.EACCES, errno.EPERM, errno.EFBIG)
+
 
 def exit_with(command: Callable[[], int], records: Path | None = None) -> NoReturn:
     """Runs ``command`` and exits with its return value, or with the exit code of its error.
@@ -80,9 +83,7 @@ def _is_of_closed_terminal(error: Exception) -> bool:
 def _message(error: Exception, records: Path | None) -> str:
     if isinstance(error, FileNotFoundError) and _working_directory_deleted():
         return "the working directory was deleted. Change to one that exists"
-    # An error that the user can fix, or a file of another user that is never read.
-    plain = isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EFBIG)
-    if plain and error.filename and not _debugging():
+    if isinstance(error, OSError) and error.errno in _PLAIN and error.filename and not _debugging():
         return what_failed(error)
     kept = _keep_traceback(error, records)
     if not isinstance(error, OSError):
