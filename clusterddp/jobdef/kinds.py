@@ -369,7 +369,7 @@ def slurm_options(keys: Callable[[], Iterable[str]], allowed: Sequence[str] = ()
 
     wrong = ["{nodes: 2}", "{gpus-per-node: 2}", "{output: x}", "{--x: y}", "{Comment: x}", "[a]", "{comment: [a]}"]
     more = [f"{{{name}: 1}}" for name in allowed]
-    valid = ["{comment: first try, exclusive: true, nice: 5}", "{}", *more]
+    valid = ["{comment: first try, exclusive: true, delay-boot: 5}", "{}", *more]
     return Table(check, _option, schema, valid=valid, wrong=wrong)
 
 

@@ -184,8 +184,11 @@ def check_frozen(run: RunDirectory, recorded: Job, job: Job) -> None:
     progress = saved_progress(run)
     saved = progress.get("global_batch")
     changed: dict[str, tuple[Any, Any]] = {}
-    for key, frozen in ((key, mark) for key, entry in KEYS.items() if (mark := entry.mark(Frozen))):
-        was, now = KEYS[key].write(recorded), KEYS[key].write(job)
+    for key, entry in KEYS.items():
+        frozen = entry.mark(Frozen)
+        if frozen is None:
+            continue
+        was, now = entry.write(recorded), entry.write(job)
         if now is None:
             differs = was is not None and not frozen.if_given
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from clusterddp.trackers import sent
 from clusterddp.trackers.__main__ import main as send_rest
 from clusterddp.trackers.follower import Follower
 from clusterddp.trackers.mlflow import Mlflow
-from clusterddp.trackers.registry import overview
+from clusterddp.trackers.registry import TRACKERS, overview
 from clusterddp.trackers.sent import Lines, Sent, read_sent, write_sent
 from clusterddp.trackers.wandb import Wandb
 from clusterddp.training import metrics as tracking
@@ -35,6 +36,49 @@ def test_a_tracker_needs_only_its_own_package() -> None:
     """Each package is an extra of its own. Without two of them, the third still got no values."""
     others = "import sys; sys.modules.update(dict.fromkeys(['wandb', 'mlflow', 'tensorboard']))"
     subprocess.run([sys.executable, "-c", f"{others}; import clusterddp.trackers.follower"], check=True)
+
+
+#: A tracker, whose module is all that there is of it.
+MEMO = """
+from clusterddp.keys.kinds import TEXT
+from clusterddp.trackers.tracker import Tracker
+
+class Memo(Tracker):
+    key, name, kind = "memo", "Memo", TEXT
+    meaning, files = "Where to write.", "Notes."
+    variables_of_script = ("MEMO_ID",)
+
+    def open(self, folder, sent, options):
+        raise NotImplementedError
+
+TRACKER = Memo()
+"""
+#: Finds it, and uses it as a key.
+FIND = """
+import sys
+from clusterddp import trackers
+trackers.__path__.append(sys.argv[1])
+from clusterddp.jobdef.json_schema import job_schema
+from clusterddp.jobdef.load import from_values, list_differences
+job = from_values({"module": "train", "memo": "here"})
+assert job.trackers == {"memo": "here"} and "memo: here" in job.to_yaml()
+assert list_differences(from_values({"module": "train"}), job) == ["memo: none recorded, here given"]
+assert job_schema()["properties"]["memo"]["description"] == "Where to write."
+"""
+
+
+def test_a_module_is_all_that_a_tracker_needs(tmp_path: Path) -> None:
+    """The registry finds it, and its key is read, written, compared and described like all others."""
+    (tmp_path / "memo.py").write_text(MEMO)
+    subprocess.run([sys.executable, "-c", FIND, str(tmp_path)], check=True)
+
+
+def test_every_tracker_has_an_extra_of_its_name() -> None:
+    """Which installs its packages, and which the tests of all trackers include."""
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    (together,) = re.findall(r"^trackers = .*\[(.*)\]\"\]$", text, re.MULTILINE)
+    assert {*together.split(",")} == {*TRACKERS}
+    assert all(re.search(f"^{key} = ", text, re.MULTILINE) for key in TRACKERS)
 
 
 @pytest.fixture
