@@ -113,9 +113,11 @@ class Checkpointing:
     auto: bool = False
     """Whether the interval is computed from the cost of a save and the time between interruptions."""
     keep: Annotated[
-        Keep, Short(Keep, "last", "a whole number of at least 1, or {last: 3, every: 5000, best: f1 max}")
+        Keep,
+        Short(Keep, "last", "a whole number of at least 1, or {last: 3, every: 5000, best: f1 max}"),
+        Text("The number of newest checkpoints that are kept, or rules: `{last: 3, every: 5000, best: f1 max}`."),
     ] = field(default_factory=Keep)
-    """The number of newest checkpoints that are kept, or rules: ``{last: 3, every: 5000, best: f1 max}``."""
+    """Which checkpoints are kept."""
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,9 @@ def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def _type(annotation: ast.expr | None) -> str:
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        assert isinstance(annotation.slice, ast.Tuple)
+        annotation = annotation.slice.elts[0]  # without what it says about a key of a job definition
     return re.sub(r"\b(status)\.(?=[A-Z])", "", ast.unparse(annotation)) if annotation else ""
 
 
