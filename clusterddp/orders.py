@@ -17,20 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["class_weights", "sequential", "shuffled", "weighted"]
 
 
-def shuffled(version: int | None = None) -> Order:
+def shuffled() -> Order:
     """Every sample once per epoch, each epoch in its own random order: the default of ``ctx.loader``.
 
     Needs no list of the samples, so their number does not matter.
 
-    Args:
-        version: how the order is computed. 1 is ``torch.randperm``, as in runs that older versions of clusterddp
-            started. If None, a resumed run keeps its own, and a new run has the newest.
-
-    Raises ValueError for an unknown version.
-
     Example: ``loader = ctx.loader(dataset, batch_size=64, order=orders.shuffled())``
     """
-    return sample_order.Shuffled(version)
+    return sample_order.Shuffled()
 
 
 def sequential() -> Order:

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from clusterddp.data import randomness
 from clusterddp.data.sample_order import Binding, BoundOrder, Order
-from clusterddp.data.seeding import ALWAYS, SEEDED, Batch, SeededSamples
+from clusterddp.data.seeding import Batch, SeededSamples
 from clusterddp.data.workers import ShieldedDataLoader, close
 from clusterddp.distributed.devices import pinned
 from clusterddp.errors import CheckpointError, CheckpointMismatch
@@ -205,7 +205,7 @@ class Loader:
         self._samples = SeededSamples(dataset, seed, options.get("collate_fn"))
         self._rank, self._world_size, self._options = rank, world_size, options
         self._copies, self._pins_here = to_device(device), pins_here
-        self._stream, self._bound_batch = self._bound(None), self.global_batch
+        self._stream = self._bound()
         DataLoader(self._samples, batch_sampler=[], **options)  # rejects bad values here rather than in the loop
 
     @property
@@ -213,9 +213,8 @@ class Loader:
         """The order's name, as a checkpoint records it."""
         return self._stream.label
 
-    def _bound(self, label: str | None) -> BoundOrder:
-        """The order. ``label``: of the checkpoint, if there is one."""
-        return self._unbound.bind(Binding(self.length, self._seed, self.global_batch, self._drop_last), label)
+    def _bound(self) -> BoundOrder:
+        return self._unbound.bind(Binding(self.length, self._seed, self.global_batch, self._drop_last))
 
     def gather(self) -> None:
         """Has no effect, because the position follows from the step."""
@@ -229,11 +228,10 @@ class Loader:
             "dataset_length": self.length,
             "order": self.label,
             "drop_last": self._drop_last,
-            "seeded": self._samples.seeded,
         }
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """Takes over the run's global batch, at any world size, and the version of its order.
+        """Takes over the run's global batch, at any world size.
 
         Raises CheckpointError when the sample order could not be kept.
         """
@@ -258,31 +256,20 @@ class Loader:
                 f"the run's global batch of {counted(global_batch, 'sample')} is not divisible by {self._world_size} "
                 "ranks. Use a number of ranks that divides it"
             )
-        if progress.get("seeded", ALWAYS) not in SEEDED:
-            raise CheckpointMismatch(
-                f"the run seeds its samples as {progress['seeded']!r}, which this version of clusterddp does not "
-                "support. Resume it with the version that it started with, or a newer one"
-            )
-        self.global_batch = global_batch
-        self._samples.seeded = progress.get("seeded", ALWAYS)
-        self._restore_order(progress)
-
-    def _restore_order(self, progress: Mapping[str, Any]) -> None:
-        drop_last = progress.get("drop_last", False)
+        drop_last = progress["drop_last"]
         if drop_last != self._drop_last:
             raise CheckpointMismatch(
                 f"the run started with drop_last={drop_last}, but the loader now has drop_last={self._drop_last}, "
                 "which would change the sample order. Keep the old value, or start a new run"
             )
-        # Before orders had labels there were two, and a checkpoint did not record which.
-        recorded = progress.get("order", self._unbound.unlabelled or "shuffled-1 or sequential")
-        if (recorded, self.global_batch) != (self.label, self._bound_batch):
-            self._stream, self._bound_batch = self._bound(recorded), self.global_batch
-        if self.label != recorded:
+        if progress["order"] != self.label:
             raise CheckpointMismatch(
-                f"the run started with the order {recorded!r}, but the loader's order is now {self.label!r}. Use the "
-                "same order and weights, or start a new run"
+                f"the run started with the order {progress['order']!r}, but the loader's order is now {self.label!r}. "
+                "Use the same order and weights, or start a new run"
             )
+        if global_batch != self.global_batch:
+            self.global_batch = global_batch
+            self._stream = self._bound()
 
     @property
     def _order(self) -> BoundOrder:

@@ -32,8 +32,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from clusterddp.data import randomness
-
 #: (epoch, index), or (epoch, index, draw) if an epoch may have a sample twice. All of it seeds the random augmentation,
 #: so that equal samples of a stream get the same one.
 Sample: TypeAlias = tuple[Any, ...]
@@ -99,15 +97,9 @@ class BoundOrder(ABC):
 class Order(ABC):
     """An order of samples that is not bound yet: made by a function of ``clusterddp.orders``, for ``ctx.loader``."""
 
-    #: The label that a checkpoint of a version without labels stands for; None if that had no such order.
-    unlabelled: str | None = None
-
     @abstractmethod
-    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
-        """The stream of a run. ``label``: of the checkpoint that it resumes from, to keep an older version's order.
-
-        Raises TypeError and ValueError if the order does not fit the dataset.
-        """
+    def bind(self, to: Binding) -> BoundOrder:
+        """The stream of a run. Raises TypeError and ValueError if the order does not fit the dataset."""
 
 
 class ArrayOrder(BoundOrder):
@@ -234,30 +226,17 @@ def _added(half: Words, other: Words, key: np.uint64, size: np.uint64) -> Words:
     return np.minimum(words, words - size)  # modulo: the sum is below 2 * size, and a negative difference wraps around
 
 
-_RANDPERM = "shuffled-1"
-
-
 class Shuffled(Order):
-    """Each epoch in its own random order. ``version``: if None, the newest for a new run, else the run's."""
+    """Each epoch in its own random order."""
 
-    unlabelled = _RANDPERM
-
-    def __init__(self, version: int | None = None) -> None:
-        if version not in (None, 1, 2):
-            raise ValueError(f"shuffled(version={version!r}): expected 1 or 2")
-        self._version = version
-
-    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
-        version = self._version or (1 if label == _RANDPERM else 2)
-        return _Randperm(to) if version == 1 else _Permuted(to)
+    def bind(self, to: Binding) -> BoundOrder:
+        return _Permuted(to)
 
 
 class Sequential(Order):
     """The dataset's own order in each epoch."""
 
-    unlabelled = "sequential"
-
-    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
+    def bind(self, to: Binding) -> BoundOrder:
         return _InSequence("sequential", to.of_epoch(to.length))
 
 
@@ -273,21 +252,6 @@ class _Permuted(ArrayOrder):
 
     def at(self, epoch: int, places: Indices) -> Indices:
         return self._permutation(epoch)(places)
-
-
-class _Randperm(BoundOrder):
-    """The order from before orders had labels. It lists all samples, which takes seconds for 10^8 of them."""
-
-    def __init__(self, to: Binding) -> None:
-        super().__init__(_RANDPERM, to.of_epoch(to.length))
-        self._samples, self._seed = to.length, to.seed
-        self._epoch, self._indices = -1, torch.empty(0, dtype=torch.int64)
-
-    def indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(randomness.hash32("order", self._seed, epoch))
-            self._indices, self._epoch = torch.randperm(self._samples, generator=generator), epoch
-        return self._indices[start:stop].tolist()
 
 
 #: The most blocks; below, a block is one sample.
@@ -311,7 +275,7 @@ class Weighted(Order):
         self._num_samples = None if num_samples is None else _count_of(num_samples)
         self._table: _Table | None = None
 
-    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
+    def bind(self, to: Binding) -> BoundOrder:
         per_sample = self._weights if self._labels is None else self._labels
         if per_sample.size != to.length:
             name = "weights" if self._labels is None else "labels"

@@ -54,7 +54,7 @@ class Sampled(Order):
             raise TypeError(f"{self._argument} is {sampler!r}, expected a torch Sampler, or an iterable of indices")
         self._checked = False
 
-    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
+    def bind(self, to: Binding) -> BoundOrder:
         self._most = 10**6 + 100 * to.length
         first = self._draw(0, to.seed)
         if not self._checked:

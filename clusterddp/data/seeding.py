@@ -113,10 +113,6 @@ ALL: tuple[Generator, ...] = (_Torch(), _Python(), _Numpy())
 
 #: The samples of a batch, transposed: workers get them faster like this.
 Batch: TypeAlias = Columns
-#: The generators that are seeded for a sample: all, as in runs of older versions; all, once any sample has drawn; those
-#: that samples draw from. The samples differ only if they look at a generator that they do not draw from, such as at
-#: ``torch.initial_seed()``.
-SEEDED = ALWAYS, DRAWING, DRAWN = "always", "drawing", "drawn"
 
 
 class SeededSamples(Dataset[Any]):
@@ -124,13 +120,10 @@ class SeededSamples(Dataset[Any]):
 
     Args:
         collate: the loader's ``collate_fn``. Any but torch's own may also draw.
-
-    Attributes:
-        seeded: ALWAYS, DRAWING or DRAWN.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[..., Any] | None = None) -> None:
-        self.dataset, self.seeded = dataset, DRAWN
+        self.dataset = dataset
         self._prefix, self._collate = f"('sample', {seed!r}, ", collate
         self._begun = self._collate_may_draw = False
         #: Empty before the first batch, because workers that are not forked have their own generators.
@@ -149,10 +142,10 @@ class SeededSamples(Dataset[Any]):
 
     def _begin(self) -> None:
         self._begun = True
-        self._collate_may_draw = self.seeded != DRAWN or not _is_torchs(self._collate)
+        self._collate_may_draw = not _is_torchs(self._collate)
         own_gpus = randomness.gpu_generators() and get_worker_info() is None
         self._generators = (*ALL, _Gpus()) if own_gpus else ALL
-        self._drawn, self._watched = (self._generators, ()) if self.seeded == ALWAYS else ((), self._generators)
+        self._watched = self._generators
         batches = getattr(self.dataset, "__getitems__", None)
         self._batches = batches if callable(batches) else None
 
@@ -188,11 +181,8 @@ class SeededSamples(Dataset[Any]):
         drew = [generator for generator in self._watched if generator.drew()]
         if not drew:
             return True
-        if self.seeded == DRAWING:
-            self._drawn, self._watched = self._generators, ()
-        else:
-            self._drawn = tuple(one for one in self._generators if one in self._drawn or one in drew)
-            self._watched = tuple(generator for generator in self._watched if generator not in drew)
+        self._drawn = tuple(one for one in self._generators if one in self._drawn or one in drew)
+        self._watched = tuple(generator for generator in self._watched if generator not in drew)
         return False
 
     def _each(self, batch: Batch) -> list[Any]:

@@ -282,28 +282,23 @@ def test_an_evaluation_takes_no_order() -> None:
 
 def test_a_resume_keeps_the_global_batch_or_says_why_not() -> None:
     data = loader(batch_size=6, ranks=1)
-    data.restore({"global_batch": 8, "dataset_length": 10})
+    before = data.progress(0) | {"global_batch": 8}
+    data.restore(before)
     assert data.global_batch == 8
     with pytest.raises(CheckpointError, match="the run started with 11 samples, but the dataset now has 10"):
-        data.restore({"global_batch": 8, "dataset_length": 11})
+        data.restore(before | {"dataset_length": 11})
     with pytest.raises(CheckpointError, match="8 samples is not divisible by 3 ranks"):
-        loader(ranks=3).restore({"global_batch": 8, "dataset_length": 10})
+        loader(ranks=3).restore(before)
     with pytest.raises(CheckpointError, match="started with a global batch of 8 samples, but global_batch is now 12"):
-        loader(ranks=2, global_batch=12).restore({"global_batch": 8, "dataset_length": 10})
+        loader(ranks=2, global_batch=12).restore(before)
 
 
 def test_a_resume_keeps_the_order_or_says_why_not() -> None:
-    """The version of the order, too: a checkpoint without a label is of a version that shuffled by randperm."""
-    before = {"global_batch": 3, "dataset_length": 10}
     now = loader()
     assert now.progress(0)["order"] == "shuffled-2"
-    old = loader()
-    old.restore(before)
-    assert old.progress(0)["order"] == "shuffled-1" and take(old, 4) != take(now, 4)
     again = loader()
-    again.restore(old.progress(4))
-    assert take(again, 4) == take(old, 4)
-    loader(order=Sequential()).restore(before)
+    again.restore(now.progress(4))
+    assert take(again, 4) == take(now, 4)
     with pytest.raises(CheckpointError, match="the order 'shuffled-2', but the loader's order is now 'sequential'"):
         loader(order=Sequential()).restore(now.progress(4))
     with pytest.raises(CheckpointError, match="started with drop_last=False, but the loader now has drop_last=True"):
@@ -348,6 +343,6 @@ def test_a_given_global_batch_is_shared_for_any_batch_size() -> None:
     for ranks, share in ((1, 12), (2, 6), (4, 3)):
         data = loader(batch_size=5, ranks=ranks, global_batch=12)
         assert (data.global_batch, data.share, len(take(data, 1)[0][0])) == (12, share, share)
-        data.restore({"global_batch": 12, "dataset_length": 10})
+        data.restore(data.progress(0))
     with pytest.raises(ValueError, match="global_batch 12 is not divisible by 5 ranks. Choose a multiple"):
         loader(ranks=5, global_batch=12)

@@ -76,7 +76,6 @@ class Case:
         n, data = self.length, Numbers(self.length)
         make: dict[str, Callable[[], tuple[Any, Order]]] = {
             "shuffled": lambda: (data, orders.shuffled()),
-            "randperm": lambda: (data, orders.shuffled(version=1)),
             "sequential": lambda: (data, orders.sequential()),
             "weighted": lambda: (data, orders.weighted(np.arange(1, n + 1))),
             "sampler": lambda: (data, chosen(data, batch, sampler=Rotated(n))),
@@ -104,7 +103,6 @@ class Case:
 
 KINDS = [
     "shuffled",
-    "randperm",
     "sequential",
     "weighted",
     "sampler",

@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from clusterddp import orders
-from clusterddp.data import randomness
 from clusterddp.data import sample_order as by_weight
 from clusterddp.data.loader import Loader
 from clusterddp.data.sample_order import Binding, BoundOrder, Order, Permutation, Shuffled
@@ -43,12 +42,6 @@ def test_the_order_of_a_run_never_changes() -> None:
         529347960,
         826923720,
     ]
-
-
-def test_a_run_that_started_with_randperm_keeps_it() -> None:
-    order = Shuffled().bind(Binding(10, 1, 4), "shuffled-1")
-    generator = torch.Generator().manual_seed(randomness.hash32("order", 1, 3))
-    assert order.samples(30, 40) == [(3, i) for i in torch.randperm(10, generator=generator).tolist()]
 
 
 def deviation(counts: npt.NDArray[Any], expected: npt.NDArray[Any], freedom: int) -> float:
@@ -168,7 +161,6 @@ _FLOAT: Any = 1.5
         (lambda: orders.weighted([1, 1], num_samples=0), "num_samples is 0"),
         (lambda: orders.weighted([1, 1], num_samples=_FLOAT), "num_samples is 1.5, .* a whole number"),
         (lambda: orders.weighted([1e308, 1e308]), "weights: their sum is too large for a float"),
-        (lambda: orders.shuffled(version=3), r"shuffled\(version=3\): expected 1 or 2"),
     ],
 )
 def test_what_fits_no_dataset_is_refused(make: Callable[[], Order], message: str) -> None:
@@ -194,7 +186,6 @@ def test_a_dict_of_datasets_is_refused_and_a_dict_of_samples_is_not() -> None:
         (orders.weighted([1, 2]), orders.weighted([1, 3])),
         (orders.weighted([1, 2]), orders.weighted([1, 2], num_samples=3)),
         (orders.weighted([1, 2]), orders.shuffled()),
-        (orders.shuffled(version=1), orders.shuffled(version=2)),
     ],
 )
 def test_a_resume_with_another_order_is_refused_and_names_both(one: Order, other: Order) -> None:

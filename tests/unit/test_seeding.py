@@ -17,8 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from clusterddp.data import randomness, seeding
 from clusterddp.data.loader import Loader
 from clusterddp.data.sample_order import Shuffled
-from clusterddp.data.seeding import SEEDED, Batch, SeededSamples
-from clusterddp.errors import CheckpointError
+from clusterddp.data.seeding import Batch, SeededSamples
 
 DRAWS: dict[str, Callable[[], float]] = {
     "nothing": lambda: 0.0,
@@ -83,14 +82,12 @@ def seeded(dataset: Drawing, seed: int, samples: list[tuple[int, int]]) -> list[
     kinds=st.lists(st.sampled_from(sorted(DRAWS)), min_size=1, max_size=12),
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     batched=st.booleans(),
-    kind=st.sampled_from(SEEDED),
 )
 def test_samples_and_the_state_for_collate_fn_are_those_of_seeding_each(
-    kinds: list[str], sizes: list[int], batched: bool, kind: str
+    kinds: list[str], sizes: list[int], batched: bool
 ) -> None:
     samples = iter([(epoch, index) for epoch in range(30) for index in range(len(kinds))])
     read = SeededSamples((Batched if batched else Drawing)(kinds), 7, drawing_collate)
-    read.seeded = kind
     for size in sizes:
         batch = list(itertools.islice(samples, size))
         with randomness.preserved():
@@ -176,34 +173,6 @@ def test_workers_prefetch_and_persistence_change_nothing(kind: str) -> None:
     assert take(2, kinds, range(3, 7)) == whole[3:]
 
 
-class Looking(Drawing):
-    """Samples that draw from nothing or ``random``, and look at torch's generator."""
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        super().__getitem__(index)
-        return index, torch.initial_seed()
-
-
-def seeds_seen(kind: str, seeded: str | None) -> int:
-    """How many seeds of torch the samples of two batches see, in a run that began with this way of seeding."""
-    loader = Loader(Looking([kind] * 4), 2, order=Shuffled(), seed=1, rank=0, world_size=1)
-    progress = {**loader.progress(1), "seeded": seeded}
-    loader.restore({key: value for key, value in progress.items() if value is not None})
-    assert loader.progress(2)["seeded"] == (seeded or "always")
-    return len({int(seed) for _, column in itertools.islice(loader.batches(0), 2) for seed in column})
-
-
-def test_a_run_of_an_older_version_keeps_seeding_as_it_began() -> None:
-    """Every sample, if the checkpoint does not say, or all generators once a sample has drawn from one."""
-    assert [seeds_seen("nothing", seeded) for seeded in (None, "drawing", "drawn")] == [4, 1, 1]
-    assert [seeds_seen("random", seeded) for seeded in (None, "drawing", "drawn")] == [4, 4, 1]
-
-
-def test_a_way_of_seeding_that_is_not_known_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="the run seeds its samples as 'otherwise', which this version"):
-        seeds_seen("nothing", "otherwise")
-
-
 def test_only_generators_that_samples_draw_from_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three are only watched, in each batch; the third is seeded for each sample."""
     seeded: list[str] = []
@@ -261,8 +230,7 @@ def test_every_gpu_is_seeded_and_its_state_kept(gpus: list[Any]) -> None:
     assert [gpu.offset for gpu in gpus] == [0, 0]
 
 
-@pytest.mark.parametrize("seeded", SEEDED)
-def test_samples_that_draw_on_a_gpu_have_their_own_numbers(gpus: list[Any], seeded: str) -> None:
+def test_samples_that_draw_on_a_gpu_have_their_own_numbers(gpus: list[Any]) -> None:
     """Also in a ``collate_fn``. In whatever order they are read."""
 
     class OnDevice(Drawing):
@@ -271,7 +239,6 @@ def test_samples_that_draw_on_a_gpu_have_their_own_numbers(gpus: list[Any], seed
 
     def read(*batches: list[int]) -> list[Any]:
         samples = SeededSamples(OnDevice(["nothing", "gpu", "gpu"]), 7, lambda found: (found, gpus[0].draw()))
-        samples.seeded = seeded
         with randomness.preserved():
             return [samples._collate(samples.__getitems__(columns([(0, i) for i in batch]))) for batch in batches]  # type: ignore[misc]
 
