@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from clusterddp.events import ATTEMPT_ENDS, BY_SLURM, PHASES, RUN_ENDS
@@ -118,7 +117,7 @@ def book(
         state: a word of ``run_states.WORDS``, or limited: what the run does after its records end.
         newest_step: when the newest line of the metrics was written, if there is one.
         submitted: when the run's job was submitted, for a run without a history.
-        waited: when ranks waited for stragglers, where that was measured. Elsewhere it is estimated.
+        waited: when ranks waited for stragglers, oldest first.
     """
     events = list(events)
     attempts = _attempts(events)
@@ -140,7 +139,7 @@ def book(
     queued = waits and not (attempts and attempts[-1].local)
     following = {**_OF_STATE, "running": "queued" if queued else "launching"}.get(state, "unknown")
     line.until(line.end, following if provisional else "queued" if waits else "down")
-    return Booking(tuple(_with_details(line.intervals, attempts, line.end, list(waited))), provisional)
+    return Booking(tuple(_with_details(line.intervals, attempts, list(waited))), provisional)
 
 
 def book_run(
@@ -358,16 +357,13 @@ def _phase(event: Event) -> str | None:
 # --- details within attempts
 
 
-def _with_details(
-    intervals: list[Interval], attempts: Sequence[_Attempt], end: float, waited: Sequence[Wait]
-) -> list[Interval]:
+def _with_details(intervals: list[Interval], attempts: Sequence[_Attempt], waited: Sequence[Wait]) -> list[Interval]:
     """The same with evaluations, saves, stragglers, stopped ranks and lost work, which later events reveal."""
     evaluations: list[tuple[float, float]] = []
     saves: list[tuple[float, float]] = []
     repeated: list[tuple[float, float]] = []
     stopped: list[tuple[float, float]] = []
-    slow: list[Wait] = []
-    for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
+    for attempt in attempts:
         if attempt.first("not_read") is not None:
             repeated.append((0.0, attempt.launch["time"]))
         for event in attempt.events:
@@ -382,8 +378,6 @@ def _with_details(
             elif event["event"] == "own_resume" and ("file" in event or event.get("from_start")):
                 # The work since that checkpoint. Without known steps, it is unknown when it is repeated.
                 repeated.append((_seconds(event, "written"), attempt.launch["time"]))
-        slow += _slow(attempt.events, end if following is None else following.launch["time"])
-    slow = list(measured(slow, waited))
     if not any(map(_is_numbered, (event for attempt in attempts for event in attempt.events))):
         seen = any(attempt.script_loops for attempt in attempts)
         work = frozenset(("training",) if seen else ("unknown", "importing"))
@@ -391,26 +385,13 @@ def _with_details(
     intervals = laid_over(intervals, evaluations, "evaluating", _IN_LOOP | {"importing", "unknown"})
     intervals = laid_over(intervals, saves, "saving", _IN_LOOP | {"evaluating"})
     intervals = laid_over(intervals, stopped, "hung", _IN_SCRIPT)
-    marked = laid_over(intervals, [(one.begin, one.end) for one in slow], "straggler", frozenset(("training",)))
-    return shared(marked, slow)
+    marked = laid_over(intervals, [(one.begin, one.end) for one in waited], "straggler", frozenset(("training",)))
+    return shared(marked, waited)
 
 
 def _is_numbered(event: Event) -> bool:
     """Whether a loop of clusterddp has begun, which reports when it repeats steps."""
     return event["event"] == "resumed" or (event["event"] == "training" and "log" not in event)
-
-
-def _slow(events: Iterable[Event], end: float) -> Iterator[Wait]:
-    """While ranks are slow, by the events: an estimate."""
-    ratios: dict[Any, float] = {}
-    changes: list[tuple[float, float]] = []
-    for event in events:
-        if event["event"] in ("slow", "straggler_recovered"):
-            ratios[str(event.get("rank"))] = max(1.0, _seconds(event, "ratio"))
-            changes.append((event["time"], 1 - 1 / max(ratios.values())))
-    for (begin, share), (until, _) in pairwise([*changes, (end, 0.0)]):
-        if share > 0 and until > begin:
-            yield Wait(begin, until, share)
 
 
 # --- what is laid over intervals
@@ -443,32 +424,17 @@ def laid_over(
     return found
 
 
-def measured(estimated: Iterable[Wait], waited: Sequence[Wait]) -> Iterator[Wait]:
-    """The measured waits, and estimates for the time without measurements."""
-    known = sorted(waited)
-    yield from (one for one in known if one.share > 0)
-    for begin, end, share in estimated:
-        for one in known:
-            if begin < one.begin:
-                yield Wait(begin, min(end, one.begin), share)
-            begin = max(begin, one.end)
-            if begin >= end:
-                break
-        else:
-            yield Wait(begin, end, share)
-
-
-def shared(intervals: Iterable[Interval], slow: Iterable[Wait]) -> list[Interval]:
+def shared(intervals: Iterable[Interval], waited: Iterable[Wait]) -> list[Interval]:
     """Books only a share of the time in which a rank was slow as waiting, at the beginning."""
     found: list[Interval] = []
-    spans = deque(sorted(slow))
+    spans = deque(waited)
     for one in intervals:
         if one.category == "straggler":
             while spans and spans[0].end <= one.begin:
                 spans.popleft()
-            waited = one.begin + one.seconds * (spans[0].share if spans else 0.0)
-            found.append(Interval(one.begin, waited, "straggler", one.attempt))
-            one = Interval(waited, one.end, "training", one.attempt)
+            until = one.begin + one.seconds * (spans[0].share if spans else 0.0)
+            found.append(Interval(one.begin, until, "straggler", one.attempt))
+            one = Interval(until, one.end, "training", one.attempt)
         if one.end > one.begin:
             found.append(one)
     return found

@@ -189,12 +189,12 @@ def _mean(works: Sequence[_Work]) -> _Work:
 
 
 def waits(intervals: Iterable[TimedInterval]) -> Iterator[Wait]:
-    """The intervals, by the same measure as for the event ``slow``. The share is 0 if no rank was slow."""
+    """The intervals in which a rank was slow, by the same measure as for the event ``slow``."""
     for span in intervals:
         each = zip(_worked(span, save=False), _steps(span), strict=True)  # saves are booked on their own
         known = {rank: one / steps for rank, (one, steps) in enumerate(each) if steps and one < math.inf}
-        if known:
-            yield Wait(span.begin, span.end, _waited(span, known))
+        if known and (share := _waited(span, known)):
+            yield Wait(span.begin, span.end, share)
 
 
 def _waited(span: TimedInterval, active: Mapping[int, float]) -> float:
