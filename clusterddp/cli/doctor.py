@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from typing import Any
 from clusterddp.checks.login_node import login_checks, slurm_checks
 from clusterddp.checks.node import FAILED, Check, worst
 from clusterddp.checks.nodes_job import check_nodes, summary
+from clusterddp.cli.live import terminal_width
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.failures.node_memory import FOLDER, UNLESS, by_node, is_avoided, letter, recall, weight
 from clusterddp.report.efficiency import lost_nodes, node_hours
@@ -89,7 +88,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     if arguments.json:
         print(json.dumps({"schema": SCHEMA, "state": state, **results}, indent=1))
     else:
-        columns = _columns()
+        columns = terminal_width()  # None in a pipe, whose lines are not wrapped
         ends = last if columns is None else [part for line in last for part in _wrapped(line, columns)]
         print("\n".join([*rows(checks, columns), *ends]))
     return int(state == FAILED)
@@ -110,11 +109,6 @@ def _spares(lost: Mapping[str, float]) -> str:
         f"waited {duration(lost['queued_s'])} in the queue. `--spare-nodes 1` for each run would have saved up to "
         f"that, and used {node_hours(lost['spare_node_s'])} more"
     )
-
-
-def _columns() -> int | None:
-    """The terminal's width, or None in a pipe, whose lines are not wrapped."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def rows(checks: Sequence[Check], columns: int | None) -> list[str]:

@@ -269,9 +269,9 @@ class ExternalLoader(Passes):
         if states is None:
             raise CheckpointMismatch(f"the checkpoint has no state for {self._name}. {_started(progress)}")
         rank, ranks = self._group.rank, self._group.world_size
-        self._passes, self._drew = progress["epoch"], progress.get("loaders_drew", True)
+        self._passes, self._drew = progress["epoch"], progress["loaders_drew"]
         if len(states) == ranks:
-            self._passes = (progress.get("loaders_passes") or [self._passes] * ranks)[rank]
+            self._passes = progress["loaders_passes"][rank]
             self._loader.load_state_dict(copied({"state": states[rank]})["state"])
         elif hasattr(self._loader, SPLIT):
             getattr(self._loader, SPLIT)(copied({"states": states})["states"], rank, ranks)

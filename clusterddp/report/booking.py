@@ -217,8 +217,7 @@ class _Attempt:
         """
         hung, failed = self.first("hung"), self.first("rank_failed")
         if hung is not None:
-            known = "stalled_s" if is_time(hung.get("stalled_s")) else "seconds"
-            return hung["time"] - _seconds(hung, known), "hung"
+            return hung["time"] - _seconds(hung, "stalled_s"), "hung"
         if failed is not None:
             category = "launching" if self.first("node_lost") is None else "hung"
             return _seconds(failed, "since") or failed["time"], category

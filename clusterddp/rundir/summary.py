@@ -237,9 +237,7 @@ def _metrics(run: RunDirectory, history: _History, wanted: Collection[str]) -> t
     except OSError:  # another user's
         return {}, None
     lines.reverse()
-
-    def counts(line: Mapping[str, Any]) -> bool:
-        return all(line["step"] < step for later, step in history.begun.items() if later > line["attempt"])
+    counts = records.counts(history.begun)
 
     def newest(lines: Iterable[bytes]) -> dict[str, Any]:
         parsed = (records.parse(line, records.METRICS)[0] for line in lines)

@@ -152,7 +152,7 @@ def _jobs(summary: Summary) -> Iterable[Mapping[str, Any]]:
 
 
 def _reachable(claim: Mapping[str, Any], cluster: str | None) -> bool:
-    """Whether this cluster's controller knows the job. Entries of old runs do not name their cluster."""
+    """Whether this cluster's controller knows the job. A cluster may have no name."""
     return None in (cluster, claim.get("cluster")) or claim["cluster"] == cluster
 
 

@@ -44,7 +44,7 @@ class GivenValues:
 
     def unused(self, progress: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The fields of an event for each value that is not that of the checkpoint's attempt."""
-        before = progress.get(_KEY, {})
+        before = progress[_KEY]
         for name, value in self._now.items():
             if name == "loader.batch_size" and self._global_batch == progress["global_batch"]:
                 continue  # as on another number of ranks that share the same global batch

@@ -111,7 +111,7 @@ class ModuleAttributes:
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Repeats the changes. On all ranks."""
-        saved = progress.get(_KEY, {"loop": None, "changed": {}})
+        saved = progress[_KEY]
         self._loop = saved["loop"]
         # What the resumed script gives ctx.run() in another state than before is the user's own change.
         self._saved = {

@@ -368,9 +368,8 @@ class RunState:
         self.inexact += self.gradients.restore(progress)
         self.inexact += self.buffers.restore(progress, self._group.rank, self._group.world_size)
         self.inexact += self.shapes.restore(progress)
-        self.divergence.parts = set(progress.get("diverged", []))
-        diverged = progress.get("diverged", [])
-        self.inexact += [f"{name} differed between ranks, which now all have rank 0's" for name in diverged]
+        self.divergence.parts = set(progress["diverged"])
+        self.inexact += [f"{name} differed between ranks, which now all have rank 0's" for name in progress["diverged"]]
         if progress.get("cut"):
             reason = f"step {step - 1} was stopped during an evaluation, and the rest of its code did not run"
             waiting = _listed(progress.get("not_stepped", []))
@@ -387,7 +386,7 @@ class RunState:
             )
         if progress.get("begun"):
             self.inexact.append(f"step {step} was stopped during an evaluation, and is repeated from its beginning")
-        self.finished = list(progress.get("finished", []))
+        self.finished = list(progress["finished"])
 
     def _changed_dtypes(self, content: Mapping[str, Any]) -> list[str]:
         """Why a resume is not exact: modules or optimizers that have other dtypes than the checkpoint."""
