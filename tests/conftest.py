@@ -26,7 +26,7 @@ from tests.other_user import run_as_other
 from tests.trainings import Training
 from tests.waiting import story, wait_until
 
-pytest_plugins = ["tests.plugin"]
+pytest_plugins = ["tests.plugin", "tests.wording"]
 
 Launch = Callable[..., clusterddp.Handle]
 #: Threads that the tests of a file may leave behind.

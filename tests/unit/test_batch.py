@@ -33,6 +33,7 @@ from clusterddp.slurm.batch import (
 )
 from clusterddp.slurm.commands import NodeShape, parse_node_sizes
 from clusterddp.slurm.configuration import Preemption
+from tests.wording import raises
 
 GOLDEN = """\
 #!/bin/bash
@@ -234,7 +235,7 @@ def check_with_bash(base: Path, text: str, python: Path, run: RunDirectory) -> N
 def test_a_run_directory_that_no_batch_script_can_hold_is_refused(name: str, tmp_path: Path) -> None:
     """Whether it was named, or follows from the folder around it."""
     job = Job(name="net", module="net", device="cpu")
-    with pytest.raises(UsageError, match="not allowed in a batch script|Slurm replaces"):
+    with raises(UsageError):
         batch_script(job, RunDirectory(tmp_path / name), Path("/work"))
     done = subprocess.run(
         [sys.executable, "-m", "clusterddp.submit", "-m", "net", "--dry-run", "--run-dir", name],
@@ -265,12 +266,12 @@ def job(script: Path | None = None, **values: object) -> Job:
 def test_of_a_range_the_fewest_nodes_must_be_there() -> None:
     """Slurm adds what it has of the rest."""
     check_nodes(job(nodes=9, min_nodes=3), NODES)
-    with pytest.raises(UsageError, match="has 3 nodes, fewer than --nodes 4-9"):
+    with raises(UsageError):
         check_nodes(job(nodes=9, min_nodes=4), NODES)
     check_gpus(job(nodes=9, min_nodes=2), NODES)
-    with pytest.raises(UsageError, match="has 2 nodes with at least 4 GPUs .* but the job requests 3-9 of them"):
+    with raises(UsageError):
         check_gpus(job(nodes=9, min_nodes=3), NODES)
-    with pytest.raises(UsageError, match="has 0 nodes with at least 5 GPUs .* but the job requests 1 of them"):
+    with raises(UsageError):
         check_gpus(job(gpus_per_node=5), NODES)
     fitted, _ = share_of_node(job(nodes=9, min_nodes=2), NODES)
     assert (fitted.cpus_per_task, fitted.mem, fitted.nodes_text) == (8, "64000M", "2-9")
@@ -307,12 +308,12 @@ def test_a_range_needs_a_script_that_takes_pieces(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("# run.micro(batch)\nmicro = print\nmicro(run.micro)\n")
     assert check_micro(job(script, nodes=2)) == []
-    with pytest.raises(UsageError, match=r"--nodes 1-2: .*train.py never calls run.micro\(\).* Put `for micro in run"):
+    with raises(UsageError):
         check_micro(job(script, nodes=2, min_nodes=1))
     script.write_text(CALLS)
     assert check_micro(job(script, nodes=2, min_nodes=1)) == []
     script.write_text("if x = 1: pass\n")
-    with pytest.raises(UsageError, match=r"train.py:1: "):
+    with pytest.raises(UsageError, match="train.py:1: "):  # Python's words differ
         check_micro(job(script, nodes=2, min_nodes=1))
 
 
@@ -333,7 +334,7 @@ def test_a_module_is_looked_for_where_it_would_run(tmp_path: Path, monkeypatch: 
     (tmp_path / "pkg" / "__main__.py").write_text(CALLS)
     (tmp_path / "pkg" / "plain.py").write_text("import torch\n")
     assert check_micro(job(module="pkg", nodes=2, min_nodes=1)) == []
-    with pytest.raises(UsageError, match=r"pkg/plain.py never calls run.micro\(\)"):
+    with raises(UsageError):
         check_micro(job(module="pkg.plain", nodes=2, min_nodes=1))
     assert "clusterddp did not check" in check_micro(job(module="installed.train", nodes=2, min_nodes=1))[0]
 

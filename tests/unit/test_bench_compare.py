@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.__main__ import Benchmark
+from tests.wording import raises
 
 MEASURES = """
 import json, pathlib, sys
@@ -77,5 +78,5 @@ def test_a_side_whose_clusterddp_is_another_one_is_refused(tmp_path: Path, monke
     (tmp_path / "empty" / "clusterddp").mkdir(parents=True)
     wrong = compare.Side("wrong", tmp_path / "empty")
     monkeypatch.setattr(compare, "environment", lambda _: {"PYTHONPATH": str(tmp_path / "right")})
-    with pytest.raises(SystemExit, match="of wrong is imported from"):
+    with raises(SystemExit):
         compare.check_import(wrong)

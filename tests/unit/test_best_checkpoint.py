@@ -24,6 +24,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.training.saving import BestSoFar, with_best
 from tests.checkpoint_files import save
 from tests.runs_on_disk import event, recorded_run, started
+from tests.wording import raises
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_the_smallest_loss_is_best_and_the_largest_of_others_unless_the_rule_say
 
 @pytest.mark.parametrize("best", ["", "-", "-loss min", "a b"])
 def test_a_rule_that_names_no_metric_is_refused(best: str) -> None:
-    with pytest.raises(ValueError, match=r"run\(best="):
+    with raises(ValueError):
         with_best(Keep(), best)
 
 
@@ -102,7 +103,7 @@ def test_the_best_is_exported_by_the_rule_in_its_files(tmp_path: Path, capsys: p
         assert exported(*words) == 0
         assert float(torch.load(target, weights_only=True)["weight"]) == 20.0
         assert capsys.readouterr().out == f"wrote model of checkpoint 20 (the best: f1 0.875) to {target}\n"
-    with pytest.raises(UsageError, match="--best and step 10 were given. Expected only one of them"):
+    with raises(UsageError):
         exported("--best", run, "10", tmp_path / "d.pt")
     with pytest.raises(SystemExit):
         exported(run, "newest", tmp_path / "d.pt")
@@ -113,11 +114,9 @@ def test_the_best_is_exported_by_the_rule_in_its_files(tmp_path: Path, capsys: p
 def test_the_job_definitions_rule_counts_for_files_of_older_versions(tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", {10: 0.5, 20: 0.875}, rule=None)
     assert choose(run, "best", Keep(best="f1", best_is="min")).step == 10
-    with pytest.raises(CheckpointError, match=r"keeps no best checkpoint. Name its metric in ctx.run\(best=...\)"):
+    with raises(CheckpointError):
         choose(run, "best")
-    with pytest.raises(
-        CheckpointError, match="has no checkpoint with a value of loss. Its script has logged no metrics"
-    ):
+    with raises(CheckpointError):
         choose(run, "best", Keep(best="loss"))
     written = run_with(tmp_path / "other", {10: 0.5})
     assert with_recorded_best(Keep(), Checkpoints(written, 0, Keep()).candidates()).best_rule == "f1 max"

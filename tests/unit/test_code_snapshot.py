@@ -22,6 +22,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import Content, present_code, recorded, write_code
 from clusterddp.supervisor.main import with_snapshot
 from clusterddp.worker import code_paths
+from tests.wording import raises
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -207,7 +208,7 @@ def test_a_file_that_is_gone_or_closed_by_now_is_an_error_that_names_it(reposito
     write(repository, {"4913": ""})
     found = checkout_of(job(), [])
     (repository / "4913").unlink()
-    with pytest.raises(RunDirectoryError, match=r"could not copy \S+/4913 for the snapshot of the code: No such file"):
+    with raises(RunDirectoryError):
         use(run, Code(found))
     assert (list(run.code.iterdir()), current(run)) == ([], None)
 
@@ -265,7 +266,7 @@ def test_many_small_files_are_large_too(repository: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("clusterddp.jobdef.code_snapshot.MOST_BYTES", 4 * 4096)
     assert checkout_of(job(), []) is not None
     write(repository, {"a": "", "b": ""})
-    with pytest.raises(UsageError, match=r"The largest: ./ \(0.0123 MB in 3 files\)"):
+    with raises(UsageError):
         checkout_of(job(), [])
 
 
@@ -281,7 +282,7 @@ def test_a_program_that_is_no_file_of_a_repository_has_no_snapshot(
     scripts = {"outside": tmp_path / "train.py", "ignored": repository / "data/train.py", "packaged": PACKAGED_JOB}
     values = {"script": None, "module": "json.tool"} if where == "module elsewhere" else {"script": str(scripts[where])}
     assert checkout_of(job(**values), []) is None
-    with pytest.raises(UsageError, match="snapshot: true needs a program in a git repository"):
+    with raises(UsageError):
         checkout_of(job(**values, snapshot=True), [])
 
 
@@ -302,7 +303,7 @@ def test_without_git_a_job_is_submitted_as_before_unless_it_asks_for_a_snapshot(
     assert checkout_of(job(), []) is None
     said = capsys.readouterr().err
     assert "git is not installed here" in said and "runs the code that is in the checkout when it starts" in said
-    with pytest.raises(UsageError, match="could not take a snapshot of the code: git is not installed"):
+    with raises(UsageError):
         checkout_of(job(snapshot=True), [])
 
 
@@ -343,7 +344,7 @@ def test_a_snapshot_that_others_can_write_is_not_executed(run: RunDirectory) -> 
     run.path.chmod(0o750)
     check_run(run)
     folder_of(run).chmod(0o777)
-    with pytest.raises(RunDirectoryError, match="can be written by others"):
+    with raises(RunDirectoryError):
         check_run(run)
 
 
@@ -351,7 +352,7 @@ def test_a_record_leads_nowhere_else(run: RunDirectory) -> None:
     """Its name of a folder is checked."""
     submit(run)
     run.code_file.write_text(run.code_file.read_text().replace(folder_of(run).name, "../../../../x"))
-    with pytest.raises(RunDirectoryError, match="snapshot"):
+    with raises(RunDirectoryError):
         current(run)
 
 
@@ -369,9 +370,7 @@ def test_an_attempt_runs_the_script_in_the_snapshot_with_everything_else_as_subm
     found = with_snapshot(run, load_resolved(run.job_file))
     assert found.script == str(folder_of(run) / "scripts/train.py")
     folder_of(run).rename(run.code / "away")
-    with pytest.raises(
-        RunDirectoryError, match="does not exist. To take a new one of .*, use: clusterddp submit --run-dir"
-    ):
+    with raises(RunDirectoryError):
         present(run)
 
 
@@ -429,5 +428,5 @@ def test_the_key_is_true_false_or_a_size(given: str | None, read: Sequence[objec
 
 def test_a_wrong_size_is_refused() -> None:
     """With what is right."""
-    with pytest.raises(UsageError, match="snapshot=100: expected true, false, or a size such as 500M or 2G, got '100'"):
+    with raises(UsageError):
         from_values({"script": __file__}, overrides={"snapshot": "100"})

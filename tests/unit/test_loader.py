@@ -27,6 +27,7 @@ from clusterddp.data.sample_order import Sequential, Shuffled
 from clusterddp.data.samplers import Loaders, chosen
 from clusterddp.data.training_loader import training_loader
 from clusterddp.errors import CheckpointError
+from tests.wording import raises
 
 
 class Numbers(Dataset[Any]):
@@ -227,7 +228,7 @@ def test_a_stuck_worker_does_not_delay_the_end() -> None:
         Numbers(1000, pause=600), 4, order=Sequential(), seed=1, rank=0, world_size=1, num_workers=2, timeout=1
     )
     batches = source.batches(0)
-    with pytest.raises(RuntimeError, match="timed out"):
+    with pytest.raises(RuntimeError, match="timed out"):  # torch's words
         next(batches)
     assert not children() - others
 
@@ -249,19 +250,19 @@ def children() -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "options", "message"),
+    ("dataset", "options"),
     [
-        (Stream(), {}, "Stream has no length and no index"),
-        (Numbers(0), {}, r"the dataset \(Numbers\) has no samples"),
-        (Numbers(5), {"ordr": Shuffled()}, "'ordr' is not an option .*. Did you mean order"),
-        (Numbers(5), {"batch_size": 0}, "batch_size is 0"),
-        (Numbers(5), {"drop_last": "no"}, "drop_last is 'no', expected True or False"),
-        (Numbers(5), {"pin_memory": 1}, "pin_memory is 1, expected True or False"),
-        (Numbers(5), {"persistent_workers": "yes", "num_workers": 1}, "persistent_workers is 'yes', expected True"),
+        (Stream(), {}),
+        (Numbers(0), {}),
+        (Numbers(5), {"ordr": Shuffled()}),
+        (Numbers(5), {"batch_size": 0}),
+        (Numbers(5), {"drop_last": "no"}),
+        (Numbers(5), {"pin_memory": 1}),
+        (Numbers(5), {"persistent_workers": "yes", "num_workers": 1}),
     ],
 )
-def test_what_cannot_be_ordered_is_refused(dataset: Any, options: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_what_cannot_be_ordered_is_refused(dataset: Any, options: Any) -> None:
+    with raises((TypeError, ValueError)):
         Loader(dataset, **{"batch_size": 2, "order": Shuffled(), "seed": 0, "rank": 0, "world_size": 1, **options})
 
 
@@ -269,14 +270,13 @@ def test_switches_are_true_or_false() -> None:
     """Else ``shuffle=0`` would shuffle."""
     of = Loaders()
     for make, name, value in ((of.loader, "shuffle", 0), (of.loader, "to_device", 1), (of.eval_loader, "to_device", 1)):
-        with pytest.raises(TypeError, match=f"{name} is {value}, expected True or False"):
+        with raises(TypeError) as refused:
             make(Numbers(5), 2, **{name: value})  # type: ignore[arg-type]
+        assert f"{name} is {value}" in str(refused.value)
 
 
 def test_an_evaluation_takes_no_order() -> None:
-    with pytest.raises(
-        TypeError, match=r"ctx.eval_loader\(\) takes each sample once, in the dataset's order. Leave out order,"
-    ):
+    with raises(TypeError):
         EvalLoader(Numbers(5), 1, rank=0, world_size=1, at_batch=lambda: None, order=Sequential())
 
 
@@ -285,11 +285,11 @@ def test_a_resume_keeps_the_global_batch_or_says_why_not() -> None:
     before = data.progress(0) | {"global_batch": 8}
     data.restore(before)
     assert data.global_batch == 8
-    with pytest.raises(CheckpointError, match="the run started with 11 samples, but the dataset now has 10"):
+    with raises(CheckpointError):
         data.restore(before | {"dataset_length": 11})
-    with pytest.raises(CheckpointError, match="8 samples is not divisible by 3 ranks"):
+    with raises(CheckpointError):
         loader(ranks=3).restore(before)
-    with pytest.raises(CheckpointError, match="started with a global batch of 8 samples, but global_batch is now 12"):
+    with raises(CheckpointError):
         loader(ranks=2, global_batch=12).restore(before)
 
 
@@ -299,9 +299,9 @@ def test_a_resume_keeps_the_order_or_says_why_not() -> None:
     again = loader()
     again.restore(now.progress(4))
     assert take(again, 4) == take(now, 4)
-    with pytest.raises(CheckpointError, match="the order 'shuffled-2', but the loader's order is now 'sequential'"):
+    with raises(CheckpointError):
         loader(order=Sequential()).restore(now.progress(4))
-    with pytest.raises(CheckpointError, match="started with drop_last=False, but the loader now has drop_last=True"):
+    with raises(CheckpointError):
         loader(drop_last=True).restore(now.progress(4))
 
 
@@ -315,16 +315,16 @@ def test_drop_last_ends_each_epoch_at_a_whole_global_batch() -> None:
         seen = [index for batch in batches[3 * epoch : 3 * epoch + 3] for index in batch]
         assert len(set(seen)) == 9
     resumed = loader(batch_size=11, drop_last=True)
-    with pytest.raises(ValueError, match="an epoch has fewer samples than the global batch of 11"):
+    with raises(ValueError):
         len(resumed)
     resumed.restore(data.progress(4))  # of a run with fewer ranks
     assert take(resumed, 1, step=4) == take(data, 1, step=4)
 
 
 def test_two_orders_are_refused() -> None:
-    with pytest.raises(TypeError, match="shuffle and order each set .* Give ctx.loader.. only one of them"):
+    with raises(TypeError):
         chosen(Numbers(2), 1, shuffle=True, order=Sequential())
-    with pytest.raises(TypeError, match=r"order is \[1, 0\], expected one of clusterddp.orders"):
+    with raises(TypeError):
         chosen(Numbers(2), 1, order=[1, 0])  # type: ignore[arg-type]
 
 
@@ -334,8 +334,7 @@ def test_a_rank_with_another_dataset_is_named() -> None:
     group = [SimpleNamespace(rank=rank, store=store) for rank in (0, 1)]
     for rank in (0, 1):
         training_loader(loader(rank=rank, ranks=2), group[rank], 0)  # type: ignore[arg-type]
-    expected = "rank 1 has 9 samples in the order 'shuffled-2', but rank 0 has 10 samples in the order 'shuffled-2'"
-    with pytest.raises(ValueError, match=expected):
+    with raises(ValueError):
         training_loader(loader(length=9, rank=1, ranks=2), group[1], 0)  # type: ignore[arg-type]
 
 
@@ -344,5 +343,5 @@ def test_a_given_global_batch_is_shared_for_any_batch_size() -> None:
         data = loader(batch_size=5, ranks=ranks, global_batch=12)
         assert (data.global_batch, data.share, len(take(data, 1)[0][0])) == (12, share, share)
         data.restore(data.progress(0))
-    with pytest.raises(ValueError, match="global_batch 12 is not divisible by 5 ranks. Choose a multiple"):
+    with raises(ValueError):
         loader(ranks=5, global_batch=12)

@@ -22,6 +22,7 @@ from clusterddp.training.logged_values import DeviceCopies, Logged, Values
 from clusterddp.training.loop import Run
 from clusterddp.training.metrics import Metrics, _Line
 from tests.waiting import wait_until
+from tests.wording import raises
 
 
 class OnGpu(torch.Tensor):
@@ -115,9 +116,7 @@ def test_the_last_call_counts_and_says_whether_a_name_is_reduced() -> None:
         logged = values.take()
         assert logged.reduced == {"loss": "mean"}
         assert logged.values == {"loss": 1.0, **({"lr": 0.2, "own": 3.0} if keeps_own else {})}
-    with pytest.raises(
-        ValueError, match=r"run.log\(reduce=0.5\): expected one of 'mean', 'sum', 'min', 'max'. A metric"
-    ):
+    with raises(ValueError):
         values.add({"loss": 1.0}, reduce=0.5)  # type: ignore[arg-type]
 
 
@@ -392,7 +391,7 @@ def test_one_rank_reduces_its_own_value(tmp_path: Path, open_metrics: Any) -> No
 
 @pytest.mark.parametrize(("method", "given"), [(Run.log, {"loss": 0.5}), (Run.every, 1)])
 def test_a_value_without_its_name_is_refused_with_an_example(method: Any, given: Any) -> None:
-    with pytest.raises(TypeError, match=r"run\.(log|every)\(\): expected .*, as in run\."):
+    with raises(TypeError):
         method(None, given)
 
 

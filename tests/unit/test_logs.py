@@ -15,6 +15,7 @@ from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
+from tests.wording import raises
 
 Captured = pytest.CaptureFixture[str]
 
@@ -123,23 +124,18 @@ def test_wrong_values_are_refused(run: RunDirectory, words: list[str], message: 
 
 
 def test_ranks_and_attempts_that_do_not_exist_are_refused(run: RunDirectory) -> None:
-    with pytest.raises(RunDirectoryError, match="has not started yet"):
+    with raises(RunDirectoryError):
         logs(run)
     attempt(run, r0="x\n")
-    for words, message in {
-        ("--attempt", "1"): "has no attempt 1. Available: 0$",
-        ("--rank", "9"): r"attempt 0 of \S+ has no rank 9: \S+ does not exist",
-        ("--rank", "7-9"): r"/\S+ has no log of ranks 7-9. To print all logs, use --rank all$",
-        ("--rank", "failed"): r"no rank of \S+ failed. See the run's history with: ",
-    }.items():
-        with pytest.raises(RunDirectoryError, match=message):
+    for words in (("--attempt", "1"), ("--rank", "9"), ("--rank", "7-9"), ("--rank", "failed")):
+        with raises(RunDirectoryError):
             logs(run, *words)
 
 
 def test_a_rank_that_the_run_has_not_is_not_waited_for(run: RunDirectory) -> None:
     """The job definition says how many it has."""
     attempt(run, r0="zero\n")
-    with pytest.raises(UsageError, match="--rank 0,16: .* has 16 ranks, numbered from 0"):
+    with raises(UsageError):
         logs(run, "-f", "--rank", "0,16")
 
 
@@ -164,7 +160,7 @@ def test_deleted_logs_are_told_from_missing_ones(run: RunDirectory) -> None:
     (run.attempt_logs(first) / "rank-0.out").unlink()
     run.attempt_logs(first).rmdir()
     for words in (["--attempt", "0"], ["--attempt", "0", "--rank", "all"]):
-        with pytest.raises(RunDirectoryError, match=r"the logs of attempt 0 of \S+ were deleted. .*keep_logs"):
+        with raises(RunDirectoryError):
             logs(run, *words)
 
 
@@ -192,7 +188,7 @@ def test_a_failed_run_shows_its_first_failure(run: RunDirectory, capsys: Capture
 def test_a_job_without_a_supervisor_shows_its_own_log(run: RunDirectory, capsys: Captured) -> None:
     """The reason is there and nowhere else; after earlier attempts it is named."""
     lease.submitted(run, "41")
-    with pytest.raises(RunDirectoryError, match="has not started yet"):
+    with raises(RunDirectoryError):
         logs(run)
     (run.logs / "job-41.log").write_text("python: not found\n")
     assert logs(run) == 0
@@ -252,7 +248,7 @@ def test_the_ranks_that_failed_by_themselves(run: RunDirectory, capsys: Captured
     assert shown() == ["1-2", "1-3"]
     assert shown("--attempt", "0") == ["0-1"]
     assert shown("--attempt", "all") == ["0-1", "1-2", "1-3"]
-    with pytest.raises(RunDirectoryError, match=r"no rank of \S+ failed in attempt 2"):
+    with raises(RunDirectoryError):
         shown("--attempt", "2")
 
 
@@ -343,11 +339,11 @@ def test_following_a_run_ends_when_its_directory_is_deleted(
     if begun:
         attempt(run, r0="a\n")
     meanwhile(lambda: shutil.rmtree(run.path))
-    with pytest.raises(RunDirectoryError, match="was deleted"):
+    with raises(RunDirectoryError):
         logs(run, "-f")
 
 
 def test_the_failed_ranks_of_a_live_run_cannot_be_followed(run: RunDirectory) -> None:
     attempt(run, r0="a\n")
-    with pytest.raises(UsageError, match="--rank failed: the run has not ended. With -f, name ranks such as"):
+    with raises(UsageError):
         logs(run, "-f", "--rank", "failed")

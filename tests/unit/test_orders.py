@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from clusterddp.data.loader import Loader
 from clusterddp.data.sample_order import Binding, BoundOrder, Order, Permutation, Shuffled
 from clusterddp.data.samplers import chosen
 from clusterddp.errors import CheckpointError
+from tests.wording import raises
 
 
 def bound(order: Order, length: int, batch: int = 4, seed: int = 1, drop_last: bool = False) -> BoundOrder:
@@ -146,25 +146,22 @@ _FLOAT: Any = 1.5
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make",
     [
-        (lambda: orders.weighted([1, -1]), "the weight of sample 1 is -1.0, expected a finite number, 0 or more"),
-        (lambda: orders.weighted([1, float("nan")]), "the weight of sample 1 is nan"),
-        (lambda: orders.weighted([0, 0]), "weights: expected at least one above 0, but all are 0"),
-        (lambda: orders.weighted([1]), "weights: expected one per sample, got 1 for a dataset of 2"),
-        (lambda: orders.weighted([1, 1], [0, 2]), "labels are 0 to 2, but there are weights for classes 0 to 1"),
-        (
-            lambda: orders.weighted(["a", "b"]),
-            "weights: expected a one-dimensional array of numbers, got list with dtype <U1",
-        ),
-        (lambda: orders.weighted([1, 1], [0.0, 1.0]), "labels: expected an integer class index for each sample"),
-        (lambda: orders.weighted([1, 1], num_samples=0), "num_samples is 0"),
-        (lambda: orders.weighted([1, 1], num_samples=_FLOAT), "num_samples is 1.5, .* a whole number"),
-        (lambda: orders.weighted([1e308, 1e308]), "weights: their sum is too large for a float"),
+        lambda: orders.weighted([1, -1]),
+        lambda: orders.weighted([1, float("nan")]),
+        lambda: orders.weighted([0, 0]),
+        lambda: orders.weighted([1]),
+        lambda: orders.weighted([1, 1], [0, 2]),
+        lambda: orders.weighted(["a", "b"]),
+        lambda: orders.weighted([1, 1], [0.0, 1.0]),
+        lambda: orders.weighted([1, 1], num_samples=0),
+        lambda: orders.weighted([1, 1], num_samples=_FLOAT),
+        lambda: orders.weighted([1e308, 1e308]),
     ],
 )
-def test_what_fits_no_dataset_is_refused(make: Callable[[], Order], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_what_fits_no_dataset_is_refused(make: Callable[[], Order]) -> None:
+    with raises((TypeError, ValueError)):
         Loader(TensorDataset(torch.zeros(2)), 1, order=make(), seed=0, rank=0, world_size=1)
 
 
@@ -175,7 +172,7 @@ def test_a_number_of_samples_from_numpy_can_be_recorded_in_a_checkpoint() -> Non
 
 
 def test_a_dict_of_datasets_is_refused_and_a_dict_of_samples_is_not() -> None:
-    with pytest.raises(TypeError, match="'a', 'b'"):
+    with raises(TypeError):
         chosen({"a": [1], "b": [1]}, 1)
     assert isinstance(chosen({0: 1.0, 1: 2.0}, 1), Shuffled)
 
@@ -193,7 +190,7 @@ def test_a_resume_with_another_order_is_refused_and_names_both(one: Order, other
         return Loader(TensorDataset(torch.zeros(2)), 1, order=order, seed=0, rank=0, world_size=1)
 
     labels = [loader(order).progress(0)["order"] for order in (one, other)]
-    expected = f"the run started with the order {labels[0]!r}, but the loader's order is now {labels[1]!r}"
-    with pytest.raises(CheckpointError, match=re.escape(expected)):
+    with raises(CheckpointError) as refused:
         loader(other).restore(loader(one).progress(5))
+    assert [repr(label) in str(refused.value) for label in labels] == [True, True]
     loader(one).restore(loader(one).progress(5))

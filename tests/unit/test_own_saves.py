@@ -19,6 +19,7 @@ from clusterddp.errors import STOPPED
 from clusterddp.protocol import SAVING
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import own_saves
+from tests.wording import raises
 
 Save = Callable[..., Any]
 LARGE = b"new" * 1000
@@ -121,7 +122,7 @@ def test_a_file_system_that_cannot_sync_folders_fails_no_save(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError, match="Input/output error") if raised else nullcontext():
+    with raises(OSError) if raised else nullcontext():
         save(LARGE, tmp_path / "ckpt.pt")
     assert (tmp_path / "ckpt.pt").read_bytes() == LARGE
 

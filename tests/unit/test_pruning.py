@@ -21,6 +21,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.pruning import size_text
 from clusterddp.supervisor import lease
 from tests.checkpoint_files import save
+from tests.wording import raises
 
 Captured = pytest.CaptureFixture[str]
 
@@ -282,7 +283,7 @@ def test_two_that_delete_at_once_do_not_disturb_each_other(
 
 
 def test_a_run_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="no run there"):
+    with raises(RunDirectoryError):
         command(["prune", str(tmp_path / "none")])
 
 

@@ -25,6 +25,7 @@ from clusterddp.runs.sweep_members import Record
 from clusterddp.slurm import commands as slurm
 from tests.long_run import EVERY, HELD_S, QUEUED_S, REPEATED, STEP_S, long_run
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
+from tests.wording import raises
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/report.schema.json").read_text())
 NOW = BEGAN + 1e6
@@ -194,9 +195,9 @@ def test_a_report_goes_to_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_file_in_no_folder_is_refused(tmp_path: Path) -> None:
     """Before anything is read."""
     run = str(recorded_run(tmp_path / "run"))
-    with pytest.raises(UsageError, match="does not exist"):
+    with raises(UsageError):
         command(["report", run, "-o", str(tmp_path / "no" / "report.html")])
-    with pytest.raises(UsageError, match="is a folder"):
+    with raises(UsageError):
         command(["report", run, "-o", str(tmp_path)])
 
 

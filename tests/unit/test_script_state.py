@@ -23,6 +23,7 @@ from clusterddp.events import sentence
 from clusterddp.training.module_attributes import ModuleAttributes
 from clusterddp.training.run_state import BeforeStep
 from clusterddp.training.script_state import PerRank, Values, by_name
+from tests.wording import raises
 
 
 def group(rank: int = 0, ranks: int = 1) -> Any:
@@ -80,11 +81,7 @@ def test_too_large_states_are_refused_with_their_size_and_the_remedy(monkeypatch
     """On all ranks, before anything is sent."""
     monkeypatch.setattr(transfer, "MOST_BYTES", 1_000_000)
     own = PerRank({"buffer": torch.nn.Linear(1000, 1000)}, group())
-    with pytest.raises(
-        CheckpointError,
-        match=r"the per-rank state of all 1 ranks \(buffer\) takes 4 MB, but a checkpoint holds at most 1 MB of it. "
-        r"Leave out of state_dict\(\) .* such as a replay buffer's newest entries",
-    ):
+    with raises(CheckpointError):
         own.gather()
 
 
@@ -131,25 +128,17 @@ def test_a_part_that_can_be_split_continues_on_another_number_of_ranks(ranks: in
 
 
 @pytest.mark.parametrize(
-    ("progress", "given", "message"),
+    ("progress", "given"),
     [
-        ({}, {"env": Numbers()}, r"ctx.run\(per_rank=...\) received env, but the checkpoint has nothing"),
-        (
-            {"per_rank": [{"env": {}}]},
-            None,
-            "received nothing, but the checkpoint has env. Pass the parts",
-        ),
-        ({"per_rank": [{"env": {}}]}, {"env": Numbers()}, "the checkpoint does not fit per_rank env: KeyError"),
-        (
-            {"per_rank": [{"gen": {}}, {"gen": {}}]},
-            {"gen": torch.Generator()},
-            r"the state of gen for 2 ranks, but the world size is now 1. Use 2 ranks, or give gen a method",
-        ),
+        ({}, {"env": Numbers()}),
+        ({"per_rank": [{"env": {}}]}, None),
+        ({"per_rank": [{"env": {}}]}, {"env": Numbers()}),
+        ({"per_rank": [{"gen": {}}, {"gen": {}}]}, {"gen": torch.Generator()}),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused(progress: Any, given: Any, message: str) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused(progress: Any, given: Any) -> None:
     """With the names on both sides."""
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError):
         PerRank(given, group()).restore(progress)
 
 
@@ -168,20 +157,17 @@ def test_members_of_lists_tuples_and_dicts_are_parts_by_their_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given",
     [
-        (
-            {"env": 3},
-            r"run\(env=3\): expected an object with state_dict\(\) and load_state_dict\(\), got int. Keep numbers",
-        ),
-        ({"nets": [layer(), "b"]}, r"run\(nets.1=...\): expected an object .*, got str"),
-        ({"nets": {1: layer()}}, r"run\(nets=...\): expected a dict of parts by name, got the key 1"),
-        ({"nets": {"a.b": layer()}}, "got the key 'a.b'"),
+        {"env": 3},
+        {"nets": [layer(), "b"]},
+        {"nets": {1: layer()}},
+        {"nets": {"a.b": layer()}},
     ],
 )
-def test_a_part_without_a_state_or_a_name_is_refused(given: dict[str, Any], message: str) -> None:
+def test_a_part_without_a_state_or_a_name_is_refused(given: dict[str, Any]) -> None:
     """The message names it."""
-    with pytest.raises(TypeError, match=message):
+    with raises(TypeError):
         by_name(given)
 
 
@@ -190,14 +176,14 @@ def test_without_a_loader_steps_are_numbers_and_epochs_are_not_available() -> No
     none = NoLoader()
     assert list(itertools.islice(none.batches(7), 3)) == [7, 8, 9]
     for what in (lambda: none.epoch(0), lambda: none.ends_epoch(0), lambda: none.steps_in(2)):
-        with pytest.raises(TypeError, match="not available without a loader. Give ctx.run.. a loader=, or count"):
+        with raises(TypeError):
             what()
 
 
 @pytest.mark.parametrize("progress", [{"dataset_length": 5}, {"loaders": []}])
 def test_a_run_that_started_with_a_loader_needs_it(progress: dict[str, Any]) -> None:
     """The order of its samples would be lost silently."""
-    with pytest.raises(CheckpointError, match="the run started with a loader, but ctx.run.. received no loader"):
+    with raises(CheckpointError):
         NoLoader().restore(progress)
 
 
@@ -221,9 +207,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2))]
     adam, sgd = torch.optim.Adam(parameters, lr=0.5), torch.optim.SGD(parameters, lr=0.1)
     torch.optim.lr_scheduler.OneCycleLR(adam, 1.0, total_steps=9)
-    with pytest.raises(
-        ValueError, match="has the state of an optimizer with amsgrad, betas, .*, but SGD has dampening, m"
-    ):
+    with raises(ValueError):
         load_state(sgd, adam.state_dict())
     state = adam.state_dict()
     del state["param_groups"][0]["amsgrad"]
@@ -281,25 +265,22 @@ class Colour(enum.IntEnum):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given",
     [
-        (
-            {"a": [0, torch.ones(())]},
-            r"script_state\['a'\]\[1\] is a torch.Tensor, expected numbers, .*\. Pass its .item\(\)",
-        ),
-        ({"a": {"b": {1, 2}}}, r"script_state\['a'\]\['b'\] is a set, expected"),
-        ({"a": Colour.RED}, r"script_state\['a'\] is a .*Colour, expected"),
-        ({"a": {1: 2}}, r"script_state\['a'\] has the key 1, expected text"),
-        (Progress(history=[object()]), r"script_state.history\[0\] is an object"),  # type: ignore[list-item]
-        (3, r"run\(script_state=3\): expected a dict or an instance of a dataclass, got an int"),
-        ([1], "expected a dict or an instance of a dataclass, got a list"),
-        (1, "got an int"),
-        (Progress, "expected a dict or an instance of a dataclass, got a type"),
-        (dataclasses.make_dataclass("Frozen", ["a"], frozen=True)(1), "Frozen is frozen"),
+        {"a": [0, torch.ones(())]},
+        {"a": {"b": {1, 2}}},
+        {"a": Colour.RED},
+        {"a": {1: 2}},
+        Progress(history=[object()]),  # type: ignore[list-item]
+        3,
+        [1],
+        1,
+        Progress,
+        dataclasses.make_dataclass("Frozen", ["a"], frozen=True)(1),
     ],
 )
-def test_a_value_that_cannot_be_saved_is_named(given: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+def test_a_value_that_cannot_be_saved_is_named(given: Any) -> None:
+    with raises(TypeError):
         Values(given)
 
 
@@ -307,18 +288,14 @@ def test_a_value_that_has_become_wrong_is_named_when_it_is_saved() -> None:
     given: dict[str, Any] = {"best": 0.0}
     values = Values(given)
     given["best"] = torch.zeros(())
-    with pytest.raises(TypeError, match=r"script_state\['best'\] is a torch.Tensor"):
+    with raises(TypeError):
         values.state_dict()
 
 
 def test_values_without_a_place_are_an_error() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"the script's values best, patience, but ctx.run\(\) received no script_state="
-    ):
+    with raises(CheckpointError):
         Values(None).load_state_dict({"best": 0.0, "patience": 1})
-    with pytest.raises(
-        CheckpointError, match="the checkpoint's script_state has 'worst', but Progress has no such field"
-    ):
+    with raises(CheckpointError):
         Values(Progress()).load_state_dict({"worst": 0.0})
     Values(None).load_state_dict({})
 

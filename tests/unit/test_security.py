@@ -45,6 +45,7 @@ from clusterddp.supervisor.main import load_trusted
 from clusterddp.supervisor.verdict import RankEnd
 from tests.runs_on_disk import event, recorded_run, started, steps
 from tests.waiting import story
+from tests.wording import raises
 
 JOB = Job(
     name="net",
@@ -112,7 +113,7 @@ def test_a_recorded_job_has_its_secrets_in_the_private_folder_alone(tmp_path: Pa
     assert load_trusted(run) == JOB
     assert load.load(run.job_file, {"seed": "7"}) == dataclasses.replace(JOB, seed=7)  # what continues it
     holding[0].unlink()
-    with pytest.raises(RunDirectoryError, match=r"the values of env.HF_TOKEN, args.3, .*are masked"):
+    with raises(RunDirectoryError):
         load_trusted(run)
 
 
@@ -148,7 +149,7 @@ def test_a_secret_in_a_mistake_is_not_repeated() -> None:
 )
 def test_a_secret_is_refused_where_the_batch_script_would_have_it(values: dict[str, object]) -> None:
     """Slurm keeps the script and shows it; the message says where to write it instead."""
-    with pytest.raises(JobDefinitionError, match="under env:") as caught:
+    with raises(JobDefinitionError) as caught:
         load.from_values({"module": "net", **values})
     assert "s3cret" not in str(caught.value)
 
@@ -299,9 +300,7 @@ def test_what_others_may_have_written_is_not_run(tmp_path: Path) -> None:
     for path in (run.job_file, run.path, run.logs, run.private):
         before = stat.S_IMODE(path.stat().st_mode)
         path.chmod(before | 0o020)
-        words = (
-            f"{path} .user {os.geteuid()}, mode {before | 0o020:04o}. can be written by others.*chmod -R go-w {path}"
-        )
+        words = f"{path} .user {os.geteuid()}, mode {before | 0o020:04o}. .*chmod -R go-w {path}"
         with pytest.raises(RunDirectoryError, match=words):
             load_trusted(run)
         path.chmod(before)
@@ -319,7 +318,7 @@ def test_what_another_user_has_written_is_not_run(tmp_path: Path) -> None:
     path.chmod(0o644)
     check_own(path)
     os.chown(path, 65534, -1)
-    with pytest.raises(RunDirectoryError, match=r"belongs to user 65534 \(mode 0644\).*Expected user 0 or root"):
+    with raises(RunDirectoryError):
         check_own(path)
 
 
@@ -352,7 +351,7 @@ def test_a_reader_without_permission_gets_a_sentence(tmp_path: Path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(run_directory, "exists", refuse)
-        with pytest.raises(RunDirectoryError, match="permission denied.*share=group"):
+        with raises(RunDirectoryError):
             open_run(str(run))
     hidden = lambda folder: None if folder == run.private else os.listdir(folder)  # noqa: E731
     monkeypatch.setattr("clusterddp.rundir.summary._names_in", hidden)

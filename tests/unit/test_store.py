@@ -21,6 +21,7 @@ from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import save
+from tests.wording import raises
 
 CONTENT = {"model": {"weight": torch.ones(10)}}
 
@@ -153,7 +154,7 @@ def test_a_superseded_attempt_neither_commits_nor_deletes(directory: RunDirector
     old = attempt(directory)
     save(directory, old, 1, CONTENT, keep=Keep(1))
     attempt(directory, (0, 1))
-    with pytest.raises(Superseded, match="attempt 0 was superseded by attempt 1 and does not write"):
+    with raises(Superseded):
         save(directory, old, 2, CONTENT, keep=Keep(1))
     with pytest.raises(Superseded):
         Checkpoints(directory, old, Keep()).record_resume(None)
@@ -220,7 +221,7 @@ def test_a_file_under_another_steps_name_is_not_that_step(directory: RunDirector
     checkpoint = save(directory, attempt(directory), 1, CONTENT)
     checkpoint.path.rename(checkpoint.path.with_name("step-000000000009.attempt-0.safetensors"))
     (found,) = Checkpoints(directory, 0, Keep()).candidates()
-    with pytest.raises(CheckpointError, match="was renamed. It contains checkpoint 1"):
+    with raises(CheckpointError):
         found.read()
 
 
@@ -230,8 +231,5 @@ def test_a_file_of_another_format_is_an_error_that_says_so(directory: RunDirecto
     attempt(directory)
     (directory.checkpoints / name).write_bytes(b"PK\x03\x04 something else")
     (found,) = Checkpoints(directory, 0, Keep()).candidates()
-    with pytest.raises(
-        CheckpointError,
-        match="has format 1, which this version cannot read|is damaged: truncated, or not a checkpoint",
-    ):
+    with raises(CheckpointError):
         found.read()

@@ -18,6 +18,7 @@ from clusterddp.rundir.summary import Summary
 from clusterddp.runs.sweep_members import Record, best, common_steps, compare, metric_of
 from clusterddp.runs.sweep_submission import SweepFolder
 from clusterddp.slurm.run_states import RunState
+from tests.wording import raises
 
 STEPS = {"lr=1,seed=0": 30, "lr=1,seed=1": 12, "lr=2,seed=0": 0, "lr=2,seed=1": 3}
 STATES = {"lr=1,seed=0": "completed", "lr=1,seed=1": "running", "lr=2,seed=0": "pending", "lr=2,seed=1": "failed"}
@@ -98,9 +99,9 @@ def test_the_best_member_is_named_at_equal_steps(members: list[tuple[Summary, Ru
     assert best(members, "accuracy").run.path.name == "lr=1,seed=0"
     assert best(members, "loss").sentence == "smallest loss: 0.0333333, lr=1,seed=0"
     assert best(members, "loss max").run.path.name == "lr=1,seed=1"
-    with pytest.raises(UsageError, match="no member has logged f1. Logged: accuracy, loss"):
+    with raises(UsageError):
         best(members, "f1")
-    with pytest.raises(UsageError, match="expected the name of a metric"):
+    with raises(UsageError):
         best(members, "f1 maximum")
 
 

@@ -25,6 +25,7 @@ from clusterddp.runs.sweep_members import (
     read_record,
 )
 from clusterddp.runs.sweep_submission import SweepFolder, check_marks
+from tests.wording import raises
 
 BASE = Job(name="train", script="/work/train.py", args=("--epochs", "3"), device="cpu")
 
@@ -53,21 +54,21 @@ def test_members_can_be_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mistake"),
+    "text",
     [
-        ("grid: {seed: 0..1}", "expected job: JOB.yaml, or job: with the keys"),
-        ("job: t.yaml\n", "expected either grid: .* or members: "),
-        ("job: t.yaml\ngrid: {seed: 1}\nmembers: [{seed: 1}]", "expected either grid: .* or members: "),
-        ("job: t.yaml\ngrid: {}", "this sweep has no members"),
-        ("job: t.yaml\ngrid: {seed: []}", r":2:14: expected a value, .* got none"),
-        ("job: t.yaml\ngrid: {seed: 4..0}", r":2:14: expected an ascending range"),
-        ("job: t.yaml\nmembers: {seed: 1}", r":2:10: members: expected a list of mappings, got a mapping"),
-        ("job: t.yaml\ngird: {seed: 1}", "unknown key 'gird'. Did you mean 'grid'?"),
-        ("job: t.yaml\ngrid: {seed: 0..999, args.a: 0..999}", "at most 10000 members, got 1000000"),
+        "grid: {seed: 0..1}",
+        "job: t.yaml\n",
+        "job: t.yaml\ngrid: {seed: 1}\nmembers: [{seed: 1}]",
+        "job: t.yaml\ngrid: {}",
+        "job: t.yaml\ngrid: {seed: []}",
+        "job: t.yaml\ngrid: {seed: 4..0}",
+        "job: t.yaml\nmembers: {seed: 1}",
+        "job: t.yaml\ngird: {seed: 1}",
+        "job: t.yaml\ngrid: {seed: 0..999, args.a: 0..999}",
     ],
 )
-def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str, mistake: str) -> None:
-    with pytest.raises(JobDefinitionError, match=mistake):
+def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str) -> None:
+    with raises(JobDefinitionError):
         read_definition(written(tmp_path, text))
 
 
@@ -75,9 +76,9 @@ def test_options_give_the_same_members() -> None:
     members = named(of_options(["lr=1e-3,1e-4", "seed=0..1"]))
     assert list(members) == ["lr=1e-3,seed=0", "lr=1e-3,seed=1", "lr=1e-4,seed=0", "lr=1e-4,seed=1"]
     assert list(named(of_options(["betas=['0.9,0.95']"]))) == ["betas=0.9,0.95"]
-    with pytest.raises(UsageError, match="--sweep lr: expected KEY=VALUE,VALUE or KEY=0..4"):
+    with raises(UsageError):
         of_options(["lr"])
-    with pytest.raises(UsageError, match="lr is given twice"):
+    with raises(UsageError):
         of_options(["lr=1", "lr=2"])
 
 
@@ -88,7 +89,7 @@ def test_python_values_stay_what_they_are() -> None:
         {"lr": 1e-3, "sizes": (8,)},
     ]
     assert of_python([{"lr": 1}, {"lr": 2}]) == [{"lr": 1}, {"lr": 2}]
-    with pytest.raises(UsageError, match="this sweep has no members"):
+    with raises(UsageError):
         of_python({})
 
 
@@ -103,7 +104,7 @@ def test_names_are_safe_bounded_and_different() -> None:
 
 def test_different_members_of_one_name_are_refused() -> None:
     members = [{"a": node_of("1,b=2", "x")}, {"a": node_of(1, "x"), "b": node_of(2, "x")}]
-    with pytest.raises(JobDefinitionError, match="two members would have the name 'a=1,b=2'"):
+    with raises(JobDefinitionError):
         named(members)
     assert len(named([members[1], members[1]])) == 1
 
@@ -124,23 +125,20 @@ def test_values_go_to_the_script_or_into_the_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "mistake"),
+    "option",
     [
-        (
-            "sead=1",
-            r"--sweep sead=1: sead is not a key of a job definition. Did you mean seed\? For --sead, write args.sead",
-        ),
-        ("gpus=1,2", "gpus is not a key of a job definition. Use the key gpus_per_node. For --gpus"),
-        ("seed=-1", "--sweep seed=-1: seed: expected a whole number of at least 0"),
-        ("checkpoint.kep=1", "unknown key 'checkpoint.kep'"),
-        ("args=1", "args: expected args.NAME"),
-        ("env.HF_TOKEN=a,b", "env.HF_TOKEN: a secret cannot be swept"),
-        ("lr=[[1,2]]", "lr: expected a single value"),
-        ("l r=1", "l r: expected a key of the job definition or the name of an argument"),
+        "sead=1",
+        "gpus=1,2",
+        "seed=-1",
+        "checkpoint.kep=1",
+        "args=1",
+        "env.HF_TOKEN=a,b",
+        "lr=[[1,2]]",
+        "l r=1",
     ],
 )
-def test_a_wrong_key_or_value_is_refused(option: str, mistake: str) -> None:
-    with pytest.raises(JobDefinitionError, match=mistake):
+def test_a_wrong_key_or_value_is_refused(option: str) -> None:
+    with raises(JobDefinitionError):
         jobs_of(BASE, of_options([option]))
 
 
@@ -164,7 +162,7 @@ def test_the_default_folder_depends_on_the_keys_alone() -> None:
 def test_members_may_not_share_the_file_that_shows_that_they_are_done() -> None:
     """The first to finish would complete the others."""
     job = from_values({"module": "train", "done": "out/done"})
-    with pytest.raises(UsageError, match="done: out/done would mark 2 members of the sweep as completed"):
+    with raises(UsageError):
         check_marks([job, job])
     check_marks([job, from_values({"module": "train", "done": "other"})])
     check_marks([from_values({"module": "train", "done": "{run_dir}/out/done"})] * 2)

@@ -30,6 +30,7 @@ from clusterddp.trackers.wandb import Wandb
 from clusterddp.training import metrics as tracking
 from clusterddp.training.metrics import Tracking
 from tests import packages, tracker_files
+from tests.wording import raises
 
 
 def test_a_tracker_needs_only_its_own_package() -> None:
@@ -369,7 +370,7 @@ def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
     attempt(run, 0, 0, 1, 2)
     run.job_file.write_text(Job("digits", module="net", device="cpu", trackers={"tensorboard": True}).to_yaml())
     monkeypatch.setattr(sys, "argv", ["", str(run)])
-    with pytest.raises(RunDirectoryError, match="holds no run that has ended"):
+    with raises(RunDirectoryError):
         send_rest()
     append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": 3})
     write_json(run.outcome_file, {"state": "completed", "step": 3, "attempts": 1, "reason": ""})
@@ -435,9 +436,7 @@ def test_a_missing_package_is_named_before_training(tmp_path: Path, monkeypatch:
     assert str(caught.value) == (
         "wandb: the package 'wandb' is not installed. Run `pip install wandb`, or set wandb=false"
     )
-    with pytest.raises(
-        UsageError, match=r"'tensorboard' is not .*, wandb: .*pip install tensorboard wandb`.*and wandb=false$"
-    ):
+    with raises(UsageError):
         check_packages(Job("digits", trackers={"tensorboard": True, "wandb": Wandb()}))
 
 

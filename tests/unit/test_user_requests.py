@@ -39,6 +39,7 @@ from clusterddp.supervisor.user_requests import ANSWER_S
 from tests.fake_slurm import FakeController, FakeRanks
 from tests.unit.test_attempt import JOB as TWO_RANKS
 from tests.unit.test_decide import FAILED, NOW, after
+from tests.wording import raises
 
 PREEMPTED = Notice(None, Stop.PREEMPTION)
 SAVE, STOP, REQUEUE = (Request(number, kind) for number, kind in enumerate(("save", "stop", "requeue"), start=1))
@@ -104,7 +105,7 @@ def test_ranks_that_have_exited_or_not_joined_are_not_waited_for() -> None:
 def test_a_late_or_malformed_answer_changes_nothing() -> None:
     state = after()
     assert step(state, stacks(0), NOW) == (state, [])
-    with pytest.raises(MalformedReport, match="threads"):
+    with raises(MalformedReport):
         step(after(*WAITING_FOR_TWO), RankEvent(0, "stacks", {"request": "7", "place": "x", "threads": [{}]}), NOW)
 
 
@@ -141,7 +142,7 @@ def test_ranks_are_named_as_ranges() -> None:
     assert ranks_in("0,3-5, 5") == [0, 3, 4, 5]
     assert ranges(ranks_in("0,3-5")) == "0,3-5"
     for wrong in ("", "a", "5-3", "1-", "-1"):
-        with pytest.raises(ValueError, match="neither a rank nor a range"):
+        with raises(ValueError):
             ranks_in(wrong)
 
 
