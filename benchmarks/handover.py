@@ -26,23 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.runs import (
-    HighJob,
-    cluster,
-    empty_ddp_start,
-    first_step_done,
-    in_folders,
-    lifting,
-    srun_script,
-    stamps,
-    submit_empty_ddp,
-    submit_training,
-    term_sent,
-    until,
-)
+from benchmarks.runs import cluster, empty_ddp_start, first_step_done, in_folders, srun_script, submit_empty_ddp
 from benchmarks.sides import in_turns
 from clusterddp.rundir.records import read_lines
 from tests.cluster import Cluster, ClusterConfig
+from tests.interruptions import HighJob, lifting, stamps, submit_training, term_sent, until
 from tests.trainings import Training
 
 WAIT_S = 90.0

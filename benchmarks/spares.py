@@ -26,12 +26,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import common
-from benchmarks.runs import cluster, folder_for, in_folders, power_off
+from benchmarks.runs import cluster, folder_for, in_folders
 from benchmarks.sides import in_turns
 from clusterddp.hostlist import expand
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
+from tests.interruptions import power_off
 from tests.trainings import Training, check_same_run, events_of
 from tests.waiting import story, wait_for_step
 

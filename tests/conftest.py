@@ -29,6 +29,8 @@ from tests.waiting import story, wait_until
 pytest_plugins = ["tests.plugin", "tests.wording"]
 
 Launch = Callable[..., clusterddp.Handle]
+#: Marks of tests that take hours.
+ON_REQUEST = ("soak", "chaos")
 #: Threads that the tests of a file may leave behind.
 MOST_LEFT = 8
 
@@ -38,11 +40,15 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the tests that need the cluster, of which there is one: ``make test`` runs the others beside them.
 
-    Those marked for the full product are left to ``make test-product``.
+    Those marked for the full product are left to ``make test-product``, and those in ON_REQUEST run where ``-m`` names
+    their mark.
     """
+    unasked = [mark for mark in ON_REQUEST if mark not in config.option.markexpr]
+    # By mark: an item's keywords include the names of its folders.
+    items[:] = [item for item in items if not any(item.get_closest_marker(mark) for mark in unasked)]
     if "CLUSTERDDP_TEST_PRODUCT" not in os.environ:
         items[:] = [item for item in items if "product" not in item.keywords]
     for item in items:

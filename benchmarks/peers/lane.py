@@ -14,9 +14,10 @@ from typing import Any
 from benchmarks.peers.cells import Line, figures, parse
 from benchmarks.peers.peers import Peer
 from benchmarks.peers.schedules import CELL_S, HIGH_S, Schedule
-from benchmarks.runs import HighJob, TooLong, folder_for, power_off, power_on, term_sent, until
+from benchmarks.runs import folder_for
 from tests.cluster import Cluster
 from tests.cluster.system import Process
+from tests.interruptions import HighJob, TooLong, power_off, power_on, term_sent, until
 
 #: A lane has a spare node for the one that dies.
 NODES = 3

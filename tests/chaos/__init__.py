@@ -1,1 +1,1 @@
-"""What user code does to its own process, tried under a preemption and a killed rank; see ``__main__.py``."""
+"""What user code does to its own process, tried under a preemption and a killed rank."""

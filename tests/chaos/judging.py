@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.faults import unannounced_redone
-from benchmarks.soak.judging import steps_that_count, terminal_events
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.chaos.behaviours import SECRET, STEPS, Behaviour
+from tests.soak.judging import Injected, steps_that_count, terminal_events, unannounced_redone
 from tests.waiting import differing, final_state
 
 #: Steps from one checkpoint to the next, and those that may be made while one is being written.
@@ -75,12 +74,12 @@ def _lost(
     A notice may come while an attempt ends by the kill, or after a rank has left its loop: its steps are lost by that.
     """
     ending = {killed} | {event["attempt"] for event in events if event["event"] == "left_loop"}
-    made = [
-        {"kind": "kill" if event["attempt"] in ending else ENDS[event["event"]], "asked": event["time"]}
+    injected = [
+        Injected("kill" if event["attempt"] in ending else ENDS[event["event"]], event["time"])
         for event in events
         if event["event"] in ENDS
     ]
-    announced, most = unannounced_redone(made, events, lines)
+    announced, most = unannounced_redone(injected, events, lines)
     found = []
     if announced > (0 if habit.hears_notice else EVERY + SAVING):
         found.append(f"I4: {announced} steps repeated after a preemption")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tests.chaos.behaviours import ONCE, PAUSE_S, STEPS
 
+RANKS = 2
 #: A preemption that is asked for at a step takes effect some steps later, before what a habit does once.
 LATEST = ONCE - 12
 #: The longest wait of a kill after its attempt's start: beyond the first steps on an idle machine.
@@ -39,11 +40,11 @@ class Plan:
         return "; ".join([*parts, *([str(self.kill)] if self.kill else [])]) or "left alone"
 
 
-def draw_plan(seed: int, name: str, ranks: int) -> Plan:
+def draw_plan(seed: int, name: str) -> Plan:
     """One preemption at a random step and one kill at a random moment, in random order."""
-    draw = random.Random(f"{seed}/{name}/{ranks}")
+    draw = random.Random(f"{seed}/{name}")
     early, late = sorted(draw.sample(range(1, LATEST), 2))
-    rank, seconds = draw.randrange(ranks), round(draw.uniform(0, LATEST_S), 2)
+    rank, seconds = draw.randrange(RANKS), round(draw.uniform(0, LATEST_S), 2)
     if draw.random() < 0.5:
         return Plan(preempt_at=early, kill=Kill(rank, 1, late if draw.random() < 0.5 else None, seconds))
     return Plan(preempt_at=late, kill=Kill(rank, 0, early, seconds))

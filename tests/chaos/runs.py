@@ -13,32 +13,34 @@ from typing import Any
 
 import yaml
 
-from benchmarks.runs import HighJob, TooLong, folder_for, until
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.chaos.behaviours import SECRET
 from tests.chaos.judging import EVERY
-from tests.chaos.plan import Kill, Plan
+from tests.chaos.plan import RANKS, Kill, Plan
 from tests.cluster import Cluster
 from tests.cluster.system import Process
+from tests.interruptions import HighJob, TooLong, until
 from tests.ranks.test_local import commands_of
 from tests.ranks.test_local import ranks_of as local_ranks
 from tests.trainings import Training, ranks_of
 
 SCRIPT = Path(__file__).with_name("training.py")
 REPOSITORY = SCRIPT.parents[2]
+#: Seconds that a run may take.
+LIMIT_S = 200.0
 #: Seconds for which processes may outlive their run.
 LEFT_S = 20.0
 #: Seconds to wait for the rank that is to be killed.
 START_S = 10.0
 
 
-def definition(name: str, script: Path, nodes: int, ranks_per_node: int) -> dict[str, Any]:
+def definition(name: str, script: Path, nodes: int) -> dict[str, Any]:
     """The job definition: a short watchdog, so that what hangs is found within the bound."""
     return {
         "script": str(script),
         "args": [name],
         "nodes": nodes,
-        "gpus_per_node": ranks_per_node,
+        "gpus_per_node": RANKS // nodes,
         "device": "cpu",
         "env": {"CHAOS_PASSWORD": SECRET},
         "timeouts": {"start_s": 60, "step_s": 60, "notice_s": 15},
@@ -59,11 +61,10 @@ class Made:
 # ---- local
 
 
-def run_locally(name: str, ranks: int, plan: Plan, folder: Path, limit_s: float) -> Made:
+def run_locally(name: str, plan: Plan, folder: Path) -> Made:
     """``submit --local``, in FOLDER/run; remaining processes are named and killed."""
     made = Made(RunDirectory(folder / "run"))
-    folder.mkdir(parents=True)
-    (folder / "job.yaml").write_text(yaml.safe_dump(definition(name, SCRIPT, 1, ranks)))
+    (folder / "job.yaml").write_text(yaml.safe_dump(definition(name, SCRIPT, 1)))
     preempt = [] if plan.preempt_at is None else ["--preempt-after", str(plan.preempt_at)]
     command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(made.run), *preempt]
     with open(folder / "submit.log", "w") as log:
@@ -72,9 +73,9 @@ def run_locally(name: str, ranks: int, plan: Plan, folder: Path, limit_s: float)
     killer = threading.Thread(target=_kill_locally, args=(made, plan.kill, over))
     killer.start()
     try:
-        process.wait(timeout=limit_s)
+        process.wait(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        made.problems.append(f"not over after {limit_s:g} s")
+        made.problems.append(f"not over after {LIMIT_S:g} s")
         process.kill()
     finally:
         over.set()
@@ -124,38 +125,36 @@ def _shown(command: bytes) -> str:
 # ---- on the cluster
 
 
-def run_on_slurm(up: Cluster, name: str, ranks: int, plan: Plan, limit_s: float) -> Made:
-    """The same on two nodes; its folder is on the cluster. Remaining jobs and processes are named and ended."""
-    folder = folder_for(up, f"chaos-{name}-{time.monotonic_ns()}")
-    training = Training(up, folder, RunDirectory(folder / "run"))
+def run_on_slurm(name: str, plan: Plan, training: Training) -> Made:
+    """The same on two nodes; the training's folder is on the cluster. Remaining jobs and processes are named."""
+    up, folder = training.cluster, training.folder
     made = Made(training.run)
     script = up.source / SCRIPT.relative_to(REPOSITORY)
-    job = {**definition(name, script, 2, ranks // 2), "partition": "low"}
+    job = {**definition(name, script, 2), "partition": "low"}
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     command = [up.python, "-m", "clusterddp.submit", folder / "job.yaml", "--run-dir", training.run.path]
     training.job_id = up.run(command, cwd=up.source).stdout.strip()
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + LIMIT_S
     try:
-        for disturb in _in_order(training, made, plan, limit_s):
+        for disturb in _in_order(training, made, plan):
             disturb()
         training.wait(training.run.outcome, "the run to be over", max(1.0, deadline - time.monotonic()))
     except (AssertionError, TooLong) as error:
-        made.problems.append(f"not over after {limit_s:g} s: {str(error).splitlines()[0]}")
-    made.problems += _left_on(up, training)
-    up.drain_jobs()
+        made.problems.append(f"not over after {LIMIT_S:g} s: {str(error).splitlines()[0]}")
+    made.problems += _left_on(up)
     return made
 
 
-def _in_order(training: Training, made: Made, plan: Plan, limit_s: float) -> list[Callable[[], None]]:
+def _in_order(training: Training, made: Made, plan: Plan) -> list[Callable[[], None]]:
     def preempt() -> None:
         at = plan.preempt_at or 0
         if made.killed:  # another attempt than the one that is ending
-            training.wait(lambda: _over(training.run) or len(training.run.attempts()) > 1, "a restart", limit_s)
+            training.wait(lambda: _over(training.run) or len(training.run.attempts()) > 1, "a restart", LIMIT_S)
             at = max(at, _steps_done(training.run) + 1)
-        training.wait(lambda: _over(training.run) or _steps_done(training.run) >= at, f"step {at}", limit_s)
+        training.wait(lambda: _over(training.run) or _steps_done(training.run) >= at, f"step {at}", LIMIT_S)
         if not _over(training.run):
             high = HighJob.submit(training.cluster, training.folder / "high")
-            training.wait(high.started, "the nodes for the job in `high`", limit_s)
+            training.wait(high.started, "the nodes for the job in `high`", LIMIT_S)
 
     def kill() -> None:
         assert plan.kill is not None
@@ -175,7 +174,7 @@ def _kill_on(up: Cluster, kill: Kill) -> bool:
     return _kill_one(ranks, f"SLURM_PROCID={kill.rank}", kill)
 
 
-def _left_on(up: Cluster, training: Training) -> list[str]:
+def _left_on(up: Cluster) -> list[str]:
     """The user's processes on the nodes, once the job has ended."""
 
     def left() -> list[Process]:

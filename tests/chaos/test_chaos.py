@@ -1,43 +1,95 @@
-"""A few habits of user code, preempted and killed at random moments; all of them: ``make chaos``.
+"""Habits of user code, each in a small training that is preempted once and loses a rank once, at random moments.
 
-Plain tests of CHILDREN: test_child_processes.py; of PROCESS: test_own_process.py, test_large_values.py, test_local.py.
+Each class in ``behaviours.py`` is trained with ``submit --local``, left alone and disturbed, and disturbed on the test
+cluster's two nodes: ``make chaos``, or ``make chaos CHAOS="-k fork-then-sys-exit --seed 1"``. When a run is over its
+recorded history has to show: every step that counts once (I1), the undisturbed training's weights (I3), no step
+repeated after a notice and at most a checkpoint's interval after a kill (I4), a checkpoint that loads (I5), a cause for
+each attempt's end (I6), one outcome, "completed" with all steps alone, within a bound, and no process left (I7), and no
+other training after it (I10). A habit that the run has to refuse ends it as failed, with the reason.
+
+All moments follow from ``--seed`` and the habit's name. A failed run's folder is kept: a local one by pytest, one on
+the cluster in build/chaos. ``make test-product`` runs a few habits together. Plain tests of CHILDREN:
+test_child_processes.py; of PROCESS: test_own_process.py, test_large_values.py, test_local.py.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.chaos import runs
-from tests.chaos.behaviours import behaviour
+from tests.chaos.behaviours import ALL, behaviour
 from tests.chaos.judging import problems
 from tests.chaos.plan import Plan, draw_plan
+from tests.chaos.runs import Made, run_locally, run_on_slurm, what_another_start_does
+from tests.cluster import Cluster
+from tests.interruptions import keep
+from tests.trainings import Training
 from tests.waiting import story
 
-#: Another one: CLUSTERDDP_TEST_SEED.
-SEED = int(os.environ.get("CLUSTERDDP_TEST_SEED", 1))
-LIMIT_S = 200.0
 CHILDREN = "pool-before-init+pool-open-across-the-stop+fork-then-os-exit+subprocess-with-preexec"
 PROCESS = "catches-everything-around-the-loop+huge-metrics+changes-directory+umask-that-closes-files"
+KEPT = Path("build", "chaos")
+
+#: What is wrong with a run that is over.
+Judge = Callable[[str, Plan, Made], list[str]]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    made = runs.run_locally("plain", 2, Plan(), tmp_path_factory.mktemp("chaos") / "plain", LIMIT_S)
-    assert [*made.problems, *problems(made.run, behaviour("plain"), None)] == [], story(made.run)
-    return made.run
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    """Compares a run with the undisturbed training, which is made here."""
+    reference = run_locally("plain", Plan(), tmp_path_factory.mktemp("undisturbed"))
+    wrong = [*reference.problems, *problems(reference.run, behaviour("plain"), None)]
+    assert wrong == [], story(reference.run)
+
+    def found(name: str, plan: Plan, made: Made) -> list[str]:
+        killed = plan.kill.attempt if plan.kill and made.killed else None
+        return [*made.problems, *problems(made.run, behaviour(name), reference.run, killed)]
+
+    return found
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("names", [CHILDREN, PROCESS])
-def test_what_user_code_does_to_its_process_costs_no_step_and_leaves_nothing_behind(
-    names: str, undisturbed: RunDirectory, tmp_path: Path
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--seed"))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ALL)
+def test_a_habit_is_no_harm_to_a_run_that_is_left_alone(name: str, judge: Judge, tmp_path: Path) -> None:
+    made = run_locally(name, Plan(), tmp_path)
+    assert judge(name, Plan(), made) == [], f"{tmp_path}\n{story(made.run)}"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(names, marks=pytest.mark.product) for names in (CHILDREN, PROCESS)),
+        *(pytest.param(name, marks=pytest.mark.chaos) for name in ALL),
+    ],
+)
+def test_a_habit_costs_a_disturbed_run_no_step_and_leaves_nothing_behind(
+    name: str, judge: Judge, seed: int, tmp_path: Path
 ) -> None:
-    plan = draw_plan(SEED, names, 2)
-    made = runs.run_locally(names, 2, plan, tmp_path / "run", LIMIT_S)
-    killed = plan.kill.attempt if plan.kill and made.killed else None
-    found = [*made.problems, *problems(made.run, behaviour(names), undisturbed, killed)]
-    assert found == [], f"seed {SEED}, {plan}\n{story(made.run)}"
+    plan = draw_plan(seed, name)
+    made = run_locally(name, plan, tmp_path)
+    if (made.run.outcome() or {}).get("state") == "completed":
+        made.problems += what_another_start_does(made.run)
+    assert judge(name, plan, made) == [], f"seed {seed}, {plan}, {tmp_path}\n{story(made.run)}"
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ALL)
+def test_a_habit_costs_a_run_disturbed_on_slurm_no_step_and_leaves_nothing_behind(
+    name: str, judge: Judge, seed: int, cluster: Cluster, runs: Path
+) -> None:
+    plan, training = draw_plan(seed, name), Training(cluster, runs, RunDirectory(runs / "run"))
+    made = run_on_slurm(name, plan, training)
+    if found := judge(name, plan, made):
+        keep(training, KEPT / name)
+    assert found == [], f"seed {seed}, {plan}\n{story(made.run)}"

@@ -1,4 +1,4 @@
-"""The judge of ``benchmarks/soak/booking.py``, alone and on the files of a recorded soak."""
+"""The judge of ``tests/soak/test_booking.py``, on the files of a recorded soak."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak.booking import UNKNOWN, Soaked
 from clusterddp.events import sentence
 from clusterddp.report.booking import book
 from clusterddp.report.stragglers import waits
@@ -16,6 +15,7 @@ from clusterddp.report.timeline import lanes
 from clusterddp.rundir.records import EVENT, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import read_timings
+from tests.soak.booking_judging import UNKNOWN, Soaked
 
 RECORDED = Path(__file__).parents[1] / "soaked"
 
@@ -34,15 +34,10 @@ def recorded(events: list[dict[str, Any]]) -> Soaked:
     return Soaked({"time": time, "attempts": attempts}, records)
 
 
-def wrong(soaked: Soaked) -> list[tuple[object, ...]]:
-    """What is booked otherwise than the recomputation says, in categories and in causes."""
-    return [one for one in [*soaked.categories(), *soaked.interruptions()] if not one[-1]]
-
-
 def test_the_recorded_soak_is_booked_as_the_recomputation_says() -> None:
     """At least 20 interruptions of at least six kinds, each with its cause on the timeline."""
     soaked = recorded(list(read_lines(RECORDED / "events.jsonl", EVENT)))
-    assert wrong(soaked) == []
+    assert soaked.wrong() == []
     assert soaked.unknown() <= UNKNOWN
     interruptions = soaked.interruptions()
     assert len(interruptions) >= 20 and len({kind for kind, *_ in interruptions}) >= 6
@@ -52,4 +47,4 @@ def test_the_recorded_soak_is_booked_as_the_recomputation_says() -> None:
 def test_a_booking_without_the_events_of_one_kind_is_found_wrong(lost: str) -> None:
     """The comparison can fail."""
     events = [event for event in read_lines(RECORDED / "events.jsonl", EVENT) if event["event"] != lost]
-    assert wrong(recorded(events))
+    assert recorded(events).wrong()

@@ -4,7 +4,7 @@ A recomputation that shares no code with clusterddp and reads none of its record
 
 A record is ``[time, who, what, value]``, with CLOCK_REALTIME seconds:
 
-- ``A-R`` (attempt and rank): the lines of benchmarks/scripts/known_times.py
+- ``A-R`` (attempt and rank): the lines of tests/scripts/known_times.py
 - ``slurm``: slurmctld's log. ``submitted``, ``started`` (value: when the job could start, or None), ``requeue`` (asked
   for) and ``requeued_after_failure``, of a node
 - ``proc``: ``rank`` and ``supervisor``, processes at their begin; the value is their end

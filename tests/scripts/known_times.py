@@ -1,6 +1,6 @@
 """A training that writes down itself when it does what, in FOLDER/said/ATTEMPT-RANK: lines ``time what [number]``.
 
-Of benchmarks/soak/booking.py, which steers it by files in FOLDER: with ``slow`` rank 1 takes longer in each step;
+Of tests/soak/test_booking.py, which steers it by files in FOLDER: with ``slow`` rank 1 takes longer in each step;
 ``crash`` makes it raise; the loop ends after the step whose number is in ``total``. Times are of CLOCK_REALTIME.
 """
 

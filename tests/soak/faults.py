@@ -1,4 +1,4 @@
-"""What a soak does to a run besides preempting it, and what each fault cost: kills, hangs, daemons, cables, power."""
+"""What a soak does to a run besides preempting it: kills, hangs, daemons, cables, power."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import common
-from benchmarks.runs import TooLong, power_off, power_on, until
 from clusterddp.hostlist import expand
 from clusterddp.rundir.records import read_lines
 from clusterddp.supervisor.limits import FRUITLESS
 from tests.cluster import Cluster
+from tests.interruptions import TooLong, power_off, power_on, until
 from tests.trainings import Training
 
 #: How often each kind is drawn, in proportion; the rest of a soak's faults are preemptions.
@@ -22,18 +21,6 @@ WEIGHTS = {"kill": 16, "segv": 8, "hang": 2, "controller": 7, "slurmd": 7, "cut"
 PREEMPTIONS = 30
 #: Those after which a new attempt starts.
 ENDING = frozenset(("kill", "segv", "hang", "power"))
-#: Events that tell of them.
-TOLD = frozenset(("rank_failed", "node_lost", "hung"))
-WORDS = {
-    "preemption": "preemption",
-    "kill": "SIGKILL of a rank",
-    "segv": "SIGSEGV of a rank",
-    "hang": "SIGSTOP of a rank",
-    "controller": "slurmctld down and up",
-    "slurmd": "slurmd restarted",
-    "cut": "cable cut and healed",
-    "power": "node powered off and back",
-}
 #: Attempts in a row without a checkpoint of their own after which one has to save before the next fault that ends it:
 #: the run would rightly be ended as going nowhere.
 SPARED = FRUITLESS - 1
@@ -146,83 +133,3 @@ def fruitless(events: Sequence[dict[str, Any]]) -> int:
             break
         count += 1
     return count
-
-
-# ---- what each cost
-
-
-def costs(
-    made: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Of each fault that was made: its kind, the seconds until the history tells of it, those to the next step that was
-    not done before, and the steps repeated.
-
-    A repeated step belongs to the newest fault before the attempt that repeats it, and to each of several if an attempt
-    between them made no step.
-    """
-    figures = []
-    for number, fault in enumerate(made):
-        asked = fault["asked"]
-        end = made[number + 1]["asked"] if number + 1 < len(made) else float("inf")
-        new = _next_new(fault["kind"], asked, events, lines)
-        redone = sum(e.get("redone") or 0 for e in events if e["event"] == "resumed" and asked <= e["time"] < end)
-        told = min((e["time"] for e in events if e["event"] in TOLD and asked <= e["time"] < end), default=None)
-        # What the next fault delayed is not this one's.
-        seconds = round(new - asked, 3) if new is not None and new <= end else None
-        said = round(told - asked, 3) if told is not None and fault["kind"] in ENDING else None
-        figures.append({"kind": fault["kind"], "said": said, "seconds": seconds, "redone": redone})
-    return figures
-
-
-def _next_new(
-    kind: str, asked: float, events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]
-) -> float | None:
-    """When the first step was done that was not done before the fault; of a later attempt, if it ends its own."""
-    newest = max((e["attempt"] for e in events if e["event"] == "started" and e["time"] <= asked), default=-1)
-    if kind in ENDING or kind == "preemption":
-        done = max((line["step"] for line in lines if line["attempt"] <= newest), default=-1)
-        later = [line for line in lines if line["attempt"] > newest and line["step"] > done]
-    else:
-        done = max((line["step"] for line in lines if line["time"] <= asked), default=-1)
-        later = [line for line in lines if line["time"] > asked and line["step"] > done]
-    return min((line["time"] for line in later), default=None)
-
-
-def unannounced_redone(
-    made: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]
-) -> tuple[int, int]:
-    """Steps redone by attempts before which nothing but preemptions was made, and the most of any other attempt.
-
-    Before: since the start of the newest attempt that had made a step. One that has not redoes nothing, and leaves what
-    is to be redone to the next.
-    """
-    starts = {event["attempt"]: event["time"] for event in events if event["event"] == "started"}
-    stepped = {line["attempt"] for line in lines}
-    announced = most = 0
-    for event in events:
-        if event["event"] != "resumed" or not event.get("redone"):
-            continue
-        earlier = [attempt for attempt in stepped if attempt < event["attempt"]]
-        before = starts[max(earlier)] if earlier else 0.0
-        kinds = {fault["kind"] for fault in made if before <= fault["asked"] <= event["time"]}
-        if kinds <= {"preemption"}:
-            announced += event["redone"]
-        else:
-            most = max(most, event["redone"])
-    return announced, most
-
-
-def table(results: Sequence[Any]) -> str:
-    """A line per kind of fault, over all runs."""
-    figures = [(figure, result) for result in results for figure in result.faults]
-    lines = []
-    for kind, words in {**WORDS, "all": "all"}.items():
-        own = [(figure, result) for figure, result in figures if kind in ("all", figure["kind"])]
-        redone = [figure["redone"] for figure, _ in own]
-        lost = len({result.case for _, result in own if result.lost})
-        times = ([figure[what] for figure, _ in own if figure[what] is not None] for what in ("said", "seconds"))
-        spreads = [common.spread(values, 1) for values in times]
-        lines.append([words, len(own), lost, sum(redone), max(redone, default=0), *spreads])
-    head = ["fault", "injected", "runs lost", "steps repeated", "most at once"]
-    times_of = ["seconds until reported: median / worst", "to the next new step: median / worst"]
-    return common.table([*head, *times_of], lines)

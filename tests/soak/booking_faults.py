@@ -1,6 +1,6 @@
-"""The schedule of ``benchmarks/soak/booking.py``: makes each interruption of one run, and notes when.
+"""The schedule of ``tests/soak/test_booking.py``: makes each interruption of one run, and notes when.
 
-The run's processes and jobs are observed from outside. All is in the records of ``benchmarks/soak/booking_truth.py``.
+The run's processes and jobs are observed from outside. All is in the records of ``tests/soak/booking_truth.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import NOTICE_S, HighJob, power_off, power_on, submit, until
-from benchmarks.soak.booking_truth import Record
 from clusterddp.hostlist import expand
 from tests.cluster import Cluster
 from tests.cluster.system import Process, processes
+from tests.interruptions import NOTICE_S, HighJob, power_off, power_on, submit, until
+from tests.soak.booking_judging import CAUSES
+from tests.soak.booking_truth import Record
 from tests.trainings import Training
 
 WAIT_S = 240.0
@@ -26,24 +27,6 @@ WAIT_S = 240.0
 LOOK_S = 0.05
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "hang": signal.SIGSTOP}
 
-#: What the timeline must say of the attempt that a fault ended.
-CAUSES = {
-    "preemption": r"preempted$",
-    "long_preemption": r"preempted$",
-    "preemption_without_grace": r"preempted without grace$",
-    "time_limit": r"stopped before the time limit$",
-    "kill": r"rank \d \(n\d\) was killed by SIGKILL",
-    "kill_all": r"rank \d \(n\d\) was killed by SIGKILL",
-    "segv": r"rank \d \(n\d\) was killed by signal 11",
-    "crash": r"rank 1 \(n\d\) raised RuntimeError: injected",
-    "hang": r"rank \d \(n\d\) hung$",
-    "dead_node": r"rank \d \(n\d\) was lost because node",
-    "dead_batch_host": r"node n\d probably lost",
-    "requeue": r"stopped by `clusterddp requeue`$",
-    "held_requeue": r"stopped by `clusterddp requeue`$",
-    "scontrol_requeue": r"requeued,? by `scontrol requeue`",
-    "stop": r"stopped by `clusterddp stop`$",
-}
 #: In this order. ``controller`` restarts slurmctld, which interrupts nothing; ``slow``: rank 1 is slow, or no more.
 SCHEDULE = (
     *("preemption", "kill", "long_preemption", "slow", "requeue", "slow", "preemption", "controller"),
