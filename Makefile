@@ -22,10 +22,12 @@
 #                    and slow tests whose main point other tests cover
 # make test-browser  the page of `clusterddp report` in Chromium (as root on Debian or Ubuntu, it is installed), with axe;
 #                    SCREENSHOTS=FOLDER keeps pictures
-# make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
+# make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random;
+#               CHAOS="-k fork-then-sys-exit --seed 1" are pytest's arguments
 # make simulate      histories of the protocol in a simulated world, by its own code: SIMULATE="--histories 100000 --seed 7",
 #                    "--tell --shrink --seed 7" the story of one, "--mutants" whether mistakes in the product are found
-# make soak     300 preemptions and other faults at random moments
+# make soak     about 300 preemptions and other faults at random moments, in 50 runs; CLUSTERDDP_SOAK_RUNS=1: in two;
+#               SOAK="--seed 7 -k cgroup-003" are pytest's arguments
 # make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
 # make bench  our figures, each beside its limit, in one table: benchmarks/results/bench.md; at most 15 minutes;
 #             BENCH="saves handover" runs these in full: steady-state steady-state-ddp saves restore startup handover
@@ -117,16 +119,16 @@ test-browser: .venv/browser
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest -q tests/browser $(TESTS)
 
 chaos: .venv/ready slurm
-	.venv/bin/python -m tests.chaos $(CHAOS)
+	.venv/bin/python -m pytest -m chaos tests/chaos $(CHAOS)
 
 simulate: .venv/ready
 	.venv/bin/python -m tests.simulation $(SIMULATE)
 
 soak: .venv/ready slurm
-	.venv/bin/python -m benchmarks.soak $(SOAK)
+	.venv/bin/python -m pytest -m soak tests/soak/test_soak.py $(SOAK)
 
 soak-booking: .venv/ready slurm
-	.venv/bin/python -m benchmarks.soak.booking $(SOAK)
+	.venv/bin/python -m pytest -m soak tests/soak/test_booking.py $(SOAK)
 
 # Without a Slurm, which only root can install, the rows that need one tell so.
 bench: $(if $(BENCH),.venv/bench .venv/integrations,.venv/ready)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.runs import cluster, empty_ddp_start, first_step_done, in_folders, srun_script, submit_empty_ddp
+from benchmarks.runs import cluster, empty_ddp_start, in_folders, srun_script, submit_empty_ddp
 from benchmarks.sides import in_turns
 from clusterddp.rundir.records import read_lines
 from tests.cluster import Cluster, ClusterConfig
@@ -114,7 +114,7 @@ def steps_of(training: Training, attempt: int) -> list[dict[str, Any]]:
 
 
 def first_step_of(training: Training, attempt: int) -> float | None:
-    return first_step_done(list(read_lines(training.run.metrics_file)), attempt)
+    return min((line["time"] for line in steps_of(training, attempt)), default=None)
 
 
 def step_and_save(training: Training) -> tuple[float, float]:

@@ -7,11 +7,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from benchmarks import common
 from tests.cluster import Cluster, ClusterConfig, ClusterError
@@ -93,8 +93,3 @@ def empty_ddp_start(up: Cluster, folder: Path) -> float:
     stepped = until(lambda: next(iter(stamps(folder / "stepped")), None), "the empty script's step", 180)
     up.drain_jobs()
     return stepped - stamps(folder / "starts")[0]
-
-
-def first_step_done(lines: Sequence[dict[str, Any]], attempt: int) -> float | None:
-    """When an attempt's first own step was done, by its metrics line."""
-    return min((line["time"] for line in lines if line["attempt"] == attempt), default=None)

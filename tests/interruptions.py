@@ -169,12 +169,17 @@ def power_on(up: Cluster, node: str) -> None:
     up.restart_slurmd(node)
 
 
-def keep(training: Training, folder: Path) -> None:
-    """All that a post-mortem needs: the run's files, its job, the processes that are left, and Slurm's logs."""
+def keep_files(folder: Path, kept: Path) -> None:
+    """What a failed run has left, for a post-mortem: instead of what an earlier one left there."""
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(folder, kept, symlinks=True)
+
+
+def keep(training: Training, kept: Path) -> None:
+    """The same of one on the cluster, with its job, the processes that are left, and Slurm's logs."""
     up = training.cluster
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(training.folder, folder, symlinks=True)
-    (folder / "job.txt").write_text("\n".join(f"{key}={value}" for key, value in up.job(training.job_id).items()))
+    keep_files(training.folder, kept)
+    (kept / "job.txt").write_text("\n".join(f"{key}={value}" for key, value in up.job(training.job_id).items()))
     processes = [process for node in up.nodes for process in up.processes(node)]
-    (folder / "processes.txt").write_text("\n".join(f"{one.pid} {one.command()}" for one in processes))
-    shutil.copytree(up.conf.parents[1] / "log", folder / "slurm-log")
+    (kept / "processes.txt").write_text("\n".join(f"{one.pid} {one.command()}" for one in processes))
+    shutil.copytree(up.conf.parents[1] / "log", kept / "slurm-log")

@@ -136,7 +136,7 @@ def run_on_slurm(name: str, plan: Plan, training: Training) -> Made:
     training.job_id = up.run(command, cwd=up.source).stdout.strip()
     deadline = time.monotonic() + LIMIT_S
     try:
-        for disturb in _in_order(training, made, plan):
+        for disturb in _in_order(training, made, plan, deadline):
             disturb()
         training.wait(training.run.outcome, "the run to be over", max(1.0, deadline - time.monotonic()))
     except (AssertionError, TooLong) as error:
@@ -145,21 +145,23 @@ def run_on_slurm(name: str, plan: Plan, training: Training) -> Made:
     return made
 
 
-def _in_order(training: Training, made: Made, plan: Plan) -> list[Callable[[], None]]:
+def _in_order(training: Training, made: Made, plan: Plan, deadline: float) -> list[Callable[[], None]]:
+    def wait(condition: Callable[[], object], what: str) -> None:
+        training.wait(condition, what, max(1.0, deadline - time.monotonic()))
+
     def preempt() -> None:
         at = plan.preempt_at or 0
         if made.killed:  # another attempt than the one that is ending
-            training.wait(lambda: _over(training.run) or len(training.run.attempts()) > 1, "a restart", LIMIT_S)
+            wait(lambda: _over(training.run) or len(training.run.attempts()) > 1, "a restart")
             at = max(at, _steps_done(training.run) + 1)
-        training.wait(lambda: _over(training.run) or _steps_done(training.run) >= at, f"step {at}", LIMIT_S)
+        wait(lambda: _over(training.run) or _steps_done(training.run) >= at, f"step {at}")
         if not _over(training.run):
-            high = HighJob.submit(training.cluster, training.folder / "high")
-            training.wait(high.started, "the nodes for the job in `high`", LIMIT_S)
+            wait(HighJob.submit(training.cluster, training.folder / "high").started, "the nodes for the job in `high`")
 
     def kill() -> None:
         assert plan.kill is not None
-        look = lambda: training.lift_hold() or _over(training.run)  # noqa: E731
-        if _await_moment(training.run, plan.kill, look):
+        over = lambda: training.lift_hold() or _over(training.run) or time.monotonic() > deadline  # noqa: E731
+        if _await_moment(training.run, plan.kill, over):
             made.killed = _kill_on(training.cluster, plan.kill)
 
     if plan.preempt_at is None or plan.kill is None:

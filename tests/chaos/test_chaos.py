@@ -7,9 +7,9 @@ repeated after a notice and at most a checkpoint's interval after a kill (I4), a
 each attempt's end (I6), one outcome, "completed" with all steps alone, within a bound, and no process left (I7), and no
 other training after it (I10). A habit that the run has to refuse ends it as failed, with the reason.
 
-All moments follow from ``--seed`` and the habit's name. A failed run's folder is kept: a local one by pytest, one on
-the cluster in build/chaos. ``make test-product`` runs a few habits together. Plain tests of CHILDREN:
-test_child_processes.py; of PROCESS: test_own_process.py, test_large_values.py, test_local.py.
+All moments follow from ``--seed`` and the habit's name. What a failed run has left is in build/chaos. ``make
+test-product`` runs a few habits together. Plain tests of CHILDREN: test_child_processes.py; of PROCESS:
+test_own_process.py, test_large_values.py, test_local.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.chaos.judging import problems
 from tests.chaos.plan import Plan, draw_plan
 from tests.chaos.runs import Made, run_locally, run_on_slurm, what_another_start_does
 from tests.cluster import Cluster
-from tests.interruptions import keep
+from tests.interruptions import keep, keep_files
 from tests.trainings import Training
 from tests.waiting import story
 
@@ -61,7 +61,9 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.mark.parametrize("name", ALL)
 def test_a_habit_is_no_harm_to_a_run_that_is_left_alone(name: str, judge: Judge, tmp_path: Path) -> None:
     made = run_locally(name, Plan(), tmp_path)
-    assert judge(name, Plan(), made) == [], f"{tmp_path}\n{story(made.run)}"
+    if found := judge(name, Plan(), made):
+        keep_files(tmp_path, KEPT / f"{name}-alone")
+    assert found == [], story(made.run)
 
 
 @pytest.mark.timeout(600)
@@ -79,7 +81,9 @@ def test_a_habit_costs_a_disturbed_run_no_step_and_leaves_nothing_behind(
     made = run_locally(name, plan, tmp_path)
     if (made.run.outcome() or {}).get("state") == "completed":
         made.problems += what_another_start_does(made.run)
-    assert judge(name, plan, made) == [], f"seed {seed}, {plan}, {tmp_path}\n{story(made.run)}"
+    if found := judge(name, plan, made):
+        keep_files(tmp_path, KEPT / name)
+    assert found == [], f"seed {seed}, {plan}\n{story(made.run)}"
 
 
 @pytest.mark.chaos
@@ -91,5 +95,5 @@ def test_a_habit_costs_a_run_disturbed_on_slurm_no_step_and_leaves_nothing_behin
     plan, training = draw_plan(seed, name), Training(cluster, runs, RunDirectory(runs / "run"))
     made = run_on_slurm(name, plan, training)
     if found := judge(name, plan, made):
-        keep(training, KEPT / name)
+        keep(training, KEPT / f"{name}-slurm")
     assert found == [], f"seed {seed}, {plan}\n{story(made.run)}"
