@@ -22,6 +22,7 @@ from clusterddp.reporter import is_unread, say, what_failed
 
 #: Errors that the user can fix, and that of a file which is never read, because it seems to have terabytes.
 _PLAIN = (errno.EACCES, errno.EPERM, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def exit_with(command: Callable[[], int], records: Path | None = None) -> NoReturn:
@@ -33,7 +34,7 @@ def exit_with(command: Callable[[], int], records: Path | None = None) -> NoRetu
     _replace_closed_streams()
     _print_any_text()
     try:
-        code = command()
+        code = _code_of(command)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except BrokenPipeError:
@@ -48,6 +49,9 @@ def exit_with(command: Callable[[], int], records: Path | None = None) -> NoRetu
     except Exception as error:
         if _is_of_closed_terminal(error):
             code = BROKEN_PIPE
+        elif _is_of_full_output(error):
+            say(f"could not write the output: {what_failed(error)}")
+            code = FAILED
         else:
             say(_message(error, records))
             code = FAILED if isinstance(error, OSError) else INTERNAL_ERROR
@@ -58,6 +62,15 @@ def exit_with(command: Callable[[], int], records: Path | None = None) -> NoRetu
         atexit._run_exitfuncs()
         os._exit(code)
     sys.exit(code)
+
+
+def _code_of(command: Callable[[], int]) -> int:
+    try:
+        return command()
+    except SystemExit as ended:  # argparse has printed help or an error
+        if isinstance(ended.code, str):
+            raise
+        return ended.code or 0
 
 
 def _replace_closed_streams() -> None:
@@ -78,6 +91,21 @@ def _is_of_closed_terminal(error: Exception) -> bool:
     """Whether a write to a terminal has failed that was closed while this process ignores SIGHUP, as under nohup."""
     of_stream = isinstance(error, OSError) and error.errno == errno.EIO and error.filename is None
     return of_stream and (is_unread(sys.stdout) or is_unread(sys.stderr))
+
+
+def _is_of_full_output(error: Exception) -> bool:
+    """Whether a write to standard output has failed, because its disk, quota or file size limit is full.
+
+    Another write shows it: without a buffer (PYTHONUNBUFFERED), nothing is left that a flush would write.
+    """
+    if not isinstance(error, OSError) or error.errno not in _FULL or error.filename is not None:
+        return False
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
 
 
 def _message(error: Exception, records: Path | None) -> str:

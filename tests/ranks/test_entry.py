@@ -133,11 +133,24 @@ def test_a_command_keeps_its_exit_code_where_python_would_become_interactive() -
     assert done.returncode == 1 and b"SystemExit" not in done.stderr
 
 
-def test_output_that_cannot_be_written_is_reported() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["list", "RUN"], ["status", "RUN", "--json"]])
+def test_output_that_cannot_be_written_is_reported(
+    run: RunDirectory, tmp_path: Path, words: list[str], unbuffered: str
+) -> None:
+    """Without a traceback: the full disk is the reader's."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    command = [*CLI, *(str(run) if word == "RUN" else word for word in words)]
+    environ = {**os.environ, "TMPDIR": str(kept), "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*CLI, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environ)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "No space left on device" in done.stderr
+    assert done.stderr.endswith("could not write the output: No space left on device\n")
+    assert list(kept.iterdir()) == []
+
+
+def test_a_pipe_whose_reader_has_ended_is_no_error() -> None:
     closed = subprocess.run(["bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', "bash", *CLI, "--help"], timeout=60)
     assert closed.returncode in (0, 141)
 
