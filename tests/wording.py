@@ -30,7 +30,7 @@ VARYING = {
     r"\b(127\.0\.0\.1|0\.0\.0\.0|localhost):\d+": r"\1:<port>",
     r"\b0x[0-9a-f]{6,}": "<address>",
     r"/tmp/tmp\w{8}\b": "<folder>",
-    rf"\bnode {socket.gethostname()}\b": "node <host>",
+    rf"\b(node|on) {socket.gethostname()}\b": r"\1 <host>",
     r"\b(\w+Error)\((?:'[^']*'|\"[^\"]*\")\)": r"\1(...)",  # Python's and torch's own words
     rf"\buser {os.geteuid()}\b": "user <id>",
     rf"\bbelongs to {pwd.getpwuid(os.geteuid()).pw_name}\b": "belongs to <user>",

@@ -16,7 +16,7 @@ from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
-from tests.wording import raises
+from tests.wording import raises, says
 
 Captured = pytest.CaptureFixture[str]
 
@@ -127,7 +127,7 @@ def test_a_run_that_cannot_be_cancelled_does_not_keep_the_others_from_it(
         (three[0].path / "cancelled").mkdir()
     assert command(["cancel", "a", "b", "c", "--yes"]) == FAILED
     assert states(three[2:]) == ["cancelled"]
-    assert f"{three[0]} was not cancelled: {three[0]}/" in capsys.readouterr().err
+    says(capsys.readouterr().err)
 
 
 def test_another_users_run_is_not_marked_as_cancelled(

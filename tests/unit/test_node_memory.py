@@ -30,7 +30,7 @@ from clusterddp.failures.node_memory import (
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.wording import raises
+from tests.wording import raises, says
 
 NOW = 1_900_000_000.0
 MANY = [f"n{number}" for number in range(1, 21)]
@@ -187,7 +187,7 @@ def test_a_new_job_says_which_nodes_it_avoids_and_asks_slurm_only_then(
     remember(RunDirectory(run.path.with_name("a")), "7", lost("n2"))
     remember(RunDirectory(run.path.with_name("b")), "8", lost("n2"))
     assert avoided(run, job, (), usable, NOW) == ["n2"]
-    assert "avoids n2" in capsys.readouterr().err
+    says(capsys.readouterr().err)
     assert avoided(run, Job(name="train", script="train.py", nodes=2, node_memory=False), (), usable, NOW) == []
 
 
@@ -234,7 +234,7 @@ def test_doctor_lists_failed_nodes_and_writes_to_the_administrator(
 ) -> None:
     folder = str(run.path.parent)
     assert command(["doctor", "--failed-nodes", folder]) == 0
-    assert "No node failures" in capsys.readouterr().err
+    says(capsys.readouterr().err)
     now = time.time()
     remember(RunDirectory(run.path.with_name("a")), "7", lost("n2", now))
     remember(RunDirectory(run.path.with_name("b")), "8", lost("n2", now))

@@ -23,6 +23,7 @@ from clusterddp.supervisor.limits import exceeded, new_checkpoints, progress
 from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
 from clusterddp.worker.own_saves import ResumeWatch
+from tests.wording import says
 
 ARGS = ("--resume", "{checkpoint}")
 
@@ -296,7 +297,7 @@ def test_another_number_of_ranks_begins_the_epoch_anew(run: RunDirectory, capsys
     for gpus in (2, 1):
         same = Job(name="n", module="n", device="cpu", gpus_per_node=gpus)
         assert ("CLUSTERDDP_SAVED_ITEMS" in OwnCheckpoints(run, same, 1, events).saved()) == (gpus == 2)
-    assert "stopped within an epoch, with 2 ranks. With 1, the batches differ" in capsys.readouterr().err
+    says(capsys.readouterr().err)
 
 
 def test_the_number_of_a_checkpoint_is_the_last_one_of_its_name() -> None:

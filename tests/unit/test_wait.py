@@ -17,7 +17,7 @@ from clusterddp.runs import waiting
 from clusterddp.slurm.pace import Pace
 from clusterddp.slurm.run_states import RunState
 from clusterddp.supervisor import lease
-from tests.wording import raises
+from tests.wording import raises, says
 
 Captured = pytest.CaptureFixture[str]
 
@@ -124,7 +124,7 @@ def test_the_time_is_up(world: World, capsys: Captured) -> None:
     world.over("r0", "failed")
     assert command(["wait", "--timeout", "0.5h", "r*"]) == 124
     assert 1800 <= world.now - 1000 < 1802
-    assert capsys.readouterr().err.endswith("timed out: 6 of 7 runs did not end (r1, r2, r3, r4, r5, ...)\n")
+    says(capsys.readouterr().err)
 
 
 def test_a_controller_that_does_not_answer_delays_no_timeout(world: World) -> None:
@@ -256,4 +256,4 @@ def test_a_run_directory_that_is_deleted_is_not_called_stopped(world: World, cap
     a = world.add("a", "stopped")
     world.events = {1: lambda: shutil.rmtree(a.path)}
     assert command(["wait", "a"]) == 13
-    assert capsys.readouterr().err == f"{a}: unknown: its run directory was deleted\n"
+    says(capsys.readouterr().err)

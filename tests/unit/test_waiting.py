@@ -28,6 +28,7 @@ from clusterddp.slurm.queue import QueuedJob
 from clusterddp.slurm.run_states import Cause, RunState
 from clusterddp.supervisor import lease
 from tests.fake_slurm import next_answer
+from tests.wording import says
 
 JOB = Job(name="x", module="x")
 #: What the supervisor of the run's only attempt records when it could not ask, and when the run's next job was refused.
@@ -283,7 +284,7 @@ def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_waiting(
         assert not resubmitter.look() and not resubmitter.look(400)
         away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EACCES))
         assert Resubmitter(run).look() == "unknown"
-    assert "retrying: " in capsys.readouterr().err
+    says(capsys.readouterr().err)
     resubmitter.look()
     assert submitted == ["job.sbatch"]
 
@@ -301,7 +302,7 @@ def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_i
     )
     resubmitter = look(run, info("NODE_FAIL"), monkeypatch)
     assert (submitted, resubmitter.end, lease.holders(run)[0]["job"]) == ([], None, "77")
-    assert "Job 77, which was not recorded, continues the run" in capsys.readouterr().err
+    says(capsys.readouterr().err)
 
 
 def test_a_job_that_is_submitted_while_slurm_is_asked_about_the_last_one_is_waited_for(
@@ -436,7 +437,7 @@ def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_a
     (run.logs / "job-42.log").write_text("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
     resubmitter = look(run, info("FAILED", job="42"), monkeypatch)
     assert (submitted, resubmitter.look()) == ([], "failed")
-    assert "module: cannot load cuda\nslurm_script: line 20: python: not found\n" in capsys.readouterr().err
+    says(capsys.readouterr().err)
 
 
 def test_a_released_run_whose_first_attempt_a_shared_disk_hides_is_waited_for(
@@ -506,7 +507,7 @@ def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
     """After a lost node the job releases the run before sbatch answers, which may take minutes (seed 6773)."""
     lease.let_go(run, 0)
     assert look(run, info("RUNNING"), monkeypatch).end is None
-    assert capsys.readouterr().err == "run: waiting for the run's next job after job 41\n"
+    says(capsys.readouterr().err)
     resubmitter = look(run, info("COMPLETED"), monkeypatch)
     assert resubmitter.look(100) == "stopped"
     assert submitted == []
@@ -593,7 +594,7 @@ def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
     lease.let_go(run, 0)
     resubmitter = look(run, info("TIMEOUT"), monkeypatch)
     assert resubmitter.look() == "stopped" and not submitted
-    assert f"Continue with: clusterddp submit --run-dir {run.quoted}" in capsys.readouterr().err
+    says(capsys.readouterr().err)
 
 
 def test_a_cancelled_run_is_never_resubmitted(
@@ -704,7 +705,7 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     write_json(run.loop_file, {**lease.of_this_process(), "process_start": "1"})
     write_json(run.holder_file(0), {**lease.of_this_process(), "process_start": "1"})
     assert (local.look(100), local.look()) == (None, "stopped")
-    assert capsys.readouterr().err.endswith(f"Continue with: clusterddp submit --local --run-dir {run}\n")
+    says(capsys.readouterr().err)
 
 
 def test_ctrl_c_before_the_wait_of_a_submission_begins_says_that_the_run_continues(
@@ -719,7 +720,7 @@ def test_ctrl_c_before_the_wait_of_a_submission_begins_says_that_the_run_continu
     monkeypatch.setattr(waiting, "wait", interrupted)
     arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None, debug=None)
     assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
-    assert f"The run continues. Wait for it with: clusterddp wait --resubmit {run.quoted}\n" in capsys.readouterr().err
+    says(capsys.readouterr().err)
 
 
 def test_a_failed_local_run_is_continued_locally(tmp_path: Path) -> None:
