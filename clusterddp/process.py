@@ -87,17 +87,48 @@ def descendants(pid: int) -> dict[int, str]:
     return {child: command for child, command in found.items() if not any(name in command for name in _EXIT_ALONE)}
 
 
+#: Files that were in use when their worker ended.
+_shared_in_use: set[Path] = set()
+
+
 def unlink_shared_tensors(pids: Iterable[int]) -> None:
     """Unlinks the files in /dev/shm through which ended processes shared tensors by name, which is torch's sharing
     strategy ``file_system``.
 
     torch_shm_manager does so 2 s after its last client has exited (torch 2.13), but Slurm kills it with the step.
+
+    Files that this process or a child has mapped are left alone. torch unlinks a file when the last tensor in it is
+    freed, and aborts the process if it cannot (torch 2.13, ``RefcountedMapAllocator::close``). For those that are never
+    freed, there is ``unlink_shared_tensors_at_exit``.
     """
-    for pid in pids:
-        with suppress(OSError):  # also of the listing: the script may have used up its descriptors
-            for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
-                with suppress(OSError):
-                    file.unlink()
+    if not (files := _shared_tensors(pids)):
+        return
+    try:
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (os.getpid(), *descendants(os.getpid()))]
+    except OSError:  # a child has just ended, or there is no descriptor left
+        _shared_in_use.update(files)
+        return
+    in_use = {file for file in files if any(f"{file}\n" in text for text in maps)}
+    _shared_in_use.update(in_use)
+    _unlink(files - in_use)
+
+
+def unlink_shared_tensors_at_exit(pids: Iterable[int]) -> None:
+    """The same just before this process ends, when its tensors are not freed any more: also of files in use."""
+    _unlink(_shared_tensors(pids) | _shared_in_use)
+
+
+def _shared_tensors(pids: Iterable[int]) -> set[Path]:
+    try:
+        return {file for pid in pids for file in Path("/dev/shm").glob(f"torch_{pid}_*")}
+    except OSError:  # the script may have used up its descriptors
+        return set()
+
+
+def _unlink(files: Iterable[Path]) -> None:
+    for file in files:
+        with suppress(OSError):
+            file.unlink()
 
 
 #: Children of this process that only this process may end.

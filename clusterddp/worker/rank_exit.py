@@ -32,7 +32,7 @@ from clusterddp.process import (
     descendants,
     drop_exit_handlers,
     process_start,
-    unlink_shared_tensors,
+    unlink_shared_tensors_at_exit,
 )
 from clusterddp.reporter import say, say_unlocked
 
@@ -231,7 +231,7 @@ def end_children() -> Mapping[int, str]:
         while alive and time.monotonic() < deadline:
             time.sleep(0.01)
             alive = {pid: start for pid, start in alive.items() if start and process_start(pid) == start}
-    unlink_shared_tensors((os.getpid(), *left))
+    unlink_shared_tensors_at_exit((os.getpid(), *left))
     return left
 
 

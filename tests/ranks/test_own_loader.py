@@ -74,3 +74,29 @@ def test_no_tensor_that_workers_shared_by_name_is_left_behind(tmp_path: Path) ->
     pids = (run.attempt_logs(0) / "rank-0.out").read_text().split("workers ")[1].split()
     assert len(pids) == 2
     assert not [file.name for pid in pids for file in Path("/dev/shm").glob(f"torch_{pid}_*")]
+
+
+HELD = """
+import multiprocessing, sys
+import torch.multiprocessing
+import clusterddp
+torch.multiprocessing.set_sharing_strategy("file_system")
+ctx = clusterddp.init(device="cpu")
+batches = iter(torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=2, num_workers=1))
+held = [next(batches) for _ in range(3)]
+print("workers", *(child.pid for child in multiprocessing.active_children()), flush=True)
+from clusterddp.data import workers
+workers.close(batches)
+del held[0], batches
+print("sum", float(sum(batch.sum() for batch in held)), flush=True)
+"""
+
+
+def test_a_batch_that_outlives_its_worker_is_freed_as_ever(tmp_path: Path) -> None:
+    """torch unlinks its file then, and aborts the process if somebody else has; what is never freed is not left."""
+    script = tmp_path / "held.py"
+    script.write_text(HELD)
+    said = ddp.run_alone(script, folder=tmp_path / "out").output(0)
+    assert "sum 16.0" in said
+    worker = said.split("workers ")[1].split()[0]
+    assert list(Path("/dev/shm").glob(f"torch_{worker}_*")) == []
