@@ -86,13 +86,14 @@ def test_a_drained_node_is_left_without_repeating_a_step(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """All ranks stop after the same step. Without a further spare node the order is refused, and training continues."""
-    training = Training.submit(cluster, runs, "--pause", "0.3", options=SPARE)
+    training = Training.submit(cluster, runs, "--pause", "2", options=SPARE)
     wait_for_step(training.run, 2)
     assert "not drained: no rank runs on n3, only on n1, n2" in drain(training, "n3", check=False)
     assert "estarting all ranks in place" in drain(training, "n1")  # rank 0's, and the supervisor's
     training.wait_for_a_step_of(1)
     refused = drain(training, "n2", check=False)
     assert "not drained: the job has 1 node left, but the run needs 2. `clusterddp requeue" in refused
+    training.hurry()
     check_continued(training, uninterrupted_training, steps=0)
     assert nodes_of(training) == [["n1", "n2"], ["n2", "n3"]]
 

@@ -1,4 +1,4 @@
-"""``stacks``, ``stop`` and ``requeue`` from a login node of a real Slurm."""
+"""``stacks``, ``save``, ``stop`` and ``requeue`` from a login node of a real Slurm."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ CUT_OFF = (
 def test_a_run_in_the_queue_is_steered_from_the_login_node_and_keeps_its_bits(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """Stacks by both ways, a requeue without a preemption, a stop that ends the job, and a new job that continues."""
+    """Stacks by both ways, a save, a requeue without a preemption, a stop that ends the job, and a new job that continues."""
 
     def output(*words: object, cut_off: bool = False) -> str:
         program = ["-c", CUT_OFF] if cut_off else ["-m", "clusterddp"]
         return cluster.run([cluster.python, *program, *words], cwd=cluster.source).stdout
 
-    training = Training.submit(cluster, runs, "--pause", "0.2")
+    training = Training.submit(cluster, runs, "--pause", "2")
     run = training.run
     wait_for_step(run, 2)
     answer = json.loads(output("stacks", run, "--json", cut_off=True))
     assert sorted(rank for group in answer["stacks"] for rank in group["ranks"]) == [0, 1], answer
     assert "(n1" in output("stacks", run)
+    saved = int(output("save", run).split()[1])
+    assert (run.checkpoints / f"step-{saved:012d}.attempt-0.safetensors").exists()
     assert "is saved. The job is requeued" in output("requeue", run)
     assert "is already waiting in the queue" in output("requeue", run)
     training.wait(lambda: any(line["attempt"] == 1 for line in run.metrics()), "a step of attempt 1")
@@ -40,7 +42,8 @@ def test_a_run_in_the_queue_is_steered_from_the_login_node_and_keeps_its_bits(
     assert "state     stopped (stopped by `clusterddp stop`)" in output("status", run)
     assert run.outcome() is None and run.attempts() == [0, 1], story(run)
     assert (run.newest_metrics() or {})["step"] < STEPS - 1
-    training.job_id = Training.submit(cluster, runs, "--pause", "0.2").job_id
+    training.hurry()
+    training.job_id = Training.submit(cluster, runs, "--pause", "2").job_id
     assert training.finish() == "completed", story(run)
     check_same_run(run, uninterrupted_training)
     assert {event["redone"] for event in events_of(run, "resumed")} == {0}
