@@ -22,7 +22,7 @@ from tests.runs_on_disk import recorded_run, started
 def test_the_first_cases_pass_on_a_stand_in(tmp_path: Path) -> None:
     """Their results are marked, and give no rows. Another call has what is left."""
     out = tmp_path / "out.json"
-    asked = ["--stand-in", "--out", out, "--folder", tmp_path / "runs", "--only", "wrap", "graph"]
+    asked = ["--stand-in", "--out", out, "--folder", tmp_path / "runs", "--only", "folder", "graph"]
     command = [sys.executable, "-m", "benchmarks.gpu_check", *map(str, asked)]
 
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -30,11 +30,11 @@ def test_the_first_cases_pass_on_a_stand_in(tmp_path: Path) -> None:
     assert "graph: not run: on the stand-in, nothing disturbs a capture" in done.stdout
     found = json.loads(out.read_text())
     states = {name: result["state"] for name, result in found["cases"].items()}
-    assert states == {"wrap": "passed", "graph": "not run"}
+    assert states == {"folder": "passed", "graph": "not run"}
     assert {(result["on"], result["counts"]) for result in found["cases"].values()} == {("stand-in", False)}
-    assert "steps=100" in found["cases"]["wrap"]["reduced"] and found["rows"] == []
-    assert "| wrap | passed (reduced: " in out.with_suffix(".md").read_text()
-    options = command_line.parser().parse_args(["--only", "wrap", "graph"])
+    assert "steps=100" in found["cases"]["folder"]["reduced"] and found["rows"] == []
+    assert "| folder | passed (reduced: " in out.with_suffix(".md").read_text()
+    options = command_line.parser().parse_args(["--only", "folder", "graph"])
     assert [case.name for case in session.left(options, found["cases"], 1)] == ["graph"]
 
 

@@ -72,6 +72,7 @@ now("after")
 """
 
 
+@pytest.mark.product  # unit/test_booking.py, and slurm/test_booking.py for a real run
 def test_the_time_of_a_run_is_booked_to_what_its_script_did(tmp_path: Path) -> None:
     """Preempted after 10 steps, and a rank killed after 23, of which 20 were saved."""
     run, script = RunDirectory(tmp_path / "run"), tmp_path / "script.py"

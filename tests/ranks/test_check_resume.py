@@ -142,6 +142,7 @@ def test_the_command_certifies_a_script_in_fresh_processes_and_leaves_nothing(sc
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
 
 
+@pytest.mark.product  # `unseeded_generator` differs without a resume, too
 def test_the_command_says_that_a_run_depends_on_the_order_of_a_set(script: Path) -> None:
     """Which only fresh processes show. Without a resume there is the same difference."""
     done = submit(script, "--", "--set")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.cli import clusterddp
@@ -69,6 +71,7 @@ with clusterddp.init():
 """
 
 
+@pytest.mark.product  # only how fast a run starts depends on it
 def test_a_rank_that_comes_first_connects_once_rank_0s_store_is_open(tmp_path: Path) -> None:
     """torch would try at once and retry with backoff, which may last longer than rank 0 needs."""
     script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")

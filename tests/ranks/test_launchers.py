@@ -44,7 +44,8 @@ def check_two_ranks(run: RunDirectory, *launcher: str, starts: tuple[int, ...] =
     assert [line["step"] for line in run.metrics()] == list(range(2 * len(starts)))
 
 
-@pytest.mark.parametrize("starts", [(0,), pytest.param((0, 2), marks=pytest.mark.product)])  # without launcher: below
+@pytest.mark.product  # slurm/test_templates.py has torchrun on two nodes, and a second start of it
+@pytest.mark.parametrize("starts", [(0,), (0, 2)])
 def test_torchrun(run: RunDirectory, starts: tuple[int, ...]) -> None:
     """With a rendezvous of its own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -98,6 +98,7 @@ def undisturbed_losses() -> list[float]:
     return losses
 
 
+@pytest.mark.product  # slurm/test_steering.py does the same from a login node
 def test_a_run_shows_its_stacks_saves_is_requeued_is_stopped_and_continues_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,7 +125,13 @@ def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
     assert "Node n2 caused 2 failures in one of our training runs:" in shown
 
 
-@pytest.mark.parametrize("closes", [False, True], ids=["power failure", "reboot"])
+@pytest.mark.parametrize(
+    "closes",
+    [
+        pytest.param(False, id="power failure"),
+        pytest.param(True, id="reboot", marks=pytest.mark.product),  # test_spares.py has one
+    ],
+)
 def test_a_dead_node_is_detected_and_the_run_continues_without_it(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, closes: bool
 ) -> None:

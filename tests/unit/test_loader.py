@@ -177,7 +177,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.product), "forkserver"])
 def test_workers_that_are_not_forked_ignore_a_term_too(method: str, tmp_path: Path) -> None:
     """In a process of its own: what Python starts for the first of them stays, and would hide the fault."""
     script = tmp_path / "workers.py"
