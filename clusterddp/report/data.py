@@ -68,10 +68,14 @@ def collect(summary: Summary, state: RunState, words: Words, now: float) -> dict
     if timings.torn:
         notes.append(incomplete("timing.jsonl"))
     empty = Booking((), state.word not in OVER)
-    booking = _tried("the history", lambda: _booked(summary, state, events, timings, now), notes) or empty
+    booking = (
+        _tried("the history", lambda: book_run(summary, state, events, now, waits(timings.intervals)), notes) or empty
+    )
     found = _tried("the history", lambda: lanes(booking, events, words.sentence, state.word), notes) or []
     within = (booking.intervals[0].begin, booking.intervals[-1].end) if booking.intervals else None
-    advised = _tried("the history", lambda: _advice(job, booking, events, timings), notes) or []
+    advised: list[str] = []
+    if job:
+        advised = _tried("the history", lambda: advice(job, booking, events, timings.intervals), notes) or []
     gpus = gpu_rows(timings.intervals)
     timings = Timings()  # to free them before the metrics are read
     metrics = read_metrics(run)
@@ -91,7 +95,7 @@ def collect(summary: Summary, state: RunState, words: Words, now: float) -> dict
         "began": within[0] if within else summary.started,
         "ended": within[1] if within else None,
         "notes": notes,
-        "time": _tried("the history", lambda: _time(booking, events), notes),
+        "time": _tried("the history", lambda: (made := spent(booking, events)) and made.as_json(), notes),
         "advice": advised,
         "attempts": found,
         "interruptions": stops,
@@ -158,29 +162,6 @@ def _absent(run: RunDirectory, events: Sequence[Event], metrics: Metrics, state:
     if not metrics.lines and (trained or (not events and found)):
         found.append("metrics.jsonl is missing, so no step is recorded")
     return found
-
-
-def _booked(summary: Summary, state: RunState, events: Sequence[Event], timings: Timings, now: float) -> Booking:
-    return book_run(summary, state, events, now, waits(timings.intervals))
-
-
-def _time(booking: Booking, events: Sequence[Event]) -> dict[str, Any] | None:
-    made = spent(booking, events)
-    if made is None:
-        return None
-    return {
-        "total_s": made.total_s,
-        "seconds": dict(made.seconds),
-        "ettr": made.ettr,
-        "goodput": made.goodput,
-        "repeated_steps": made.repeated,
-        "idle_node_s": made.idle_node_s,
-        "provisional": made.provisional,
-    }
-
-
-def _advice(job: Job | None, booking: Booking, events: Sequence[Event], timings: Timings) -> list[str]:
-    return advice(job, booking, events, timings.intervals) if job else []
 
 
 def _main_first(found: list[dict[str, Any]], saved: Mapping[str, Any] | None) -> list[dict[str, Any]]:

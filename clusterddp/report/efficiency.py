@@ -55,6 +55,18 @@ class Spent:
     """Seconds times nodes of the job that had no ranks: spare ones, and those that the run had left."""
     at_least: bool = False
 
+    def as_json(self) -> dict[str, Any]:
+        """For ``status --json`` and the report."""
+        return {
+            "total_s": self.total_s,
+            "seconds": dict(self.seconds),
+            "ettr": self.ettr,
+            "goodput": self.goodput,
+            "repeated_steps": self.repeated,
+            "idle_node_s": self.idle_node_s,
+            "provisional": self.provisional,
+        }
+
     def shares(self) -> dict[str, float]:
         """The share of each category that had any time, the largest first."""
         parts = {name: seconds / self.total_s for name, seconds in self.seconds.items() if seconds > 0}

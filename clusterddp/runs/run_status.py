@@ -14,8 +14,7 @@ from clusterddp.failures import exclusion
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.report import efficiency
-from clusterddp.report.booking import Booking
-from clusterddp.report.efficiency import Spent, advice
+from clusterddp.report.efficiency import advice
 from clusterddp.report.stragglers import scores
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved, summarize
@@ -56,33 +55,10 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
         "gpus_per_node": job.gpus_per_node if job.device == "cuda" else 0,
         "gpu_type": job.gpu_type,
         "excluded": exclusion.may_exclude(job, exclusion.left_out(events, now)),
-        "cost": _cost(booking, made, events),
-        "time": made
-        and {
-            "total_s": made.total_s,
-            "seconds": made.seconds,
-            "ettr": made.ettr,
-            "goodput": made.goodput,
-            "repeated_steps": made.repeated,
-            "idle_node_s": made.idle_node_s,
-            "provisional": made.provisional,
-        },
+        "time": made and made.as_json(),
         "advice": advice(job, booking, events, intervals),
         "stragglers": (found := scores(intervals)) and found.as_json(),
         "gpus": efficiency.newest_gpu_rows(intervals),
-    }
-
-
-def _cost(booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Any] | None:
-    """The keys that version 1 of the schema has besides ``time``."""
-    if made is None or not attempts_made(events):
-        return None
-    first = next((one.begin for one in booking.intervals if one.attempt is not None), booking.intervals[-1].end)
-    in_loop = ("training", "evaluating", "saving", "repeating", "straggler")
-    return {
-        "repeated_steps": made.repeated,
-        "training_s": sum(made.seconds[name] for name in in_loop),
-        "total_s": booking.intervals[-1].end - first,
     }
 
 

@@ -474,7 +474,7 @@ class Best:
 
     @property
     def sentence(self) -> str:
-        """Its name, and the command that exports its newest model."""
+        """``smallest loss: 0.12, lr=1e-3``."""
         order = "smallest" if self.smallest else "largest"
         return f"{order} {self.metric}: {self.value:.6g}, {self.run.path.name}"
 

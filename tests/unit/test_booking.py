@@ -169,7 +169,9 @@ class World:
     def hung(self) -> None:
         begun = self.now
         self.spend("hung", 10, 60)
-        self.tell("hung", rank=1, late=[1], host="n1", step=self.step, seconds=self.now - begun, what="rank 1 hung")
+        for_s = self.now - begun
+        said = {"rank": 1, "late": [1], "host": "n1", "step": self.step, "what": "rank 1 hung"}
+        self.tell("hung", **said, seconds=for_s, stalled_s=for_s)
         self.spend("hung", 3, 5)
         self.ended("restarted", "hung")
         self.spend("launching")
