@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from clusterddp.jobdef.load import from_values
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.records import read_json
-from clusterddp.rundir.run_directory import RunDirectory, runs_folder
+from clusterddp.rundir.run_directory import RunDirectory, temporary_beside_runs
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
 from clusterddp.slurm.batch import batch_script, fit_to_cluster
@@ -71,7 +70,9 @@ def check_nodes(arguments: argparse.Namespace) -> list[Node]:
     job, remarks = fit_to_cluster(job_of(arguments), required=True)
     for remark in remarks[:-1]:  # the last one is about preemption
         show(remark)
-    with _job_folder() as folder:
+    with temporary_beside_runs(".doctor-") as path:
+        folder = RunDirectory(path)
+        folder.create()
         write_atomically(folder.path / JOB_FILE, job.to_yaml(), mode=0o600)
         script = folder.batch_script
         write_atomically(script, batch_script(job, folder, Path.cwd(), module="clusterddp.checks.batch_step"))
@@ -95,23 +96,6 @@ def job_of(arguments: argparse.Namespace) -> Job:
         return job
     counts = [node.gpus_of(None) for node in slurm.partition_nodes(job.partition)]
     return dataclasses.replace(job, gpus_per_node=min(filter(None, counts), default=1))
-
-
-@contextmanager
-def _job_folder() -> Iterator[RunDirectory]:
-    """A folder beside the runs, which the nodes must see. It is deleted afterwards."""
-    runs = runs_folder(os.environ).absolute()
-    new = not runs.exists()
-    runs.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=runs, ignore_cleanup_errors=True) as path:
-            folder = RunDirectory(path)
-            folder.create()
-            yield folder
-    finally:
-        if new:
-            with suppress(OSError):  # another program has put something into it
-                runs.rmdir()
 
 
 def _await_results(job_id: str, folder: RunDirectory) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import os
 import re
 import shlex
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -462,6 +463,21 @@ ONE_RUN = f"a run directory, or a run's name in $CLUSTERDDP_RUNS or ./runs, or {
 def runs_folder(environ: Mapping[str, str]) -> Path:
     """The folder for new runs: $CLUSTERDDP_RUNS, else ./runs."""
     return Path(environ.get(RUNS) or "runs")
+
+
+@contextmanager
+def temporary_beside_runs(prefix: str) -> Iterator[Path]:
+    """A folder in the folder for new runs, which all nodes see. It is deleted at the end."""
+    runs = runs_folder(os.environ).absolute()
+    new = not runs.exists()
+    runs.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=runs, ignore_cleanup_errors=True) as path:
+            yield Path(path)
+    finally:
+        if new:
+            with suppress(OSError):  # another program has put something into it
+                runs.rmdir()
 
 
 def find_runs(words: Sequence[str]) -> list[RunDirectory]:

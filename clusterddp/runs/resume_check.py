@@ -1,17 +1,12 @@
 """``submit --check-resume N``: runs the first N steps of a job with and without resumes, and compares them.
 
-The runs have run directories of their own, in a folder that is deleted at the end.
-
-Pure: where ``submit --check-resume`` interrupts a script, where two trials first differ, and what that means.
+The runs have run directories of their own, in a folder that is deleted at the end. Where a script is interrupted, where
+two trials first differ, and what that means are pure functions.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +17,7 @@ from clusterddp.jobdef.job import Job, Limits
 from clusterddp.protocol import CHECK_RESUME
 from clusterddp.reporter import counted, say, show
 from clusterddp.rundir.records import WHY, Digests, Recording, States, StepRecord, Trial, read_trial
-from clusterddp.rundir.run_directory import RunDirectory, runs_folder
+from clusterddp.rundir.run_directory import RunDirectory, temporary_beside_runs
 from clusterddp.runs.local import LocalRun, interrupts_counted, without_clusterddp
 from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.submission import record_local
@@ -518,7 +513,7 @@ def check_resume(job: Job, steps: int) -> int:
     """
     if without_clusterddp(job):
         show(f"{job.script} does not mention clusterddp. {_NEEDS}")
-    with temporary_folder() as folder:
+    with temporary_beside_runs(".check-resume-") as folder:
         try:
             check = compare(LocalTrials(folder, without_side_effects(job)), steps)
         except Interrupted:
@@ -555,19 +550,3 @@ def without_side_effects(job: Job) -> Job:
     """The job without notifications, and without conditions that end it early."""
     job = replace(job, trackers={})
     return replace(job, hook=(), preflight=False, limits=Limits(), done=None)
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder beside the runs, where the ranks can write. It is deleted at the end."""
-    runs = runs_folder(os.environ).absolute()
-    existed = runs.is_dir()
-    runs.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".check-resume-", dir=runs))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if not existed:
-            with suppress(OSError):  # another command has put a run there meanwhile
-                runs.rmdir()

@@ -170,8 +170,8 @@ class World:
         begun = self.now
         self.spend("hung", 10, 60)
         for_s = self.now - begun
-        said = {"rank": 1, "late": [1], "host": "n1", "step": self.step, "what": "rank 1 hung"}
-        self.tell("hung", **said, seconds=for_s, stalled_s=for_s)
+        told = {"seconds": for_s, "stalled_s": for_s}
+        self.tell("hung", rank=1, late=[1], host="n1", step=self.step, what="rank 1 hung", **told)
         self.spend("hung", 3, 5)
         self.ended("restarted", "hung")
         self.spend("launching")
