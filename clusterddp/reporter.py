@@ -12,7 +12,7 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -78,6 +78,11 @@ def counted(number: int, one: str, many: str | None = None) -> str:
 def enumerated(one: str, names: Sequence[str]) -> str:
     """``job 5``, ``jobs 5, 6``."""
     return f"{one if len(names) == 1 else one + 's'} {', '.join(names)}"
+
+
+def value_text(value: Any) -> str:
+    """A logged value: a float with four digits, anything else as it is."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def in_words(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.cli import live
 from clusterddp.errors import UsageError
 from clusterddp.report import efficiency
-from clusterddp.reporter import clipped, columns_of, counted, duration, one_line, printable, show, speed
+from clusterddp.reporter import clipped, columns_of, counted, duration, one_line, printable, show, speed, value_text
 from clusterddp.rundir.run_directory import as_typed, find_runs, runs_folder
 from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import newest_interval
@@ -70,7 +70,11 @@ def columns(metrics: Sequence[str], keys: Mapping[str, Mapping[Path, str]] | Non
         **own,
         "step": Column(lambda row: row.summary.step, _step, right=True),
         "speed": Column(_speed, lambda row: speed(row.summary.seconds_per_step), right=True),
-        "left": Column(_left, lambda row: "" if (left := _left(row)) is None else duration(left), right=True),
+        "left": Column(
+            lambda row: left_s(row.summary, row.state),
+            lambda row: "" if (left := left_s(row.summary, row.state)) is None else duration(left),
+            right=True,
+        ),
         "gpus": Column(_busy, lambda row: "" if (busy := _busy(row)) is None else f"{busy}%", right=True),
         **{name: _metric(name) for name in metrics},
         "attempts": Column(lambda row: row.summary.attempts, lambda row: str(row.summary.attempts), right=True),
@@ -154,10 +158,6 @@ def _speed(row: Row) -> float | None:
     return 1 / row.summary.seconds_per_step if row.summary.seconds_per_step else None
 
 
-def _left(row: Row) -> float | None:
-    return left_s(row.summary, row.state)
-
-
 def _busy(row: Row) -> int | None:
     """How busy the GPUs of a run are that is being trained."""
     if row.state.word != "running":
@@ -175,7 +175,7 @@ def _metric(name: str) -> Column:
 
     def text(row: Row) -> str:
         found = value(row)
-        return "" if found is None else f"{found:.4g}" if isinstance(found, float) else str(found)
+        return "" if found is None else value_text(found)
 
     return Column(value, text, right=True)
 
@@ -388,7 +388,7 @@ def _states(text: str) -> list[str]:
 
 
 def _lines(found: _Found, metric: str | None) -> list[str]:
-    lines = table(found.rows, found.shown, live.terminal_width(), live.colour())
+    lines = table(found.rows, found.shown, live.terminal_width(), live.coloured(sys.stdout))
     if sys.stdout.isatty():
         lines += ["", heading(found.rows), *([found.steps] if found.steps else [])]
     if metric and found.rows:

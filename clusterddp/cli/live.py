@@ -83,6 +83,7 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def colour() -> bool:
-    """Whether to print colours: stdout is a terminal, and NO_COLOR (https://no-color.org) is not set."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def coloured(stream: object) -> bool:
+    """Whether a stream takes colours: it is a terminal, and NO_COLOR (https://no-color.org) is not set."""
+    isatty = getattr(stream, "isatty", lambda: False)
+    return isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

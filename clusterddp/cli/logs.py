@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from clusterddp.cli.live import coloured
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, in_one_line, is_unread, printable, put, say, show
@@ -207,12 +208,6 @@ class Follower:
     def _label(self, rank: int) -> bytes:
         label = f"[rank {rank}]"
         return (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{label}\x1b[0m " if self._coloured else f"{label} ").encode()
-
-
-def coloured(stream: object) -> bool:
-    """Whether a stream takes colours: it is a terminal, and NO_COLOR (no-color.org) is not set."""
-    isatty = getattr(stream, "isatty", lambda: False)
-    return isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 _ALL, _FAILED = "all", "failed"

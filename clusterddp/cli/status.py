@@ -17,7 +17,7 @@ from clusterddp.report import efficiency
 from clusterddp.report.booking import Booking
 from clusterddp.report.efficiency import Spent, advice
 from clusterddp.report.stragglers import scores
-from clusterddp.reporter import counted, duration, one_line, put, speed
+from clusterddp.reporter import counted, duration, one_line, put, speed, value_text
 from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, open_run
 from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import TimedInterval
@@ -220,6 +220,4 @@ def _excluded(job: Job, events: Sequence[Event], now: float) -> Sequence[Fact]:
 
 
 def _values(logged: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in logged.items()
-    )
+    return ", ".join(f"{key} {value_text(value)}" for key, value in logged.items())

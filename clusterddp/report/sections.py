@@ -22,7 +22,7 @@ from clusterddp.report.charts import (
 from clusterddp.report.curves import BUCKETS
 from clusterddp.report.efficiency import IDLE_NODES, WITHOUT_NODES, node_hours
 from clusterddp.report.theme import GROUP_OF, GROUPS, Markup, clipped, tag, with_code
-from clusterddp.reporter import counted, duration
+from clusterddp.reporter import counted, duration, value_text
 from clusterddp.rundir.timing import GPU_FIGURES
 
 Run = Mapping[str, Any]
@@ -264,8 +264,7 @@ def checkpoints(run: Run) -> Section | None:
     if found["newest"]:
         facts.append(f"the newest after step {found['newest']['step']:,}, {when(found['newest']['time'])}")
     if best := found["best"]:
-        value = f"{best['value']:.4g}" if isinstance(best["value"], float) else best["value"]
-        facts.append(f"the best after step {best['step']:,}, {best['metric']} {value}")
+        facts.append(f"the best after step {best['step']:,}, {best['metric']} {value_text(best['value'])}")
     if found["bytes"]:
         facts.append(f"{_size(found['bytes']['newest'])} each")
     if found["failed"]:

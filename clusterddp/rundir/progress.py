@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from clusterddp.reporter import duration, speed
+from clusterddp.reporter import duration, speed, value_text
 from clusterddp.rundir import records
 
 _RECENT_BYTES = 1 << 14
@@ -42,7 +42,7 @@ class Recent:
             parts.append(f"{duration(max(0, steps - self.done) * self.seconds_per_step)} left")
         main = main_metric(self.values)
         names = [main, *(name for name in self.values if name != main)] if main else []
-        return ", ".join([*parts, *(f"{name} {_number(self.values[name])}" for name in names[:MOST_METRICS])])
+        return ", ".join([*parts, *(f"{name} {value_text(self.values[name])}" for name in names[:MOST_METRICS])])
 
 
 def recent(path: Path) -> Recent | None:
@@ -76,7 +76,3 @@ def has_time(line: Mapping[str, Any]) -> bool:
 
 def _metrics(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in records.with_floats(line).items() if name not in records.NOT_METRICS}
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
