@@ -38,7 +38,7 @@ from tests.scripts import racer
 
 #: How many attempts there are at most.
 MOST = 5
-EXAMPLES = 400 if "CLUSTERDDP_TEST_PRODUCT" in os.environ else 12
+EXAMPLES = 400 if "CLUSTERDDP_TEST_PRODUCT" in os.environ else 30
 
 
 class Abandoned(BaseException):
