@@ -7,7 +7,6 @@ can be read on one page. ``pytest --update-messages`` rewrites the entries of th
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import socket
 import sys
@@ -20,6 +19,8 @@ from typing import TypeVar
 
 import pytest
 
+from clusterddp.rundir.ownership import owner_of
+
 ERROR = TypeVar("ERROR", bound=BaseException)
 
 FILE = Path(__file__).with_name("messages.txt")
@@ -30,10 +31,10 @@ VARYING = {
     r"\b(127\.0\.0\.1|0\.0\.0\.0|localhost):\d+": r"\1:<port>",
     r"\b0x[0-9a-f]{6,}": "<address>",
     r"/tmp/tmp\w{8}\b": "<folder>",
-    rf"\b(node|on) {socket.gethostname()}\b": r"\1 <host>",
+    rf"\b(node|on) {re.escape(socket.gethostname())}\b": r"\1 <host>",
     r"\b(\w+Error)\((?:'[^']*'|\"[^\"]*\")\)": r"\1(...)",  # Python's and torch's own words
     rf"\buser {os.geteuid()}\b": "user <id>",
-    rf"\bbelongs to {pwd.getpwuid(os.geteuid()).pw_name}\b": "belongs to <user>",
+    rf"\bbelongs to {re.escape(owner_of(Path('/proc/self')))}\b": "belongs to <user>",
     rf"{sysconfig.get_path('stdlib')}\b": "<python>",
     r"(.)\1{99,}": r"\1<repeated>",
 }
@@ -42,8 +43,7 @@ VARYING = {
 class Wording:
     """What a test expects to be said, in this order, and what has been said in it."""
 
-    def __init__(self, test: str, expected: list[str] | None, paths: Mapping[str, str]) -> None:
-        self.test = test
+    def __init__(self, expected: list[str] | None, paths: Mapping[str, str]) -> None:
         self.said: list[str] = []
         self._expected = expected
         self._paths = {sys.executable: "python", str(FILE.parents[1]): "repository", **paths}
@@ -152,7 +152,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     fixtures = getattr(item, "funcargs", {})
     paths = {str(value): name for name, value in fixtures.items() if isinstance(value, Path)}
     expected = _entries().get(item.nodeid, [])
-    _current = wording = Wording(item.nodeid, None if update else expected, paths)
+    _current = wording = Wording(None if update else expected, paths)
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ def test_an_entry_is_obsolete_without_its_test_or_its_file() -> None:
 
 
 def test_another_error_of_the_same_class_is_a_difference() -> None:
-    said = Wording("t", ["UsageError: a", "UsageError: b"], {})
+    said = Wording(["UsageError: a", "UsageError: b"], {})
     said.add("UsageError: a")
     with pytest.raises(AssertionError):
         said.add("UsageError: a")
@@ -32,11 +32,11 @@ def test_another_error_of_the_same_class_is_a_difference() -> None:
 
 def test_an_error_that_no_entry_expects_is_a_difference() -> None:
     with pytest.raises(AssertionError):
-        Wording("t", [], {}).add("UsageError: a")
+        Wording([], {}).add("UsageError: a")
 
 
 def test_what_differs_from_run_to_run_is_not_compared(tmp_path: Path) -> None:
-    said = Wording("t", None, {str(tmp_path): "tmp_path"})
+    said = Wording(None, {str(tmp_path): "tmp_path"})
     said.add(f"{tmp_path}/run is held by process {os.getpid()} at 127.0.0.1:40123, user {os.geteuid()}\n")
     assert said.said == ["<tmp_path>/run is held by process <number> at 127.0.0.1:<port>, user <id>"]
 
