@@ -91,6 +91,12 @@ class SlurmUnavailable(SlurmError):
     """A Slurm command is not installed, or the controller does not answer."""
 
 
+class SlurmInterrupted(SlurmUnavailable):
+    """Ctrl-C came before Slurm answered."""
+
+    exit_code = INTERRUPTED
+
+
 class SlurmMissing(SlurmUnavailable):
     """A Slurm command is not on PATH. A retry does not help."""
 

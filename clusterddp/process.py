@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import gc
 import json
+import math
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ _EXIT_ALONE = (
     *("clusterddp.checkpoint.writer", "multiprocessing.resource_tracker", "multiprocessing.forkserver"),
     "torch_shm_manager",
 )
+#: Seconds between two looks for a pending Ctrl-C.
+_LOOK_S = 0.1
 #: The folder on sys.path that contains this package.
 PACKAGE_FOLDER = Path(__file__).absolute().parents[1]
 #: Like `python -P -m`, which requires Python 3.11. Only built-in modules are imported before.
@@ -216,6 +219,37 @@ def signals_blocked(*signals: int) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def interrupted_by(error: Exception, patience_s: float) -> Iterator[None]:
+    """Raises ``error`` in the body if Ctrl-C or SIGHUP is pending for ``patience_s``, which ``signals_blocked`` blocks.
+
+    A body that is faster is not interrupted, and its caller gets the signal afterwards. Children do not get it at all.
+    No effect outside the main thread, or while a timer of the script's own is set.
+    """
+    interrupts, since = {signal.SIGINT, signal.SIGHUP}, math.inf
+
+    def look(*_: object) -> None:
+        nonlocal since
+        if not signal.sigpending() & interrupts:
+            return
+        since = min(since, time.monotonic())
+        if time.monotonic() >= since + patience_s:
+            while signal.sigtimedwait(interrupts, 0):
+                pass
+            raise error
+
+    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def process_namespace() -> str:

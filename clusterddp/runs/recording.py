@@ -230,10 +230,12 @@ def recorded(run: RunDirectory, job: Job, created: bool, content: Content = ONLY
         yield
     except SlurmError as error:
         if isinstance(error, SlurmUnavailable) and not isinstance(error, SlurmMissing):
-            raise SlurmUnavailable(
+            unknown = SlurmUnavailable(
                 f"Slurm may or may not have accepted the job of {run}: {error}. Look for it with `squeue --me`. If it "
                 f"is not there, submit it again with: clusterddp submit --run-dir {run.quoted}"
-            ) from error
+            )
+            unknown.exit_code = error.exit_code
+            raise unknown from error
         _undo(run, created, before, files)
         raise
 

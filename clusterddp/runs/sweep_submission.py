@@ -465,7 +465,9 @@ def _sbatch(array: Array, options: Sequence[str]) -> str:
         raise
     except SlurmUnavailable as error:  # it may have the job, and what the job needs must stay
         again = "Run the same command again. It asks Slurm first"
-        raise RunDirectoryError(f"Slurm may or may not have accepted {array.script}: {error}. {again}") from error
+        unknown = RunDirectoryError(f"Slurm may or may not have accepted {array.script}: {error}. {again}")
+        unknown.exit_code = error.exit_code
+        raise unknown from error
     except SlurmError:
         array.remove()
         raise

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.errors import RunDirectoryError, SlurmError, SlurmInterrupted, SlurmMissing, SlurmUnavailable
 from clusterddp.protocol import FOR_RANKS
 from clusterddp.reporter import say
 from clusterddp.slurm.refusals import is_refusal
@@ -236,7 +236,7 @@ def patiently(
     while True:
         try:
             return ask()
-        except SlurmMissing:
+        except (SlurmMissing, SlurmInterrupted):
             raise
         except errors as error:
             if time.monotonic() + pause_s > deadline:

@@ -7,12 +7,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.errors import SlurmError
+from clusterddp.errors import SlurmError, SlurmInterrupted
+from clusterddp.process import interrupted_by
 from clusterddp.slurm import commands as slurm
 
 #: Id (of a task of an array: ARRAY_TASK), state, nodes, start, time limit, partition, reason. The reason is last: it is
 #: free text, which may contain the separator. No field of the user's, such as the job's name, is read.
 _FIELDS = "%i|%T|%N|%S|%l|%P|%r"
+#: How long after Ctrl-C the answer of an sbatch that is under way is awaited, in seconds.
+_INTERRUPTED_S = 0.5
 #: The maximum number of ids in squeue's arguments. For more, all jobs are listed.
 _MOST_IDS = 2000
 
@@ -67,7 +70,7 @@ def submit(script: Path, *options: str, is_new: Callable[[str], bool] = lambda _
 
     A submission whose answer was lost may have been accepted. The queue shows that before sbatch is called again.
     ``is_new``: whether a job of this script that the queue shows may be the submitted one. Raises SlurmUnavailable if
-    that stays unknown.
+    that stays unknown, or, on a Ctrl-C that the caller has blocked, SlurmInterrupted.
     """
     sent = False
 
@@ -79,7 +82,8 @@ def submit(script: Path, *options: str, is_new: Callable[[str], bool] = lambda _
         sent = True
         return slurm.submit(script, *options, timeout_s=None)  # a timeout could leave an unknown job
 
-    return slurm.patiently(ask)
+    with interrupted_by(SlurmInterrupted("interrupted before Slurm answered"), _INTERRUPTED_S):
+        return slurm.patiently(ask)
 
 
 # --- why a job waits

@@ -37,7 +37,7 @@ from clusterddp.protocol import ATTEMPT
 from clusterddp.rundir import files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, request_client, submission, waiting
-from clusterddp.slurm import commands, pace, slurmd
+from clusterddp.slurm import commands, pace, queue, slurmd
 from clusterddp.slurm import configuration as preemption_policy
 from clusterddp.supervisor import attempt, controller, done, history, lease, main, own_checkpoints, recovery
 from clusterddp.supervisor.verdict import failure_text
@@ -194,6 +194,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         _Part(commands.subprocess, run=lambda command, **more: _now.slurm.run(command, **more)),
     )
     yield commands, "require", lambda *_: None
+    yield queue, "interrupted_by", lambda *_: nullcontext()
     yield pace, "_file", lambda: None
     yield pace, "_size", lambda path: _now.disk.size(path)
     yield recovery, "failure_text", _failure_text
