@@ -116,12 +116,14 @@ def test_a_node_that_hangs_is_left_for_the_spare_one(
 
 @pytest.mark.product
 @pytest.mark.parametrize("spares", [1, 0], ids=["spare", "none"])
-def test_a_node_whose_slurmstepd_was_killed_is_left_once_srun_has_waited_for_it(
-    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, spares: int
+@pytest.mark.parametrize("reboots", [False, True], ids=["slurmstepd", "reboot"])
+def test_a_node_whose_step_slurm_does_not_see_end_is_left_once_srun_has_waited_for_it(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, spares: int, reboots: bool
 ) -> None:
-    """Its slurmd answers, and slurmctld never learns that the step has ended there. After 5 s in place of a minute.
+    """slurmstepd was killed, or the whole node, which boots before Slurm gives it up. After 5 s in place of a minute.
 
-    Without a spare node the job is requeued, so that no step is left.
+    Its slurmd answers, and slurmctld never learns that the step has ended there. Without a spare node the job is
+    requeued, so that no step is left.
     """
     site = runs / "site"
     site.mkdir()
@@ -130,9 +132,13 @@ def test_a_node_whose_slurmstepd_was_killed_is_left_once_srun_has_waited_for_it(
     env = {"PYTHONPATH": f"{site}:{cluster.source}"}
     training = Training.submit(cluster, runs, "--pause", "0.2", options=options, env=env)
     wait_for_step(training.run, 7)
-    for process in cluster.processes("n2"):
-        if process.command().startswith("slurmstepd") or process in training.ranks_on("n2"):
-            process.kill()
+    if reboots:
+        cluster.kill_node("n2")
+        cluster.restart_slurmd("n2")
+    else:
+        for process in cluster.processes("n2"):
+            if process.command().startswith("slurmstepd") or process in training.ranks_on("n2"):
+                process.kill()
     training.wait(lambda: len(nodes_of(training)) == 2, "attempt 1", 40)
     check_continued(training, uninterrupted_training)
     last = ["n1", "n3"] if spares else ["n1", "n2"]
