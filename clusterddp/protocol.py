@@ -1,6 +1,6 @@
 """The protocol between the processes of a run, besides events: control messages and environment variables.
 
-Events are in events.py, and exit codes in errors.py. docs/reference/events.md is also generated from this module, and
+Events are in history/, and exit codes in errors.py. docs/reference/events.md is also generated from this module, and
 a test compares it with the messages that the code writes and reads.
 """
 

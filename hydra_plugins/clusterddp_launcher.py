@@ -266,7 +266,7 @@ class ClusterddpLauncher(Launcher):
     def _returned(self, run: "RunDirectory", member: _Member) -> JobReturn:
         """How a member ended, as Hydra's sweepers read it."""
         from clusterddp.api import Handle
-        from clusterddp.events import is_unconfirmed
+        from clusterddp.history.outcome import is_unconfirmed
         from clusterddp.reporter import show
 
         handle = Handle(run.path)

@@ -1,4 +1,4 @@
-"""Whether events have the fields that ``clusterddp/events.py`` lists, and messages those of ``protocol.py``."""
+"""Whether events have the fields of their classes in ``clusterddp/history``, and messages those of ``protocol.py``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clusterddp.events import EVENTS, Event
-from clusterddp.protocol import CHANNEL_EVENTS, Message
+from clusterddp.history.codec import listed
+from clusterddp.history.event import EVENTS
+from clusterddp.protocol import CHANNEL_EVENTS
 from clusterddp.rundir.records import read_lines
 
-#: Events and messages, each with its ``fields``.
-EVERY: dict[str, type[Event] | Message] = {**EVENTS, **CHANNEL_EVENTS}
+#: The fields of events and messages, as a text.
+EVERY = {name: listed(kind) for name, kind in EVENTS.items()}
+EVERY |= {name: message.fields for name, message in CHANNEL_EVENTS.items()}
 
 
 def fields(text: str) -> tuple[set[str], set[str]]:
@@ -24,7 +26,7 @@ def fields(text: str) -> tuple[set[str], set[str]]:
 def check_event(event: str, given: Iterable[str], complete: bool = True) -> None:
     """Fails unless the protocol lists the event with these fields; ``complete``: all that are always there are."""
     assert event in EVERY, f"{event!r} is not listed"
-    always, known = fields(EVERY[event].fields)
+    always, known = fields(EVERY[event])
     more, less = set(given) - known - {"rank"}, always - set(given)
     assert not more or event == "result", f"{sorted(more)} of {event!r} are not listed"
     assert not less or not complete, f"{event!r} lacks {sorted(less)}"

@@ -13,7 +13,7 @@ from typing import Any
 from clusterddp import __version__
 from clusterddp.checkpoint.store import of_run
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.events import sentence
+from clusterddp.history.codec import sentence
 from clusterddp.report.data import SCHEMA, Words, collect
 from clusterddp.report.page import page
 from clusterddp.reporter import counted, put, say

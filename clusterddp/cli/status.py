@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.cli.live import View, watch
-from clusterddp.events import sentence
 from clusterddp.failures import exclusion
+from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.report import efficiency

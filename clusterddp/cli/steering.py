@@ -29,9 +29,11 @@ from clusterddp.errors import (
     SlurmUnavailable,
     UsageError,
 )
-from clusterddp.events import at_step, over_already, sentence
 from clusterddp.failures import exclusion
 from clusterddp.failures.stack_traces import NAMED, described, summary
+from clusterddp.history.codec import sentence
+from clusterddp.history.outcome import over_already
+from clusterddp.history.words import at_step
 from clusterddp.hostlist import expand, ranges, ranks_in
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved

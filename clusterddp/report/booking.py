@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from clusterddp.events import ATTEMPT_ENDS, BY_SLURM, PHASES, RUN_ENDS
+from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM, PHASES, RUN_ENDS
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
@@ -45,7 +45,7 @@ CATEGORIES: Mapping[str, str] = {
     "down": "down",
     "unknown": "unknown",
 }
-#: The other phases of rank 0 (``events.PHASES``) are categories themselves.
+#: The other phases of rank 0 (``PHASES``) are categories themselves.
 _OF_PHASE = {"after_loop": "unknown", "ending": "launching"}
 #: The category after the end of a run's records, by its state (``slurm/run_states.py``), unless it is over.
 _OF_STATE = {"pending": "queued", "held": "held", "limited": "limited", "running": "", "stopped": "down"}

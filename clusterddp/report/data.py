@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.events import is_unconfirmed
+from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved

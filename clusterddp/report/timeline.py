@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS
+from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.hostlist import expand
 from clusterddp.report.booking import Booking, Interval
 from clusterddp.report.theme import clipped
@@ -16,7 +16,7 @@ from clusterddp.reporter import counted
 from clusterddp.rundir.records import is_count
 
 Event = Mapping[str, Any]
-#: An event's sentence, or None for one that is only recorded (``events.py``).
+#: An event's sentence, or None for one that is only recorded (``history/``).
 Sentence = Callable[[Event], "str | None"]
 #: The number of parts into which the lanes of a run divide its time. Each is in one lane, or in two.
 _PARTS = 2000

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS
+from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.protocol import RUNS
 from clusterddp.rundir import records
 from clusterddp.rundir.files import (

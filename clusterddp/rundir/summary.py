@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.events import ATTEMPT_ENDS, BY_SLURM, WITHOUT_RANKS
+from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.files import names_in, status
 from clusterddp.rundir.ownership import is_job_id, read_claim, waiting_claim

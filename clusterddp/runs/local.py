@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from clusterddp.errors import INTERRUPTED, STOPPED, UNCONFIRMED, UsageError
-from clusterddp.events import is_unconfirmed
+from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, signal_ranks
 from clusterddp.reporter import counted, show

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.events import sentence
 from clusterddp.failures.exit_status import LaunchFailure
+from clusterddp.history.codec import sentence
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.reporter import forgiving, one_line, printable, say, show, what_failed

@@ -25,7 +25,8 @@ from clusterddp.errors import (
     SlurmUnavailable,
     UsageError,
 )
-from clusterddp.events import is_unconfirmed, sentence
+from clusterddp.history.codec import sentence
+from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_snapshot import Code, checkout_of
 from clusterddp.jobdef.job import FUNCTION, Job, Keep

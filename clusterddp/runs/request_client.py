@@ -24,7 +24,8 @@ from typing import Any
 
 from clusterddp.entry import exit_with
 from clusterddp.errors import RunDirectoryError, SlurmError
-from clusterddp.events import ATTEMPT_ENDS, BY_SLURM, over_already
+from clusterddp.history.outcome import over_already
+from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import module_command, process_start, signal_ranks
 from clusterddp.reporter import show

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from clusterddp.events import is_unconfirmed
+from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.report.booking import Booking, Wait, book_run
 from clusterddp.report.efficiency import Spent, spent
 from clusterddp.report.stragglers import waits

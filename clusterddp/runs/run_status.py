@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterddp.events import how_it_ended
 from clusterddp.failures import exclusion
+from clusterddp.history.outcome import how_it_ended
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.report import efficiency

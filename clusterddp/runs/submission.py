@@ -18,8 +18,9 @@ from typing import Any
 
 from clusterddp.checkpoint.store import of_run
 from clusterddp.errors import CheckpointError, JobDefinitionError, RunDirectoryError, UsageError
-from clusterddp.events import at_step, is_unconfirmed
 from clusterddp.failures import node_memory
+from clusterddp.history.outcome import is_unconfirmed
+from clusterddp.history.words import at_step
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.configuration_files import find_configuration_files, read_configuration_files
 from clusterddp.jobdef.job import KEYS, Job

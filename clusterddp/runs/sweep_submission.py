@@ -36,8 +36,8 @@ from clusterddp.errors import (
     SlurmUnavailable,
     UsageError,
 )
-from clusterddp.events import is_unconfirmed
 from clusterddp.failures import exclusion, node_memory
+from clusterddp.history.outcome import is_unconfirmed
 from clusterddp.jobdef.code_snapshot import Code
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import list_differences

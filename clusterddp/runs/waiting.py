@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from clusterddp.errors import INTERRUPTED, TIMED_OUT, WAITED, ClusterddpError, RunDirectoryError, SlurmError
-from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, how_it_ended, is_unconfirmed
 from clusterddp.failures import exclusion, node_memory
+from clusterddp.history.outcome import how_it_ended, is_unconfirmed
+from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from clusterddp.errors import SlurmError
-from clusterddp.events import ATTEMPT_ENDS
+from clusterddp.history.words import ATTEMPT_ENDS
 from clusterddp.rundir.files import status, write_atomically
 from clusterddp.rundir.records import read_backwards
 from clusterddp.rundir.run_directory import RunDirectory

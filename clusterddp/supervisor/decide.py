@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from clusterddp.events import GpuFault, gpu_fault
 from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered, named
+from clusterddp.history.failures import gpu_fault
 from clusterddp.protocol import REQUESTED_STOPS
 from clusterddp.rundir.records import Schema, is_count, is_text, is_time, optional, schema_error
 from clusterddp.supervisor import user_requests
@@ -154,7 +154,8 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     if event.name == "not_read" and state.made_before:
         values["redone"] = state.made_before
     if event.name == "gpu_fault" and values["hardware"] and rank not in state.gpu_faults:
-        state = replace(state, gpu_faults=state.gpu_faults.put(rank, (now, gpu_fault(GpuFault(values)))))
+        fault = gpu_fault(values["host"], values["what"], values.get("gpu"), values.get("xid"))
+        state = replace(state, gpu_faults=state.gpu_faults.put(rank, (now, fault)))
     state, actions = _note(state, event)
     state, more = _record(state, event.name, values)
     return state, [*actions, *more]

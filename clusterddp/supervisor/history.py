@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp import protocol
-from clusterddp.events import BY_SLURM, HOOK_EVENTS, sentence
+from clusterddp.history.codec import sentence
+from clusterddp.history.words import BY_SLURM, HOOK_EVENTS
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import masked
 from clusterddp.process import ending_alone
@@ -257,7 +258,7 @@ _PREEMPTED = (Cause.PREEMPTED.value, Cause.PREEMPTED_WITHOUT_GRACE.value)
 
 
 def hook_event(event: Mapping[str, Any]) -> str | None:
-    """The word of ``events.HOOK_EVENTS`` for an event of the history. None if the hook is not called for it."""
+    """The word of ``HOOK_EVENTS`` for an event of the history. None if the hook is not called for it."""
     name = event["event"]
     if name == "stopped" and event.get("then") != BY_SLURM:
         return "stopped"

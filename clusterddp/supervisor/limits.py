@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp.events import ATTEMPT_ENDS, WITHOUT_RANKS, ChildDied
+from clusterddp.history.codec import decode
+from clusterddp.history.steps import ChildDied
+from clusterddp.history.words import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import duration
 from clusterddp.rundir.records import is_count
@@ -171,8 +173,8 @@ def doubt(events: Iterable[Mapping[str, Any]], attempt: int, sees_steps: bool = 
     for event in events:
         by_attempt.setdefault(event["attempt"], []).append(event)
     own = by_attempt.get(attempt, [])
-    if died := next((event for event in own if event["event"] == "child_died"), None):
-        return f"unconfirmed: {ChildDied(died).what()}, and the script exited with code 0"
+    if died := next((event for event in map(decode, own) if isinstance(event, ChildDied)), None):
+        return f"unconfirmed: {died.what()}, and the script exited with code 0"
     if unread := next((event["file"] for event in own if event["event"] == "not_read"), None):
         return f"unconfirmed: the script did not read {unread}, so it began again"
     ran = {number: seconds for number, own in by_attempt.items() if (seconds := _script_s(own)) is not None}

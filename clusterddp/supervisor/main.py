@@ -25,8 +25,8 @@ from clusterddp.checkpoint.store import of_run
 from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import RunDirectoryError
-from clusterddp.events import at_step
 from clusterddp.failures.placement import Placement, as_placed, place
+from clusterddp.history.words import at_step
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved

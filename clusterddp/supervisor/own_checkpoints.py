@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp import protocol
-from clusterddp.events import ATTEMPT_ENDS, WITHOUT_RANKS
+from clusterddp.history.words import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.program import OF_RANK, checkpoint_values, fill, fill_pattern, placeholders_in, shown_path
 from clusterddp.jobdef.secrets import without_secrets

@@ -23,9 +23,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError, RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
-from clusterddp.events import BY_SLURM, RESTARTING
 from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Choice, Course, choose
+from clusterddp.history.words import BY_SLURM, RESTARTING
 from clusterddp.reporter import say, show
 from clusterddp.rundir.files import LASTING
 from clusterddp.rundir.run_directory import RunDirectory

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.events import at_step
 from clusterddp.failures import exit_status
 from clusterddp.failures.exit_status import KILLS, Blame, ErrorText, ExitStatus, LaunchFailure, launch_failure
 from clusterddp.failures.stack_traces import (
@@ -37,6 +36,7 @@ from clusterddp.failures.stack_traces import (
     users_line,
     without_advice,
 )
+from clusterddp.history.words import at_step
 from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import counted, printable
 from clusterddp.rundir.files import open_binary

@@ -22,7 +22,7 @@ from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.devices import device_thread
 from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
-from clusterddp.events import last_save_retried
+from clusterddp.history.checkpoints import last_save_retried
 from clusterddp.jobdef.job import Checkpointing, Keep, best_metric
 from clusterddp.reporter import say
 from clusterddp.rundir.files import finite

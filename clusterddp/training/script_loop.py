@@ -26,7 +26,7 @@ from clusterddp import environment, protocol
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed.process_group import AttemptStore
 from clusterddp.errors import Stopped
-from clusterddp.events import NO_RANK
+from clusterddp.history.steps import NO_RANK
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import counted, say
 from clusterddp.training import script_steps, settings

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 
 from clusterddp.distributed.process_group import AttemptStore
 from clusterddp.errors import STOPPED, ClusterddpError
-from clusterddp.events import HANDLER_REPLACED
+from clusterddp.history.stops import HANDLER_REPLACED
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_json
 from clusterddp.worker import control_channel

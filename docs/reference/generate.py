@@ -15,8 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from clusterddp import errors, events, protocol
+from clusterddp import errors, protocol
 from clusterddp.cli.command_line import parser
+from clusterddp.history.codec import listed
+from clusterddp.history.event import EVENTS
+from clusterddp.history.words import HOOK_EVENTS
 from clusterddp.jobdef.json_schema import job_schema
 from clusterddp.rundir import run_directory
 from clusterddp.trackers.registry import TRACKERS
@@ -76,16 +79,16 @@ def event_page() -> list[str]:
         "| event | fields | meaning |",
         "|---|---|---|",
     ]
-    for name, event in events.EVENTS.items():
+    for name, event in EVENTS.items():
         meaning = _capital(" ".join((event.__doc__ or "").split()))
-        lines.append(f"| `{name}` | {', '.join(event.fields.split())} | {meaning} |")
+        lines.append(f"| `{name}` | {', '.join(listed(event).split())} | {meaning} |")
     return [
         *lines,
         *("", "## The hook", ""),
         "The command of the key `hook` gets an object with one of these as `event`, with `time`, `attempt`, `run` and",
         "`job_name`, and with the fields of the corresponding line of the history.",
         *("", "| event | meaning |", "|---|---|"),
-        *(f"| `{name}` | {_capital(meaning)} |" for name, meaning in events.HOOK_EVENTS.items()),
+        *(f"| `{name}` | {_capital(meaning)} |" for name, meaning in HOOK_EVENTS.items()),
         *("", "## Environment variables", "", "| variable | who sets it for whom, and what it holds |", "|---|---|"),
         *(f"| `{variable}` | {_capital(variable.meaning)} |" for variable in variables),
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.events import sentence
+from clusterddp.history.codec import sentence
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.trainings import events_of

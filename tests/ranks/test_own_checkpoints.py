@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.events import sentence
+from clusterddp.history.codec import sentence
 from clusterddp.jobdef import configuration_files
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.waiting import preempt_local, story, wait_until

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clusterddp import protocol
-from clusterddp.events import sentence
+from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training import settings

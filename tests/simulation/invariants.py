@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import TIMED_OUT, WAITED
-from clusterddp.events import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
+from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause

@@ -525,7 +525,7 @@ class Rank:
         if self.number == 0:
             state = self._restore(store)
             if state["parent"]:
-                self.report("resumed", step=state["step"], parent=state["parent"], inexact=None)
+                self.report("resumed", step=state["step"], parent=state["parent"], inexact=[])
             else:
                 self.report("training", step=state["step"])
             self.report("progress", step=state["step"], steps=script.steps)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.cli import steering
-from clusterddp.events import ATTEMPT_ENDS
+from clusterddp.history.words import ATTEMPT_ENDS
 from clusterddp.rundir.records import read_lines
 from clusterddp.slurm.run_states import Cause
 from tests.cluster import Cluster, ClusterConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import WAITED
-from clusterddp.events import sentence
+from clusterddp.history.codec import sentence
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster

@@ -22,11 +22,11 @@ import pytest
 
 from clusterddp import protocol
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
-from clusterddp.events import sentence
 from clusterddp.failures import exclusion
 from clusterddp.failures.exit_status import ExitStatus, launch_failure, of_tasks
 from clusterddp.failures.hangs import Hang
 from clusterddp.failures.placement import Placement
+from clusterddp.history.codec import sentence
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.process import started_at

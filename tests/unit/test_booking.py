@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.events import BY_SLURM
+from clusterddp.history.words import BY_SLURM
 from clusterddp.jobdef.job import Job
 from clusterddp.report.booking import CATEGORIES, HOLD_S, Booking, Wait, book
 from clusterddp.report.efficiency import advice, spent

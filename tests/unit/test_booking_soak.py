@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.events import sentence
+from clusterddp.history.codec import sentence
 from clusterddp.report.booking import book
 from clusterddp.report.stragglers import waits
 from clusterddp.report.timeline import lanes

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.events import sentence
 from clusterddp.failures.hangs import Hang, Slow, Watch
+from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
 from clusterddp.supervisor.attempt_state import (
     ASK_AGAIN_S,

@@ -21,8 +21,8 @@ from clusterddp.checks.batch_step import Conductor, Probe, ProbeServer, results
 from clusterddp.checks.node import Check, failed, ok, warning
 from clusterddp.checks.nodes_job import nodes_of, summary
 from clusterddp.errors import PreflightError, SlurmError
-from clusterddp.events import sentence
 from clusterddp.failures.exclusion import failures, unchecked
+from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.events import sentence
+from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job, Limits, Resume
 from clusterddp.jobdef.program import checkpoint_values
 from clusterddp.rundir.run_directory import RunDirectory
@@ -243,7 +243,8 @@ def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> N
 )
 def test_a_failure_and_what_follows_are_two_sentences(values: dict[str, Any], words: str) -> None:
     """What is advised about it does not run into the rest."""
-    ended = event(0, 120.0, "restarted", reason="rank 1 (n1) killed by signal 9. Check memory", **values)
+    why = {"reason": "rank 1 (n1) killed by signal 9. Check memory", "cause": "signal"}
+    ended = event(0, 120.0, "restarted", **why, **values)
     said = f"attempt 0: rank 1 (n1) killed by signal 9. Check memory. {words}. Restarting all ranks in place"
     assert sentence(ended) == said
 

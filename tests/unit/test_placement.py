@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from clusterddp.events import sentence
 from clusterddp.failures.hangs import Hang
 from clusterddp.failures.placement import Course, Placement, choose, place
+from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory

@@ -1,4 +1,4 @@
-"""``events.py`` and ``protocol.py`` list what the code really writes and reads: events, messages, variables."""
+"""``history/`` and ``protocol.py`` list what the code really writes and reads: events, messages, variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from clusterddp import errors, protocol
-from clusterddp.events import EVENTS, RUN_ENDS
+from clusterddp.history.event import EVENTS
+from clusterddp.history.words import RUN_ENDS
 from clusterddp.supervisor import control_server
 from clusterddp.worker import control_channel
 from tests.histories import EVERY, check_event, fields
@@ -68,8 +69,8 @@ def test_every_event_that_is_read_or_shown_is_listed() -> None:
 
 
 def test_no_field_hides_what_every_line_has() -> None:
-    for event in EVENTS.values():
-        assert not fields(event.fields)[1] & {"time", "attempt", "event"}
+    for event in EVENTS:
+        assert not fields(EVERY[event])[1] & {"time", "attempt", "event"}
 
 
 def test_the_messages_of_the_control_channel_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,7 +374,8 @@ def test_a_ranks_record_that_cannot_be_read_is_a_rank_that_died(run: RunDirector
 def test_a_reader_skips_a_line_that_is_not_json(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     """It must not end the local command."""
     progress = Progress(run, None)
-    run.events_file.write_text('nonsense\n[]\n{"time": 1.0, "attempt": 0, "event": "submitted", "job": "7"}\n')
+    submitted = '{"time": 1.0, "attempt": 0, "event": "submitted", "job": "7", "submitted": 1.0}'
+    run.events_file.write_text(f"nonsense\n[]\n{submitted}\n")
     run.metrics_file.write_text('{"step": []}\n{"step": 4, "attempt": 0}\n')
     progress.update()
     assert (progress.steps_done, capsys.readouterr().err) == (5, "attempt 0: submitted as job 7\n")

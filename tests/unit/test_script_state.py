@@ -19,7 +19,7 @@ from clusterddp.checkpoint.state_dict import load_state, pack, state_of, unpack
 from clusterddp.data.external_loader import NoLoader
 from clusterddp.distributed.wrapping import optimizers
 from clusterddp.errors import CheckpointError
-from clusterddp.events import sentence
+from clusterddp.history.codec import sentence
 from clusterddp.training.module_attributes import ModuleAttributes
 from clusterddp.training.run_state import BeforeStep
 from clusterddp.training.script_state import PerRank, Values, by_name

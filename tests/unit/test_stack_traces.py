@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clusterddp.events import sentence
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.stack_traces import MOST_FRAMES, different_calls, end_of_log, users_line
+from clusterddp.history.codec import sentence
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_text
 
@@ -64,8 +64,10 @@ def test_ranks_that_were_ended_for_a_peer_are_not_reported_as_out_of_memory(tmp_
 def test_the_last_line_of_a_failed_run_has_the_reason() -> None:
     """Cut, where it is endless."""
     event = {
+        "time": 7.5,
         "event": "failed",
         "attempt": 2,
+        "attempts": 3,
         "step": 5,
         "reason": "3 consecutive attempts failed; last attempt: rank 1 ...",
     }

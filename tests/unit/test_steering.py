@@ -21,8 +21,8 @@ from clusterddp import protocol
 from clusterddp.cli import status, steering
 from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
-from clusterddp.events import BY_SLURM, RUN_ENDS
 from clusterddp.failures.stack_traces import stacks
+from clusterddp.history.words import BY_SLURM, RUN_ENDS
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.ownership import Address, read_address, write_address

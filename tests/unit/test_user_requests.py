@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from clusterddp.events import sentence
 from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import described, grouped, summary
+from clusterddp.history.codec import sentence
 from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory

@@ -671,7 +671,7 @@ def test_each_event_of_several_runs_names_its_run(
     for one in (run, other):
         one.job_file.write_text("module: x\n")
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("RUNNING"))
-    resumed = {"time": 1.0, "attempt": 0, "event": "resumed", "step": 7}
+    resumed = {"time": 1.0, "attempt": 0, "event": "resumed", "step": 7, "parent": {"attempt": 0, "step": 7}}
 
     def end(_: float) -> None:
         for one in (run, other):
