@@ -16,7 +16,7 @@ from clusterddp.history import beginnings, checkpoints, ends, failures, steps, s
 from clusterddp.history.event import EVENTS, Event, Unread
 from clusterddp.reporter import in_one_line
 
-#: The modules with events, each of which adds its own to ``EVENTS``.
+#: The modules with events, in the order of the reference. Each adds its own to ``EVENTS``.
 MODULES = (beginnings, steps, checkpoints, stops, failures, ends)
 #: The fields that every line has, besides the name of its event.
 _OF_EVERY_LINE = ("time", "attempt")

@@ -17,7 +17,7 @@ from typing import Any
 
 from clusterddp import errors, protocol
 from clusterddp.cli.command_line import parser
-from clusterddp.history.codec import listed
+from clusterddp.history.codec import MODULES, listed
 from clusterddp.history.event import EVENTS
 from clusterddp.history.words import HOOK_EVENTS
 from clusterddp.jobdef.json_schema import job_schema
@@ -79,7 +79,8 @@ def event_page() -> list[str]:
         "| event | fields | meaning |",
         "|---|---|---|",
     ]
-    for name, event in EVENTS.items():
+    modules = [module.__name__ for module in MODULES]
+    for name, event in sorted(EVENTS.items(), key=lambda item: modules.index(item[1].__module__)):
         meaning = _capital(" ".join((event.__doc__ or "").split()))
         lines.append(f"| `{name}` | {', '.join(listed(event).split())} | {meaning} |")
     return [
