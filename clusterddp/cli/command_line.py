@@ -60,8 +60,8 @@ DESCRIPTIONS = {
         "with its name. For a failed run, show its first failure."
     ),
     "report": "Write a self-contained HTML file about a run: what happened when and why, where the time went, "
-    "metrics, checkpoints, failures, and the commands to continue it. For several runs or a sweep, draw "
-    "their curves in one chart. Print the name of the file.",
+    "metrics, checkpoints, failures, and the commands to continue it. For several runs or a sweep, rank "
+    "them and plot their metric against each parameter. Print the name of the file.",
     "wait": (
         "Wait until all runs are over, or stopped until you submit them again. Only with --resubmit, change them. "
         "Ctrl-C stops this command, not the runs. "
@@ -132,10 +132,10 @@ def _near_option(unknown: Sequence[str], name: str) -> str:
     """A question for an option that is nearly one of the command's, or nothing."""
     own = argparse.ArgumentParser()
     _function(name, "add_arguments")(own)
-    options = re.findall(r"--[\w-]+", own.format_help())
-    given = (word.partition("=")[0] for word in unknown if word.startswith("--"))
+    options = re.findall(r"--([\w-]+)", own.format_help())  # without dashes, which make any two options similar
+    given = (word[2:].partition("=")[0] for word in unknown if word.startswith("--"))
     similar = next((near for word in given if (near := get_close_matches(word, options, 1))), None)
-    return f"Did you mean {similar[0]}? " if similar else ""
+    return f"Did you mean --{similar[0]}? " if similar else ""
 
 
 def check_name(word: str) -> None:

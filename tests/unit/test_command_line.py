@@ -55,6 +55,12 @@ def test_a_misspelled_option_gets_the_right_one_suggested(words: list[str], near
     assert near in str(refused.value)
 
 
+def test_an_option_that_resembles_none_of_the_command_gets_no_suggestion() -> None:
+    with raises(UsageError) as refused:
+        command(["report", "runs/a", "--sweep"])
+    assert "Did you mean" not in str(refused.value)
+
+
 def test_a_home_that_the_shell_left_in_an_option_is_expanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
