@@ -137,6 +137,8 @@ class Invariants:
         self._submitted_after = -1
         #: By attempt, the ranks that truly failed by themselves, and when.
         self._failed: dict[int, dict[int, float]] = {}
+        #: The attempt and rank of those that failed before they had joined, so that no supervisor knows when.
+        self._unjoined: set[tuple[int, int]] = set()
         #: Requeues that hit a job which was cancelled after its supervisor had last asked: the known window.
         self.windows = 0
         #: Of each start of a job, the attempts with the nodes of their ranks.
@@ -259,6 +261,8 @@ class Invariants:
 
     def failed(self, rank: Rank) -> None:
         """A rank fails by itself."""
+        if rank.server is None:
+            self._unjoined.add((rank.attempt, rank.number))
         self._failed.setdefault(rank.attempt, {}).setdefault(rank.number, self._world.now)
 
     def _on_rank(self, what: str, rank: Rank, values: Mapping[str, Any]) -> None:
@@ -684,7 +688,8 @@ class Invariants:
             if name == "rank_failed" and number in self._failed and "fault" not in event:  # a GPU's comes first
                 rank, at = next(iter(self._failed[number].items()))
                 late = self._failed[number].get(event["rank"], math.inf) > at + TOLD_S
-                if late and at + EPOCH < event["time"] - 1.0 and not faults & UNCLEAR:
+                unclear = faults & UNCLEAR or (number, event["rank"]) in self._unjoined
+                if late and at + EPOCH < event["time"] - 1.0 and not unclear:
                     self._violated(
                         "I8", f"rank {rank} failed first in attempt {number}, and rank {event['rank']} is shown"
                     )
