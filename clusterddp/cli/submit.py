@@ -125,7 +125,7 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     if in_batch_step(os.environ):
         return supervise_slurm(str(run))
     show(f"run directory: {run}")
-    with Progress(run, job.steps, job.progress_interval) as progress:
+    with Progress(run, job.steps, shown=Shown(failures=False)) as progress:
         code = AllocatedRun(run, job).loop(progress)
     return ended(
         run, code, f"clusterddp submit --here --run-dir {run.quoted}, or sbatch {shlex.quote(str(run.batch_script))}"

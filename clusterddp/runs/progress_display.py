@@ -53,6 +53,53 @@ class Tail:
         return whole.decode(errors="replace").split("\n")
 
 
+class _Output:
+    """What rank 0 writes to one of its files in an attempt.
+
+    ``marks``: the run's ``error_marks``, to leave that error out.
+    """
+
+    def __init__(self, path: Path, marks: Path | None = None) -> None:
+        self._path, self._offset, self._rest = path, 0, b""
+        self._marks = Tail(marks) if marks else None
+        self._error: list[int] = []
+
+    def lines(self) -> list[str]:
+        """The lines completed since the last call, each as a terminal shows it in the end: only what follows the last
+        carriage return, as in a progress bar, which may be drawn for days."""
+        try:
+            with open_binary(self._path) as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        *whole, rest = (self._rest + self._without_error(data)).split(b"\n")
+        self._rest = _after_return(rest)
+        return [_after_return(line).rstrip(b"\r").decode(errors="replace") for line in whole]
+
+    def _without_error(self, data: bytes) -> bytes:
+        """New data without the error. What follows its beginning is read again until its end is known, too."""
+        begin = self._offset
+        self._offset += len(data)
+        if self._marks is not None:  # after the data was read: the rank writes the mark before the error
+            self._error += [mark["at"] for mark in _objects(self._marks.lines(), _MARK)]
+        if not self._error:
+            return data
+        before = data[: max(0, self._error[0] - begin)]
+        if len(self._error) == 1:
+            self._offset = begin + len(before)
+            return before
+        return before + data[max(0, self._error[1] - begin) :]
+
+
+def _after_return(line: bytes) -> bytes:
+    """What a terminal shows of a line. A carriage return at the end has overwritten nothing yet."""
+    return line[line.rfind(b"\r", 0, len(line.rstrip(b"\r"))) + 1 :]
+
+
+_MARK: Schema = {"at": is_count}
+
+
 def _objects(lines: list[str], form: Schema) -> Iterator[dict[str, Any]]:
     """The objects in lines of JSON. Invalid lines are skipped, because a command that only looks must not fail."""
     for line in lines:
@@ -68,11 +115,12 @@ class Shown:
     progress: bool = True
     """Whether to show the progress: on a terminal as a line that changes, elsewhere as one at an interval."""
     output: bool = True
-    """Whether to show rank 0's output."""
+    """Whether to show rank 0's output: its stdout and its stderr."""
     events: Collection[str] | None = None
     """Which events are shown. None: all."""
     failures: bool = True
-    """Whether to show the sentence about a first failure, which the supervisor's box on the same terminal repeats."""
+    """Whether to show the sentence about a first failure and the error with which rank 0 ended. In a local run, the
+    supervisor prints both in a box on the same terminal."""
     label: str = ""
     """The beginning of each event's line."""
 
@@ -92,7 +140,7 @@ class Progress:
         self._run, self._shown = run, shown
         self._events = Tail(run.events_file, from_end=True)
         self._metrics = Tail(run.metrics_file, from_end=True)
-        self._output: Tail | None = None
+        self._output: list[_Output] = []
         self._total = total_steps
         self._live: Live | None = None
         self._every_s = every_s if shown.progress else None
@@ -150,19 +198,22 @@ class Progress:
     def _event(self, event: dict[str, Any]) -> None:
         self.starts += event["event"] == "started"
         self._line_at = time.monotonic()  # the sentence about the run's end is the last line
-        if event["event"] == "started" and self._shown.output:
-            self._output = Tail(self._run.attempt_logs(event["attempt"]) / "rank-0.out")
         self._total = event["steps"] if is_count(event.get("steps")) else self._total
         shown = self._shown.events is None or event["event"] in self._shown.events
         said = sentence(event) if shown and (self._shown.failures or event["event"] != "rank_failed") else None
         self._say_output()
         if said:
             self._say(f"{self._shown.label}{said}")
+        if event["event"] == "started" and self._shown.output:
+            log = Log(self._run.attempt_logs(event["attempt"]), event["attempt"], 0)
+            marks = None if self._shown.failures else self._run.error_marks(event["attempt"])
+            self._output = [_Output(log.path("out")), _Output(log.path("err"), marks)]
 
     def _say_output(self) -> None:
         """Shows the output of the user's own script unchanged, with its colours."""
-        for line in filter(None, self._output.lines() if self._output else ()):
-            self._say(line, raw=True)
+        for output in self._output:
+            for line in filter(None, output.lines()):
+                self._say(line, raw=True)
 
     def _say(self, line: str, raw: bool = False) -> None:
         if self._live:

@@ -413,7 +413,7 @@ class _Watched(Progress):
     """Ends the attempt of a script that does not mention clusterddp once it has trained a step."""
 
     def __init__(self, trial: _Interruptions, steps: int, output: bool) -> None:
-        super().__init__(trial.run, steps, shown=Shown(progress=False, output=output, events=_SHOWN))
+        super().__init__(trial.run, steps, shown=Shown(progress=False, output=output, events=_SHOWN, failures=False))
         self._trial = trial
 
     def _event(self, event: dict[str, Any]) -> None:

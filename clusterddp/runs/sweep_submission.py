@@ -60,7 +60,7 @@ from clusterddp.rundir.ownership import check_own, check_place, delete_folder, w
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.local import LocalRun
-from clusterddp.runs.progress_display import Progress
+from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.recording import ONLY_JOB, Content, claim, has_completed, present_code, recorded, write_code
 from clusterddp.runs.submission import check_continues, fit_to_cluster, record_local, warn_of_unseen
 from clusterddp.runs.sweep_members import Record, Values, read_record, text_of
@@ -537,7 +537,7 @@ def _run(sweep: Sweep, name: str) -> int:
     run = record_local(job, str(folder.member(name)), sweep.content(name))
     run.unmark_cancelled()
     try:
-        with Progress(run, job.steps, job.progress_interval) as progress:
+        with Progress(run, job.steps, job.progress_interval, Shown(failures=False)) as progress:
             return LocalRun(run, job).loop(progress)
     finally:
         _loop_ended(run)

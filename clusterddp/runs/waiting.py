@@ -418,7 +418,7 @@ def wait(
                 Progress(
                     run,
                     job.steps,
-                    job.progress_interval,
+                    None if follow else job.progress_interval,  # rank 0 prints the same lines
                     Shown(progress=not several, output=follow, label=f"{run.path.name}: " if several else ""),
                 )
             )

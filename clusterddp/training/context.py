@@ -99,9 +99,11 @@ def _own_display() -> bool:
 
 
 def begin(read: Settings, attempt: int) -> ProgressLines | None:
-    """Only in a run's job. Elsewhere, the script's launcher and its user decide what is printed."""
+    """Only in a run's job. A local run's command shows the progress itself. Elsewhere, the script's launcher and its
+    user decide what is printed."""
     directory, every_s = read.run_dir, read.job.progress_interval
-    if read.ranks.rank != 0 or not control_channel.supervised() or directory is None or every_s is None:
+    ours = control_channel.supervised() and read.ranks.launcher != "local"
+    if read.ranks.rank != 0 or not ours or directory is None or every_s is None:
         return None
     return ProgressLines(directory.metrics_file, attempt, every_s)
 

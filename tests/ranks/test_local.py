@@ -260,6 +260,50 @@ def test_an_exception_is_shown_with_its_rank_and_ends_the_run(run: RunDirectory,
     assert (run.outcome() or {})["state"] == "failed"
 
 
+LOGS = """
+import logging
+import sys
+
+logging.basicConfig(level=logging.INFO)
+logging.info("epoch 0 begins")
+try:
+    1 // 0
+except ZeroDivisionError:
+    logging.exception("a batch is skipped")
+sys.stderr.write("\\r 10%\\r 50%\\r100%\\n")
+"""
+
+
+@pytest.mark.parametrize("ending", ["raise ValueError('the data is gone')", "sys.exit('the data is gone')"])
+def test_what_rank_0_logs_to_stderr_is_shown_and_no_line_twice(run: RunDirectory, tmp_path: Path, ending: str) -> None:
+    """The error that ends it is in the box and in its log, the traceback of a handled one in the output."""
+    (script := tmp_path / "logs.py").write_text(f"{LOGS}{ending}\n")
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "1")
+    shown, logged = done.stderr.splitlines(), (run.attempt_logs(0) / "rank-0.err").read_text()
+    for line in ("INFO:root:epoch 0 begins", "ERROR:root:a batch is skipped", "    1 // 0", "100%"):
+        assert shown.count(line) == 1, done.stderr
+    naming = [line for line in shown if "the data is gone" in line]
+    assert [line for line in naming if not line.startswith("| ")] == shown[-1:], done.stderr
+    assert len(naming) > 2 and "the data is gone" in logged, "in the box"
+
+
+def test_the_ranks_of_a_local_run_see_no_variable_of_a_job_around_it(run: RunDirectory, tmp_path: Path) -> None:
+    """Repositories take a process for a task of Slurm if there is SLURM_PROCID, and its place from there."""
+    script = tmp_path / "place.py"
+    script.write_text(
+        "import os\n"
+        "places = [name for name in sorted(os.environ) if name.startswith(('SLURM', 'PMI', 'OMPI', 'SUBMITIT'))]\n"
+        "print(os.environ['RANK'], os.environ['WORLD_SIZE'], places)\n"
+    )
+    task = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_NODEID": "0"}
+    task |= {"SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_NODELIST": "n[1-2]"}
+    task |= {"PMI_RANK": "3", "PMI_SIZE": "8", "PMIX_RANK": "3", "SUBMITIT_EXECUTOR": "slurm"}
+    process = start(run, str(script), "--device", "cpu", "--gpus", "2", env={**os.environ, **task})
+    _, said = process.communicate(timeout=100)
+    printed = [(run.attempt_logs(0) / f"rank-{rank}.out").read_text() for rank in (0, 1)]
+    assert printed == ["0 2 []\n", "1 2 []\n"], said
+
+
 def test_a_rank_that_saves_after_a_notice_outlives_its_peers(run: RunDirectory) -> None:
     """Rank 1 dies of the TERM; rank 0's own save takes longer than the peers of a failed rank have otherwise."""
     process = start(run, "tests/scripts/saving_alone.py", "--device", "cpu", "--gpus", "2", "--", "8")

@@ -10,15 +10,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from clusterddp.jobdef.job import Job
+from clusterddp.rundir.files import append_line
 from clusterddp.rundir.progress import Recent, main_metric, recent
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.training import context
 from clusterddp.training.context import ProgressLines
 from clusterddp.worker import rank_exit
-from tests.runs_on_disk import event, recorded_run, steps, write_lines
+from tests.runs_on_disk import BEGAN, event, recorded_run, started, steps, write_lines
 from tests.terminal import Terminal
 from tests.wording import says
 
@@ -89,6 +93,46 @@ def test_a_waiting_command_prints_a_line_where_there_is_no_terminal(
     for one in (shown, shown, *silent):
         one.update()
     says(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+def test_both_streams_of_rank_0_are_shown_without_the_traceback_that_the_supervisor_boxes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], boxed: bool
+) -> None:
+    """A progress bar is its newest state, and what follows the traceback waits until its end is known."""
+    run = recorded_run(tmp_path / "net")
+    shown = Progress(run, None, shown=Shown(failures=not boxed))
+    assert run.create_attempt() == 0
+    out, err = (run.attempt_logs(0) / f"rank-0.{kind}" for kind in ("out", "err"))
+
+    def written(path: Path, text: str) -> list[str]:
+        with open(path, "a", newline="") as file:
+            file.write(text)
+        shown.update()
+        return capsys.readouterr().err.splitlines()
+
+    append_line(run.events_file, {"time": BEGAN, **started()})
+    assert written(out, "begins\nhalf a")[1:] == ["begins"]
+    assert written(err, "a warning\n\r 10%\r 20%") == ["a warning"]
+    assert written(out, " line\r\n") == ["half a line"]
+    assert written(err, "\r 90%\r") == [] and written(err, "100%\n") == ["100%"]
+    append_line(run.error_marks(0), {"at": err.stat().st_size})
+    assert written(err, "Traceback\n  raise\nexits\n") == ([] if boxed else ["Traceback", "  raise", "exits"])
+    append_line(run.error_marks(0), {"at": err.stat().st_size - len("exits\n")})
+    assert written(err, "has exited\n") == (["exits", "has exited"] if boxed else ["has exited"])
+
+
+@pytest.mark.parametrize(("launcher", "prints"), [("slurm", True), ("local", False)])
+def test_rank_0_prints_lines_unless_the_command_of_a_local_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, prints: bool
+) -> None:
+    monkeypatch.setattr(context.control_channel, "supervised", lambda: True)
+    job, ranks = Job(name="net", module="net"), SimpleNamespace(rank=0, launcher=launcher)
+    settings: Any = SimpleNamespace(run_dir=RunDirectory(tmp_path), job=job, ranks=ranks)
+    lines = context.begin(settings, 0)
+    assert (lines is not None) is prints
+    if lines is not None:
+        lines.close()
 
 
 def test_the_loss_is_shown_first_unless_another_metric_is_named() -> None:
