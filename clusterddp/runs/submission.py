@@ -190,12 +190,9 @@ def check_frozen(run: RunDirectory, recorded: Job, job: Job) -> None:
         if frozen is None:
             continue
         was, now = entry.write(recorded), entry.write(job)
-        if now is None:
-            differs = was is not None and not frozen.if_given
-        else:
-            was = progress.get(key) if was is None else was  # None: the script chose it
-            differs = was is not None and now != was
-        if differs:
+        if was is None and now is not None:  # the script chose it
+            was = progress.get(key)
+        if was != now and not (frozen.if_given and None in (was, now)):
             changed[key] = (was, now)
     if saved is not None and job.min_nodes is None and saved % job.world_size:
         raise RunDirectoryError(
