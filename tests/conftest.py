@@ -34,8 +34,10 @@ ON_REQUEST = ("soak", "chaos")
 #: Threads that the tests of a file may leave behind.
 MOST_LEFT = 8
 
-# A shell starts its background jobs with SIGINT ignored, and every command that a test starts would inherit that.
+# A shell starts its background jobs with SIGINT ignored, nohup with SIGHUP, and every command that a test starts would
+# inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 

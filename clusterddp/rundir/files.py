@@ -342,7 +342,7 @@ def remove(path: Path) -> None:
 
 def unlink(path: Path) -> None:
     """Deletes a file, if it exists. A crash may bring it back."""
-    with at(path) as (name, folder), suppress(FileNotFoundError):
+    with suppress(FileNotFoundError), at(path) as (name, folder):
         os.unlink(name, dir_fd=folder)
 
 

@@ -283,8 +283,9 @@ def test_two_that_delete_at_once_do_not_disturb_each_other(
 
 
 def test_a_run_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()  # the message suggests no folder of another test
     with raises(RunDirectoryError):
-        command(["prune", str(tmp_path / "none")])
+        command(["prune", str(tmp_path / "folder" / "none")])
 
 
 def test_a_run_that_is_deleted_in_the_meantime_does_not_keep_the_others_from_being_pruned(
