@@ -96,7 +96,7 @@ def _is_of_closed_terminal(error: Exception) -> bool:
 def _is_of_full_output(error: Exception) -> bool:
     """Whether a write to standard output has failed, because its disk, quota or file size limit is full.
 
-    Another write shows it: without a buffer (PYTHONUNBUFFERED), nothing is left that a flush would write.
+    A flush does not show it: with PYTHONUNBUFFERED, the buffer is empty. So this writes once more.
     """
     if not isinstance(error, OSError) or error.errno not in _FULL or error.filename is not None:
         return False

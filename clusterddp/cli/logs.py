@@ -166,7 +166,7 @@ class Follower:
                 self._pause(max(LOOK_S, LOOK_PER_FILE_S * len(more)))
 
     def _pause(self, seconds: float) -> None:
-        """Waits for more. Raises RunDirectoryError if there cannot be more, and BrokenPipeError if nobody reads it."""
+        """Waits for output. Raises RunDirectoryError if none can follow, and BrokenPipeError if the reader is gone."""
         if not os.path.lexists(self._run.path):
             raise RunDirectoryError(f"{self._run} was deleted")
         if is_unread(sys.stdout):

@@ -8,7 +8,7 @@ A field's type, its default and the string below it are enough for most keys::
         \"\"\"The number of attempts, including the first.\"\"\"
 
 ``Annotated`` adds what the type does not say: a ``Kind`` of values, and marks such as ``Option``, ``Named`` and
-``Parts``. The reader, the writer, the JSON Schema and whatever else concerns every key are derived from ``entries``.
+``Parts``. The reader, the writer, the JSON Schema and everything else about keys are derived from ``entries``.
 """
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ class Wait:
             else:  # its records cannot be read, or belong to another user
                 self._ended("unknown", f"no longer waiting for this run: {what_failed(error)}")
                 return True
-        if help is None:  # if the job has ended since squeue's answer, the next one says so
+        if help is None:  # a job that has ended since squeue's answer is in the next one
             self.most_s = min(self.most_s, IMMINENT_S)
             return False
         self._say(help.words)

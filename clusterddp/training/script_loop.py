@@ -208,7 +208,7 @@ def stop_requested() -> bool:
     """Whether to save and stop here, in any loop but that over ``run.steps()``. All ranks call it equally often.
 
     It returns the same answer on all ranks at the same call, without a collective and without ``clusterddp.init()``,
-    whatever process group the script has made, and takes microseconds while no stop is requested.
+    whatever process group the script has made. It takes microseconds until a stop is requested.
 
     In a training loop that saves by itself, call it once per step. From the first call on, stop signals end no rank.
     After an answer of True, save and call ``clusterddp.requeue()``.

@@ -325,3 +325,16 @@ def test_a_users_own_link_to_a_folder_holds_their_run(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "large")
     run, created = claim(str(tmp_path / "run"), JOB)
     assert (run.path, created) == (tmp_path / "run", False)
+
+
+def test_a_file_of_a_deleted_folder_that_is_not_kept_open_is_already_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that holds many folders keeps only some of them open."""
+    monkeypatch.setattr(files, "_held", {})  # those of other tests
+    monkeypatch.setattr(files, "_MOST_OPEN", 0)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    files.hold(folder)
+    folder.rmdir()
+    files.unlink(folder / "file")
