@@ -66,11 +66,13 @@ from clusterddp.supervisor.attempt_state import (
 )
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import Controller, Monitor
-from clusterddp.supervisor.history import History, Hook, StepLog
+from clusterddp.supervisor.history import History
+from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.limits import gpu_hours_end, lost_steps
 from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
+from clusterddp.supervisor.step_log import StepLog
 from clusterddp.supervisor.verdict import end_of_file, rank_ends
 from clusterddp.trackers.registry import TRACKERS
 from clusterddp.worker.code_paths import mapped_variables

@@ -43,7 +43,8 @@ from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor import done, lease
 from clusterddp.supervisor.attempt import Attempt, last_line, nodes_of
 from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
-from clusterddp.supervisor.history import History, Hook
+from clusterddp.supervisor.history import History
+from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
 from clusterddp.supervisor.limits import exceeded, held
 from clusterddp.supervisor.recovery import FIRST_PAUSE_S, RESTART

@@ -20,7 +20,8 @@ from clusterddp.supervisor import controller, decide, lease, main, recovery, use
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.attempt_state import Broadcast
 from clusterddp.supervisor.controller import SlurmController
-from clusterddp.supervisor.history import History, Hook
+from clusterddp.supervisor.history import History
+from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.recovery import Recovery
 from tests.simulation import product
 from tests.simulation.history import drawn, play

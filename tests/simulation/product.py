@@ -39,7 +39,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, request_client, submission, waiting
 from clusterddp.slurm import commands, pace, queue, slurmd
 from clusterddp.slurm import configuration as preemption_policy
-from clusterddp.supervisor import attempt, controller, done, history, lease, main, own_checkpoints, recovery
+from clusterddp.supervisor import attempt, controller, done, history, hook, lease, main, own_checkpoints, recovery
 from clusterddp.supervisor.verdict import failure_text
 from tests.simulation import sweeps
 from tests.simulation.disk import ATTEMPTS, CLAIMS, FILES, LINES, Disk
@@ -187,7 +187,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
                 _on_disk.append((module, attribute, function))
                 yield module, attribute, None  # `use` puts the disk's there
     yield reporter, "print", _print
-    yield sys.modules["clusterddp.supervisor.history"], "print", _print
+    yield history, "print", _print
     yield (
         commands,
         "subprocess",
@@ -271,10 +271,10 @@ NAMED: tuple[tuple[Any, str, Any], ...] = (
     (request_client, "ask", lambda *args: _now.cluster.ask(*args)),
     (request_client, "_through_a_step", _unreachable),
     (slurmd, "unanswering", lambda nodes: _now.cluster.unanswering(nodes)),
-    (history, "subprocess", _Part(subprocess, Popen=_Call)),
-    (history, "open", lambda *_, **__: io.BytesIO()),
-    (history, "ending_alone", lambda _: nullcontext()),
-    (history, "_kill", lambda _: None),
+    (hook, "subprocess", _Part(subprocess, Popen=_Call)),
+    (hook, "open", lambda *_, **__: io.BytesIO()),
+    (hook, "ending_alone", lambda _: nullcontext()),
+    (hook, "_kill", lambda _: None),
     (pruning, "load_resolved", lambda _: Job(name="sim", module="train", device="cpu")),
     (pruning, "_own", lambda path: exists_now(path)),
     (pruning, "size_of", lambda _: 0),

@@ -19,11 +19,11 @@ from clusterddp.process import descendants, process_start
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
-from clusterddp.supervisor import history as hooks
+from clusterddp.supervisor import hook as hooks
 from clusterddp.supervisor import launcher
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.attempt_state import Notice, Stop
-from clusterddp.supervisor.history import Hook, hook_event
+from clusterddp.supervisor.hook import Hook, hook_event
 from clusterddp.supervisor.launcher import LocalLauncher
 from clusterddp.supervisor.main import supervise
 from tests.fake_slurm import FakeController, FakeRanks

@@ -9,9 +9,9 @@ import pytest
 
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor import history
+from clusterddp.supervisor import step_log
 from clusterddp.supervisor.attempt_state import RankEvent
-from clusterddp.supervisor.history import StepLog
+from clusterddp.supervisor.step_log import StepLog
 
 
 class Followed:
@@ -41,7 +41,7 @@ class Followed:
 
 @pytest.fixture(autouse=True)
 def _never(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "LOOK_S", 3600.0)
+    monkeypatch.setattr(step_log, "READ_INTERVAL_S", 3600.0)
 
 
 def test_the_newest_step_of_each_look_is_recorded_as_the_number_of_steps_done(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Reads the steps of a script that only prints them (``steps: {log: REGEX}``), and writes them into metrics.jsonl."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from clusterddp.reporter import say
+from clusterddp.rundir.files import append_line, open_binary
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.attempt_state import RankEvent
+
+#: Seconds between two reads of the outputs.
+READ_INTERVAL_S = 1.0
+#: The bytes of an output that are read at a time.
+BLOCK = 1 << 20
+#: The longest part of a line that is searched, at its end.
+LONGEST = 1 << 16
+
+
+class StepLog:
+    """The steps of a script with ``steps: {log: REGEX}``, from what its rank 0 prints, written into metrics.jsonl.
+
+    The supervisor reads the files, because libraries and child processes write the script's output, too. It runs on
+    rank 0's node, where it sees new output at once. It writes the newest step at most once a second.
+
+    The number in the output is taken as the number of steps done, whether the script counts from 0 or from 1: commands
+    then show the same number as the script. How many steps are repeated is exact if the script prints each of them.
+
+    Reads until it is closed. ``post`` gets the event ``training`` with the first step of the attempt.
+    """
+
+    def __init__(self, run: RunDirectory, attempt: int, pattern: str, post: Callable[[RankEvent], None]) -> None:
+        self._metrics, self._attempt, self._pattern, self._post = run.metrics_file, attempt, re.compile(pattern), post
+        logs = run.attempt_logs(attempt)
+        self._outputs = [_Output(logs / f"rank-0.{name}") for name in ("out", "err")]
+        self._step: int | None = None
+        self._warned = False
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="step log", daemon=True)
+        self._thread.start()
+
+    @property
+    def found(self) -> bool:
+        """Whether rank 0 has printed a step."""
+        return self._step is not None
+
+    def close(self, read_rest: bool = False) -> None:
+        """Ends the thread. ``read_rest``: looks once more, because the ranks have exited."""
+        self._end.set()
+        self._thread.join(timeout=2 * READ_INTERVAL_S)
+        if read_rest and not self._thread.is_alive():
+            self._look()
+
+    def _read(self) -> None:
+        while not self._end.wait(READ_INTERVAL_S):
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            steps = [step for output in self._outputs for line in output.lines() for step in self._steps_in(line)]
+            for step in steps:
+                if self._step is None:
+                    self._post(RankEvent(0, "training", {"step": max(0, step - 1), "log": step}))
+                elif step < self._step and not self._warned:
+                    self._warned = True
+                    say(
+                        f"the step in rank 0's output went back from {self._step} to {step}. Smaller numbers are "
+                        "ignored. Make `steps: {log: ...}` match a number that grows over the whole run"
+                    )
+                self._step = max(step, self._step or 0)
+            if self._step and self._step in steps:
+                line = {"step": self._step - 1, "time": time.time(), "attempt": self._attempt}
+                append_line(self._metrics, line)
+        except OSError as error:
+            say(f"could not follow the steps in rank 0's output ({error})")
+
+    def _steps_in(self, line: str) -> list[int]:
+        """The last step in a line, as a list. Empty if there is none."""
+        found = [match[1] for match in self._pattern.finditer(line)]
+        digits = (found[-1] or "").replace(",", "").replace("_", "") if found else ""
+        return [int(digits)] if digits.isdecimal() and len(digits) <= 18 else []
+
+
+class _Output:
+    """A file that a rank writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._rest = path, 0, b""
+
+    def lines(self) -> list[str]:
+        """The lines that have been completed since the last call. Progress bars end theirs with a carriage return."""
+        found: list[bytes] = []
+        try:
+            with open_binary(self._path) as file:
+                file.seek(self._offset)
+                while data := file.read(BLOCK):
+                    self._offset += len(data)
+                    *complete, self._rest = re.split(rb"[\r\n]+", self._rest + data)
+                    self._rest = self._rest[-LONGEST:]
+                    found += complete
+        except FileNotFoundError:  # not yet, or removed by the script
+            return []
+        return [line[-LONGEST:].decode(errors="replace") for line in found]
