@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.ownership import write_claim
+from clusterddp.rundir.claims import write_claim
 from clusterddp.rundir.run_directory import RunDirectory
 
 #: When the runs began.

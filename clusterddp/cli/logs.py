@@ -19,8 +19,9 @@ from clusterddp.cli.live import coloured
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, in_one_line, is_unread, printable, put, say, show
+from clusterddp.rundir.claims import taken_over, waiting_claim
 from clusterddp.rundir.files import open_binary
-from clusterddp.rundir.ownership import job_log, taken_over, waiting_claim
+from clusterddp.rundir.job_log import job_log
 from clusterddp.rundir.run_directory import NEWEST, ONE_RUN, RunDirectory, open_run
 from clusterddp.runs.progress_display import (
     Log,

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from clusterddp.errors import RunDirectoryError
 from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM, WITHOUT_RANKS
 from clusterddp.rundir import records
+from clusterddp.rundir.claims import is_job_id, read_claim, waiting_claim
 from clusterddp.rundir.files import names_in, status
-from clusterddp.rundir.ownership import is_job_id, read_claim, waiting_claim
 from clusterddp.rundir.progress import SAMPLES, has_time, pace
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.rundir.timing import newest_interval

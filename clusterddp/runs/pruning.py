@@ -12,8 +12,9 @@ from clusterddp.errors import CheckpointError, ClusterddpError, RunDirectoryErro
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import say, show
+from clusterddp.rundir.deletion import delete_folder, old_logs, size_of
 from clusterddp.rundir.files import status, unlink
-from clusterddp.rundir.ownership import delete_folder, hold_run, old_logs, size_of
+from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.lease import held_by_other
 

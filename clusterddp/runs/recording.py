@@ -33,6 +33,7 @@ from clusterddp.jobdef.job import FUNCTION, Job, Keep
 from clusterddp.jobdef.load import list_differences, load_resolved
 from clusterddp.jobdef.secrets import secrets_file, without_secrets
 from clusterddp.reporter import show
+from clusterddp.rundir.deletion import delete_entry
 from clusterddp.rundir.files import (
     append_line,
     copy_file,
@@ -46,7 +47,7 @@ from clusterddp.rundir.files import (
     write_atomically,
     write_json,
 )
-from clusterddp.rundir.ownership import check_own, check_place, check_run, delete_entry, hold_run, warn_of_replaceable
+from clusterddp.rundir.ownership import check_own, check_place, check_run, hold_run, warn_of_replaceable
 from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
 from clusterddp.slurm import commands as slurm
 from clusterddp.supervisor.lease import being_submitted, held_by_other, loop_here, submitting

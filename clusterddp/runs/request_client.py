@@ -29,7 +29,8 @@ from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import module_command, process_start, signal_ranks
 from clusterddp.reporter import show
-from clusterddp.rundir.ownership import Address, hold_run, read_address
+from clusterddp.rundir.control_address import Address, read_address
+from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.records import EVENT, read_backwards
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.run_status import state_of

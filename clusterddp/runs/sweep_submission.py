@@ -44,6 +44,7 @@ from clusterddp.jobdef.load import list_differences
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import signals_blocked
 from clusterddp.reporter import counted, show
+from clusterddp.rundir.deletion import delete_folder
 from clusterddp.rundir.files import (
     at,
     create_file,
@@ -56,7 +57,7 @@ from clusterddp.rundir.files import (
     write_atomically,
     write_json,
 )
-from clusterddp.rundir.ownership import check_own, check_place, delete_folder, warn_of_replaceable
+from clusterddp.rundir.ownership import check_own, check_place, warn_of_replaceable
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.local import LocalRun

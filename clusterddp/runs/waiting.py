@@ -22,8 +22,10 @@ from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
+from clusterddp.rundir.claims import read_claim
 from clusterddp.rundir.files import LASTING, exists
-from clusterddp.rundir.ownership import check_run, early_end, read_claim
+from clusterddp.rundir.job_log import early_end
+from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs.progress_display import Progress, Shown

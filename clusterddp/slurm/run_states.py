@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clusterddp.errors import SlurmError
-from clusterddp.rundir.ownership import OWN_ENDS, early_end, on_this_machine, process_alive, unrecorded_end
+from clusterddp.rundir.claims import on_this_machine, process_alive
+from clusterddp.rundir.job_log import ENDED_BY_ITSELF, early_end, unrecorded_end
 from clusterddp.rundir.run_directory import as_typed
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm import commands as slurm
@@ -179,7 +180,7 @@ def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: 
     claim = summary.claims[0] if summary.claims else {}
     if early := early_end(summary.run, claim, None if job is None else job.state):
         return RunState("failed", early.reason, summary.job_id, job=job, log=early.lines)
-    if not summary.stopped and summary.job_id and (job is None or job.state in OWN_ENDS):
+    if not summary.stopped and summary.job_id and (job is None or job.state in ENDED_BY_ITSELF):
         unrecorded = unrecorded_end(summary.run, summary.job_id, None if job is None else job.state)
         if job is not None or unrecorded.lines:
             return RunState("stopped", unrecorded.reason, summary.job_id, job=job, log=unrecorded.lines)

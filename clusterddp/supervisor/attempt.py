@@ -33,8 +33,8 @@ from clusterddp.jobdef.code_snapshot import changed_code, code_state, recorded_c
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
+from clusterddp.rundir.control_address import Address, write_address
 from clusterddp.rundir.files import HIDDEN_S, create_folder, exists, read_bytes, status, write_atomically
-from clusterddp.rundir.ownership import Address, write_address
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import TimingFile, TimingLines

@@ -19,16 +19,16 @@ from typing import Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
-from clusterddp.rundir.files import names_in, status, unlink, write_json
-from clusterddp.rundir.ownership import (
+from clusterddp.rundir.claims import (
     create_claim,
     on_this_machine,
-    owner_of,
     process_alive,
     read_claim,
     waiting_claim,
     write_claim,
 )
+from clusterddp.rundir.files import names_in, status, unlink, write_json
+from clusterddp.rundir.ownership import owner_of
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory, make_private
 from clusterddp.slurm import commands as slurm

@@ -34,8 +34,9 @@ from clusterddp.jobdef.secrets import check_revealed
 from clusterddp.process import die_with_parent
 from clusterddp.protocol import CHECK_RESUME, DEBUG_RANK
 from clusterddp.reporter import ignore_print_errors, say
+from clusterddp.rundir.deletion import delete_old_logs
 from clusterddp.rundir.files import exists, follow_folder, remove, unlink
-from clusterddp.rundir.ownership import check_run, delete_old_logs, hold_run
+from clusterddp.rundir.ownership import check_run, hold_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm

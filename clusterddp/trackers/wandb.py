@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from clusterddp import protocol
 from clusterddp.keys.kinds import WORD, matching
 from clusterddp.keys.table import Switch
+from clusterddp.rundir.deletion import delete_folder
 from clusterddp.rundir.files import create_folder, exists, fsync_directory, fsync_file_system, rename
-from clusterddp.rundir.ownership import delete_folder
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers.sent import Sent, write_sent
 from clusterddp.trackers.tracker import Tracked, Tracker

@@ -10,7 +10,7 @@ import pytest
 from clusterddp.cli.report import collected
 from clusterddp.jobdef.job import Job
 from clusterddp.report.page import page
-from clusterddp.rundir.ownership import write_claim
+from clusterddp.rundir.claims import write_claim
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.runs.sweep_members import Record
 from clusterddp.slurm import commands as slurm

@@ -14,7 +14,7 @@ from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.transfer import unpacked
 from clusterddp.errors import ClusterddpError
 from clusterddp.jobdef.job import Keep
-from clusterddp.rundir.ownership import waiting_claim
+from clusterddp.rundir.claims import waiting_claim
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.history import History

@@ -19,8 +19,8 @@ from clusterddp.cli.submit import submit_here
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, process_start
-from clusterddp.rundir import ownership
-from clusterddp.rundir.ownership import write_claim
+from clusterddp.rundir import claims
+from clusterddp.rundir.claims import write_claim
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import run_status, submission
@@ -57,7 +57,7 @@ def entry_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 def be_elsewhere(monkeypatch: pytest.MonkeyPatch, namespace: str = "another 4026531836") -> None:
     """As in a container that was started again under another name."""
     monkeypatch.setattr("socket.gethostname", lambda: "another")
-    for module in (ownership, lease):
+    for module in (claims, lease):
         monkeypatch.setattr(module, "process_namespace", lambda: namespace)
 
 
@@ -306,8 +306,8 @@ def test_a_process_whose_start_is_not_recorded_does_not_count_as_running(
 ) -> None:
     """Neither one that has ended, nor one that has its number now."""
     for pid in (sleeper.pid, 2**22 + 1):
-        assert not ownership.process_alive({"pid": pid, **start})
-    assert ownership.process_alive(entry_of(sleeper))
+        assert not claims.process_alive({"pid": pid, **start})
+    assert claims.process_alive(entry_of(sleeper))
 
 
 def test_a_changed_submission_in_an_allocation_leaves_a_run_that_another_process_trains_as_it_is(

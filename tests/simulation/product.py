@@ -34,7 +34,7 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef import secrets
 from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
-from clusterddp.rundir import files, ownership, records, run_directory
+from clusterddp.rundir import claims, files, ownership, records, run_directory
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, request_client, submission, waiting
 from clusterddp.slurm import commands, pace, queue, slurmd
@@ -401,7 +401,7 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield commands, "cluster_name", lambda _: CLUSTER
     yield preemption_policy, "policy", policy
     yield secrets, "is_secret", cache(secrets.is_secret)
-    yield ownership, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
+    yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
     yield records, "parse", _parsed_line
     yield records, "parsed", _parsed
     yield RunDirectory, "attempts", _of_run("attempts", list, ATTEMPTS, _attempts)

@@ -23,7 +23,7 @@ from clusterddp.errors import SlurmUnavailable, Superseded
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.protocol import CHECKPOINT, COMMITTED
-from clusterddp.rundir.ownership import Address
+from clusterddp.rundir.control_address import Address
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.slurmd import CONNECT_S
 from clusterddp.supervisor.control_server import Handlers

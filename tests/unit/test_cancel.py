@@ -11,7 +11,7 @@ import pytest
 from clusterddp.cli import steering
 from clusterddp.cli.command_line import command
 from clusterddp.errors import FAILED, SlurmError, UsageError
-from clusterddp.rundir import ownership
+from clusterddp.rundir import claims
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo
@@ -136,7 +136,7 @@ def test_another_users_run_is_not_marked_as_cancelled(
     def closed(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(ownership, "read_claim", closed)
+    monkeypatch.setattr(claims, "read_claim", closed)
     assert command(["cancel", "a"]) == FAILED
     assert re.search(r"a belongs to \w+, and only its owner can control it\n$", capsys.readouterr().err)
     assert not three[0].cancelled

@@ -15,8 +15,8 @@ from clusterddp.cli import checkpoints
 from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.deletion import delete_folder, delete_old_logs, old_logs
 from clusterddp.rundir.files import write_json
-from clusterddp.rundir.ownership import delete_folder, delete_old_logs, old_logs
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.pruning import size_text
 from clusterddp.supervisor import lease
@@ -255,7 +255,7 @@ def test_what_cannot_be_deleted_does_not_stop_the_attempt(
     def fail(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr("clusterddp.rundir.ownership.delete_folder", fail)
+    monkeypatch.setattr("clusterddp.rundir.deletion.delete_folder", fail)
     delete_old_logs(run, 1)
     says(capsys.readouterr().err)
 

@@ -15,8 +15,9 @@ from clusterddp.checkpoint.weights_file import export
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.rundir import files
+from clusterddp.rundir.deletion import delete_folder
 from clusterddp.rundir.files import append_line, write_json
-from clusterddp.rundir.ownership import delete_folder, hold_run
+from clusterddp.rundir.ownership import hold_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import claim, recorded
 from clusterddp.runs.sweep_submission import SweepFolder

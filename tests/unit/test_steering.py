@@ -24,8 +24,8 @@ from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, U
 from clusterddp.failures.stack_traces import stacks
 from clusterddp.history.words import BY_SLURM, RUN_ENDS
 from clusterddp.jobdef.job import Job
+from clusterddp.rundir.control_address import Address, read_address, write_address
 from clusterddp.rundir.files import append_line, write_json
-from clusterddp.rundir.ownership import Address, read_address, write_address
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import request_client
 from clusterddp.runs.request_client import ask, relay
