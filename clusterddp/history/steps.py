@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from clusterddp.history.event import Event
-from clusterddp.reporter import counted
+from clusterddp.reporter import counted, duration
 
 #: The same, of a process that a rank has started and the supervisor.
 NO_RANK = (
@@ -114,6 +114,20 @@ class WaitsForData(Event):
     def sentence(self) -> str:
         advice = f"{self.advice[:1].upper()}{self.advice[1:]}"
         return f"rank 0 spent {self.percent}% of its recent steps waiting for data. {advice}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalled(Event):
+    """until now, rank 0 has waited in one step for `seconds`, far longer than a step takes, for its batch or for other
+    ranks"""
+
+    seconds: float
+
+    def sentence(self) -> str:
+        return (
+            f"rank 0 waited for {duration(self.seconds)} in one step, for its batch or for other ranks. Training "
+            "continues. Check the network and the file system"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ BEAT_S = 2.0
 HOLD_S = 121.0
 #: During these, evaluations and saves are possible.
 _IN_LOOP = frozenset(("first_step", "training", "repeating"))
-#: During these, the ranks' processes may be stopped.
+#: During these, the ranks may stall.
 _IN_SCRIPT = _IN_LOOP | {"importing", "rendezvous", "restoring", "saving", "evaluating", "unknown"}
 
 
@@ -357,7 +357,7 @@ def _phase(event: Event) -> str | None:
 
 
 def _with_details(intervals: list[Interval], attempts: Sequence[_Attempt], waited: Sequence[Wait]) -> list[Interval]:
-    """The same with evaluations, saves, stragglers, stopped ranks and lost work, which later events reveal."""
+    """The same with evaluations, saves, stragglers, stalls and lost work, which later events reveal."""
     evaluations: list[tuple[float, float]] = []
     saves: list[tuple[float, float]] = []
     repeated: list[tuple[float, float]] = []
@@ -372,7 +372,7 @@ def _with_details(intervals: list[Interval], attempts: Sequence[_Attempt], waite
                 blocked = _seconds(event, "blocked_s")
                 begun = event["time"] - max(blocked, _seconds(event, "durable_s"))
                 saves.append((begun, begun + blocked))
-            elif event["event"] == "suspended":
+            elif event["event"] in ("suspended", "stalled"):
                 stopped.append((event["time"] - _seconds(event, "seconds"), event["time"]))
             elif event["event"] == "own_resume" and ("file" in event or event.get("from_start")):
                 # The work since that checkpoint. Without known steps, it is unknown when it is repeated.
@@ -384,8 +384,17 @@ def _with_details(intervals: list[Interval], attempts: Sequence[_Attempt], waite
     intervals = laid_over(intervals, evaluations, "evaluating", _IN_LOOP | {"importing", "unknown"})
     intervals = laid_over(intervals, saves, "saving", _IN_LOOP | {"evaluating"})
     intervals = laid_over(intervals, stopped, "hung", _IN_SCRIPT)
+    hung = [one for one in intervals if one.category == "hung"]
+    waited = [_without(one, hung) for one in waited]
     marked = laid_over(intervals, [(one.begin, one.end) for one in waited], "straggler", frozenset(("training",)))
     return shared(marked, waited)
+
+
+def _without(wait: Wait, hung: Iterable[Interval]) -> Wait:
+    """The same without the stalls, in which the others also waited for a rank: these are booked as hung."""
+    hung_s = sum(max(0.0, min(one.end, wait.end) - max(one.begin, wait.begin)) for one in hung)
+    whole_s = wait.end - wait.begin
+    return wait._replace(share=max(0.0, wait.share * whole_s - hung_s) / max(whole_s - hung_s, 1e-9))
 
 
 def _is_numbered(event: Event) -> bool:

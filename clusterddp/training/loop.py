@@ -73,6 +73,7 @@ class Run:
         self._times, self._tracking, self._report_event = services.times, services.tracking, services.report
         self._loader, self._rng = given.loader, given.rng
         self._times.on_sample = InputWait(self._report, lambda: self.step, given.loader.workers).look
+        self._times.on_stall = lambda seconds: self._report("stalled", seconds=seconds)
         self._enter("restoring")
         self._state = RunState(given, self._seed, self._group)
         #: Whether all ranks take part in a save, because each has a state.

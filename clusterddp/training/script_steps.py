@@ -54,6 +54,8 @@ class ScriptSteps:
         self._others: Counter[int] = Counter()
         self._thread = threading.get_ident()
         self._times = step_times(_ddp_modules(), device, read.ranks.world_size)
+        if self._rank == 0:
+            self._times.on_stall = lambda seconds: control_channel.report("stalled", seconds=seconds)
         watched = WatchedSteps(lambda: self._boundaries, lambda: self.steps, device, patient=True)
         self.heartbeat = begin_heartbeat(read, read.attempt or 0, watched)
         self.heartbeat.timing = self._told

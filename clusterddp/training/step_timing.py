@@ -38,6 +38,9 @@ from clusterddp.rundir.timing import PHASES
 
 #: The pace, by which stragglers are found, is the median of this many samples, each the mean of this many steps.
 SAMPLE_STEPS, SAMPLES = 20, 5
+#: A rank stalls if it waits in a step for its batch and for other ranks for more seconds than this, and for longer than
+#: so many steps take: the network was cut off, or a file system did not answer.
+STALL_S, STALL_STEPS = 30.0, 5
 #: The number of steps that are counted at a time, and the most that wait for the GPU to pass their events. Beyond
 #: that, the oldest are not counted.
 BATCH, MOST_PENDING = 32, 64
@@ -166,6 +169,8 @@ class StepTimes:
         self._pace: tuple[float, float] | None = None
         #: Called with the seconds in each phase, once per sample.
         self.on_sample: Callable[[Sequence[float]], None] = lambda _: None
+        #: Called after a step in which this rank stalled, with the seconds.
+        self.on_stall: Callable[[float], None] = lambda _: None
         self._hooks: list[Any] = []
         for module in dict.fromkeys(module for part in parts for module in ddp_modules(part)):
             self._watch(module)
@@ -327,6 +332,9 @@ class StepTimes:
         if not self._warm:
             self._warm = True
             return
+        stalled_s = seconds[0] + wait_s
+        if self._steps and stalled_s > max(STALL_S, STALL_STEPS * sum(self._sums) / self._steps):
+            self.on_stall(round(stalled_s, 3))
         self._steps += 1
         self._sums = list(map(operator.add, self._sums, seconds))
         if self._steps % SAMPLE_STEPS == 0:

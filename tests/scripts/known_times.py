@@ -1,7 +1,8 @@
 """A training that writes down itself when it does what, in FOLDER/said/ATTEMPT-RANK: lines ``time what [number]``.
 
 Of tests/soak/test_booking.py, which steers it by files in FOLDER: with ``slow`` rank 1 takes longer in each step;
-``crash`` makes it raise; the loop ends after the step whose number is in ``total``. Times are of CLOCK_REALTIME.
+``crash`` makes it raise; with ``stall`` rank 0's next batch takes as long as if the file system hung; the loop ends
+after the step whose number is in ``total``. Times are of CLOCK_REALTIME.
 """
 
 import time
@@ -29,7 +30,7 @@ from torch.utils.data import Dataset  # noqa: E402
 
 import clusterddp  # noqa: E402
 
-BODY_S, BATCH_S, SLOW_S, SAVE_S, EVALUATE_S, RESTORE_S, FIRST_S = 0.08, 0.02, 0.2, 0.3, 1.2, 0.6, 0.5
+BODY_S, BATCH_S, SLOW_S, SAVE_S, EVALUATE_S, RESTORE_S, FIRST_S, STALL_S = 0.08, 0.02, 0.2, 0.3, 1.2, 0.6, 0.5, 35
 init = clusterddp.init  # imports what it needs
 saving = stepping = False
 
@@ -43,6 +44,7 @@ class Samples(Dataset):
     def __getitem__(self, index):
         if index % 2 == 0:
             saved()
+            stall()
             time.sleep(BATCH_S)
         return torch.full((4,), index / 64)
 
@@ -72,6 +74,14 @@ def saved():
         say("stepping")
         stepping = True
     saving = False
+
+
+def stall():
+    if RANK == 0 and (FOLDER / "stall").exists():
+        say("stalling")
+        time.sleep(STALL_S)
+        (FOLDER / "stall").unlink()
+        say("stalled")
 
 
 def evaluate():

@@ -27,9 +27,10 @@ WAIT_S = 240.0
 LOOK_S = 0.05
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "hang": signal.SIGSTOP}
 
-#: In this order. ``controller`` restarts slurmctld, which interrupts nothing; ``slow``: rank 1 is slow, or no more.
+#: In this order. ``controller`` restarts slurmctld, which interrupts nothing; nor does ``stall``; ``slow``: rank 1 is
+#: slow, or no more.
 SCHEDULE = (
-    *("preemption", "kill", "long_preemption", "slow", "requeue", "slow", "preemption", "controller"),
+    *("preemption", "kill", "stall", "long_preemption", "slow", "requeue", "slow", "preemption", "controller"),
     *("hang", "preemption_without_grace", "scontrol_requeue", "crash", "time_limit", "segv", "held_requeue"),
     *("dead_node", "preemption", "stop", "kill_all", "long_preemption", "controller", "scontrol_requeue"),
     *("slow", "preemption_without_grace", "slow", "hang", "dead_batch_host", "kill", "requeue"),
@@ -238,6 +239,12 @@ class Injector:
         time.sleep(2)
         self._up.start_controller()
         tell_requests(self._up)
+
+    def _stall(self, _: str) -> None:
+        """Rank 0 waits for its batch for a while."""
+        mark = self._training.folder / "stall"
+        mark.touch()
+        until(lambda: not mark.exists(), "the end of the stall", WAIT_S)
 
     def _slow(self) -> None:
         """Rank 1 begins to be slow, or it ends."""

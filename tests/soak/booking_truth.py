@@ -21,10 +21,11 @@ from typing import Any
 Record = tuple[float, str, str, Any]
 Span = tuple[float, float, str]
 
-#: What rank 0's lines begin. After a save or an evaluation it does again what it did before.
+#: What rank 0's lines begin. After a save, an evaluation or a stall it does again what it did before.
 _BEGINS = {
     **{name: name for name in ("importing", "rendezvous", "restoring", "first_step", "evaluating", "saving")},
     "stepping": "training",
+    "stalling": "hung",
     "after": "unknown",
     "left": "launching",
 }
@@ -136,11 +137,11 @@ def _attempt(records: Sequence[Record], attempt: int, reached: int) -> tuple[lis
 def _changes(lines: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
     now = before = "launching"
     for time, what in lines:
-        if what in ("saved", "evaluated"):
+        if what in ("saved", "evaluated", "stalled"):
             now = before
             yield time, now
         elif what in _BEGINS:
-            before, now = (before if now in ("saving", "evaluating") else now), _BEGINS[what]
+            before, now = (before if now in ("saving", "evaluating", "hung") else now), _BEGINS[what]
             yield time, now
 
 

@@ -120,11 +120,17 @@ class World:
         self.spend("hung", 10, 60)
         self.tell("suspended", rank=1, host="n1", seconds=self.now - begun)
 
+    def stall(self) -> None:
+        """The network between the nodes is cut off for a while."""
+        begun = self.now
+        self.spend("hung", 30, 60)
+        self.tell("stalled", rank=0, seconds=self.now - begun)
+
     def work(self) -> None:
         self.train(1)
         for _ in range(self.draw.randint(1, 4)):
             self.train(self.draw.randint(1, 30))
-            self.draw.choice([self.save, self.evaluate, self.freeze, lambda: None])()
+            self.draw.choice([self.save, self.evaluate, self.freeze, self.stall, lambda: None])()
 
     # --- how an attempt ends
 
@@ -357,6 +363,22 @@ def test_of_the_time_with_a_straggler_only_the_share_that_was_measured_is_a_wait
     check_shape(booking)
     assert (booking.seconds()["straggler"], booking.seconds()["training"]) == (5 + 5, 80)
     assert book(world.events, world.now, state="running").seconds()["straggler"] == 0, "it was not measured"
+
+
+@pytest.mark.parametrize("event", [{"event": "stalled", "rank": 0}, {"event": "suspended", "rank": 1, "host": "n1"}])
+def test_a_stall_that_one_rank_causes_is_not_booked_again_as_a_straggler(event: dict[str, Any]) -> None:
+    """The others waited for 32 of 50 s, of which 30 are the stall: the share of the steps' time has both."""
+    world = World(random.Random(1))
+    world.launch(submitted=world.now)
+    begun = world.now
+    world.train(10)
+    world.did += ["hung"] * 30
+    world.tell(**event, seconds=30.0)
+    world.train(10)
+    booking = book(world.events, world.now, state="running", waited=[Wait(begun, begun + 50, 0.64)])
+    check_shape(booking)
+    seconds = booking.seconds()
+    assert (seconds["hung"], seconds["straggler"], seconds["training"]) == pytest.approx((30, 2, 18))
 
 
 def test_a_script_without_a_loop_is_not_importing_for_days() -> None:

@@ -208,6 +208,45 @@ def test_the_pace_is_the_median_of_means_of_data_and_own_work() -> None:
     assert (times.told()["own_s"], times.told()["step_s"]) == (3.0, 3.75)
 
 
+@pytest.mark.parametrize(
+    "data, own, wait, stalls",
+    [
+        (40.0, 1.0, 0.0, [40.0]),  # a file system that does not answer
+        (0.0, 1.0, 40.0, [40.0]),  # a network
+        (0.0, 300.0, 0.0, []),  # the script's own evaluation, for example
+        (15.0, 1.0, 14.0, []),  # too short
+    ],
+)
+def test_a_step_that_waits_far_longer_than_others_take_is_a_stall(
+    data: float, own: float, wait: float, stalls: list[float]
+) -> None:
+    clock = Stream()
+    found: list[float] = []
+    times = StepTimes([], clock)
+    times.on_stall = found.append
+    for each in [(100.0, 1.0, 100.0), *[(0.5, 1.0, 0.5)] * 40, (data, own, wait), (0.5, 1.0, 0.5)]:
+        times.ask()
+        clock.now += each[0]
+        times.begin()
+        clock.now += each[1]
+        with times.waiting():
+            clock.now += each[2]
+        times.end()
+    times.leave()
+    assert found == stalls
+
+
+def test_steps_that_always_wait_for_long_do_not_stall() -> None:
+    clock = Stream()
+    found: list[float] = []
+    times = StepTimes([], clock)
+    times.on_stall = found.append
+    for _ in range(50):
+        make(times, clock, data=40.0, own=1.0)
+    times.leave()
+    assert found == []
+
+
 def test_nothing_waits_for_a_gpu_that_is_behind() -> None:
     """Steps are counted once their events have passed; of very many, the newest. Events are used again."""
     clock = Stream(passed=False)
