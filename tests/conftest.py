@@ -26,7 +26,7 @@ from tests.other_user import run_as_other
 from tests.trainings import Training
 from tests.waiting import story, wait_until
 
-pytest_plugins = ["tests.plugin", "tests.wording"]
+pytest_plugins = ["tests.plugin", "tests.wording", "tests.fake_slurm"]
 
 Launch = Callable[..., clusterddp.Handle]
 #: Marks of tests that take hours.

@@ -1,16 +1,116 @@
-"""Controllers and launchers without a Slurm: what a supervisor asks of them, and answers that a test chooses."""
+"""Slurm's commands, controllers and launchers without a Slurm: what is asked of them, and answers a test chooses."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from clusterddp.errors import SlurmError
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands
+from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt_state import Notice
+
+#: What a submission asks about a cluster of one node without GPUs.
+SMALL_CLUSTER = {
+    "sinfo -h -o %P": "low*\n",
+    "sinfo -h -N": "low|low*|n1|(null)\n",
+    "scontrol show node": "NodeName=n1 CPUEfctv=8 RealMemory=1000 ThreadsPerCore=1\n",
+    "scontrol show config": "KillWait                = 30 sec\n",
+    "scontrol show partition": "PartitionName=low PreemptMode=REQUEUE GraceTime=20",
+}
+
+
+class FakeSlurm(dict[str, Any]):
+    """What each of Slurm's commands answers, by the beginning of its line. The longest that fits counts.
+
+    An answer is a text, a job as scontrol prints it (None: there is none), an exception, which is raised, a function
+    of the command's words, or a list of answers: they are given in order, and the last one again and again.
+    """
+
+    def __init__(self, answers: Mapping[str, Any] | None = None) -> None:
+        super().__init__(answers or {})
+        #: The lines of the commands, in order.
+        self.asked: list[str] = []
+        #: The pauses before a command was repeated, in seconds. Each is over at once.
+        self.pauses: list[float] = []
+
+    def run(self, *command: str, timeout_s: float | None = None) -> str:
+        """In place of ``run`` of slurm/commands.py."""
+        line = " ".join(command)
+        self.asked.append(line)
+        fitting = [begin for begin in self if line.startswith(begin)]
+        assert fitting, f"no answer to `{line}`"
+        answer = self[max(fitting, key=len)]
+        if callable(answer):
+            answer = answer(*command)
+        if isinstance(answer, list):
+            answer = next_answer(answer)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            raise SlurmError(f"`{line}` failed: slurm_load_jobs error: Invalid job id specified")
+        return described(answer) if isinstance(answer, JobInfo) else str(answer)
+
+    def count(self, begin: str) -> int:
+        """How many commands began like this."""
+        return sum(line.startswith(begin) for line in self.asked)
+
+
+class _Time:
+    """The module ``time`` of slurm/commands.py. Pauses are noted."""
+
+    def __init__(self, pauses: list[float]) -> None:
+        self._pauses, self.sleep = pauses, pauses.append
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + sum(self._pauses)
+
+
+@pytest.fixture
+def fake_slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Answers in place of Slurm's commands."""
+    fake = FakeSlurm()
+    monkeypatch.setattr(commands, "run", fake.run)
+    monkeypatch.setattr(commands, "time", _Time(fake.pauses))
+    monkeypatch.setattr(commands, "require", lambda *_: None)
+    return fake
+
+
+def described(job: JobInfo) -> str:
+    """The job as ``scontrol show job -o`` prints it."""
+    array, _, task = job.job_id.partition("_")
+    throttle = f"ArrayTaskThrottle={job.task_limit} " if job.task_limit else ""
+    of_array = f"ArrayJobId={array} ArrayTaskId={task} {throttle}" if task else ""
+    times = {
+        "PreemptTime": job.preempt_time,
+        "EndTime": job.end_time,
+        "SubmitTime": job.submit_time,
+        "EligibleTime": job.eligible_time,
+        "StartTime": job.start_time,
+    }
+    fields = {
+        "JobState": job.state,
+        "Reason": job.reason,
+        "Restarts": job.restarts,
+        "RunTime": f"00:00:{job.run_time_s:.0f}",
+        "TimeLimit": f"00:00:{job.time_limit_s:.0f}" if job.time_limit_s else "UNLIMITED",
+        **{name: "Unknown" if at is None else f"{at:.0f}" for name, at in times.items()},
+        "NodeList": job.nodes or "(null)",
+        "BatchHost": job.batch_host,
+    }
+    words = " ".join(f"{name}={value}" for name, value in fields.items())
+    return f"JobId={array} {of_array}JobName=x UserId=u(1) GroupId=g(1) {words} Command=x\n"
 
 
 class FakeController:

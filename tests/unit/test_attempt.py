@@ -34,7 +34,6 @@ from clusterddp.report.booking import book
 from clusterddp.rundir import files
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.configuration import Preemption
 from clusterddp.slurm.run_states import Cause
@@ -61,7 +60,7 @@ from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.verdict import Action
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
-from tests.fake_slurm import FakeController, FakeRanks, next_answer
+from tests.fake_slurm import FakeController, FakeRanks, FakeSlurm, next_answer
 from tests.waiting import wait_until
 
 
@@ -263,13 +262,10 @@ def test_a_full_disk_does_not_prevent_the_requeue(run: RunDirectory, monkeypatch
     assert controller.asked == ["requeue"]
 
 
-def test_scancel_ends_the_new_job_even_if_that_has_begun_an_attempt(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scancel_ends_the_new_job_even_if_that_has_begun_an_attempt(run: RunDirectory, fake_slurm: FakeSlurm) -> None:
     """After a lost node it starts at once. It trained on although the user had ended the run; now it is cancelled, and
     its supervisor records that."""
-    cancelled: list[str] = []
-    monkeypatch.setattr("clusterddp.slurm.commands.cancel", cancelled.append)
+    fake_slurm["scancel"] = ""
 
     class Starting(FakeController):
         def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
@@ -278,22 +274,20 @@ def test_scancel_ends_the_new_job_even_if_that_has_begun_an_attempt(
 
     job = dataclasses.replace(JOB, policy="resubmit")
     assert supervised(run, Starting(Cause.PREEMPTED, Cause.CANCELLED), job=job) == (1, ["started"])
-    assert (cancelled, run.outcome()) == (["42"], None)
+    assert (fake_slurm.asked, run.outcome()) == (["scancel 42"], None)
 
 
 def test_a_scancel_of_the_new_job_without_an_answer_is_repeated_and_its_start_finds_the_outcome(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, fake_slurm: FakeSlurm
 ) -> None:
     """The user had ended the run, and it trained on in the job that nobody had cancelled."""
     tried: list[str] = []
 
-    def cancel(job_id: str) -> None:
+    def scancel(*_: str) -> Exception | None:
         tried.append(str((run.outcome() or {}).get("state")))
-        if len(tried) == 1:
-            raise SlurmUnavailable("Socket timed out")
-        raise SlurmError("Invalid job id specified")
+        return SlurmUnavailable("Socket timed out") if len(tried) == 1 else None
 
-    monkeypatch.setattr(slurm, "cancel", cancel)
+    fake_slurm["scancel"] = scancel
     controller = FakeController(Cause.PREEMPTED, Cause.CANCELLED)
     code, events = supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
     assert (code, events[-1], tried) == (1, "cancelled", ["cancelled"] * 2)
@@ -492,12 +486,11 @@ def test_a_failed_run_is_not_trained_again_by_a_requeue_of_its_own_job(run: RunD
 
 
 def test_a_start_while_the_controller_is_busy_asks_again_who_holds_the_run(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an error the job, and with it the run, would end: nothing continues a run whose job has FAILED."""
     lease.take(run, run.create_attempt(), lease.of_job("40"))
-    answers: list[Any] = [SlurmUnavailable("Socket timed out on send/recv operation"), None]
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: next_answer(answers))
+    fake_slurm["scontrol show job"] = [SlurmUnavailable("Socket timed out on send/recv operation"), None]
     monkeypatch.setattr("clusterddp.supervisor.main.FIRST_PAUSE_S", 0.01)
     ranks = FakeRanks(run, {"end": "done", "used_clusterddp": True})
     assert supervise(run, JOB, lambda *_: ranks, FakeController(Cause.NONE)) == 0
@@ -505,12 +498,12 @@ def test_a_start_while_the_controller_is_busy_asks_again_who_holds_the_run(
 
 
 def test_a_run_that_completes_while_another_job_starts_is_not_trained_again(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, fake_slurm: FakeSlurm
 ) -> None:
     """The controller takes seconds to say that the first job has ended; its outcome stays."""
     lease.take(run, run.create_attempt(), lease.of_job("40"))
     outcome = {"state": "completed", "step": 9, "attempts": 1, "reason": "all ranks finished"}
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: write_json(run.outcome_file, outcome))
+    fake_slurm["scontrol show job"] = lambda *_: write_json(run.outcome_file, outcome)
     ranks = FakeRanks(run, {"end": "done", "used_clusterddp": True})
     assert supervise(run, JOB, lambda *_: ranks, FakeController(Cause.NONE)) == 0
     assert run.attempts() == [0]
@@ -766,7 +759,6 @@ def test_a_run_continues_after_a_lost_node_once_the_disk_answers(
         real(run, attempt)
 
     monkeypatch.setattr(lease, "let_go", let_go)
-    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
     controller = FakeController(Cause.NONE)
     controller.nodes = ["n1", "n2", "n3"]
     assert cut(run, controller) == 4
@@ -1031,7 +1023,7 @@ def test_a_run_that_gets_no_new_job_without_a_bad_node_continues_in_place(run: R
 )
 def test_a_submission_without_an_answer_is_looked_for_before_another_one_is_made(
     run: RunDirectory,
-    monkeypatch: pytest.MonkeyPatch,
+    fake_slurm: FakeSlurm,
     queued: str | None,
     then: Cause,
     submissions: int,
@@ -1039,25 +1031,15 @@ def test_a_submission_without_an_answer_is_looked_for_before_another_one_is_made
 ) -> None:
     """Slurm may have carried it out: that job trained on after `clusterddp stop`, and no file named it. This job,
     which is in the queue, too, is no successor. One that was cancelled meanwhile submits no other."""
-    asked: list[str] = []
-
-    def answer(*command: str, timeout_s: float | None = None) -> str:
-        asked.append(command[0])
-        if asked.count("sbatch") == 1 and command[0] == "sbatch":
-            raise SlurmUnavailable("Socket timed out")
-        own = f"41|{run.batch_script}\n"
-        return {"sbatch": "45\n", "squeue": f"{own}{queued}|{run.batch_script}\n" if queued else own}.get(
-            command[0], ""
-        )
-
-    monkeypatch.setattr(slurm, "run", answer)
+    fake_slurm |= {"scontrol": "", "sbatch": [SlurmUnavailable("Socket timed out"), "45\n"]}
+    fake_slurm["squeue"] = "".join(f"{job}|{run.batch_script}\n" for job in ("41", queued) if job)
     run.batch_script.write_text("#!/bin/sh\n")
     real = SlurmController({"SLURM_JOB_ID": "41"}, run, JOB)
     controller = FakeController(Cause.PREEMPTED, then)
     controller.resubmit, controller.successor = real.resubmit, real.successor  # type: ignore[method-assign]
     supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
     ended = run.events()[-1]
-    assert (ended["event"], ended.get("job"), asked.count("sbatch")) == (*end, submissions)
+    assert (ended["event"], ended.get("job"), fake_slurm.count("sbatch")) == (*end, submissions)
     assert [entry["job"] for entry in lease.holders(run)] == [job for job in (end[1],) if job]
 
 
@@ -1073,38 +1055,40 @@ def test_a_submission_without_an_answer_is_looked_for_before_another_one_is_made
     ],
 )
 def test_whether_srun_waits_is_unknown_until_slurm_knows_it(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, str]], waits: bool | None
+    run: RunDirectory,
+    fake_slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[tuple[int, str]],
+    waits: bool | None,
 ) -> None:
     """Then the supervisor asks again: an srun that is taken for started would be waited for without bound."""
-    monkeypatch.setattr(slurm, "steps", lambda _: steps)
+    fake_slurm["scontrol show step"] = "".join(f"State={state} SrunHost:Pid=n1:{pid}\n" for pid, state in steps)
     monkeypatch.setattr(monitor, "descendants", lambda pid: {445: "srun"} if pid == 444 else {})
     assert SlurmController({"SLURM_JOB_ID": "41"}, run, JOB).waits_for_nodes(444) is waits
 
 
 def test_no_second_job_is_submitted_once_the_run_has_begun_another_attempt(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, fake_slurm: FakeSlurm
 ) -> None:
     """After a lost node the run is free while its next job is submitted, and its user may be faster."""
-    asked: list[str] = []
 
-    def answer(*command: str, timeout_s: float | None = None) -> str:
-        asked.append(command[0])
-        if command[0] == "sbatch":
-            run.create_attempt()
-            raise SlurmUnavailable("Socket timed out")
-        return f"41|{run.batch_script}\n" if command[0] == "squeue" else ""
+    def sbatch(*_: str) -> Exception:
+        run.create_attempt()
+        return SlurmUnavailable("Socket timed out")
 
-    monkeypatch.setattr(slurm, "run", answer)
+    fake_slurm |= {"scontrol": "", "sbatch": sbatch, "squeue": f"41|{run.batch_script}\n"}
     run.batch_script.write_text("#!/bin/sh\n")
     real = SlurmController({"SLURM_JOB_ID": "41"}, run, JOB)
     controller = FakeController(Cause.PREEMPTED, Cause.PREEMPTED)
     controller.resubmit, controller.successor = real.resubmit, real.successor  # type: ignore[method-assign]
     supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
-    assert asked.count("sbatch") == 1
+    assert fake_slurm.count("sbatch") == 1
     assert not [event for event in run.events() if event["event"] in ("resubmitted", "cancelled")]
 
 
-def test_a_new_job_is_recorded_once_the_disk_answers(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_job_is_recorded_once_the_disk_answers(
+    run: RunDirectory, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else no file would name the job that continues the run, and the supervisor would end with this error."""
     real, errors = lease.submitted, [OSError(errno.EIO, "Input/output error"), None]
 
@@ -1114,28 +1098,23 @@ def test_a_new_job_is_recorded_once_the_disk_answers(run: RunDirectory, monkeypa
         real(run, job_id)
 
     monkeypatch.setattr(lease, "submitted", submitted)
-    monkeypatch.setattr(slurm, "run", lambda *command, timeout_s=None: "42\n")
-    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+    fake_slurm |= {"scontrol": "", "sbatch": "42\n"}
     run.batch_script.write_text("#!/bin/sh\n")
     assert SlurmController({"SLURM_JOB_ID": "41"}, run, JOB).resubmit() == "42"
     assert lease.holders(run)[0]["job"] == "42"
 
 
-def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, fake_slurm: FakeSlurm) -> None:
     """Without grace only Slurm itself starts it again after a preemption."""
-    asked = []
-
-    def answer(*command: str, timeout_s: float | None = None) -> str:
-        asked.append(command[0] if command[0] == "sbatch" else command[-1])
-        if command[0] == "sbatch":
-            raise SlurmError("AssocMaxSubmitJobLimit")
-        return ""
-
-    monkeypatch.setattr(slurm, "run", answer)
+    fake_slurm |= {"scontrol": "", "sbatch": SlurmError("AssocMaxSubmitJobLimit")}
     run.batch_script.write_text("#!/bin/sh\n")
-    with pytest.raises(SlurmError, match="AssocMaxSubmitJobLimit"):
+    with pytest.raises(SlurmError):
         SlurmController({"SLURM_JOB_ID": "41"}, run, JOB).resubmit()
-    assert asked == ["Requeue=0", "sbatch", "Requeue=1"]
+    assert [line.split()[0 if "sbatch" in line else -1] for line in fake_slurm.asked] == [
+        "Requeue=0",
+        "sbatch",
+        "Requeue=1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -1145,37 +1124,33 @@ def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, m
 )
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_job_that_would_be_requeued_for_its_exit_code_is_not_as_a_run_fails(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, expedite: bool, state: str, asked: list[str], raises: bool
+    run: RunDirectory,
+    fake_slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    expedite: bool,
+    state: str,
+    asked: list[str],
+    raises: bool,
 ) -> None:
     """Slurm then holds a job with --requeue=expedite. After exit code 0 it does not."""
-    said: list[str] = []
-
-    def answer(*command: str, timeout_s: float | None = None) -> str:
-        said.append(command[-1])
-        return ""
-
-    def show_job(job_id: str) -> slurm.JobInfo:
-        said.append(job_id)
-        return slurm.JobInfo(job_id, state, "None", "n1", 0, None, None)
+    fake_slurm |= {"scontrol update": "", "scontrol show job": JobInfo("41", state, "None", "n1", 0, None, None)}
 
     def supervise_one(*_: object) -> int:
         if raises:
             raise RunDirectoryError("no disk")
         return code
 
-    monkeypatch.setattr(slurm, "run", answer)
-    monkeypatch.setattr(slurm, "show_job", show_job)
     monkeypatch.setattr(main, "supervise_one", supervise_one)
     job = dataclasses.replace(JOB, expedite_requeue=expedite)
     controller = SlurmController({"SLURM_JOB_ID": "41"}, run, job)
     code = 1
     with pytest.raises(RunDirectoryError) if raises else nullcontext():
         assert main.supervise(run, job, lambda *_: None, controller) == code  # type: ignore[arg-type]
-    assert said == asked
+    assert [line.split()[-1] for line in fake_slurm.asked] == asked
     code = 0
     if not raises:
         main.supervise(run, job, lambda *_: None, controller)  # type: ignore[arg-type]
-        assert said == asked
+        assert len(fake_slurm.asked) == len(asked)
 
 
 def test_a_script_that_saved_nothing_since_it_resumed_continues_from_the_same_file(run: RunDirectory) -> None:
@@ -1192,15 +1167,14 @@ def test_a_script_that_saved_nothing_since_it_resumed_continues_from_the_same_fi
     [(90.0, False, 0), (110.0, False, None), (90.0, True, None), (None, False, None)],
 )
 def test_a_job_queued_before_the_user_stopped_the_run_does_not_continue_it(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, submitted_at: float | None, recorded: bool, code: int | None
+    run: RunDirectory, fake_slurm: FakeSlurm, submitted_at: float | None, recorded: bool, code: int | None
 ) -> None:
     """A supervisor submitted it and was killed before it recorded that (seed 20392991). A user's job continues it."""
     lease.take(run, run.create_attempt(), lease.of_job("41"))
     append_line(run.events_file, {"attempt": 0, "time": 100.0, "event": "requested", "request": "stop"})
     if recorded:
         lease.submitted(run, "42")
-    info = slurm.JobInfo("42", "RUNNING", "None", "n1", 0, None, None, submit_time=submitted_at)
-    monkeypatch.setattr(slurm, "show_job", lambda _: info)
+    fake_slurm["scontrol"] = JobInfo("42", "RUNNING", "None", "n1", 0, None, None, submit_time=submitted_at)
     assert main.finished(run, SlurmController({"SLURM_JOB_ID": "42"}, run, JOB), None) == code
 
 
@@ -1329,18 +1303,17 @@ def test_a_disk_that_delays_the_history_is_no_hang_of_the_ranks(
 
 
 def test_a_restart_waits_for_the_end_of_an_outage_of_the_disk(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The outage may be what broke the rank. The next attempt would find it, too."""
-    real, pauses = append_line, list[float]()
+    real = append_line
 
     def append(path: Path, line: Mapping[str, Any]) -> None:
-        if line["event"] in ("rank_failed", "restarted") and len(pauses) < 3:
+        if line["event"] in ("rank_failed", "restarted") and len(fake_slurm.pauses) < 3:
             raise OSError(errno.EROFS, "Read-only file system", str(path))
         real(path, line)
 
     monkeypatch.setattr("clusterddp.supervisor.history.append_line", append)
-    monkeypatch.setattr("clusterddp.slurm.commands.time.sleep", pauses.append)
     attempt = Attempt(run, JOB, run.create_attempt(), NeverStarted(run, {}), FakeController(Cause.NONE))
     assert attempt.supervise() == recovery.RESTART
     assert [event["event"] for event in run.events()][-2:] == ["rank_failed", "restarted"]
@@ -1443,7 +1416,7 @@ def test_a_run_directory_that_was_removed_ends_its_job_and_says_why(
     assert f"{run} was removed, renamed or replaced. Terminating the ranks" in capsys.readouterr().err
 
 
-def test_what_cannot_pass_is_not_asked_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_pass_is_not_asked_again(run: RunDirectory) -> None:
     """A folder whose mode was changed: the job ends instead of holding its nodes."""
     denied = PermissionError(errno.EACCES, "Permission denied", str(run.private))
     controller = FakeController(denied, SlurmUnavailable("never reached"))

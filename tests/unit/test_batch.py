@@ -21,7 +21,6 @@ from clusterddp.jobdef.job import Job, Timeouts
 from clusterddp.jobdef.load import from_values
 from clusterddp.process import module_command
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm import batch, commands
 from clusterddp.slurm.batch import (
     batch_script,
     check_gpus,
@@ -32,7 +31,7 @@ from clusterddp.slurm.batch import (
     submit,
 )
 from clusterddp.slurm.commands import NodeShape, parse_node_sizes
-from clusterddp.slurm.configuration import Preemption
+from tests.fake_slurm import SMALL_CLUSTER, FakeSlurm
 from tests.wording import raises
 
 GOLDEN = """\
@@ -151,14 +150,11 @@ def test_a_folder_with_blanks_and_quotes_stays_one_word() -> None:
     assert """'/runs/it'"'"'s mine'""" in text
 
 
-def test_a_job_excludes_the_nodes_of_its_definition_and_those_to_avoid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_excludes_the_nodes_of_its_definition_and_those_to_avoid(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """sbatch's option replaces the line of the script."""
-    given: list[str] = []
-    monkeypatch.setattr(commands, "submit", lambda script, *options, timeout_s: given.extend(options))
+    fake_slurm["sbatch"] = "41"
     submit(Job(name="net", script="/net.py", exclude="n[1-2]"), RunDirectory(tmp_path), tmp_path, ["n3"])
-    assert given == ["--exclude=n[1-2],n3"]
+    assert fake_slurm.asked == [f"sbatch --parsable --exclude=n[1-2],n3 {tmp_path / 'job.sbatch'}"]
 
 
 # --- No value becomes a command or an option in the batch script, read by a real bash
@@ -340,14 +336,11 @@ def test_a_module_is_looked_for_where_it_would_run(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_an_expedited_requeue_is_requested_only_where_the_site_allows_it(
-    monkeypatch: pytest.MonkeyPatch, allowed: bool
-) -> None:
+def test_an_expedited_requeue_is_requested_only_where_the_site_allows_it(fake_slurm: FakeSlurm, allowed: bool) -> None:
     """sbatch refuses it elsewhere."""
-    policy = Preemption("low", "REQUEUE", 20, 30, 121, expedites=allowed)
-    monkeypatch.setattr(batch.slurm, "require", lambda *_: None)
-    monkeypatch.setattr(batch.slurm, "partition_nodes", lambda _: NODES)
-    monkeypatch.setattr(batch, "preemption", lambda *_: policy)
+    fake_slurm |= SMALL_CLUSTER
+    if allowed:
+        fake_slurm["scontrol show config"] += "SlurmctldParameters     = enable_expedited_requeue\n"
     fitted, remarks = fit_to_cluster(job(device="cpu", expedite_requeue=True), required=True)
     assert fitted.expedite_requeue is allowed
     assert any("this cluster does not allow it" in remark for remark in remarks) is not allowed

@@ -20,9 +20,9 @@ from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import best_saved
 from clusterddp.runs import recording
-from clusterddp.slurm import commands as slurm
 from clusterddp.training.saving import BestSoFar, with_best
 from tests.checkpoint_files import save
+from tests.fake_slurm import FakeSlurm
 from tests.runs_on_disk import event, recorded_run, started
 from tests.wording import raises, says
 
@@ -121,7 +121,7 @@ def test_the_job_definitions_rule_counts_for_files_of_older_versions(tmp_path: P
 
 
 def test_status_and_list_name_the_best_by_the_number_that_export_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint: dict[str, Any] = {"blocked_s": 0.0, "durable_s": 0.1, "bytes": 1}
     events = [
@@ -140,7 +140,7 @@ def test_status_and_list_name_the_best_by_the_number_that_export_takes(
     assert command(["report", str(run.path), "--output", str(page)]) == 0
     assert "the best after step 20, f1 0.875" in page.read_text()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: "")
+    fake_slurm[""] = ""
     (run.path / "outcome.json").write_text(
         json.dumps({"state": "completed", "step": 30, "reason": "all ranks finished"})
     )

@@ -16,6 +16,7 @@ from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
+from tests.fake_slurm import FakeSlurm
 from tests.wording import raises, says
 
 Captured = pytest.CaptureFixture[str]
@@ -88,24 +89,18 @@ def test_on_a_terminal_the_runs_are_listed_and_the_answer_counts(
 
 
 def test_all_jobs_are_cancelled_before_any_is_waited_for(
-    three: list[RunDirectory], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    three: list[RunDirectory], fake_slurm: FakeSlurm, capsys: Captured
 ) -> None:
     """Many runs end in the time of one. One that cannot be cancelled does not keep the others."""
-    done: list[str] = []
     jobs = {name: JobInfo(name, "RUNNING", "None", "n1", 0, None, None) for name in ("41", "42", "43")}
 
-    def scancel(job: str) -> None:
-        done.append(f"cancel {job}")
+    def scancel(_: str, job: str) -> str | Exception:
         if job == "42":
-            raise SlurmError("job 42: scancel: error: Access/permission denied")
+            return SlurmError("job 42: scancel: error: Access/permission denied")
         jobs[job] = dataclasses.replace(jobs[job], state="CANCELLED")
+        return ""
 
-    def show_job(job: str) -> JobInfo:
-        done.append(f"show {job}")
-        return jobs[job]
-
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
-    monkeypatch.setattr("clusterddp.slurm.commands.cancel", scancel)
+    fake_slurm |= {"scancel": scancel, "scontrol show job": lambda *words: jobs[words[-1]]}
     three[1].outcome_file.unlink()
     for run, job in zip(three, jobs, strict=True):
         lease.take(run, run.create_attempt(), lease.of_job(job))
@@ -113,8 +108,8 @@ def test_all_jobs_are_cancelled_before_any_is_waited_for(
     assert states(three) == ["cancelled", None, "cancelled"]
     said = f"{three[1]} will not start again, but has not ended: job 42: scancel: error: Access/per"
     assert said in capsys.readouterr().err
-    assert [what for what in done if "show" not in what] == ["cancel 41", "cancel 42", "cancel 43"]
-    assert done[-2:] == ["show 41", "show 43"]
+    assert [line for line in fake_slurm.asked if "show" not in line] == ["scancel 41", "scancel 42", "scancel 43"]
+    assert [line.split()[-1] for line in fake_slurm.asked[-2:]] == ["41", "43"]
 
 
 @pytest.mark.parametrize("fault", ["damaged outcome", "no mark can be written"])

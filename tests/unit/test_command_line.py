@@ -13,8 +13,8 @@ from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.runs.local import Moment
 from clusterddp.runs.recording import choose_run_directory
-from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.batch import fit_to_cluster
+from tests.fake_slurm import FakeSlurm
 from tests.wording import raises
 
 
@@ -85,13 +85,9 @@ def test_a_command_describes_itself_and_its_options(name: str, capsys: pytest.Ca
     assert exited.value.code == 0 and DESCRIPTIONS[name] in shown and shown.startswith(f"usage: clusterddp {name} ")
 
 
-def test_without_a_cluster_the_message_names_local_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cluster_the_message_names_local_runs(fake_slurm: FakeSlurm) -> None:
     """Slurm's commands are installed there, and find no controller."""
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    for name in ("sbatch", "srun", "scontrol", "sinfo"):
-        (tmp_path / name).write_text("#!/bin/sh\necho 'sinfo: fatal: no configuration source' >&2\nexit 1\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+    fake_slurm[""] = SlurmUnavailable("`sinfo` failed: sinfo: fatal: no configuration source")
     with raises(SlurmUnavailable):
         fit_to_cluster(Job(name="net", script="net.py"), required=True)
 

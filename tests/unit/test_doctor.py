@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,8 +17,8 @@ from clusterddp.cli import doctor
 from clusterddp.cli.command_line import command
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
-from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration
+from tests.fake_slurm import FakeSlurm
 from tests.runs_on_disk import BEGAN, event, recorded_run, started
 
 # scontrol show config, shortened. 22.05.8, 24.11.5 and 26.05.5 print these lines alike but for the last.
@@ -61,23 +60,14 @@ ANSWERS = {
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What Slurm's commands print, by the beginning of their command line; exceptions are raised."""
-    known: dict[str, Any] = dict(ANSWERS)
-
-    def run(*command: str) -> str:
-        line = " ".join(command)
-        answer = next(known[begin] for begin in known if line.startswith(begin))
-        if isinstance(answer, Exception):
-            raise answer
-        return str(answer)
-
-    monkeypatch.setattr(slurm, "run", run)
+def answers(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """What Slurm's commands print."""
+    fake_slurm |= ANSWERS
     monkeypatch.setattr(login_node.time, "time", lambda: time.mktime((2026, 11, 22, 9, 5, 26, 0, 0, -1)) + 0.4)
-    return known
+    return fake_slurm
 
 
-def test_what_slurm_says_becomes_a_row_each(answers: dict[str, Any]) -> None:
+def test_what_slurm_says_becomes_a_row_each(answers: FakeSlurm) -> None:
     """Release, clock, accounts and partitions, with what preemption does to a run in the default one."""
     checks, preempted = login_node.slurm_checks(None, None)
     assert [f"{check.state} {check.name}: {check.found}" for check in checks] == [
@@ -119,7 +109,7 @@ def test_the_policy_says_whether_the_site_allows_expedited_requeues() -> None:
     assert policy.sentence(job).endswith("The run is requeued and starts again without a hold (expedite_requeue)")
 
 
-def test_with_preemption_by_qos_the_qos_says_what_happens(answers: dict[str, Any]) -> None:
+def test_with_preemption_by_qos_the_qos_says_what_happens(answers: FakeSlurm) -> None:
     answers["scontrol show config"] = CONFIG.replace("partition_prio", "qos")
     answers["sacctmgr -nP show qos name=long"] = "cluster|00:05:00\n"
     checks, preempted = login_node.slurm_checks(None, "long")
@@ -160,9 +150,7 @@ def test_the_controllers_clock_is_compared_as_exactly_as_it_is_told(theirs: floa
         ("ddp\n", "\n", "warning", "no default account"),
     ],
 )
-def test_what_is_missing_of_accounting_is_told(
-    answers: dict[str, Any], old: str, new: str, state: str, words: str
-) -> None:
+def test_what_is_missing_of_accounting_is_told(answers: FakeSlurm, old: str, new: str, state: str, words: str) -> None:
     """A cluster without a database is no error; a user whom Slurm refuses is."""
     if new == "= none":
         answers["sacctmgr -nP show assoc"] = ""
@@ -172,7 +160,7 @@ def test_what_is_missing_of_accounting_is_told(
     assert accounts.state == state and words in accounts.found
 
 
-def test_a_user_without_a_name_is_a_row(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_name_is_a_row(answers: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container."""
 
     def unknown() -> str:
@@ -193,7 +181,7 @@ def test_a_user_without_a_name_is_a_row(answers: dict[str, Any], monkeypatch: py
     ],
 )
 def test_a_command_that_fails_is_a_row(
-    answers: dict[str, Any], command: str, error: Exception, name: str, state: str, rows: int
+    answers: FakeSlurm, command: str, error: Exception, name: str, state: str, rows: int
 ) -> None:
     """The other rows are still there."""
     answers[command] = error
@@ -337,7 +325,7 @@ def test_rows_fit_the_terminal_and_are_whole_in_a_pipe() -> None:
 
 
 def test_doctor_sums_what_lost_nodes_cost_the_runs_in_the_folder(
-    answers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answers: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line, and none if no run lost a node."""
     monkeypatch.setenv("CLUSTERDDP_RUNS", str(tmp_path))

@@ -23,8 +23,8 @@ from clusterddp.errors import UsageError
 from clusterddp.reporter import speed
 from clusterddp.rundir.run_directory import RunDirectory, find_runs
 from clusterddp.rundir.summary import summarize
-from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.run_states import WORDS, run_states
+from tests.fake_slurm import FakeSlurm
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
 from tests.timings import timing_lines, write_timings
 from tests.wording import raises, says
@@ -39,7 +39,7 @@ BEGUN = [event("progress", step=0, steps=400, rank=0), event("training", step=0)
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Six runs in all kinds of states, with squeue's answer about three jobs."""
     folder = tmp_path / "runs"
     requeued = event("requeued", reason="preempted", cause="preempted", step=9, checkpoint=9, window_s=1.0)
@@ -54,7 +54,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ended = {"state": "failed", "step": 3, "reason": "rank 1 (n2) failed:\nRuntimeError: " + "x" * 200}
     recorded_run(folder / "failed", [started(job="8"), *BEGUN, requeued, started(1, job="8")], outcome=ended)
     recorded_run(folder / "stopped", [started(job="7")], holder=of_job("7"), metrics=steps([0], loss=float("nan")))
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: QUEUE)
+    fake_slurm["squeue"] = QUEUE
     monkeypatch.setattr(time, "time", lambda: BEGAN + 60)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
@@ -259,9 +259,9 @@ def test_a_metric_that_no_run_has_logged_is_named(runs: Path, capsys: pytest.Cap
     assert "ACC" in printed.out and "LOS" not in printed.out
 
 
-def test_members_of_a_sweep_stay_together_in_the_order_of_their_newest(tmp_path: Path, monkeypatch: Any) -> None:
+def test_members_of_a_sweep_stay_together_in_the_order_of_their_newest(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """Although other runs began between them."""
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: "")
+    fake_slurm["squeue"] = ""
     for place, name in enumerate(["lr/a", "net-0", "lr/b", "net-1", "lr/c", "net-2"]):
         run = recorded_run(tmp_path / name, [started()])
         run.events_file.write_text(json.dumps({"time": BEGAN + place, **started()}) + "\n")
@@ -325,7 +325,7 @@ def opened() -> Iterator[list[str]]:
 
 
 def test_a_list_opens_at_most_four_files_and_two_folders_of_a_run_and_no_job_definition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], opened: list[str]
+    tmp_path: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], opened: list[str]
 ) -> None:
     """Fifty runs, with every record that a run can have."""
     folder = tmp_path / "runs"
@@ -333,7 +333,7 @@ def test_a_list_opens_at_most_four_files_and_two_folders_of_a_run_and_no_job_def
         history = [line for attempt in range(4) for line in (started(attempt), event("training", attempt, step=0))]
         more = {"outcome": {"state": "completed"}} if number % 2 else {"submitted": of_job("9"), "loop": of_job("9")}
         recorded_run(folder / f"net-{number}", history, holder=of_job(), metrics=steps(range(100)), **more)
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: QUEUE)
+    fake_slurm["squeue"] = QUEUE
     opened.clear()
     assert len(json.loads(said(capsys, "list", "--json", str(folder)))) == 50
     of_runs = [Path(path) for path in opened if path.startswith(str(folder))]

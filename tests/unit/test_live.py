@@ -19,7 +19,7 @@ from clusterddp.cli.command_line import command
 from clusterddp.errors import INTERRUPTED
 from clusterddp.reporter import clipped
 from clusterddp.runs.run_report import moment
-from clusterddp.slurm import commands as slurm
+from tests.fake_slurm import FakeSlurm
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
 
 
@@ -46,13 +46,13 @@ def test_clipping_a_very_long_text_takes_as_long_as_reading_it() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A running run, with squeue's answer about its job."""
     history = [started(), event("progress", step=0, steps=400, rank=0), event("training", step=0)]
     history.append(event("slow", rank=1, host="n2", own_s=0.4, ratio=2.0))
     losses = [line | {"loss": 2.0 - line["step"] / 100, "acc": 0.25} for line in steps(range(101))]
     recorded_run(tmp_path / "runs/net-0", history, holder=of_job(), metrics=losses)
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: "41|RUNNING|n[1-2]|2026-11-22T08:00:00|1:00:00|gpu|None\n")
+    fake_slurm["squeue"] = "41|RUNNING|n[1-2]|2026-11-22T08:00:00|1:00:00|gpu|None\n"
     monkeypatch.setattr(time, "time", lambda: BEGAN + 60)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CLUSTERDDP_RUNS", "runs")

@@ -23,11 +23,14 @@ class Clock:
     """Both clocks."""
 
     now = 1000.0
+    #: How far the other one is ahead.
+    wall_s = 0.0
 
     def monotonic(self) -> float:
         return self.now
 
-    time = monotonic
+    def time(self) -> float:
+        return self.now + self.wall_s
 
 
 @pytest.fixture
@@ -233,9 +236,10 @@ def test_answers_of_an_unknown_cluster_and_of_a_clock_that_went_back_are_not_sha
     clock: Clock, asked: list[tuple[float, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared_jobs(["1"], 0.0, 1.0)
-    monkeypatch.setattr(pace.time, "time", lambda: clock.now - 60)
+    clock.wall_s -= 60
     shared_jobs(["1"], 999.0, 1.0)
-    monkeypatch.setattr(pace.slurm, "cluster_name", lambda _: None)
+    monkeypatch.delenv("SLURM_CLUSTER_NAME")
+    monkeypatch.setenv("SLURM_CLUSTERS", "")
     for _ in range(2):
         shared_jobs(["1"], 999.0, 1.0)
     assert len(asked) == 4

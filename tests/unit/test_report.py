@@ -22,7 +22,7 @@ from clusterddp.report.curves import BUCKETS
 from clusterddp.report.page import page
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.runs.sweep_members import Record
-from clusterddp.slurm import commands as slurm
+from tests.fake_slurm import FakeSlurm
 from tests.long_run import EVERY, HELD_S, QUEUED_S, REPEATED, STEP_S, long_run
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
 from tests.wording import raises, says
@@ -32,8 +32,8 @@ NOW = BEGAN + 1e6
 
 
 @pytest.fixture(autouse=True)
-def _no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: "")
+def _no_jobs(fake_slurm: FakeSlurm) -> None:
+    fake_slurm[""] = ""
 
 
 def data_of(run: RunDirectory) -> dict[str, Any]:
@@ -226,9 +226,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     os.close(reader)
 
 
-def test_report_list_and_status_name_the_same_newest_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_report_list_and_status_name_the_same_newest_values(tmp_path: Path, capsys: Any) -> None:
     """Of members of a sweep that were evaluated behind the loop, one of which then lost that to a resume before it."""
     begun = [started(), event("progress", step=0, steps=4), event("training", step=0)]
     evaluated = event("result", step=4, accuracy=0.9, loss=0.1)

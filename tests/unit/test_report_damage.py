@@ -22,7 +22,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.report.page import page
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.runs.sweep_members import Record
-from clusterddp.slurm import commands as slurm
+from tests.fake_slurm import FakeSlurm
 from tests.long_run import long_run
 from tests.runs_on_disk import BEGAN, event, write_lines
 from tests.unit.test_report import SCHEMA
@@ -73,9 +73,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copied(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+def copied(whole: Path, tmp_path: Path, fake_slurm: FakeSlurm) -> RunDirectory:
     """A copy of it, whose job Slurm has forgotten."""
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: "")
+    fake_slurm[""] = ""
     shutil.copytree(whole, tmp_path / "some" / "sweep")  # deeper than where all tests' histories are checked
     return RunDirectory(tmp_path / "some" / "sweep" / "net")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +14,20 @@ from clusterddp.errors import SlurmError, SlurmUnavailable
 from clusterddp.process import process_start
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
-from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.queue import QueuedJob, is_hold, parse_queue, why_waiting
 from clusterddp.slurm.run_states import RunState, run_states
+from tests.fake_slurm import FakeSlurm
 from tests.runs_on_disk import event, of_job, recorded_run, started
 from tests.wording import says
-
-Squeue = Callable[[str], list[tuple[str, ...]]]
 
 PENDING = "41|PENDING||2026-11-23T08:00:00|1:00:00|gpu|"
 REQUEUED = [started(), event("requeued", reason="preempted", cause="preempted", step=3, checkpoint=3, window_s=1.0)]
 
 
-@pytest.fixture
-def squeue(monkeypatch: pytest.MonkeyPatch) -> Squeue:
-    """Lets squeue answer with a text; returns the list of its calls."""
-
-    def answer(text: str) -> list[tuple[str, ...]]:
-        calls: list[tuple[str, ...]] = []
-
-        def run(*command: str, **_: float) -> str:
-            calls.append(command)
-            if text.startswith("error: "):
-                raise SlurmError(text)
-            return text
-
-        monkeypatch.setattr(slurm, "run", run)
-        return calls
-
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
-    return answer
 
 
 def state_of(run: RunDirectory) -> RunState:
@@ -65,11 +47,11 @@ ENDED = "41|{}|n1|2026-11-22T08:00:00|1:00:00|gpu|NonZeroExitCode"
     ],
 )
 def test_a_run_whose_job_has_released_it_continues_as_long_as_the_job_may_submit_the_next_one(
-    tmp_path: Path, squeue: Squeue, line: str, word: str, reason: str
+    tmp_path: Path, fake_slurm: FakeSlurm, line: str, word: str, reason: str
 ) -> None:
     """After a lost node. `wait` once ended while the controller was slow (seed 50726427)."""
     run = recorded_run(tmp_path / "run", [started()], holder={**of_job(), "let_go": True})
-    squeue(line)
+    fake_slurm["squeue"] = SlurmError(line) if line.startswith("error: ") else line
     found = state_of(run)
     assert (found.word, found.job_id) == (word, "41")
     assert found.reason.startswith(reason)
@@ -88,10 +70,10 @@ def test_a_run_whose_job_has_released_it_continues_as_long_as_the_job_may_submit
     ],
 )
 def test_a_job_that_ended_before_its_supervisor_started_is_a_failure_with_the_end_of_its_log(
-    tmp_path: Path, squeue: Squeue, line: str, log: str, word: str, reason: str
+    tmp_path: Path, fake_slurm: FakeSlurm, line: str, log: str, word: str, reason: str
 ) -> None:
     """Such as an interpreter that the nodes do not have; also of a run that had attempts before."""
-    squeue(line)
+    fake_slurm["squeue"] = line
     claim = {**of_job(), "time": 1.0}
     for run in (
         recorded_run(tmp_path / "new", submitted=claim),
@@ -103,9 +85,11 @@ def test_a_job_that_ended_before_its_supervisor_started_is_a_failure_with_the_en
         assert found.log == (("loading modules", log) if log and word == "failed" else ())
 
 
-def test_a_job_whose_supervisor_took_the_run_over_is_judged_by_its_history(tmp_path: Path, squeue: Squeue) -> None:
+def test_a_job_whose_supervisor_took_the_run_over_is_judged_by_its_history(
+    tmp_path: Path, fake_slurm: FakeSlurm
+) -> None:
     """Also if it did so before `submit` had written the submission's claim, which it would have removed."""
-    squeue(ENDED.format("FAILED"))
+    fake_slurm["squeue"] = ENDED.format("FAILED")
     for files in ({}, {"submitted": {**of_job(), "time": 1.0}}):
         run = recorded_run(tmp_path / str(len(files)), [started()], holder=of_job(), **files)
         (run.logs / "job-41.log").write_text(NOT_FOUND)
@@ -125,10 +109,10 @@ def test_a_job_whose_supervisor_took_the_run_over_is_judged_by_its_history(tmp_p
 )
 @pytest.mark.parametrize("known", [True, False])
 def test_the_log_of_a_job_tells_how_it_ended_unless_its_supervisor_did(
-    tmp_path: Path, squeue: Squeue, end: dict[str, str] | None, explained: bool, known: bool
+    tmp_path: Path, fake_slurm: FakeSlurm, end: dict[str, str] | None, explained: bool, known: bool
 ) -> None:
     """A supervisor that was killed, or refused to start after a requeue, has only written there."""
-    squeue(ENDED.format("FAILED") if known else "")
+    fake_slurm["squeue"] = ENDED.format("FAILED") if known else ""
     events = [started(), *([{"attempt": 0, "time": 9.0, **end}] if end else [])]
     run = recorded_run(tmp_path / "run", events, holder=of_job())
     (run.logs / "job-41.log").write_text("attempt 0: started\nclusterddp: too few open files\n")
@@ -156,71 +140,73 @@ def test_the_log_of_a_job_tells_how_it_ended_unless_its_supervisor_did(
         ("", "stopped", "not started"),
     ],
 )
-def test_a_submitted_runs_state_is_its_jobs(tmp_path: Path, squeue: Squeue, line: str, word: str, reason: str) -> None:
+def test_a_submitted_runs_state_is_its_jobs(
+    tmp_path: Path, fake_slurm: FakeSlurm, line: str, word: str, reason: str
+) -> None:
     """As squeue prints it; a job that Slurm has forgotten trains nothing."""
-    squeue(f"{line}\n")
+    fake_slurm["squeue"] = f"{line}\n"
     found = state_of(recorded_run(tmp_path / "net-0", submitted=of_job()))
     assert (found.word, found.reason, found.job_id) == (word, reason, "41")
 
 
-def test_the_hold_after_a_requeue_is_told_from_a_later_begin(tmp_path: Path, squeue: Squeue) -> None:
+def test_the_hold_after_a_requeue_is_told_from_a_later_begin(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """The job has run before: its begin time is the end of Slurm's hold, which its owner may lift."""
-    squeue(f"{PENDING}BeginTime\n")
+    fake_slurm["squeue"] = f"{PENDING}BeginTime\n"
     found = state_of(recorded_run(tmp_path / "net 0", REQUEUED, holder=of_job()))
     assert (found.word, found.reason) == ("held", "held by Slurm for a while, which happens after each requeue")
     assert f"`clusterddp wait --resubmit '{tmp_path}/net 0'` lifts the hold" in found.remedy
     assert found.job is not None and found.job.start is not None
 
 
-def test_squeue_is_called_once_for_all_runs_and_not_at_all_without_jobs(tmp_path: Path, squeue: Squeue) -> None:
+def test_squeue_is_called_once_for_all_runs_and_not_at_all_without_jobs(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """Array tasks by their own ids; runs that are over or local need no job."""
     over = recorded_run(tmp_path / "a", [started()], outcome={"state": "failed", "reason": "limit"}, holder=of_job())
     runs = [recorded_run(tmp_path / f"b{n}", submitted=of_job(f"7_{n}")) for n in range(3)]
-    calls = squeue("7_0|RUNNING|n1|N/A|1:00|gpu|None\n7_1|PENDING||N/A|1:00|gpu|Resources\n")
+    fake_slurm["squeue"] = "7_0|RUNNING|n1|N/A|1:00|gpu|None\n7_1|PENDING||N/A|1:00|gpu|Resources\n"
     states = run_states([summarize(run) for run in [over, *runs]])
     assert [state.word for state in states] == ["failed", "running", "pending", "stopped"]
     assert (states[0].reason, states[0].job_id, states[0].nodes) == ("limit", "41", "n[1-2]")
-    ((*_, ids, _, _),) = calls
+    (*_, ids, _, _) = fake_slurm.asked[0].split()
     assert ids == "7_0,7_1,7_2"
     run_states([summarize(over)])
-    assert len(calls) == 1
+    assert len(fake_slurm.asked) == 1
 
 
-def test_thousands_of_jobs_are_listed_without_naming_them(tmp_path: Path, squeue: Squeue) -> None:
+def test_thousands_of_jobs_are_listed_without_naming_them(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """Their ids could be longer than a command line."""
-    calls = squeue("17|RUNNING|n1|N/A|1:00|gpu|None\n99999|RUNNING|n1|N/A|1:00|gpu|None\n")
+    fake_slurm["squeue"] = "17|RUNNING|n1|N/A|1:00|gpu|None\n99999|RUNNING|n1|N/A|1:00|gpu|None\n"
     summary = summarize(recorded_run(tmp_path / "a", submitted=of_job()))
     many = [dataclasses.replace(summary, claims=(of_job(str(number)),)) for number in range(3000)]
     assert [state.word for state in run_states(many)].count("running") == 1
-    assert len(calls) == 1 and "-j" not in calls[0]
+    assert len(fake_slurm.asked) == 1 and "-j" not in fake_slurm.asked[0]
 
 
-def test_an_unreachable_controller_leaves_only_live_runs_unknown(tmp_path: Path, squeue: Squeue) -> None:
+def test_an_unreachable_controller_leaves_only_live_runs_unknown(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """A single job that it does not know is another matter."""
     over = recorded_run(tmp_path / "a", [started()], outcome={"state": "completed"})
     live = recorded_run(tmp_path / "b", submitted=of_job())
-    squeue("error: Unable to contact slurm controller")
+    fake_slurm["squeue"] = SlurmError("error: Unable to contact slurm controller")
     states = run_states([summarize(over), summarize(live)])
     assert [state.word for state in states] == ["completed", "unknown"]
     assert states[1].reason == "Slurm controller unreachable: error: Unable to contact slurm controller"
-    squeue("error: slurm_load_jobs error: Invalid job id specified")
+    fake_slurm["squeue"] = SlurmError("error: slurm_load_jobs error: Invalid job id specified")
     assert state_of(live).word == "stopped"
 
 
-def test_squeue_that_cannot_be_understood_is_no_proof_that_a_job_ended(tmp_path: Path, squeue: Squeue) -> None:
+def test_squeue_that_cannot_be_understood_is_no_proof_that_a_job_ended(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """A wrong line must not make a run look stopped; lines of a site's wrapper are no jobs."""
-    squeue("41|RUNNING\n")
+    fake_slurm["squeue"] = "41|RUNNING\n"
     found = state_of(recorded_run(tmp_path / "b", submitted=of_job()))
     assert found.word == "unknown" and "could not parse the output of squeue" in found.reason
     assert parse_queue("CLUSTER: here\nWelcome | to 41\n\n") == {}
 
 
-def test_a_job_of_another_cluster_is_not_looked_up_here(tmp_path: Path, squeue: Squeue) -> None:
+def test_a_job_of_another_cluster_is_not_looked_up_here(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """Job ids are unique within a cluster."""
-    calls = squeue("41|RUNNING|n1|N/A|1:00|gpu|None\n")
+    fake_slurm["squeue"] = "41|RUNNING|n1|N/A|1:00|gpu|None\n"
     found = state_of(recorded_run(tmp_path / "b", submitted={**of_job(), "cluster": "there"}))
     assert (found.word, found.reason) == ("unknown", "job 41 of cluster there cannot be reached from here")
-    assert calls == []
+    assert fake_slurm.asked == []
 
 
 def local(pid: int, **changed: Any) -> dict[str, Any]:
@@ -228,9 +214,9 @@ def local(pid: int, **changed: Any) -> dict[str, Any]:
     return {"kind": "local", **process, **changed}
 
 
-def test_a_local_run_runs_as_long_as_its_processes(tmp_path: Path, squeue: Squeue) -> None:
+def test_a_local_run_runs_as_long_as_its_processes(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """On this machine; elsewhere, nobody can tell."""
-    calls = squeue("")
+    fake_slurm["squeue"] = ""
     begun = event("started", pid=1, restarts=0, nodes="host", ranks=1, code={}, changed=[])
     ended = local(os.getpid(), process_start="1")
     assert state_of(recorded_run(tmp_path / "a", [begun], holder=local(os.getpid()))).word == "running"
@@ -239,24 +225,24 @@ def test_a_local_run_runs_as_long_as_its_processes(tmp_path: Path, squeue: Squeu
     assert state_of(recorded_run(tmp_path / "c", [begun], holder=ended)).word == "stopped"
     elsewhere = state_of(recorded_run(tmp_path / "d", [begun], holder=local(7, host="other")))
     assert (elsewhere.word, elsewhere.nodes) == ("unknown", "other")
-    assert calls == []
+    assert fake_slurm.asked == []
 
 
-def test_a_cancelled_run_whose_outcome_nobody_wrote_is_cancelled(tmp_path: Path, squeue: Squeue) -> None:
+def test_a_cancelled_run_whose_outcome_nobody_wrote_is_cancelled(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """As on a full disk: nothing will start it again."""
-    squeue("")
+    fake_slurm["squeue"] = ""
     run = recorded_run(tmp_path / "a", submitted=of_job())
     run.mark_cancelled()
     assert state_of(run).word == "cancelled"
 
 
-def test_another_users_run_is_known_by_the_job_in_its_history(tmp_path: Path, squeue: Squeue) -> None:
+def test_another_users_run_is_known_by_the_job_in_its_history(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """Who holds it is the owner's alone to read."""
     run = recorded_run(tmp_path / "a", REQUEUED)
     hidden = dataclasses.replace(summarize(run), readable=False, claims=(of_job(),))
-    squeue("41|RUNNING|n1|N/A|1:00|gpu|None\n")
+    fake_slurm["squeue"] = "41|RUNNING|n1|N/A|1:00|gpu|None\n"
     assert run_states([hidden])[0].word == "running"
-    squeue("")
+    fake_slurm["squeue"] = ""
     assert run_states([hidden])[0] == RunState(
         "unknown", "only its owner can see which job or process trains it", "41", job=None
     )
@@ -340,18 +326,10 @@ def test_a_hold_is_told_from_waiting() -> None:
 
 
 def test_a_controller_that_does_not_answer_is_asked_again_if_there_is_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By `status`, for 20 s; a list of many runs does not wait."""
-    answers = ["", "41|RUNNING|n1|N/A|1:00|gpu|None\n"]
-
-    def run(*_: str, **__: float) -> str:
-        if not (answer := answers.pop(0)):
-            raise SlurmUnavailable("no answer")
-        return answer
-
-    monkeypatch.setattr(slurm, "run", run)
-    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+    fake_slurm["squeue"] = [SlurmUnavailable("no answer"), "41|RUNNING|n1|N/A|1:00|gpu|None\n"]
     summary = summarize(recorded_run(tmp_path / "a", submitted=of_job()))
     assert run_states([summary], patience_s=20)[0].word == "running"
     says(capsys.readouterr().err)

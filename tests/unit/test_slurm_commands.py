@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
+from tests.fake_slurm import FakeSlurm
 from tests.wording import raises, says
 
 # scontrol show job -o, 22.05.8, shortened at the end; the job's name imitates Slurm's own fields.
@@ -291,26 +294,18 @@ def test_a_job_that_was_submitted_before_is_not_taken_for_the_new_one(
 
 
 def test_a_controller_that_does_not_answer_is_queried_again_and_that_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With growing pauses; an answer, or another error, ends it."""
-    pauses: list[float] = []
-    monkeypatch.setattr(slurm.time, "sleep", pauses.append)
-    answers: list[Any] = [SlurmUnavailable("Unable to contact slurm controller")] * 3 + ["yes"]
-
-    def ask() -> str:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return str(answer)
-
+    ask, away = partial(slurm.run, "sinfo"), SlurmUnavailable("Unable to contact slurm controller")
+    fake_slurm["sinfo"] = [away, away, away, "yes"]
     assert slurm.patiently(ask) == "yes"
-    assert pauses == [1, 2, 4]
+    assert fake_slurm.pauses == [1, 2, 4]
     says(capsys.readouterr().err)
-    answers = [SlurmError("Invalid job id specified")]
+    fake_slurm["sinfo"] = SlurmError("Invalid job id specified")
     with raises(SlurmError):
         slurm.patiently(ask)
-    answers = [SlurmUnavailable("Unable to contact slurm controller")]
+    fake_slurm["sinfo"] = [away, "yes"]
     with pytest.raises(SlurmUnavailable):
         slurm.patiently(ask, patience_s=0.5)
 
@@ -332,15 +327,14 @@ def test_an_answer_in_an_unknown_form_is_a_slurm_error_that_quotes_it(old: str, 
         slurm.parse_job(RUNNING.replace(f" {old} ", f" {new} "))
 
 
-def test_a_partition_in_an_unknown_form_is_a_slurm_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partition_in_an_unknown_form_is_a_slurm_error(fake_slurm: FakeSlurm) -> None:
     """Not a ValueError at submit time."""
-    answers = {"sinfo": "low|low*|n1|gpu:many\n", "scontrol": "NodeName=n1 CPUEfctv=many\n"}
-    monkeypatch.setattr(slurm, "run", lambda command, *_: answers[command])
+    fake_slurm |= {"sinfo": "low|low*|n1|gpu:many\n", "scontrol": "NodeName=n1 CPUEfctv=many\n"}
     for command, instead in (("sinfo", "low|low*|n1|gpu:2\n"), ("scontrol", "")):
         with raises(SlurmError) as refused:
             slurm.partition_nodes("low")
         assert command in str(refused.value)
-        answers[command] = instead
+        fake_slurm[command] = instead
 
 
 def test_a_command_that_temporarily_cannot_start_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,14 +356,14 @@ def test_output_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert slurm.run("scontrol") == "AdminComment=gr\N{REPLACEMENT CHARACTER}n"
 
 
-def test_nodes_in_an_unknown_form_do_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_in_an_unknown_form_do_not_end_a_run(fake_slurm: FakeSlurm) -> None:
     """The supervisor continues without an answer."""
-    monkeypatch.setattr(slurm, "run", lambda *_: "low n1 idle\n")
+    fake_slurm["sinfo"] = "low n1 idle\n"
     with raises(SlurmError):
         slurm.usable_nodes(None)
 
 
-def test_the_steps_of_a_job_are_known_by_the_pids_of_their_sruns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_steps_of_a_job_are_known_by_the_pids_of_their_sruns(fake_slurm: FakeSlurm) -> None:
     """As recorded on 22.05.8. An srun that died, or another one of the user's, may wait in the same job."""
     shape = "CPUs=4 Tasks=4 Name=(null) Network=(null) TRES=(null) ResvPorts=(null) CPUFreqReq=Default Dist=Unknown"
     text = "".join(
@@ -377,7 +371,7 @@ def test_the_steps_of_a_job_are_known_by_the_pids_of_their_sruns(monkeypatch: py
         f"NodeList=n[1-4] Nodes=4 {shape} SrunHost:Pid=n1:{pid}\n"
         for step, state, pid in (("0", "RUNNING", 311), ("TDB", "PENDING", 444), ("TDB", "PENDING", 446))
     )
-    monkeypatch.setattr(slurm, "run", lambda *command: text if command[-1] == "1" else "")
+    fake_slurm |= {"scontrol show step -o 1": text, "scontrol show step -o 2": ""}
     assert slurm.steps("1") == [(311, "RUNNING"), (444, "PENDING"), (446, "PENDING")]
     assert slurm.steps("2") == []
 
@@ -389,10 +383,10 @@ def test_the_job_id_is_found_in_what_sbatch_and_a_sites_wrapper_print(answer: st
     assert slurm.submit(sbatch) == "41"
 
 
-def test_a_job_without_a_known_id_is_not_taken_for_a_refusal(sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_a_known_id_is_not_taken_for_a_refusal(sbatch: Path) -> None:
     """It may run: nothing of it may be undone, as after a refusal, whose explanation is shown whole."""
     sbatch.write_text("#!/bin/sh\necho Submitted\n")
-    monkeypatch.setattr(slurm, "jobs_by_script", lambda ended: {})
+    shutil.copy("/bin/true", sbatch.with_name("squeue"))
     with raises(RunDirectoryError):
         slurm.submit(sbatch)
     sbatch.write_text("#!/bin/sh\nprintf 'give a project with -A\\nrefused\\n' >&2\nexit 1\n")

@@ -10,9 +10,9 @@ import pytest
 
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import slurmd
 from clusterddp.supervisor.controller import SlurmController
+from tests.fake_slurm import FakeSlurm
 
 #: As 22.05 shows them; n2 and n3 share a host, where each slurmd has a port.
 NODE = (
@@ -21,17 +21,12 @@ NODE = (
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def nodes(fake_slurm: FakeSlurm) -> dict[str, str]:
     """What Slurm knows: lines by node, and its configuration."""
     known = {"config": "Configuration data as of 2026-11-27T02:00:00\nSlurmdPort              = 6818\n"}
 
-    def run(*command: str) -> str:
-        if command == ("scontrol", "show", "config"):
-            return known["config"]
-        assert command[:4] == ("scontrol", "show", "node", "-o")
-        return "".join(f"{known[node]}\n" for node in command[4].split(","))
-
-    monkeypatch.setattr(slurm, "run", run)
+    fake_slurm["scontrol show config"] = lambda *_: known["config"]
+    fake_slurm["scontrol show node -o"] = lambda *words: "".join(f"{known[node]}\n" for node in words[4].split(","))
     return known
 
 

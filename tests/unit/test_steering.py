@@ -36,7 +36,7 @@ from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.supervisor.controller import LocalController
 from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
-from tests.fake_slurm import NoRanks
+from tests.fake_slurm import FakeSlurm, NoRanks
 from tests.histories import check_history, fields
 from tests.waiting import wait_until
 from tests.wording import raises
@@ -309,10 +309,9 @@ def test_a_local_run_has_no_node_to_drain(run: RunDirectory) -> None:
 # ---- who is asked
 
 
-def job_is(monkeypatch: pytest.MonkeyPatch, state: str, reason: str = "None") -> None:
-    """The state of job 41 on a cluster that is not there."""
-    info = JobInfo("41", state, reason, "n1" if state == "RUNNING" else "", 0, None, None)
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info)
+def job(state: str, reason: str = "None") -> JobInfo:
+    """Job 41 on a cluster that is not there."""
+    return JobInfo("41", state, reason, "n1" if state == "RUNNING" else "", 0, None, None)
 
 
 def over(run: RunDirectory) -> None:
@@ -329,10 +328,10 @@ def of_another_machine(run: RunDirectory) -> None:
 
 
 def test_who_wants_to_stop_a_run_that_waits_learns_how_to_keep_it_from_starting(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, fake_slurm: FakeSlurm
 ) -> None:
     """That is no help to those who want its stacks."""
-    job_is(monkeypatch, "PENDING", "Priority")
+    fake_slurm["scontrol show job"] = job("PENDING", "Priority")
     queued(run)
     with raises(RunDirectoryError):
         command(["stop", str(run)])
@@ -350,9 +349,9 @@ def test_who_wants_to_stop_a_run_that_waits_learns_how_to_keep_it_from_starting(
     ],
 )
 def test_a_run_that_takes_no_orders_says_why(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, make: Callable[[RunDirectory], None]
+    run: RunDirectory, fake_slurm: FakeSlurm, make: Callable[[RunDirectory], None]
 ) -> None:
-    job_is(monkeypatch, "PENDING", "Priority")
+    fake_slurm["scontrol show job"] = job("PENDING", "Priority")
     make(run)
     for order in ("stacks", "stop", "save"):
         with raises(RunDirectoryError):
@@ -397,10 +396,10 @@ def test_another_users_run_takes_no_orders(
 
 
 def test_a_run_that_waits_already_is_not_requeued_again(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queued(run)
-    job_is(monkeypatch, "PENDING", "BeginTime")
+    fake_slurm["scontrol show job"] = job("PENDING", "BeginTime")
     assert command(["requeue", str(run)]) == 0
     assert (
         f"(job 41, BeginTime). To release Slurm's hold, use: clusterddp wait --resubmit {run}"
@@ -420,36 +419,36 @@ def test_a_run_that_waits_already_is_not_requeued_again(
     ],
 )
 def test_a_job_that_is_being_requeued_is_waited_for(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: Any, waits: bool
+    run: RunDirectory,
+    fake_slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    end: Any,
+    waits: bool,
 ) -> None:
     """Slurm has it as running until its batch step has ended, and as completing until the epilog has."""
     lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
     append_line(run.events_file, {"time": 1.0, "attempt": 0, **end})
     monkeypatch.setattr(request_client, "ASK_S", 0.0)
-    states = ["RUNNING", "COMPLETING", "PENDING"]
-    job = lambda state: JobInfo("41", state, "BeginTime", "", 0, None, None)  # noqa: E731
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job(states.pop(0)))
+    fake_slurm["scontrol show job"] = [job("RUNNING"), job("COMPLETING"), job("PENDING", "BeginTime")]
     found = request_client.waiting_job(run)
-    assert (found and found.state, states) == (("PENDING", []) if waits else (None, ["COMPLETING", "PENDING"]))
+    assert (found and found.state, len(fake_slurm.asked)) == (("PENDING", 3) if waits else (None, 1))
     assert capsys.readouterr().err.count("job 41 is being requeued (RUNNING). Waiting until") == waits
 
 
 def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, fake_slurm: FakeSlurm
 ) -> None:
     job = Job(name="x", module="x", nodes=2, gpus_per_node=1, device="cpu")
-    monkeypatch.setattr("clusterddp.slurm.commands.node_address", lambda _: "10.0.0.1")
-    monkeypatch.setattr("clusterddp.slurm.commands.usable_nodes", lambda _: ["n1", "n2", "n3"])
+    fake_slurm["scontrol show node"] = "NodeAddr=10.0.0.1 "
+    fake_slurm["sinfo"] = "low|low*|n1|idle\nlow|low*|n2|idle\nlow|low*|n3|idle\n"
     steering.check_nodes(run, job, ["n3"])
     with raises(UsageError):
         steering.check_nodes(run, job, ["n2", "n3"])
     with raises(UsageError):
         steering.check_nodes(run, dataclasses.replace(job, nodelist="n[1-2]"), ["n2", "n3"])
 
-    def unknown(node: str) -> str:
-        raise SlurmError(f"`scontrol show node -o {node}` failed: Node {node} not found")
-
-    monkeypatch.setattr("clusterddp.slurm.commands.node_address", unknown)
+    fake_slurm["scontrol show node -o n9"] = SlurmError("`scontrol show node -o n9` failed: Node n9 not found")
     with raises(UsageError):
         steering.check_nodes(run, job, ["n9"])
     lease.loop_started(run)
@@ -474,23 +473,28 @@ def test_status_says_why_a_node_is_excluded() -> None:
     ]
 
 
-def in_a_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, port: int, folder: Path, srun: str) -> None:
-    """Attempt 0 trains as job 41, at an address that cannot be reached from here; ``srun`` is a script."""
+@pytest.fixture
+def in_a_job(
+    run: RunDirectory, server: Server, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[str], None]:
+    """Attempt 0 trains as job 41, at an address that cannot be reached from here. ``srun`` becomes the given script."""
     lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
-    write_address(run, 0, Address("n1", port, TOKEN, "41"))
-    job_is(monkeypatch, "RUNNING")
-    monkeypatch.setattr("clusterddp.slurm.commands.node_address", lambda _: "127.0.0.2")
-    (folder / "srun").write_text(f"#!/bin/bash\n{srun}\n")
-    (folder / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    write_address(run, 0, Address("n1", server.server.port, TOKEN, "41"))
+    fake_slurm |= {"scontrol show job": job("RUNNING"), "scontrol show node": "NodeAddr=127.0.0.2 "}
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def make(srun: str) -> None:
+        (tmp_path / "srun").write_text(f"#!/bin/bash\n{srun}\n")
+        (tmp_path / "srun").chmod(0o755)
+
+    return make
 
 
 def test_where_the_node_cannot_be_reached_a_step_of_the_job_asks(
-    run: RunDirectory, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: RunDirectory, server: Server, in_a_job: Callable[[str], None], tmp_path: Path
 ) -> None:
     """It reads the token itself: command lines are visible to everyone."""
-    srun = 'printf "%s " "$@" > $(dirname $0)/given; while [[ $1 == --* ]]; do shift; done; exec "$@"'
-    in_a_job(run, monkeypatch, server.server.port, tmp_path, srun)
+    in_a_job('printf "%s " "$@" > $(dirname $0)/given; while [[ $1 == --* ]]; do shift; done; exec "$@"')
     heard: queue.Queue[Any] = queue.Queue()
     threading.Thread(target=lambda: heard.put(request_client.request(run, "stacks", ranks="0"))).start()
     number, kind, values = server.requests.get(timeout=20)
@@ -502,10 +506,8 @@ def test_where_the_node_cannot_be_reached_a_step_of_the_job_asks(
     assert given.startswith("--jobid=41 --nodelist=n1 --chdir=/ --overlap ") and TOKEN not in given
 
 
-def test_where_neither_way_works_both_reasons_are_given(
-    run: RunDirectory, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    in_a_job(run, monkeypatch, server.server.port, tmp_path, "echo 'srun: error: Job is completing' >&2; exit 1")
+def test_where_neither_way_works_both_reasons_are_given(run: RunDirectory, in_a_job: Callable[[str], None]) -> None:
+    in_a_job("echo 'srun: error: Job is completing' >&2; exit 1")
     with raises(RunDirectoryError):
         request_client.request(run, "save")
 
@@ -522,16 +524,11 @@ def test_a_step_that_finds_no_supervisor_says_so(run: RunDirectory) -> None:
 
 
 def test_an_unreachable_controller_does_not_keep_a_request_from_the_supervisor(
-    run: RunDirectory, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: RunDirectory, server: Server, in_a_job: Callable[[str], None], fake_slurm: FakeSlurm
 ) -> None:
     """Then a hung run is of most interest."""
-    in_a_job(run, monkeypatch, server.server.port, tmp_path, "exit 1")
-
-    def away(*_: object) -> None:
-        raise SlurmUnavailable("Unable to contact slurm controller")
-
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", away)
-    monkeypatch.setattr("clusterddp.slurm.commands.node_address", away)
+    in_a_job("exit 1")
+    fake_slurm |= dict.fromkeys(fake_slurm, SlurmUnavailable("Unable to contact slurm controller"))
     write_address(run, 0, Address("127.0.0.1", server.server.port, TOKEN, "41"))
     heard: queue.Queue[Any] = queue.Queue()
     threading.Thread(target=lambda: heard.put(request_client.request(run, "save"))).start()

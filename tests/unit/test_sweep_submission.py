@@ -24,6 +24,7 @@ from clusterddp.runs.sweep_members import read_record
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.lease import holders
+from tests.fake_slurm import SMALL_CLUSTER, FakeSlurm
 from tests.packages import require
 from tests.wording import raises
 
@@ -40,11 +41,10 @@ class Slurm:
         self.away = False
         self.on_sbatch: Callable[[], object] = lambda: None
 
-    def run(self, *words: str, timeout_s: float | None = None) -> str:
+    def run(self, *words: str) -> str:
         if self.away:
             raise SlurmUnavailable("`squeue` failed: Unable to contact slurm controller")
-        answers = {"sbatch": self.sbatch, "squeue": self.squeue, "scontrol": self.scontrol, "sinfo": self.sinfo}
-        return answers[words[0]](*words[1:])
+        return {"sbatch": self.sbatch, "squeue": self.squeue, "scontrol": self.scontrol}[words[0]](*words[1:])
 
     def sbatch(self, *words: str) -> str:
         self.on_sbatch()
@@ -68,28 +68,19 @@ class Slurm:
     def scontrol(self, *words: str) -> str:
         if words[:2] == ("show", "config"):
             return f"KillWait                = 30 sec\nMaxArraySize            = {self.max_array}\n"
-        if words[:2] == ("show", "node"):
-            return "NodeName=n1 CPUEfctv=8 RealMemory=1000 ThreadsPerCore=1\n"
-        if words[:2] == ("show", "partition"):
-            return "PartitionName=low PreemptMode=REQUEUE GraceTime=20"
         task = words[-1]
         array, index = task.split("_")
         state = f"UserId=u(1) GroupId=g(1) JobState={self.tasks[task]}"
         return f"JobId=1 ArrayJobId={array} ArrayTaskId={index} {state} Command=x"
-
-    def sinfo(self, *words: str) -> str:
-        return "low*\n" if words[-1] == "%P" else "low|low*|n1|(null)\n"
 
     def end(self, state: str = "COMPLETED") -> None:
         self.tasks = dict.fromkeys(self.tasks, state)
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Slurm:
+def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Slurm:
     fake = Slurm()
-    monkeypatch.setattr("clusterddp.slurm.commands.run", fake.run)
-    monkeypatch.setattr("clusterddp.slurm.commands.require", lambda *_: None)
-    monkeypatch.setattr("clusterddp.slurm.commands.patiently", lambda ask, *_: ask())
+    fake_slurm |= {**SMALL_CLUSTER, **dict.fromkeys(("sbatch", "squeue", "scontrol show config", "scontrol"), fake.run)}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "train.py").write_text("")
@@ -217,7 +208,7 @@ def test_a_member_whose_job_is_just_ending_is_not_retried_yet(slurm: Slurm) -> N
 
 
 def test_a_member_that_completes_while_slurm_is_asked_is_not_submitted_again(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    slurm: Slurm, fake_slurm: FakeSlurm
 ) -> None:
     """Its job has ended by then, and its outcome must stay."""
     sweep("seed=0..1")
@@ -227,25 +218,23 @@ def test_a_member_that_completes_while_slurm_is_asked_is_not_submitted_again(
         end(member(0), "completed")
         return "41_0|COMPLETED||N/A|1:00|low|None\n41_1|RUNNING||N/A|1:00|low|None\n"
 
-    monkeypatch.setattr(slurm, "squeue", squeue)
+    fake_slurm["squeue"] = squeue
     sweep("seed=0..1")
     assert len(slurm.scripts) == 1 and member(0).outcome_file.exists()
 
 
 def test_a_member_that_completes_before_its_array_is_written_keeps_its_outcome(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    slurm: Slurm, fake_slurm: FakeSlurm
 ) -> None:
     """Slurm is asked for its limits in between, and may answer late."""
     sweep("seed=0..1")
     slurm.end()
-    real = slurm.scontrol
 
-    def scontrol(*words: str) -> str:
-        if words[:2] == ("show", "config"):
-            end(member(0), "completed")
-        return real(*words)
+    def limits(*words: str) -> str:
+        end(member(0), "completed")
+        return slurm.run(*words)
 
-    monkeypatch.setattr(slurm, "scontrol", scontrol)
+    fake_slurm["scontrol show config"] = limits
     sweep("seed=0..1", "--retry", "failed")
     assert submitted(slurm)[1:] == [["seed=1"]]
     assert (member(0).outcome() or {})["state"] == "completed"

@@ -22,12 +22,10 @@ from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs import waiting
 from clusterddp.runs.run_status import state_sentence
 from clusterddp.runs.waiting import Hold, Wait, Waiting
-from clusterddp.slurm import pace
 from clusterddp.slurm.commands import JobInfo
-from clusterddp.slurm.queue import QueuedJob
 from clusterddp.slurm.run_states import Cause, RunState
 from clusterddp.supervisor import lease
-from tests.fake_slurm import next_answer
+from tests.fake_slurm import FakeSlurm
 from tests.wording import says
 
 JOB = Job(name="x", module="x")
@@ -36,8 +34,17 @@ UNKNOWN = {"event": "stopped", "attempt": 0, "time": 2.0, "cause": Cause.UNKNOWN
 REFUSED = {**UNKNOWN, "cause": Cause.NONE.value, "refused": "sbatch: error: AssocMaxSubmitJobLimit"}
 
 
+#: The beginning of the line that asks for a job.
+SHOW_JOB = "scontrol show job"
+
+
 def info(state: str, reason: str = "None", restarts: int = 0, preempted: bool = False, job: str = "41") -> JobInfo:
     return JobInfo(job, state, reason, "n1", restarts, 1.0 if preempted else None, None)
+
+
+def jobs(*jobs: JobInfo) -> dict[str, JobInfo]:
+    """What scontrol answers about each of these jobs."""
+    return {f"{SHOW_JOB} -o {job.job_id}": job for job in jobs}
 
 
 @pytest.fixture
@@ -53,23 +60,24 @@ clock = [1000.0]
 
 
 @pytest.fixture(autouse=True)
-def nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_queued(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue has no other job of the run."""
     monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(pace, "shared_jobs", lambda ids, since, timeout_s: ({}, clock[0]))
-    monkeypatch.setattr("clusterddp.slurm.commands.jobs_by_script", lambda ended: {})
+    monkeypatch.setenv("SLURM_CLUSTERS", "")  # no answer of squeue is shared
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+    fake_slurm["squeue"] = ""
 
 
 @pytest.fixture
-def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def submitted(fake_slurm: FakeSlurm) -> list[str]:
     """The submissions that were made."""
     made: list[str] = []
 
-    def submit(script: Path, *options: str) -> str:
-        made.append(" ".join([script.name, *options]))
+    def sbatch(*words: str) -> str:
+        made.append(" ".join([Path(words[-1]).name, *words[2:-1]]))
         return "42"
 
-    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
+    fake_slurm["sbatch"] = sbatch
     return made
 
 
@@ -92,8 +100,8 @@ class Resubmitter:
         return self._wait.end
 
 
-def look(run: RunDirectory, job: JobInfo | None, monkeypatch: pytest.MonkeyPatch) -> Resubmitter:
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job)
+def look(run: RunDirectory, job: JobInfo | None, fake_slurm: FakeSlurm) -> Resubmitter:
+    fake_slurm[SHOW_JOB] = job
     resubmitter = Resubmitter(run)
     resubmitter.look()
     return resubmitter
@@ -126,7 +134,7 @@ def look(run: RunDirectory, job: JobInfo | None, monkeypatch: pytest.MonkeyPatch
 def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
     run: RunDirectory,
     submitted: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    fake_slurm: FakeSlurm,
     job: JobInfo | None,
     asked: dict[str, object] | None,
     resubmitted: bool,
@@ -136,7 +144,7 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
     stay hidden for a minute where the disk is shared, and the command ended meanwhile."""
     if asked is not None:
         append_line(run.events_file, asked)
-    resubmitter = look(run, job, monkeypatch)
+    resubmitter = look(run, job, fake_slurm)
     assert (submitted == ["job.sbatch"]) is resubmitted
     assert resubmitter.end is None
     if resubmitted:
@@ -149,7 +157,7 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
 def test_a_supervisor_that_is_killed_again_before_anything_is_saved_is_not_started_once_more(
     run: RunDirectory,
     submitted: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    fake_slurm: FakeSlurm,
     capsys: pytest.CaptureFixture[str],
     saved: bool,
     resubmitted: bool,
@@ -160,7 +168,7 @@ def test_a_supervisor_that_is_killed_again_before_anything_is_saved_is_not_start
     if saved:
         append_line(run.events_file, {"event": "checkpoint", "attempt": 1, "time": 3.0, "step": 3})
     (run.logs / "job-42.log").write_text("slurmstepd: error: Detected 1 oom_kill event\n")
-    resubmitter = look(run, info("FAILED", job="42"), monkeypatch)
+    resubmitter = look(run, info("FAILED", job="42"), fake_slurm)
     assert (submitted == ["job.sbatch"]) is resubmitted
     if not resubmitted:
         assert resubmitter.look() == "stopped"
@@ -169,7 +177,7 @@ def test_a_supervisor_that_is_killed_again_before_anything_is_saved_is_not_start
 
 @pytest.mark.parametrize("released", [False, True])
 def test_a_run_whose_history_cannot_be_seen_yet_may_have_been_stopped(
-    tmp_path: Path, submitted: list[str], monkeypatch: pytest.MonkeyPatch, released: bool
+    tmp_path: Path, submitted: list[str], fake_slurm: FakeSlurm, released: bool
 ) -> None:
     """A shared disk may hide the first lines of a history. A run was resubmitted that its user had just stopped."""
     run = RunDirectory(tmp_path / "run")
@@ -178,14 +186,14 @@ def test_a_run_whose_history_cannot_be_seen_yet_may_have_been_stopped(
     if released:
         lease.take(run, run.create_attempt(), lease.of_job("41"))
         lease.let_go(run, 0)
-    resubmitter = look(run, info("PREEMPTED"), monkeypatch)
+    resubmitter = look(run, info("PREEMPTED"), fake_slurm)
     assert not resubmitter.look(60) and submitted == []
     resubmitter.look(40)
     assert submitted == ["job.sbatch"]
 
 
 def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another node's folder may stay hidden for a minute: then the submission that led to it holds the run. Once the
     attempt can be seen, or has released the run, it does not."""
@@ -196,7 +204,7 @@ def test_an_attempt_that_a_shared_disk_does_not_show_yet_does_not_end_the_waitin
     assert lease.take(run, run.create_attempt(), lease.of_job("41")) is None
     assert [entry.get("attempt") for entry in lease.holders(run)] == [None], "the submission counts as well"
     monkeypatch.setattr(RunDirectory, "attempts", lambda _: [])
-    assert look(run, info("RUNNING"), monkeypatch).end is None
+    assert look(run, info("RUNNING"), fake_slurm).end is None
     lease.let_go(run, 1)
     assert lease.holders(run) == []
 
@@ -228,7 +236,7 @@ def test_a_claim_that_another_process_has_removed_is_made_again(
 
 
 def test_an_attempt_whose_holder_a_shared_disk_does_not_show_yet_is_held_by_its_submission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake_slurm: FakeSlurm
 ) -> None:
     """A node that looked into the attempt's folder in its first moment sees its files up to a minute later:
     the run was taken for stopped, and a second submission would have been accepted."""
@@ -239,15 +247,15 @@ def test_an_attempt_whose_holder_a_shared_disk_does_not_show_yet_is_held_by_its_
     run.holder_file(0).unlink()
     assert [entry["job"] for entry in lease.holders(run)] == ["41"]
     assert [claim["job"] for claim in summarize(run).claims] == ["41"]
-    assert look(run, info("RUNNING"), monkeypatch).end is None
+    assert look(run, info("RUNNING"), fake_slurm).end is None
 
 
 def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, fake_slurm: FakeSlurm
 ) -> None:
     """The history, a file that is known, says that the run is over. After a minute and a half it has no outcome."""
     append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
-    resubmitter = look(run, info("COMPLETED"), monkeypatch)
+    resubmitter = look(run, info("COMPLETED"), fake_slurm)
     assert not resubmitter.look(60)
     assert resubmitter.look(40) == "stopped"
 
@@ -274,10 +282,14 @@ def test_a_run_may_be_over_before_its_outcome_can_be_seen(
 
 
 def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_waiting(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory,
+    fake_slurm: FakeSlurm,
+    submitted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The run may need it all the more afterwards. An error that lasts does, as of a run that was deleted."""
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("NODE_FAIL"))
+    fake_slurm[SHOW_JOB] = info("NODE_FAIL")
     resubmitter = Resubmitter(run)
     with monkeypatch.context() as away:
         away.setattr(RunDirectory, "outcome", lambda _: fail(errno.EIO))
@@ -294,139 +306,124 @@ def fail(code: int) -> None:
 
 
 def test_a_job_that_was_submitted_and_not_recorded_is_found_before_another_one_is_submitted(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """sbatch's answer was lost, or whoever gave the command was killed before it came."""
-    monkeypatch.setattr(
-        "clusterddp.slurm.commands.jobs_by_script", lambda ended: {str(run.batch_script): "77", "/other": "78"}
-    )
-    resubmitter = look(run, info("NODE_FAIL"), monkeypatch)
+    fake_slurm["squeue --noheader"] = f"77|{run.batch_script}\n78|/other\n"
+    resubmitter = look(run, info("NODE_FAIL"), fake_slurm)
     assert (submitted, resubmitter.end, lease.holders(run)[0]["job"]) == ([], None, "77")
     says(capsys.readouterr().err)
 
 
 def test_a_job_that_is_submitted_while_slurm_is_asked_about_the_last_one_is_waited_for(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm
 ) -> None:
     """The last one ended as COMPLETED, once it had submitted the next (seed 40468686)."""
 
     append_line(run.events_file, {"event": "resubmitted", "attempt": 0, "time": 2.0, "job": "42"})
 
-    def show_job(job_id: str) -> JobInfo:
+    def show_job(*words: str) -> JobInfo:
         lease.submitted(run, "42")
-        return info("COMPLETED", job=job_id)
+        return info("COMPLETED", job=words[-1])
 
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
+    fake_slurm[SHOW_JOB] = show_job
     resubmitter = Resubmitter(run)
     resubmitter.look()
     assert (submitted, resubmitter.end) == ([], None)
 
 
 def test_a_run_that_completes_while_slurm_is_asked_for_its_jobs_is_not_submitted(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm
 ) -> None:
     """An administrator requeued the job after its end. Slurm limited the rate of requests (seed 50516861)."""
 
-    def jobs(ended: bool) -> dict[str, str]:
+    def squeue(*_: str) -> str:
         write_json(run.outcome_file, {"state": "completed", "step": 9, "reason": "done"})
-        return {}
+        return ""
 
-    monkeypatch.setattr("clusterddp.slurm.commands.jobs_by_script", jobs)
-    look(run, info("TIMEOUT"), monkeypatch)
+    fake_slurm["squeue --noheader"] = squeue
+    look(run, info("TIMEOUT"), fake_slurm)
     assert submitted == []
 
 
 def test_an_earlier_job_that_still_leaves_its_nodes_does_not_continue_the_run(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm
 ) -> None:
     """It is COMPLETING until Slurm gives up its lost node (seed 20420625)."""
-    jobs = {"41": info("NODE_FAIL"), "40": info("COMPLETING", job="40")}
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
-    monkeypatch.setattr("clusterddp.slurm.commands.jobs_by_script", lambda ended: {str(run.batch_script): "40"})
+    fake_slurm |= jobs(info("NODE_FAIL"), info("COMPLETING", job="40"))
+    fake_slurm["squeue --noheader"] = f"40|{run.batch_script}\n"
     resubmitter = Resubmitter(run)
     resubmitter.look()
     assert (submitted, resubmitter.end, lease.holders(run)[0]["job"]) == ([], None, "41")
-    monkeypatch.setattr("clusterddp.slurm.commands.jobs_by_script", lambda ended: {})
+    fake_slurm["squeue --noheader"] = ""
     resubmitter.look()
     assert submitted == ["job.sbatch"]
 
 
 @pytest.mark.parametrize(("usable", "options"), [(["n1", "n2"], " --exclude=n2"), (["n2"], "")])
 def test_a_node_that_failed_the_run_twice_stays_excluded(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, usable: list[str], options: str
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm, usable: list[str], options: str
 ) -> None:
     """Where another one works."""
     append_line(run.events_file, {"event": "excluded", "attempt": 0, "time": time.time(), "nodes": ["n2"]})
-    monkeypatch.setattr("clusterddp.slurm.commands.usable_nodes", lambda _: usable)
-    look(run, info("NODE_FAIL"), monkeypatch)
+    fake_slurm["sinfo"] = "".join(f"low|low*|{node}|idle\n" for node in usable)
+    look(run, info("NODE_FAIL"), fake_slurm)
     assert submitted == [f"job.sbatch{options}"]
 
 
 def test_of_two_resubmitters_at_the_same_moment_one_resubmits(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`submit --wait` and `Handle.wait()`; the other one says so, and waits for the new job."""
-    jobs = {"41": info("NODE_FAIL"), "42": info("RUNNING", job="42")}
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
-    other, made = Resubmitter(run), list[str]()
+    fake_slurm |= jobs(info("NODE_FAIL"), info("RUNNING", job="42"))
+    other = Resubmitter(run)
 
-    def submit(script: Path, *options: str) -> str:
-        made.append(script.name)
+    def sbatch(*_: str) -> str:
         other.look()  # while sbatch runs
         return "42"
 
-    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
+    fake_slurm["sbatch"] = sbatch
     Resubmitter(run).look()
-    assert made == ["job.sbatch"]
+    assert fake_slurm.count("sbatch") == 1
     assert f"is being submitted by process {os.getpid()} on" in capsys.readouterr().err
     other.look()
-    assert made == ["job.sbatch"] and other.end is None
+    assert fake_slurm.count("sbatch") == 1 and other.end is None
     assert "job 42 (RUNNING on n1)" in capsys.readouterr().err
 
 
 def test_a_resubmitter_that_learned_of_the_end_before_another_resubmitted_leaves_it_at_that(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm
 ) -> None:
     """It decided by the old claims."""
 
-    def show_job(job_id: str) -> JobInfo:
+    def show_job(*words: str) -> JobInfo:
         lease.submitted(run, "42")  # by the other resubmitter, meanwhile
-        return info("NODE_FAIL", job=job_id)
+        return info("NODE_FAIL", job=words[-1])
 
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
+    fake_slurm[SHOW_JOB] = show_job
     resubmitter = Resubmitter(run)
     resubmitter.look()
     assert submitted == [] and resubmitter.end is None
 
 
 def test_a_job_that_needs_no_help_is_asked_about_by_the_question_that_commands_share(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, fake_slurm: FakeSlurm
 ) -> None:
     """Until squeue shows another state, or that job no more."""
-    shown, queued = list[str](), [["RUNNING"], ["PENDING"], ["RUNNING"], ["COMPLETING"], []]
-
-    def show_job(job_id: str) -> JobInfo:
-        shown.append(job_id)
-        return info("COMPLETING", job=job_id)
-
-    def shared_jobs(ids: list[str], since: float, timeout_s: float) -> tuple[dict[str, QueuedJob], float]:
-        found = [QueuedJob("41", state, "n1", 5.0, "1:00", "low", "None") for state in queued.pop(0)]
-        return {job.job_id: job for job in found}, clock[0]
-
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
-    monkeypatch.setattr(pace, "shared_jobs", shared_jobs)
+    fake_slurm[SHOW_JOB] = info("COMPLETING")
     resubmitter = Resubmitter(run)
-    for expected in ([], [], [], ["41"], ["41", "41"]):
+    for state, shown in (("RUNNING", 0), ("PENDING", 0), ("RUNNING", 0), ("COMPLETING", 1), (None, 2)):
+        fake_slurm["squeue --all"] = f"41|{state}|n1|N/A|1:00|low|None\n" if state else ""
         resubmitter.look()
-        assert shown == expected and resubmitter.end is None
-    assert not queued
+        assert fake_slurm.count(SHOW_JOB) == shown and resubmitter.end is None
+    assert fake_slurm.count("squeue --all") == 5
 
 
 @pytest.mark.parametrize("earlier", [True, False])
 def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_and_its_log_is_shown(
     run: RunDirectory,
     submitted: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    fake_slurm: FakeSlurm,
     capsys: pytest.CaptureFixture[str],
     earlier: bool,
 ) -> None:
@@ -435,16 +432,16 @@ def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_a
         run.events_file.unlink()
     lease.submitted(run, "42")
     (run.logs / "job-42.log").write_text("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
-    resubmitter = look(run, info("FAILED", job="42"), monkeypatch)
+    resubmitter = look(run, info("FAILED", job="42"), fake_slurm)
     assert (submitted, resubmitter.look()) == ([], "failed")
     says(capsys.readouterr().err)
 
 
 def test_a_released_run_whose_first_attempt_a_shared_disk_hides_is_waited_for(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm
 ) -> None:
     """Its job is about to submit the next one after a lost node (seed 20007627)."""
-    resubmitter = look(run, info("RUNNING"), monkeypatch)
+    resubmitter = look(run, info("RUNNING"), fake_slurm)
     for folder in (run.attempt_private(0), run.attempt_logs(0)):
         shutil.rmtree(folder, ignore_errors=True)
     resubmitter.look()
@@ -454,15 +451,12 @@ def test_a_released_run_whose_first_attempt_a_shared_disk_hides_is_waited_for(
 
 @pytest.mark.parametrize(("ended", "resubmitted"), [(20.0, ["job.sbatch"]), (5.0, [])])
 def test_a_job_that_found_the_run_held_gives_way_to_the_end_of_the_one_that_held_it(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, ended: float, resubmitted: list[str]
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm, ended: float, resubmitted: list[str]
 ) -> None:
     """Only if that one ended later (seed 20438082). Otherwise the next job would end as the new one did."""
     lease.submitted(run, "42")
-    jobs = {
-        "41": dataclasses.replace(info("TIMEOUT"), end_time=ended),
-        "42": dataclasses.replace(info("FAILED", job="42"), end_time=10.0),
-    }
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
+    held = dataclasses.replace(info("TIMEOUT"), end_time=ended)
+    fake_slurm |= jobs(held, dataclasses.replace(info("FAILED", job="42"), end_time=10.0))
     resubmitter = Resubmitter(run)
     resubmitter.look()
     assert submitted == resubmitted
@@ -471,13 +465,13 @@ def test_a_job_that_found_the_run_held_gives_way_to_the_end_of_the_one_that_held
 
 
 def test_a_job_of_which_nothing_is_visible_yet_may_have_completed_the_run(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm
 ) -> None:
     """A shared disk may hide its attempt, history, log and outcome alike, and a run that was killed just after its
     outcome was called failed."""
     run.events_file.unlink()
     lease.submitted(run, "42")
-    resubmitter = look(run, info("FAILED", job="42"), monkeypatch)
+    resubmitter = look(run, info("FAILED", job="42"), fake_slurm)
     assert resubmitter.look(60) is None
     assert resubmitter.look(40) == "stopped"
 
@@ -489,26 +483,25 @@ def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_ru
 
 
 def test_a_run_that_another_job_continues_is_left_to_it(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm
 ) -> None:
     """A job whose submission got no answer existed after all: the one submitted in its place has exited."""
     lease.take(run, run.create_attempt(), lease.of_job("42"))
     lease.submitted(run, "43")
-    states = {"42": "RUNNING", "43": "FAILED"}
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda job: info(states[job], job=job))
+    fake_slurm |= jobs(info("RUNNING", job="42"), info("FAILED", job="43"))
     resubmitter = Resubmitter(run)
     resubmitter.look()
     assert (submitted, resubmitter.end) == ([], None)
 
 
 def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a lost node the job releases the run before sbatch answers, which may take minutes (seed 6773)."""
     lease.let_go(run, 0)
-    assert look(run, info("RUNNING"), monkeypatch).end is None
+    assert look(run, info("RUNNING"), fake_slurm).end is None
     says(capsys.readouterr().err)
-    resubmitter = look(run, info("COMPLETED"), monkeypatch)
+    resubmitter = look(run, info("COMPLETED"), fake_slurm)
     assert resubmitter.look(100) == "stopped"
     assert submitted == []
 
@@ -525,7 +518,7 @@ def test_a_run_whose_job_is_just_submitting_the_next_one_is_still_waited_for(
 def test_a_run_whose_job_died_while_it_submitted_the_next_one_is_submitted(
     run: RunDirectory,
     submitted: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    fake_slurm: FakeSlurm,
     state: str,
     ends: list[dict[str, object]],
     continues: bool,
@@ -535,19 +528,18 @@ def test_a_run_whose_job_died_while_it_submitted_the_next_one_is_submitted(
     lease.let_go(run, 0)
     for end in ends:
         append_line(run.events_file, end)
-    resubmitter = look(run, info(state), monkeypatch)
+    resubmitter = look(run, info(state), fake_slurm)
     assert (submitted == ["job.sbatch"]) is continues
     if not continues:
         assert resubmitter.look() == "stopped"
 
 
 def test_a_resubmitter_retries_what_slurm_refuses(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And says Slurm's reason, once."""
-    answers: list[str | SlurmError] = [SlurmError("AssocMaxSubmitJobLimit"), SlurmError("AssocMaxSubmitJobLimit"), "42"]
-    monkeypatch.setattr("clusterddp.slurm.commands.submit", lambda *_: next_answer(answers))
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("COMPLETED"))
+    fake_slurm["sbatch"] = [*[SlurmError("AssocMaxSubmitJobLimit")] * 2, "42"]
+    fake_slurm[SHOW_JOB] = info("COMPLETED")
     append_line(run.events_file, REFUSED)
     resubmitter = Resubmitter(run)
     for _ in range(3):
@@ -557,29 +549,21 @@ def test_a_resubmitter_retries_what_slurm_refuses(
     assert "job 41 ended (COMPLETED) without recording an outcome. Resubmitted as job 42" in said
 
 
-def test_what_slurm_refuses_is_not_asked_for_every_second(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slurm_refuses_is_not_asked_for_every_second(run: RunDirectory, fake_slurm: FakeSlurm) -> None:
     """A limit on submitted jobs may last for hours."""
-    asked: list[float] = []
-
-    def refuse(*_: object) -> str:
-        asked.append(clock[0])
-        raise SlurmError("AssocMaxSubmitJobLimit")
-
-    monkeypatch.setattr("clusterddp.slurm.commands.submit", refuse)
-    resubmitter = look(run, info("NODE_FAIL"), monkeypatch)
+    fake_slurm["sbatch"] = SlurmError("AssocMaxSubmitJobLimit")
+    resubmitter = look(run, info("NODE_FAIL"), fake_slurm)
     for _ in range(600):
         resubmitter.look(1.0)
-    assert resubmitter.end is None and 600 / 7 < len(asked) < 600 / 4
+    assert resubmitter.end is None and 600 / 7 < fake_slurm.count("sbatch") < 600 / 4
 
 
 def test_a_job_that_slurm_forgets_while_it_refuses_the_next_one_is_remembered(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, fake_slurm: FakeSlurm
 ) -> None:
     """Slurm forgets a job MinJobAge after its end. Why it ended decides whether the run continues."""
-    jobs: list[JobInfo | None] = [info("NODE_FAIL"), None]
-    answers: list[str | SlurmError] = [SlurmError("AssocMaxSubmitJobLimit"), "42"]
-    monkeypatch.setattr("clusterddp.slurm.commands.submit", lambda *_: next_answer(answers))
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: next_answer(jobs))
+    fake_slurm[SHOW_JOB] = [info("NODE_FAIL"), None]
+    fake_slurm["sbatch"] = [SlurmError("AssocMaxSubmitJobLimit"), "42"]
     resubmitter = Resubmitter(run)
     for _ in range(2):
         resubmitter.look()
@@ -587,40 +571,33 @@ def test_a_job_that_slurm_forgets_while_it_refuses_the_next_one_is_remembered(
 
 
 def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With how to continue it."""
     append_line(run.events_file, {"event": "requested", "attempt": 0, "time": 2.0, "request": "stop"})
     lease.let_go(run, 0)
-    resubmitter = look(run, info("TIMEOUT"), monkeypatch)
+    resubmitter = look(run, info("TIMEOUT"), fake_slurm)
     assert resubmitter.look() == "stopped" and not submitted
     says(capsys.readouterr().err)
 
 
-def test_a_cancelled_run_is_never_resubmitted(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_run_is_never_resubmitted(run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm) -> None:
     """Whatever became of its job."""
     run.mark_cancelled()
-    look(run, info("NODE_FAIL"), monkeypatch)
+    look(run, info("NODE_FAIL"), fake_slurm)
     assert submitted == []
 
 
-def test_a_hold_is_lifted_only_after_slurmd_accepts_a_new_credential(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hold_is_lifted_only_after_slurmd_accepts_a_new_credential(fake_slurm: FakeSlurm) -> None:
     """Lifted within the second of the requeue, the job would be FAILED for good: credential revoked."""
-    lifted: list[str] = []
-    clock = [100.0]
-    monkeypatch.setattr("clusterddp.slurm.commands.lift_hold", lifted.append)
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
+    fake_slurm["scontrol update"] = ""
     hold, held = Hold(), info("PENDING", "BeginTime", restarts=1)
     assert not hold.lift_when_safe(held)
     clock[0] += waiting.SETTLE_S - 0.1
     assert not hold.lift_when_safe(held)
     clock[0] += 0.2
     assert hold.lift_when_safe(held)
-    assert lifted == ["41"]
+    assert fake_slurm.asked == ["scontrol update JobId=41 StartTime=now"]
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2)), "the next requeue, unseen in between"
     clock[0] += waiting.SETTLE_S + 1
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2, job="42")), "of the run's next job"
@@ -629,14 +606,14 @@ def test_a_hold_is_lifted_only_after_slurmd_accepts_a_new_credential(
 
 
 def test_a_run_that_cannot_be_read_does_not_end_the_waiting_for_the_others(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = RunDirectory(run.path.with_name("damaged"))
     damaged.create()
     damaged.outcome_file.write_text("garbage")
     for one in (damaged, run):
         one.job_file.write_text("module: x\n")
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("RUNNING"))
+    fake_slurm[SHOW_JOB] = info("RUNNING")
 
     def sleep(_: float) -> None:
         clock[0] += 10
@@ -663,14 +640,14 @@ def test_a_completion_that_is_not_confirmed_has_an_exit_code_of_its_own(
 
 
 def test_each_event_of_several_runs_names_its_run(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As members of a sweep; of one run alone it would be noise."""
     other = RunDirectory(run.path.with_name("other"))
     other.create()
     for one in (run, other):
         one.job_file.write_text("module: x\n")
-    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("RUNNING"))
+    fake_slurm[SHOW_JOB] = info("RUNNING")
     resumed = {"time": 1.0, "attempt": 0, "event": "resumed", "step": 7, "parent": {"attempt": 0, "step": 7}}
 
     def end(_: float) -> None:
