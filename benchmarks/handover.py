@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.runs import cluster, empty_ddp_start, in_folders, srun_script, submit_empty_ddp
 from benchmarks.sides import in_turns
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from tests.cluster import Cluster, ClusterConfig
 from tests.interruptions import HighJob, lifting, stamps, submit_training, term_sent, until
 from tests.trainings import Training

@@ -29,7 +29,7 @@ from benchmarks import common
 from benchmarks.runs import cluster, folder_for, in_folders
 from benchmarks.sides import in_turns
 from clusterddp.hostlist import expand
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.interruptions import power_off

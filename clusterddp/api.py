@@ -17,8 +17,8 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.program import name_of, source_of
 from clusterddp.process import module_command
 from clusterddp.rundir.files import create_file
-from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory, open_run, runs_folder
+from clusterddp.rundir.schemas import is_count
 from clusterddp.runs import sweep_submission
 from clusterddp.runs.progress_display import Progress, Shown, described, find_log, newest_failure
 from clusterddp.runs.recording import ONLY_JOB, Content

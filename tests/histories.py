@@ -10,7 +10,7 @@ from typing import Any
 from clusterddp.history.codec import listed
 from clusterddp.history.event import EVENTS
 from clusterddp.protocol import CHANNEL_EVENTS
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 
 #: The fields of events and messages, as a text.
 EVERY = {name: listed(kind) for name, kind in EVENTS.items()}

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from clusterddp.checkpoint.state_dict import RESERVED
-from clusterddp.rundir.records import read_json, read_lines
+from clusterddp.rundir.json_lines import read_lines
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.controller import give_notice

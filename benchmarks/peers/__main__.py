@@ -26,7 +26,7 @@ from benchmarks.peers.peers import BY_NAME, LIMIT, PEERS
 from benchmarks.peers.schedules import CELL_S, EPOCHS, OF_THE_LIMIT, QUICK_EPOCHS, SCHEDULES
 from benchmarks.runs import cluster
 from clusterddp.rundir.files import append_line
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from tests.cluster import ClusterConfig
 
 #: Slurm's default is 300 s; a cell is to see what happens after it.

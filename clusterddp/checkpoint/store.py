@@ -28,8 +28,9 @@ from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
 from clusterddp.rundir.files import HIDDEN_S, exists, fsync_directory, names_in, rename, status, unlink, write_json
-from clusterddp.rundir.records import METRICS, retrying, schema_error
+from clusterddp.rundir.records import retrying
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import METRICS, schema_error
 
 _T = TypeVar("_T")
 #: Stands for the resume record of an attempt whose records this user cannot read.

@@ -24,7 +24,7 @@ from typing import Any
 
 from clusterddp.process import RunningClock
 from clusterddp.protocol import IDLE, OWN, WAIT
-from clusterddp.rundir.records import Schema, is_count, is_text, optional, schema_error
+from clusterddp.rundir.schemas import Schema, is_count, is_text, optional, schema_error
 from clusterddp.rundir.timing import SLOW_RATIO, is_slow
 
 #: The most process groups that a rank reports, and the most characters of a collective's sizes.

@@ -26,8 +26,9 @@ from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import create_common_folder, delete_own_file, exists, names_in, status, write_json
-from clusterddp.rundir.records import is_text, is_time, optional, read_json
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
+from clusterddp.rundir.schemas import is_text, is_time, optional
 
 FOLDER = ".node-failures"
 DAY_S = 24 * 3600.0

@@ -25,7 +25,7 @@ from typing import Any
 from clusterddp.hostlist import ranges
 from clusterddp.process import current_frames
 from clusterddp.reporter import counted
-from clusterddp.rundir.records import is_text
+from clusterddp.rundir.schemas import is_text
 
 #: The frames below every script: those of the rank's entry point, a launched function, and runpy.
 _BELOW = re.compile(

@@ -25,7 +25,7 @@ _LARGEST = 1e300
 
 
 def decode(line: Mapping[str, Any]) -> Event:
-    """The event of a line that matches ``rundir.records.EVENT``. A missing field that may be None is None."""
+    """The event of a line that matches ``rundir.schemas.EVENT``. A missing field that may be None is None."""
     if (name := line["event"]) not in EVENTS:
         return _unread(line)
     entries = _entries(name)

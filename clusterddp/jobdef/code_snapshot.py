@@ -32,8 +32,9 @@ from clusterddp.jobdef.job import Job, one_line
 from clusterddp.process import PACKAGE_FOLDER
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import create_folder, file_mode, fsync_directory, fsync_file_system, remove, write_json
-from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import Schema, is_count, is_text, optional
 
 #: The maximum size of a snapshot, in bytes, unless the job definition sets another one.
 MOST_BYTES = 100_000_000

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.rundir.records import is_text, read_json
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.schemas import is_text
 
 if TYPE_CHECKING:  # a reader of the job's keys looks for secrets
     from clusterddp.jobdef.job import Job

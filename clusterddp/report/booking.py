@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM, PHASES, RUN_ENDS
-from clusterddp.rundir.records import is_time
+from clusterddp.rundir.schemas import is_time
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import is_loss
 from clusterddp.reporter import counted
-from clusterddp.rundir import records
+from clusterddp.rundir import json_lines, metrics_lines, schemas
 from clusterddp.rundir.run_directory import RunDirectory
 
 Point = list[float]
@@ -76,9 +76,9 @@ def read_metrics(run: RunDirectory) -> Metrics:
     """Reads metrics.jsonl. Its errors are in the notes."""
     found, left_out, wrong, torn = Metrics(), set[str](), 0, False
     try:
-        with records.open_lines(run.metrics_file) as file:
-            lines = records.WholeLines(file)
-            read = records.parsed(lines, records.LOGGED)
+        with json_lines.open_lines(run.metrics_file) as file:
+            lines = json_lines.WholeLines(file)
+            read = json_lines.parsed(lines, schemas.LOGGED)
             while together := list(islice(read, _TOGETHER)):
                 wrong += sum(error is not None for _, error in together)
                 known = (line for line, _ in together if line is not None)
@@ -115,12 +115,12 @@ def _add(found: Metrics, lines: Sequence[Mapping[str, Any]], left_out: set[str])
     found.first[attempt] = min(found.first.get(attempt, steps[0]), *steps)
     columns: dict[str, Sequence[float]] = {}
     for name in lines[0]:
-        if name in records.NOT_METRICS:
+        if name in schemas.NOT_METRICS:
             continue
         column = [line[name] for line in lines]
         whole = set(map(type, column)) <= _NUMBERS and all(-_LARGEST <= value <= _LARGEST for value in column)
         if not whole:
-            column = [records.with_floats({name: value})[name] for value in column]
+            column = [metrics_lines.with_floats({name: value})[name] for value in column]
         if not any(type(value) in _NUMBERS for value in column):
             continue
         if name not in found.names and len(found.names) >= MOST_METRICS:
@@ -155,7 +155,7 @@ def limits(run: RunDirectory, events: Iterable[Mapping[str, Any]], metrics: Metr
     """
     begun: dict[int, int] = dict(metrics.first)
     for event in events:
-        if event["event"] in ("training", "resumed") and records.is_count(event.get("step")):
+        if event["event"] in ("training", "resumed") and schemas.is_count(event.get("step")):
             begun[event["attempt"]] = event["step"]
     for number in run.attempts():
         try:

@@ -25,11 +25,11 @@ from clusterddp.report.stragglers import waits
 from clusterddp.report.theme import clipped
 from clusterddp.report.timeline import Sentence, in_words, interruptions, lanes, without_attempt
 from clusterddp.reporter import counted, duration
-from clusterddp.rundir import records
+from clusterddp.rundir import json_lines, records, schemas
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.progress import main_metric
-from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import is_count
 from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import Timings, read_timings
 from clusterddp.slurm.run_states import OVER, RunState
@@ -134,9 +134,9 @@ def _events(run: RunDirectory, notes: list[str]) -> list[Event]:
     found: list[Event] = []
     wrong, torn = 0, False
     try:
-        with records.open_lines(run.events_file) as file:
-            lines = records.WholeLines(file)
-            for event, error in records.parsed(lines, records.EVENT):
+        with json_lines.open_lines(run.events_file) as file:
+            lines = json_lines.WholeLines(file)
+            for event, error in json_lines.parsed(lines, schemas.EVENT):
                 wrong += error is not None
                 if event is not None:
                     found.append(event)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.report.booking import CATEGORIES, Booking, book, continues, idle_node_s
 from clusterddp.reporter import counted, duration
-from clusterddp.rundir.records import is_count, is_time
+from clusterddp.rundir.schemas import is_count, is_time
 from clusterddp.rundir.timing import GPU_FIGURES, GPU_LARGEST, TimedInterval
 from clusterddp.slurm.run_states import Cause
 

@@ -13,7 +13,7 @@ from clusterddp.hostlist import expand
 from clusterddp.report.booking import Booking, Interval
 from clusterddp.report.theme import clipped
 from clusterddp.reporter import counted
-from clusterddp.rundir.records import is_count
+from clusterddp.rundir.schemas import is_count
 
 Event = Mapping[str, Any]
 #: An event's sentence, or None for one that is only recorded (``history/``).

@@ -18,8 +18,9 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
 from clusterddp.rundir.files import create_exclusively, resolved, write_json
 from clusterddp.rundir.files import status as status_of
-from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import Schema, is_count, is_text, optional, schema_error
 
 
 def is_job_id(value: Any) -> bool:

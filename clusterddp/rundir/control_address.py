@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from clusterddp.rundir.files import write_json
-from clusterddp.rundir.records import Schema, is_text, optional, read_json
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import Schema, is_text, optional
 
 _ADDRESS: Schema = {
     "host": is_text,

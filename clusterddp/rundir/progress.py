@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.reporter import duration, speed, value_text
-from clusterddp.rundir import records
+from clusterddp.rundir import json_lines, metrics_lines, schemas
 
 _RECENT_BYTES = 1 << 14
 #: The most metrics lines that a speed is taken from, and the most metrics that are named.
@@ -19,7 +19,7 @@ SAMPLES, MOST_METRICS = 12, 3
 
 def main_metric(values: Mapping[str, Any]) -> str | None:
     """The metric that is shown if none is named: ``loss``, else one with that in its name, else the first."""
-    names = [name for name in values if name not in records.NOT_METRICS]
+    names = [name for name in values if name not in schemas.NOT_METRICS]
     losses = [name for name in names if "loss" in name.lower()]
     return "loss" if "loss" in names else next(iter([*losses, *names]), None)
 
@@ -48,16 +48,16 @@ class Recent:
 def recent(path: Path) -> Recent | None:
     """The values at the end of metrics.jsonl. None if there is no line yet, or it cannot be read."""
     try:
-        texts = records.last_lines(path, _RECENT_BYTES)
+        texts = json_lines.last_lines(path, _RECENT_BYTES)
     except OSError:
         return None
     texts.reverse()
-    lines = (line for text in texts if (line := records.parse(text, records.METRICS)[0]) is not None)
+    lines = (line for text in texts if (line := json_lines.parse(text, schemas.METRICS)[0]) is not None)
     newest = next(lines, None)
     if newest is None:
         return None
     values = _metrics(newest) or next((found for line in lines if (found := _metrics(line))), {})
-    sample = records.parsed(texts[:: len(texts) // SAMPLES + 1], records.METRICS)
+    sample = json_lines.parsed(texts[:: len(texts) // SAMPLES + 1], schemas.METRICS)
     seconds = pace([line for line, _ in sample if line is not None])
     return Recent(newest["attempt"], newest["step"] + 1, values, seconds)
 
@@ -71,8 +71,8 @@ def pace(newest_first: Sequence[Mapping[str, Any]]) -> float | None:
 
 def has_time(line: Mapping[str, Any]) -> bool:
     """Whether a line has the time of its step."""
-    return records.is_time(line.get("time"))
+    return schemas.is_time(line.get("time"))
 
 
 def _metrics(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in records.with_floats(line).items() if name not in records.NOT_METRICS}
+    return {name: value for name, value in metrics_lines.with_floats(line).items() if name not in schemas.NOT_METRICS}

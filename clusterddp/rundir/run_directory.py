@@ -22,7 +22,7 @@ from typing import Any
 from clusterddp.errors import RunDirectoryError
 from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.protocol import RUNS
-from clusterddp.rundir import records
+from clusterddp.rundir import json_lines, metrics_lines, records, schemas
 from clusterddp.rundir.files import (
     at,
     create_folder,
@@ -348,7 +348,7 @@ class RunDirectory:
 
     def resumed(self, attempt: int) -> dict[str, Any] | None:
         """An attempt's resume record: "step", and "parent" with "attempt" and "step". None if it has none."""
-        record = records.read_json(self.resume_record(attempt), records.RESUMED)
+        record = records.read_json(self.resume_record(attempt), schemas.RESUMED)
         if record and record.get("parent") and record["parent"]["attempt"] >= attempt:
             raise RunDirectoryError(
                 f"{self.resume_record(attempt)}: an attempt cannot resume from itself or a later attempt. Another "
@@ -360,32 +360,32 @@ class RunDirectory:
 
     def events(self) -> list[dict[str, Any]]:
         """The run's history, oldest first."""
-        return list(records.read_lines(self.events_file, records.EVENT))
+        return list(json_lines.read_lines(self.events_file, schemas.EVENT))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics lines that count, ordered by step, with floats for "NaN" and the infinities.
 
         A line (attempt a, step s) counts unless a later attempt resumed at a checkpoint S <= s.
         """
-        return self._counted(records.METRICS)
+        return self._counted(schemas.METRICS)
 
-    def _counted(self, schema: records.Schema) -> list[dict[str, Any]]:
-        lines = list(records.read_lines(self.metrics_file, schema))
-        counted = map(records.with_floats, filter(self._counts(lines), lines))
+    def _counted(self, schema: schemas.Schema) -> list[dict[str, Any]]:
+        lines = list(json_lines.read_lines(self.metrics_file, schema))
+        counted = map(metrics_lines.with_floats, filter(self._counts(lines), lines))
         return sorted(counted, key=lambda line: (line["step"], line["attempt"]))
 
     def logged(self) -> list[dict[str, Any]]:
         """``metrics()``, and the lines of what the script logged outside its steps."""
-        return self._counted(records.LOGGED)
+        return self._counted(schemas.LOGGED)
 
     def newest_metrics(self) -> dict[str, Any] | None:
         """The last of ``metrics()``, or None. Reads only the end of the file."""
-        lines = filter(self._counts(), records.read_backwards(self.metrics_file, records.METRICS))
-        return next(map(records.with_floats, lines), None)
+        lines = filter(self._counts(), json_lines.read_backwards(self.metrics_file, schemas.METRICS))
+        return next(map(metrics_lines.with_floats, lines), None)
 
     def last_metrics(self) -> dict[str, Any] | None:
         """The last metrics line, whether or not it counts. None before the first."""
-        return next(records.read_backwards(self.metrics_file, records.METRICS), None)
+        return next(json_lines.read_backwards(self.metrics_file, schemas.METRICS), None)
 
     def most_steps(self) -> int:
         """The most steps that an attempt has made, saved or not. 0 if the records cannot be read.
@@ -395,14 +395,14 @@ class RunDirectory:
         try:
             made: list[int] = [(self.last_metrics() or {"step": -1})["step"] + 1]
             for event in self.events():
-                if event["event"] in ("training", "resumed") and records.is_count(event.get("redone")):
+                if event["event"] in ("training", "resumed") and schemas.is_count(event.get("redone")):
                     made.append((event.get("step") or 0) + event["redone"])
             return max(made)
         except (OSError, RunDirectoryError):
             return 0
 
     def _counts(self, lines: Iterable[Mapping[str, Any]] = ()) -> Callable[[Mapping[str, Any]], bool]:
-        return records.counts(self.first_steps(lines))
+        return metrics_lines.counts(self.first_steps(lines))
 
     def first_steps(self, lines: Iterable[Mapping[str, Any]] = ()) -> dict[int, int]:
         """The first step of each attempt that has begun to train.
@@ -422,7 +422,7 @@ class RunDirectory:
 
     def outcome(self) -> dict[str, Any] | None:
         """How the run ended ("state", "step", "reason"). None until then."""
-        outcome = records.read_json(self.outcome_file, records.OUTCOME)
+        outcome = records.read_json(self.outcome_file, schemas.OUTCOME)
         return outcome and {"step": None, **outcome}
 
     @property

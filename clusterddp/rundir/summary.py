@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM, WITHOUT_RANKS
-from clusterddp.rundir import records
+from clusterddp.rundir import json_lines, metrics_lines, schemas
 from clusterddp.rundir.claims import is_job_id, read_claim, waiting_claim
 from clusterddp.rundir.files import names_in, status
 from clusterddp.rundir.progress import SAMPLES, has_time, pace
@@ -155,14 +155,14 @@ class _History:
 
     def __init__(self, run: RunDirectory) -> None:
         try:
-            beginning, end = records.both_ends(run.events_file, _EVENTS_BYTES)
+            beginning, end = json_lines.both_ends(run.events_file, _EVENTS_BYTES)
         except OSError:  # another user's
             beginning, end = [], []
         named = _named(end)
         late = list(_events(named))
         events = [*_events(_named(beginning)), *late]
         self.attempts = _attempts(events, whole=not beginning)
-        begun = [event for event in events if event["event"] in _BEGINNINGS and records.is_count(event.get("step"))]
+        begun = [event for event in events if event["event"] in _BEGINNINGS and schemas.is_count(event.get("step"))]
         self.begun = {event["attempt"]: event["step"] for event in begun}
         self.ends = tuple(str(event.get("reason", "")) for event in late if event["event"] in _STOPS)
         last: dict[str, Any] = next((event for event in reversed(late) if event["event"] not in WITHOUT_RANKS), {})
@@ -205,7 +205,7 @@ def _named(lines: Iterable[bytes]) -> list[tuple[str, bytes]]:
 
 def _events(lines: Iterable[tuple[str, bytes]]) -> Iterator[dict[str, Any]]:
     """The events that a summary needs. Most lines of a long history are not parsed."""
-    for event, _ in records.parsed((line for name, line in lines if name in _READ), records.EVENT):
+    for event, _ in json_lines.parsed((line for name, line in lines if name in _READ), schemas.EVENT):
         if event is not None:
             yield event
 
@@ -213,7 +213,7 @@ def _events(lines: Iterable[tuple[str, bytes]]) -> Iterator[dict[str, Any]]:
 def _last(lines: Sequence[tuple[str, bytes]], event: str) -> dict[str, Any] | None:
     """The newest event of a kind."""
     line = next((line for name, line in reversed(lines) if name == event), b"")
-    return records.parse(line, records.EVENT)[0]
+    return json_lines.parse(line, schemas.EVENT)[0]
 
 
 def _attempts(events: list[dict[str, Any]], whole: bool) -> int:
@@ -224,7 +224,7 @@ def _attempts(events: list[dict[str, Any]], whole: bool) -> int:
 
 
 def _newest(events: list[dict[str, Any]], key: str) -> int | None:
-    return next((event[key] for event in reversed(events) if records.is_count(event.get(key))), None)
+    return next((event[key] for event in reversed(events) if schemas.is_count(event.get(key))), None)
 
 
 def _metrics(run: RunDirectory, history: _History, wanted: Collection[str]) -> tuple[dict[str, Any], float | None]:
@@ -233,15 +233,15 @@ def _metrics(run: RunDirectory, history: _History, wanted: Collection[str]) -> t
     A line counts unless a later attempt began at its step or before.
     """
     try:
-        lines = records.last_lines(run.metrics_file, _WANTED_BYTES if wanted else _METRICS_BYTES)
+        lines = json_lines.last_lines(run.metrics_file, _WANTED_BYTES if wanted else _METRICS_BYTES)
     except OSError:  # another user's
         return {}, None
     lines.reverse()
-    counts = records.counts(history.begun)
+    counts = metrics_lines.counts(history.begun)
 
     def newest(lines: Iterable[bytes]) -> dict[str, Any]:
-        parsed = (records.parse(line, records.METRICS)[0] for line in lines)
-        return next((records.with_floats(line) for line in parsed if line is not None and counts(line)), {})
+        parsed = (json_lines.parse(line, schemas.METRICS)[0] for line in lines)
+        return next((metrics_lines.with_floats(line) for line in parsed if line is not None and counts(line)), {})
 
     found = newest(lines)
     for name in wanted:  # not every step logs every metric
@@ -249,7 +249,7 @@ def _metrics(run: RunDirectory, history: _History, wanted: Collection[str]) -> t
             quoted = json.dumps(name).encode()
             earlier = newest(line for line in lines if quoted in line)
             found |= {key: value for key, value in earlier.items() if key == name}
-    sample = records.parsed(lines[:: len(lines) // SAMPLES + 1], records.METRICS)
+    sample = json_lines.parsed(lines[:: len(lines) // SAMPLES + 1], schemas.METRICS)
     return found | _outside(history.result, found, counts), pace([line for line, _ in sample if line is not None])
 
 
@@ -257,10 +257,10 @@ def _outside(
     result: Mapping[str, Any] | None, newest: Mapping[str, Any], counts: Callable[[Mapping[str, Any]], bool]
 ) -> dict[str, Any]:
     """What the script logged outside a step, after the newest step that counts."""
-    line = records.result_line(result) if result else None
+    line = metrics_lines.result_line(result) if result else None
     if line is None or not counts(line) or (has_time(newest) and line["time"] < newest["time"]):
         return {}
-    return {name: value for name, value in records.with_floats(line).items() if name not in records.NOT_METRICS}
+    return {name: value for name, value in metrics_lines.with_floats(line).items() if name not in schemas.NOT_METRICS}
 
 
 def _step(outcome: Mapping[str, Any] | None, metrics: Mapping[str, Any], history: _History) -> int | None:

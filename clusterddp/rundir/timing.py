@@ -15,21 +15,10 @@ from typing import Any
 
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line
-from clusterddp.rundir.records import (
-    Schema,
-    WholeLines,
-    drop_torn_line,
-    is_count,
-    is_text,
-    is_time,
-    last_lines,
-    open_lines,
-    optional,
-    parse,
-    retrying,
-    schema_error,
-)
+from clusterddp.rundir.json_lines import WholeLines, drop_torn_line, last_lines, open_lines, parse
+from clusterddp.rundir.records import retrying
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import Schema, is_count, is_text, is_time, optional, schema_error
 
 #: The phases of a step: waiting for the batch, this rank's own work, waiting for other ranks, a save.
 PHASES = ("data_s", "own_s", "wait_s", "save_s")

@@ -19,9 +19,10 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.reporter import forgiving, one_line, printable, say, show, what_failed
 from clusterddp.rundir.files import open_binary
+from clusterddp.rundir.json_lines import parse
 from clusterddp.rundir.progress import recent
-from clusterddp.rundir.records import EVENT, METRICS, Schema, is_count, parse
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import EVENT, METRICS, Schema, is_count
 from clusterddp.supervisor.verdict import FirstFailure, RankEnd, added_arguments, failure_text
 
 if TYPE_CHECKING:

@@ -30,9 +30,10 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import module_command, process_start, signal_ranks
 from clusterddp.reporter import show
 from clusterddp.rundir.control_address import Address, read_address
+from clusterddp.rundir.json_lines import read_backwards
 from clusterddp.rundir.ownership import hold_run
-from clusterddp.rundir.records import EVENT, read_backwards
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import EVENT
 from clusterddp.runs.run_status import state_of
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import JobInfo

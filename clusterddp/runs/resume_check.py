@@ -16,8 +16,8 @@ from clusterddp.errors import INTERRUPTED, STOPPED, CheckUnfinished, ClusterddpE
 from clusterddp.jobdef.job import Job, Limits
 from clusterddp.protocol import CHECK_RESUME
 from clusterddp.reporter import counted, say, show
-from clusterddp.rundir.records import WHY, Digests, Recording, States, StepRecord, Trial, read_trial
 from clusterddp.rundir.run_directory import RunDirectory, temporary_beside_runs
+from clusterddp.rundir.step_records import STOP_REASON, Digests, Recording, States, StepRecord, Trial, read_trial
 from clusterddp.runs.local import LocalRun, interrupts_counted, without_clusterddp
 from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.runs.submission import record_local
@@ -472,7 +472,7 @@ def _unfinished(why: str) -> str:
 def stopped_by_others(run: RunDirectory) -> str:
     """Why the newest attempt has stopped, if the check did not want it to, else ''."""
     own = [event for event in run.events() if event["attempt"] == run.newest_attempt()]
-    if any(event["event"] == "stopping" and event.get("reason") == WHY for event in own):
+    if any(event["event"] == "stopping" and event.get("reason") == STOP_REASON for event in own):
         return ""
     reasons = [str(event["reason"]) for event in own if event["event"] == "stopped" and event.get("reason")]
     return reasons[-1] if reasons else "it was stopped before its first step"

@@ -16,8 +16,8 @@ from clusterddp.report.booking import Booking, Wait, book_run
 from clusterddp.report.efficiency import Spent, spent
 from clusterddp.report.stragglers import waits
 from clusterddp.rundir.files import finite
-from clusterddp.rundir.records import NOT_METRICS, is_count, is_time
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import NOT_METRICS, is_count, is_time
 from clusterddp.rundir.summary import Summary
 from clusterddp.rundir.timing import read_timings
 from clusterddp.slurm.run_states import RunState

@@ -30,8 +30,8 @@ from clusterddp.jobdef.yaml12 import fields_of, file_fields, get, node_of
 from clusterddp.keys.node import Mistake, Node, Place, raise_mistakes
 from clusterddp.keys.table import check_keys
 from clusterddp.reporter import counted
-from clusterddp.rundir.records import NOT_METRICS
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
+from clusterddp.rundir.schemas import NOT_METRICS
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
 

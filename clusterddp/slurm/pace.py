@@ -27,7 +27,7 @@ from typing import NamedTuple
 from clusterddp.errors import SlurmError
 from clusterddp.history.words import ATTEMPT_ENDS
 from clusterddp.rundir.files import status, write_atomically
-from clusterddp.rundir.records import read_backwards
+from clusterddp.rundir.json_lines import read_backwards
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.queue import QueuedJob, queued_jobs

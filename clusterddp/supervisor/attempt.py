@@ -35,8 +35,8 @@ from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
 from clusterddp.rundir.control_address import Address, write_address
 from clusterddp.rundir.files import HIDDEN_S, create_folder, exists, read_bytes, status, write_atomically
-from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import is_time
 from clusterddp.rundir.timing import TimingFile, TimingLines
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.attempt_state import (

@@ -38,8 +38,9 @@ from clusterddp.jobdef.job import Job
 from clusterddp.process import descendants, started_at
 from clusterddp.reporter import say
 from clusterddp.rundir.files import exists, is_elsewhere, status, write_json
-from clusterddp.rundir.records import is_text, read_json
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import is_text
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import configuration, slurmd
 from clusterddp.slurm.commands import JobInfo

@@ -13,7 +13,7 @@ from typing import Any
 from clusterddp.failures.hangs import Hang, Slow, StillSlow, StragglerRecovered, named
 from clusterddp.history.failures import gpu_fault
 from clusterddp.protocol import REQUESTED_STOPS
-from clusterddp.rundir.records import Schema, is_count, is_text, is_time, optional, schema_error
+from clusterddp.rundir.schemas import Schema, is_count, is_text, is_time, optional, schema_error
 from clusterddp.supervisor import user_requests
 from clusterddp.supervisor.attempt_state import (
     ASK_S,

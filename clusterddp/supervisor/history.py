@@ -20,7 +20,7 @@ from clusterddp.history.codec import sentence
 from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, write_json
-from clusterddp.rundir.records import drop_torn_line
+from clusterddp.rundir.json_lines import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.limits import attempts_made
 from clusterddp.worker.control_channel import clip

@@ -13,7 +13,7 @@ from clusterddp.history.steps import ChildDied
 from clusterddp.history.words import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import duration
-from clusterddp.rundir.records import is_count
+from clusterddp.rundir.schemas import is_count
 from clusterddp.slurm.run_states import Cause
 
 #: After this many consecutive attempts that end at their time limit, or by a transient failure, without a new

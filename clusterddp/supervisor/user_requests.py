@@ -16,7 +16,7 @@ from clusterddp.failures.exclusion import may_exclude
 from clusterddp.failures.placement import Course, choose
 from clusterddp.failures.stack_traces import grouped, is_threads, stacks_key
 from clusterddp.hostlist import ranks_in
-from clusterddp.rundir.records import Schema, is_count, is_text, optional
+from clusterddp.rundir.schemas import Schema, is_count, is_text, optional
 from clusterddp.supervisor.attempt_state import (
     Action,
     Answer,

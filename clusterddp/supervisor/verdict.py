@@ -40,8 +40,9 @@ from clusterddp.history.words import at_step
 from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import counted, printable
 from clusterddp.rundir.files import open_binary
-from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import Schema, is_count, is_text, optional
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt_state import State
 from clusterddp.supervisor.limits import FRUITLESS, LONG_S, PROGRESS_S, SAVED_ITSELF, STEPPED, Progress

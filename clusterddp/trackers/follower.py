@@ -25,9 +25,10 @@ from clusterddp.errors import RunDirectoryError, Superseded
 from clusterddp.process import die_with_parent
 from clusterddp.reporter import in_words
 from clusterddp.rundir.files import create_file, create_folder
+from clusterddp.rundir.metrics_lines import counts
 from clusterddp.rundir.ownership import hold_run
-from clusterddp.rundir.records import NOT_METRICS, counts
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import NOT_METRICS
 from clusterddp.trackers.registry import TRACKERS
 from clusterddp.trackers.sent import Line, Lines, Sent, read_sent, write_sent
 from clusterddp.trackers.tracker import Sender, Tracker

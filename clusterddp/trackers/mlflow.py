@@ -18,8 +18,9 @@ from clusterddp.keys.kinds import WORD
 from clusterddp.keys.table import Switch
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_json
-from clusterddp.rundir.records import Schema, is_text, read_json
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import Schema, is_text
 from clusterddp.trackers.sent import Sent, write_sent
 from clusterddp.trackers.tracker import Tracked, Tracker
 

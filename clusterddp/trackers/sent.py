@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.rundir.files import open_binary, write_json
-from clusterddp.rundir.records import LOGGED, Schema, is_count, is_text, optional, parse, read_json, with_floats
+from clusterddp.rundir.json_lines import parse
+from clusterddp.rundir.metrics_lines import with_floats
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.schemas import LOGGED, Schema, is_count, is_text, optional
 
 _SCHEMA: Schema = {
     "step": is_count,

@@ -22,7 +22,7 @@ import torch
 
 from clusterddp.checkpoint.state_dict import GeneratorPart, Stateful, bits_of, pack, state_of, with_state
 from clusterddp.data import randomness
-from clusterddp.rundir.records import WHY, Recording, States, StepRecord
+from clusterddp.rundir.step_records import STOP_REASON, Recording, States, StepRecord
 from clusterddp.training import logged_values as logged
 from clusterddp.training.loop import Run, Services
 from clusterddp.training.run_state import Given
@@ -65,7 +65,7 @@ class CheckedRun(Run):
 
     def _boundary(self) -> None:
         if self.step >= self._recording.until and not self._making:
-            self.stop(WHY)
+            self.stop(STOP_REASON)
         super()._boundary()
 
     def _finish_step(self) -> None:

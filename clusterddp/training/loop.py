@@ -23,7 +23,7 @@ from clusterddp.distributed.devices import Lead
 from clusterddp.errors import CheckpointError, LastSaveFailed, Stopped, Superseded
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import finite
-from clusterddp.rundir.records import NOT_VALUES
+from clusterddp.rundir.schemas import NOT_VALUES
 from clusterddp.training import exactness, forgotten
 from clusterddp.training import logged_values as logged
 from clusterddp.training.exactness import (

@@ -29,7 +29,7 @@ from clusterddp.jobdef.tracking import wanted
 from clusterddp.process import module_command
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import create_file, finite, fsync_directory, read_bytes, status, write_atomically
-from clusterddp.rundir.records import drop_torn_line
+from clusterddp.rundir.json_lines import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers.registry import TRACKERS
 from clusterddp.training.log_reduction import Receiver, reduce_values

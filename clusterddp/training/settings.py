@@ -15,8 +15,8 @@ from clusterddp.jobdef.job import Checkpointing, Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, hold
-from clusterddp.rundir.records import Recording
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.step_records import Recording
 from clusterddp.worker import control_channel
 
 _NOTICES = {

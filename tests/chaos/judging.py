@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.chaos.behaviours import SECRET, STEPS, Behaviour
 from tests.soak.judging import Injected, steps_that_count, terminal_events, unannounced_redone

@@ -13,7 +13,7 @@ import pytest
 
 import clusterddp
 from clusterddp.protocol import CHECK_RESUME
-from clusterddp.rundir.records import Recording, Trial, read_trial
+from clusterddp.rundir.step_records import Recording, Trial, read_trial
 from clusterddp.runs import resume_check
 from clusterddp.runs.resume_check import compare
 from clusterddp.training.context import Context

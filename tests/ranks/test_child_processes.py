@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.process import module_command, process_start
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import rank
 from tests.ranks.test_local import submit

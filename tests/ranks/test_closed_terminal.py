@@ -15,7 +15,7 @@ from clusterddp.errors import BROKEN_PIPE, WAITED
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
 from clusterddp.rundir.files import append_line, write_json
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.local import interrupts_counted
 from tests.waiting import story, wait_until

@@ -14,7 +14,7 @@ from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.files import append_line
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import rank
 from tests.checkpoint_files import save

@@ -6,7 +6,7 @@ import resource
 import signal
 from pathlib import Path
 
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.ranks.test_local import start, submit
 from tests.waiting import story, wait_until

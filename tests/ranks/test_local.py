@@ -18,7 +18,7 @@ import pytest
 from clusterddp.cli.main import main
 from clusterddp.errors import UNCONFIRMED
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import local
 from clusterddp.runs.progress_display import Progress

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.other_user import MEMBER, UID, run_as_other, start_as_other
 from tests.waiting import wait_until

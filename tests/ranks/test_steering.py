@@ -9,7 +9,7 @@ import torch
 
 from clusterddp.cli.command_line import command
 from clusterddp.errors import UNCONFIRMED
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.descent import Descent
 from tests.histories import check_history

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import TIMED_OUT, WAITED
 from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
-from clusterddp.rundir import records
+from clusterddp.rundir import json_lines, schemas
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.verdict import JITTER_S
@@ -165,7 +165,7 @@ class Invariants:
         node = self._history.disk.nodes.get(f"{self._history.run.path}/events.jsonl")
         found = []
         for line in (node.data if node else b"").split(b"\n")[:-1]:
-            if (event := records.parse(line, records.EVENT)[0]) is not None:  # else torn
+            if (event := json_lines.parse(line, schemas.EVENT)[0]) is not None:  # else torn
                 found.append(event)
         return found
 

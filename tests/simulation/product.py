@@ -34,7 +34,7 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef import secrets
 from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT
-from clusterddp.rundir import claims, files, ownership, records, run_directory
+from clusterddp.rundir import claims, files, json_lines, ownership, records, run_directory, schemas
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import pruning, request_client, submission, waiting
 from clusterddp.slurm import commands, pace, queue, slurmd
@@ -175,7 +175,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     replaced[id(records.read_json)] = _read_json
     # Their files have no descriptor, which shows how large a file is.
     replaced[id(records.read_record)] = lambda path: _now.disk.read_bytes(path)
-    replaced[id(records.open_lines)] = lambda path: _now.disk.open_binary(path)
+    replaced[id(json_lines.open_lines)] = lambda path: _now.disk.open_binary(path)
     replaced.update(_reading())
     for name, module in list(sys.modules.items()):
         if module is None or module is files or not name.startswith(tuple(f"clusterddp.{room}" for room in ROOMS)):
@@ -319,11 +319,11 @@ def _replace(value: Any, /, **changes: Any) -> Any:
 
 #: Lines of files with what is in them, by schema.
 _lines: dict[int, dict[bytes, tuple[Any, str | None]]] = {}
-_parse = records.parse
+_parse = json_lines.parse
 
 
-def _parsed_line(line: bytes, schema: records.Schema | None) -> tuple[Any, str | None]:
-    """``records.parse``. No line's value is changed by those who read it."""
+def _parsed_line(line: bytes, schema: schemas.Schema | None) -> tuple[Any, str | None]:
+    """``json_lines.parse``. No line's value is changed by those who read it."""
     line = line.removesuffix(b"\n")
     known = _lines.setdefault(id(schema), {})
     if (found := known.get(line)) is None:
@@ -331,8 +331,8 @@ def _parsed_line(line: bytes, schema: records.Schema | None) -> tuple[Any, str |
     return found
 
 
-def _parsed(lines: Iterable[bytes], schema: records.Schema | None) -> Iterator[tuple[Any, str | None]]:
-    """``records.parsed``: each line by itself."""
+def _parsed(lines: Iterable[bytes], schema: schemas.Schema | None) -> Iterator[tuple[Any, str | None]]:
+    """``json_lines.parsed``: each line by itself."""
     return (_parsed_line(line, schema) for line in lines)
 
 
@@ -341,7 +341,7 @@ _files: dict[tuple[bytes, int], Any] = {}
 _real_read_json = records.read_json
 
 
-def _read_json(path: Path, schema: records.Schema | None = None) -> dict[str, Any] | None:
+def _read_json(path: Path, schema: schemas.Schema | None = None) -> dict[str, Any] | None:
     """``records.read_json``, without checking a text again that has passed."""
     try:
         text = records.retrying(path, lambda: _now.disk.read_bytes(path))
@@ -350,7 +350,7 @@ def _read_json(path: Path, schema: records.Schema | None = None) -> dict[str, An
     key = text, id(schema)
     if (found := _files.get(key)) is None:
         value: Any = json.loads(text or b"null")
-        if records.schema_error(value, schema or {}):
+        if schemas.schema_error(value, schema or {}):
             return _real_read_json(path, schema)  # raises
         found = _files[key] = value
     return dict(found)
@@ -402,8 +402,8 @@ def _remembered() -> Iterator[tuple[Any, str, Any]]:
     yield preemption_policy, "policy", policy
     yield secrets, "is_secret", cache(secrets.is_secret)
     yield claims, "re", _Part(re, fullmatch=lru_cache(1024)(re.fullmatch))
-    yield records, "parse", _parsed_line
-    yield records, "parsed", _parsed
+    yield json_lines, "parse", _parsed_line
+    yield json_lines, "parsed", _parsed
     yield RunDirectory, "attempts", _of_run("attempts", list, ATTEMPTS, _attempts)
     yield RunDirectory, "events", _of_run("events", list, LINES)
     yield RunDirectory, "outcome", _of_run("outcome", _copied, FILES)

@@ -31,7 +31,7 @@ from typing import Any
 
 from clusterddp.cli import steering
 from clusterddp.history.words import ATTEMPT_ENDS
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.slurm.run_states import Cause
 from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.errors import ClusterError

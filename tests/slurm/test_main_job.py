@@ -10,7 +10,7 @@ import pytest
 
 from clusterddp.errors import WAITED
 from clusterddp.history.codec import sentence
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_for_step, wait_until

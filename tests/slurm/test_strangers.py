@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import LauncherEnvironmentError
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.control_channel import ControlChannel
 from tests.cluster import Cluster

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.trainings import events_of

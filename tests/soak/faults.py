@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.hostlist import expand
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.supervisor.limits import FRUITLESS
 from tests.cluster import Cluster
 from tests.interruptions import TooLong, power_off, power_on, until

@@ -9,7 +9,7 @@ from typing import Any
 
 from clusterddp.data.sample_order import Binding, Shuffled
 from clusterddp.history.words import RUN_ENDS
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.waiting import differing, final_state
 

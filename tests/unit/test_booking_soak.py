@@ -12,8 +12,9 @@ from clusterddp.history.codec import sentence
 from clusterddp.report.booking import book
 from clusterddp.report.stragglers import waits
 from clusterddp.report.timeline import lanes
-from clusterddp.rundir.records import EVENT, read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.schemas import EVENT
 from clusterddp.rundir.timing import read_timings
 from tests.soak.booking_judging import UNKNOWN, Soaked
 

@@ -16,8 +16,8 @@ import torch
 from clusterddp.cli.options import add_arguments, check_combinations
 from clusterddp.errors import NotRepeatable, ResumeDiffers, UsageError
 from clusterddp.rundir.files import append_line
-from clusterddp.rundir.records import WHY, Recording, States, StepRecord, Trial, read_trial
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.step_records import STOP_REASON, Recording, States, StepRecord, Trial, read_trial
 from clusterddp.runs import resume_check
 from clusterddp.runs.resume_check import (
     BATCH,
@@ -275,10 +275,10 @@ def test_options_that_make_no_sense_are_refused(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("events", "why"),
     [
-        ([(0, "stopping", WHY), (0, "stopped", "stopped by a signal")], ""),
+        ([(0, "stopping", STOP_REASON), (0, "stopped", "stopped by a signal")], ""),
         ([(0, "stopping", "SIGTERM"), (0, "stopped", "preempted")], "preempted"),
-        ([(0, "stopping", WHY), (0, "stopped", ""), (1, "stopped", "preempted")], "preempted"),
-        ([(0, "stopping", WHY), (1, "stopping", "SIGTERM")], "it was stopped before its first step"),
+        ([(0, "stopping", STOP_REASON), (0, "stopped", ""), (1, "stopped", "preempted")], "preempted"),
+        ([(0, "stopping", STOP_REASON), (1, "stopping", "SIGTERM")], "it was stopped before its first step"),
     ],
 )
 def test_a_stop_is_the_checks_only_if_its_ranks_say_so(

@@ -16,7 +16,8 @@ from clusterddp.history.codec import decode, encode, listed, sentence
 from clusterddp.history.ends import Requeued
 from clusterddp.history.event import EVENTS, Unread
 from clusterddp.history.failures import RankFailed
-from clusterddp.rundir.records import EVENT, parse
+from clusterddp.rundir.json_lines import parse
+from clusterddp.rundir.schemas import EVENT
 from tests.simulation import product
 from tests.simulation.history import History, drawn
 

@@ -15,7 +15,7 @@ import pytest
 
 from clusterddp.report.booking import book
 from clusterddp.report.curves import curves, read_metrics
-from clusterddp.rundir import records
+from clusterddp.rundir import json_lines, schemas
 from clusterddp.rundir.run_directory import find_runs
 from clusterddp.rundir.summary import best_saved, summarize
 from tests.instructions import Instructions
@@ -66,7 +66,7 @@ def test_a_long_history_costs_the_same_per_event_as_a_short_one(what: Callable[[
 def test_lines_are_read_many_at_a_time(tmp_path: Path) -> None:
     """Of a million lines of metrics a report has curves: each line may cost a few instructions."""
     run = recorded_run(tmp_path / "run", metrics=steps(range(MANY), loss=0.5, accuracy=0.9, samples=3, ok=True))
-    assert instructions(lambda: list(records.read_lines(run.metrics_file, records.METRICS))) / MANY < 150
+    assert instructions(lambda: list(json_lines.read_lines(run.metrics_file, schemas.METRICS))) / MANY < 150
     found = read_metrics(run)
     assert instructions(lambda: read_metrics(run)) / MANY < 350
     assert instructions(lambda: curves(found, {0: 1e9})) / MANY < 60
@@ -84,11 +84,13 @@ def test_lines_of_all_kinds_are_read_as_one_by_one(tmp_path: Path) -> None:
         b'{"step": 7, "attempt": 0, "text": "x"}', b'{"step": -1, "attempt": 0}', b"\xff\xfe", b'"', b'{"step": 8',
     ]  # fmt: skip
     lines = [line for step in range(100, 2700, 100) for line in [odd[step // 100 % len(odd)], *[good % step] * 99]]
-    assert list(records.parsed(lines, records.METRICS)) == [records.parse(line, records.METRICS) for line in lines]
+    assert list(json_lines.parsed(lines, schemas.METRICS)) == [
+        json_lines.parse(line, schemas.METRICS) for line in lines
+    ]
     run = recorded_run(tmp_path / "run")
     run.metrics_file.write_bytes(b"\n".join([*lines, b'{"step": 9']))
     found = read_metrics(run)
-    kept = [value for line in lines if (value := records.parse(line, records.METRICS)[0]) is not None]
+    kept = [value for line in lines if (value := json_lines.parse(line, schemas.METRICS)[0]) is not None]
     assert found.lines == len(kept)
     assert sorted(set(found.not_finite["loss"])) == [3, 5]
     assert list(found.names) == ["loss"] and max(found.attempts[0].known("loss")[1]) == 1e300
@@ -111,8 +113,8 @@ def test_of_each_listed_run_only_the_ends_of_its_files_are_read(
         read += size
         return one(path, file, position, size)
 
-    one = records._read_at
-    monkeypatch.setattr(records, "_read_at", counted)
+    one = json_lines._read_at
+    monkeypatch.setattr(json_lines, "_read_at", counted)
     runs = find_runs([str(tmp_path)])
     summaries = [summarize(run) for run in runs]
     assert [summary.step for summary in summaries] == [MANY] * 3

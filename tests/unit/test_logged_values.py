@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from clusterddp.rundir.records import METRICS, read_lines
+from clusterddp.rundir.json_lines import read_lines
+from clusterddp.rundir.schemas import METRICS
 from clusterddp.training import log_reduction
 from clusterddp.training import metrics as lines
 from clusterddp.training.log_reduction import Receiver, Sender, decoded, encoded, reduce_values

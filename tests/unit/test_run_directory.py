@@ -24,8 +24,9 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir import files, run_directory
 from clusterddp.rundir.files import append_line, make_folder, write_atomically, write_json
+from clusterddp.rundir.json_lines import drop_torn_line, read_backwards, read_lines
 from clusterddp.rundir.ownership import check_run
-from clusterddp.rundir.records import drop_torn_line, read_backwards, read_json, read_lines
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory, find_runs, names_exactly, open_run, runs_folder
 from clusterddp.rundir.timing import read_timings
 from clusterddp.runs.progress_display import Progress
@@ -182,7 +183,7 @@ def test_reading_backwards_sees_what_reading_forwards_does(run: RunDirectory, mo
     lines = [b'{"a": 1}', b"", b'{"b": "%s"}' % (b"x" * 50), b"nonsense", b"\0\0", b"\0\0{}", b'{"c": 3}']
     content = b"\n".join(lines * 2) + b"\ntorn"
     for block in (1, 5, 8, 1 << 16):
-        monkeypatch.setattr("clusterddp.rundir.records._BLOCK", block)
+        monkeypatch.setattr("clusterddp.rundir.json_lines._BLOCK", block)
         for size in range(len(content) + 1):
             run.metrics_file.write_bytes(content[:size])
             assert list(read_backwards(run.metrics_file)) == list(read_lines(run.metrics_file))[::-1], (block, size)
@@ -247,7 +248,7 @@ def test_a_read_error_that_passes_is_retried(run: RunDirectory, monkeypatch: pyt
             raise errors.pop()
         return real(path, *options)
 
-    monkeypatch.setattr("clusterddp.rundir.records.open_binary", opened)
+    monkeypatch.setattr("clusterddp.rundir.json_lines.open_binary", opened)
     assert len(run.events()) == 1 and not errors
     monkeypatch.setattr("clusterddp.rundir.records._PAUSES_S", (0.0,))
     errors += [OSError(errno.EIO, "Input/output error")] * 2
@@ -320,7 +321,7 @@ def test_a_large_file_is_read_if_its_file_system_cannot_tell_where_its_holes_are
             raise OSError(errno.EINVAL, "Invalid argument")
         return seek(descriptor, position, how)
 
-    monkeypatch.setattr("clusterddp.rundir.records.LARGEST", 1)
+    monkeypatch.setattr("clusterddp.rundir.json_lines.LARGEST", 1)
     monkeypatch.setattr("os.lseek", told)
     assert len(run.metrics()) == 1
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import step_log
 from clusterddp.supervisor.attempt_state import RankEvent

@@ -18,7 +18,7 @@ from clusterddp.errors import RunDirectoryError, Superseded, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.tracking import check_packages, config, wanted
 from clusterddp.rundir.files import append_line, write_json
-from clusterddp.rundir.records import counts
+from clusterddp.rundir.metrics_lines import counts
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers import sent
 from clusterddp.trackers.__main__ import main as send_rest

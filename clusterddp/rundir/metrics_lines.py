@@ -1,0 +1,31 @@
+"""Lines of metrics.jsonl: which of them count, and their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from clusterddp.rundir.schemas import NOT_VALUES, is_count, is_text
+
+
+def result_line(event: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An event ``result`` as a metrics line: what the script logged outside a step, such as an evaluation behind the
+    loop. None for any other event.
+    """
+    if event["event"] != "result" or not is_count(event.get("step")):
+        return None
+    values = {name: value for name, value in event.items() if name not in NOT_VALUES}
+    return {"step": event["step"], "time": event["time"], "attempt": event["attempt"], **values}
+
+
+_FLOATS = {text: float(text) for text in ("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf")}  # the last three: 0.1
+
+
+def with_floats(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A metrics line with floats for "NaN" and the infinities, which JSON cannot represent."""
+    return {name: _FLOATS.get(value, value) if is_text(value) else value for name, value in line.items()}
+
+
+def counts(first_steps: Mapping[int, int]) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether a line of a step and an attempt counts: no later attempt began at its step or before."""
+    return lambda line: all(line["step"] < step for later, step in first_steps.items() if later > line["attempt"])
