@@ -32,6 +32,7 @@ from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_snapshot import changed_code, code_state, recorded_code
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
+from clusterddp.process import RunningClock
 from clusterddp.reporter import say
 from clusterddp.rundir.control_address import Address, write_address
 from clusterddp.rundir.files import HIDDEN_S, create_folder, exists, read_bytes, status, write_atomically
@@ -77,6 +78,8 @@ from clusterddp.supervisor.verdict import end_of_file, rank_ends
 from clusterddp.trackers.registry import TRACKERS
 from clusterddp.worker.code_paths import mapped_variables
 
+#: How often the main thread wakes while a timer runs, in seconds, so that it sees that it was stopped meanwhile.
+TICK_S = 2.0
 #: The exceptions that a malformed event of a rank may raise when it is recorded.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
@@ -115,8 +118,9 @@ class Attempt:
             gpu_hours_end=gpu_hours_end(job, events, number, time.time(), sum(map(len, placement.recorded.values()))),
         )
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
-        #: When each running timer expires, on the monotonic clock.
+        #: When each running timer expires, on a clock that stops with this process: the job may be suspended.
         self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
+        self._clock = RunningClock(TICK_S)
         self._watch = self._new_watch()
         began = min((event["time"] for event in self._history.events), default=time.time())
         self._own, self._ended = OwnCheckpoints(run, job, number, self._history.events), threading.Event()
@@ -240,7 +244,7 @@ class Attempt:
         self._launcher.failed = lambda rank: self.post(RankFailed(rank))
         resumed = self._own.begin()
         self._launcher.start(rank_command(self._job, self._own.newest is not None), self._environment(token), logs)
-        self._timers[Timer.STEP] = time.monotonic() + decide.STEP_S
+        self._start_timer(Timer.STEP, decide.STEP_S)
         margin_s = lambda: self._state.stop_margin_s  # noqa: E731
         self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
         for write in (
@@ -389,13 +393,17 @@ class Attempt:
         if not self._timers:
             return self._events.get()
         timer, expires = min(self._timers.items(), key=itemgetter(1))
-        try:
-            if (left_s := expires - time.monotonic()) > 0:
-                return self._events.get(timeout=left_s)
-        except queue.Empty:
-            pass
+        self._clock.look()
+        while (left_s := expires - self._clock.now) > 0:
+            with suppress(queue.Empty):
+                return self._events.get(timeout=min(left_s, TICK_S))
+            self._clock.look()
         del self._timers[timer]
         return time.time(), timer
+
+    def _start_timer(self, timer: Timer, seconds: float) -> None:
+        self._clock.look()
+        self._timers[timer] = self._clock.now + seconds
 
     def _handle(self, now: float, event: Event | BaseException) -> None:
         if isinstance(event, BaseException):
@@ -448,7 +456,7 @@ class Attempt:
             case Answer(client, values, last):
                 self._server.answer(client, values, last)
             case StartTimer(timer, seconds):
-                self._timers[timer] = time.monotonic() + seconds
+                self._start_timer(timer, seconds)
             case Heartbeat(rank, host, values):
                 try:
                     if self._watch:

@@ -29,7 +29,7 @@ from clusterddp.failures.placement import Placement
 from clusterddp.history.codec import sentence
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
-from clusterddp.process import started_at
+from clusterddp.process import RunningClock, started_at
 from clusterddp.report.booking import book
 from clusterddp.rundir import files
 from clusterddp.rundir.files import append_line, write_json
@@ -39,7 +39,7 @@ from clusterddp.slurm.configuration import Preemption
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import controller as monitor
 from clusterddp.supervisor import decide, lease, main, recovery
-from clusterddp.supervisor.attempt import Attempt
+from clusterddp.supervisor.attempt import TICK_S, Attempt
 from clusterddp.supervisor.attempt_state import (
     Broadcast,
     ConnectionLost,
@@ -51,6 +51,7 @@ from clusterddp.supervisor.attempt_state import (
     State,
     Step,
     Stop,
+    Timer,
 )
 from clusterddp.supervisor.control_server import ControlServer
 from clusterddp.supervisor.controller import SlurmController, allocated
@@ -407,6 +408,29 @@ def test_an_error_of_the_supervisor_itself_is_no_malformed_report(
         attempt.supervise()
     recorded = [event["event"] for event in run.events()]
     assert recorded[-1] == "notified" and ("signal" in recorded) is not deciding
+
+
+def test_no_timer_runs_while_the_supervisor_is_stopped(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its job is suspended for ten minutes, 10 s after a timer of a minute was started."""
+    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
+
+    class Stopped(queue.SimpleQueue[Any]):
+        now, suspended = 0.0, False
+
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            assert timeout is not None
+            self.now += timeout
+            if self.now >= 10 and not self.suspended:
+                self.suspended, self.now = True, self.now + 600
+            raise queue.Empty
+
+    attempt._events = events = Stopped()
+    monkeypatch.setattr(time, "monotonic", lambda: events.now)
+    attempt._clock = RunningClock(TICK_S)
+    attempt._timers = {}
+    attempt._start_timer(Timer.STEP, 60.0)
+    assert attempt._next_event()[1] is Timer.STEP
+    assert 650 <= events.now <= 660
 
 
 def test_a_plain_crash_does_not_wait_for_an_unreachable_controller(run: RunDirectory) -> None:
