@@ -37,6 +37,7 @@ ORDERS: Mapping[str, str] = {
     "write_stacks": "write the stacks of all threads to the rank's log; the text is for how many seconds it has waited",
     "stacks": "answer with the stacks of all threads; the text is the request's number",
     "save": "rank 0: save at the next step boundary; the text is the request's number",
+    "count": "answer with the number of steps that this rank has made; the text is the number of rank 0's question",
     "commit": "rank 0: commit the checkpoint; the text is its question's number, and why not if a rank is lost",
     "leave": "exit now",
 }
@@ -67,9 +68,10 @@ CHANNEL_EVENTS: Mapping[str, Message] = {
     "wrote": Message("file", "the script's first save in this folder of a file with such a suffix"),
     "stacks": Message("request place threads", "a rank's stacks, for a request"),
     "committing": Message(
-        "question",
-        "rank 0 has a snapshot, and asks whether every rank is alive, which shows that all have made its step",
+        "question step",
+        "rank 0 has a snapshot of this step, and asks whether every rank has made the step",
     ),
+    "made": Message("question step", "how many steps the rank has made, for such a question"),
     "saving": Message("request step? committed?", "rank 0 will save; without `step`, it has no run to save"),
     "left": Message(
         "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? alone? read_saved? "

@@ -33,6 +33,13 @@ def break_connection(port: int) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+def break_others(port: int) -> None:
+    """Ends all connections of this process, for both sides, but that to a port."""
+    for connection in _connections():
+        if connection.getpeername()[1] != port:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
 def _connections() -> Iterator[socket.socket]:
     """Duplicates, each open until the next."""
     for name in os.listdir("/proc/self/fd"):

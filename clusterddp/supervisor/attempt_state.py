@@ -339,6 +339,16 @@ class Pending:
 
 
 @dataclass(frozen=True)
+class Question:
+    """Rank 0's question, by its number, whether every rank has made this step."""
+
+    number: int
+    step: int
+    #: The ranks that have not said so yet.
+    waiting: PerRank[bool]
+
+
+@dataclass(frozen=True)
 class State:
     """The state of an attempt. The first eight fields do not change."""
 
@@ -387,6 +397,8 @@ class State:
     abandon: str = ""
     leaving: bool = False
     killed: bool = False
+    #: What rank 0 has asked before its newest commit.
+    question: Question | None = None
     #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
     saving: bool = False
     #: Whether rank 0 stops without the others: no step ended in time, or it has called a callable's ``checkpoint()``.

@@ -201,8 +201,6 @@ class ControlServer:
         self._requests_made = 0
         self._taken: dict[int, Any] = {}  # the process that joined as a rank; None: it may not rejoin
         self._known: Counter[int] = Counter()  # how many events each rank has reported
-        #: Rank 0's requests to commit, passed on once the connections that had broken before are known.
-        self._asked: list[Mapping[str, Any]] = []
         self._store: dict[str, Any] | None = None
         self._told: dict[str, Any] = {}
         self._requests: deque[Callable[[], None]] = deque()  # of other threads
@@ -264,8 +262,7 @@ class ControlServer:
         deadline: float | None = None
         while deadline is None or self._joined:
             over_s = -1.0 if deadline is None else time.monotonic() - deadline
-            asked, self._asked = self._asked, []
-            ready = self._selector.select(0 if asked else self._wait_s(deadline))
+            ready = self._selector.select(self._wait_s(deadline))
             if over_s >= 0 and (over_s >= _MOST_WORDS_S or not any(map(self._of_rank, ready))):
                 break
             self._carry_out_requests()
@@ -282,8 +279,6 @@ class ControlServer:
                         self._outbox.on_writable(peer.connection)
                     if mask & selectors.EVENT_READ:
                         self._receive(peer)
-            for values in asked:
-                self._handlers.on_event(0, "committing", values)
             self._outbox.retry()
             self._drop_slow()
         self._listener.close()  # first, so that a rank whose connection breaks cannot reconnect
@@ -409,8 +404,6 @@ class ControlServer:
             return
         if event == "serving":
             self._open_store(rank)
-        elif event == "committing" and rank == 0:
-            self._asked.append(message)
         else:
             self._handlers.on_event(rank, event, message)
 

@@ -27,6 +27,8 @@ from clusterddp.supervisor.attempt_state import (
     GpuFigures,
     Heartbeat,
     Notice,
+    PerRank,
+    Question,
     RankEvent,
     RankFailed,
     RanksExited,
@@ -87,7 +89,8 @@ _REPORTS: Mapping[str, Schema] = {
     "gpu": {"figures": lambda figures: figures is not None},
     "connecting": {},
     "connected": {},
-    "committing": {"question": is_count},
+    "committing": {"question": is_count, "step": is_count},
+    "made": {"question": is_count, "step": is_count},
     "left": RECORD,
     "training": {"step": is_count},
     "resumed": {"step": is_count},
@@ -145,7 +148,9 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     if event.name == "left":
         return _on_left(state, event, now)
     if event.name == "committing":
-        return _on_committing(state, values["question"], now)
+        return _on_committing(state, values["question"], values["step"], now)
+    if event.name == "made":
+        return _on_made(state, rank, values["question"], values["step"])
     if event.name in user_requests.ORDER_ANSWERS:
         return user_requests.on_rank_event(state, event)
     values = {"rank": rank, **values}
@@ -260,19 +265,33 @@ def _ask_again(state: State, timer: Timer) -> Step:
     return replace(state, unanswered=state.unanswered + 1), [StartTimer(timer, state.ask_again_s)]
 
 
-def _on_committing(state: State, question: int, now: float) -> Step:
-    """Rank 0 may commit its checkpoint if every rank is connected, or has finished.
+def _on_committing(state: State, number: int, step: int, now: float) -> Step:
+    """Rank 0 may commit its checkpoint of a step once every other rank has made the step, or has finished.
 
-    Otherwise its script may have caught the error of a collective and continued alone. It is then ended at once,
-    because further steps do not count. During a stop, it keeps the rest of the grace period.
+    Rank 0 repeats its question until it has the answer. If a rank is lost that has not said so, rank 0's script may
+    have caught the error of a collective and continued alone. It is then ended at once, because further steps do not
+    count. During a stop, it keeps the rest of the grace period.
     """
-    ended_well = {rank for rank, end in state.ends.items() if end["end"] in ("done", "stopped")}
-    lost = state.lost_at.keys() - ended_well
-    if not lost:
-        return state, [Broadcast("commit", str(question), _RANK_0)]
-    why = _exited(state, min(lost, key=lambda rank: state.lost_at[rank]))
-    leave = [] if _rest_s(state, now) > 0 else [Broadcast("leave", why, _RANK_0)]
-    return state, [Broadcast("commit", f"{question} {why}", _RANK_0), *leave]
+    asked, ended_well = state.question, {rank for rank, end in state.ends.items() if end["end"] in ("done", "stopped")}
+    again = asked is not None and (asked.number, asked.step) == (number, step)
+    waiting = set(asked.waiting if asked is not None and again else range(1, state.job.world_size)) - ended_well
+    state = replace(state, question=Question(number, step, PerRank(dict.fromkeys(waiting, True))))
+    if lost := waiting & state.lost_at.keys():
+        why = _exited(state, min(lost, key=lambda rank: state.lost_at[rank]))
+        leave = [] if _rest_s(state, now) > 0 else [Broadcast("leave", why, _RANK_0)]
+        return state, [Broadcast("commit", f"{number} {why}", _RANK_0), *leave]
+    if waiting:
+        return state, [Broadcast("count", str(number), frozenset(waiting))]
+    return state, [Broadcast("commit", str(number), _RANK_0)]
+
+
+def _on_made(state: State, rank: int, number: int, step: int) -> Step:
+    """A rank that has made fewer steps is asked again when rank 0 asks again."""
+    asked = state.question
+    if asked is None or asked.number != number or rank not in asked.waiting or step < asked.step:
+        return state, []
+    asked = replace(asked, waiting=asked.waiting.without(rank))
+    return replace(state, question=asked), [] if asked.waiting else [Broadcast("commit", str(number), _RANK_0)]
 
 
 def _lose(state: State, rank: int, at: float) -> State:

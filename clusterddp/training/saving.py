@@ -437,7 +437,7 @@ class Saver:
 
         Raises NotSaved. Called by another thread.
         """
-        if self._group.world_size > 1 and (lost := control_channel.why_not_commit(self._all_arrived)):
+        if self._group.world_size > 1 and (lost := control_channel.why_not_commit(step, self._all_arrived)):
             raise NotSaved(step, f"{lost}, and the step may not have been completed by all ranks")
         if not self._metrics.pending:
             return

@@ -8,8 +8,9 @@ This is the rank's end. The supervisor's is ``supervisor/control_server.py``, an
 - Events: ranks report them. Only the supervisor writes the history.
 - Orders: the supervisor asks ranks to stop at a step boundary, to exit at once, to write torch's flight record before
   it ends a hang, and, for the user, to save or to send their stacks.
-- Commits: rank 0 asks before each checkpoint whether a rank is lost, because a script that catches the error of its
-  collective continues with weights that are not synchronized.
+- Commits: rank 0 asks before each checkpoint whether every rank has made its step, because a script that catches the
+  error of its collective continues with weights that are not synchronized. Whether all are connected would not tell: a
+  killed process closes its connections one after another, and a process that it has forked may hold this one open.
 - Failure detection: if the connection breaks and the rank does not reconnect at once, the rank is lost. If it becomes
   silent, the rank's node is lost.
 
@@ -57,8 +58,8 @@ _jitter = random.Random()
 _POLL_S = 0.5
 #: The same for rank 0's question before a commit, which a stop of all ranks answers, too.
 _ANSWER_POLL_S = 0.02
-#: How often the question is repeated, because a connection that breaks may lose the answer.
-_ASK_AGAIN_S = 5.0
+#: After how long the question is repeated, for ranks that are a little behind: at first, and at most, as it doubles.
+_ASK_AGAIN_S, _LONGEST_ASK_AGAIN_S = 0.1, 1.0
 #: A dead or disconnected node closes no connection. The kernel breaks it after this many seconds of silence, so a
 #: shorter network failure has no effect.
 SILENCE_S = 15
@@ -116,6 +117,8 @@ class ControlChannel:
         self.write_flight_record: Callable[[], None] = lambda: None
         #: Carries out the user's requests; None without a run.
         self.run: RunRequests | None = None
+        #: How many steps this rank has made. None before it has a run.
+        self.steps_made: Callable[[], int] | None = None
         self._questions = 0
         self._answers: SimpleQueue[str] = SimpleQueue()
         self._unreachable = threading.Event()
@@ -224,19 +227,19 @@ class ControlChannel:
                 self._on_stop(reason)
             self._stops.append(reason)
 
-    def why_not_commit(self, is_certain: Callable[[], bool]) -> str | None:
-        """Asks whether every rank is connected, and waits for the answer: the reason if one is not, or None.
+    def why_not_commit(self, step: int, is_certain: Callable[[], bool]) -> str | None:
+        """Asks whether every rank has made ``step``, and waits until all have (None), or one is lost (the reason).
 
         Also None if the supervisor is unreachable, because training continues without it, and as soon as
         ``is_certain``, which is polled, returns True. For one thread at a time.
         """
         self._questions += 1
         question = str(self._questions)
-        asked_at = -math.inf
+        ask_at, pause_s = -math.inf, _ASK_AGAIN_S
         while not is_certain() and not self._unreachable.is_set():
-            if time.monotonic() - asked_at > _ASK_AGAIN_S:
-                asked_at = time.monotonic()
-                self.send("committing", question=self._questions)
+            if (now := time.monotonic()) >= ask_at:
+                ask_at, pause_s = now + pause_s, min(2 * pause_s, _LONGEST_ASK_AGAIN_S)
+                self.send("committing", question=self._questions, step=step)
             with suppress(Empty):
                 number, _, why_not = self._answers.get(timeout=_ANSWER_POLL_S).partition(" ")
                 if number == question:
@@ -304,6 +307,8 @@ def on_requests(run: RunRequests | None) -> None:
     """From now on ``run`` serves the user's requests. None: there is no longer a run."""
     if current is not None:
         current.run = run
+        if run is not None:
+            current.steps_made = lambda: run.progress()[0]
 
 
 def on_hang(write_flight_record: Callable[[], None]) -> None:
@@ -312,9 +317,9 @@ def on_hang(write_flight_record: Callable[[], None]) -> None:
         current.write_flight_record = write_flight_record
 
 
-def why_not_commit(is_certain: Callable[[], bool]) -> str | None:
-    """Asks the supervisor whether every rank is connected: the reason if one is not, or None."""
-    return None if current is None else current.why_not_commit(is_certain)
+def why_not_commit(step: int, is_certain: Callable[[], bool]) -> str | None:
+    """Asks the supervisor whether every rank has made ``step``: the reason if one is lost, or None."""
+    return None if current is None else current.why_not_commit(step, is_certain)
 
 
 def tell_of_child(environ: Mapping[str, str]) -> None:

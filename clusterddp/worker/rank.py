@@ -308,8 +308,8 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
 
 
 def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, commit, report or
-    write stacks, write torch's flight record, or exit at once. Works even if the main thread hangs.
+    """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, count its steps,
+    commit, report or write stacks, write torch's flight record, or exit at once. Works even if the main thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
@@ -332,6 +332,8 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
         ).start()
     if "save" in order:
         _save(channel, str(order["save"]))
+    if "count" in order and channel.steps_made is not None:
+        channel.send("made", question=int(order["count"]), step=channel.steps_made())
     if "commit" in order:
         channel.answer(str(order["commit"]))
     if "leave" in order and _used_clusterddp():

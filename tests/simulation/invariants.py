@@ -683,12 +683,14 @@ class Invariants:
         if twice := [call for call in hooks if hooks.count(call) > 1]:
             self._violated("hook", f"the hook was told {twice[0][1]!r} twice in attempt {twice[0][0]}")
         trained_in = sorted(self.attempts)
+        script, grace_s = self._history.plan.script, self._history.plan.settings.grace_s
+        told_late = script.alone and "kill a rank" in faults  # by HELD_S
         for event in events:
             number, name = event["attempt"], event["event"]
             if name == "rank_failed" and number in self._failed and "fault" not in event:  # a GPU's comes first
                 rank, at = next(iter(self._failed[number].items()))
                 late = self._failed[number].get(event["rank"], math.inf) > at + TOLD_S
-                unclear = faults & UNCLEAR or (number, event["rank"]) in self._unjoined
+                unclear = told_late or faults & UNCLEAR or (number, event["rank"]) in self._unjoined
                 if late and at + EPOCH < event["time"] - 1.0 and not unclear:
                     self._violated(
                         "I8", f"rank {rank} failed first in attempt {number}, and rank {event['rank']} is shown"
@@ -696,7 +698,6 @@ class Invariants:
             moves = name == "restarted" and event.get("cause") == Cause.DRAIN_REQUESTED.value
             told = moves or (name in ("requeued", "resubmitted") and event.get("cause") in IN_TIME)
             after = [other for other in trained_in if other > number]
-            script, grace_s = self._history.plan.script, self._history.plan.settings.grace_s
             if not told or faults & HINDERING or script.bug_at >= 0 or not after or number not in self.attempts:
                 continue
             reached, resumed = self.attempts[number].reached, self.attempts[after[0]].resumed

@@ -245,8 +245,20 @@ def _hangs_are_not_seen() -> Patches:
 def _a_rank_that_trains_on_alone_commits() -> Patches:
     """Rank 0 commits a checkpoint although another rank is lost."""
 
-    def on_committing(state: Any, question: int, now: float) -> Any:
-        return state, [Broadcast("commit", str(question), frozenset((0,)))]
+    def on_committing(state: Any, number: int, step: int, now: float) -> Any:
+        return state, [Broadcast("commit", str(number), frozenset((0,)))]
+
+    return [(decide, "_on_committing", on_committing)]
+
+
+def _a_connected_rank_has_made_the_step() -> Patches:
+    """Rank 0 commits a checkpoint as long as the supervisor has not noticed that another rank is lost."""
+    real = decide._on_committing
+
+    def on_committing(state: Any, number: int, step: int, now: float) -> Any:
+        if state.lost_at:
+            return real(state, number, step, now)
+        return state, [Broadcast("commit", str(number), frozenset((0,)))]
 
     return [(decide, "_on_committing", on_committing)]
 
@@ -396,6 +408,7 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _a_silent_node_is_waited_for,
         _hangs_are_not_seen,
         _a_rank_that_trains_on_alone_commits,
+        _a_connected_rank_has_made_the_step,
         _an_array_stands_for_its_task,
         _a_frozen_start_begins_an_attempt,
         _a_started_successor_survives_scancel,
@@ -448,7 +461,8 @@ FOUND_AFTER: Mapping[str, int] = {
     "peers are never dismissed": 229,
     "a silent node is waited for": 1669,
     "hangs are not seen": 1598,
-    "a rank that trains on alone commits": 1750,
+    "a rank that trains on alone commits": 1214,
+    "a connected rank has made the step": 1214,
     "an array stands for its task": 3,
     "unjoined ranks are waited for": 2125,
     "a new job survives scancel": 1102,
@@ -478,6 +492,8 @@ NEEDS: Mapping[str, set[str]] = {
     "a new job survives scancel": {"scancel"},
     "resubmit gives up a lost node": {"lose a node"},
     "peers are never dismissed": {"kill a rank"},
+    "a rank that trains on alone commits": {"kill a rank"},
+    "a connected rank has made the step": {"kill a rank"},
     "a silent node is waited for": {"lose a node"},
     "hangs are not seen": {"hang"},
     "a frozen start begins an attempt": {"freeze the host"},

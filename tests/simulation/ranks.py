@@ -38,7 +38,10 @@ PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection cl
 #: How long a message between nodes takes, at most.
 LATENCY_S = 0.02
 #: How long rank 0 waits for an answer before it asks again whether it may commit.
-ASK_AGAIN_S = 5.0
+ASK_AGAIN_S = 1.0
+#: How much longer a killed process holds its connection to the supervisor than those to its peers, in scripts whose
+#: rank 0 would notice nothing else: a GPU's driver takes a while to close, or a process that it has forked lives on.
+HELD_S = 10.0
 #: How often slurmd tries again to say that a rank has ended.
 HEARS_S = 10.0
 #: srun learns so late that a slurmstepd was killed, when slurmd registers again (seen on 22.05.8: after 60 to 100 s).
@@ -291,10 +294,10 @@ class Server:
         """Whether the rank has lost its connection, and repeats its reports once it has another one."""
         return rank.number in self._repeated
 
-    def left(self, rank: Rank) -> None:
-        """A rank's process has ended: its connection breaks, after what it has said."""
+    def left(self, rank: Rank, held_s: float) -> None:
+        """A rank's process has ended: its connection breaks, after what it has said, and ``held_s`` later."""
         if self._ranks.get(rank.number) is rank:
-            self._deliver(rank.number, self._lose, rank, False)
+            self._world.after(held_s, self._deliver, rank.number, self._lose, rank, False)
 
     def _lose(self, rank: Rank, silent: bool) -> None:
         if self._ranks.get(rank.number) is rank:
@@ -407,7 +410,7 @@ class Rank:
         self.training = False
         self.step.ended(self, code)
         if self.server is not None:
-            self.server.left(self)
+            self.server.left(self, HELD_S if code is None and self.cluster.script.alone else 0.0)
 
     # --- what reaches it
 
@@ -418,6 +421,8 @@ class Rank:
         if order == "stop" and not self.stop:
             self.stop = reason
             self.report("notified", reason=reason)
+        elif order == "count":
+            self.report("made", question=int(reason), step=self.at)
         elif order == "commit":
             self._answers.put(reason)
         elif order == "leave":
@@ -591,11 +596,11 @@ class Rank:
             stops = {self.number: self.stop}
         return [stop for stop in stops.values() if stop]
 
-    def _may_commit(self) -> bool:
+    def _may_commit(self, step: int) -> bool:
         """What the supervisor answers; True if it cannot be reached."""
         self._questions += 1
         while self.server is not None and not self._fencing:
-            self.report("committing", question=self._questions)
+            self.report("committing", question=self._questions, step=step)
             try:
                 number, _, lost = self._answers.get(timeout=ASK_AGAIN_S).partition(" ")
             except Empty:
@@ -673,7 +678,7 @@ class Rank:
             self.cluster.on_save()
             self.world.sleep(self.cluster.script.save_s * (0.5 + self.world.random.random()))
             # Asked in all scripts; of those whose ranks end with their peers, the answer changes nothing.
-            if self.cluster.script.alone and (self.training or self.alone) and not self._may_commit():
+            if self.cluster.script.alone and (self.training or self.alone) and not self._may_commit(step):
                 self.report("checkpoint_failed", step=step, reason="a rank is lost")
                 return before
             store.commit(temporary, step)
@@ -836,7 +841,8 @@ class Launcher:
             )
             if code is None:
                 self.world.tell(rank.process.name, "is killed")
-            self.world.after(2.0 * self.world.random.random(), self._report, rank.number)
+            held_s = HELD_S if code is None and self.cluster.script.alone else 0.0
+            self.world.after(held_s + 2.0 * self.world.random.random(), self._report, rank.number)
         self.cluster.slurm.step_ended(self._batch)
         if not self._left:
             self._wake()

@@ -24,6 +24,7 @@ from clusterddp.supervisor import control_server
 from clusterddp.supervisor.control_server import ControlServer, Handlers
 from clusterddp.worker import control_channel
 from clusterddp.worker.control_channel import ControlChannel
+from clusterddp.worker.rank import obey
 from tests.connections import accepted_at, break_connection, connection_to
 from tests.wording import raises
 
@@ -143,6 +144,39 @@ def test_each_reason_to_stop_is_passed_on_once_also_those_from_before(heard: Hea
     for reason in ("time limit", "preemption"):
         link.stop(reason)
     assert reasons == ["clusterddp stop", "time limit", "preemption"]
+
+
+def test_a_commit_waits_until_the_supervisor_knows_that_all_ranks_have_made_its_step(heard: Heard) -> None:
+    """Rank 0 asks again, as another rank may be a little behind."""
+    link, answers = join(heard, 0, port=1), list[str | None]()
+    link.listen(lambda: None, lambda order: obey(link, order, {}))
+    heard.events.get(timeout=10)  # joined
+    for number, answer in ((1, "1"), (2, "2 rank 1 (n2) exited")):
+        asking = threading.Thread(target=lambda: answers.append(link.why_not_commit(7, lambda: False)))
+        asking.start()
+        for _ in range(2):
+            while heard.events.get(timeout=10) != (0, "committing", {"question": number, "step": 7}):
+                pass
+        heard.server.broadcast((0,), commit="0")  # of an earlier question
+        heard.server.broadcast((0,), commit=answer)
+        asking.join(10)
+    assert answers == [None, "rank 1 (n2) exited"]
+    assert link.why_not_commit(7, lambda: True) is None
+
+
+def test_a_rank_counts_its_steps_for_a_commit_also_once_its_run_has_ended(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has a run, it has no answer, and is asked again."""
+    link = join(heard, 0, port=1)
+    heard.events.get(timeout=10)  # joined
+    monkeypatch.setattr(control_channel, "current", link)
+    obey(link, {"count": "1"}, {})
+    control_channel.on_requests(control_channel.RunRequests(progress=lambda: (7, 5), save=lambda: None))
+    obey(link, {"count": "2"}, {})
+    control_channel.on_requests(None)
+    obey(link, {"count": "3"}, {})
+    assert [heard.events.get(timeout=10)[2] for _ in range(2)] == [{"question": n, "step": 7} for n in (2, 3)]
 
 
 def test_an_order_that_cannot_be_carried_out_hides_no_later_one(

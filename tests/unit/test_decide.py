@@ -70,8 +70,9 @@ HANG = Hang((1,), "n2", 7, 606.0, "rank 1 (n2) has been stuck at step 7 for 606 
 AGAIN = StartTimer(Timer.LOOK, LOOK_S)
 
 
-#: Rank 0's question before it commits a checkpoint, and the answers.
-ASKING = RankEvent(0, "committing", {"question": 3})
+#: Rank 0's question before it commits a checkpoint, that to rank 1, its answer, and what rank 0 gets.
+ASKING = RankEvent(0, "committing", {"question": 3, "step": 7})
+COUNT, MADE = Broadcast("count", "3", frozenset((1,))), RankEvent(1, "made", {"question": 3, "step": 7})
 MAY = Broadcast("commit", "3", frozenset((0,)))
 MAY_NOT = Broadcast("commit", "3 rank 1 (n2) exited", frozenset((0,)))
 GOES_ON_ALONE = [MAY_NOT, Broadcast("leave", "rank 1 (n2) exited", frozenset((0,)))]
@@ -118,12 +119,24 @@ def test_a_connection_that_breaks_before_its_rank_has_named_its_host_is_that_of_
         ([FAILED], RankFailed(1), []),
         ([ConnectionLost(1)], RankFailed(1), LET_GO),
         ([TOLD], FAILED, LET_GO),
-        ([], ASKING, [MAY]),
+        ([], ASKING, [COUNT]),
+        ([ASKING], MADE, [MAY]),
+        ([ASKING], RankEvent(1, "made", {"question": 3, "step": 6}), []),
+        ([ASKING], RankEvent(1, "made", {"question": 2, "step": 7}), []),
+        ([ASKING, RankEvent(1, "made", {"question": 3, "step": 6})], ASKING, [COUNT]),
+        ([ASKING, MADE], MADE, []),
+        ([ASKING, MADE], ASKING, [MAY]),
+        ([ASKING, MADE, ConnectionLost(1)], ASKING, [MAY]),
+        ([ASKING, MADE], RankEvent(0, "committing", {"question": 4, "step": 8}), [
+            Broadcast("count", "4", frozenset((1,)))
+        ]),
+        ([ASKING, ConnectionLost(1)], ASKING, GOES_ON_ALONE),
+        ([ASKING], RankEvent(1, "left", {"host": "n2", "end": "done"}), []),
         ([RankEvent(1, "left", {"host": "n2", "end": "done"}), ConnectionLost(1)], ASKING, [MAY]),
         ([ConnectionLost(1)], ASKING, GOES_ON_ALONE),
         ([FAILED], ASKING, GOES_ON_ALONE),
         ([RankEvent(0, "stopping", {}), ConnectionLost(1)], ASKING, [MAY_NOT]),
-        ([ConnectionLost(1), RankEvent(1, "rejoined", {})], ASKING, [MAY]),
+        ([ConnectionLost(1), RankEvent(1, "rejoined", {})], ASKING, [COUNT]),
         ([FAILED], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) failed"), KILL]),
         ([ConnectionLost(1)], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) exited")]),
         ([ConnectionLost(1), RankFailed(1)], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) exited"), KILL]),
