@@ -30,7 +30,6 @@ from clusterddp.runs.sweep_submission import Plan, Sweep, SweepFolder, planned, 
 from clusterddp.runs.waiting import LOOK_S, Wait, Waiting
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import local_loop_alive
-from clusterddp.supervisor.limits import attempts_made
 from clusterddp.supervisor.verdict import failure_box
 
 #: Keys for the program, which cannot be given with a function.
@@ -204,7 +203,7 @@ class Handle:
             state, text = "running", "starting"
         last, outcome = self._run.newest_metrics(), self._run.outcome() or {}
         steps = max(outcome.get("step") or 0, last["step"] + 1 if last else 0)
-        return Status(state, steps, attempts_made(self._run.events()), text)
+        return Status(state, steps, len(self._run.history().with_ranks), text)
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the run is over or stopped, through requeues and restarts, and return its state.

@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from clusterddp.history.codec import listed
+from clusterddp.history.codec import decode, listed
 from clusterddp.history.event import EVENTS
+from clusterddp.history.view import RunView
 from clusterddp.protocol import CHANNEL_EVENTS
+from clusterddp.rundir.files import append_line
 from clusterddp.rundir.json_lines import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
 
 #: The fields of events and messages, as a text.
 EVERY = {name: listed(kind) for name, kind in EVENTS.items()}
 EVERY |= {name: message.fields for name, message in CHANNEL_EVENTS.items()}
+
+#: A value of each type of a field.
+_VALUES: Mapping[Any, Any] = {int: 0, float: 0.0, str: "", bool: False, Sequence: [], Mapping: {}, Any: None}
+
+
+def view(lines: Iterable[Mapping[str, Any]]) -> RunView:
+    """The history with these lines, each ``whole``."""
+    return RunView(decode(whole(line)) for line in lines)
+
+
+def happened(run: RunDirectory, *lines: Mapping[str, Any]) -> None:
+    """Appends lines to a run's history, each ``whole``."""
+    append_line(run.events_file, *map(whole, lines))
+
+
+def whole(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line with a value of its type for each field that is missing and must be there."""
+    if (kind := EVENTS.get(line["event"])) is None:
+        return dict(line)
+    always, _ = fields(listed(kind))
+    types = get_type_hints(kind)
+    missing = {name: types[name] for name in types if name in always and name not in line}
+    return {**line, **{name: _value(annotation) for name, annotation in missing.items()}}
+
+
+def _value(annotation: Any) -> Any:
+    return None if type(None) in get_args(annotation) else _VALUES[get_origin(annotation) or annotation]
 
 
 def fields(text: str) -> tuple[set[str], set[str]]:

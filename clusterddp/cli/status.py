@@ -10,7 +10,9 @@ from typing import Any
 
 from clusterddp.cli.live import View, watch
 from clusterddp.failures import exclusion
-from clusterddp.history.codec import sentence
+from clusterddp.history.checkpoints import SavedItself
+from clusterddp.history.codec import decode, sentence
+from clusterddp.history.view import RunView
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.report import efficiency
@@ -25,7 +27,6 @@ from clusterddp.runs.run_report import booked, left_s, moment, stalled_s, values
 from clusterddp.runs.run_status import Event, code_of, full_report, intervals_of, looked_at, state_sentence
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState
-from clusterddp.supervisor.limits import SAVED_ITSELF, attempts_made
 from clusterddp.trackers.registry import overview
 
 #: A fact about a run, with its name.
@@ -73,16 +74,16 @@ def described(run: RunDirectory) -> str:
 def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], now: float) -> list[str]:
     """The facts about a run, a line each."""
     job = load_resolved(summary.run.job_file)
-    code = code_of(summary.run, events)
+    code, history = code_of(summary.run, events), RunView(map(decode, events))
     intervals = intervals_of(summary.run)
     facts = [
         ("run", str(summary.run)),
         ("job", f"{job.name}: {job.shape}"),
         *[("state", state_sentence(summary, state)), *_waiting(state, now), *_log(state)],
         *([("code", code)] if code else []),
-        ("attempts", str(attempts_made(events))),
+        ("attempts", str(len(history.with_ranks))),
         *_time(job, *booked(summary, state, events, now), events, intervals),
-        *[*_progress(summary, state, now), *_own_checkpoint(summary, events, now), *_best(events)],
+        *[*_progress(summary, state, now), *_own_checkpoint(summary, history, now), *_best(events)],
         *(_slow(intervals) if state.word not in OVER else []),
         *(_gpus(intervals) if state.word == "running" else []),
         *[*_nodes(job, summary, state, events), *_excluded(job, events, now)],
@@ -167,13 +168,13 @@ def _repeated(summary: Summary) -> str:
     return "" if summary.redone is None else f", at least {summary.redone} repeated"
 
 
-def _own_checkpoint(summary: Summary, events: Sequence[Event], now: float) -> Sequence[Fact]:
+def _own_checkpoint(summary: Summary, history: RunView, now: float) -> Sequence[Fact]:
     """The newest checkpoint of a script that saves by itself."""
-    own = [event for event in events if event["event"] in SAVED_ITSELF]
-    if not own or summary.saved is not None:
+    own = history.last(SavedItself)
+    if own is None or summary.saved is not None:
         return []
-    written = own[-1].get("written", own[-1]["time"])
-    return [("saved", f"{own[-1]['file']}, {duration(max(0.0, now - written))} ago")]
+    written = own.time if own.written is None else own.written
+    return [("saved", f"{own.file}, {duration(max(0.0, now - written))} ago")]
 
 
 def _best(events: Sequence[Event]) -> Sequence[Fact]:

@@ -143,12 +143,18 @@ class Initialized(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(Event):
-    """the attempt starts from step 0. If rank 0 prints step numbers, it starts from the step before the first number
-    that rank 0 prints, which is `log`"""
+class Beginning(Event, abstract=True):
+    """Rank 0 begins its loop at a step. ``redone``: how many steps of earlier attempts are repeated."""
 
     step: int
     redone: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Beginning):
+    """the attempt starts from step 0. If rank 0 prints step numbers, it starts from the step before the first number
+    that rank 0 prints, which is `log`"""
+
     log: int | None = None
 
     def sentence(self) -> str | None:
@@ -156,13 +162,11 @@ class Training(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed(Event):
+class Resumed(Beginning):
     """the attempt resumes from checkpoint `step` of attempt `parent`"""
 
-    step: int
     parent: Mapping[str, int]
     inexact: Sequence[str] = ()
-    redone: int | None = None
 
     def sentence(self) -> str:
         inexact = f". The resume is not bit-exact: {', '.join(self.inexact)}" if self.inexact else ""

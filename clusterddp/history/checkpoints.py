@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clusterddp.history.event import Event
@@ -125,13 +125,19 @@ class NoBest(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(Event):
+class SavedItself(Event, abstract=True):
+    """The script has written a checkpoint in its own format."""
+
+    file: str
+    written: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(SavedItself):
     """the script has saved its state in `file` and called `requeue(saved=file)`. With `clusterddp.continue_epoch()`
     also the `items` of its epoch that it had trained on, and when the file was `written`"""
 
-    file: str
     items: int | None = None
-    written: float | None = None
 
     def sentence(self) -> str:
         into = "" if self.items is None else f", {counted(self.items, 'item')} into its epoch"
@@ -152,11 +158,10 @@ class NoSave(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnCheckpoint(Event):
+class OwnCheckpoint(SavedItself):
     """the script has written a complete checkpoint in its own format"""
 
-    file: str
-    written: float
+    written: float = field()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,11 @@ class Event:
         if not abstract:
             EVENTS[cls.name] = cls
 
+    @property
+    def at_step(self) -> int | None:
+        """The number of completed steps that it names. None if it names none."""
+        return getattr(self, "step", None)
+
     def sentence(self) -> str | None:
         """The event in words."""
         return None
@@ -51,6 +56,11 @@ class Unread(Event, abstract=True):
     """An event of another version of clusterddp, or a damaged one. ``others`` has its fields as in the line."""
 
     event: str
+
+    @property
+    def at_step(self) -> int | None:
+        """The number of completed steps that it names. None if it names none."""
+        return self.others.get("step")
 
     def sentence(self) -> str | None:
         return self.event if self.event in EVENTS else None

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
+from clusterddp.history.codec import decode
+from clusterddp.history.view import RunView
 from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.protocol import RUNS
 from clusterddp.rundir import json_lines, metrics_lines, records, schemas
@@ -357,6 +359,10 @@ class RunDirectory:
         return record
 
     # --- history, metrics, outcome
+
+    def history(self) -> RunView:
+        """The run's history."""
+        return RunView(map(decode, self.events()))
 
     def events(self) -> list[dict[str, Any]]:
         """The run's history, oldest first."""

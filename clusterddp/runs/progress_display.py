@@ -263,7 +263,7 @@ def described(run: RunDirectory, event: Event) -> str:
         if end.end == "died":  # the supervisor's event has the cause of its death
             end = replace(end, error=event.get("error", end.error))
     secrets = secret_values(revealed(load_resolved(run.job_file), run.job_file), os.environ)
-    more = [added_arguments(run, run.events(), attempt)]
+    more = [added_arguments(run, run.history().attempt(attempt))]
     first = FirstFailure(end.without(secrets), step=event.get("step"))
     return failure_text(run, attempt, first, when, secrets, more)
 

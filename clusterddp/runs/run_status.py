@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.failures import exclusion
+from clusterddp.history.codec import decode
 from clusterddp.history.outcome import how_it_ended
+from clusterddp.history.view import RunView
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.report import efficiency
@@ -23,7 +25,6 @@ from clusterddp.runs.run_report import booked, report
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.pace import PacedQueue
 from clusterddp.slurm.run_states import OVER, RunState, run_states
-from clusterddp.supervisor.limits import attempts_made
 
 Event = Mapping[str, Any]
 
@@ -47,7 +48,7 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
     booking, made = booked(summary, state, events, now)
     intervals = intervals_of(run)
     return report(summary, state) | {
-        "attempts": attempts_made(events),
+        "attempts": len(RunView(map(decode, events)).with_ranks),
         "job_name": job.name,
         "shape": job.shape,
         "code": code_of(run, events),

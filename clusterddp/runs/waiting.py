@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from clusterddp.errors import INTERRUPTED, TIMED_OUT, WAITED, ClusterddpError, RunDirectoryError, SlurmError
 from clusterddp.failures import exclusion, node_memory
+from clusterddp.history.beginnings import Started
+from clusterddp.history.checkpoints import Checkpoint, SavedItself
+from clusterddp.history.ends import AttemptEnd, Stopped
+from clusterddp.history.event import Event
 from clusterddp.history.outcome import how_it_ended, is_unconfirmed
-from clusterddp.history.words import ATTEMPT_ENDS, RUN_ENDS
+from clusterddp.history.view import RunView
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
@@ -35,7 +39,7 @@ from clusterddp.slurm.commands import TIMEOUT_S, JobInfo
 from clusterddp.slurm.pace import IMMINENT_S, QUIET_S, SILENT_S, SOON_S, Activity, Pace
 from clusterddp.slurm.run_states import Cause, RunState, run_states
 from clusterddp.supervisor.lease import holders, reachable, started, submitted, submitting
-from clusterddp.supervisor.limits import SAVED_ITSELF, held
+from clusterddp.supervisor.limits import held
 
 #: Seconds between two looks at the runs' files, and between two while their progress is shown.
 WAIT_LOOK_S, LOOK_S = 1.0, 0.2
@@ -95,7 +99,7 @@ class Resubmitter:
 
         ``doubt_s``: for how many seconds the run has seemed to be over. A shared disk may still hide its outcome.
         """
-        if held(self._run.events()) is not None:  # the user has stopped the run, and its job does not continue it
+        if held(self._run.history()) is not None:  # the user has stopped the run, and its job does not continue it
             return None
         if not (claims := self._claims()):
             return self._help_released(doubt_s)
@@ -142,12 +146,11 @@ class Resubmitter:
         job = self._show_job(entry["job"])
         if job is not None and job.live:
             return Help(f"waiting for the run's next job after job {job.job_id}")
-        events = self._run.events()
-        own = [event for event in events if event["attempt"] == newest]
-        ended = any(event["event"] in ATTEMPT_ENDS and "refused" not in event for event in own)
+        history = self._run.history()
+        ended = newest is not None and any(map(_is_settled, history.attempt(newest)))
         if job is None or ended or not self._should_continue(job):
             return None
-        if not events and doubt_s < HIDDEN_S:
+        if not history and doubt_s < HIDDEN_S:
             return Help(f"job {job.job_id} ended. Waiting until its history is visible here")
         return self._resubmit(f"job {job.job_id} ended ({job.state}) before it submitted the next one", [])
 
@@ -163,18 +166,19 @@ class Resubmitter:
         """Whether to resubmit the run: never after a scancel or ``stop``, otherwise if preemption, the time limit
         or a lost node ended its job, if a requeued job failed before its batch script ran, or if its supervisor could
         not continue it or was killed."""
-        events = self._run.events()
-        if self._run.cancelled or job is None or job.state == "CANCELLED" or held(events) is not None:
+        history = self._run.history()
+        if self._run.cancelled or job is None or job.state == "CANCELLED" or held(history) is not None:
             return False
-        started = [event for event in events if event["event"] == "started"]
-        of_job = [event for event in started if (event.get("job"), event.get("restarts")) == (job.job_id, job.restarts)]
+        started = history.all(Started)
+        of_job = [event for event in started if (event.job, event.restarts) == (job.job_id, job.restarts)]
         never_started = job.state == "FAILED" and bool(started) and job.restarts > 0 and not of_job
         if job.state in _INVOLUNTARY_ENDS or never_started:
             return True
-        killed = (
-            job.state in ("FAILED", "OUT_OF_MEMORY") and bool(of_job) and _was_killed(events, of_job[-1]["attempt"])
-        )
-        return killed or (bool(of_job) and _is_stuck(events, of_job[-1], job))
+        if not of_job:
+            return False
+        attempt = of_job[-1].attempt
+        killed = job.state in ("FAILED", "OUT_OF_MEMORY") and _was_killed(history, attempt)
+        return killed or _is_stuck(history, attempt, job)
 
     def _resubmit(self, ended: str, claims: Sequence[Mapping[str, Any]]) -> Help:
         """Submits the run again, unless another process does, or has done so since these claims were read."""
@@ -203,29 +207,28 @@ class Resubmitter:
         return Help(f"{ended}. Resubmitted as job {new}")
 
 
-def _is_stuck(events: Sequence[Mapping[str, Any]], started: Mapping[str, Any], job: JobInfo) -> bool:
-    """Whether the newest attempt, which this job ``started``, could not continue the run: Slurm refused the next job,
-    or did not say why this one ended, and it was preempted."""
-    newest = max(event["attempt"] for event in events)
-    ends = [event for event in events if event["event"] == "stopped" and event["attempt"] == newest]
-    if not ends or started["attempt"] != newest:
+def _is_settled(event: Event) -> bool:
+    """Whether an attempt has ended so that its job needs no help."""
+    return isinstance(event, AttemptEnd) and not (isinstance(event, Stopped) and event.refused is not None)
+
+
+def _is_stuck(history: RunView, attempt: int, job: JobInfo) -> bool:
+    """Whether this attempt of the job is the newest and could not continue the run: Slurm refused the next job, or did
+    not say why this one ended, and it was preempted."""
+    end = history.attempt(attempt).last(Stopped)
+    if end is None or history.is_superseded(attempt):
         return False
-    unexplained = ends[-1].get("cause") in (Cause.UNKNOWN.value, Cause.ENDED_OTHERWISE.value)
-    return "refused" in ends[-1] or (unexplained and job.preempt_time is not None)
+    unexplained = end.cause in (Cause.UNKNOWN.value, Cause.ENDED_OTHERWISE.value)
+    return end.refused is not None or (unexplained and job.preempt_time is not None)
 
 
-def _was_killed(events: Sequence[Mapping[str, Any]], attempt: int) -> bool:
+def _was_killed(history: RunView, attempt: int) -> bool:
     """Whether the supervisor of this attempt, the newest, was killed, and another job may get further: not if that of
     the attempt before was killed, too, and this one has saved nothing."""
-    own, before = ([event for event in events if event["attempt"] == number] for number in (attempt, attempt - 1))
-    if any(event["attempt"] > attempt for event in events) or _has_end(own):
+    own, before = history.attempt(attempt), history.attempt(attempt - 1)
+    if history.is_superseded(attempt) or not own.is_open:
         return False
-    saved = any(event["event"] in ("checkpoint", *SAVED_ITSELF) for event in own)
-    return saved or not before or _has_end(before)
-
-
-def _has_end(events: Iterable[Mapping[str, Any]]) -> bool:
-    return any(event["event"] in (*ATTEMPT_ENDS, *RUN_ENDS) for event in events)
+    return own.has(Checkpoint, SavedItself) or not before or not before.is_open
 
 
 #: Seconds for which a run without an outcome must be stopped, or unknown, to have ended. A job may be submitted, or an

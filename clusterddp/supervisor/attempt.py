@@ -111,11 +111,11 @@ class Attempt:
         self._seen = before.get("time") if is_time(before.get("time")) else None
         placement = placement or Placement(nodes_of(controller), nodes_of(controller))
         nodes, steps = NodeNames(placement.nodes), before.get("step", -1) + 1
-        events = self._history.events
+        history, idle_nodes = self._history.view, sum(map(len, placement.recorded.values()))
         self._state = State(
             *(job, nodes, steps, launcher.abandon_s, controller.starts_again, placement),
-            made_before=lost_steps(events, number),
-            gpu_hours_end=gpu_hours_end(job, events, number, time.time(), sum(map(len, placement.recorded.values()))),
+            made_before=lost_steps(history, number),
+            gpu_hours_end=gpu_hours_end(job, history, time.time(), idle_nodes),
         )
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
         #: When each running timer expires, on a clock that stops with this process: the job may be suspended.

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import glob
 import io
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from clusterddp.history.beginnings import OwnCheckpointRead, OwnResume
+from clusterddp.history.checkpoints import SavedItself
+from clusterddp.history.steps import StepsSeen
+from clusterddp.history.view import AttemptView, RunView
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.program import fill_pattern, shown_path
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.limits import SAVED_ITSELF, STEPPED
+from clusterddp.supervisor.limits import STEPPED
 from clusterddp.supervisor.own_checkpoints import why_incomplete
 
 #: An empty file with one of these suffixes is a save that was cut off. Any other may be an empty mark.
@@ -25,29 +29,28 @@ _CHECKPOINTS = frozenset((".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors"
 LONGEST_LINE = 120
 
 
-def look(run: RunDirectory, job: Job, events: Iterable[Mapping[str, Any]], exited: bool = False) -> tuple[bool, str]:
+def look(run: RunDirectory, job: Job, history: RunView, exited: bool = False) -> tuple[bool, str]:
     """Whether the mark of a job is there, and what was found, as a clause.
 
-    A file counts if it is complete and was written since the run began, by the first of its ``events``. A line counts
-    if it is in the output of the newest attempt that has started its ranks, and was printed after rank 0's first step.
-    If no step was seen, it counts if ``confirms`` says so, or if all ranks have ``exited`` with code 0.
+    A file counts if it is complete and was written since the first event of the run. A line counts if it is in the
+    output of the newest attempt that has started its ranks, and was printed after rank 0's first step. If no step was
+    seen, it counts if ``confirms`` says so, or if all ranks have ``exited`` with code 0.
     """
     if job.done is None:
         return False, ""
-    events = list(events)
     if job.done.file is not None:
-        return _file(job.done.file, str(run), min((event["time"] for event in events), default=float("inf")))
-    return _line(str(job.done.log), run, job, events, exited)
+        return _file(job.done.file, str(run), math.inf if history.began is None else history.began)
+    return _line(str(job.done.log), run, job, history, exited)
 
 
-def confirms(job: Job, events: Iterable[Mapping[str, Any]], attempt: int) -> bool:
+def confirms(job: Job, attempt: AttemptView) -> bool:
     """Whether the mark shows that the run is done. A line in the output of an attempt does only if the attempt made a
     step or saved, or began from a checkpoint of this run. Some scripts print it because they find an old result."""
     if job.done is None or job.done.file is not None or not job.see_steps:
         return job.done is not None
-    own = {event["event"]: event for event in events if event["attempt"] == attempt}
-    read = own.get("own_checkpoint_read", {}).get("file")
-    return bool(own.keys() & {*STEPPED, *SAVED_ITSELF} or (read and read == own.get("own_resume", {}).get("file")))
+    read, resume = attempt.last(OwnCheckpointRead), attempt.last(OwnResume)
+    resumed = read is not None and resume is not None and read.file == resume.file
+    return resumed or attempt.has(*STEPPED, SavedItself)
 
 
 def _file(named: str, run_dir: str, since: float) -> tuple[bool, str]:
@@ -69,16 +72,15 @@ def _why_not(path: Path, since: float) -> str | None:
     return None if empty and path.suffix not in _CHECKPOINTS else why_incomplete(str(path))
 
 
-def _line(
-    expression: str, run: RunDirectory, job: Job, events: Sequence[Mapping[str, Any]], exited: bool
-) -> tuple[bool, str]:
+def _line(expression: str, run: RunDirectory, job: Job, history: RunView, exited: bool) -> tuple[bool, str]:
     started = [number for number in run.attempts() if (run.attempt_logs(number) / "rank-0.out").exists()]
     none = f"no line of the ranks' output matches '{expression}'"
     if not started:
         return False, none
     logs, pattern = run.attempt_logs(started[-1]), re.compile(expression)
-    own = {event["event"]: event for event in events if event["attempt"] == started[-1]}
-    first = {kind: own.get("steps_seen", {}).get(kind, 0) for kind in ("out", "err")}
+    attempt = history.attempt(started[-1])
+    seen = attempt.last(StepsSeen) or StepsSeen()
+    first = {"out": seen.out or 0, "err": seen.err or 0}
     early = _printed(logs, 0, pattern, {kind: slice(0, size) for kind, size in first.items()})
     # What the other ranks printed before it is unknown. If the expression matches early, theirs may be early, too.
     everywhere = [dict.fromkeys(first, slice(0, None))] * (0 if early else job.world_size - 1)
@@ -86,7 +88,7 @@ def _line(
     found = next(filter(None, (_printed(logs, rank, pattern, part) for rank, part in enumerate(parts))), None)
     if not found and not early:
         return False, none
-    if found and (exited or confirms(job, events, started[-1])):
+    if found and (exited or confirms(job, attempt)):
         return True, found
     return False, f"{found or early} before its first step, so this line does not count"
 

@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from clusterddp.history.codec import sentence
+from clusterddp.history.beginnings import Training
+from clusterddp.history.codec import decode, sentence
+from clusterddp.history.view import RunView
 from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.json_lines import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.limits import attempts_made
 from clusterddp.worker.control_channel import clip
 
 #: The most characters of a free text in an event.
@@ -47,6 +48,7 @@ class History:
         drop_torn_line(run.events_file)
         #: All events of the run, oldest first, with those that a full disk has not taken yet.
         self.events = run.events()
+        self.view = RunView(map(decode, self.events))
 
     def add(self, event: str, at: float | None = None, /, **values: Any) -> None:
         """Appends one event, unless the history was closed. ``at``: when it happened, in unix seconds. Now if None."""
@@ -62,6 +64,7 @@ class History:
         if event == "checkpoint":
             self.newest_checkpoint = values["step"]
         self.events.append(line)
+        self.view.add(decode(line))
         self.pending.append(line)
         self._try_to_write()
         self.listener(line)
@@ -124,11 +127,12 @@ class History:
         by exit code 0, and that is doubtful. Returns whether the outcome was written. An error is reported, and does
         not change how the attempt ended.
         """
-        step = highest([step, *(event.get("step") for event in self.events)])
+        step = highest([step, *(event.at_step for event in self.view)])
         # No rank reports the last step in its output, and one on a node that does not respond reports none at all.
-        if state == "completed" or any("log" in event and event["attempt"] == self._attempt for event in self.events):
+        prints_steps = any(event.log is not None for event in self.view.attempt(self._attempt).all(Training))
+        if state == "completed" or prints_steps:
             step = highest([step, self.saved()["step"]])
-        values = self._presentable({"step": step, "attempts": attempts_made(self.events), "reason": reason})
+        values = self._presentable({"step": step, "attempts": len(self.view.with_ranks), "reason": reason})
         if not confirmed:
             values["confirmed"] = False
         self.add(state, **values)

@@ -183,7 +183,7 @@ def supervise_one(
     if (code := finished(run, controller, run.outcome())) is not None:
         return code
     of_run(run).check_present()
-    reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
+    reason, (is_done, found) = exceeded(job, run.history(), time.time()), done.look(run, job, run.history())
     if lease.restarted(run, me):
         say(f"Slurm has restarted job {me['job']} since it started this process, so this process exits")
         return 1
@@ -247,13 +247,13 @@ def finished(
     if run.cancelled or outcome["state"] == Action.CANCEL.value:
         say(f"{run} was cancelled and will not run again")
         return 1
-    if outcome["state"] is None and (stop := held(run.events())) is not None:
-        if by_slurm and stop["attempt"] == newest:
+    if outcome["state"] is None and (stop := held(run.history())) is not None:
+        if by_slurm and stop.attempt == newest:
             say(f"{run} was stopped by `clusterddp stop`. A requeue does not continue it, {BUT_SUBMIT}")
             return controller.leave_code
         if not lease.submitted_as(run, controller.holder()):  # but by a supervisor that was killed, or by hand
             submitted_at = slurm.patiently(controller.submitted_at, math.inf, FIRST_PAUSE_S)
-            if submitted_at is not None and submitted_at < stop["time"]:
+            if submitted_at is not None and submitted_at < stop.time:
                 say(f"{run} was stopped by `clusterddp stop`. An older job does not continue it, {BUT_SUBMIT}")
                 return controller.leave_code
     return None

@@ -25,6 +25,13 @@ from typing import Any, TypeVar
 from clusterddp.errors import ClusterddpError, RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Choice, Course, choose
+from clusterddp.history.beginnings import Beginning, NotRead, OwnResume, Phase
+from clusterddp.history.checkpoints import SavedItself
+from clusterddp.history.ends import Continues, Restarted, Stopped
+from clusterddp.history.failures import NodeLost
+from clusterddp.history.steps import ChildDied, StepsSeen
+from clusterddp.history.stops import Requested
+from clusterddp.history.view import AttemptView, RunView
 from clusterddp.history.words import BY_SLURM, RESTARTING
 from clusterddp.reporter import say, show
 from clusterddp.rundir.files import LASTING
@@ -36,12 +43,9 @@ from clusterddp.supervisor.attempt_state import State, Stop
 from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History, highest
 from clusterddp.supervisor.limits import (
-    SAVED_ITSELF,
     STEPPED,
-    began,
     doubt,
     exceeded,
-    own_checkpoint,
     progress,
 )
 from clusterddp.supervisor.verdict import (
@@ -92,10 +96,15 @@ class Recovery:
         self._state, self._job, self._ends, self._made = result.state, result.state.job, result.ends, result.made
         self._unended = result.unended
 
+    @property
+    def _own(self) -> AttemptView:
+        """The events of this attempt so far."""
+        return self._history.view.attempt(self._number)
+
     def act(self) -> int:
         """Restarts, requeues, resubmits or ends the run. Returns this process's exit code, or RESTART."""
         reached = highest([self._history.saved()["step"], *(end.step for end in self._ends)])
-        self._progress = progress(self._history.events, self._number, reached, time.time(), self._made)
+        self._progress = progress(self._history.view, self._number, reached, time.time(), self._made)
         # A launcher that was ended for a lost node has no exit code of its own.
         exit_code = 0 if self._state.lost_nodes else self._state.exit_code or 0
         return self._act(self._judge(self._why, exit_code))
@@ -105,7 +114,7 @@ class Recovery:
         if self._job.done is None or verdict.action is Action.CANCEL or verdict.cause is Cause.SUPERSEDED:
             return verdict
         completes = verdict.action is Action.COMPLETE
-        is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.events, completes))
+        is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.view, completes))
         if is_done:
             reason = f"done: {found}{'' if completes else f'. The last attempt: {verdict.reason}'}"
             return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
@@ -113,7 +122,7 @@ class Recovery:
             return verdict
         missing = f"all ranks exited with code 0, but the completion marker (`done`) is missing: {found}"
         # A script that trains from the beginning each time would do so forever. With clusterddp, it continues.
-        before = any(event.get("unmarked") for event in self._history.events)
+        before = any(end.unmarked for end in self._history.view.all(Continues))
         ends = before and not self._progress.saved and not any(end.used_clusterddp for end in self._ends)
         action = Action.COMPLETE if ends else Action.RESTART
         return Verdict(action, f"{missing}. If the training is complete, correct `done`", unmarked=True)
@@ -123,18 +132,17 @@ class Recovery:
 
         A script that was stopped at its last step, reads what it saved there and has no step left is done.
         """
-        own = [event for event in self._history.events if event["attempt"] == self._number]
-        names = {event["event"] for event in own}
-        if "child_died" in names or (self._job.done is None and "not_read" in names):
-            return doubt(self._history.events, self._number)
-        if any(event.get("phase") == "restoring" for event in own) and not names & {"training", "resumed"}:
+        own = self._own
+        if own.has(ChildDied) or (self._job.done is None and own.has(NotRead)):
+            return doubt(self._history.view, self._number)
+        if any(event.phase == "restoring" for event in own.all(Phase)) and not own.has(Beginning):
             return "unconfirmed: the script called ctx.run(), but it began no loop over run.steps() or run.epochs()"
         if any(end.used_clusterddp or end.read_saved for end in self._ends):
             return None
-        if self._job.done is not None and done.confirms(self._job, self._history.events, self._number):
+        if self._job.done is not None and done.confirms(self._job, own):
             return None
         sees = self._job.see_steps and not all(end.without_torch for end in self._ends)
-        return doubt(self._history.events, self._number, sees)
+        return doubt(self._history.view, self._number, sees)
 
     def _why(self) -> Cause:
         """Why the ranks stopped. A newer attempt, ``cancel`` and ``stop`` take precedence over the controller.
@@ -214,10 +222,10 @@ class Recovery:
                 values["raised"] = failure.raised
             self._history.add("rank_failed", **values)
         then = ""
-        if verdict.because and (verdict.action is Action.FAIL or self._exceeded("restarted", verdict) is None):
+        if verdict.because and (verdict.action is Action.FAIL or self._exceeded(Restarted, verdict) is None):
             then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}, because {verdict.because}"
         first = FirstFailure(failure, verdict.others, step)
-        more = (added_arguments(self._run, self._history.events, self._number), then)
+        more = (added_arguments(self._run, self._own), then)
         show(failure_box(failure_text(self._run, self._number, first, time.time(), self._history.secrets, more)))
 
     def _step_of(self, failure: RankEnd, others: Sequence[RankEnd]) -> int | None:
@@ -225,8 +233,8 @@ class Recovery:
         the collective in which they waited for it. The metrics, which rank 0 writes, lag some steps behind."""
         if failure.step is not None:
             return failure.step
-        own = [event for event in self._history.events if event["attempt"] == self._number]
-        return highest([began(own), self._history.saved()["step"], *(end.step for end in others if end.failed)])
+        known = (self._own.first_step, self._history.saved()["step"])
+        return highest([*known, *(end.step for end in others if end.failed)])
 
     def _ends_for_good(self) -> bool:
         """Whether Slurm will not run the preempted job again."""
@@ -243,7 +251,7 @@ class Recovery:
         """
         lost = self._state.lost_nodes
         self._record_lost(lost)
-        if self._bounded("restarted", verdict):
+        if self._bounded(Restarted, verdict):
             return verdict.exit_code
         choice = self._choose_course(lost)
         leaves = verdict
@@ -288,13 +296,13 @@ class Recovery:
 
         Files that belong to it may be missing. A script that looks for its checkpoint itself would not follow.
         """
-        own = [event for event in self._history.events if event["attempt"] == self._number]
-        given = next((event for event in own if event["event"] == "own_resume" and event.get("arguments")), {})
-        failure = verdict.first_failure
-        if "file" not in given or failure is None or failure.end not in ("exception", "exit") or failure.may_pass:
+        given, failure = self._own.first(OwnResume), verdict.first_failure
+        if given is None or not given.arguments:
             return
-        if not failure.out_of_memory and not any(event["event"] in (*STEPPED, *SAVED_ITSELF) for event in own):
-            self._history.add("own_checkpoint_rejected", file=given["file"], written=given["written"])
+        if failure is None or failure.end not in ("exception", "exit") or failure.may_pass:
+            return
+        if not failure.out_of_memory and not self._own.has(*STEPPED, SavedItself):
+            self._history.add("own_checkpoint_rejected", file=given.file, written=given.written)
 
     def _choose_course(self, lost: Sequence[str]) -> Choice:
         """Where the ranks restart."""
@@ -321,13 +329,12 @@ class Recovery:
 
     def _unended_before(self) -> Sequence[str]:
         """The nodes on which the launcher did not see the ranks of the previous attempt end."""
-        ends = [event for event in self._history.events if event["attempt"] == self._number - 1]
-        return next((event["unended"] for event in ends if event.get("unended")), ())
+        end = self._history.view.attempt(self._number - 1).first(Restarted)
+        return () if end is None else end.unended
 
     def _record_lost(self, nodes: Sequence[str]) -> None:
         """Records the nodes that stopped responding after the first one, while the ranks were exiting."""
-        own = [event for event in self._history.events if event["attempt"] == self._number]
-        known = [event.get("node") for event in own if event["event"] == "node_lost"]
+        known = [event.node for event in self._own.all(NodeLost)]
         for node in nodes:
             if node not in known:
                 self._history.add("node_lost", node=node, suspect=node)
@@ -359,27 +366,26 @@ class Recovery:
             say(f"could not list the usable nodes, so no node is excluded: {error}")
             return None
 
-    def _bounded(self, event: str, verdict: Verdict) -> bool:
+    def _bounded(self, kind: type[Restarted | Stopped], verdict: Verdict) -> bool:
         """Ends the run as failed if it must not have another attempt. Returns whether it did."""
-        reason = self._exceeded(event, verdict)
+        reason = self._exceeded(kind, verdict)
         if reason is not None:
             self._history.conclude(Action.FAIL.value, f"{reason}. Last attempt: {verdict.reason}")
         return reason is not None
 
-    def _exceeded(self, event: str, verdict: Verdict) -> str | None:
-        """Why the run must not have another attempt after this one has ended with ``event``. None if it may."""
-        end = {"event": event, "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
-        return exceeded(self._job, [*self._history.events, end], time.time())
+    def _exceeded(self, kind: type[Restarted | Stopped], verdict: Verdict) -> str | None:
+        """Why the run must not have another attempt after this one has ended so. None if it may."""
+        now, cause = time.time(), verdict.cause.value
+        end = kind(time=now, attempt=self._number, reason=verdict.reason, cause=cause, step=None, checkpoint=None)
+        return exceeded(self._job, RunView([*self._history.view, end]), now)
 
     def _again(self, verdict: Verdict) -> int:
         """Continues the run: by a requeue if that is possible and wanted, else in a new job."""
-        if self._bounded("stopped", verdict):
+        if self._bounded(Stopped, verdict):
             return 1
         if not self._controller.starts_again:
             return self._stop(verdict)
-        began = min(
-            (event["time"] for event in self._history.events if event["attempt"] == self._number), default=math.inf
-        )
+        began = math.inf if self._own.began is None else self._own.began
         me = self._controller.holder()
         other = _until_answered(partial(lease.submitted_again, self._run, self._number, me, began))
         # This process was stopped past the end of its job. While it holds the run, the other job exits as it starts.
@@ -421,8 +427,7 @@ class Recovery:
         """
         if cause not in (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED, Cause.NODES_BUSY):
             return False
-        own = [event for event in self._history.events if event["attempt"] == self._number]
-        return not any(event["event"] == "requested" and event.get("nodes") for event in own)
+        return not any(event.nodes for event in self._own.all(Requested))
 
     def _requeues(self, cause: Cause) -> bool:
         """Whether to requeue a job that can be requeued, rather than to submit the run as a new job. If Slurm refuses
@@ -534,11 +539,10 @@ class Recovery:
 
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
-        own = [known for known in self._history.events if known["attempt"] == self._number]
-        resumed_from = next((known.get("file") for known in own if known["event"] == "own_resume"), None)
-        if file := own_checkpoint(own, self._number) or resumed_from:
-            ended["file"] = file
-        if any(known["event"] == "steps_seen" for known in own):
+        newest = self._own.last(SavedItself) or self._own.first(OwnResume)
+        if newest is not None and newest.file is not None:
+            ended["file"] = newest.file
+        if self._own.has(StepsSeen):
             ended["made"] = max(1, self._made or 0)
         if verdict.unmarked:
             ended["unmarked"] = True

@@ -20,7 +20,7 @@ import shlex
 import signal
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ from clusterddp.failures.stack_traces import (
     users_line,
     without_advice,
 )
+from clusterddp.history.beginnings import OwnResume
+from clusterddp.history.checkpoints import SavedItself
+from clusterddp.history.view import AttemptView
 from clusterddp.history.words import at_step
 from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import counted, printable
@@ -45,7 +48,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.schemas import Schema, is_count, is_text, optional
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt_state import State
-from clusterddp.supervisor.limits import FRUITLESS, LONG_S, PROGRESS_S, SAVED_ITSELF, STEPPED, Progress
+from clusterddp.supervisor.limits import FRUITLESS, LONG_S, PROGRESS_S, STEPPED, Progress
 
 #: Two connections that end within this many seconds count as ending together.
 JITTER_S = 0.5
@@ -483,24 +486,23 @@ def _early_leaver(ends: Sequence[RankEnd], failures: Sequence[RankEnd]) -> RankE
     return dataclasses.replace(first, end="early", error=f"{how} while other ranks waited for it")
 
 
-#: Events of an attempt that has begun to train, or saved.
-_PROGRESS = (*STEPPED, *SAVED_ITSELF)
 #: The most other ranks that a box lists.
 MOST_OTHERS = 8
 #: How many bytes at the end of a rank's log are searched for a stack.
 _LOG_BYTES = 1 << 20
 
 
-def added_arguments(run: RunDirectory, events: Iterable[Mapping[str, Any]], attempt: int) -> str:
+def added_arguments(run: RunDirectory, attempt: AttemptView) -> str:
     """A line about the arguments that ``resume`` added to an attempt that failed before it made progress, else ''."""
-    own = [event for event in events if event["attempt"] == attempt]
-    resumed = next((event for event in own if event["event"] == "own_resume"), None)
-    if resumed is None or any(event["event"] in _PROGRESS for event in own):
+    resumed = attempt.first(OwnResume)
+    if resumed is None or attempt.has(*STEPPED, SavedItself):
         return ""
-    if not resumed.get("arguments"):
-        return "" if "file" in resumed else "`resume` added no arguments, because there was no complete checkpoint"
-    there = "Check that the script can load it" if (run.path / resumed["file"]).exists() else "It does not exist"
-    return f"`resume` added `{shlex.join(resumed['arguments'])}` for {resumed['file']}. {there}"
+    if resumed.file is None:
+        return "`resume` added no arguments, because there was no complete checkpoint"
+    if not resumed.arguments:
+        return ""
+    there = "Check that the script can load it" if (run.path / resumed.file).exists() else "It does not exist"
+    return f"`resume` added `{shlex.join(resumed.arguments)}` for {resumed.file}. {there}"
 
 
 @dataclass(frozen=True)

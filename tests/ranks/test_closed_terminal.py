@@ -14,10 +14,11 @@ import pytest
 from clusterddp.errors import BROKEN_PIPE, WAITED
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
-from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.local import interrupts_counted
+from tests.histories import happened
 from tests.waiting import story, wait_until
 
 TRAIN = """
@@ -86,7 +87,7 @@ def test_a_watching_command_whose_terminal_is_closed_under_nohup_ends(
     run = RunDirectory(tmp_path / "run")
     run.create()
     run.job_file.write_text(Job(name="x", module="x", steps=10).to_yaml())
-    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "started"})
+    happened(run, {"time": 1.0, "attempt": 0, "event": "started"})
     pid, terminal = in_terminal([*module_command("clusterddp"), "status", "--watch", str(run)], [signal.SIGHUP])
     shown = b""
     while b"steps" not in shown:
@@ -136,7 +137,7 @@ def unfinished_run(tmp_path: Path) -> tuple[RunDirectory, Path]:
     output = run.attempt_logs(run.create_attempt()) / "rank-0.out"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("first\n")
-    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "started"})
+    happened(run, {"time": 1.0, "attempt": 0, "event": "started"})
     return run, output
 
 

@@ -18,6 +18,7 @@ from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import rank
 from tests.checkpoint_files import save
+from tests.histories import happened
 from tests.ranks.test_local import start, submit
 from tests.trainings import STEPS, events_of
 from tests.waiting import preempt_local, story, wait_until
@@ -135,7 +136,7 @@ def test_clocks_that_differ_between_nodes_change_no_order(run: RunDirectory) -> 
     for attempt, (first, last, clock) in enumerate([(0, 8, 7200.0), (6, 10, 3600.0)]):
         number = run.create_attempt()
         Checkpoints(run, number, Keep(9)).record_resume((0, 6) if attempt else None)
-        append_line(run.events_file, {"time": clock, "attempt": number, "event": "resumed", "step": first})
+        happened(run, {"time": clock, "attempt": number, "event": "resumed", "step": first})
         for step in range(first, last):
             append_line(run.metrics_file, {"step": step, "attempt": number, "time": clock + step, "loss": attempt})
         for step in (6, 8) if attempt == 0 else (10,):

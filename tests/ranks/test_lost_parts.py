@@ -14,9 +14,9 @@ from clusterddp.checkpoint.store import Checkpoints, lineage, of_run
 from clusterddp.errors import CheckpointError
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command
-from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import save
+from tests.histories import happened
 from tests.waiting import story
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
@@ -81,10 +81,10 @@ def two_attempts(path: Path) -> RunDirectory:
         assert run.create_attempt() == number
         Checkpoints(run, number, Keep(9)).record_resume(parent)
         kind = {"event": "training"} if parent is None else {"event": "resumed", "parent": {"attempt": 0, "step": 10}}
-        append_line(run.events_file, {"time": 1.0, "attempt": number, "step": 10 * number, **kind})
+        happened(run, {"time": 1.0, "attempt": number, "step": 10 * number, **kind})
         for step in ((10, 15), (20,))[number]:
             save(run, number, step, CONTENT, keep=Keep(9))
-            append_line(run.events_file, {"time": 1.0, "attempt": number, "event": "checkpoint", "step": step})
+            happened(run, {"time": 1.0, "attempt": number, "event": "checkpoint", "step": step})
     return run
 
 
@@ -115,6 +115,6 @@ def test_a_fork_without_its_checkpoint_is_an_error(tmp_path: Path) -> None:
     run.create()
     Checkpoints(run, run.create_attempt(), Keep()).record_resume(None)
     of_run(run).check_present()
-    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "forked", "step": 20})
+    happened(run, {"time": 1.0, "attempt": 0, "event": "forked", "step": 20})
     with pytest.raises(CheckpointError, match="checkpoint 20 of this run was committed"):
         of_run(run).check_present()

@@ -35,7 +35,7 @@ LEFT_OUT = {
     "supervisor/lease.py": {
         *("let_go_unreachable", "loop_started", "loop_ended", "loop_here", "local_loop_alive", "_held_by_process"),
     },
-    "supervisor/limits.py": {"doubt", "_script_s", "_interrupted", "_made_steps"},
+    "supervisor/limits.py": {"doubt", "_script_s", "_interrupted"},
     "supervisor/main.py": {
         *("supervise_slurm", "load_trusted", "with_snapshot", "as_debugged", "supervise_local", "prepare_process"),
         *("main", "_open_own_log", "without_spares", "conclude"),

@@ -62,6 +62,7 @@ from clusterddp.supervisor.verdict import Action
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks, FakeSlurm, next_answer
+from tests.histories import happened, view
 from tests.waiting import wait_until
 
 
@@ -596,7 +597,7 @@ def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirect
 
     def ranks(*_: object) -> FakeRanks:
         if before := run.newest_attempt():
-            append_line(run.events_file, {"time": 1.0, "attempt": before, "event": "checkpoint", "step": 1})
+            happened(run, {"time": 1.0, "attempt": before, "event": "checkpoint", "step": 1})
             (run.checkpoints / f"step-000000000001.attempt-{before}.safetensors").touch()
         return FakeRanks(run, next(ends))
 
@@ -820,7 +821,7 @@ def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_excluded(
     assert controller.asked == ["resubmit n2 n3"]
     assert "also failed: rank 2 (n3) was lost because node n3 no longer responds" in capsys.readouterr().err
     again = {"event": "rank_failed", "attempt": 1, "time": time.time(), "suspect": "n3", "error": "killed by signal 9"}
-    append_line(run.events_file, again)
+    happened(run, again)
     assert exclusion.failed(run.events(), time.time()) == ["n3"]
 
 
@@ -912,7 +913,7 @@ def test_ranks_that_move_to_other_nodes_are_given_the_step_of_the_last_checkpoin
     number, given = run.create_attempt(), dict[str, str]()
     events = [{"event": "checkpoint", "step": step} for step in (4, 8)] + [{"event": "moved"}] * moved
     for event in events:
-        append_line(run.events_file, {**event, "attempt": number, "time": 1.0})
+        happened(run, {**event, "attempt": number, "time": 1.0})
 
     class Told(FakeRanks):
         def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
@@ -1180,8 +1181,8 @@ def test_a_job_that_would_be_requeued_for_its_exit_code_is_not_as_a_run_fails(
 def test_a_script_that_saved_nothing_since_it_resumed_continues_from_the_same_file(run: RunDirectory) -> None:
     """Its own. The history had said that no checkpoint is known."""
     number = run.create_attempt()
-    append_line(run.events_file, {"attempt": number, "time": 1.0, "event": "own_resume", "file": "a.pt"})
-    append_line(run.events_file, {"attempt": number, "time": 2.0, "event": "steps_seen"})
+    happened(run, {"attempt": number, "time": 1.0, "event": "own_resume", "file": "a.pt"})
+    happened(run, {"attempt": number, "time": 2.0, "event": "steps_seen"})
     Attempt(run, JOB, number, FakeRanks(run, STOPPED), FakeController(Cause.PREEMPTED)).supervise()
     assert "The newest checkpoint is a.pt. The job is requeued" in (sentence(run.events()[-1]) or "")
 
@@ -1195,7 +1196,7 @@ def test_a_job_queued_before_the_user_stopped_the_run_does_not_continue_it(
 ) -> None:
     """A supervisor submitted it and was killed before it recorded that (seed 20392991). A user's job continues it."""
     lease.take(run, run.create_attempt(), lease.of_job("41"))
-    append_line(run.events_file, {"attempt": 0, "time": 100.0, "event": "requested", "request": "stop"})
+    happened(run, {"attempt": 0, "time": 100.0, "event": "requested", "request": "stop"})
     if recorded:
         lease.submitted(run, "42")
     fake_slurm["scontrol"] = JobInfo("42", "RUNNING", "None", "n1", 0, None, None, submit_time=submitted_at)
@@ -1208,7 +1209,7 @@ def test_an_excluded_node_stays_excluded_in_a_new_job_where_others_work(
 ) -> None:
     """Also if the run continues in a new job for another reason. Slurm's choice is kept if the nodes are unknown."""
     left_out = {"attempt": 0, "time": time.time(), "event": "excluded", "nodes": ["n7"], "failures": [2]}
-    append_line(run.events_file, left_out)
+    happened(run, left_out)
     controller = FakeController(Cause.PREEMPTED)
     controller.usable_nodes = lambda: nodes if isinstance(nodes, list) else expand(nodes)  # type: ignore[method-assign]
     supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
@@ -1516,7 +1517,7 @@ def test_a_step_that_srun_refuses_ends_the_run_with_srun_s_words_and_blames_no_n
     box = capsys.readouterr().err
     assert all(line in box for line in messages.splitlines()) and "rank 0" not in box
     for event in ({"event": "started"}, {"event": "training", "step": 0}, {"event": "restarted", "step": 7}):
-        append_line(run.events_file, {"time": time.time(), "attempt": 1, **event})
+        happened(run, {"time": time.time(), "attempt": 1, **event})
     run.create_attempt()
     later = Attempt(run, JOB, run.create_attempt(), Srun(run, messages), FakeController(Cause.NONE))
     assert later.supervise() == recovery.RESTART
@@ -1641,7 +1642,7 @@ def test_a_run_whose_node_has_lost_a_gpu_continues_without_that_node_or_stops(
 ) -> None:
     """It has made progress before, so that it is not the job that asks for too many; it never ends as failed."""
     for event in ({"event": "started"}, {"event": "training", "step": 0}, {"event": "restarted", "step": 7}):
-        append_line(run.events_file, {"time": time.time(), "attempt": 0, **event})
+        happened(run, {"time": time.time(), "attempt": 0, **event})
     controller = FakeController(Cause.NONE)
     controller.nodes = nodes
     if local:
@@ -1662,7 +1663,7 @@ def history(*attempts_: tuple[str, bool]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for number, (cause, saved) in enumerate(attempts_):
         start = 3600.0 * number
-        events.append({"event": "started", "attempt": number, "time": start})
+        events.append({"event": "started", "attempt": number, "time": start, "ranks": 2})
         if saved:
             events.append({"event": "checkpoint", "attempt": number, "time": start + 1800, "step": number})
         events.append({"event": "requeued", "attempt": number, "time": start + 3600, "cause": cause})
@@ -1696,7 +1697,7 @@ def test_a_run_ends_at_its_limits_and_no_earlier(
     """Two ranks, attempts of an hour. Early preemptions, however many, do not count against the run; and a script that
     does its own saving, which is not known here, may take as many time limits as it needs."""
     job = dataclasses.replace(JOB, limits=limits)
-    found = exceeded(job, events, now=events[-1]["time"])
+    found = exceeded(job, view(events), now=events[-1]["time"])
     assert (found or "").startswith(reason) if reason else found is None
 
 
@@ -1711,11 +1712,11 @@ def test_long_attempts_of_a_script_that_records_no_steps_are_not_fruitless() -> 
             for event in ("started", "restarted")
         ]
 
-    assert exceeded(JOB, ended(10, 10, 10, 10), now=1e6) is None
-    assert exceeded(JOB, ended(1, 10, 1, 1), now=1e6) is None
-    assert "3 consecutive attempts failed" in (exceeded(JOB, ended(10, 1, 1, 9), now=1e6) or "")
+    assert exceeded(JOB, view(ended(10, 10, 10, 10)), now=1e6) is None
+    assert exceeded(JOB, view(ended(1, 10, 1, 1)), now=1e6) is None
+    assert "3 consecutive attempts failed" in (exceeded(JOB, view(ended(10, 1, 1, 9)), now=1e6) or "")
     recorded = [{**event, "step": 4} for event in ended(10, 10, 10)]
-    assert "3 consecutive attempts failed" in (exceeded(JOB, recorded, now=1e6) or "")
+    assert "3 consecutive attempts failed" in (exceeded(JOB, view(recorded), now=1e6) or "")
 
 
 @pytest.mark.parametrize(("seconds", "ends"), [(12.0, True), (90.0, False)])
@@ -1726,16 +1727,16 @@ def test_a_time_limit_that_leaves_no_time_to_train_ends_the_run(seconds: float, 
         for number in range(3)
         for event, at, values in (("started", 0.0, {}), ("requeued", seconds, {"cause": LIMIT}))
     ]
-    assert (exceeded(JOB, events, now=1e6) is not None) == ends
+    assert (exceeded(JOB, view(events), now=1e6) is not None) == ends
 
 
 def test_each_attempt_counts_with_the_ranks_that_it_had() -> None:
-    """An hour with 2 ranks, then one with 4; a record without them counts as the present attempt."""
+    """An hour with 2 ranks, then one with 4."""
     events = history((LIMIT, True), (LIMIT, True))
     events[0]["ranks"], events[3]["ranks"] = 2, 4
     for hours, ended in ((6, True), (6.1, False)):
         job = dataclasses.replace(JOB, limits=Limits(gpu_hours=hours))
-        assert (exceeded(job, events, now=events[-1]["time"]) is not None) == ended
+        assert (exceeded(job, view(events), now=events[-1]["time"]) is not None) == ended
 
 
 @pytest.mark.parametrize(("device", "hours"), [("cuda", 16), ("cpu", 4)])
@@ -1743,10 +1744,10 @@ def test_a_rank_counts_with_each_of_its_gpus(device: Literal["cuda", "cpu"], hou
     """Two hours of two ranks with four GPUs each, or of two ranks without GPUs."""
     job = Job(name="x", module="x", gpus_per_node=8, gpus_per_rank=4, device=device, limits=Limits(gpu_hours=hours))
     events = history((LIMIT, True), (LIMIT, True))
-    found = exceeded(job, events, now=events[-1]["time"])
+    found = exceeded(job, view(events), now=events[-1]["time"])
     assert found and f"{hours:.2f} used" in found
     more = dataclasses.replace(job, limits=Limits(gpu_hours=hours + 1))
-    assert exceeded(more, events, now=events[-1]["time"]) is None
+    assert exceeded(more, view(events), now=events[-1]["time"]) is None
 
 
 def test_of_a_range_of_nodes_the_job_has_what_slurm_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1765,7 +1766,7 @@ def test_of_a_range_of_nodes_the_job_has_what_slurm_gave_it(monkeypatch: pytest.
 def test_a_result_may_have_any_name_of_the_scripts_own(run: RunDirectory) -> None:
     """The history stays readable: ``run.log(ranks=0.5)`` after the loop is not a number of ranks."""
     names = {"ranks": 0.5, "redone": "twice", "job": None, "nodes": 3.5, "suspect": 1.0, "reason": 2.0}
-    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "result", "step": 7, **names})
+    happened(run, {"time": 1.0, "attempt": 0, "event": "result", "step": 7, **names})
     _, events = supervised(run, FakeController(Cause.NONE), {"end": "died", "error": "killed"})
     assert events == ["result", "started", "rank_failed", "restarted"]
     assert book(run.events(), time.time()).total_s and between_interruptions_s(run.events(), time.time())
@@ -1777,7 +1778,7 @@ def test_idle_nodes_of_a_job_count_as_those_with_ranks() -> None:
     events[0] |= {"ranks": 2, "spares": ["n2"], "aside": ["n3"]}
     for hours, ended in ((6, True), (6.1, False)):
         job = dataclasses.replace(JOB, limits=Limits(gpu_hours=hours))
-        assert (exceeded(job, events, now=events[-1]["time"]) is not None) == ended
+        assert (exceeded(job, view(events), now=events[-1]["time"]) is not None) == ended
 
 
 def test_an_attempt_may_use_what_the_ones_before_have_left() -> None:
@@ -1785,19 +1786,19 @@ def test_an_attempt_may_use_what_the_ones_before_have_left() -> None:
     events = history((Cause.PREEMPTED.value, True))
     for hours, left_s in ((3.0, 1800.0), (2.0, 0.0), (1.0, -1800.0)):
         job = dataclasses.replace(JOB, limits=Limits(gpu_hours=hours))
-        assert gpu_hours_end(job, events, 1, 50_000.0) == pytest.approx(50_000.0 + left_s)
-        assert gpu_hours_end(job, events[:-1], 1, 50_000.0) == pytest.approx(50_000.0 + left_s + 1800.0)
+        assert gpu_hours_end(job, view(events), 50_000.0) == pytest.approx(50_000.0 + left_s)
+        assert gpu_hours_end(job, view(events[:-1]), 50_000.0) == pytest.approx(50_000.0 + left_s + 1800.0)
     job = dataclasses.replace(JOB, limits=Limits(gpu_hours=3.0))
-    assert gpu_hours_end(job, events, 1, 50_000.0, idle_nodes=1) == pytest.approx(50_900.0)
-    assert gpu_hours_end(JOB, events, 1, 50_000.0) == math.inf
+    assert gpu_hours_end(job, view(events), 50_000.0, idle_nodes=1) == pytest.approx(50_900.0)
+    assert gpu_hours_end(JOB, view(events), 50_000.0) == math.inf
 
 
 def test_time_in_the_queue_is_not_charged(run: RunDirectory) -> None:
     """Ten hours between a requeue and the next start cost no GPU hour."""
     job = dataclasses.replace(JOB, limits=Limits(gpu_hours=3))
     events = history((Cause.PREEMPTED.value, True))
-    assert exceeded(job, events, now=11 * 3600.0) is None
-    assert exceeded(job, events[:1], now=11 * 3600.0) is not None
+    assert exceeded(job, view(events), now=11 * 3600.0) is None
+    assert exceeded(job, view(events[:1]), now=11 * 3600.0) is not None
 
 
 def test_slow_saves_are_distinguished_from_no_reason_to_stop(run: RunDirectory) -> None:
@@ -1870,7 +1871,7 @@ def test_a_process_knows_when_it_started_even_after_an_exec() -> None:
 
 def test_a_run_that_is_done_is_concluded_with_its_last_step(run: RunDirectory) -> None:
     """The supervisor whose ranks finished may have died with its node before it recorded their last checkpoint."""
-    append_line(run.events_file, {"event": "checkpoint", "attempt": 0, "time": 1.0, "step": 3})
+    happened(run, {"event": "checkpoint", "attempt": 0, "time": 1.0, "step": 3})
     append_line(run.metrics_file, {"step": 9, "attempt": 0, "loss": 1.0})
     assert main.conclude(run, JOB, 1, Action.COMPLETE, "done exists") == 0
     assert (run.outcome() or {})["step"] == 10

@@ -15,7 +15,6 @@ import torch
 
 from clusterddp.cli.options import add_arguments, check_combinations
 from clusterddp.errors import NotRepeatable, ResumeDiffers, UsageError
-from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.step_records import STOP_REASON, Recording, States, StepRecord, Trial, read_trial
 from clusterddp.runs import resume_check
@@ -33,6 +32,7 @@ from clusterddp.runs.resume_check import (
 )
 from clusterddp.training import checked_run
 from clusterddp.training.checked_run import _summed, of_batch, of_part, of_value
+from tests.histories import happened
 from tests.wording import raises
 
 # --- where a run is interrupted
@@ -289,5 +289,5 @@ def test_a_stop_is_the_checks_only_if_its_ranks_say_so(
     run.create()
     for attempt, event, reason in events:
         (run.logs / f"attempt-{attempt}").mkdir(exist_ok=True)
-        append_line(run.events_file, {"time": 1.0, "attempt": attempt, "event": event, "reason": reason})
+        happened(run, {"time": 1.0, "attempt": attempt, "event": event, "reason": reason})
     assert stopped_by_others(run) == why

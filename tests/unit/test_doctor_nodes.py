@@ -24,7 +24,7 @@ from clusterddp.errors import PreflightError, SlurmError
 from clusterddp.failures.exclusion import failures, unchecked
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.queue import QueuedJob
 from clusterddp.slurm.run_states import Cause
@@ -33,6 +33,7 @@ from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.training import preflight
 from clusterddp.training.settings import read as read_settings
 from tests.fake_slurm import FakeController, FakeRanks
+from tests.histories import happened
 from tests.wording import raises
 
 CPU = torch.device("cpu")
@@ -345,9 +346,9 @@ def test_an_attempt_on_nodes_that_have_passed_is_not_checked_again(tmp_path: Pat
     run.create()
     assert attempt_of(run)._on_new_nodes()
     for event in events(("started", 0, "n1"), ("preflight", 0, [])):
-        append_line(run.events_file, event)
+        happened(run, event)
     assert not attempt_of(run)._on_new_nodes()
-    append_line(run.events_file, *events(("rank_failed", 0, "n1")))
+    happened(run, *events(("rank_failed", 0, "n1")))
     assert attempt_of(run)._on_new_nodes()
 
 

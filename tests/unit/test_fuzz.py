@@ -412,7 +412,7 @@ def looks(run: RunDirectory, job: Job) -> list[Callable[[], Any]]:
         run.metrics,
         run.outcome,
         run.last_metrics,
-        lambda: limits.exceeded(job, run.events(), 8.0),
+        lambda: limits.exceeded(job, run.history(), 8.0),
         lambda: spent(book(run.events(), 8.0), run.events()),
         lambda: advice(job, book(run.events(), 8.0), run.events()),
         lambda: lease.held_by_other(run, {"kind": "slurm", "job": "1"}),

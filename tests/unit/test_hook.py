@@ -16,7 +16,6 @@ from clusterddp.errors import JobDefinitionError
 from clusterddp.jobdef.job import Job, Limits
 from clusterddp.jobdef.load import from_values, load_resolved
 from clusterddp.process import descendants, process_start
-from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import hook as hooks
@@ -27,6 +26,7 @@ from clusterddp.supervisor.hook import Hook, hook_event
 from clusterddp.supervisor.launcher import LocalLauncher
 from clusterddp.supervisor.main import supervise
 from tests.fake_slurm import FakeController, FakeRanks
+from tests.histories import happened
 from tests.unit.test_attempt import JOB, STOPPED
 from tests.waiting import wait_until
 from tests.wording import raises, says
@@ -86,7 +86,7 @@ def test_a_preemption_is_told_once_and_while_the_ranks_still_run(run: RunDirecto
 
 def test_a_limit_that_ends_a_run_before_its_next_attempt_is_told_as_a_failure(run: RunDirectory) -> None:
     """No ranks are started any more."""
-    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "requeued", "cause": "preempted"})
+    happened(run, {"time": 1.0, "attempt": 0, "event": "requeued", "cause": "preempted"})
     job = telling(run, dataclasses.replace(JOB, limits=Limits(attempts=1)))
     supervise(run, job, lambda *_: FakeRanks(run, STOPPED), FakeController(Cause.NONE))
     assert [line["event"] for line in told(run)] == ["failed"]

@@ -12,9 +12,10 @@ import pytest
 from clusterddp.cli import logs as logs_command
 from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, UsageError
-from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
+from tests.histories import happened
 from tests.wording import raises
 
 Captured = pytest.CaptureFixture[str]
@@ -42,7 +43,7 @@ def over(run: RunDirectory, state: str, reason: str = "why") -> None:
 def failed(run: RunDirectory, number: int, rank: int, error: str = "raised ValueError: bad batch") -> None:
     """The history and the record of a rank that failed first, as its supervisor and the rank leave them."""
     event = {"event": "rank_failed", "attempt": number, "time": 1.0, "rank": rank, "host": "n1", "error": error}
-    append_line(run.events_file, event)
+    happened(run, event)
     record = {"host": "n1", "end": "exception", "error": "ValueError: bad batch", "traceback": "in train.py, line 7"}
     write_json(run.rank_record(number, rank), {**record, "used_clusterddp": True})
 
@@ -223,7 +224,7 @@ def test_a_hang_is_shown_as_the_first_failure(run: RunDirectory, capsys: Capture
         "step": 4,
         "seconds": 9.0,
     }
-    append_line(run.events_file, {**event, "what": "rank 0 (n1) has been stuck at step 4 for 9 s"})
+    happened(run, {**event, "what": "rank 0 (n1) has been stuck at step 4 for 9 s"})
     over(run, "failed")
     assert logs(run) == 0
     shown = capsys.readouterr().out

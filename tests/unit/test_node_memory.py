@@ -28,8 +28,8 @@ from clusterddp.failures.node_memory import (
     weight,
 )
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.histories import happened
 from tests.wording import raises, says
 
 NOW = 1_900_000_000.0
@@ -197,7 +197,7 @@ def test_a_job_that_a_command_submits_excludes_what_the_run_has_left_out_and_avo
     """n4 failed twice in this run, n2 in two others (seed 20052461)."""
     for name in "ab":
         remember(RunDirectory(run.path.with_name(name)), "7", lost("n2"))
-    append_line(run.events_file, {"event": "excluded", "attempt": 0, "time": NOW, "nodes": ["n4"]})
+    happened(run, {"event": "excluded", "attempt": 0, "time": NOW, "nodes": ["n4"]})
     asked = iter([MANY])
     job = Job(name="train", script="train.py", nodes=2)
     assert left_out(run, job, lambda: next(asked), NOW) == ["n4", "n2"]

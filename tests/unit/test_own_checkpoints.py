@@ -23,6 +23,7 @@ from clusterddp.supervisor.limits import exceeded, new_checkpoints, progress
 from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
 from clusterddp.worker.own_saves import ResumeWatch
+from tests.histories import view
 from tests.wording import says
 
 ARGS = ("--resume", "{checkpoint}")
@@ -256,7 +257,7 @@ def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> 
     zipped(run.path / "stop" / "last.pth")
     earlier = [event(0, 50.0, "started"), event(0, 119.0, "saved", file=str(run.path / "stop" / "last.pth"))]
     assert "is stop/last.pth, " in begun(run, 1, [*earlier, event(0, 120.0, "requeued")])[1]
-    assert progress(earlier, 0, None, 130.0).saved
+    assert progress(view(earlier), 0, None, 130.0).saved
 
 
 def test_the_position_in_an_epoch_is_told_while_the_script_continues_from_what_it_saved_there(
@@ -416,11 +417,11 @@ def test_a_new_checkpoint_counts_for_the_limit_of_failures() -> None:
     events: list[dict[str, Any]] = []
     for attempt in range(3):
         events += [event(attempt, 1000.0 * attempt, "started"), event(attempt, 1000.0 * attempt + 900, "restarted")]
-    words = exceeded(job(), events, 4000.0)
+    words = exceeded(job(), view(events), 4000.0)
     assert words == "3 consecutive attempts failed without saving a new checkpoint that matches {run_dir}/*.pt"
     saved = event(1, 1500.0, "own_checkpoint", file="a.pt", written=1500.0)
-    assert exceeded(job(), [*events[:3], saved, *events[3:]], 4000.0) is None
-    assert exceeded(job(()), events, 4000.0) is None  # its checkpoints may be elsewhere
+    assert exceeded(job(), view([*events[:3], saved, *events[3:]]), 4000.0) is None
+    assert exceeded(job(()), view(events), 4000.0) is None  # its checkpoints may be elsewhere
 
 
 def test_an_exception_after_a_new_checkpoint_restarts_the_ranks() -> None:
@@ -432,7 +433,7 @@ def test_an_exception_after_a_new_checkpoint_restarts_the_ranks() -> None:
     ]  # fmt: skip
     end = RankEnd(0, "n1", "exception", 4.0, error="OSError: no", traceback='File "a.py", line 1, in f')
     with_it, without = (
-        judge([end], 1, False, lambda: Cause.NONE, progress(seen, 1, None, 4.0)) for seen in (events, events[:-1])
+        judge([end], 1, False, lambda: Cause.NONE, progress(view(seen), 1, None, 4.0)) for seen in (events, events[:-1])
     )
     assert (with_it.action, with_it.because) == (Action.RESTART, "the script had written a new checkpoint")
     assert without.action is Action.FAIL
@@ -448,7 +449,7 @@ def test_a_script_that_saves_and_soon_fails_at_the_same_line_each_time_is_not_re
     for attempt in range(3):
         at = 1000.0 * attempt
         seen += [event(attempt, at, "started"), event(attempt, at + 9, "own_checkpoint", file="a.pt", written=at + 9)]
-        verdict = judge([end], 1, False, lambda: Cause.NONE, progress(seen, attempt, None, at + lasted_s))
+        verdict = judge([end], 1, False, lambda: Cause.NONE, progress(view(seen), attempt, None, at + lasted_s))
         assert verdict.action is (action if attempt == 2 else Action.RESTART)
         seen.append(event(attempt, at + lasted_s, "rank_failed", raised=end.raised))
     if action is Action.FAIL:
@@ -477,7 +478,7 @@ def test_a_checkpoint_counts_if_it_is_further_than_the_one_that_was_loaded(
     own = [event(1, 0.0, "own_resume", file=loaded)] if loaded else []
     own += [event(1, 1.0, "not_read", file=loaded)] if unread else []
     own += [event(1, 2.0 + number, "own_checkpoint", file=file) for number, file in enumerate(written)]
-    assert [one["file"] for one in new_checkpoints(own)] == counted
+    assert [one.file for one in new_checkpoints(view(own).attempt(1))] == counted
 
 
 def test_attempts_that_begin_again_end_the_run_after_three(run: RunDirectory) -> None:
@@ -487,8 +488,8 @@ def test_attempts_that_begin_again_end_the_run_after_three(run: RunDirectory) ->
         again = [event(attempt, 0.1, "own_resume", file="a-8.pt"), event(attempt, 0.2, "not_read", file="a-8.pt")]
         events += [event(attempt, 0.0, "started"), *(again if attempt else [])]
         events += [event(attempt, 5.0, "own_checkpoint", file="a-8.pt"), event(attempt, 9.0, "restarted")]
-    assert exceeded(job(), events[:-5], 40.0) is None
-    assert exceeded(job(), events, 40.0) is not None
+    assert exceeded(job(), view(events[:-5]), 40.0) is None
+    assert exceeded(job(), view(events), 40.0) is not None
 
 
 def test_a_checkpoint_with_which_the_script_failed_is_taken_only_if_there_is_no_other(run: RunDirectory) -> None:
@@ -508,17 +509,19 @@ def test_a_checkpoint_with_which_the_script_failed_is_taken_only_if_there_is_no_
 
 
 def test_a_failure_says_which_arguments_were_added(run: RunDirectory) -> None:
+    def said(*events: dict[str, Any], attempt: int = 1) -> str:
+        return added_arguments(run, view(events).attempt(attempt))
+
     resumed = event(1, 0.0, "own_resume", file="a.pt", arguments=["--resume", "/r/a b.pt"])
-    assert added_arguments(run, [resumed], 1) == "`resume` added `--resume '/r/a b.pt'` for a.pt. It does not exist"
+    assert said(resumed) == "`resume` added `--resume '/r/a b.pt'` for a.pt. It does not exist"
     zipped(run.path / "a.pt")
-    assert "Check that the script can load it" in added_arguments(run, [resumed], 1)
+    assert "Check that the script can load it" in said(resumed)
     none = event(1, 0.0, "own_resume", patterns=["*.pt"], from_start=True)
-    assert added_arguments(run, [none], 1) == "`resume` added no arguments, because there was no complete checkpoint"
-    saved = event(1, 1.0, "own_checkpoint", file="a.pt", written=1.0)
-    assert added_arguments(run, [resumed, saved], 1) == added_arguments(run, [resumed], 2) == ""
+    assert said(none) == "`resume` added no arguments, because there was no complete checkpoint"
+    assert said(resumed, event(1, 1.0, "own_checkpoint", file="a.pt", written=1.0)) == said(resumed, attempt=2) == ""
 
 
 def test_limits_of_the_job_still_hold() -> None:
     saved = event(0, 5.0, "own_checkpoint", file="a.pt", written=5.0)
     events = [event(0, 0.0, "started"), saved, event(0, 10.0, "restarted")]
-    assert exceeded(job(limits=Limits(attempts=1)), events, 20.0) == "limits.attempts (1) reached"
+    assert exceeded(job(limits=Limits(attempts=1)), view(events), 20.0) == "limits.attempts (1) reached"

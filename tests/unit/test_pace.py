@@ -15,6 +15,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import pace
 from clusterddp.slurm.pace import QUIET_S, SILENT_AFTER_S, SILENT_S, Activity, Pace, PacedQueue, shared_jobs
 from clusterddp.slurm.queue import QueuedJob
+from tests.histories import happened
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
@@ -77,7 +78,7 @@ def test_what_is_imminent_is_asked_about_often(clock: Clock) -> None:
 
 
 def event(run: RunDirectory, name: str, attempt: int = 0) -> None:
-    append_line(run.events_file, {"time": 1.0, "attempt": attempt, "event": name})
+    happened(run, {"time": 1.0, "attempt": attempt, "event": name})
 
 
 def test_only_the_start_and_the_end_of_an_attempt_are_changes(run: RunDirectory, clock: Clock) -> None:

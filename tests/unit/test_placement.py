@@ -14,7 +14,7 @@ from clusterddp.failures.hangs import Hang
 from clusterddp.failures.placement import Course, Placement, choose, place
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import Cause
@@ -26,6 +26,7 @@ from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.recovery import AttemptResult, Recovery, hung_node
 from clusterddp.supervisor.verdict import RankEnd
 from tests.fake_slurm import FakeController, FakeRanks
+from tests.histories import happened, view
 
 FIXED = Job(name="x", module="x", nodes=3, gpus_per_node=8)
 SPARE = replace(FIXED, spare_nodes=1)
@@ -205,8 +206,8 @@ def test_a_drained_node_is_excluded_from_the_next_job_if_the_spare_node_has_fail
     run.create()
     run.create_attempt()
     controller.nodes = ["n1", "n4", "n5"]
-    append_line(
-        run.events_file,
+    happened(
+        run,
         {"event": "requested", "attempt": 0, "time": time.time(), "request": "drain", "nodes": ["n2"]},
     )
     job = replace(SPARE, nodes=2, gpus_per_node=1, device="cpu")
@@ -260,7 +261,7 @@ def test_a_run_whose_ranks_cannot_start_on_busy_nodes_moves_or_leaves_its_job(
     for _ in range(2):
         run.create_attempt()
     controller.nodes = ["n1", "n2", "n3"]
-    append_line(run.events_file, {"event": "restarted", "attempt": 0, "time": time.time(), "unended": unended})
+    happened(run, {"event": "restarted", "attempt": 0, "time": time.time(), "unended": unended})
     job = replace(job, nodes=2, gpus_per_node=1, device="cpu", policy=policy)
     allocated = "n1 n2 n3" if job.spare_nodes else "n1 n2"
     state = State(job, ("n1", "n2"), placement=at("n1 n2", allocated), busy=True, exit_code=137)
@@ -271,7 +272,7 @@ def test_a_run_whose_ranks_cannot_start_on_busy_nodes_moves_or_leaves_its_job(
     assert {"rank_failed", "excluded", "node_lost"}.isdisjoint(event["event"] for event in run.events())
     moved = [event["nodes"] for event in run.events() if event["event"] == "moved"]
     assert moved == ([["n1", "n3"]] if end == "restarted" else [])
-    assert exceeded(job, [{**last, "attempt": number} for number in range(3)], 0.0) is not None
+    assert exceeded(job, view([{**last, "attempt": number} for number in range(3)]), 0.0) is not None
 
 
 @pytest.mark.parametrize(

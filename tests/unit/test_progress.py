@@ -22,6 +22,7 @@ from clusterddp.runs.progress_display import Progress, Shown
 from clusterddp.training import context
 from clusterddp.training.context import ProgressLines
 from clusterddp.worker import rank_exit
+from tests.histories import happened
 from tests.runs_on_disk import BEGAN, event, recorded_run, started, steps, write_lines
 from tests.terminal import Terminal
 from tests.wording import says
@@ -111,7 +112,7 @@ def test_both_streams_of_rank_0_are_shown_without_the_traceback_that_the_supervi
         shown.update()
         return capsys.readouterr().err.splitlines()
 
-    append_line(run.events_file, {"time": BEGAN, **started()})
+    happened(run, {"time": BEGAN, **started()})
     assert written(out, "begins\nhalf a")[1:] == ["begins"]
     assert written(err, "a warning\n\r 10%\r 20%") == ["a warning"]
     assert written(out, " line\r\n") == ["half a line"]

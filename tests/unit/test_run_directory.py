@@ -36,6 +36,7 @@ from clusterddp.supervisor.attempt import last_line
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.training.metrics import Metrics
+from tests.histories import happened
 from tests.other_user import UID
 from tests.wording import raises
 
@@ -90,7 +91,7 @@ def test_metrics_repeated_by_a_later_attempt_do_not_count(run: RunDirectory) -> 
     for attempt, steps in ((0, range(5)), (1, range(3, 7))):
         for step in steps:
             append_line(run.metrics_file, {"step": step, "attempt": attempt})
-    append_line(run.events_file, {"time": 1.0, "event": "resumed", "attempt": 1, "step": 3})
+    happened(run, {"time": 1.0, "event": "resumed", "attempt": 1, "step": 3})
     counted = [(line["step"], line["attempt"]) for line in run.metrics()]
     assert counted == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1)]
 
@@ -205,10 +206,10 @@ def test_a_metrics_line_of_any_length_is_read(run: RunDirectory, torn: str) -> N
 def test_the_newest_metrics_are_the_last_that_count(run: RunDirectory) -> None:
     """Not those of steps that are being repeated, nor what a superseded attempt wrote later."""
     lines = [(0, 0), (1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (4, 1), (4, 0)]
-    append_line(run.events_file, {"time": 1.0, "event": "training", "attempt": 0, "step": 0})
+    happened(run, {"time": 1.0, "event": "training", "attempt": 0, "step": 0})
     for number, (step, attempt) in enumerate(lines):
         if number == 4:
-            append_line(run.events_file, {"time": 1.0, "event": "resumed", "attempt": 1, "step": 2})
+            happened(run, {"time": 1.0, "event": "resumed", "attempt": 1, "step": 2})
             assert run.newest_metrics() == run.metrics()[-1] == {"step": 1, "attempt": 0}
         append_line(run.metrics_file, {"step": step, "attempt": attempt})
         if number != 3:
@@ -222,7 +223,7 @@ def test_a_long_history_costs_no_more_to_look_at_or_resume_than_a_short_one(run:
     """Counted in bytes read, of a metrics file of 8 MB: its end is enough."""
     run.create_attempt()
     run.job_file.write_text(Job(name="x", module="m", device="cpu").to_yaml())
-    append_line(run.events_file, {"time": 1.0, "event": "started", "attempt": 0, "ranks": 1})
+    happened(run, {"time": 1.0, "event": "started", "attempt": 0, "ranks": 1})
     run.metrics_file.write_text("".join(f'{{"step": {s}, "attempt": 0, "x": "{"y" * 50}"}}\n' for s in range(100_000)))
 
     def read_bytes() -> int:
@@ -239,7 +240,7 @@ def test_a_long_history_costs_no_more_to_look_at_or_resume_than_a_short_one(run:
 
 def test_a_read_error_that_passes_is_retried(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file server that restarts; an error that stays is raised."""
-    append_line(run.events_file, {"time": 1.0, "event": "started", "attempt": 0})
+    happened(run, {"time": 1.0, "event": "started", "attempt": 0})
     errors = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")]
     real = files.open_binary
 
@@ -397,7 +398,7 @@ def test_a_dangling_link_with_the_name_of_a_new_run_is_left_alone(
 def test_an_attempt_can_be_claimed_in_a_run_whose_private_folder_was_deleted(run: RunDirectory) -> None:
     """With its logs, too: the numbers go on after those in the history."""
     run.create_attempt()
-    append_line(run.events_file, {"time": 1.0, "event": "started", "attempt": 0})
+    happened(run, {"time": 1.0, "event": "started", "attempt": 0})
     shutil.rmtree(run.private)
     shutil.rmtree(run.logs)
     assert run.create_attempt() == 1

@@ -35,7 +35,7 @@ from clusterddp.jobdef.secrets import (
     without_secrets,
 )
 from clusterddp.rundir import run_directory
-from clusterddp.rundir.files import append_line, write_atomically, write_json
+from clusterddp.rundir.files import write_atomically, write_json
 from clusterddp.rundir.ownership import check_own
 from clusterddp.rundir.run_directory import RunDirectory, open_run
 from clusterddp.runs import run_status
@@ -43,6 +43,7 @@ from clusterddp.runs.recording import recorded
 from clusterddp.supervisor.launcher import rank_command
 from clusterddp.supervisor.main import load_trusted
 from clusterddp.supervisor.verdict import RankEnd
+from tests.histories import happened
 from tests.runs_on_disk import event, recorded_run, started, steps
 from tests.waiting import story
 from tests.wording import raises
@@ -260,7 +261,7 @@ def test_permissions_follow_share_under_any_umask(tmp_path: Path, share: str, fo
     with recorded(run, job, created=True):
         pass
     run.create_attempt()
-    append_line(run.events_file, {"event": "started"})
+    happened(run, {"event": "started"})
     write_atomically(run.attempt_logs(0) / "x", "")
     write_atomically(run.attempt_private(0) / "x", "")
     assert stat.S_IMODE(run.path.stat().st_mode) == folder
@@ -284,7 +285,7 @@ def test_sharing_a_run_later_shares_its_existing_files(tmp_path: Path) -> None:
     for share, folder, file in (("private", 0o700, 0o600), ("group", 0o2750, 0o640), ("private", 0o700, 0o600)):
         with recorded(run, Job(name="net", module="net", share=share, device="cpu"), created=False):  # type: ignore[arg-type]
             pass
-        append_line(run.events_file, {"event": "started"})
+        happened(run, {"event": "started"})
         found = modes(run)
         assert (found["logs"], found["events.jsonl"], found["private"] & 0o777) == (folder, file, 0o700)
 

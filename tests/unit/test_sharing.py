@@ -22,6 +22,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import claim, recorded
 from clusterddp.runs.sweep_submission import SweepFolder
 from tests.checkpoint_files import save
+from tests.histories import happened
 from tests.other_user import UID, run_as_other
 from tests.wording import raises
 
@@ -148,7 +149,7 @@ def test_another_member_of_the_group_can_fork_and_export_a_shared_run(open_folde
         assert run.create_attempt() == number
         Checkpoints(run, number, Keep()).record_resume(parent)
         event = {"event": "training"} if parent is None else {"event": "resumed", "parent": {"attempt": 0, "step": 10}}
-        append_line(run.events_file, {"time": 1.0, "attempt": number, **event})
+        happened(run, {"time": 1.0, "attempt": number, **event})
         save(run, number, 10 * (number + 1), {"model": {"weight": torch.ones(2)}})
     for path in (run.path, *run.path.rglob("*")):
         os.chown(path, -1, UID)

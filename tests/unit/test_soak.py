@@ -11,6 +11,7 @@ import torch
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import file_bytes
+from tests.histories import happened
 from tests.soak import faults, judging
 from tests.soak.judging import Injected
 from tests.soak.test_soak import make_case
@@ -82,7 +83,7 @@ def made_run(path: Path, attempts: list[tuple[int, int, int]], weight: float = 1
 
 
 def event(run: RunDirectory, attempt: int, name: str, **values: Any) -> None:
-    append_line(run.events_file, {"time": 0.0, "attempt": attempt, "event": name, **values})
+    happened(run, {"time": 0.0, "attempt": attempt, "event": name, **values})
 
 
 def test_a_run_that_lost_nothing_has_no_problem(tmp_path: Path, reference: RunDirectory) -> None:

@@ -25,7 +25,7 @@ from clusterddp.failures.stack_traces import stacks
 from clusterddp.history.words import BY_SLURM, RUN_ENDS
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.control_address import Address, read_address, write_address
-from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import request_client
 from clusterddp.runs.request_client import ask, relay
@@ -37,7 +37,7 @@ from clusterddp.supervisor.controller import LocalController
 from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
 from tests.fake_slurm import FakeSlurm, NoRanks
-from tests.histories import check_history, fields
+from tests.histories import check_history, fields, happened
 from tests.waiting import wait_until
 from tests.wording import raises
 
@@ -293,7 +293,7 @@ def test_the_exit_code_says_whether_the_attempt_ended_as_requested(
     """The attempt may end for another reason first."""
     monkeypatch.setattr(steering, "request", lambda *_, **__: (0, {"ended": True}))
     more = {} if end["event"] in RUN_ENDS else {"cause": "why"}
-    append_line(run.events_file, {"time": 1.0, "attempt": 0, "reason": "why", **more, **end})
+    happened(run, {"time": 1.0, "attempt": 0, "reason": "why", **more, **end})
     assert command([order, str(run), *(["n1"] if order == "drain" else [])]) == code
 
 
@@ -428,7 +428,7 @@ def test_a_job_that_is_being_requeued_is_waited_for(
 ) -> None:
     """Slurm has it as running until its batch step has ended, and as completing until the epilog has."""
     lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
-    append_line(run.events_file, {"time": 1.0, "attempt": 0, **end})
+    happened(run, {"time": 1.0, "attempt": 0, **end})
     monkeypatch.setattr(request_client, "ASK_S", 0.0)
     fake_slurm["scontrol show job"] = [job("RUNNING"), job("COMPLETING"), job("PENDING", "BeginTime")]
     found = request_client.waiting_job(run)

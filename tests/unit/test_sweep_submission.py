@@ -17,7 +17,7 @@ import pytest
 from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.jobdef import code_snapshot
-from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import sweep_submission
 from clusterddp.runs.sweep_members import read_record
@@ -25,6 +25,7 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.lease import holders
 from tests.fake_slurm import SMALL_CLUSTER, FakeSlurm
+from tests.histories import happened
 from tests.packages import require
 from tests.wording import raises
 
@@ -187,9 +188,7 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
     for seed, cause in ((0, Cause.STOP_REQUESTED), (1, Cause.NONE)):
         line = {"time": 1.0, "attempt": member(seed).create_attempt(), "event": "stopped"}
         lease.take(member(seed), 0, lease.of_job(f"41_{seed}"))
-        append_line(
-            member(seed).events_file, {**line, "reason": cause.value, "cause": cause.value, "step": 7, "checkpoint": 7}
-        )
+        happened(member(seed), {**line, "reason": cause.value, "cause": cause.value, "step": 7, "checkpoint": 7})
     assert sweep("seed=0..1") == 0
     assert submitted(slurm)[1:] == [["seed=1"]]
     assert (

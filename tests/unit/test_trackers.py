@@ -17,7 +17,7 @@ import pytest
 from clusterddp.errors import RunDirectoryError, Superseded, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.tracking import check_packages, config, wanted
-from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.metrics_lines import counts
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers import sent
@@ -30,6 +30,7 @@ from clusterddp.trackers.wandb import Wandb
 from clusterddp.training import metrics as tracking
 from clusterddp.training.metrics import Tracking
 from tests import packages, tracker_files
+from tests.histories import happened
 from tests.wording import raises
 
 
@@ -372,7 +373,7 @@ def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
     monkeypatch.setattr(sys, "argv", ["", str(run)])
     with raises(RunDirectoryError):
         send_rest()
-    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": 3})
+    happened(run, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": 3})
     write_json(run.outcome_file, {"state": "completed", "step": 3, "attempts": 1, "reason": ""})
     for _ in range(2):
         assert send_rest() == 0
@@ -389,7 +390,7 @@ def test_a_run_without_a_saved_step_has_no_values_for_its_trackers(
     attempt(run, 0, 0)
     run.job_file.write_text(Job("digits", module="net", device="cpu", trackers={"tensorboard": True}).to_yaml())
     for step in steps:
-        append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": step})
+        happened(run, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": step})
     write_json(run.outcome_file, {"state": "failed", "step": 0, "attempts": 1, "reason": ""})
     monkeypatch.setattr(sys, "argv", ["", str(run)])
     monkeypatch.setattr("clusterddp.trackers.__main__.check_packages", lambda _: None)

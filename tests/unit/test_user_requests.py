@@ -13,7 +13,6 @@ from clusterddp.failures.placement import Placement
 from clusterddp.failures.stack_traces import described, grouped, summary
 from clusterddp.history.codec import sentence
 from clusterddp.hostlist import ranges, ranks_in
-from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.attempt import Attempt
@@ -37,6 +36,7 @@ from clusterddp.supervisor.limits import held
 from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.user_requests import ANSWER_S
 from tests.fake_slurm import FakeController, FakeRanks
+from tests.histories import happened, view
 from tests.unit.test_attempt import JOB as TWO_RANKS
 from tests.unit.test_decide import FAILED, NOW, after
 from tests.wording import raises
@@ -313,7 +313,7 @@ def test_a_run_that_its_user_stops_is_held_whatever_slurm_wants(run: RunDirector
     assert (code, controller.asked) == (controller.leave_code, ["hold"])
     assert [event["event"] for event in events] == ["requested", "stopped"]
     assert (sentence(events[-1]) or "").endswith("held until it is submitted again")
-    assert held(events) and run.outcome() is None
+    assert held(view(events)) and run.outcome() is None
 
 
 def test_a_held_run_is_continued_by_its_user_and_by_no_requeue_of_its_job(run: RunDirectory) -> None:
@@ -331,7 +331,7 @@ def test_a_held_run_is_continued_by_its_user_and_by_no_requeue_of_its_job(run: R
 
     holder.write_text('{"kind": "slurm", "job": "41", "let_go": true}')
     assert supervise(run, TWO_RANKS, lambda *_: ranks, NextJob(Cause.NONE)) == 0
-    assert not held(run.events())
+    assert not held(run.history())
 
 
 def test_a_failure_during_a_stop_does_not_restart_the_ranks(run: RunDirectory) -> None:
@@ -344,7 +344,7 @@ def test_a_requeue_continues_the_run_though_nothing_preempted_it(run: RunDirecto
     code, events = ended(run, controller, REQUEUE)
     assert (code, controller.asked) == (controller.again_code, ["requeue"])
     assert [event["event"] for event in events] == ["requested", "requeued"]
-    assert not held(events)
+    assert not held(view(events))
 
 
 def test_a_requeue_after_scancel_is_none(run: RunDirectory) -> None:
@@ -362,6 +362,6 @@ def test_a_requeue_without_some_nodes_is_a_new_job(run: RunDirectory) -> None:
     assert "without n2" in (sentence(events[0]) or "")
     now = events[-1]["time"]
     assert (exclusion.left_out(events, now), exclusion.excluded(events, now)) == (["n2"], [])
-    append_line(run.events_file, {"time": now, "attempt": 1, "event": "node_lost", "node": "n1", "suspect": "n1"})
+    happened(run, {"time": now, "attempt": 1, "event": "node_lost", "node": "n1", "suspect": "n1"})
     choice = exclusion.choose(run.events(), ["n1"], controller.nodes, TWO_RANKS, now)
     assert choice.nodes == ("n2", "n1")

@@ -14,6 +14,7 @@ from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import Cause, read_cause
 from clusterddp.supervisor.limits import Progress, doubt, progress
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
+from tests.histories import view
 
 NOW = 1_000_000.0
 
@@ -300,19 +301,19 @@ def history(*lines: tuple[int, float, str, dict[str, object]]) -> list[dict[str,
 def test_progress_is_read_from_the_history() -> None:
     """Steps of this attempt, its age, what earlier attempts have made, and what the last failure was."""
     first = history((0, 10.0, "started", {}), (0, 20.0, "training", {"step": 0}))
-    assert progress(first, 0, 0, 30.0) == Progress(0, 20.0)
-    assert progress(first, 0, 40, 30.0) == Progress(40, 20.0)
-    assert progress(first[:1], 0, None, 90.0) == Progress(None, 80.0)
+    assert progress(view(first), 0, 0, 30.0) == Progress(0, 20.0)
+    assert progress(view(first), 0, 40, 30.0) == Progress(40, 20.0)
+    assert progress(view(first[:1]), 0, None, 90.0) == Progress(None, 80.0)
     failed = history((0, 30.0, "rank_failed", {"step": 40, "raised": "OSError at a.py:1 (f), step 40"}))
     later = history((1, 50.0, "started", {}), (1, 60.0, "resumed", {"step": 35}))
-    found = progress([*first, *failed, *later], 1, 35, 61.0)
+    found = progress(view([*first, *failed, *later]), 1, 35, 61.0)
     assert found == Progress(0, 11.0, True, "OSError at a.py:1 (f), step 40", quickly=1)
     forked = history((0, 1.0, "forked", {"step": 500}), (1, 2.0, "started", {}), (1, 3.0, "resumed", {"step": 500}))
-    assert progress(forked, 1, 500, 4.0) == Progress(0, 2.0)
+    assert progress(view(forked), 1, 500, 4.0) == Progress(0, 2.0)
     fell_back = history((0, 1.0, "checkpoint_damaged", {"step": 9}), (0, 2.0, "resumed", {"step": 5}))
-    assert not progress([*fell_back, *history((1, 3.0, "started", {}))], 1, None, 4.0).earlier
+    assert not progress(view([*fell_back, *history((1, 3.0, "started", {}))]), 1, None, 4.0).earlier
     plain = history((0, 0.0, "started", {}), (0, 70.0, "stopped", {"step": None}), (1, 80.0, "started", {}))
-    assert progress(plain, 1, None, 81.0).earlier
+    assert progress(view(plain), 1, None, 81.0).earlier
 
 
 def test_a_failure_counts_as_repeated_only_if_no_attempt_made_progress_since() -> None:
@@ -325,7 +326,7 @@ def test_a_failure_counts_as_repeated_only_if_no_attempt_made_progress_since() -
     long = history((1, 11.0, "started", {}), (1, 12.0, "resumed", {"step": 0}), (1, 9e4, "stopped", {"step": 800}))
     for between, last in ((short, raised), (long, None)):
         events = [*failed, *between, *history((2, 9e4, "started", {}))]
-        assert progress(events, 2, None, 9e4).last_failure == last
+        assert progress(view(events), 2, None, 9e4).last_failure == last
 
 
 @pytest.mark.parametrize(
@@ -500,5 +501,5 @@ def test_exit_0_of_a_later_attempt_is_doubted_if_it_was_short_or_made_no_step(
     events: list[dict[str, Any]], words: str | None
 ) -> None:
     """Only of a script that ran before; an attempt that ended the same way says nothing."""
-    found = doubt(events, events[-1]["attempt"])
+    found = doubt(view(events), events[-1]["attempt"])
     assert found is None if words is None else words in str(found)

@@ -10,13 +10,14 @@ import pytest
 
 from clusterddp.cli.command_line import command
 from clusterddp.errors import RunDirectoryError
-from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.runs import waiting
 from clusterddp.slurm.pace import Pace
 from clusterddp.slurm.run_states import RunState
 from clusterddp.supervisor import lease
+from tests.histories import happened
 from tests.wording import raises, says
 
 Captured = pytest.CaptureFixture[str]
@@ -146,7 +147,7 @@ def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(world: Wo
     """The history, a file that is known, says that the run is over."""
     hidden, lost = world.add("a", word), world.add("b", word)
     for run in (hidden, lost):
-        append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
+        happened(run, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
     world.events = {60: lambda: world.over("a", "completed")}
     assert command(["wait", "a"]) == 0
     assert command(["wait", "b"]) == {"stopped": 12, "failed": 10, "cancelled": 11}[word]

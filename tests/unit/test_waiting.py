@@ -16,7 +16,7 @@ import pytest
 from clusterddp.cli import submit
 from clusterddp.errors import INTERRUPTED, WAITED, SlurmError
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.runs import waiting
@@ -26,6 +26,7 @@ from clusterddp.slurm.commands import JobInfo
 from clusterddp.slurm.run_states import Cause, RunState
 from clusterddp.supervisor import lease
 from tests.fake_slurm import FakeSlurm
+from tests.histories import happened
 from tests.wording import says
 
 JOB = Job(name="x", module="x")
@@ -52,7 +53,7 @@ def run(run: RunDirectory) -> RunDirectory:
     """A run whose job 41 has made attempt 0."""
     number = run.create_attempt()
     lease.take(run, number, lease.of_job("41"))
-    append_line(run.events_file, {"event": "started", "attempt": 0, "time": 1.0, "job": "41", "restarts": 0})
+    happened(run, {"event": "started", "attempt": 0, "time": 1.0, "job": "41", "restarts": 0})
     return run
 
 
@@ -143,7 +144,7 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
     unknown, what another job or attempt recorded: never. It is in the history, a file that is known: a new file may
     stay hidden for a minute where the disk is shared, and the command ended meanwhile."""
     if asked is not None:
-        append_line(run.events_file, asked)
+        happened(run, asked)
     resubmitter = look(run, job, fake_slurm)
     assert (submitted == ["job.sbatch"]) is resubmitted
     assert resubmitter.end is None
@@ -164,9 +165,9 @@ def test_a_supervisor_that_is_killed_again_before_anything_is_saved_is_not_start
 ) -> None:
     """The next one would be killed, too, as by a lack of memory. The end of its log is shown."""
     lease.take(run, run.create_attempt(), lease.of_job("42"))
-    append_line(run.events_file, {"event": "started", "attempt": 1, "time": 2.0, "job": "42", "restarts": 0})
+    happened(run, {"event": "started", "attempt": 1, "time": 2.0, "job": "42", "restarts": 0})
     if saved:
-        append_line(run.events_file, {"event": "checkpoint", "attempt": 1, "time": 3.0, "step": 3})
+        happened(run, {"event": "checkpoint", "attempt": 1, "time": 3.0, "step": 3})
     (run.logs / "job-42.log").write_text("slurmstepd: error: Detected 1 oom_kill event\n")
     resubmitter = look(run, info("FAILED", job="42"), fake_slurm)
     assert (submitted == ["job.sbatch"]) is resubmitted
@@ -254,7 +255,7 @@ def test_an_outcome_that_a_shared_disk_does_not_show_yet_is_waited_for(
     run: RunDirectory, fake_slurm: FakeSlurm
 ) -> None:
     """The history, a file that is known, says that the run is over. After a minute and a half it has no outcome."""
-    append_line(run.events_file, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
+    happened(run, {"event": "completed", "attempt": 0, "time": 2.0, "step": 9, "reason": "done"})
     resubmitter = look(run, info("COMPLETED"), fake_slurm)
     assert not resubmitter.look(60)
     assert resubmitter.look(40) == "stopped"
@@ -277,7 +278,7 @@ def test_a_run_may_be_over_before_its_outcome_can_be_seen(
     run = RunDirectory(tmp_path / "run")
     run.create()
     for event in events:
-        append_line(run.events_file, {"event": event, "attempt": 0, "time": 1.0})
+        happened(run, {"event": event, "attempt": 0, "time": 1.0})
     assert run.may_be_over(job) is over
 
 
@@ -320,7 +321,7 @@ def test_a_job_that_is_submitted_while_slurm_is_asked_about_the_last_one_is_wait
 ) -> None:
     """The last one ended as COMPLETED, once it had submitted the next (seed 40468686)."""
 
-    append_line(run.events_file, {"event": "resubmitted", "attempt": 0, "time": 2.0, "job": "42"})
+    happened(run, {"event": "resubmitted", "attempt": 0, "time": 2.0, "job": "42"})
 
     def show_job(*words: str) -> JobInfo:
         lease.submitted(run, "42")
@@ -365,7 +366,7 @@ def test_a_node_that_failed_the_run_twice_stays_excluded(
     run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm, usable: list[str], options: str
 ) -> None:
     """Where another one works."""
-    append_line(run.events_file, {"event": "excluded", "attempt": 0, "time": time.time(), "nodes": ["n2"]})
+    happened(run, {"event": "excluded", "attempt": 0, "time": time.time(), "nodes": ["n2"]})
     fake_slurm["sinfo"] = "".join(f"low|low*|{node}|idle\n" for node in usable)
     look(run, info("NODE_FAIL"), fake_slurm)
     assert submitted == [f"job.sbatch{options}"]
@@ -527,7 +528,7 @@ def test_a_run_whose_job_died_while_it_submitted_the_next_one_is_submitted(
     unless Slurm refused its next job."""
     lease.let_go(run, 0)
     for end in ends:
-        append_line(run.events_file, end)
+        happened(run, end)
     resubmitter = look(run, info(state), fake_slurm)
     assert (submitted == ["job.sbatch"]) is continues
     if not continues:
@@ -540,7 +541,7 @@ def test_a_resubmitter_retries_what_slurm_refuses(
     """And says Slurm's reason, once."""
     fake_slurm["sbatch"] = [*[SlurmError("AssocMaxSubmitJobLimit")] * 2, "42"]
     fake_slurm[SHOW_JOB] = info("COMPLETED")
-    append_line(run.events_file, REFUSED)
+    happened(run, REFUSED)
     resubmitter = Resubmitter(run)
     for _ in range(3):
         resubmitter.look()
@@ -574,7 +575,7 @@ def test_waiting_ends_as_soon_as_the_user_has_stopped_the_run(
     run: RunDirectory, submitted: list[str], fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With how to continue it."""
-    append_line(run.events_file, {"event": "requested", "attempt": 0, "time": 2.0, "request": "stop"})
+    happened(run, {"event": "requested", "attempt": 0, "time": 2.0, "request": "stop"})
     lease.let_go(run, 0)
     resubmitter = look(run, info("TIMEOUT"), fake_slurm)
     assert resubmitter.look() == "stopped" and not submitted
@@ -652,7 +653,7 @@ def test_each_event_of_several_runs_names_its_run(
 
     def end(_: float) -> None:
         for one in (run, other):
-            append_line(one.events_file, resumed)
+            happened(one, resumed)
             write_json(one.outcome_file, {"state": "completed", "step": 7, "reason": "why"})
 
     monkeypatch.setattr(waiting.time, "sleep", end)
