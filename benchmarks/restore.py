@@ -37,8 +37,9 @@ import torch.distributed as dist
 
 from benchmarks import common, sides
 from benchmarks.savers import make_training, make_untrained, state_of
+from clusterddp.checkpoint.host_memory import free_memory
 from clusterddp.checkpoint.restore import CheckpointFolder, restore
-from clusterddp.checkpoint.state_dict import free_memory, load_state
+from clusterddp.checkpoint.state_dict import load_state
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory

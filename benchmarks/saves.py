@@ -61,7 +61,7 @@ from benchmarks.savers import (
     until_durable,
 )
 from benchmarks.sides import in_turns, milliseconds
-from clusterddp.checkpoint.state_dict import free_memory
+from clusterddp.checkpoint.host_memory import free_memory
 
 STALL_BAR, STALL_MORE_MS, LOST_BAR, LOOP_BAR, DURABLE_BAR, MEMORY_BAR = 1.15, 0.5, 1.0, 1.15, 1.5, 2.2
 CORES = len(os.sched_getaffinity(0))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from clusterddp.checkpoint import file_format
-from clusterddp.checkpoint.state_dict import pack, tensor_facts
+from clusterddp.checkpoint.packing import pack, tensor_facts
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.checkpoint.transfer import unpacked
 from clusterddp.jobdef.job import Keep

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from clusterddp.checkpoint.state_dict import RESERVED
+from clusterddp.checkpoint.parts import RESERVED
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import clusterddp
 from clusterddp.checkpoint.client import Snapshot
-from clusterddp.checkpoint.state_dict import Packed
+from clusterddp.checkpoint.packing import Packed
 
 parser = argparse.ArgumentParser()
 parser.add_argument("file", type=Path)

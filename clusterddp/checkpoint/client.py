@@ -27,7 +27,8 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import LONGEST_HEADER, Tensor, offsets
-from clusterddp.checkpoint.state_dict import TORCH_DTYPES, Layout, Packed, anonymous_file, free_memory, tensor_facts
+from clusterddp.checkpoint.host_memory import anonymous_file, free_memory
+from clusterddp.checkpoint.packing import TORCH_DTYPES, Layout, Packed, tensor_facts
 from clusterddp.distributed.devices import blocking_event, device_thread, pin_memory, unpin_memory
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep

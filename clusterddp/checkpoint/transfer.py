@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import Content, Pieces
-from clusterddp.checkpoint.state_dict import TORCH_DTYPES, Blocks, offer, pack, tensor_facts, unpack
+from clusterddp.checkpoint.host_memory import Blocks
+from clusterddp.checkpoint.packing import TORCH_DTYPES, pack, tensor_facts, unpack
+from clusterddp.checkpoint.state_copies import offer
 from clusterddp.distributed.collectives import PORTION, all_gather_numbers, broadcast_bytes, broadcast_json
 from clusterddp.errors import CheckpointError
 

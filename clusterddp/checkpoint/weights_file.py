@@ -19,7 +19,9 @@ from typing import Any, Literal
 import torch
 
 from clusterddp.checkpoint import file_format
-from clusterddp.checkpoint.state_dict import RESERVED, TORCH_DTYPES, copied
+from clusterddp.checkpoint.packing import TORCH_DTYPES
+from clusterddp.checkpoint.parts import RESERVED
+from clusterddp.checkpoint.state_copies import copied
 from clusterddp.checkpoint.store import Checkpoint, choose
 from clusterddp.checkpoint.transfer import unpacked
 from clusterddp.errors import CheckpointError, UsageError

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 from torch.utils.data import DataLoader
 
 from clusterddp.checkpoint import transfer
-from clusterddp.checkpoint.state_dict import copied
+from clusterddp.checkpoint.state_copies import copied
 from clusterddp.data import randomness
 from clusterddp.data.workers import close
 from clusterddp.distributed.process_group import ProcessGroup

@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from clusterddp.checkpoint.state_dict import GeneratorPart, Stateful, bits_of, pack, state_of, with_state
+from clusterddp.checkpoint.packing import bits_of, pack
+from clusterddp.checkpoint.parts import GeneratorPart, Stateful, with_state
+from clusterddp.checkpoint.state_dict import state_of
 from clusterddp.data import randomness
 from clusterddp.rundir.step_records import STOP_REASON, Recording, States, StepRecord
 from clusterddp.training import logged_values as logged

@@ -22,8 +22,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp import environment
+from clusterddp.checkpoint.parts import Stateful
 from clusterddp.checkpoint.restore import newest_progress
-from clusterddp.checkpoint.state_dict import Stateful
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader

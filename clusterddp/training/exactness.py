@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from clusterddp.checkpoint.state_dict import Stateful, bits_of, pack, parameters_of, state_of
+from clusterddp.checkpoint.packing import bits_of, pack
+from clusterddp.checkpoint.parts import Stateful
+from clusterddp.checkpoint.state_dict import parameters_of, state_of
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.distributed.wrapping import ddp_modules, unreduced
 from clusterddp.reporter import counted

@@ -21,17 +21,11 @@ import torch
 
 from clusterddp.checkpoint import transfer
 from clusterddp.checkpoint.gradients import Gradients
+from clusterddp.checkpoint.packing import pack
+from clusterddp.checkpoint.parts import RESERVED, Stateful
 from clusterddp.checkpoint.restore import Place
-from clusterddp.checkpoint.state_dict import (
-    RESERVED,
-    Stateful,
-    changed_dtypes,
-    copied,
-    load_state,
-    pack,
-    recast_parameters,
-    state_of,
-)
+from clusterddp.checkpoint.state_copies import copied
+from clusterddp.checkpoint.state_dict import changed_dtypes, load_state, recast_parameters, state_of
 from clusterddp.checkpoint.transfer import broadcast
 from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.distributed import wrapping

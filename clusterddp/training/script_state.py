@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from clusterddp.checkpoint import transfer
-from clusterddp.checkpoint.state_dict import Stateful, check_parts, placed, with_state
+from clusterddp.checkpoint.parts import Stateful, check_parts, with_state
+from clusterddp.checkpoint.state_copies import placed
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError, CheckpointMismatch

@@ -174,7 +174,7 @@ FAULTS = [
     ),
     Fault(
         "restored tensors stay on the host",
-        "checkpoint/state_dict.py",
+        "checkpoint/state_copies.py",
         "device = devices.get(name) or _saved_device(tensor)",
         "device = tensor.device",
         CHECKPOINTS,

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from clusterddp.checkpoint import client as snapshot
-from clusterddp.checkpoint import state_dict as memory_blocks
+from clusterddp.checkpoint import host_memory
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
 from clusterddp.checkpoint.state_dict import load_state, state_of
 from clusterddp.checkpoint.store import Checkpoints
@@ -368,7 +368,7 @@ def test_where_memfds_are_refused_the_snapshot_is_a_file_without_a_name(
     monkeypatch.setattr(os, "memfd_create", refuse)
     files = set(directory.private.iterdir())
     if not shared_memory:
-        monkeypatch.setattr(memory_blocks, "SHARED_MEMORY", Path("/proc"))
+        monkeypatch.setattr(host_memory, "SHARED_MEMORY", Path("/proc"))
     checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
     try:
         checkpoint_client.prepare(state())

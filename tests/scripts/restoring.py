@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clusterddp.checkpoint import file_format, state_dict
+from clusterddp.checkpoint import file_format, host_memory
 from clusterddp.checkpoint import restore as restoring
 from clusterddp.checkpoint.restore import CheckpointFolder, restore
 from clusterddp.checkpoint.state_dict import load_state
@@ -220,7 +220,7 @@ def killed(folder: Path) -> None:
 
     def write(file: int, data: memoryview, position: int) -> None:
         if position > file_format.CHUNK:
-            assert str(state_dict.SHARED_MEMORY) in os.readlink(f"/proc/self/fd/{file}")
+            assert str(host_memory.SHARED_MEMORY) in os.readlink(f"/proc/self/fd/{file}")
             os.kill(os.getpid(), signal.SIGKILL)
         real(file, data, position)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from clusterddp.checkpoint import file_format
-from clusterddp.checkpoint.state_dict import DTYPES, Packed, pack, unpack
+from clusterddp.checkpoint.packing import DTYPES, Packed, pack, unpack
 from clusterddp.errors import CheckpointError
 from tests.checkpoint_files import content_of, file_bytes
 from tests.wording import raises

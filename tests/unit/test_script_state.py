@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from clusterddp.checkpoint import transfer
-from clusterddp.checkpoint.state_dict import load_state, pack, state_of, unpack
+from clusterddp.checkpoint.packing import pack, unpack
+from clusterddp.checkpoint.state_dict import load_state, state_of
 from clusterddp.data.external_loader import NoLoader
 from clusterddp.distributed.wrapping import optimizers
 from clusterddp.errors import CheckpointError

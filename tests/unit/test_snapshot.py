@@ -11,7 +11,7 @@ import torch
 
 from clusterddp.checkpoint import client
 from clusterddp.checkpoint.client import Snapshot
-from clusterddp.checkpoint.state_dict import Packed
+from clusterddp.checkpoint.packing import Packed
 
 
 class NoLibc:

@@ -11,21 +11,10 @@ import pytest
 import torch
 
 import clusterddp
-from clusterddp.checkpoint import file_format, state_dict
-from clusterddp.checkpoint.state_dict import (
-    CGROUP_V1,
-    CGROUP_V2,
-    LARGE,
-    Blocks,
-    changed_dtypes,
-    free_memory,
-    left_in_cgroups,
-    load_state,
-    pack,
-    recast_parameters,
-    state_of,
-    unpack,
-)
+from clusterddp.checkpoint import file_format, host_memory
+from clusterddp.checkpoint.host_memory import CGROUP_V1, CGROUP_V2, LARGE, Blocks, free_memory, left_in_cgroups
+from clusterddp.checkpoint.packing import pack, unpack
+from clusterddp.checkpoint.state_dict import changed_dtypes, load_state, recast_parameters, state_of
 from clusterddp.training.run_state import load
 
 GROUP: Any = SimpleNamespace(rank=0, world_size=1, collective_device=torch.device("cpu"))
@@ -238,7 +227,7 @@ def test_only_the_first_to_ask_for_a_block_is_told_that_it_is_alone() -> None:
 
 def test_only_the_largest_tensors_have_blocks_where_there_are_very_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may have so many mappings."""
-    monkeypatch.setattr(state_dict, "MOST", 1)
+    monkeypatch.setattr(host_memory, "MOST", 1)
     memory = of(SMALL, FIRST, SECOND)
     assert [memory.bytes_of(*span)[1] for span in (SMALL, FIRST, SECOND)] == [False, False, True]
     assert len(list(memory.views(0, SIZE))) == 3

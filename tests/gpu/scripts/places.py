@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import clusterddp
-from clusterddp.checkpoint.state_dict import pack
+from clusterddp.checkpoint.packing import pack
 
 
 class Kept:
