@@ -12,12 +12,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import clusterddp
+from clusterddp import reporter
 from clusterddp.process import descendants
+from clusterddp.rundir import files
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import WITH_CLUSTER
 from tests.cluster import Cluster, ClusterConfig, daemons, unavailable
@@ -114,6 +117,38 @@ def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "run")
     run.create()
     return run
+
+
+@pytest.fixture
+def no_held_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without those of other tests: a process keeps only so many open."""
+    monkeypatch.setattr(files, "_held", {})
+
+
+class _Terminal:
+    """A module or stream, parts of which are others."""
+
+    def __init__(self, of: Any, **parts: Any) -> None:
+        self._of = of
+        self.__dict__.update(parts)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._of, name)  # now: pytest replaces sys.stderr
+        return _Terminal(found, isatty=lambda: True) if name == "stderr" else found
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> list[str | Callable[[], str]]:
+    """This process seems to run in a terminal. The list is for what its user types, or a function that returns it."""
+    lines: list[str | Callable[[], str]] = []
+
+    def readline() -> str:
+        line = lines.pop(0)
+        return line if isinstance(line, str) else line()
+
+    keyboard = SimpleNamespace(isatty=lambda: True, readline=readline)
+    monkeypatch.setattr(reporter, "sys", _Terminal(sys, stdin=keyboard))
+    return lines
 
 
 @pytest.fixture(scope="session")

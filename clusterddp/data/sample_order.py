@@ -254,8 +254,6 @@ class _Permuted(ArrayOrder):
         return self._permutation(epoch)(places)
 
 
-#: The most blocks; below, a block is one sample.
-_BLOCKS = 1 << 23
 #: Weights that are read at once when they are summed.
 _CHUNK = 1 << 20
 _GOLDEN, _11 = np.uint64(0x9E3779B97F4A7C15), np.uint64(11)
@@ -265,14 +263,18 @@ Array = npt.NDArray[Any]
 
 
 class Weighted(Order):
-    """``weights``: per sample or, with ``labels``, per class."""
+    """``weights``: per sample or, with ``labels``, per class.
 
-    def __init__(self, weights: Any, labels: Any, num_samples: int | None) -> None:
+    A sum is kept for at most this many blocks of samples. If there are not more samples, a block is one sample.
+    """
+
+    def __init__(self, weights: Any, labels: Any, num_samples: int | None, most_blocks: int = 1 << 23) -> None:
         self._weights = _array_of(weights, "weights")
         self._labels = None if labels is None else _labels(labels)
         if self._labels is not None:
             _check_labels(self._labels, self._weights.size)
         self._num_samples = None if num_samples is None else _count_of(num_samples)
+        self._most_blocks = most_blocks
         self._table: _Table | None = None
 
     def bind(self, to: Binding) -> BoundOrder:
@@ -281,7 +283,7 @@ class Weighted(Order):
             name = "weights" if self._labels is None else "labels"
             raise ValueError(f"{name}: expected one per sample, got {per_sample.size} for a dataset of {to.length}")
         if self._table is None:
-            self._table = _Table(self._weights, self._labels)
+            self._table = _Table(self._weights, self._labels, self._most_blocks)
         samples = self._num_samples or to.length
         label = f"weighted-1 ({samples} per epoch, weights {self._table.hash})"
         return _Draws(label, to.of_epoch(samples), self._table, to.seed)
@@ -303,10 +305,10 @@ class _Draws(ArrayOrder):
 class _Table:
     """Finds the sample that covers a point of the weights laid end to end."""
 
-    def __init__(self, weights: Array, labels: Array | None) -> None:
+    def __init__(self, weights: Array, labels: Array | None, most_blocks: int) -> None:
         self._classes = None if labels is None else weights
         of = weights if labels is None else labels
-        self._block = 1 << max(0, (-(-of.size // _BLOCKS) - 1).bit_length())
+        self._block = 1 << max(0, (-(-of.size // most_blocks) - 1).bit_length())
         whole = of.size // self._block * self._block
         self._blocks, self._rest = of[:whole].reshape(-1, self._block), of[whole:]
         sums, checksums = [], []

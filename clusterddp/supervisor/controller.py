@@ -371,12 +371,6 @@ def give_notice(run: RunDirectory, cause: Cause) -> None:
         say(f"could not write {run.notice_file} ({error.strerror}). The history will lack the reason for this stop")
 
 
-#: How often to look for a newer attempt, in seconds.
-LOOK_S = 2.0
-#: How long the run directory must be missing, in seconds: a file server may have an outage.
-REMOVED_S = 30.0
-#: Seconds after the start, or after ``ask``, during which the controller is asked every ASK_S.
-RESTLESS_S = 30.0
 #: The least and the most seconds between two questions in quiet times, so that those of many jobs spread out.
 QUIET_S = (60.0, 75.0)
 
@@ -387,6 +381,13 @@ class Monitor:
     ``margin_s``: how many seconds before the time limit the ranks must stop, at the moment. ``failed`` gets an
     error that ends the thread.
     """
+
+    #: How often to look for a newer attempt, in seconds.
+    look_s = 2.0
+    #: How long the run directory must be missing, in seconds: a file server may have an outage.
+    removed_s = 30.0
+    #: Seconds after the start, or after ``ask``, during which the controller is asked every ``ask_s``.
+    restless_s, ask_s = 30.0, ASK_S
 
     def __init__(
         self,
@@ -409,7 +410,7 @@ class Monitor:
 
     def ask(self, often: bool = True) -> None:
         """Asks the controller now, and ``often`` for a while."""
-        self._requests.put(RESTLESS_S if often else 0.0)
+        self._requests.put(self.restless_s if often else 0.0)
 
     def close(self) -> None:
         """Ends the thread, without waiting for a question that is under way."""
@@ -423,13 +424,13 @@ class Monitor:
             self._failed(error)
 
     def _watch(self) -> None:
-        ask_at, restless_until = 0.0, time.monotonic() + RESTLESS_S
+        ask_at, restless_until = 0.0, time.monotonic() + self.restless_s
         while (found := self._look()) is None:
             if time.monotonic() >= ask_at:
                 self._post(self._asked())
                 ask_at = time.monotonic() + self._pause_s(restless=time.monotonic() < restless_until)
             with suppress(queue.Empty):
-                if (restless_s := self._requests.get(timeout=LOOK_S)) is None:
+                if (restless_s := self._requests.get(timeout=self.look_s)) is None:
                     return
                 ask_at, restless_until = 0.0, max(restless_until, time.monotonic() + restless_s)
         self._post(found)
@@ -449,11 +450,8 @@ class Monitor:
         now = time.monotonic()
         if self._missing_since is None:
             self._missing_since = now
-        return (
-            RunRemoved(f"{self._run} was removed, renamed or replaced")
-            if now - self._missing_since >= REMOVED_S
-            else None
-        )
+        removed = now - self._missing_since >= self.removed_s
+        return RunRemoved(f"{self._run} was removed, renamed or replaced") if removed else None
 
     def _asked(self) -> Event:
         try:
@@ -469,7 +467,7 @@ class Monitor:
 
     def _pause_s(self, restless: bool) -> float:
         if restless or not self._controller.busy:
-            return ASK_S
+            return self.ask_s
         return pause_s(
             None if self._end_time is None else self._end_time - self._margin_s() - time.time(), self._failures
         )

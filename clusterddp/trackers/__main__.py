@@ -22,11 +22,11 @@ from clusterddp.trackers.registry import TRACKERS
 from clusterddp.trackers.sent import read_sent
 
 
-def main() -> int:
+def send_rest(*arguments: str) -> int:
     """Sends the values of all steps below the run's last checkpoint to each of its trackers."""
-    if len(sys.argv) != 2:
+    if len(arguments) != 1:
         raise UsageError("usage: python -m clusterddp.trackers RUN, with a run directory")
-    run = RunDirectory(sys.argv[1])
+    run = RunDirectory(arguments[0])
     check_run(run)
     if not run.exists() or (outcome := run.outcome()) is None:
         raise RunDirectoryError(
@@ -62,4 +62,4 @@ def _send(name: str, run: RunDirectory, options: Mapping[str, Any], orders: Orde
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    exit_with(lambda: send_rest(*sys.argv[1:]))

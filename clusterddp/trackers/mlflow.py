@@ -28,8 +28,8 @@ _SCHEMA: Schema = {"run_id": is_text}
 #: The module of ``mlflow.start_run``.
 _FLUENT = "mlflow.tracking.fluent"
 
-#: The most values, and the most parameters, that MLflow's server takes at once.
-MOST_METRICS, MOST_PARAMS = 1000, 100
+#: The most parameters that MLflow's server takes at once.
+MOST_PARAMS = 100
 #: The tag that identifies a run whose name was not recorded, and the prefix of its value in ``Sent.id``.
 TAG, CREATING = "clusterddp", "creating "
 #: Characters that MLflow does not take in the name of a metric or a parameter.
@@ -112,6 +112,9 @@ class MlflowRun:
     """The server has the last step of each metric, so that values which were sent just before this process was killed
     are not sent twice."""
 
+    #: The most values that the server takes at once.
+    most_metrics = 1000
+
     def __init__(self, folder: Path, sent: Sent, options: Mapping[str, Any]) -> None:
         from mlflow import MlflowClient, entities
 
@@ -163,12 +166,12 @@ class MlflowRun:
             key = _ODD.sub("_", name)
             if step > self._last.get(key, -1):
                 self._metrics.append(self._metric(key, float(value), round(at * 1000), step))
-        if len(self._metrics) >= MOST_METRICS:
+        if len(self._metrics) >= self.most_metrics:
             self._send()
 
     def _send(self) -> None:
-        for begin in range(0, len(self._metrics), MOST_METRICS):
-            self._client.log_batch(self._id, self._metrics[begin : begin + MOST_METRICS])
+        for begin in range(0, len(self._metrics), self.most_metrics):
+            self._client.log_batch(self._id, self._metrics[begin : begin + self.most_metrics])
         self._metrics.clear()
 
     def flush(self, step: int | None) -> Sent:

@@ -66,8 +66,6 @@ def _file(folder: Path) -> Path:
     return folder / "sent.json"
 
 
-#: Bytes that are read at a time; more than the longest line.
-BLOCK = 1 << 23
 Line = dict[str, Any]
 
 
@@ -76,6 +74,9 @@ class Lines:
 
     That is the order of steps, because all lines below a checkpoint are in the file before an attempt resumes from it.
     """
+
+    #: Bytes that are read at a time; more than the longest line.
+    block = 1 << 23
 
     def __init__(self, path: Path, counts: Callable[[Mapping[str, Any]], bool], first: int) -> None:
         self._path, self._counts, self._first = path, counts, first
@@ -102,10 +103,10 @@ class Lines:
         try:
             with open_binary(self._path) as file:
                 file.seek(self._read_to)
-                block = file.read(BLOCK)
+                read = file.read(self.block)
         except FileNotFoundError:
             return False
-        whole = block[: block.rfind(b"\n") + 1]
+        whole = read[: read.rfind(b"\n") + 1]
         self._read_to += len(whole)
         self._unparsed.extend(whole.split(b"\n")[:-1])
         return bool(whole)

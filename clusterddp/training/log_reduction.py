@@ -44,12 +44,6 @@ from clusterddp.training.logged_values import Logged
 PERIOD_S, HURRY_S = 0.25, 0.01
 #: With very many ranks the period is longer, up to this many seconds, so that rank 0 gets this many chunks a second.
 _LONGEST_PERIOD_S, _MOST_PER_S = 5.0, 1024
-#: Periods without the end of a step after which a rank's thread asks the GPU: the training thread may evaluate.
-QUIET_PERIODS = 8
-#: Seconds between the looks of a rank that has reduced nothing whether rank 0 has.
-IDLE_S = 5.0
-#: The most chunks of a rank that rank 0 has not collected, and the most steps that the rank keeps beyond that.
-MOST_CHUNKS, MOST_STEPS = 64, 10_000
 #: The most steps in a chunk, and the most bytes (a store accepts 8 MiB), except for a single step.
 _STEPS, _BYTES = 500, 2 << 20
 #: Set by rank 0 once it logs a reduced value.
@@ -60,6 +54,15 @@ Row = tuple[int, Mapping[str, tuple[str, float]]]
 
 class Sender:
     """A rank other than 0: passes on what it logs with ``reduce``."""
+
+    #: Seconds between two chunks, unless there are very many ranks.
+    period_s = PERIOD_S
+    #: Seconds between the looks of a rank that has reduced nothing whether rank 0 has.
+    idle_s = 5.0
+    #: Periods without the end of a step after which the thread asks the GPU: the training thread may evaluate.
+    quiet_periods = 8
+    #: The most chunks that rank 0 has not collected, and the most steps that the rank keeps beyond that.
+    most_chunks, most_steps = 64, 10_000
 
     def __init__(self, store: Store, rank: int, world_size: int = 1, device: torch.device | None = None) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -112,11 +115,11 @@ class Sender:
         quiet, logged = 0, -1
         with suppress(RuntimeError):  # of the store or CUDA, which the training thread also meets
             while not self._ending:
-                hurry = self._wake.wait(period_s(self._world_size) if self._active else IDLE_S)
+                hurry = self._wake.wait(period_s(self._world_size, self.period_s) if self._active else self.idle_s)
                 self._wake.clear()
                 self._look()
                 quiet, logged = quiet + 1 if logged == self._logged else 0, self._logged
-                if quiet >= QUIET_PERIODS:
+                if quiet >= self.quiet_periods:
                     with self._publishing:
                         self._take_arrived()
                 self._publish(wait=hurry)
@@ -146,10 +149,10 @@ class Sender:
 
     def _has_room(self) -> bool:
         """Whether rank 0 collects the values. If it does not, they are dropped at some point."""
-        oldest = self._chunks - MOST_CHUNKS
+        oldest = self._chunks - self.most_chunks
         if oldest < 0 or not self._store.check([_key(self._rank, oldest)]):
             return True
-        if len(self._steps) > MOST_STEPS:
+        if len(self._steps) > self.most_steps:
             self._steps.clear()
             if not self._said:
                 say("rank 0 never called run.log(reduce=...), so values of other ranks are dropped. Call it on rank 0")
@@ -162,6 +165,9 @@ class Receiver:
 
     ``on_news`` is called in that thread when lines may be complete.
     """
+
+    #: Seconds between two looks, unless there are very many ranks.
+    period_s = PERIOD_S
 
     def __init__(self, store: Store, world_size: int, on_news: Callable[[], None]) -> None:
         self._store, self._world_size, self._on_news = store, world_size, on_news
@@ -241,7 +247,7 @@ class Receiver:
                     with self._changed:
                         self._changed.notify_all()
                     self._on_news()
-                self._wake.wait(HURRY_S if self._waiting else period_s(self._world_size))
+                self._wake.wait(HURRY_S if self._waiting else period_s(self._world_size, self.period_s))
                 self._wake.clear()
         except RuntimeError as error:
             say(f"run.log(reduce=...) logs only rank 0's values, because the store is unreachable ({error})")
@@ -274,7 +280,7 @@ class Receiver:
             return ranks
         if not self._waiting or len(ranks) == 1 or time.monotonic() < self._next_search:
             return []
-        self._next_search = time.monotonic() + PERIOD_S
+        self._next_search = time.monotonic() + self.period_s
         return self._search(ranks)
 
     def _search(self, ranks: Sequence[int]) -> list[int]:
@@ -316,9 +322,9 @@ class Receiver:
         )
 
 
-def period_s(world_size: int) -> float:
+def period_s(world_size: int, shortest_s: float = PERIOD_S) -> float:
     """The seconds between two chunks of a rank."""
-    return max(PERIOD_S, min(_LONGEST_PERIOD_S, world_size / _MOST_PER_S))
+    return max(shortest_s, min(_LONGEST_PERIOD_S, world_size / _MOST_PER_S))
 
 
 def reduce_values(how: str, values: Sequence[float]) -> float:

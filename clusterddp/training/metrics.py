@@ -38,8 +38,6 @@ from clusterddp.worker import signals
 
 #: The most metrics that an event lists as not finite.
 _MOST_NAMES = 20
-#: The most steps whose lines wait for values; with more, training waits for the oldest.
-MOST_PENDING = 1000
 #: Seconds for which a line waits for other ranks once it is needed: for a save beside the training, while training
 #: waits, and after an error, when ranks may have exited.
 BESIDE_S, WAIT_S, AFTER_ERROR_S = 60.0, 10.0, 0.5
@@ -62,6 +60,9 @@ class Metrics:
 
     A full disk does not stop training. The lines are kept, and written as soon as there is space again.
     """
+
+    #: The most steps whose lines wait for values; with more, training waits for the oldest.
+    most_pending = 1000
 
     def __init__(self, path: Path, attempt: int, report: Callable[..., None]) -> None:
         drop_torn_line(path)
@@ -95,7 +96,7 @@ class Metrics:
             self._on_gpus.append(logged)
         if self._on_gpus:
             self.take_arrived()
-        if len(self._pending) > MOST_PENDING:
+        if len(self._pending) > self.most_pending:
             self.settle(self._pending[0].step + 1, WAIT_S)
         elif not self._awaits_ranks(line):  # otherwise the receiver's thread writes it, with those before it
             self.drain()

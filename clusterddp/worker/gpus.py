@@ -50,8 +50,8 @@ _THROTTLES: Mapping[int, str] = {
     0x40: "heat",  # HwThermalSlowdown
     0x80: "a power brake",  # HwPowerBrakeSlowdown
 }
-#: Seconds between two looks, until the first report, and between two reports.
-LOOK_S, FIRST_S, EVERY_S = 1.0, 10.0, 60.0
+#: Seconds between two looks.
+LOOK_S = 1.0
 
 
 class GpuLost(Exception):
@@ -218,11 +218,20 @@ def _address(handle: Any) -> int | None:
 class GpuWatch:
     """Watches a rank's GPUs in a thread, and reports to the supervisor.
 
-    ``find`` returns the GPUs, ``report`` sends an event, ``node`` is the name of the rank's node.
+    ``find`` returns the GPUs, ``report`` sends an event, ``node`` is the name of the rank's node. Figures are sent
+    after ``first_s`` seconds, and then every ``every_s``.
     """
 
-    def __init__(self, find: Callable[[], list[Gpu]], report: Callable[..., None], node: str) -> None:
+    def __init__(
+        self,
+        find: Callable[[], list[Gpu]],
+        report: Callable[..., None],
+        node: str,
+        first_s: float = 10.0,
+        every_s: float = 60.0,
+    ) -> None:
         self._find, self._report, self._node = find, report, node
+        self._first_s, self._every_s = first_s, every_s
         self._changed = threading.Event()
         self.gpus: list[Gpu] = []
         threading.Thread(target=self._watch, name="gpus", daemon=True).start()
@@ -245,7 +254,7 @@ class GpuWatch:
 
     def _watch_these(self) -> None:
         """Until the GPUs change."""
-        xids, due = Xids(self.gpus), time.monotonic() + FIRST_S
+        xids, due = Xids(self.gpus), time.monotonic() + self._first_s
         busy: list[float] = []
         throttled: list[float] = []
         while not self._changed.is_set():
@@ -258,7 +267,7 @@ class GpuWatch:
                 throttled.append(100.0 * bool(gpu.throttles()))
             if time.monotonic() >= due:
                 self._report("gpu", figures=self._figures(busy, throttled))
-                due, busy, throttled = time.monotonic() + EVERY_S, [], []
+                due, busy, throttled = time.monotonic() + self._every_s, [], []
 
     def _tell(self, number: int | None, xid: int) -> None:
         what = HARDWARE.get(xid) or OF_KERNELS.get(xid) or "see NVIDIA's list of Xids"
@@ -291,30 +300,26 @@ def start(environ: Mapping[str, str], ranks: RankEnvironment, report: Callable[.
         current = GpuWatch(lambda: visible(environ, ranks.local_rank, ranks.local_world_size), report, node)
 
 
-#: For how long processes are watched, in seconds, how many are named, and from how much of a CPU on.
-WATCHED_S, MOST_NAMED, LEAST_CPU = 1.0, 3, 0.2
-
-
 def node_facts() -> list[str]:
     """The GPUs' clocks and temperatures where NVML is there, the load, and the busiest processes of other jobs."""
     found: list[str] = []
     with suppress(GpuLost):
         found += [fact for gpu in (current.gpus if current else []) for fact in gpu.facts()]
     found.append(f"The load is {os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs")
-    if others := _busiest():
+    if others := busiest_others():
         found.append(f"Other processes: {', '.join(others)}")
     return found
 
 
-def _busiest() -> list[str]:
+def busiest_others(seconds: float = 1.0, most: int = 3, least_cpu: float = 0.2) -> list[str]:
+    """The processes of other jobs that use at least this much of a CPU in so many seconds, ``most`` of them."""
     before, began = cpu_ticks(), time.monotonic()
-    time.sleep(WATCHED_S)
+    time.sleep(seconds)
     per_cpu = os.sysconf("SC_CLK_TCK") * (time.monotonic() - began)
     used = {pid: (ticks - before[pid]) / per_cpu for pid, ticks in cpu_ticks().items() if pid in before}
-    busy = sorted((pid for pid, share in used.items() if share >= LEAST_CPU), key=lambda pid: -used[pid])
-    return [f"{_name(pid)} (process {pid}) {100 * used[pid]:.0f}% of a CPU" for pid in busy if not _ours(pid)][
-        :MOST_NAMED
-    ]
+    busy = sorted((pid for pid, share in used.items() if share >= least_cpu), key=lambda pid: -used[pid])
+    others = [pid for pid in busy if not _ours(pid)]
+    return [f"{_name(pid)} (process {pid}) {100 * used[pid]:.0f}% of a CPU" for pid in others[:most]]
 
 
 def _name(pid: int) -> str:

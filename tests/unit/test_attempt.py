@@ -82,6 +82,7 @@ STOPPED = {"end": "stopped", "step": 7}
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(recovery, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(recovery, "RELAUNCH_S", 0.0)
+    monkeypatch.setattr(decide, "HANG_GRACE_S", 0.0)
     yield
 
 
@@ -737,11 +738,17 @@ class Cut(FakeRanks):
         return 137
 
 
-def cut(run: RunDirectory, controller: FakeController, nodes: int = 2, nodelist: str | None = None) -> int:
+def cut(
+    run: RunDirectory,
+    controller: FakeController,
+    nodes: int = 2,
+    nodelist: str | None = None,
+    kind: type[Cut] = Cut,
+) -> int:
     """The exit code of an attempt that loses all nodes but its first."""
     number = run.create_attempt()
     lease.take(run, number, controller.holder())
-    ranks = Cut(run, {"end": "died"})
+    ranks = kind(run, {"end": "died"})
     controller.describe = lambda: {"job": "41", "restarts": 0, "nodes": f"n[1-{nodes}]"}  # type: ignore[method-assign]
     controller.dead = [f"n{number + 1}" for number in range(1, nodes)]
     job = dataclasses.replace(JOB, nodes=nodes, gpus_per_node=1, nodelist=nodelist)
@@ -790,22 +797,19 @@ def test_a_run_continues_after_a_lost_node_once_the_disk_answers(
     assert controller.asked == ["resubmit n2"] and lease.holders(run) == []
 
 
-def test_a_run_whose_ranks_finish_while_a_node_does_not_respond_has_completed(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_ranks_finish_while_a_node_does_not_respond_has_completed(run: RunDirectory) -> None:
     """Their records say so. The exit code is that of srun, which was ended for the node: the run had failed, "all ranks
     finished, but the launcher exited with code 137"."""
-    real = Cut.wait
 
-    def finish(ranks: Cut) -> int:
-        code = real(ranks)
-        for rank in range(2):
-            write_json(run.rank_record(0, rank), {"host": f"n{rank + 1}", "used_clusterddp": True, "end": "done"})
-        append_line(run.metrics_file, {"step": 9, "attempt": 0})
-        return code
+    class Finishing(Cut):
+        def wait(self) -> int:
+            code = super().wait()
+            for rank in range(2):
+                write_json(run.rank_record(0, rank), {"host": f"n{rank + 1}", "used_clusterddp": True, "end": "done"})
+            append_line(run.metrics_file, {"step": 9, "attempt": 0})
+            return code
 
-    monkeypatch.setattr(Cut, "wait", finish)
-    assert cut(run, FakeController(Cause.NONE)) == 0
+    assert cut(run, FakeController(Cause.NONE), kind=Finishing) == 0
     outcome = run.outcome() or {}
     assert (outcome["state"], outcome["step"]) == ("completed", 10)
 
@@ -849,6 +853,7 @@ def rebooted(
     run: RunDirectory,
     controller: FakeController,
     statuses: Mapping[int, ExitStatus] | None = None,
+    kind: type[Rebooted] = Rebooted,
     **changes: Any,
 ) -> int:
     """The exit code of an attempt, in which the connection to the rank on n2 is closed."""
@@ -859,7 +864,7 @@ def rebooted(
     controller.nodes = ["n1", "n2", "n3"]
     job = dataclasses.replace(JOB, nodes=2, gpus_per_node=1, **changes)
     placement = Placement(("n1", "n2", "n3"), ("n1", "n2")) if "spare_nodes" in changes else None
-    ranks = Rebooted(run, {"end": "died"})
+    ranks = kind(run, {"end": "died"})
     ranks.statuses = statuses or {}
     ranks.attempt = Attempt(run, job, number, ranks, controller, placement=placement)
     ranks.attempt.post(controller.notice())
@@ -878,21 +883,20 @@ def test_a_node_that_closed_its_connections_and_does_not_answer_is_lost(run: Run
     assert controller.asked == ["resubmit n2"] and controller.connected_to == ["n2"]
 
 
-def test_a_node_that_is_rebooted_just_after_its_ranks_have_finished_does_not_fail_the_run(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_is_rebooted_just_after_its_ranks_have_finished_does_not_fail_the_run(run: RunDirectory) -> None:
     """srun exits with code 1, because it does not learn how they ended (seed 20091232)."""
 
-    def wait(self: Rebooted) -> int:
-        for rank in range(2):
-            self.attempt.post(RankEvent(rank, "joined", {"host": f"n{rank + 1}"}))
-            self.attempt.post(RankEvent(rank, "left", {"host": f"n{rank + 1}", "end": "done", "used_clusterddp": True}))
-        return 1
+    class Finished(Rebooted):
+        def wait(self) -> int:
+            for rank in range(2):
+                left = {"host": f"n{rank + 1}", "end": "done", "used_clusterddp": True}
+                self.attempt.post(RankEvent(rank, "joined", {"host": f"n{rank + 1}"}))
+                self.attempt.post(RankEvent(rank, "left", left))
+            return 1
 
-    monkeypatch.setattr(Rebooted, "wait", wait)
     controller = FakeController(Cause.NONE)
     controller.dead = ["n2"]
-    assert rebooted(run, controller) == 0
+    assert rebooted(run, controller, kind=Finished) == 0
     assert run.events()[-1]["event"] == "completed"
 
 
@@ -926,17 +930,16 @@ def test_ranks_that_move_to_other_nodes_are_given_the_step_of_the_last_checkpoin
 
 @pytest.mark.parametrize("error", [None, SlurmUnavailable("Unable to contact slurm controller")])
 def test_ranks_restart_on_a_node_that_answers_or_whose_address_is_unknown(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+    run: RunDirectory, error: Exception | None
 ) -> None:
     """Only the rank's process has ended."""
 
-    def unanswering(nodes: Sequence[str]) -> Sequence[str]:
-        assert nodes == ["n2"]
-        return next_answer([error or ()])  # type: ignore[no-any-return]
+    class Asked(FakeController):
+        def unanswering(self, nodes: Sequence[str]) -> Sequence[str]:
+            assert nodes == ["n2"]
+            return next_answer([error or ()])  # type: ignore[no-any-return]
 
-    controller = FakeController(Cause.NONE)
-    monkeypatch.setattr(controller, "unanswering", unanswering)
-    assert rebooted(run, controller) == recovery.RESTART
+    assert rebooted(run, Asked(Cause.NONE)) == recovery.RESTART
     assert [event["event"] for event in run.events()] == ["started", "rank_failed", "restarted"]
 
 
@@ -1228,14 +1231,12 @@ def test_an_excluded_node_stays_excluded_in_a_new_job_where_others_work(
 )
 def test_a_hung_run_is_killed_and_then_restarted_or_ended_as_its_definition_says(
     run: RunDirectory,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     watchdog: Watchdog,
     code: int,
     names: list[str],
 ) -> None:
     """No rank exits when it is told to; the hung one is the first failure, whatever the others record."""
-    monkeypatch.setattr(decide, "HANG_GRACE_S", 0.0)
     hang = Hang((1,), "n1", 7, 606.0, "rank 1 (n1) has been stuck at step 7 for 606 s", 605.0)
     killed = threading.Event()
 
@@ -1296,7 +1297,6 @@ def test_a_disk_that_delays_the_history_is_no_hang_of_the_ranks(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be waiting for the same disk; their timeout continues when it answers."""
-    monkeypatch.setattr(decide, "HANG_GRACE_S", 0.0)
     blocked, disk, killed, real = threading.Event(), threading.Event(), threading.Event(), append_line
 
     def append(path: Path, line: Mapping[str, Any]) -> None:
@@ -1426,9 +1426,8 @@ def test_a_run_directory_that_was_removed_ends_its_job_and_says_why(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing that the ranks do can be kept: they would hold their nodes until the time limit."""
-    monkeypatch.setattr(decide, "HANG_GRACE_S", 0.0)
-    monkeypatch.setattr(monitor, "LOOK_S", 0.01)
-    monkeypatch.setattr(monitor, "REMOVED_S", 0.05)
+    monkeypatch.setattr(monitor.Monitor, "look_s", 0.01)
+    monkeypatch.setattr(monitor.Monitor, "removed_s", 0.05)
 
     class Removing(Endless):
         def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:

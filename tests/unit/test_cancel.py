@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clusterddp.cli import steering
 from clusterddp.cli.command_line import command
 from clusterddp.errors import FAILED, SlurmError, UsageError
 from clusterddp.rundir import claims
@@ -76,15 +76,13 @@ def test_the_one_run_of_a_folder_or_pattern_needs_a_yes_as_nobody_has_named_it(
 
 @pytest.mark.parametrize("answer", [True, False])
 def test_on_a_terminal_the_runs_are_listed_and_the_answer_counts(
-    three: list[RunDirectory], answer: bool, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    three: list[RunDirectory], answer: bool, typed: list[Any], capsys: Captured
 ) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(steering, "can_ask", lambda: True)
-    monkeypatch.setattr(steering, "agreed", lambda question: asked.append(question) or answer)
+    typed += ["yes\n" if answer else "no\n"]
     assert command(["cancel", "a", "b", "c"]) == (0 if answer else 1)
     assert states(three) == (["cancelled", "completed", "cancelled"] if answer else [None, "completed", None])
     said = capsys.readouterr().err
-    assert (asked, said.startswith(f"{three[0]}\n{three[2]}\n")) == (["cancel 2 runs permanently?"], True)
+    assert said.startswith(f"{three[0]}\n{three[2]}\ncancel 2 runs permanently? [y/N] ")
     assert ("no run was cancelled" in said) is not answer
 
 

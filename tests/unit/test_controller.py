@@ -5,13 +5,11 @@ from __future__ import annotations
 import queue
 import shutil
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor import controller
 from clusterddp.supervisor.attempt_state import ASK_S, ControllerFailed, Event, Notice, RunRemoved, Stop, Superseded
 from clusterddp.supervisor.controller import Monitor, pause_s
 from tests.fake_slurm import FakeController
@@ -39,15 +37,23 @@ def run(run: RunDirectory) -> RunDirectory:
     return run
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(controller, "LOOK_S", 0.01)
-    monkeypatch.setattr(controller, "ASK_S", 0.01)
-    yield
+class Quick(Monitor):
+    look_s = ask_s = 0.01
+    removed_s = 0.2
 
 
-def watching(run: RunDirectory, events: queue.Queue[Event], *answers: Notice | Exception) -> Monitor:
-    return Monitor(Clockwork(*answers), run, 0, events.put, lambda: 100.0, lambda error: None)
+class Slow(Monitor):
+    look_s = ask_s = 600.0
+
+
+class Calm(Quick):
+    restless_s = 0.0
+
+
+def watching(
+    run: RunDirectory, events: queue.Queue[Event], *answers: Notice | Exception, kind: type[Monitor] = Quick
+) -> Monitor:
+    return kind(Clockwork(*answers), run, 0, events.put, lambda: 100.0, lambda error: None)
 
 
 def posted(run: RunDirectory, count: int, *answers: Notice | Exception) -> list[Event]:
@@ -77,12 +83,10 @@ def test_a_controller_that_does_not_answer_is_queried_again(run: RunDirectory) -
     ]
 
 
-def test_the_controller_is_queried_at_once_on_request(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_controller_is_queried_at_once_on_request(run: RunDirectory) -> None:
     """When a node is silent, the answer decides whether it is lost."""
-    monkeypatch.setattr(controller, "LOOK_S", 600.0)
-    monkeypatch.setattr(controller, "ASK_S", 600.0)
     events: queue.Queue[Event] = queue.Queue()
-    watch = watching(run, events, Notice(None))
+    watch = watching(run, events, Notice(None), kind=Slow)
     events.get(timeout=10)
     watch.ask()
     assert events.get(timeout=10) == Notice(None)
@@ -99,11 +103,8 @@ def test_a_newer_attempt_ends_the_monitor(run: RunDirectory) -> None:
     assert events.empty()
 
 
-def test_a_run_directory_that_is_missing_for_a_moment_is_no_removed_one(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_directory_that_is_missing_for_a_moment_is_no_removed_one(run: RunDirectory) -> None:
     """An automounter may have lost it; and a deleted part of it ends nothing."""
-    monkeypatch.setattr(controller, "REMOVED_S", 0.2)
     events: queue.Queue[Event] = queue.Queue()
     watch = watching(run, events, Notice(None))
     away = run.path.rename(run.path.with_name("away"))
@@ -120,26 +121,20 @@ def test_a_run_directory_that_is_missing_for_a_moment_is_no_removed_one(
     watch.close()
 
 
-def test_an_undisturbed_job_is_asked_about_once_a_minute_and_near_its_time_limit_often(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_undisturbed_job_is_asked_about_once_a_minute_and_near_its_time_limit_often() -> None:
     """Slurm's controller serves thousands of jobs; an unreachable one is asked less and less often, up to that."""
-    monkeypatch.setattr(controller, "ASK_S", ASK_S)
     quiet = [pause_s(left_s) for left_s in (None, 9000.0) for _ in range(50)]
     assert 60 <= min(quiet) < 63 and 72 < max(quiet) <= 75
     assert [pause_s(left_s) for left_s in (30.0, 12.0, 5.0, -5.0)] == [22.0, ASK_S, ASK_S, ASK_S]
     assert [pause_s(None, failures) for failures in (1, 2, 3, 4, 99)] == [8.0, 16.0, 32.0, 60.0, 60.0]
 
 
-def test_after_a_signal_the_controller_is_asked_often_for_a_while(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_signal_the_controller_is_asked_often_for_a_while(run: RunDirectory) -> None:
     """Its record may follow the signal."""
-    monkeypatch.setattr(controller, "RESTLESS_S", 0.0)
     events: queue.Queue[Event] = queue.Queue()
-    watch = watching(run, events, Notice(None))
+    watch = watching(run, events, Notice(None), kind=Calm)
     events.get(timeout=10)
-    monkeypatch.setattr(controller, "RESTLESS_S", 600.0)
+    watch.restless_s = 600.0
     watch.ask()
     assert [events.get(timeout=10) for _ in range(3)] == [Notice(None)] * 3
     watch.close()

@@ -87,15 +87,10 @@ def test_a_gpu_is_found_by_what_torch_calls_it(driver: Driver, identity: str, nu
     assert (gpu and gpu.number) == number
 
 
-def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[gpus.GpuWatch, queue.Queue[dict[str, Any]]]:
-    monkeypatch.setattr(gpus, "WATCHED_S", 0.02)
-    monkeypatch.setattr(gpus, "FIRST_S", 0.0)
-    monkeypatch.setattr(gpus, "EVERY_S", 0.0)
+def watched() -> tuple[gpus.GpuWatch, queue.Queue[dict[str, Any]]]:
     reports: queue.Queue[dict[str, Any]] = queue.Queue()
-    watch = gpus.GpuWatch(
-        lambda: gpus.visible({}, 0, 1), lambda event, **values: reports.put({"event": event} | values), "n3"
-    )
-    return watch, reports
+    report = lambda event, **values: reports.put({"event": event} | values)  # noqa: E731
+    return gpus.GpuWatch(lambda: gpus.visible({}, 0, 1), report, "n3", first_s=0.0, every_s=0.0), reports
 
 
 def next_of(reports: queue.Queue[dict[str, Any]], event: str) -> dict[str, Any]:
@@ -104,9 +99,9 @@ def next_of(reports: queue.Queue[dict[str, Any]], event: str) -> dict[str, Any]:
             return found
 
 
-def test_a_rank_reports_what_its_gpus_do_and_each_xid_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reports_what_its_gpus_do_and_each_xid_once(driver: Driver) -> None:
     driver.has({**ONE, "reasons": 0x44}, {**OTHER, "ecc": 2})
-    watch, reports = watched(monkeypatch)
+    watch, reports = watched()
     assert next_of(reports, "gpu")["figures"] == [60, 61, 356, 66, 50, 2]
     driver.has(ONE, OTHER, xids=[(1, 31), (1, 79), (1, 79), (0, 79)])
     found = [next_of(reports, "gpu_fault") for _ in range(3)]
@@ -119,8 +114,8 @@ def test_a_rank_reports_what_its_gpus_do_and_each_xid_once(driver: Driver, monke
     watch.use([])
 
 
-def test_once_cuda_is_initialized_its_gpus_are_watched(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch, reports = watched(monkeypatch)
+def test_once_cuda_is_initialized_its_gpus_are_watched(driver: Driver) -> None:
+    watch, reports = watched()
     assert next_of(reports, "gpu")["figures"][0] == 60
     watch.use(["b"])
     assert any(next_of(reports, "gpu")["figures"][0] == 80 for _ in range(100))
@@ -335,14 +330,19 @@ def test_a_rank_is_explained_from_a_fifth_more_work_on(own_s: float, explained: 
     assert not any(isinstance(one, Slow) for one in found)
 
 
-def test_the_facts_of_a_slow_node_are_its_clocks_its_load_and_processes_of_others(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_facts_of_a_slow_node_are_its_clocks_and_its_load(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.has({**ONE, "clock": 1200, "most": 1980, "reasons": 0x40})
-    reports: queue.Queue[Any] = queue.Queue()
-    watch = gpus.GpuWatch(lambda: gpus.visible({}, 0, 1), lambda *_, **__: reports.put(1), "n3")
+    watch, _ = watched()
     monkeypatch.setattr(gpus, "current", watch)
-    monkeypatch.setattr(gpus, "FIRST_S", 0.0)
+    while not watch.gpus:
+        pass
+    found = gpus.node_facts()
+    watch.use([])
+    assert found[:3] == ["GPU 5 runs at 1200 of 1980 MHz", "GPU 5 is slowed down by heat", "GPU 5 has 66 °C"]
+    assert found[3].startswith("The load is ")
+
+
+def test_the_busiest_processes_of_other_jobs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTERDDP_RUN_DIR", "/runs/x")
     spin = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
     with (
@@ -351,14 +351,7 @@ def test_the_facts_of_a_slow_node_are_its_clocks_its_load_and_processes_of_other
     ):
         for process in (own, other):
             assert process.stdout is not None and process.stdout.readline()
-        monkeypatch.setattr(gpus, "MOST_NAMED", 1000)
-        monkeypatch.setattr(gpus, "LEAST_CPU", 0.01)
-        while not watch.gpus:
-            pass
-        found = gpus.node_facts()
+        found = " ".join(gpus.busiest_others(most=1000, least_cpu=0.01))
         own.kill()
         other.kill()
-    assert found[:3] == ["GPU 5 runs at 1200 of 1980 MHz", "GPU 5 is slowed down by heat", "GPU 5 has 66 °C"]
-    assert found[3].startswith("The load is ")
-    assert f"(process {other.pid})" in found[4] and f"(process {own.pid})" not in found[4]
-    watch.use([])
+    assert f"(process {other.pid})" in found and f"(process {own.pid})" not in found

@@ -16,8 +16,6 @@ from torch._C._distributed_c10d import HashStore
 
 from clusterddp.rundir.json_lines import read_lines
 from clusterddp.rundir.schemas import METRICS
-from clusterddp.training import log_reduction
-from clusterddp.training import metrics as lines
 from clusterddp.training.log_reduction import Receiver, Sender, decoded, encoded, reduce_values
 from clusterddp.training.logged_values import DeviceCopies, Logged, Values
 from clusterddp.training.loop import Run
@@ -68,10 +66,9 @@ class Gpu:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    heard: list[str] = []
-    monkeypatch.setattr(log_reduction, "say", heard.append)
-    return heard
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
+    """What was said since the last call."""
+    return lambda: [line.removeprefix("clusterddp: ") for line in capsys.readouterr().err.splitlines()]
 
 
 @pytest.fixture
@@ -160,9 +157,9 @@ def test_a_checkpoint_has_all_lines_before_it_and_waits_for_no_later_step(tmp_pa
     assert reported == [("not_finite", {"step": 1, "metrics": {"loss": "NaN"}, "count": 1})]
 
 
-def test_only_so_many_steps_wait_for_a_gpu(tmp_path: Path, open_metrics: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MOST_PENDING", 3)
+def test_only_so_many_steps_wait_for_a_gpu(tmp_path: Path, open_metrics: Any) -> None:
     gpu, metrics = Gpu(), open_metrics()
+    metrics.most_pending = 3
     for step in range(5):
         metrics.add(step, gpu.step(float(step)))
     assert written(tmp_path) == [0.0, 1.0] and [event.waited for event in gpu.events] == [
@@ -175,10 +172,8 @@ def test_only_so_many_steps_wait_for_a_gpu(tmp_path: Path, open_metrics: Any, mo
 
 
 def test_the_lines_of_a_failed_gpu_are_reported_as_lost(
-    tmp_path: Path, open_metrics: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, open_metrics: Any, said: Callable[[], list[str]]
 ) -> None:
-    heard: list[str] = []
-    monkeypatch.setattr(lines, "say", heard.append)
     gpu, metrics = Gpu(), open_metrics()
     for step in range(3):
         metrics.add(step, gpu.step(float(step)))
@@ -189,7 +184,7 @@ def test_the_lines_of_a_failed_gpu_are_reported_as_lost(
 
     gpu.events[1].synchronize = fail  # type: ignore[method-assign]
     metrics.close(clean=False)
-    assert heard == ["could not write the metrics of the last 2 steps: CUDA error: an illegal memory access"]
+    assert said() == ["could not write the metrics of the last 2 steps: CUDA error: an illegal memory access"]
     assert written(tmp_path) == [0.0]
 
 
@@ -217,13 +212,23 @@ def test_a_chunk_keeps_all_bits_and_is_cut_where_it_would_be_too_large() -> None
     assert decoded(encoded([], 5)[0].encode()) == ([], 5)
 
 
+class Quick(Sender):
+    """One that waits for nothing."""
+
+    period_s = idle_s = 0.01
+
+
+class QuickReceiver(Receiver):
+    period_s = 0.01
+
+
 class World:
     """Rank 0's metrics and receiver, and the other ranks' senders, in threads of one process."""
 
     def __init__(self, metrics: Metrics, ranks: int) -> None:
         self.store, self.metrics, self.ranks = HashStore(), metrics, ranks
-        self.receiver = metrics.receiver = Receiver(self.store, ranks, metrics.drain)
-        self.senders = {rank: Sender(self.store, rank) for rank in range(1, ranks)}
+        self.receiver = metrics.receiver = QuickReceiver(self.store, ranks, metrics.drain)
+        self.senders = {rank: Quick(self.store, rank) for rank in range(1, ranks)}
 
     def log(self, rank: int, step: int, reduced: dict[str, float], how: str = "mean", now: bool = False) -> None:
         logged = Logged(dict(reduced), dict.fromkeys(reduced, how))
@@ -238,9 +243,7 @@ class World:
 
 
 @pytest.fixture
-def world(open_metrics: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(log_reduction, "PERIOD_S", 0.01)
-    monkeypatch.setattr(log_reduction, "IDLE_S", 0.01)
+def world(open_metrics: Any) -> Any:
     made = World(open_metrics(), 3)
     yield made
     made.close()
@@ -269,14 +272,16 @@ def test_a_line_waits_for_the_slowest_rank_and_later_lines_wait_behind_it(tmp_pa
     wait_until(lambda: written(tmp_path) == [4.0, 5.0], "both lines", 10)
 
 
-def test_a_rank_that_logs_nothing_is_left_out_and_named(tmp_path: Path, world: World, said: list[str]) -> None:
+def test_a_rank_that_logs_nothing_is_left_out_and_named(
+    tmp_path: Path, world: World, said: Callable[[], list[str]]
+) -> None:
     """Of one step, of all steps, and of all names."""
     world.senders[2].add(0, Logged(), now=False)
     world.log(0, 0, {"loss": 1.0, "mine": 1.0})
     world.log(1, 0, {"loss": 2.0, "theirs": 4.0})
     world.metrics.settle(1, 60)
     assert written(tmp_path) == [1.5] and written(tmp_path, "theirs") == [4.0] and written(tmp_path, "mine") == [1.0]
-    assert sorted(said) == sorted(
+    assert sorted(said()) == sorted(
         f"{ranks} of 3 ranks did not call run.log({name}=..., reduce=...) in step 0, so the value is reduced over the "
         "other ranks. Make this call on every rank"
         for name, ranks in {"loss": "rank 2", "mine": "ranks 1, 2", "theirs": "ranks 0, 2"}.items()
@@ -285,16 +290,18 @@ def test_a_rank_that_logs_nothing_is_left_out_and_named(tmp_path: Path, world: W
     for rank in (1, 2):
         world.log(rank, 1, {"loss": 1.0}, how="mean")
     world.metrics.settle(2, 60)
-    assert len(said) == 3
+    assert said() == []
 
 
-def test_a_rank_that_hangs_is_not_waited_for_without_end(tmp_path: Path, world: World, said: list[str]) -> None:
+def test_a_rank_that_hangs_is_not_waited_for_without_end(
+    tmp_path: Path, world: World, said: Callable[[], list[str]]
+) -> None:
     for step in range(3):
         world.log(0, step, {"loss": 1.0})
         world.log(1, step, {"loss": 2.0})
     world.metrics.settle(2, 0.3)
     assert written(tmp_path) == [1.5, 1.5]
-    assert said[0] == (
+    assert said()[0] == (
         "rank 2 did not send the values of run.log(reduce=...) for steps 0 to 1 within 0.3 s, so they are reduced over "
         "the other ranks"
     )
@@ -304,19 +311,17 @@ def test_a_rank_that_hangs_is_not_waited_for_without_end(tmp_path: Path, world: 
     assert written(tmp_path) == [1.5, 1.5, 3.0]
 
 
-def test_values_that_arrive_when_the_time_is_over_count(said: list[str]) -> None:
+def test_values_that_arrive_when_the_time_is_over_count(said: Callable[[], list[str]]) -> None:
     """The thread has taken them, and has not yet looked which steps are complete."""
     receiver = Receiver(HashStore(), 3, lambda: None)
     receiver._through = {1: 4, 2: 4}
     receiver.wait(3, 0.0)
-    assert receiver.has(3) and not receiver.has(4) and said == []
+    assert receiver.has(3) and not receiver.has(4) and said() == []
 
 
-def test_the_thread_of_a_rank_asks_a_gpu_only_while_no_step_ends(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_thread_of_a_rank_asks_a_gpu_only_while_no_step_ends(tmp_path: Path, world: World) -> None:
     """It would make the capture of a CUDA graph fail. While the script evaluates, nothing else would ask."""
-    monkeypatch.setattr(log_reduction, "QUIET_PERIODS", 10**9)
+    world.senders[1].quiet_periods = 10**9
     gpu, asked = Gpu(), set[str]()
 
     def log(step: int) -> None:
@@ -344,25 +349,26 @@ def test_the_thread_of_a_rank_asks_a_gpu_only_while_no_step_ends(
     wait_until(arrived, "the first two steps", 60)
     assert asked == {threading.current_thread().name}
     gpu.events[1].passed = True
-    monkeypatch.setattr(log_reduction, "QUIET_PERIODS", 2)
+    world.senders[1].quiet_periods = 2
     wait_until(lambda: written(tmp_path) == [2.0, 2.0, 2.0], "the step before an evaluation", 10)
     assert asked == {threading.current_thread().name, "log"}
     assert not any(event.waited for event in gpu.events)
 
 
 def test_values_that_rank_0_does_not_reduce_are_dropped_with_a_warning(
-    world: World, said: list[str], monkeypatch: pytest.MonkeyPatch
+    world: World, said: Callable[[], list[str]]
 ) -> None:
-    monkeypatch.setattr(log_reduction, "MOST_CHUNKS", 2)
-    monkeypatch.setattr(log_reduction, "MOST_STEPS", 3)
+    world.senders[1].most_chunks, world.senders[1].most_steps = 2, 3
     for step in range(12):
         world.log(1, step, {"loss": 1.0})
         world.senders[1].flush()
-    assert said == ["rank 0 never called run.log(reduce=...), so values of other ranks are dropped. Call it on rank 0"]
+    assert said() == [
+        "rank 0 never called run.log(reduce=...), so values of other ranks are dropped. Call it on rank 0"
+    ]
     assert world.store.num_keys() <= 2
 
 
-def test_a_lost_store_ends_no_training(tmp_path: Path, world: World, said: list[str]) -> None:
+def test_a_lost_store_ends_no_training(tmp_path: Path, world: World, said: Callable[[], list[str]]) -> None:
     class Lost(HashStore):
         def check(self, keys: Any) -> bool:
             raise RuntimeError("connection reset")
@@ -370,7 +376,7 @@ def test_a_lost_store_ends_no_training(tmp_path: Path, world: World, said: list[
     world.receiver._store = Lost()  # no public way to lose it
     world.log(0, 0, {"loss": 1.0})
     world.metrics.settle(1, 60)
-    assert written(tmp_path) == [1.0] and "the store is unreachable" in said[0]
+    assert written(tmp_path) == [1.0] and "the store is unreachable" in said()[0]
 
 
 def test_closing_leaves_no_thread_behind(open_metrics: Any) -> None:

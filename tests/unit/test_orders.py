@@ -16,9 +16,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from clusterddp import orders
-from clusterddp.data import sample_order as by_weight
 from clusterddp.data.loader import Loader
-from clusterddp.data.sample_order import Binding, BoundOrder, Order, Permutation, Shuffled
+from clusterddp.data.sample_order import Binding, BoundOrder, Order, Permutation, Shuffled, Weighted
 from clusterddp.data.samplers import chosen
 from clusterddp.errors import CheckpointError
 from tests.wording import raises
@@ -81,11 +80,12 @@ def indices_of(order: BoundOrder, start: int, stop: int) -> list[int]:
 
 
 @pytest.mark.parametrize("blocks", [1 << 22, 64])
-def test_weighted_draws_in_proportion_to_the_weights(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weighted_draws_in_proportion_to_the_weights(blocks: int) -> None:
     """By a chi-squared test; a sample of weight 0 never."""
-    monkeypatch.setattr(by_weight, "_BLOCKS", blocks)
     weights = np.arange(1001) % 7
-    counts = np.bincount(indices_of(bound(orders.weighted(weights), 1001), 10**12, 10**12 + 300_000), minlength=1001)
+    counts = np.bincount(
+        indices_of(bound(Weighted(weights, None, None, blocks), 1001), 10**12, 10**12 + 300_000), minlength=1001
+    )
     assert not counts[weights == 0].any()
     expected = (weights / weights.sum() * 300_000)[weights > 0]
     assert abs(deviation(counts[weights > 0], expected, expected.size - 1)) < 5
@@ -98,14 +98,13 @@ def test_weighted_draws_are_independent_of_the_one_before() -> None:
     assert abs(deviation(counts, np.outer(shares, shares).ravel() * 299_999, 4)) < 5
 
 
-def test_sums_over_blocks_find_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_over_blocks_find_the_same_samples() -> None:
     """As where there are too many weights for a sum each."""
-    weights = np.random.default_rng(0).random(1000) * (np.arange(1000) % 3 > 0)
+    count = (1 << 20) + 1000  # they are read in chunks of 2^20
+    weights = np.random.default_rng(0).random(count) * (np.arange(count) % 3 > 0)
     weights[-40:] = 0
-    whole = indices_of(bound(orders.weighted(weights), 1000), 0, 10_000)
-    monkeypatch.setattr(by_weight, "_BLOCKS", 64)
-    monkeypatch.setattr(by_weight, "_CHUNK", 160)
-    assert indices_of(bound(orders.weighted(weights), 1000), 0, 10_000) == whole
+    whole = indices_of(bound(orders.weighted(weights), count), 0, 10_000)
+    assert indices_of(bound(Weighted(weights, None, None, 1 << 16), count), 0, 10_000) == whole
 
 
 def test_weights_of_classes_are_those_of_their_samples(tmp_path: Path) -> None:
@@ -121,14 +120,13 @@ def test_weights_of_classes_are_those_of_their_samples(tmp_path: Path) -> None:
     assert orders.class_weights([True, False, False, False]).tolist() == [4 / 6, 2]
 
 
-def test_an_order_of_a_thousand_million_samples_needs_no_list_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_of_a_thousand_million_samples_needs_no_list_of_them() -> None:
     """A list would not fit into the memory that the test may take; each is asked for the samples at step 10^9."""
     with most_memory(100 << 20):
         for order in (orders.shuffled(), orders.sequential()):
             assert len(bound(order, 10**9).samples(64 * 10**9, 64 * 10**9 + 64)) == 64
-    monkeypatch.setattr(by_weight, "_BLOCKS", 1 << 16)  # as for 128 times as many
-    with most_memory(50 << 20):
-        draws = bound(orders.weighted([1], np.broadcast_to(np.uint8(0), 8_000_000)), 8_000_000)
+    with most_memory(50 << 20):  # with as few sums as for 128 times as many
+        draws = bound(Weighted([1], np.broadcast_to(np.uint8(0), 8_000_000), None, 1 << 16), 8_000_000)
         assert len(draws.samples(64 * 10**9, 64 * 10**9 + 64)) == 64
 
 

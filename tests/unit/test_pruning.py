@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,26 +98,19 @@ def test_more_checkpoints_stay_on_request(run: RunDirectory) -> None:
     assert run.attempts() == [0, 1, 2]
 
 
-def test_the_answer_on_the_terminal_counts(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def agreed(question: str) -> bool:
-        asked.append(question)
-        return len(asked) == 2
-
-    monkeypatch.setattr(checkpoints, "can_ask", lambda: True)
-    monkeypatch.setattr(checkpoints, "agreed", agreed)
+def test_the_answer_on_the_terminal_counts(run: RunDirectory, typed: list[Any], capsys: Captured) -> None:
+    typed += ["n\n", "y\n"]
     assert (command(["prune", str(run)]), steps(run)) == (0, [1, 2, 3, 4, 5, 6])
+    assert "delete 5 checkpoint files of 1 run (" in capsys.readouterr().err
     assert (command(["prune", str(run)]), steps(run)) == (0, [2, 6])
-    assert asked[0].startswith("delete 5 checkpoint files of 1 run (") and asked[0].endswith(")?")
 
 
 @pytest.mark.parametrize(
     ("answer", "yes"), [("y\n", True), ("YES\n", True), ("\n", False), ("", False), ("n\n", False)]
 )
-def test_only_yes_is_yes(answer: str, yes: bool, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_only_yes_is_yes(answer: str, yes: bool, typed: list[Any], capsys: Captured) -> None:
     """The end of the input is not, and ends the line."""
-    monkeypatch.setattr(reporter.sys.stdin, "readline", lambda: answer)
+    typed += [answer]
     assert reporter.agreed("end it?") is yes
     assert capsys.readouterr() == ("", f"end it? [y/N] {'' if answer else chr(10)}")
 
@@ -141,11 +135,8 @@ def test_a_failed_run_that_is_being_continued_is_refused(run: RunDirectory, caps
     assert steps(run) == [2, 6]
 
 
-def test_a_run_that_starts_while_the_question_is_open_is_left_alone(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoints, "can_ask", lambda: True)
-    monkeypatch.setattr(checkpoints, "agreed", lambda _: run.outcome_file.unlink() is None)
+def test_a_run_that_starts_while_the_question_is_open_is_left_alone(run: RunDirectory, typed: list[Any]) -> None:
+    typed += [lambda: run.outcome_file.unlink() or "yes\n"]
     assert (command(["prune", str(run)]), steps(run)) == (1, [1, 2, 3, 4, 5, 6])
 
 

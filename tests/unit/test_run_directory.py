@@ -327,11 +327,9 @@ def test_a_large_file_is_read_if_its_file_system_cannot_tell_where_its_holes_are
     assert len(run.metrics()) == 1
 
 
-def test_the_job_definition_is_read_in_the_folder_that_was_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_held_folders")
+def test_the_job_definition_is_read_in_the_folder_that_was_checked(tmp_path: Path) -> None:
     """Another user, who put a folder in its place after the check, would choose what the supervisor executes."""
-    monkeypatch.setattr(files, "_held", {})  # other tests of this process may hold as many folders as stay open
     run, other = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "other")
     for directory, module in ((run, "mine"), (other, "foreign")):
         directory.create()

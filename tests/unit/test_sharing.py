@@ -183,11 +183,9 @@ def test_a_new_run_in_a_folder_where_others_can_rename_it_is_reported(
     assert capsys.readouterr().err.count(f"chmod +t {tmp_path}") == 2 * warned
 
 
-def test_a_command_deletes_nothing_through_a_link_in_a_held_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_held_folders")
+def test_a_command_deletes_nothing_through_a_link_in_a_held_folder(tmp_path: Path) -> None:
     """Nor does it write through one, and a folder that was put in the place of a held one stays as it is."""
-    monkeypatch.setattr(files, "_held", {})  # those of other tests
     held, other = tmp_path / "held", tmp_path / "other"
     for folder in (held, other):
         (folder / "sub").mkdir(parents=True)
@@ -210,11 +208,9 @@ def test_a_command_deletes_nothing_through_a_link_in_a_held_folder(
     assert [path.name for path in sorted(other.rglob("*"))] == ["sub", "file"]
 
 
-def test_a_process_whose_script_has_closed_all_descriptors_still_reaches_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_held_folders")
+def test_a_process_whose_script_has_closed_all_descriptors_still_reaches_its_run(tmp_path: Path) -> None:
     """And refuses another folder in its place, also if it got the number of a closed descriptor."""
-    monkeypatch.setattr(files, "_held", {})  # those of other tests
     held, other = tmp_path / "held", tmp_path / "other"
     held.mkdir()
     other.mkdir()
@@ -235,9 +231,9 @@ def test_a_process_whose_script_has_closed_all_descriptors_still_reaches_its_run
         os.close(each)
 
 
-def test_a_process_holds_more_folders_than_it_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_held_folders")
+def test_a_process_holds_more_folders_than_it_may_open(tmp_path: Path) -> None:
     """As for the members of a sweep. None of them can be replaced by another folder."""
-    monkeypatch.setattr(files, "_held", {})
     before = len(os.listdir("/proc/self/fd"))
     folders = [tmp_path / f"run-{number}" for number in range(100)]
     for folder in folders:
@@ -329,11 +325,11 @@ def test_a_users_own_link_to_a_folder_holds_their_run(tmp_path: Path) -> None:
     assert (run.path, created) == (tmp_path / "run", False)
 
 
+@pytest.mark.usefixtures("no_held_folders")
 def test_a_file_of_a_deleted_folder_that_is_not_kept_open_is_already_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that holds many folders keeps only some of them open."""
-    monkeypatch.setattr(files, "_held", {})  # those of other tests
     monkeypatch.setattr(files, "_MOST_OPEN", 0)
     folder = tmp_path / "folder"
     folder.mkdir()

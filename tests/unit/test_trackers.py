@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,17 +18,17 @@ import pytest
 from clusterddp.errors import RunDirectoryError, Superseded, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.tracking import check_packages, config, wanted
+from clusterddp.process import descendants
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.metrics_lines import counts
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers import sent
-from clusterddp.trackers.__main__ import main as send_rest
+from clusterddp.trackers.__main__ import send_rest
 from clusterddp.trackers.follower import Follower
 from clusterddp.trackers.mlflow import Mlflow
 from clusterddp.trackers.registry import TRACKERS, overview
 from clusterddp.trackers.sent import Lines, Sent, read_sent, write_sent
 from clusterddp.trackers.wandb import Wandb
-from clusterddp.training import metrics as tracking
 from clusterddp.training.metrics import Tracking
 from tests import packages, tracker_files
 from tests.histories import happened
@@ -168,11 +169,11 @@ def test_a_line_that_is_being_written_is_read_once_it_is_complete(run: RunDirect
     assert [line["step"] for line in found.below(9)] == [1]
 
 
-def test_a_long_file_is_read_in_blocks(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_read_in_blocks(run: RunDirectory) -> None:
     """Which end within lines."""
-    monkeypatch.setattr(sent, "BLOCK", 150)
     number = attempt(run, 0, *range(100))
     found = Lines(run.metrics_file, counts({number: 0}), 7)
+    found.block = 150
     assert [line["step"] for line in found.below(50)] == list(range(7, 50))
     assert [line["step"] for line in found.below(99)] == list(range(50, 99))
 
@@ -286,7 +287,6 @@ def test_a_killed_process_leaves_no_step_twice_in_mlflow_and_no_second_run(
     from clusterddp.trackers import mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setattr(mlflow, "MOST_METRICS", 3)
     options = {"tracking_uri": str(run.path / "store"), "experiment": "tests", "name": "a run", "config": {"lr": 0.1}}
     (run.path / "mlflow").mkdir()
     recorded: list[Sent] = []
@@ -295,6 +295,7 @@ def test_a_killed_process_leaves_no_step_twice_in_mlflow_and_no_second_run(
     assert [sent.id for sent in recorded] == [recorded[0].id, killed._id]
     for before, begin, end in ((recorded[0], 0, 5), (recorded[1], 0, 7), (replace(recorded[1], step=7), 5, 9)):
         writer = mlflow.MlflowRun(run.path / "mlflow", replace(before, attempt=1), options)
+        writer.most_metrics = 3
         assert (writer._id, writer.first) == (killed._id, before.step)
         for step in range(begin, end):
             writer.add(step, 100.0, {"loss": step / 2, "acc@1": float("nan")})
@@ -338,21 +339,23 @@ def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(
     assert name == "wandb" and "It lacks steps from 1 on: No API key configured" in words
 
 
-def test_a_tracker_that_hangs_is_killed_in_time(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every Python that starts now hangs."""
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("_hanging")
+def test_a_tracker_that_hangs_is_killed_in_time(run: RunDirectory) -> None:
     """A run waits for its trackers for a bounded time, and a full pipe delays nothing."""
-    hanging = [sys.executable, "-c", "import time; time.sleep(600)"]
-    monkeypatch.setattr(tracking, "module_command", lambda _: hanging)
-    begun: list[Any] = []
-    monkeypatch.setattr(tracking._Process, "tell", lambda self, order: begun.append(self._process))
     assert told(run, Job("digits", trackers={"tensorboard": True}), seconds=0.1) == []
-    assert begun[0].returncode == -9
+    assert not any("clusterddp.trackers.follower" in command for command in descendants(os.getpid()).values())
 
 
-def test_a_tracker_of_a_complete_run_that_needs_longer_is_in_the_history(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_hanging")
+def test_a_tracker_of_a_complete_run_that_needs_longer_is_in_the_history(run: RunDirectory) -> None:
     """With the command that sends the rest, as no attempt follows."""
-    monkeypatch.setattr(tracking, "module_command", lambda _: [sys.executable, "-c", "import time; time.sleep(600)"])
     events: list[dict[str, Any]] = []
     rank0 = Tracking(
         run, Job("digits", trackers={"tensorboard": True}), attempt(run, 0), lambda event, **rest: events.append(rest)
@@ -364,19 +367,18 @@ def test_a_tracker_of_a_complete_run_that_needs_longer_is_in_the_history(
 
 
 def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of it, up to its last checkpoint, and once."""
     packages.require("tensorboard")
     attempt(run, 0, 0, 1, 2)
     run.job_file.write_text(Job("digits", module="net", device="cpu", trackers={"tensorboard": True}).to_yaml())
-    monkeypatch.setattr(sys, "argv", ["", str(run)])
     with raises(RunDirectoryError):
-        send_rest()
+        send_rest(str(run))
     happened(run, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": 3})
     write_json(run.outcome_file, {"state": "completed", "step": 3, "attempts": 1, "reason": ""})
     for _ in range(2):
-        assert send_rest() == 0
+        assert send_rest(str(run)) == 0
         assert tracker_files.scalars(run, "loss") == [(0, 0.0), (1, 0.5), (2, 1.0)]
     assert len(list((run.path / "tensorboard").glob("events.*"))) == 1
     assert capsys.readouterr().err == 2 * "clusterddp: TensorBoard has all steps below 3\n"
@@ -384,17 +386,16 @@ def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
 
 @pytest.mark.parametrize("steps", [(), (0,)], ids=["no checkpoint", "stopped before the first step"])
 def test_a_run_without_a_saved_step_has_no_values_for_its_trackers(
-    run: RunDirectory, steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, steps: tuple[int, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command says why, and starts no tracker."""
+    packages.require("tensorboard")
     attempt(run, 0, 0)
     run.job_file.write_text(Job("digits", module="net", device="cpu", trackers={"tensorboard": True}).to_yaml())
     for step in steps:
         happened(run, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": step})
     write_json(run.outcome_file, {"state": "failed", "step": 0, "attempts": 1, "reason": ""})
-    monkeypatch.setattr(sys, "argv", ["", str(run)])
-    monkeypatch.setattr("clusterddp.trackers.__main__.check_packages", lambda _: None)
-    assert send_rest() == 0
+    assert send_rest(str(run)) == 0
     expected = f"sent no values, because only steps below a checkpoint are sent and {run} has no such step\n"
     assert capsys.readouterr().err == f"clusterddp: {expected}"
     assert not list((run.path / "tensorboard").iterdir())
