@@ -263,12 +263,24 @@ def _foreign(frame: FrameType) -> bool:
 
 def _lines(frame: FrameType) -> list[str]:
     """The frames of a thread, the most recent call first, without those below the script."""
+    kept = _above_entry(frame)[:MOST_SENT_FRAMES]
+    return [f"{one.f_code.co_filename}:{one.f_lineno} ({one.f_code.co_name})" for one in kept]
+
+
+def _above_entry(frame: FrameType) -> list[FrameType]:
+    """The frames of a thread, the most recent call first, without those below the script, if it has any of its own."""
     found = list(outward(frame))
     above = len(found)
     while above and found[above - 1].f_code.co_filename.startswith(_BELOW_SCRIPT):
         above -= 1
-    kept = found[: above or len(found)][:MOST_SENT_FRAMES]
-    return [f"{one.f_code.co_filename}:{one.f_lineno} ({one.f_code.co_name})" for one in kept]
+    return found[: above or len(found)]
+
+
+def main_thread_stack() -> str:
+    """The stack of the main thread in the form of a traceback, without the text of the lines: a disk may hang."""
+    frames = _above_entry(current_frames()[threading.main_thread().ident or 0])
+    lines = [f'  File "{one.f_code.co_filename}", line {one.f_lineno}, in {one.f_code.co_name}' for one in frames]
+    return "\n".join(["Stack (most recent call last):", *reversed(lines)])
 
 
 def main_thread_place() -> tuple[str, bool]:

@@ -41,7 +41,7 @@ from clusterddp.errors import (
     Stopped,
     StoppedAlone,
 )
-from clusterddp.failures.stack_traces import stacks, write_stacks
+from clusterddp.failures.stack_traces import main_thread_stack, stacks, write_stacks
 from clusterddp.process import at_exit, collect_rarely, die_with_parent, module_command, this_process
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import append_line, write_json
@@ -338,7 +338,9 @@ def obey(channel: ControlChannel, order: Mapping[str, Any], end: Mapping[str, An
         channel.answer(str(order["commit"]))
     if "leave" in order and _used_clusterddp():
         say_unlocked(f"exiting, because {order['leave']}")
-        channel.send("left", **{**end, "end": "dismissed", "error": order["leave"], "used_clusterddp": True})
+        where = _short(main_thread_stack(), LONGEST_TRACEBACK)
+        dismissed = {"end": "dismissed", "error": order["leave"], "traceback": where, "used_clusterddp": True}
+        channel.send("left", **{**end, **dismissed})
         # In a separate thread, because an exit handler may need an answer of the supervisor.
         threading.Thread(target=rank_exit.fail, args=(1, rank_exit.DISMISSAL_GRACE_S), name="exit", daemon=True).start()
 

@@ -7,15 +7,19 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from clusterddp import protocol
+from clusterddp.failures.stack_traces import users_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.worker import rank
+from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_text
+from clusterddp.worker import rank, rank_exit
 from clusterddp.worker.control_channel import ControlChannel
 from tests.fake_slurm import FakeController, FakeRanks
 from tests.ranks.test_local import submit
@@ -155,6 +159,23 @@ def test_the_peers_of_a_failed_rank_are_told_to_exit_on_all_nodes(
     assert attempt.supervise() == 1
     assert told == ["rank 1 (n2) failed"]
     assert (run.outcome() or {})["reason"] == "rank 1 (n2) raised ValueError: no"
+
+
+def test_a_rank_that_is_told_to_exit_reports_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The box shows that if the rank waited for one that takes a while to exit with code 0, and raised no error yet."""
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(rank_exit, "fail", lambda *_: None)
+    monkeypatch.setattr(rank, "USING_CLUSTERDDP", {__name__})
+    channel = SimpleNamespace(send=lambda _, **values: sent.append(values))
+    order, end = {"leave": "rank 1 exited"}, {"rank": 0, "host": "n1"}
+    listener = threading.Thread(target=lambda: rank.obey(channel, order, end))  # type: ignore[arg-type]
+    listener.start()
+    listener.join()
+    told = RankEnd.from_record(0, "n1", 9.0, sent[0])
+    assert (told.end, (users_line(told.traceback) or "").partition(":")[0]) == ("dismissed", Path(__file__).name)
+    left = RankEnd(1, "n1", "unfinished", 1.0, error="exited with code 0 inside its training loop")
+    lines = failure_text(RunDirectory(tmp_path), 0, FirstFailure(left, [told]), 9.0).split("\n")
+    assert lines[lines.index("rank 0 waited for this rank:") + 1] == "Stack (most recent call last):"
 
 
 def test_an_exception_is_recorded_and_shown_whether_or_not_the_scripts_hook_fails(
