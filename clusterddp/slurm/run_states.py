@@ -55,6 +55,7 @@ class Cause(enum.Enum):
     DRAIN_REQUESTED = "stopped by `clusterddp drain`"
     NODES_BUSY = "no rank could start, because an earlier step of the job still holds its nodes"
     GPU_HOURS = "limits.gpu_hours reached. Raise it with --change --set limits.gpu_hours=N"
+    BY_SCRIPT = "stopped by the script"
     SUPERSEDED = "superseded"
     UNKNOWN = "stopped, cause unknown"
     NONE = "stopped by a signal, but not by preemption, time limit or cancellation"

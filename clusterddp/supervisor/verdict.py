@@ -411,7 +411,10 @@ def judge(
         return Verdict(Action.RESTART, failures[0].sentence(), cause, failures[0], others, because)
     if failures:
         return Verdict(Action.FAIL, _with(failures[0], because), cause, failures[0], others, because)
-    if any(end.end == "stopped" for end in ends):
+    if stopped := [end for end in ends if end.end == "stopped"]:
+        # By run.stop() or requeue(). A signal before all ranks had joined is not reported as one.
+        if not told and all(end.used_clusterddp for end in stopped):
+            cause = Cause.BY_SCRIPT
         return Verdict(Action.LEAVE, cause.value, cause)
     return Verdict(Action.FAIL, f"all ranks finished, but the launcher exited with code {exit_code}")
 

@@ -335,6 +335,7 @@ def test_a_script_that_catches_the_stop_and_runs_to_its_end_is_not_completed(run
     script.write_text(CATCHES)
     stopped = submit(run, str(script), "--device", "cpu")
     assert stopped.returncode == 130 and "Checkpoint 3 is saved. The run is stopped" in stopped.stderr
+    assert [event["cause"] for event in run.events() if event["event"] == "stopped"] == [Cause.BY_SCRIPT.value]
     assert submit(run).returncode == 0
     assert (run.outcome() or {}) == {"state": "completed", "step": 9, "attempts": 2, "reason": "all ranks finished"}
     said = (run.attempt_logs(0) / "rank-0.err").read_text()

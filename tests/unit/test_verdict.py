@@ -87,6 +87,24 @@ def test_the_verdict_follows_from_the_ranks_and_the_controller(
     assert judge([end(what, rank) for rank, what in enumerate(ends)], exit_code, True, lambda: cause).action is action
 
 
+@pytest.mark.parametrize(
+    ("told", "used_clusterddp", "cause", "expected"),
+    [
+        (False, True, Cause.NONE, Cause.BY_SCRIPT),
+        (True, True, Cause.NONE, Cause.NONE),  # a signal, of which Slurm knows nothing
+        (False, False, Cause.NONE, Cause.NONE),  # the same before all ranks had joined
+        (False, True, Cause.CANCELLED, Cause.CANCELLED),
+        (True, True, Cause.INTERRUPTED, Cause.INTERRUPTED),
+    ],
+)
+def test_a_stop_without_a_request_is_the_scripts(
+    told: bool, used_clusterddp: bool, cause: Cause, expected: Cause
+) -> None:
+    """It has called run.stop() or requeue()."""
+    ends = [replace(end("stopped", rank), used_clusterddp=used_clusterddp) for rank in (0, 1)]
+    assert judge(ends, 0, told, lambda: cause).cause is expected
+
+
 def test_a_completed_run_does_not_query_the_controller() -> None:
     """Finished work stays finished, whatever Slurm reports."""
 
