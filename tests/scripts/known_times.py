@@ -29,8 +29,10 @@ import torch  # noqa: E402
 from torch.utils.data import Dataset  # noqa: E402
 
 import clusterddp  # noqa: E402
+from clusterddp.training import step_timing  # noqa: E402
 
-BODY_S, BATCH_S, SLOW_S, SAVE_S, EVALUATE_S, RESTORE_S, FIRST_S, STALL_S = 0.08, 0.02, 0.2, 0.3, 1.2, 0.6, 0.5, 35
+BODY_S, BATCH_S, SLOW_S, SAVE_S, EVALUATE_S, RESTORE_S, FIRST_S, STALL_S = 0.08, 0.02, 0.2, 0.3, 1.2, 0.6, 0.5, 8
+step_timing.STALL_S = 5  # the run's watchdog waits for 12 s
 init = clusterddp.init  # imports what it needs
 saving = stepping = False
 

@@ -184,7 +184,6 @@ class Injector:
         self._note(kind)
         (self._training.folder / "crash").touch()
         until(lambda: not (self._training.folder / "crash").exists(), "the crash", WAIT_S)
-        self._submit_again()
 
     def _submit_again(self) -> None:
         """A while after the run's end."""
