@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from clusterddp.history.beginnings import Beginning, Forked, Submitted
+from clusterddp.history.beginnings import Beginning, Forked, NotRead, OwnCheckpointRead, Submitted
 from clusterddp.history.ends import AttemptEnd, RunEnd
 from clusterddp.history.event import Event
 from clusterddp.history.steps import ChildStep, StepsSeen
@@ -93,6 +93,12 @@ class AttemptView(Events):
     def has_unnumbered_steps(self) -> bool:
         """Whether a step of unknown number was completed."""
         return self.has(StepsSeen, ChildStep)
+
+    @property
+    def unread(self) -> NotRead | None:
+        """That the script did not read its checkpoint, and has not read one later either."""
+        read = [event for event in self if isinstance(event, NotRead | OwnCheckpointRead)]
+        return read[-1] if read and isinstance(read[-1], NotRead) else None
 
     @property
     def is_open(self) -> bool:

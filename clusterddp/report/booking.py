@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from clusterddp.history.beginnings import unread
 from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM, PHASES, RUN_ENDS
 from clusterddp.rundir.schemas import is_time
 from clusterddp.rundir.summary import Summary
@@ -363,7 +364,7 @@ def _with_details(intervals: list[Interval], attempts: Sequence[_Attempt], waite
     repeated: list[tuple[float, float]] = []
     stopped: list[tuple[float, float]] = []
     for attempt in attempts:
-        if attempt.first("not_read") is not None:
+        if unread(attempt.events):
             repeated.append((0.0, attempt.launch["time"]))
         for event in attempt.events:
             if event["event"] == "evaluated":

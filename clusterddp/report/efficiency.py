@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from clusterddp.history.beginnings import unread
 from clusterddp.report.booking import CATEGORIES, Booking, book, continues, idle_node_s
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.schemas import is_count, is_time
@@ -108,8 +109,7 @@ def spent(booking: Booking, events: Iterable[Mapping[str, Any]]) -> Spent | None
     known: list[Any] = [event.get("redone") for event in events if event["event"] in ("training", "resumed")]
     unnumbered = {event["attempt"] for event in events if event["event"] == "steps_seen"}
     unnumbered -= {event["attempt"] for event in events if event["event"] in ("training", "resumed")}
-    unread = [event for event in events if event["event"] == "not_read" and event["attempt"] in unnumbered]
-    known += [event.get("redone") for event in unread]
+    known += [event.get("redone") for event in unread(events) if event["attempt"] in unnumbered]
     at_least = len(unnumbered) > 1
     repeated = sum(steps for steps in known if is_count(steps)) or (None if at_least else 0)
     goodput = min(1.0, productive / with_nodes) if with_nodes > 0 else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp.errors import RunDirectoryError
+from clusterddp.history.beginnings import unread
 from clusterddp.history.words import ATTEMPT_ENDS, BY_SLURM, WITHOUT_RANKS
 from clusterddp.rundir import json_lines, metrics_lines, schemas
 from clusterddp.rundir.claims import is_job_id, read_claim, waiting_claim
@@ -35,7 +36,12 @@ _WANTED_BYTES = 1 << 18
 _EVENT_NAME = re.compile(rb'"event": ?"(\w+)"')
 _BEGINNINGS = ("training", "resumed")
 #: The events that are read. The others may be many; of the checkpoints, only the newest is read.
-_READ = frozenset(("forked", "submitted", "started", "progress", "not_read", "steps_seen", *_BEGINNINGS, *ATTEMPT_ENDS))
+_READ = frozenset(
+    (
+        *("forked", "submitted", "started", "progress", "not_read", "own_checkpoint_read", "steps_seen"),
+        *(*_BEGINNINGS, *ATTEMPT_ENDS),
+    )
+)
 #: How an attempt ends other than by completing the run.
 _STOPS = frozenset(ATTEMPT_ENDS) - {"completed"}
 
@@ -193,9 +199,9 @@ class _History:
 
 def _redone(own: Sequence[Mapping[str, Any]]) -> int | None:
     """What an attempt repeats whose script did not read its checkpoint: by the numbers that it prints, if it does."""
-    unread = next((event for event in own if event["event"] == "not_read"), None)
+    began_again = unread(own)
     numbered = next((event for event in own if event["event"] in _BEGINNINGS), {})
-    return None if unread is None else numbered.get("redone", unread.get("redone", 0))
+    return numbered.get("redone", began_again[0].get("redone", 0)) if began_again else None
 
 
 def _named(lines: Iterable[bytes]) -> list[tuple[str, bytes]]:

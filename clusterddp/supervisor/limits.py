@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from clusterddp.history.beginnings import Beginning, NotRead, OwnResume, Phase, Started, Training
+from clusterddp.history.beginnings import Beginning, OwnResume, Phase, Started, Training
 from clusterddp.history.checkpoints import Checkpoint, CheckpointDamaged, Saved, SavedItself
 from clusterddp.history.ends import Completed, Continues, Failed, Restarted, Resubmitted
 from clusterddp.history.event import Event
@@ -86,7 +86,7 @@ def lost_steps(history: RunView, attempt: int) -> int:
     """The steps of unknown number, at least, that an attempt repeats if it begins again: those of the attempts before,
     from the last one that began again on."""
     earlier = history.before(attempt)
-    began_again = max((before.number for before in earlier if before.has(NotRead)), default=0)
+    began_again = max((before.number for before in earlier if before.unread), default=0)
     ends = [end for before in earlier if before.number >= began_again for end in before.all(Continues)]
     return sum(end.made or 0 for end in ends)
 
@@ -98,7 +98,7 @@ def new_checkpoints(attempt: AttemptView) -> list[SavedItself]:
     become smaller in the course of an attempt, as those of files that are written in turn. Without numbers, each one
     counts if the script has read the one that it was to continue from.
     """
-    resume, unread = attempt.first(OwnResume), attempt.has(NotRead)
+    resume, unread = attempt.first(OwnResume), attempt.unread
     loaded = None if resume is None else resume.file
     found: list[SavedItself] = []
     before: str | None = None
@@ -143,7 +143,7 @@ def doubt(history: RunView, attempt: int, sees_steps: bool = False) -> str | Non
     own = history.attempt(attempt)
     if died := own.first(ChildDied):
         return f"unconfirmed: {died.what()}, and the script exited with code 0"
-    if unread := own.first(NotRead):
+    if unread := own.unread:
         return f"unconfirmed: the script did not read {unread.file}, so it began again"
     ran_s = _script_s(own)
     if ran_s is None:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from clusterddp.errors import ClusterddpError, RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.failures import exclusion
 from clusterddp.failures.placement import Choice, Course, choose
-from clusterddp.history.beginnings import Beginning, NotRead, OwnResume, Phase
+from clusterddp.history.beginnings import Beginning, OwnResume, Phase
 from clusterddp.history.checkpoints import SavedItself
 from clusterddp.history.ends import Continues, Restarted, Stopped
 from clusterddp.history.failures import NodeLost
@@ -133,7 +133,7 @@ class Recovery:
         A script that was stopped at its last step, reads what it saved there and has no step left is done.
         """
         own = self._own
-        if own.has(ChildDied) or (self._job.done is None and own.has(NotRead)):
+        if own.has(ChildDied) or (self._job.done is None and own.unread):
             return doubt(self._history.view, self._number)
         if any(event.phase == "restoring" for event in own.all(Phase)) and not own.has(Beginning):
             return "unconfirmed: the script called ctx.run(), but it began no loop over run.steps() or run.epochs()"

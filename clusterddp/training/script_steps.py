@@ -36,6 +36,9 @@ MOVED_ON = 100
 #: A script that resumes has read its checkpoint by this step. torch's distributed checkpoint makes one step of the
 #: optimizer before it loads the optimizer's state (``_init_optim_state``).
 LOADED = 2
+#: By this one also a script has that looks for a learning rate first, which takes 100 steps in Lightning, fastai and
+#: torch-lr-finder.
+SEARCHED = 200
 
 
 class ScriptSteps:
@@ -97,8 +100,8 @@ class ScriptSteps:
     def _count(self) -> None:
         self.steps += 1
         self._times.turn()
-        if self.steps == LOADED and self._rank == 0:
-            own_saves.end_resume_watch()
+        if self.steps >= LOADED and own_saves.resume_watch is not None:
+            own_saves.end_resume_watch(final=self.steps >= SEARCHED)
         if not self._begun:
             self._begun = True
             self.heartbeat.begin()

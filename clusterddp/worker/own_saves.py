@@ -426,9 +426,9 @@ def _stops_deferred() -> Iterator[None]:
         _stops.release()
 
 
-#: linux/inotify.h: a file, or a file in a watched folder, is read, closed after a write, or opened. Events were lost.
-#: The event is of a folder, as at a listing.
-_ACCESS, _CLOSE_WRITE, _OPEN, _OVERFLOW, _IS_FOLDER = 0x1, 0x8, 0x20, 0x4000, 0x40000000
+#: linux/inotify.h: a file, or a file in a watched folder, is read, closed after a write, closed otherwise, or opened.
+#: Events were lost. The event is of a folder, as at a listing.
+_ACCESS, _CLOSE_WRITE, _CLOSE_NOWRITE, _OPEN, _OVERFLOW, _IS_FOLDER = 0x1, 0x8, 0x10, 0x20, 0x4000, 0x40000000
 _EVENT = struct.Struct("iIII")  # followed by the name, whose length is the last number
 
 
@@ -444,6 +444,9 @@ class ResumeWatch:
     library: Python's ``open``, a reader in C++ or Rust, ``mmap``. An open that writes does not count. Rank 0's node
     alone is watched. A script that opens the file without using it seems to continue, and one that opened a copy
     earlier seems not to.
+
+    ``late``: the script has made steps without reading the file, which is reported. A script that looks for a learning
+    rate first may still read it. From then on a file counts only if this attempt has not written it before.
     """
 
     def __init__(self, path: str, others: Sequence[str] = ()) -> None:
@@ -452,9 +455,12 @@ class ResumeWatch:
         self._lock, self._descriptor = threading.Lock(), -1
         self._paths: dict[int, str] = {}
         self._opens: Counter[tuple[int, bytes]] = Counter()
-        self._reported = False
+        self._reported = ""
+        self.late = False
         #: Those that were read. None once that is unknown.
         self._read: set[str] | None = None
+        #: Those with files that were written.
+        self._written: set[str] = set()
         libc = ctypes.CDLL(None)
         if hasattr(libc, "inotify_init1"):
             self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -465,20 +471,26 @@ class ResumeWatch:
             for part in (whole, *(str(one) for one in Path(whole).rglob("*") if one.is_dir())):
                 if not os.path.lexists(part):
                     continue
-                watch = libc.inotify_add_watch(self._descriptor, os.fsencode(part), _ACCESS | _CLOSE_WRITE | _OPEN)
+                mask = _ACCESS | _CLOSE_WRITE | _CLOSE_NOWRITE | _OPEN
+                watch = libc.inotify_add_watch(self._descriptor, os.fsencode(part), mask)
                 if watch < 0:  # over the user's limit of watches
                     self._read = None
-                    self._close()
+                    self.close()
                     return
                 self._paths.setdefault(watch, whole)
 
     def was_opened(self) -> bool | None:
-        """Whether ``path`` was read before the first call, which ends the watch.
+        """``is_read`` at the first call, which ends the watch."""
+        self._look()
+        self.close()
+        return self.is_read()
+
+    def is_read(self) -> bool | None:
+        """Whether ``path`` was read before the end of the watch.
 
         Also False if the file was deleted, and None if that is unknown.
         """
         self._look()
-        self._close()
         if self.path in (self._read or ()):
             return True
         return None if self._read is None and Path(self.path).exists() else False
@@ -487,12 +499,21 @@ class ResumeWatch:
         """The first of the others that was read."""
         return next((other for other in self._others if other in (self._read or ())), None)
 
-    def report(self, name: str, path: str) -> None:
-        """Adds an event to the history. Only the first call counts."""
+    def report_read(self, path: str) -> None:
+        """Reports once that the script has read ``path``, also after ``report_unread``."""
+        self._report("own_checkpoint_read", path)
+
+    def report_unread(self) -> None:
+        """Reports once that the script has not read ``path``, unless it has. The watch is late from now on."""
+        self.late = True
+        self._report("not_read", self.path)
+
+    def _report(self, name: str, path: str) -> None:
         with self._lock:
-            reported, self._reported = self._reported, True
-        if not reported:
-            control_channel.report(name, file=path)
+            if self._reported in (name, "own_checkpoint_read"):
+                return
+            self._reported = name
+        control_channel.report(name, file=path)
 
     def begin(self) -> None:
         """Reports it as soon as ``path`` is read, from a thread, as a stop may kill this process before it ends."""
@@ -502,11 +523,11 @@ class ResumeWatch:
     def _await_read(self) -> None:
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
-        while self._descriptor >= 0:
+        while self._descriptor >= 0 and not self.late:
             poll.poll(WATCH_MS)
             self._look()
-            if self.path in (self._read or ()):
-                self.report("own_checkpoint_read", self.path)
+            if self.path in (self._read or ()) and not self.late:
+                self.report_read(self.path)
                 return
 
     def _look(self) -> None:
@@ -529,12 +550,20 @@ class ResumeWatch:
             self._read.add(self.path)
         if mask & _IS_FOLDER or watch not in self._paths or self._read is None:
             return
-        if mask & _ACCESS:
-            self._read.add(self._paths[watch])
+        path = self._paths[watch]
+        if mask & _CLOSE_WRITE:
+            self._written.add(path)
+        if mask & _ACCESS and not (self.late and path in self._written):
+            self._read.add(path)
+        if self.late:  # a file that is open may be one that is being written
+            if mask & _CLOSE_NOWRITE and path not in self._written:
+                self._read.add(path)
+            return
         change = bool(mask & _OPEN) - bool(mask & _CLOSE_WRITE)
         self._opens[watch, name] = max(0, self._opens[watch, name] + change)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Ends the watch."""
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
@@ -556,20 +585,27 @@ def watch_resume(environ: Mapping[str, str]) -> None:
         resume_watch.begin()
 
 
-def end_resume_watch(*, trained: bool = True) -> bool | None:
+def end_resume_watch(*, trained: bool = True, stepped: bool = True, final: bool = True) -> bool | None:
     """Ends the watch, and reports what was read. Returns whether it is the file from which the script is to continue.
     None if that is unknown, or there was no watch.
 
-    ``trained``: whether the script would have read the file by now, because it trains, or is done.
+    Args:
+        trained: whether the script would have read the file by now, because it trains, or is done.
+        stepped: whether it has made a step since its last read. A late read without one is no resume.
+        final: otherwise, if the file was not read, that is reported and the watch continues.
     """
     global resume_watch
     if (watch := resume_watch) is None:
         return None
-    resume_watch, read = None, watch.was_opened()
-    if read:
-        watch.report("own_checkpoint_read", watch.path)
-    elif other := watch.opened_instead():
-        watch.report("own_checkpoint_read", other)
+    read, other = watch.is_read(), watch.opened_instead()
+    if watch.late and not stepped:
+        read, other = False, None
+    if found := watch.path if read else other:
+        watch.report_read(found)
     elif read is False and watch.path and trained:
-        watch.report("not_read", watch.path)
+        watch.report_unread()
+        if not final:
+            return read
+    resume_watch = None
+    watch.close()
     return read

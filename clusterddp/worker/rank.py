@@ -140,7 +140,7 @@ def main() -> None:
     is_done = values["end"] == "done"
     if is_done and not _used_clusterddp():
         children.wait_for_trainers(run.child_step_file(attempt), rank_exit.EXIT_GRACE_S)
-    if own_saves.end_resume_watch(trained=is_done) and is_done and protocol.SAVED in os.environ:
+    if own_saves.end_resume_watch(trained=is_done, stepped=False) and is_done and protocol.SAVED in os.environ:
         values["read_saved"] = True
     if "torch" not in sys.modules:
         values["without_torch"] = True

@@ -118,10 +118,13 @@ def test_a_script_that_accepts_its_checkpoint_and_ignores_it_is_not_said_to_resu
     assert re.search(rf"goodput \d+%, at least {made} steps? repeated$", status, re.MULTILINE), status
 
 
-@pytest.mark.parametrize("way", ["named", pytest.param("found", marks=pytest.mark.product)])
+@pytest.mark.parametrize(
+    "way",
+    ["named", pytest.param("found", marks=pytest.mark.product), pytest.param("searches", marks=pytest.mark.product)],
+)
 def test_a_resume_is_recorded_once_the_script_has_read_its_checkpoint(run: RunDirectory, way: str) -> None:
-    """Whether the script gets its name or looks for it."""
-    resume, script = (RESUMES, ()) if way == "named" else (RESUMES[:2], ("--finds",))
+    """Whether the script gets its name or looks for it, and also if it looks for a learning rate first."""
+    resume, script = (RESUMES[:2], ("--finds",)) if way == "found" else (RESUMES, ("--searches",) * (way == "searches"))
     code, said = as_found(run, *resume, "--preempt-at", "^step 9$", script=(*script, "--wait", "0:11"))
     assert code == 0, said
     read = [(event["attempt"], event["file"]) for event in run.events() if event["event"] == "own_checkpoint_read"]

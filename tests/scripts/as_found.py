@@ -4,7 +4,8 @@
 the output folder instead. ``--every N``: saves ``model-STEP.pt`` after every N steps. ``--says``: its last words.
 ``--pairs``: and ``opt-STEP.pt``, without which it does not resume. ``--half 0:8``: attempt 0 is killed before it
 writes that of step 8. ``--raises 0:6``: attempt 0 raises an exception after step 6. ``--stops 4``: exits after 4
-steps. ``--wait 0:5``: attempt 0 writes the file ``reached-0-5`` before step 5, and waits until it is removed.
+steps. ``--searches``: looks for a learning rate before it resumes. ``--wait 0:5``: attempt 0 writes the file
+``reached-0-5`` before step 5, and waits until it is removed.
 """
 
 import argparse
@@ -22,6 +23,7 @@ parser.add_argument("--every", type=int, default=4)
 parser.add_argument("--resume", default="")
 parser.add_argument("--ignores", action="store_true")
 parser.add_argument("--finds", action="store_true")
+parser.add_argument("--searches", action="store_true")
 parser.add_argument("--says", default="")
 parser.add_argument("--wait", default="")
 parser.add_argument("--pairs", action="store_true")
@@ -38,6 +40,11 @@ def number(name):
 
 
 weight, first = torch.zeros(1, requires_grad=True), 0
+if args.searches:
+    tried = torch.zeros(1, requires_grad=True)
+    for exponent in range(-8, 0):
+        tried.grad = torch.ones(1)
+        torch.optim.SGD([tried], lr=10.0**exponent).step()
 saved = sorted((name for name in os.listdir(args.out) if name.startswith("model-")), key=number)
 loaded = os.path.join(args.out, saved[-1]) if args.finds and saved else "" if args.ignores else args.resume
 if loaded:

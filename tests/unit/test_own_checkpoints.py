@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.history.beginnings import unread
 from clusterddp.history.codec import sentence
 from clusterddp.jobdef.job import Job, Limits, Resume
 from clusterddp.jobdef.program import checkpoint_values
@@ -22,6 +23,7 @@ from clusterddp.slurm.run_states import Cause
 from clusterddp.supervisor.limits import exceeded, new_checkpoints, progress
 from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
 from clusterddp.supervisor.verdict import Action, RankEnd, added_arguments, judge
+from clusterddp.worker import control_channel, own_saves
 from clusterddp.worker.own_saves import ResumeWatch
 from tests.histories import view
 from tests.wording import says
@@ -400,6 +402,52 @@ def test_an_open_that_writes_is_no_read(run: RunDirectory) -> None:
         assert mapped[:] == b"later"
     file.unlink()
     assert seen.was_opened() is True
+
+
+def ignoring(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The reports of a script that has made steps without reading this file."""
+    zipped(path)
+    reports: list[str] = []
+    monkeypatch.setattr(control_channel, "report", lambda name, file: reports.append(f"{name} {Path(file).name}"))
+    monkeypatch.setattr(own_saves, "resume_watch", ResumeWatch(str(path)))
+    for _ in range(2):
+        assert own_saves.end_resume_watch(final=False) is False
+    assert reports == ["not_read a.pt"]
+    return reports
+
+
+def test_a_checkpoint_that_is_read_after_some_steps_is_resumed_from(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a script that looks for a learning rate first."""
+    reports = ignoring(run.path / "a.pt", monkeypatch)
+    (run.path / "a.pt").read_bytes()
+    assert own_saves.end_resume_watch(final=False) is True
+    assert reports == ["not_read a.pt", "own_checkpoint_read a.pt"]
+    assert own_saves.resume_watch is None
+
+
+@pytest.mark.parametrize("then", ["ends", "writes"])
+def test_a_late_read_without_a_step_or_of_what_the_attempt_wrote_is_no_resume(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """A script that ignores its checkpoint may load its best one for a last evaluation, or what it has just saved."""
+    reports = ignoring(run.path / "a.pt", monkeypatch)
+    if then == "writes":
+        with open(run.path / "a.pt", "wb"):  # the save takes several steps, in a thread
+            assert own_saves.end_resume_watch(final=False) is False
+    (run.path / "a.pt").read_bytes()
+    assert own_saves.end_resume_watch(stepped=then == "writes") is False
+    assert reports == ["not_read a.pt"]
+
+
+def test_an_attempt_that_read_its_checkpoint_late_has_not_begun_again() -> None:
+    events = [event(1, 1.0, "not_read", file="a.pt"), event(2, 2.0, "not_read", file="a.pt")]
+    assert unread(events) == events
+    assert view(events).attempt(2).unread is not None
+    events.append(event(2, 3.0, "own_checkpoint_read", file="a.pt"))
+    assert unread(events) == events[:1]
+    assert [view(events).attempt(number).unread is None for number in (1, 2)] == [False, True]
 
 
 def test_a_state_that_is_saved_again_is_no_new_checkpoint(run: RunDirectory) -> None:
