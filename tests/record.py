@@ -152,7 +152,7 @@ def ask(ids: Mapping[str, str]) -> None:
     configuration.read_default_account(os.environ["USER"])
     slurm.default_partition()
     for partition in (None, "low", "high", "cancel", "off"):
-        slurm.partition_nodes(partition)
+        slurm.read_cluster()
         slurm.usable_nodes(partition)
         preemption(partition, None)
     for qos in ("normal", "limited"):

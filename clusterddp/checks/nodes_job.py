@@ -24,8 +24,9 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory, temporary_beside_runs
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
-from clusterddp.slurm.batch import batch_script, fit_to_cluster
+from clusterddp.slurm.batch import batch_script
 from clusterddp.slurm.queue import QueuedJob, queued_jobs, why_waiting
+from clusterddp.slurm.resources import fit_to_cluster
 
 #: Timeout in the queue, polling interval, and timeout for the results of a job that has ended, in seconds. On NFS a
 #: file may appear a minute late.
@@ -94,7 +95,8 @@ def job_of(arguments: argparse.Namespace) -> Job:
     job = from_values({**values, **fixed, "time": str(LIMIT_MIN)}, defaults=defaults)
     if job.device == "cpu" or "gpus_per_node" in values or "gpus_per_node" in defaults:
         return job
-    counts = [node.gpus_of(None) for node in slurm.partition_nodes(job.partition)]
+    cluster = slurm.read_cluster()
+    counts = [node.gpus_of(None) for node in cluster.of(job.partition or cluster.default)]
     return dataclasses.replace(job, gpus_per_node=min(filter(None, counts), default=1))
 
 

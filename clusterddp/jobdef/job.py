@@ -288,9 +288,9 @@ class Job:
     cpu. Every rank sees all GPUs of its node, and ``ctx.devices`` are its own."""
     gpu_type: str | None = None
     """Slurm's name of the GPU type. In YAML part of ``gpus_per_node: a100:4``."""
-    gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """The option of sbatch that requests the GPUs: ``--gpus-per-node=a100:8``, or ``--gres=gpu:a100:8`` where the site
-    expects that."""
+    expects that. ``none``: no option, where jobs get whole nodes with their GPUs."""
     device: Annotated[Literal["cuda", "cpu"], Option("--device cuda|cpu", "cuda (NCCL, the default) or cpu (gloo)")] = (
         "cuda"
     )
@@ -329,7 +329,8 @@ class Job:
         Sbatch(),
         Option("--mem SIZE", "memory per node, such as 64G (default: in proportion to the node's GPUs)"),
     ] = None
-    """Memory per node with its unit, such as ``64G``. ``0`` means all. None: in proportion to the GPUs."""
+    """Memory per node with its unit, such as ``64G``. ``0`` means all, and ``none`` requests none. None: in proportion
+    to the GPUs."""
     cpus_per_task: Annotated[
         int | None, Option("-c, --cpus-per-task N", "CPUs per rank (default: in proportion to the node's GPUs)")
     ] = None

@@ -242,10 +242,10 @@ GPUS = Value(
     wrong=["0", "a100", "-1", "[8]"],
 )
 MEMORY = matching(
-    r"[0-9]+([KMGTkmgt][Bb]?)?",
-    "memory such as 64G, with a unit and no space",
-    either(count_schema(0), {"type": "string", "pattern": "^[0-9]+([KMGTkmgt][Bb]?)?$"}),
-    valid=["64G", "0", "500"],
+    r"[0-9]+([KMGTkmgt][Bb]?)?|none",
+    "memory such as 64G, with a unit and no space, or none",
+    either(count_schema(0), {"type": "string", "pattern": "^([0-9]+([KMGTkmgt][Bb]?)?|none)$"}),
+    valid=["64G", "0", "500", "none"],
     wrong=["64 G", "much", "[1]"],
 )
 

@@ -220,7 +220,7 @@ def choice(*choices: str) -> Value:
     def read(node: Node) -> str:
         return read_choice(node, choices)
 
-    return Value(read, {"enum": list(choices)}, valid=choices, wrong=["none", "true", f"[{choices[0]}]"])
+    return Value(read, {"enum": list(choices)}, valid=choices, wrong=["neither", "true", f"[{choices[0]}]"])
 
 
 # --- numbers and booleans

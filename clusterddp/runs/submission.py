@@ -326,11 +326,11 @@ def warn_of_unseen(run: RunDirectory) -> None:
 
 
 def fit_to_cluster(job: Job, required: bool) -> Job:
-    """The job with the resources that it requests of the cluster. See ``batch.fit_to_cluster``."""
-    from clusterddp.slurm import batch
+    """The job with the resources that it requests of the cluster. See ``resources.fit_to_cluster``."""
+    from clusterddp.slurm import batch, resources
 
     remarks = batch.check_micro(job)
-    fitted, more = batch.fit_to_cluster(job, required=required)
+    fitted, more = resources.fit_to_cluster(job, required=required)
     for remark in [*remarks, *more]:
         show(remark)
     return fitted

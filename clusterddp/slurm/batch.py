@@ -1,80 +1,29 @@
-"""The batch script: its text, a pure function of the job and the run directory, and its submission.
-
-``fit_to_cluster`` checks the request against the partition, and fills in CPUs and memory.
-"""
+"""The batch script: its text, a pure function of the job and the run directory, and its submission."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from submitit import SlurmExecutor
 
-from clusterddp.errors import SlurmMissing, SlurmUnavailable, UsageError
+from clusterddp.errors import UsageError
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import KEYS, Job
-from clusterddp.jobdef.kinds import ONE_GPU_PER_TASK, Sbatch
+from clusterddp.jobdef.kinds import Sbatch
 from clusterddp.jobdef.program import calls_method, module_file
-from clusterddp.jobdef.secrets import MASK, is_secret
 from clusterddp.process import PACKAGE_FOLDER, module_command
-from clusterddp.reporter import counted
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import queue
-from clusterddp.slurm.commands import NodeShape
-from clusterddp.slurm.configuration import preemption
-from clusterddp.slurm.sbatch_variables import overridden
 
 #: Variables from which sbatch takes options. They are shown at submission, because users may have forgotten them.
 _SHOWN = ("SBATCH_", "SLURM_ACCOUNT", "SLURM_CLUSTERS", "SLURM_CONF")
-
-
-def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
-    """The job with CPUs and memory in proportion to its GPUs, and remarks for the user.
-
-    Slurm's default is one CPU per task and little memory. ``required``: whether a missing or unreachable Slurm is an
-    error, which it is not for a dry run. A controller that does not answer is then asked again for a while.
-    """
-    patience_s = slurm.PATIENCE_S if required else 0.0
-    try:
-        slurm.require("sbatch", "srun", "scontrol", "sinfo")
-        partition = job.partition or os.environ.get("SBATCH_PARTITION")
-        nodes = slurm.patiently(partial(slurm.partition_nodes, partition), patience_s)
-    except SlurmUnavailable as error:
-        if not required:
-            return job, [f"could not check partition, GPUs, CPUs and memory: {error}"]
-        if isinstance(error, SlurmMissing):
-            raise
-        raise SlurmUnavailable(f"{error}. To run on this machine without Slurm, add --local") from error
-    remarks: list[str] = []
-    check_nodes(job, nodes)
-    if job.device == "cuda":
-        check_gpus(job, nodes)
-        job, share = share_of_node(job, nodes)
-        remarks += [*share, *bound_gpus(job)]
-    qos = job.qos or os.environ.get("SBATCH_QOS")
-    policy = slurm.patiently(partial(preemption, partition, qos), patience_s)
-    if job.expedite_requeue and not policy.expedites:
-        job = dataclasses.replace(job, expedite_requeue=False)
-        remarks.append("expedite_requeue: this cluster does not allow it, so Slurm holds a requeued job as usual")
-    return job, [*_exported(job), *remarks, policy.sentence(job)]
-
-
-def bound_gpus(job: Job) -> list[str]:
-    """A remark if the job definition binds GPUs to tasks. No command shows the make of the nodes' GPUs."""
-    if not (given := [name for name in ONE_GPU_PER_TASK if job.srun.get(name)]):
-        return []
-    return [
-        f"srun.{given[0]}: each rank sees only its own GPUs, as sites with AMD GPUs require. With NVIDIA GPUs, remove "
-        "it, because NCCL then has no peer access between the ranks of a node"
-    ]
 
 
 def check_micro(job: Job) -> list[str]:
@@ -93,86 +42,6 @@ def check_micro(job: Job) -> list[str]:
         f"--nodes {job.nodes_text}: {file} never calls run.micro(), and on fewer nodes a rank's share of a step may "
         "not fit into its memory. Put `for micro in run.micro(batch):` around the forward and backward passes, or "
         "request a fixed number of nodes"
-    )
-
-
-def check_nodes(job: Job, nodes: list[NodeShape]) -> None:
-    """Checks that the partition has enough nodes. sbatch would accept a job that never starts."""
-    if len(nodes) < job.least_allocated:
-        spares = f" plus --spare-nodes {job.spare_nodes}. Reduce one of them" if job.spare_nodes else ". Reduce --nodes"
-        raise UsageError(
-            f"{_partition(job)} has {counted(len(nodes), 'node')}, fewer than --nodes {job.nodes_text}{spares}, or "
-            "choose a different partition with -p"
-        )
-
-
-def _partition(job: Job) -> str:
-    return f"partition {job.partition!r}" if job.partition else "the default partition"
-
-
-def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
-    """Checks that enough nodes have enough GPUs. The error says what is available."""
-    fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
-    if len(fitting) >= job.least_allocated:
-        return
-    kind = f"{job.gpu_type} GPU" if job.gpu_type else "GPU"
-    most = max(node.gpus_of(job.gpu_type) for node in nodes)
-    raise UsageError(
-        f"{_partition(job)} has {counted(len(fitting), 'node')} with at least {counted(job.gpus_per_node, kind)} "
-        f"({counted(len(nodes), 'node')} in total, at most {counted(most, kind)} per node), but the job requests "
-        f"{job.allocated_text} of them. --gpus is the number per node. Request fewer GPUs, or add --device cpu for "
-        "gloo ranks without GPUs"
-    )
-
-
-def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
-    """The job with CPUs per task and memory per node in proportion to its GPUs, on the smallest node that fits."""
-    fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
-    values: dict[str, object] = {}
-    shown = []
-    exported = {name for name in os.environ if name.startswith(("SBATCH_MEM_PER_", "SBATCH_CPUS_PER_GPU"))}
-    if job.cpus_per_task is None and "SBATCH_CPUS_PER_GPU" not in exported:
-        cpus = max(1, min(node.cpus * job.gpus_per_rank // node.gpus_of(None) for node in fitting))
-        values["cpus_per_task"] = cpus
-        shown.append(f"{counted(cpus, 'CPU')} per rank")
-    if (
-        job.mem is None
-        and not any(key.startswith("mem") for key in job.sbatch)
-        and not exported - {"SBATCH_CPUS_PER_GPU"}
-    ):
-        shares = (node.memory_mib * job.gpus_per_node // node.gpus_of(None) for node in fitting)
-        values["mem"] = f"{min(shares)}M"
-        shown.append(f"{values['mem']} of memory per node")
-    if not values:
-        return job, []
-    fitted: Job = dataclasses.replace(job, **values)  # type: ignore[arg-type]
-    return fitted, [f"requesting {' and '.join(shown)}, in proportion to the GPUs"]
-
-
-def _exported(job: Job) -> list[str]:
-    """Which variables sbatch takes options from, and which not, because the job definition states these options."""
-    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN)}
-    if not found:
-        return []
-    ignored = overridden(found, script_text(batch_parameters(job, RunDirectory("run"), Path.cwd()), ""))
-
-    def shown(words: str, names: Iterable[str]) -> list[str]:
-        values = " ".join(f"{name}={MASK if is_secret(name) else _without_secrets(found[name])}" for name in names)
-        return [f"{words}: {values}"] if values else []
-
-    return [
-        *shown("sbatch will also apply", (name for name in found if name not in ignored)),
-        *shown(
-            "not applied, because the job has options of its own for it", (name for name in found if name in ignored)
-        ),
-    ]
-
-
-def _without_secrets(value: str) -> str:
-    """The value, in which SBATCH_EXPORT may set variables: ``ALL,HF_TOKEN=...``."""
-    pairs = (part.partition("=") for part in value.split(","))
-    return ",".join(
-        f"{name}={MASK}" if text and is_secret(name) else f"{name}{sign}{text}" for name, sign, text in pairs
     )
 
 
@@ -281,10 +150,12 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
     additional: dict[str, Any] = {"requeue": requeue, "chdir": str(folder), "output": log, "error": log}
     given = {name: entry.write(job) for name, entry in KEYS.items() if entry.mark(Sbatch)}
     additional |= {name: value for name, value in given.items() if value is not None}
+    if job.mem == "none":
+        del additional["mem"]
     if job.outlives_nodes:
         additional["no-kill"] = True
     additional |= {key: value for key, value in job.sbatch.items() if value is not False}
-    if job.device == "cuda":
+    if job.device == "cuda" and job.gpu_request != "none":
         additional |= _gpus(job)
     return {
         "job_name": job.name,

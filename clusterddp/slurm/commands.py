@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -130,15 +130,43 @@ class JobInfo:
 
 @dataclass(frozen=True)
 class NodeShape:
-    """A node of a partition: CPUs and memory in MiB that jobs can get, and GPUs by type ('' if Slurm has none)."""
+    """A node: CPUs and memory in MiB that jobs can get, and GPUs by type ('' if Slurm has none)."""
 
     cpus: int
-    memory_mib: int
+    memory_mib: int | None
+    """None if Slurm does not know it: an unset RealMemory is 1."""
     gpus: Mapping[str, int]
+    threads: int = 1
+    """CPUs per core."""
+    features: frozenset[str] = frozenset()
 
     def gpus_of(self, gpu_type: str | None) -> int:
         """The number of GPUs of a type, or of all types."""
         return self.gpus.get(gpu_type, 0) if gpu_type else sum(self.gpus.values())
+
+    def may_satisfy(self, constraint: str | None) -> bool:
+        """Whether it may be a node of a job with this constraint. With counts, brackets and alternatives, each name in
+        it may be for other nodes."""
+        text = constraint or ""
+        names = set(re.findall(r"[^\s&|,()\[\]]+", re.sub(r"\*\d+", "", text)))
+        alternatives = set("|[(*") & set(text)
+        return bool(names & self.features) if alternatives else names <= self.features
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The nodes of a cluster by name, those of each partition, and the partition of jobs that name none."""
+
+    nodes: Mapping[str, NodeShape]
+    partitions: Mapping[str, Sequence[str]]
+    default: str | None
+
+    def of(self, partitions: str | None) -> list[NodeShape]:
+        """The nodes of one or several partitions, such as ``a,b``. None: all nodes."""
+        if partitions is None:
+            return [*self.nodes.values()]
+        names = dict.fromkeys(node for name in partitions.split(",") for node in self.partitions.get(name, ()))
+        return [self.nodes[name] for name in names]
 
 
 def submission_cluster(environ: Mapping[str, str]) -> str | None:
@@ -331,39 +359,46 @@ def node_address(node: str) -> str:
     return found[1]
 
 
-def partition_nodes(partition: str | None) -> list[NodeShape]:
-    """The nodes of a partition (None: the default one). Raises SlurmError, with all partitions, without it."""
+def read_cluster() -> Cluster:
+    """All nodes and partitions, also hidden ones."""
     text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%G")
     with understood("sinfo", text):
         lines = [line.split("|") for line in text.splitlines()]
-        wanted = [line for line in lines if (line[0] == partition if partition else line[1].endswith("*"))]
-        gpus = {node: parse_gres(gres) for _, _, node, gres in wanted}
+        gpus = {node: parse_gres(gres) for _, _, node, gres in lines}
+    partitions: dict[str, list[str]] = {}
+    for name, _, node, _ in lines:
+        partitions.setdefault(name, []).append(node)
     text = run("scontrol", "show", "node", "-a", "-o") if gpus else ""
     with understood("scontrol", text):
-        sizes = parse_node_sizes(text)
-        nodes = [NodeShape(*sizes[node], of_node) for node, of_node in gpus.items()]
-    if not nodes:
-        names = sorted({line[0] for line in lines}) or ["none"]
-        missing = f"partition {partition!r}" if partition else "default partition"
-        raise SlurmError(f"no {missing} on this cluster. Available: {', '.join(names)}. Choose one with -p")
-    return nodes
+        shapes = parse_nodes(text)
+        nodes = {node: replace(shapes[node], gpus=of_node) for node, of_node in gpus.items()}
+    return Cluster(nodes, partitions, next((line[0] for line in lines if line[1].endswith("*")), None))
 
 
-def parse_node_sizes(text: str) -> dict[str, tuple[int, int]]:
-    """CPUs and MiB of memory that jobs can get, by node, from ``scontrol show node -o``.
+def parse_nodes(text: str) -> dict[str, NodeShape]:
+    """The nodes in ``scontrol show node -o`` by name, without their GPUs.
 
     sbatch refuses a job that requests what CoreSpecCount and MemSpecLimit reserve (seen on 22.05), and sinfo's %c and
-    %m include that. CPUEfctv leaves out reserved CPUs. Releases before 22.05 do not print it.
+    %m include that. CPUEfctv leaves out reserved CPUs. Releases before 22.05 do not print it. A core has one CPU where
+    the site counts cores as CPUs, whatever ThreadsPerCore is.
     """
-    sizes = {}
+    nodes = {}
     for line in re.findall("^NodeName=.*", text, re.MULTILINE):  # not the rest of a reason with several lines
         # A node's comment and reason may imitate fields. They come last.
         found = dict(reversed(re.findall(r"(?<=\s)(\w+)=(\d+)(?=\s)", f"{line} ")))
-        reserved = int(found.get("CoreSpecCount", 0)) * int(found["ThreadsPerCore"])
-        cpus = int(found["CPUEfctv"]) if "CPUEfctv" in found else int(found["CPUTot"]) - reserved
-        memory = int(found["RealMemory"]) - int(found.get("MemSpecLimit", 0))
-        sizes[line.split()[0].removeprefix("NodeName=")] = cpus, memory
-    return sizes
+        cores = int(found.get("Sockets", 0)) * int(found.get("CoresPerSocket", 0))
+        threads = max(1, int(found["CPUTot"]) // cores) if cores else int(found["ThreadsPerCore"])
+        reserved = int(found.get("CoreSpecCount", 0)) * threads
+        memory = int(found["RealMemory"])
+        features = re.search(r"\sAvailableFeatures=(\S+)", line)
+        nodes[line.split()[0].removeprefix("NodeName=")] = NodeShape(
+            cpus=int(found["CPUEfctv"]) if "CPUEfctv" in found else int(found["CPUTot"]) - reserved,
+            memory_mib=memory - int(found.get("MemSpecLimit", 0)) if memory > 1 else None,
+            gpus={},
+            threads=threads,
+            features=frozenset(features[1].split(",")) - {"(null)"} if features else frozenset(),
+        )
+    return nodes
 
 
 @contextmanager
@@ -377,7 +412,7 @@ def understood(command: str, text: str) -> Iterator[None]:
 
 
 def usable_nodes(partition: str | None) -> list[str]:
-    """The nodes of a partition (None: the default one) that can run jobs."""
+    """The nodes of a partition, or of several such as ``a,b`` (None: the default one), that can run jobs."""
     text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%T")
     with understood("sinfo", text):
         return parse_usable(text.splitlines(), partition)
@@ -386,8 +421,10 @@ def usable_nodes(partition: str | None) -> list[str]:
 def parse_usable(lines: list[str], partition: str | None) -> list[str]:
     """Usable nodes in lines ``PARTITION|PARTITION*|NODE|STATE``. In a state with ``*``, the node does not respond."""
     rows = [line.split("|") for line in lines]
-    wanted = [row for row in rows if (row[0] == partition if partition else row[1].endswith("*"))]
-    return [node for _, _, node, state in wanted if not state.endswith("*") and not state.startswith(_UNUSABLE)]
+    names = partition.split(",") if partition else ()
+    wanted = [row for row in rows if (row[0] in names if names else row[1].endswith("*"))]
+    usable = (node for _, _, node, state in wanted if not state.endswith("*") and not state.startswith(_UNUSABLE))
+    return [*dict.fromkeys(usable)]
 
 
 def parse_gres(text: str) -> dict[str, int]:

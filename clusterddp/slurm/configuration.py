@@ -21,6 +21,8 @@ from clusterddp.slurm import commands as slurm
 TESTED = ((22, 5), (26, 5))
 #: Values of AccountingStorageType without a database. From 23.11 on it is empty.
 _NO_ACCOUNTING = ("", "(null)", "accounting_storage/none", "accounting_storage/filetxt")
+#: Values of JobSubmitPlugins and CliFilterPlugins without a plugin.
+_NO_PLUGINS = {"", "(null)", "none"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Configuration:
         """Whether the release is in the tested range, or None if it is unknown."""
         match = re.match(r"(\d+)\.(\d+)", self.release)
         return TESTED[0] <= (int(match[1]), int(match[2])) <= TESTED[1] if match else None
+
+    @property
+    def reroutes(self) -> bool:
+        """Whether plugins of the site may choose the partition of a job, and change its other options."""
+        plugins = {self.values.get(name, "unknown") for name in ("JobSubmitPlugins", "CliFilterPlugins")}
+        return not plugins <= _NO_PLUGINS
 
     @property
     def accounting(self) -> bool:
@@ -173,7 +181,7 @@ def read_default_account(user: str) -> str:
 
 @dataclass(frozen=True)
 class Preemption:
-    """The preemption policy for a job of one partition (and QOS).
+    """The preemption policy for a job of one partition, or of the most demanding of several (and QOS).
 
     ``mode``: REQUEUE, CANCEL, SUSPEND or OFF. ``grace_s``: seconds between TERM and KILL while the job counts as
     running. 0: Slurm ends it at once, with ``kill_wait_s`` between the two. ``hold_s``: how long a requeued job is held
@@ -187,6 +195,8 @@ class Preemption:
     hold_s: int
     #: Whether the site allows ``sbatch --requeue=expedite``, which starts a requeued job again without a hold.
     expedites: bool = False
+    #: Whether the grace period is known. If not, ``grace_s`` is 0, the shortest.
+    known: bool = True
 
     @property
     def notice_s(self) -> int:
@@ -210,7 +220,9 @@ class Preemption:
         if self.mode.startswith("SUSPEND") or self.mode == "GANG":
             return f"{self.partition} suspends preempted jobs, which keep their memory and resume later"
         notice = f"with {self.grace_s} s of notice"
-        if not self.grace_s:
+        if not self.known:
+            notice = f"with an unknown grace period. A run has {self.kill_wait_s} s (KillWait) or more to save"
+        elif not self.grace_s:
             notice = f"without a grace period. A run has {self.kill_wait_s} s (KillWait) to save"
         return f"{self.partition} preempts {notice}. {self._continuation(job)}"
 
@@ -232,10 +244,18 @@ class Preemption:
 
 
 def preemption(partition: str | None, qos: str | None) -> Preemption:
-    """The policy of a partition (None: the default one). With preempt/qos, of the QOS."""
+    """The policy of a partition (None: the default one), or the one with the shortest notice of several, such as
+    ``a,b``. With preempt/qos, of the QOS."""
     configuration = slurm.run("scontrol", "show", "config")
-    partition = partition or slurm.default_partition()
-    return policy(configuration, slurm.run("scontrol", "show", "partition", "-o", partition), partition, qos)
+    names = (partition or slurm.default_partition()).split(",")
+    if len(names) == 1:
+        lines = {names[0]: slurm.run("scontrol", "show", "partition", "-o", names[0])}
+    else:
+        lines = {one.name: one.line for one in parse_partitions(slurm.run("scontrol", "show", "partition", "-o"))}
+    found = [policy(configuration, lines[name], name, qos) for name in names if name in lines]
+    preempting = [one for one in found if one.mode != "OFF"]
+    shortest = min(preempting or found, key=lambda one: one.notice_s)
+    return replace(shortest, partition=" or ".join(dict.fromkeys(one.partition for one in preempting or found)))
 
 
 def policy(configuration: str, shown: str, partition: str, qos: str | None) -> Preemption:
@@ -244,9 +264,12 @@ def policy(configuration: str, shown: str, partition: str, qos: str | None) -> P
     with slurm.understood("scontrol", shown):
         values = fields(shown.replace(" ", "\n"))
         name, mode, grace_s = partition, values.get("PreemptMode", "OFF"), int(values.get("GraceTime", 0))
+    known = True
     if config.get("PreemptType") == "preempt/qos":
-        name = qos or "normal"
-        mode, grace_s = qos_preemption(name, config.get("PreemptMode", "OFF").split(",")[-1])
+        name, mode = qos or "normal", config.get("PreemptMode", "OFF").split(",")[-1]
+        of_qos = qos_preemption(name, mode)
+        known = of_qos is not None
+        mode, grace_s = of_qos or (mode, 0)
     delay = re.search(r"\brequeue_delay=(\d+)", config.get("SchedulerParameters", ""))  # from 25.11 on
     expires = delay or re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
     with slurm.understood("scontrol", configuration):
@@ -257,12 +280,18 @@ def policy(configuration: str, shown: str, partition: str, qos: str | None) -> P
             kill_wait_s=int(config.get("KillWait", "30").split()[0]),
             hold_s=int(expires[1] if expires else 120) + 1,
             expedites="enable_expedited_requeue" in config.get("SlurmctldParameters", ""),
+            known=known,
         )
 
 
-def qos_preemption(name: str, default_mode: str) -> tuple[str, int]:
-    """Mode and grace period of a QOS. ``cluster`` stands for the configuration's mode."""
+def qos_preemption(name: str, default_mode: str) -> tuple[str, int] | None:
+    """Mode and grace period of a QOS, or None if sacctmgr does not know it: a site's plugin may replace it by another.
+
+    ``cluster`` stands for the configuration's mode.
+    """
     line = slurm.run("sacctmgr", "-nP", "show", "qos", f"name={name}", "format=PreemptMode,GraceTime").strip()
+    if not line:
+        return None
     mode, _, grace = line.partition("|")
     units = zip(reversed(grace.split(":")), (1, 60, 3600), strict=False)
     with slurm.understood("sacctmgr", line):

@@ -167,7 +167,9 @@ class SlurmLauncher:
 def srun_command(job: Job, logs: Path, placement: Placement = ALL_NODES) -> list[str]:
     """srun's part of the ranks' command line.
 
-    --cpus-per-task is always given: in 22.05 and 23.02 srun does not inherit the job's. --kill-on-bad-exit: a site's
+    --cpus-per-task is always given: in 22.05 and 23.02 srun does not inherit the job's. --distribution: Slurm's default
+    (block:cyclic) alternates the ranks of a node between its sockets, but their GPUs follow the local rank.
+    --kill-on-bad-exit: a site's
     KillOnBadExit would end ranks that are saving. --export: with `sbatch --export=NONE`, or SLURM_EXPORT_ENV=NONE, the
     ranks would not get their environment. The supervisor ends the peers of a failed rank. --wait: after the
     first clean exit the other ranks may take as long as a collective. --nodelist: Slurm sorts the nodes in its own way,
@@ -183,6 +185,7 @@ def srun_command(job: Job, logs: Path, placement: Placement = ALL_NODES) -> list
         f"--ntasks={job.world_size}",
         f"--ntasks-per-node={job.ranks_per_node}",
         f"--cpus-per-task={cpus_per_rank(job)}",
+        *([] if "distribution" in job.srun or "SLURM_DISTRIBUTION" in os.environ else ["--distribution=block:block"]),
         "--kill-on-bad-exit=0",
         *([] if "export" in job.srun else ["--export=ALL"]),
         f"--wait={job.timeouts.step_s:.0f}",

@@ -17,7 +17,7 @@ from tests.simulation.world import Thread
 LEFT_OUT = {
     "runs/request_client.py": {"_through_a_step", "check_trains", "step_command", "_reachable_name", "relay", "ask"},
     "slurm/commands.py": {
-        *("submission_cluster", "require", "default_partition", "partition_nodes", "parse_node_sizes", "parse_gres"),
+        *("submission_cluster", "require", "default_partition", "read_cluster", "parse_nodes", "parse_gres"),
         *("scrub_own", "scrub", "for_parsing", "NodeShape", "cluster_name", "unix_time", "node_address"),
     },
     "slurm/configuration.py": {

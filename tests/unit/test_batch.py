@@ -21,17 +21,8 @@ from clusterddp.jobdef.job import Job, Timeouts
 from clusterddp.jobdef.load import from_values
 from clusterddp.process import module_command
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.batch import (
-    batch_script,
-    check_gpus,
-    check_micro,
-    check_nodes,
-    fit_to_cluster,
-    share_of_node,
-    submit,
-)
-from clusterddp.slurm.commands import NodeShape, parse_node_sizes
-from tests.fake_slurm import SMALL_CLUSTER, FakeSlurm
+from clusterddp.slurm.batch import batch_script, check_micro, submit
+from tests.fake_slurm import FakeSlurm
 from tests.wording import raises
 
 GOLDEN = """\
@@ -248,51 +239,12 @@ def test_what_would_be_an_option_or_several_words_is_refused(values: dict[str, s
         from_values({"module": "net", **values})
 
 
-# --- What submit checks of the cluster and of the program before anything is submitted
-
-
-NODES = [NodeShape(32, 64000, {"a100": 4}), NodeShape(32, 64000, {"a100": 4}), NodeShape(8, 8000, {})]
+# --- Whether the program of a job with a range of nodes can split its samples
 
 
 def job(script: Path | None = None, **values: object) -> Job:
     named = {"name": "x", "script": str(script) if script else None, "gpus_per_node": 4}
     return Job(**{**named, **values})  # type: ignore[arg-type]
-
-
-def test_of_a_range_the_fewest_nodes_must_be_there() -> None:
-    """Slurm adds what it has of the rest."""
-    check_nodes(job(nodes=9, min_nodes=3), NODES)
-    with raises(UsageError):
-        check_nodes(job(nodes=9, min_nodes=4), NODES)
-    check_gpus(job(nodes=9, min_nodes=2), NODES)
-    with raises(UsageError):
-        check_gpus(job(nodes=9, min_nodes=3), NODES)
-    with raises(UsageError):
-        check_gpus(job(gpus_per_node=5), NODES)
-    fitted, _ = share_of_node(job(nodes=9, min_nodes=2), NODES)
-    assert (fitted.cpus_per_task, fitted.mem, fitted.nodes_text) == (8, "64000M", "2-9")
-
-
-def test_a_rank_with_several_gpus_gets_the_cpus_that_go_with_all_of_them() -> None:
-    """The node's share is the same, in half as many tasks."""
-    fitted, _ = share_of_node(job(gpus_per_rank=2), NODES)
-    assert (fitted.cpus_per_task, fitted.mem) == (16, "64000M")
-
-
-def test_the_remark_names_only_what_the_user_has_not_requested() -> None:
-    assert share_of_node(job(gpus_per_node=1), [NodeShape(1, 8000, {"": 1})])[1] == [
-        "requesting 1 CPU per rank and 8000M of memory per node, in proportion to the GPUs"
-    ]
-    remark = ["requesting 8 CPUs per rank, in proportion to the GPUs"]
-    assert share_of_node(job(sbatch={"mem-per-cpu": "2G"}), NODES)[1] == remark
-    assert share_of_node(job(cpus_per_task=2, mem="9G"), NODES)[1] == []
-
-
-def test_what_is_reserved_on_a_node_is_not_for_jobs() -> None:
-    """Releases before 22.05 print no CPUEfctv; CoreSpecCount counts cores."""
-    size = "RealMemory=9000 CoreSpecCount=1 MemSpecLimit=1000 ThreadsPerCore=2"
-    old, new = f"NodeName=old CPUTot=8 {size} Reason=a CPUTot=1\nb\n", f"NodeName=new-1 CPUEfctv=6 CPUTot=8 {size}\n"
-    assert parse_node_sizes(old + new) == {"old": (6, 8000), "new-1": (6, 8000)}
 
 
 CALLS = "for batch in run.steps(9):\n    for micro in run.micro(batch): pass\n"
@@ -333,15 +285,3 @@ def test_a_module_is_looked_for_where_it_would_run(tmp_path: Path, monkeypatch: 
     with raises(UsageError):
         check_micro(job(module="pkg.plain", nodes=2, min_nodes=1))
     assert "clusterddp did not check" in check_micro(job(module="installed.train", nodes=2, min_nodes=1))[0]
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_an_expedited_requeue_is_requested_only_where_the_site_allows_it(fake_slurm: FakeSlurm, allowed: bool) -> None:
-    """sbatch refuses it elsewhere."""
-    fake_slurm |= SMALL_CLUSTER
-    if allowed:
-        fake_slurm["scontrol show config"] += "SlurmctldParameters     = enable_expedited_requeue\n"
-    fitted, remarks = fit_to_cluster(job(device="cpu", expedite_requeue=True), required=True)
-    assert fitted.expedite_requeue is allowed
-    assert any("this cluster does not allow it" in remark for remark in remarks) is not allowed
-    assert ("held for 121 s" in remarks[-1]) is not allowed

@@ -13,7 +13,7 @@ from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.runs.local import Moment
 from clusterddp.runs.recording import choose_run_directory
-from clusterddp.slurm.batch import fit_to_cluster
+from clusterddp.slurm.resources import fit_to_cluster
 from tests.fake_slurm import FakeSlurm
 from tests.wording import raises
 

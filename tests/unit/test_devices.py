@@ -17,7 +17,7 @@ from clusterddp.environment import RankEnvironment
 from clusterddp.errors import DeviceError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.runs.submission import check_ranks
-from clusterddp.slurm.batch import bound_gpus
+from clusterddp.slurm.resources import bound_gpus
 from clusterddp.supervisor.launcher import local_variables, srun_command
 from clusterddp.training.run_state import other_hardware
 from tests.wording import raises

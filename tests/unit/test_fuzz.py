@@ -262,8 +262,7 @@ def test_any_output_about_a_partition_is_read_or_a_slurm_error(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slurm, "run", run)
         asks: list[Callable[[], object]] = [
-            lambda: slurm.partition_nodes("low"),
-            lambda: slurm.partition_nodes(None),
+            slurm.read_cluster,
             lambda: configuration.preemption("low", "normal"),
             lambda: configuration.qos_preemption("normal", "REQUEUE"),
             slurm.default_partition,

@@ -111,7 +111,7 @@ def test_partitions_and_usable_nodes_are_read() -> None:
     assert slurm.default_partition() == "low"
     for partition in (None, "low", "off"):
         # Of 8 CPUs and 1,000,000 MiB, what CoreSpecCount and MemSpecLimit leave.
-        assert slurm.partition_nodes(partition) == [NodeShape(7, 999_000, {"": 2})] * 5
+        assert slurm.read_cluster().of(partition) == [NodeShape(7, 999_000, {"": 2})] * 5
         assert slurm.usable_nodes(partition) == ["n1", "n2", "n3"]
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm import batch
 from clusterddp.slurm import commands as slurm
+from clusterddp.slurm import resources
 from clusterddp.slurm.batch import array_script, batch_script
 from clusterddp.slurm.sbatch_variables import overridden
 
@@ -77,10 +77,10 @@ def test_the_plan_says_what_sbatch_applies_and_what_not(monkeypatch: pytest.Monk
     """Users may have forgotten the variables."""
     job = Job(name="x", script="x.py", gpus_per_node=2, device="cpu", partition="low")
     monkeypatch.setenv("SBATCH_PARTITION", "high")
-    assert not any("also apply" in remark for remark in batch._exported(job))
-    assert any("SBATCH_PARTITION=high" in remark for remark in batch._exported(job))
+    assert not any("also apply" in remark for remark in resources._exported(job))
+    assert any("SBATCH_PARTITION=high" in remark for remark in resources._exported(job))
     monkeypatch.setenv("SBATCH_ACCOUNT", "a")
-    applied, ignored = batch._exported(job)
+    applied, ignored = resources._exported(job)
     assert "SBATCH_ACCOUNT=a" in applied and "SBATCH_PARTITION" not in applied and "SBATCH_ACCOUNT" not in ignored
 
 
@@ -88,5 +88,5 @@ def test_the_plan_does_not_show_the_secrets_that_sbatch_exports(monkeypatch: pyt
     """Plans are pasted into issues."""
     job = Job(name="x", script="x.py", gpus_per_node=2, device="cpu")
     monkeypatch.setenv("SBATCH_EXPORT", "ALL,HF_TOKEN=hf_abc,OMP_NUM_THREADS=2,WANDB_API_KEY=wb==1")
-    (remark,) = batch._exported(job)
+    (remark,) = resources._exported(job)
     assert "hf_abc" not in remark and "wb" not in remark and "OMP_NUM_THREADS=2" in remark and "HF_TOKEN=" in remark

@@ -332,7 +332,7 @@ def test_a_partition_in_an_unknown_form_is_a_slurm_error(fake_slurm: FakeSlurm) 
     fake_slurm |= {"sinfo": "low|low*|n1|gpu:many\n", "scontrol": "NodeName=n1 CPUEfctv=many\n"}
     for command, instead in (("sinfo", "low|low*|n1|gpu:2\n"), ("scontrol", "")):
         with raises(SlurmError) as refused:
-            slurm.partition_nodes("low")
+            slurm.read_cluster()
         assert command in str(refused.value)
         fake_slurm[command] = instead
 
