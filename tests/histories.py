@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from clusterddp.history.codec import decode, listed
-from clusterddp.history.event import EVENTS
+from clusterddp.history.event import EVENTS, Event
 from clusterddp.history.view import RunView
 from clusterddp.protocol import CHANNEL_EVENTS
 from clusterddp.rundir.files import append_line
@@ -23,9 +23,14 @@ EVERY |= {name: message.fields for name, message in CHANNEL_EVENTS.items()}
 _VALUES: Mapping[Any, Any] = {int: 0, float: 0.0, str: "", bool: False, Sequence: [], Mapping: {}, Any: None}
 
 
+def event_of(line: Mapping[str, Any]) -> Event:
+    """The event of a line, which is made ``whole``."""
+    return decode(whole(line))
+
+
 def view(lines: Iterable[Mapping[str, Any]]) -> RunView:
     """The history with these lines, each ``whole``."""
-    return RunView(decode(whole(line)) for line in lines)
+    return RunView(map(event_of, lines))
 
 
 def happened(run: RunDirectory, *lines: Mapping[str, Any]) -> None:
@@ -40,7 +45,8 @@ def whole(line: Mapping[str, Any]) -> dict[str, Any]:
     always, _ = fields(listed(kind))
     types = get_type_hints(kind)
     missing = {name: types[name] for name in types if name in always and name not in line}
-    return {**line, **{name: _value(annotation) for name, annotation in missing.items()}}
+    filled = {name: _value(annotation) for name, annotation in missing.items()}
+    return {"time": 0.0, "attempt": 0, **line, **filled}
 
 
 def _value(annotation: Any) -> Any:

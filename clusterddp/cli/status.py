@@ -10,6 +10,7 @@ from typing import Any
 
 from clusterddp.cli.live import View, watch
 from clusterddp.failures import exclusion
+from clusterddp.history.beginnings import Started
 from clusterddp.history.checkpoints import SavedItself
 from clusterddp.history.codec import decode, sentence
 from clusterddp.history.view import RunView
@@ -66,15 +67,17 @@ def described(run: RunDirectory) -> str:
     events, now = run.events(), time.time()
     summary, state = looked_at(run)
     lines = [*_facts(summary, state, events, now), *_history(events)]
-    for node in exclusion.excluded(events, now):
-        lines.append(f"\nMessage to send to the cluster's administrator:\n\n{exclusion.letter(events, node, now)}")
+    history = RunView(map(decode, events))
+    for node in exclusion.excluded(history, now):
+        lines.append(f"\nMessage to send to the cluster's administrator:\n\n{exclusion.letter(history, node, now)}")
     return "\n".join(lines)
 
 
 def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], now: float) -> list[str]:
     """The facts about a run, a line each."""
     job = load_resolved(summary.run.job_file)
-    code, history = code_of(summary.run, events), RunView(map(decode, events))
+    history = RunView(map(decode, events))
+    code = code_of(summary.run, history)
     intervals = intervals_of(summary.run)
     facts = [
         ("run", str(summary.run)),
@@ -86,7 +89,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         *[*_progress(summary, state, now), *_own_checkpoint(summary, history, now), *_best(events)],
         *(_slow(intervals) if state.word not in OVER else []),
         *(_gpus(intervals) if state.word == "running" else []),
-        *[*_nodes(job, summary, state, events), *_excluded(job, events, now)],
+        *[*_nodes(job, summary, state, history), *_excluded(job, history, now)],
         *overview(summary.run),
     ]
     return [one_line(f"{name:9} {words}") for name, words in facts]
@@ -195,11 +198,11 @@ def _slow(intervals: Sequence[TimedInterval]) -> Sequence[Fact]:
     return [("slow", words)] if found is not None and (words := found.sentence()) else []
 
 
-def _nodes(job: Job, summary: Summary, state: RunState, events: Sequence[Event]) -> Sequence[Fact]:
+def _nodes(job: Job, summary: Summary, state: RunState, history: RunView) -> Sequence[Fact]:
     """The nodes of the running or the last attempt, with their GPUs, and those of its job that have no ranks."""
-    started = next((event for event in reversed(events) if event["event"] == "started"), {})
-    groups = (("aside", "no longer used"), ("spares", "spare"))
-    idle = [f"{', '.join(started[name])} ({words})" for name, words in groups if started.get(name)]
+    started = history.last(Started)
+    groups = () if started is None else ((started.aside, "no longer used"), (started.spares, "spare"))
+    idle = [f"{', '.join(nodes)} ({words})" for nodes, words in groups if nodes]
     kind = f"{job.gpu_type} GPU" if job.gpu_type else "GPU"
     on_gpus, ranks = job.device == "cuda", job.ranks_per_node
     each = counted(job.gpus_per_node, kind) if on_gpus else counted(ranks, "process", "processes")
@@ -208,10 +211,10 @@ def _nodes(job: Job, summary: Summary, state: RunState, events: Sequence[Event])
     return [*lines, ("idle", ", ".join(idle))] if idle else lines
 
 
-def _excluded(job: Job, events: Sequence[Event], now: float) -> Sequence[Fact]:
+def _excluded(job: Job, history: RunView, now: float) -> Sequence[Fact]:
     """The nodes that the next jobs exclude."""
-    failed = exclusion.excluded(events, now)
-    wanted = [node for node in exclusion.left_out(events, now) if node not in failed]
+    failed = exclusion.excluded(history, now)
+    wanted = [node for node in exclusion.left_out(history, now) if node not in failed]
     reasons = (
         (failed, "failed repeatedly in this run"),
         (wanted, "by `clusterddp requeue --exclude` or `clusterddp drain`"),

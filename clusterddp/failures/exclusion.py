@@ -10,17 +10,19 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.history.beginnings import Preflight, Started
+from clusterddp.history.event import Event
+from clusterddp.history.failures import Excluded, Hung, NodeFailure, NodeLost, RankFailed
+from clusterddp.history.stops import Requested
+from clusterddp.history.view import Events
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, one_line
-
-Event = Mapping[str, Any]
 
 #: After this many failures within FOR_S seconds a node is excluded for FOR_S seconds; at most MOST nodes at a time.
 FAILURES, MOST, FOR_S = 2, 2, 24 * 3600.0
@@ -35,19 +37,18 @@ class Choice:
     refused: str | None = None
 
 
-def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], job: Job, now: float) -> Choice:
+def choose(history: Events, lost: Sequence[str], usable: Sequence[str], job: Job, now: float) -> Choice:
     """Which nodes the next job excludes.
 
     ``lost``: nodes that do not respond now, with precedence if not all can be excluded. ``usable``: the nodes that
     Slurm could allocate to the job. If fewer than it needs would remain, none is added, and those excluded before are
     not either, if too few remain without them.
     """
-    events, needed = list(events), job.least_allocated
-    before = may_exclude(job, left_out(events, now))
-    new = [node for node in failed(events, now) if node not in before]
+    needed, before = job.least_allocated, may_exclude(job, left_out(history, now))
+    new = [node for node in failed(history, now) if node not in before]
     failing = [node for node in dict.fromkeys([*lost, *new]) if node not in before]
     fresh = may_exclude(job, failing)
-    room = max(0, MOST - len(excluded(events, now)))
+    room = max(0, MOST - len(excluded(history, now)))
     nodes, over = [*before, *fresh[:room]], fresh[room:]
     left = set(usable) - set(nodes)
     if nodes and len(left) < needed:
@@ -70,70 +71,66 @@ def may_exclude(job: Job, nodes: Iterable[str]) -> list[str]:
     return [node for node in nodes if node not in required]
 
 
-def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:
-    """A node's failures: a rank on it failed first, other than by an error of the script, its GPU hung, or the node was
-    lost."""
-    return [event for event in events if is_failure(event) and event["suspect"] == node and event["time"] > now - FOR_S]
+def of_nodes(events: Iterable[Event]) -> list[NodeFailure]:
+    """The failures of nodes: a rank on one failed first, other than by an error of the script, its GPU hung, or the
+    node was lost."""
+    return [event for event in events if isinstance(event, NodeFailure) and event.suspect]
 
 
-def is_failure(event: Event) -> bool:
-    """Whether the event is a failure of a node."""
-    return bool(event.get("suspect")) and event["event"] in ("rank_failed", "hung", "node_lost")
+def failures(history: Events, node: str, now: float) -> list[NodeFailure]:
+    """A node's failures of the last day."""
+    return [event for event in of_nodes(history) if event.suspect == node and event.time > now - FOR_S]
 
 
-def failed(events: Iterable[Event], now: float) -> list[str]:
+def failed(history: Events, now: float) -> list[str]:
     """The nodes that failed often enough to be excluded, or that lack GPUs.
 
     Each failure of a node cancels the same failure of another one, because a script fails on any node.
     """
-    events = list(events)
-    by_node = {
-        node: failures(events, node, now)
-        for node in dict.fromkeys(event["suspect"] for event in events if event.get("suspect"))
-    }
+    suspects = dict.fromkeys(event.suspect for event in of_nodes(history) if event.suspect)
+    by_node = {node: failures(history, node, now) for node in suspects}
     kinds = {node: Counter(map(kind, found)) for node, found in by_node.items()}
     total = sum(kinds.values(), Counter[str | None]())
     return [node for node, found in by_node.items() if _unusable(found, total - kinds[node])]
 
 
-def _unusable(failed: Sequence[Event], elsewhere: Counter[str | None]) -> bool:
+def _unusable(failed: Sequence[NodeFailure], elsewhere: Counter[str | None]) -> bool:
     left, alone = elsewhere.copy(), set()
     for event in failed:
         if (same := kind(event)) is not None and left[same] > 0:
             left[same] -= 1
         else:
-            alone.add(event["attempt"])
-    return len(alone) >= FAILURES or any(event.get("lacks_gpus") for event in failed)
+            alone.add(event.attempt)
+    return len(alone) >= FAILURES or any(isinstance(event, RankFailed) and event.lacks_gpus for event in failed)
 
 
-def kind(event: Event) -> str | None:
+def kind(failure: NodeFailure) -> str | None:
     """Equal for failures that a script may cause on any node: the error without its numbers. None if the node itself
     has failed: it was lost, its GPU's driver reported a fault, or it lacks GPUs."""
-    if event["event"] == "node_lost" or event.get("fault") or event.get("lacks_gpus"):
+    if isinstance(failure, Hung):
+        return failure.name
+    if isinstance(failure, NodeLost) or failure.fault or failure.lacks_gpus:
         return None
-    return event["event"] if event["event"] == "hung" else re.sub(r"\d+", "0", what(event))
+    return re.sub(r"\d+", "0", what(failure))
 
 
-def excluded(events: Iterable[Event], now: float) -> list[str]:
+def excluded(history: Events, now: float) -> list[str]:
     """The nodes that are excluded now because they failed."""
-    return _named(events, ("excluded",), now)
+    return _unique(history.all(Excluded), now)
 
 
-def left_out(events: Iterable[Event], now: float) -> list[str]:
+def left_out(history: Events, now: float) -> list[str]:
     """All nodes that are excluded now: those that failed, and those that the user does not want."""
-    return _named(events, ("excluded", "requested"), now)
+    return _unique([event for event in history if isinstance(event, (Excluded, Requested))], now)
 
 
-def _named(events: Iterable[Event], kinds: Sequence[str], now: float) -> list[str]:
-    recent = [event for event in events if event["event"] in kinds and event["time"] > now - FOR_S]
-    return list(dict.fromkeys(node for event in recent for node in event.get("nodes") or ()))
+def _unique(events: Iterable[Excluded | Requested], now: float) -> list[str]:
+    return list(dict.fromkeys(node for event in events if event.time > now - FOR_S for node in event.nodes))
 
 
-def still_excluded(
-    events: Iterable[Event], now: float, usable: Callable[[], Sequence[str] | None], job: Job
-) -> list[str]:
+def still_excluded(history: Events, now: float, usable: Callable[[], Sequence[str] | None], job: Job) -> list[str]:
     """The excluded nodes, unless fewer others are usable than the job needs, or that is unknown (None)."""
-    nodes = may_exclude(job, left_out(events, now))
+    nodes = may_exclude(job, left_out(history, now))
     found = usable() if nodes else None
     return nodes if found is not None and len(set(found) - set(nodes)) >= job.least_allocated else []
 
@@ -143,11 +140,10 @@ def option(given: str | None, nodes: Sequence[str]) -> list[str]:
     return [f"--exclude={','.join(filter(None, [given, *nodes]))}"] if nodes else []
 
 
-def letter(events: Iterable[Event], node: str, now: float) -> str:
+def letter(history: Events, node: str, now: float) -> str:
     """A text that a user can send to the cluster's administrator."""
-    events = list(events)
-    jobs = {event["attempt"]: event["job"] for event in events if event["event"] == "started" and "job" in event}
-    found = [(event["time"], jobs.get(event["attempt"]), what(event)) for event in failures(events, node, now)]
+    jobs = {event.attempt: event.job for event in history.all(Started)}
+    found = [(event.time, jobs.get(event.attempt), what(event)) for event in failures(history, node, now)]
     words = f"caused {counted(len(found), 'failure')} in one of our training runs"
     excluded = f"Until then, our jobs exclude this node (sbatch --exclude={node})."
     return letter_about(node, words, found, [excluded])
@@ -167,22 +163,26 @@ def letter_about(
     return "\n".join(map(one_line, lines))
 
 
-def what(event: Event) -> str:
+def what(failure: NodeFailure) -> str:
     """The first line of what a node's failure was."""
-    words = event.get("fault") or event.get("error") or event.get("what") or "the node stopped responding"
-    return str(words).splitlines()[0]
+    words = ""
+    if isinstance(failure, RankFailed):
+        words = failure.fault or failure.error
+    elif isinstance(failure, Hung):
+        words = failure.what
+    return (words or "the node stopped responding").splitlines()[0]
 
 
-def unchecked(events: Iterable[Mapping[str, Any]], nodes: Sequence[str]) -> list[str]:
+def unchecked(history: Events, nodes: Sequence[str]) -> list[str]:
     """The nodes that have not passed a preflight of this run, or failed since they did."""
     passed: set[str] = set()
     started: dict[int, list[str]] = {}
-    for event in events:
-        if event["event"] == "started":
+    for event in history:
+        if isinstance(event, Started):
             with suppress(LauncherEnvironmentError):
-                started[event["attempt"]] = expand(event.get("nodes", ""))
-        elif event["event"] == "preflight":
-            passed.update(started.get(event["attempt"], ()))
-        elif event.get("suspect"):
-            passed.discard(event["suspect"])
+                started[event.attempt] = expand(event.nodes)
+        elif isinstance(event, Preflight):
+            passed.update(started.get(event.attempt, ()))
+        elif isinstance(event, NodeFailure) and event.suspect:
+            passed.discard(event.suspect)
     return [node for node in nodes if node not in passed]

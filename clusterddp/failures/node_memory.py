@@ -13,15 +13,15 @@ import pwd
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from clusterddp.errors import LauncherEnvironmentError, RunDirectoryError, SlurmError
 from clusterddp.failures import exclusion
+from clusterddp.history.event import Event
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, say
@@ -77,20 +77,21 @@ def memory_of(run: RunDirectory) -> Path:
     return (beside.parent if exists(beside / SWEEP_FILE) else beside) / FOLDER
 
 
-def remember(run: RunDirectory, job: str | None, event: Mapping[str, Any]) -> None:
+def remember(run: RunDirectory, job: str | None, event: Event) -> None:
     """Writes an entry if the event is a failure of a node. An error is only printed."""
-    if not exclusion.is_failure(event):
+    if not (found := exclusion.of_nodes([event])):
         return
-    folder, at = memory_of(run), float(event["time"])
-    value = {"time": at, "node": event["suspect"], "run": str(run), "job": job, "what": exclusion.what(event)[:300]}
-    if (kind := exclusion.kind(event)) is not None:
+    (failure,) = found
+    folder, at, node = memory_of(run), float(failure.time), failure.suspect
+    value = {"time": at, "node": node, "run": str(run), "job": job, "what": exclusion.what(failure)[:300]}
+    if (kind := exclusion.kind(failure)) is not None:
         value["kind"] = kind[:300]
     try:
         create_common_folder(folder)
-        write_json(folder / f"{at:.0f}-{event['suspect']}-{secrets.token_hex(4)}.json", value)
+        write_json(folder / f"{at:.0f}-{node}-{secrets.token_hex(4)}.json", value)
         _delete_old(folder, at)
     except OSError as error:
-        say(f"could not record the failure of {event['suspect']} in {folder}: {error.strerror}")
+        say(f"could not record the failure of {node} in {folder}: {error.strerror}")
 
 
 def _delete_old(folder: Path, now: float) -> None:
@@ -209,7 +210,7 @@ def left_out(run: RunDirectory, job: Job, usable: Callable[[], Sequence[str]], n
     it avoids because other runs failed there. ``usable``: as of ``avoided``."""
     once = cache(usable)
     try:
-        nodes = exclusion.still_excluded(run.events(), now, once, job)
+        nodes = exclusion.still_excluded(run.history(), now, once, job)
     except SlurmError as error:
         say(f"could not list the usable nodes, so the next job may get nodes that failed this run: {error}")
         nodes = []

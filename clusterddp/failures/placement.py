@@ -7,12 +7,14 @@ The ranks then restart in the same job, on a spare node or on fewer nodes.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from clusterddp.failures import exclusion
-from clusterddp.failures.exclusion import Event
+from clusterddp.history.beginnings import Started
+from clusterddp.history.failures import Moved
+from clusterddp.history.view import Events
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted
 
@@ -71,9 +73,7 @@ class Choice:
     placement: Placement = Placement()
 
 
-def place(
-    job: Job, allocated: Sequence[str], events: Iterable[Event], start: Mapping[str, Any], now: float
-) -> Placement:
+def place(job: Job, allocated: Sequence[str], history: Events, start: Mapping[str, Any], now: float) -> Placement:
     """The placement of the next attempt in a job with the nodes ``allocated``.
 
     ``start``: job id and restarts, as in the event ``started``. What an attempt of this start of the job has moved to
@@ -82,17 +82,13 @@ def place(
     every = Placement(tuple(allocated), tuple(allocated))
     if not job.outlives_nodes:
         return every
-    events = list(events)
-    own = {
-        event["attempt"]
-        for event in events
-        if event["event"] == "started" and all(event.get(key) == start.get(key) for key in ("job", "restarts"))
-    }
-    moves = [event for event in events if event["event"] == "moved" and event["attempt"] in own]
+    this = (start.get("job"), start.get("restarts", 0))
+    own = {event.attempt for event in history.all(Started) if (event.job, event.restarts) == this}
+    moves = [event for event in history.all(Moved) if event.attempt in own]
     if moves:
-        return every.moved(moves[-1]["nodes"], [node for event in moves for node in event["aside"]])
-    before = [event for event in events if event["attempt"] not in own]
-    doubtful = {*exclusion.failed(events, now), *exclusion.left_out(before, now)}
+        return every.moved(moves[-1].nodes, [node for event in moves for node in event.aside])
+    before = Events(event for event in history if event.attempt not in own)
+    doubtful = {*exclusion.failed(history, now), *exclusion.left_out(before, now)}
     chosen = sorted(allocated, key=lambda node: node in doubtful)[: job.nodes]  # others keep their order
     return every.moved(chosen, ())
 

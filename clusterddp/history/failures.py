@@ -193,6 +193,10 @@ class RankFailed(Event):
         return f"first failure{at_step(self.step)}: rank {self.rank} ({self.host}) {self.error}{fault}"
 
 
+#: What may be the failure of a node: that of its rank or GPU, or its own. ``suspect`` is the node, if it is at fault.
+NodeFailure = RankFailed | Hung | NodeLost
+
+
 @dataclass(frozen=True, kw_only=True)
 class Excluded(Event):
     """nodes that the next jobs exclude, for a day"""

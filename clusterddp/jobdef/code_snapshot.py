@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.history.beginnings import Started
+from clusterddp.history.view import RunView
 from clusterddp.jobdef.job import Job, one_line
 from clusterddp.process import PACKAGE_FOLDER
 from clusterddp.reporter import counted, show
@@ -306,12 +308,6 @@ def repository_state(folder: Path) -> dict[str, str | None]:
     }
 
 
-def recorded_code(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The code of each attempt that has started, according to the history, or empty if that is unknown or damaged."""
-    codes = [event.get("code") for event in events if event["event"] == "started"]
-    return [code if isinstance(code, dict) else {} for code in codes]
-
-
 def changed_code(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """One entry per difference: ``torch 2.12.0 -> 2.13.0``. Only one of two attempts may have used a snapshot."""
     compared = (name for name in after if name != "snapshot" or name in before)
@@ -566,12 +562,12 @@ def _walk(folder: Path) -> Iterator[str]:
                 yield name
 
 
-def described(snapshot: Snapshot | None, events: Iterable[dict[str, Any]]) -> str | None:
+def described(snapshot: Snapshot | None, history: RunView) -> str | None:
     """The code that the run uses, in words: its snapshot, or else the code of its newest attempt. None if unknown."""
     if snapshot is not None:
         return snapshot.words()
-    codes = recorded_code(events)
-    if not codes or not codes[-1].get("commit"):
+    started = history.last(Started)
+    if started is None or not started.code.get("commit"):
         return None
-    changed = " + uncommitted changes" if codes[-1].get("changes") else ""
-    return f"commit {str(codes[-1]['commit'])[:8]}{changed}, no snapshot"
+    changed = " + uncommitted changes" if started.code.get("changes") else ""
+    return f"commit {str(started.code['commit'])[:8]}{changed}, no snapshot"

@@ -6,7 +6,7 @@ The JSON is what ``list --json`` and ``status --json`` print. docs/reference/run
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from clusterddp.failures import exclusion
@@ -45,17 +45,18 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
     """The keys of every run, and those that need the whole history or the job definition."""
     job, events, now = load_resolved(run.job_file), run.events(), time.time()
     summary, state = looked_at(run)
+    history = RunView(map(decode, events))
     booking, made = booked(summary, state, events, now)
     intervals = intervals_of(run)
     return report(summary, state) | {
-        "attempts": len(RunView(map(decode, events)).with_ranks),
+        "attempts": len(history.with_ranks),
         "job_name": job.name,
         "shape": job.shape,
-        "code": code_of(run, events),
+        "code": code_of(run, history),
         "best": best_saved(events),
         "gpus_per_node": job.gpus_per_node if job.device == "cuda" else 0,
         "gpu_type": job.gpu_type,
-        "excluded": exclusion.may_exclude(job, exclusion.left_out(events, now)),
+        "excluded": exclusion.may_exclude(job, exclusion.left_out(history, now)),
         "time": made and made.as_json(),
         "advice": advice(job, booking, events, intervals),
         "stragglers": (found := scores(intervals)) and found.as_json(),
@@ -66,8 +67,8 @@ def full_report(run: RunDirectory) -> dict[str, Any]:
 # --- the lines of the text
 
 
-def code_of(run: RunDirectory, events: Sequence[dict[str, Any]]) -> str | None:
-    return code_snapshot.described(code_snapshot.current(run), events)
+def code_of(run: RunDirectory, history: RunView) -> str | None:
+    return code_snapshot.described(code_snapshot.current(run), history)
 
 
 def state_sentence(summary: Summary, state: RunState) -> str:

@@ -27,9 +27,15 @@ from clusterddp.errors import ClusterddpError, SlurmError, SlurmUnavailable
 from clusterddp.failures import exclusion, exit_status, node_memory
 from clusterddp.failures.hangs import Watch
 from clusterddp.failures.placement import Placement
+from clusterddp.history.beginnings import Started
+from clusterddp.history.checkpoints import Checkpoint
+from clusterddp.history.ends import Completed
+from clusterddp.history.event import Event as Line
+from clusterddp.history.failures import Moved
+from clusterddp.history.steps import DeviceMemory, StepsSeen
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
-from clusterddp.jobdef.code_snapshot import changed_code, code_state, recorded_code
+from clusterddp.jobdef.code_snapshot import changed_code, code_state
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.process import RunningClock
@@ -122,15 +128,15 @@ class Attempt:
         self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
         self._clock = RunningClock(TICK_S)
         self._watch = self._new_watch()
-        began = min((event["time"] for event in self._history.events), default=time.time())
-        self._own, self._ended = OwnCheckpoints(run, job, number, self._history.events), threading.Event()
+        began = time.time() if history.began is None else history.began
+        self._own, self._ended = OwnCheckpoints(run, job, number, history), threading.Event()
         self._timing, self._timing_file = TimingLines(number, job.world_size, began), TimingFile(run)
         #: Reads the steps of a script that does not use clusterddp, where the job says how.
         self._step_log: StepLog | None = None
         #: Work for the history thread. None ends it.
         self._writes: queue.Queue[Callable[[], Any] | None] = queue.Queue()
 
-    def _on_event(self, event: Mapping[str, Any]) -> None:
+    def _on_event(self, event: Line) -> None:
         self._hook.notify(event)
         if self._job.node_memory:
             node_memory.remember(self._run, self._controller.describe().get("job"), event)
@@ -287,8 +293,8 @@ class Attempt:
 
     def _tell_of_missing_steps(self) -> None:
         """Reports that `steps: {log: ...}` matched no line, although rank 0 made steps or the script finished."""
-        own = {event["event"] for event in self._history.events if event["attempt"] == self._number}
-        if self._step_log is not None and not self._step_log.found and own & {"steps_seen", "completed"}:
+        own = self._history.view.attempt(self._number)
+        if self._step_log is not None and not self._step_log.found and own.has(StepsSeen, Completed):
             say(
                 f"no line of rank 0's output matched `steps: {{log: {self._job.step_log!r}}}` in attempt {self._number}"
                 ". Correct the pattern, and submit the run again with --change"
@@ -299,11 +305,11 @@ class Attempt:
         environ = {**os.environ, **self._own.variables()}
         if self._code is not None:
             environ |= mapped_variables(environ, self._code.checkout, str(self._code.folder(self._run)))
-        used = [event["bytes"] for event in self._history.events if event["event"] == "device_memory"]
+        used = self._history.view.last(DeviceMemory)
         return {
             **environ,
             **self._script_trackers(),
-            **({protocol.DEVICE_MEMORY: str(used[-1])} if used else {}),
+            **({protocol.DEVICE_MEMORY: str(used.bytes)} if used else {}),
             **self._own.saved(),
             **self._committed(),
             **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
@@ -325,19 +331,20 @@ class Attempt:
 
     def _committed(self) -> dict[str, str]:
         """The last attempt's newest checkpoint, if ranks have moved to other nodes, where a shared disk may hide it."""
-        last = [event for event in self._history.events if event["attempt"] == self._number - 1]
-        steps = [event["step"] for event in last if event["event"] == "checkpoint"]
-        moved = any(event["event"] == "moved" for event in last)
-        return {protocol.COMMITTED: str(steps[-1])} if moved and steps else {}
+        before = self._history.view.attempt(self._number - 1)
+        newest = before.last(Checkpoint)
+        return {protocol.COMMITTED: str(newest.step)} if newest is not None and before.has(Moved) else {}
 
     def _first_job(self) -> str:
         """The run's name in `submitit.JobEnvironment()`: the same in all attempts, also after a resubmission."""
-        known = [*(event for event in self._history.events if event["event"] == "started"), self._controller.describe()]
-        return str(known[0].get("job", self._run.path.name))
+        first = self._history.view.first(Started)
+        job = self._controller.describe().get("job") if first is None else first.job
+        return str(self._run.path.name if job is None else job)
 
     def _run_began(self) -> float:
         """The same moment in every attempt: that of the first event, which in the first attempt is its start."""
-        return min((event["time"] for event in self._history.events), default=self._launched)
+        began = self._history.view.began
+        return self._launched if began is None else began
 
     def _script_trackers(self) -> dict[str, str]:
         """For trackers that the script itself uses, unless this run sends its metrics there."""
@@ -351,7 +358,7 @@ class Attempt:
     def _on_new_nodes(self) -> bool:
         """Whether some of the nodes have not passed a preflight of this run, or are unknown."""
         nodes = self._state.nodes
-        return not nodes or bool(exclusion.unchecked(self._history.events, nodes))
+        return not nodes or bool(exclusion.unchecked(self._history.view, nodes))
 
     def _start(self, name: str, work: Callable[[], None]) -> threading.Thread:
         """Starts a thread. Its exception is raised in the main thread."""
@@ -549,8 +556,8 @@ class Attempt:
                     "submitted", self._launched, job=self._submission["job"], submitted=self._submission["time"]
                 )
             state = code_state(self._job, self._code.state() if self._code else None)
-            before = recorded_code(self._history.events)
-            differences = changed_code(before[-1], state) if before else []
+            before = self._history.view.last(Started)
+            differences = changed_code(before.code, state) if before is not None else []
             started = {**self._controller.describe(), "ranks": self._job.world_size}
             if idle := self._state.placement.recorded:
                 started |= {"nodes": ",".join(self._state.nodes), **idle}

@@ -18,6 +18,7 @@ from typing import Any
 
 from clusterddp.history.beginnings import Training
 from clusterddp.history.codec import decode, sentence
+from clusterddp.history.event import Event
 from clusterddp.history.view import RunView
 from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import say
@@ -44,7 +45,7 @@ class History:
         self.newest_step: int | None = None
         self.newest_checkpoint: int | None = None
         #: Gets every event that is added.
-        self.listener: Callable[[Mapping[str, Any]], None] = lambda _: None
+        self.listener: Callable[[Event], None] = lambda _: None
         drop_torn_line(run.events_file)
         #: All events of the run, oldest first, with those that a full disk has not taken yet.
         self.events = run.events()
@@ -64,10 +65,11 @@ class History:
         if event == "checkpoint":
             self.newest_checkpoint = values["step"]
         self.events.append(line)
-        self.view.add(decode(line))
+        added = decode(line)
+        self.view.add(added)
         self.pending.append(line)
         self._try_to_write()
-        self.listener(line)
+        self.listener(added)
         if self._printed and (
             words := sentence(line)
         ):  # a local run's terminal shows the events in the file, and our stderr

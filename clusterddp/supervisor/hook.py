@@ -13,6 +13,10 @@ from contextlib import suppress
 from typing import Any
 
 from clusterddp import protocol
+from clusterddp.history.beginnings import OwnCheckpointRead
+from clusterddp.history.codec import encode
+from clusterddp.history.ends import Requeued, Resubmitted, Stopped
+from clusterddp.history.event import Event
 from clusterddp.history.words import BY_SLURM, HOOK_EVENTS
 from clusterddp.jobdef.job import Job
 from clusterddp.process import ending_alone
@@ -28,16 +32,15 @@ HANDOVER_S = 0.25
 _PREEMPTED = (Cause.PREEMPTED.value, Cause.PREEMPTED_WITHOUT_GRACE.value)
 
 
-def hook_event(event: Mapping[str, Any]) -> str | None:
+def hook_event(event: Event) -> str | None:
     """The word of ``HOOK_EVENTS`` for an event of the history. None if the hook is not called for it."""
-    name = event["event"]
-    if name == "stopped" and event.get("then") != BY_SLURM:
+    if isinstance(event, Stopped) and event.then != BY_SLURM:
         return "stopped"
-    if name in ("requeued", "resubmitted", "stopped"):
-        return "preempted" if event.get("cause") in _PREEMPTED else None
-    if name == "own_checkpoint_read":
+    if isinstance(event, (Requeued, Resubmitted, Stopped)):
+        return "preempted" if event.cause in _PREEMPTED else None
+    if isinstance(event, OwnCheckpointRead):
         return "resumed"
-    return name if name in HOOK_EVENTS else None
+    return event.name if event.name in HOOK_EVENTS else None
 
 
 class Hook:
@@ -60,10 +63,10 @@ class Hook:
     def __bool__(self) -> bool:
         return bool(self._job.hook)
 
-    def notify(self, event: Mapping[str, Any]) -> None:
+    def notify(self, event: Event) -> None:
         """Calls the hook if it gets this event of the history."""
         if (word := hook_event(event)) is not None:
-            self.call(word, event)
+            self.call(word, encode(event))
 
     def call(self, word: str, event: Mapping[str, Any]) -> None:
         """Calls the hook, once for each word of an attempt. Does not wait."""

@@ -204,7 +204,7 @@ def supervise_one(
     else:
         # In a thread, because thousands of ranks have thousands of files, and they need not wait for that.
         threading.Thread(target=delete_old_logs, args=(run, job.keep_logs), daemon=True).start()
-        placement = place(job, nodes_of(controller), run.events(), controller.describe(), time.time())
+        placement = place(job, nodes_of(controller), run.history(), controller.describe(), time.time())
         job = as_placed(job, placement)
         ranks = launcher(job, placement)
         code = Attempt(run, job, number, ranks, controller, submission, placement).supervise()

@@ -15,13 +15,16 @@ import struct
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clusterddp import protocol
-from clusterddp.history.words import ATTEMPT_ENDS, WITHOUT_RANKS
+from clusterddp.history.beginnings import Started
+from clusterddp.history.checkpoints import OwnCheckpointRejected, Saved
+from clusterddp.history.ends import AttemptEnd
+from clusterddp.history.view import RunView
 from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.program import OF_RANK, checkpoint_values, fill, fill_pattern, placeholders_in, shown_path
 from clusterddp.jobdef.secrets import without_secrets
@@ -89,12 +92,12 @@ _Judged = dict[tuple[str, int], tuple[str | None, int | None]]
 class OwnCheckpoints:
     """The checkpoints in a script's own format, as an attempt sees them. A job without the key ``resume`` has none."""
 
-    def __init__(self, run: RunDirectory, job: Job, number: int, events: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, run: RunDirectory, job: Job, number: int, history: RunView) -> None:
         self._run, self._job, self._number = str(run), job, number
-        self._earlier = [event for event in events if event["attempt"] < number]
+        self._earlier = RunView(event for event in history if event.attempt < number)
         #: The file that the script named to continue from, which need not match a pattern.
-        self._saved = [event for event in self._earlier if event["event"] == "saved" and "file" in event][-1:]
-        self._began = min((event["time"] for event in self._earlier), default=time.time())
+        self._saved = self._earlier.last(Saved)
+        self._began = time.time() if self._earlier.began is None else self._earlier.began
         #: The newest complete one that is known; at first that from which the attempt continues.
         self.newest: OwnCheckpoint | None = None
         #: The newest file that a rank is known to have saved, whether it matches or not.
@@ -103,9 +106,7 @@ class OwnCheckpoints:
         self._matches: tuple[str, ...] = ()
         self._judged: _Judged = {}
         #: With these, by path and time, the script failed before its first step.
-        self._rejected = {
-            (event["file"], event["written"]) for event in self._earlier if event["event"] == "own_checkpoint_rejected"
-        }
+        self._rejected = {(event.file, event.written) for event in self._earlier.all(OwnCheckpointRejected)}
 
     def begin(self) -> dict[str, Any] | None:
         """Looks for the one that the attempt continues from. Returns the values of the event ``own_resume``, if any."""
@@ -172,22 +173,21 @@ class OwnCheckpoints:
             named = self.newest.path if self.newest is not None else ""
             watched = [named, *(path for path in self._matches if path != named)]
             variables[protocol.RESUMABLE] = json.dumps(watched[:MOST_WATCHED])
-        if not self._saved:
+        if (saved := self._saved) is None:
             return variables
-        [event] = self._saved
-        path, before = event["file"], [one for one in self._earlier if one["event"] not in WITHOUT_RANKS]
-        variables |= {protocol.SAVED: path} if event["attempt"] == before[-1]["attempt"] else {}
-        if "items" not in event or not self._continues_from(path, event["written"]):
+        path, last = saved.file, self._earlier.with_ranks[-1]
+        variables |= {protocol.SAVED: path} if saved.attempt == last.number else {}
+        if saved.items is None or saved.written is None or not self._continues_from(path, saved.written):
             return variables
-        started = [one for one in before if one["event"] == "started" and one["attempt"] == event["attempt"]]
-        ranks = {one["ranks"] for one in started if "ranks" in one}
-        if ranks - {self._job.world_size}:
+        started = self._earlier.attempt(saved.attempt).last(Started)
+        if started is not None and started.ranks != self._job.world_size:
+            had = counted(started.ranks, "rank")
             say(
-                f"continue_epoch: the last attempt stopped within an epoch, with {counted(max(ranks), 'rank')}. With "
+                f"continue_epoch: the last attempt stopped within an epoch, with {had}. With "
                 f"{self._job.world_size}, the batches differ, so the epoch restarts from its beginning"
             )
             return variables
-        return {**variables, protocol.SAVED: path, protocol.SAVED_ITEMS: str(event["items"])}
+        return {**variables, protocol.SAVED: path, protocol.SAVED_ITEMS: str(saved.items)}
 
     def _continues_from(self, path: str, written: float) -> bool:
         try:
@@ -200,7 +200,7 @@ class OwnCheckpoints:
     def _look(self) -> Found:
         if self._job.resume is None:
             return Found()
-        also = [event["file"] for event in self._saved]
+        also = [] if self._saved is None else [self._saved.file]
         rejects = lambda one: (self.named(one.path), one.written) in self._rejected  # noqa: E731
         found = find(self._job.resume, self._run, self._began, also, self._judged, rejects)
         self.newest = found.newest or self.newest
@@ -208,10 +208,9 @@ class OwnCheckpoints:
 
     def _stopped(self) -> float:
         """When the previous attempt ended, or recorded its last event."""
-        last = max((event["attempt"] for event in self._earlier), default=None)
-        own = [event for event in self._earlier if event["attempt"] == last]
-        ends = [event["time"] for event in own if event["event"] in ATTEMPT_ENDS]
-        return max(ends or [event["time"] for event in own], default=self._began)
+        if (last := self._earlier.newest) is None:
+            return self._began
+        return max(event.time for event in last.all(AttemptEnd) or last)
 
     def _described(self, found: OwnCheckpoint) -> dict[str, Any]:
         return {"file": self.named(found.path), "written": found.written}

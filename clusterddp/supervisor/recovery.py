@@ -311,8 +311,8 @@ class Recovery:
         if state.drained:
             leave.setdefault(state.drained, "is drained")
         if state.job.outlives_nodes:
-            suspects = {event.get("suspect") for event in self._history.events if event["attempt"] == self._number}
-            for node in exclusion.failed(self._history.events, now):
+            suspects = {event.suspect for event in exclusion.of_nodes(self._own)}
+            for node in exclusion.failed(self._history.view, now):
                 if node in suspects:
                     leave.setdefault(node, "failed repeatedly in this run")
             for end in self._ends:
@@ -341,22 +341,22 @@ class Recovery:
 
     def _choose_nodes(self, lost: Sequence[str]) -> exclusion.Choice:
         """Which nodes the next job excludes. Records new ones, and those that cannot be excluded."""
-        events, now = self._history.events, time.time()
-        if not lost and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
+        history, now = self._history.view, time.time()
+        if not lost and not set(exclusion.failed(history, now)) - set(exclusion.excluded(history, now)):
             return exclusion.Choice()
         if (usable := self._usable_nodes()) is None:
             return exclusion.Choice()
-        choice = exclusion.choose(events, lost, usable, self._job, now)
+        choice = exclusion.choose(history, lost, usable, self._job, now)
         if choice.refused:
             self._history.add("not_excluded", reason=choice.refused)
         if choice.new:
-            times = [len(exclusion.failures(events, node, now)) for node in choice.new]
+            times = [len(exclusion.failures(history, node, now)) for node in choice.new]
             self._history.add("excluded", nodes=list(choice.new), failures=times)
         return choice
 
     def _excluded(self) -> list[str]:
         """The nodes that a new job excludes, as the previous ones did."""
-        return exclusion.still_excluded(self._history.events, time.time(), self._usable_nodes, self._job)
+        return exclusion.still_excluded(self._history.view, time.time(), self._usable_nodes, self._job)
 
     def _usable_nodes(self) -> list[str] | None:
         """The nodes that the job could be given. None if unknown."""

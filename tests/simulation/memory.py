@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.failures import node_memory
 from clusterddp.rundir.run_directory import RunDirectory
+from tests.histories import event_of
 from tests.simulation.slurm import Batch
 from tests.simulation.world import EPOCH
 
@@ -69,7 +70,7 @@ class Memory:
         event = {"event": "node_lost", "time": EPOCH + at, "suspect": node, "node": node}
         before, index = self._entries(), len(self.failed)
         self.failed.append(Failed(at, node, str(run), None))
-        node_memory.remember(run, "7", event)
+        node_memory.remember(run, "7", event_of(event))
         if self._entries() - before:  # the disk took it
             self.failed[index] = replace(self.failed[index], written=world.now)
         return 0

@@ -12,6 +12,7 @@ from unittest import mock
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.failures import node_memory, placement
 from clusterddp.failures.hangs import Watch
+from clusterddp.history.view import Events
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs import waiting
 from clusterddp.slurm import commands
@@ -301,7 +302,7 @@ def _the_history_waits_for_slurm() -> Patches:
 def _a_node_that_was_left_takes_ranks_again() -> Patches:
     """After an attempt has moved to a spare, or to fewer nodes, the next one uses the first nodes again."""
     real = placement.place
-    return [(main, "place", lambda job, allocated, _, start, now: real(job, allocated, (), start, now))]
+    return [(main, "place", lambda job, allocated, _, start, now: real(job, allocated, Events(), start, now))]
 
 
 def _a_spare_that_is_down_takes_ranks() -> Patches:

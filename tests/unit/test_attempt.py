@@ -826,7 +826,7 @@ def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_excluded(
     assert "also failed: rank 2 (n3) was lost because node n3 no longer responds" in capsys.readouterr().err
     again = {"event": "rank_failed", "attempt": 1, "time": time.time(), "suspect": "n3", "error": "killed by signal 9"}
     happened(run, again)
-    assert exclusion.failed(run.events(), time.time()) == ["n3"]
+    assert exclusion.failed(run.history(), time.time()) == ["n3"]
 
 
 class Rebooted(FakeRanks):

@@ -22,6 +22,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.runs.recording import Content, present_code, recorded, write_code
 from clusterddp.supervisor.main import with_snapshot
 from clusterddp.worker import code_paths
+from tests.histories import view
 from tests.wording import raises
 
 
@@ -405,12 +406,12 @@ def test_imports_come_from_the_snapshot_wherever_they_came_from_the_checkout(
 def test_the_code_of_a_run_is_named_with_and_without_a_snapshot(run: RunDirectory) -> None:
     """For `status`; and an attempt after one of an older version did not change because it has a snapshot."""
     started = {"event": "started", "code": {"commit": "12345678abc", "changes": "ff"}}
-    assert described(None, [started]) == "commit 12345678 + uncommitted changes, no snapshot"
+    assert described(None, view([started])) == "commit 12345678 + uncommitted changes, no snapshot"
     for damaged in ({}, {"code": None}, {"code": "12345678abc"}):
-        assert described(None, [{"event": "started", **damaged}]) is None
+        assert described(None, view([{"event": "started", **damaged}])) is None
     submit(run)
     snapshot = current(run)
-    assert snapshot is not None and described(snapshot, [started]) == snapshot.words()
+    assert snapshot is not None and described(snapshot, view([started])) == snapshot.words()
     state = snapshot.state()
     assert changed_code({"commit": state["commit"], "changes": None}, state) == []
     assert changed_code({**state, "snapshot": "old"}, state) == [f"snapshot old -> {snapshot.snapshot}"]

@@ -33,7 +33,7 @@ from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.training import preflight
 from clusterddp.training.settings import read as read_settings
 from tests.fake_slurm import FakeController, FakeRanks
-from tests.histories import happened
+from tests.histories import event_of, happened, view
 from tests.wording import raises
 
 CPU = torch.device("cpu")
@@ -337,7 +337,7 @@ def test_a_node_is_checked_before_its_first_attempt_and_after_a_failure(
     history: list[dict[str, Any]], left: list[str]
 ) -> None:
     """Of this run."""
-    assert unchecked(history, ["n1", "n2"]) == left
+    assert unchecked(view(history), ["n1", "n2"]) == left
 
 
 def test_an_attempt_on_nodes_that_have_passed_is_not_checked_again(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_a_failed_preflight_restarts_the_run_and_counts_against_its_node(message
     assert end.of_the_node is of_the_node
     assert judge([end], 1, False, lambda: Cause.NONE).action is Action.RESTART
     event = {"event": "rank_failed", "attempt": 0, "time": 5.0, "suspect": "n2", "error": end.words()}
-    assert failures([event], "n2", 6.0) == [event]
+    assert failures(view([event]), "n2", 6.0) == [event_of(event)]
 
 
 def settings_of(run: RunDirectory | None, world_size: int, local_world_size: int) -> Any:

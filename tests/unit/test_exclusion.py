@@ -10,6 +10,7 @@ import pytest
 from clusterddp.failures.exclusion import FOR_S, Choice, choose, excluded, letter, option, still_excluded
 from clusterddp.jobdef.job import Job
 from clusterddp.slurm.commands import parse_usable
+from tests.histories import view
 
 NOW = 1_000_000.0
 ALL = ["n1", "n2", "n3", "n4"]
@@ -61,13 +62,13 @@ def test_a_node_is_excluded_after_two_failures_that_only_it_had_within_a_day_or_
     events: list[dict[str, Any]], lost: list[str], usable: list[str], choice: Choice
 ) -> None:
     """Of a run that needs two nodes, on a partition of four. A fault that the driver reported is the node's own."""
-    assert choose(events, lost, usable, JOB, NOW) == choice
+    assert choose(view(events), lost, usable, JOB, NOW) == choice
 
 
 def test_of_more_lost_nodes_than_may_be_excluded_some_are() -> None:
     """They come before a node that failed and answers."""
     words = "n4 and n1 failed, but at most 2 failed nodes are excluded at a time"
-    assert choose(failed("n1", "n1"), ["n2", "n3", "n4"], ALL, JOB, NOW) == Choice(("n2", "n3"), (), words)
+    assert choose(view(failed("n1", "n1")), ["n2", "n3", "n4"], ALL, JOB, NOW) == Choice(("n2", "n3"), (), words)
 
 
 def test_nodes_that_the_user_drained_are_used_again_if_too_few_others_are_left() -> None:
@@ -76,25 +77,25 @@ def test_nodes_that_the_user_drained_are_used_again_if_too_few_others_are_left()
     reason = "without n1 and n2 and n3 the partition has 1 usable node, but the run needs 3"
     refused = f"{reason}. The next job excludes no node"
     job = replace(JOB, nodes=3)
-    assert choose([drained], ["n3"], ALL, job, NOW) == Choice(refused=refused)
-    assert choose([drained], ["n3"], [*ALL, "n5"], job, NOW).nodes == ("n1", "n2")
+    assert choose(view([drained]), ["n3"], ALL, job, NOW) == Choice(refused=refused)
+    assert choose(view([drained]), ["n3"], [*ALL, "n5"], job, NOW).nodes == ("n1", "n2")
 
 
 def test_nodes_that_the_job_definition_requires_are_not_excluded() -> None:
     """Slurm would refuse the next job, which waits for the node instead."""
     job, refused = replace(JOB, nodelist="n[1-2]"), "nodelist requires n2"
-    assert choose([], ["n2"], ALL, job, NOW) == Choice(refused=refused)
-    assert choose(failed("n2", "n2"), [], ALL, job, NOW) == Choice(refused=refused)
-    assert choose([left_out("n2")], ["n3"], ALL, job, NOW) == Choice(("n3",))
-    assert choose([], ["n3", "n2"], ALL, replace(job, nodes=3), NOW) == Choice(("n3",), refused=refused)
-    assert still_excluded([left_out("n2", "n3")], NOW, lambda: ALL, job) == ["n3"]
-    assert still_excluded([left_out("n2")], NOW, lambda: ALL, replace(job, nodelist="./hosts")) == ["n2"]
+    assert choose(view([]), ["n2"], ALL, job, NOW) == Choice(refused=refused)
+    assert choose(view(failed("n2", "n2")), [], ALL, job, NOW) == Choice(refused=refused)
+    assert choose(view([left_out("n2")]), ["n3"], ALL, job, NOW) == Choice(("n3",))
+    assert choose(view([]), ["n3", "n2"], ALL, replace(job, nodes=3), NOW) == Choice(("n3",), refused=refused)
+    assert still_excluded(view([left_out("n2", "n3")]), NOW, lambda: ALL, job) == ["n3"]
+    assert still_excluded(view([left_out("n2")]), NOW, lambda: ALL, replace(job, nodelist="./hosts")) == ["n2"]
 
 
 def test_two_events_of_one_attempt_are_one_failure() -> None:
     """A node that is lost takes its rank with it."""
     events = failed("n2", kind="node_lost") + failed("n2")
-    assert choose(events, [], ALL, JOB, NOW) == Choice()
+    assert choose(view(events), [], ALL, JOB, NOW) == Choice()
 
 
 @pytest.mark.parametrize(
@@ -109,16 +110,16 @@ def test_slurms_choice_is_kept_where_excluding_would_leave_too_few(
     events: list[dict[str, Any]], lost: list[str], usable: list[str], words: str
 ) -> None:
     """Excluded nodes stay excluded."""
-    choice = choose(events, lost, usable, JOB, NOW)
-    assert (choice.nodes, choice.new, choice.refused) == (tuple(excluded(events, NOW)), (), words)
+    choice = choose(view(events), lost, usable, JOB, NOW)
+    assert (choice.nodes, choice.new, choice.refused) == (tuple(excluded(view(events), NOW)), (), words)
 
 
 def test_the_text_for_the_administrator_says_what_failed_and_when() -> None:
     """Ready to be sent."""
     started = [{"event": "started", "attempt": number, "time": NOW - 90, "job": "41"} for number in range(2)]
-    text = letter([*started, *failed("n2", "n2")], "n2", NOW)
+    text = letter(view([*started, *failed("n2", "n2")]), "n2", NOW)
     hung = {**failed("n2", kind="hung")[0], "error": None, "what": "rank 3 (n2) has been stuck at step 7 for 606 s"}
-    assert "job 41: rank 3 (n2) has been stuck at step 7 for 606 s" in letter([*started, hung], "n2", NOW)
+    assert "job 41: rank 3 (n2) has been stuck at step 7 for 606 s" in letter(view([*started, hung]), "n2", NOW)
     assert text.startswith("Node n2 caused 2 failures in one of our training runs:\n")
     assert text.count("job 41: killed by signal 9") == 2
     assert "sbatch --exclude=n2" in text

@@ -27,6 +27,7 @@ from clusterddp.supervisor.attempt_state import FAULT_S, Broadcast, GpuFigures, 
 from clusterddp.supervisor.decide import step
 from clusterddp.supervisor.verdict import FirstFailure, RankEnd, failure_text, judge
 from clusterddp.worker import gpus
+from tests.histories import view
 from tests.timings import write_timings
 from tests.unit.test_decide import HANG, JOB, NOW, after
 from tests.wording import raises
@@ -279,7 +280,7 @@ def test_a_rank_whose_gpu_had_a_fault_failed_first_and_its_node_is_at_fault(tmp_
     box = failure_text(RunDirectory(tmp_path), 0, FirstFailure(faulty, [peer]), NOW)
     assert f"likely cause: {WORDS}" in box
     failed = {"event": "rank_failed", "attempt": 0, "time": NOW, "suspect": "n2", "error": "x", "fault": WORDS}
-    assert WORDS in exclusion.letter([failed], "n2", NOW)
+    assert WORDS in exclusion.letter(view([failed]), "n2", NOW)
 
 
 def test_a_hang_of_a_gpu_with_a_fault_names_it_and_its_node(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from clusterddp.supervisor.hook import Hook, hook_event
 from clusterddp.supervisor.launcher import LocalLauncher
 from clusterddp.supervisor.main import supervise
 from tests.fake_slurm import FakeController, FakeRanks
-from tests.histories import happened
+from tests.histories import event_of, happened
 from tests.unit.test_attempt import JOB, STOPPED
 from tests.waiting import wait_until
 from tests.wording import raises, says
@@ -184,7 +184,7 @@ def test_a_hook_that_fails_while_local_ranks_run_is_reported(
 )
 def test_what_the_hook_is_told(event: dict[str, Any], word: str | None) -> None:
     """Neither a restart in place nor a time limit after which the run continues."""
-    assert hook_event(event) == word
+    assert hook_event(event_of(event)) == word
 
 
 def test_a_hook_is_a_list_of_words_or_a_line_for_the_shell(tmp_path: Path) -> None:

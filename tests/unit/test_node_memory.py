@@ -29,7 +29,7 @@ from clusterddp.failures.node_memory import (
 )
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.histories import happened
+from tests.histories import event_of, happened
 from tests.wording import raises, says
 
 NOW = 1_900_000_000.0
@@ -86,8 +86,8 @@ def lost(node: str, at: float = NOW) -> dict[str, Any]:
 
 
 def test_a_failure_of_a_node_is_remembered_beside_the_run_and_others_are_not(run: RunDirectory) -> None:
-    remember(run, "7", lost("n2"))
-    remember(run, "7", {"time": NOW, "attempt": 0, "event": "rank_failed", "rank": 0, "error": "ValueError"})
+    remember(run, "7", event_of(lost("n2")))
+    remember(run, "7", event_of({"time": NOW, "attempt": 0, "event": "rank_failed", "rank": 0, "error": "ValueError"}))
     assert recall(memory_of(run), False, NOW) == [NodeFailure(NOW, "n2", str(run), "7", "the node stopped responding")]
 
 
@@ -101,18 +101,18 @@ def test_the_same_failure_of_a_run_on_several_nodes_counts_against_none(run: Run
             "suspect": node,
             "error": f"CUDA error: {number}",
         }
-        remember(run, "7", failed)
-        remember(run, "7", lost(node))
-        remember(run, "7", {**failed, "fault": "Xid 79"})
-    remember(run, "7", {**failed, "error": "SIGBUS"})
+        remember(run, "7", event_of(failed))
+        remember(run, "7", event_of(lost(node)))
+        remember(run, "7", event_of({**failed, "fault": "Xid 79"}))
+    remember(run, "7", event_of({**failed, "error": "SIGBUS"}))
     found = [(failure.node, failure.what) for failure in recall(memory_of(run), False, NOW)]
     gone = "the node stopped responding"
     assert sorted(found) == [("n1", "Xid 79"), ("n1", gone), ("n2", "SIGBUS"), ("n2", "Xid 79"), ("n2", gone)]
 
 
 def test_entries_of_more_than_a_week_are_deleted_with_the_next(run: RunDirectory) -> None:
-    remember(run, "7", lost("n2", NOW - 8 * DAY_S))
-    remember(run, "7", lost("n3"))
+    remember(run, "7", event_of(lost("n2", NOW - 8 * DAY_S)))
+    remember(run, "7", event_of(lost("n3")))
     (left,) = memory_of(run).iterdir()
     assert "-n3-" in left.name
 
@@ -132,7 +132,7 @@ def test_no_file_is_deleted_in_a_folder_that_another_user_has_put_there(
     else:  # nor what only has an entry's name
         (mine / "1000-n1-0123abcd.json").unlink()
         (mine / "1000-n1-0123abcd.json").symlink_to(mine / "1")
-    remember(run, "7", lost("n2"))
+    remember(run, "7", event_of(lost("n2")))
     assert names <= set(os.listdir(mine))
     assert ("could not record the failure of n2" in capsys.readouterr().err) == as_link
 
@@ -144,7 +144,7 @@ def test_members_of_a_sweep_share_the_folder_beside_the_sweep(tmp_path: Path) ->
 
 
 def test_a_damaged_entry_and_a_name_that_is_no_node_are_skipped(run: RunDirectory) -> None:
-    remember(run, "7", lost("n2"))
+    remember(run, "7", event_of(lost("n2")))
     folder = memory_of(run)
     (folder / "9999999999-n3-0.json").write_text("{")
     whole = next(folder.glob("*-n2-*")).read_text()
@@ -155,7 +155,7 @@ def test_a_damaged_entry_and_a_name_that_is_no_node_are_skipped(run: RunDirector
 def test_entries_of_other_users_count_only_for_a_shared_run_and_members_of_the_group(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remember(run, "7", lost("n2"))
+    remember(run, "7", event_of(lost("n2")))
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     group = memory_of(run).stat().st_gid
     users: Callable[[int], SimpleNamespace] = lambda uid: SimpleNamespace(pw_gid=group, pw_name="ann")  # noqa: E731
@@ -169,7 +169,7 @@ def test_entries_of_other_users_count_only_for_a_shared_run_and_members_of_the_g
 
 def test_the_folder_is_open_to_those_who_may_create_runs_beside_it(run: RunDirectory) -> None:
     run.path.parent.chmod(0o2770)
-    remember(run, "7", lost("n2"))
+    remember(run, "7", event_of(lost("n2")))
     assert memory_of(run).stat().st_mode & 0o7777 == 0o3770
 
 
@@ -184,8 +184,8 @@ def test_a_new_job_says_which_nodes_it_avoids_and_asks_slurm_only_then(
 
     job = Job(name="train", script="train.py", nodes=2)
     assert avoided(run, job, (), usable, NOW) == [] and not asked
-    remember(RunDirectory(run.path.with_name("a")), "7", lost("n2"))
-    remember(RunDirectory(run.path.with_name("b")), "8", lost("n2"))
+    remember(RunDirectory(run.path.with_name("a")), "7", event_of(lost("n2")))
+    remember(RunDirectory(run.path.with_name("b")), "8", event_of(lost("n2")))
     assert avoided(run, job, (), usable, NOW) == ["n2"]
     says(capsys.readouterr().err)
     assert avoided(run, Job(name="train", script="train.py", nodes=2, node_memory=False), (), usable, NOW) == []
@@ -196,7 +196,7 @@ def test_a_job_that_a_command_submits_excludes_what_the_run_has_left_out_and_avo
 ) -> None:
     """n4 failed twice in this run, n2 in two others (seed 20052461)."""
     for name in "ab":
-        remember(RunDirectory(run.path.with_name(name)), "7", lost("n2"))
+        remember(RunDirectory(run.path.with_name(name)), "7", event_of(lost("n2")))
     happened(run, {"event": "excluded", "attempt": 0, "time": NOW, "nodes": ["n4"]})
     asked = iter([MANY])
     job = Job(name="train", script="train.py", nodes=2)
@@ -219,7 +219,7 @@ def test_nodes_that_the_job_definition_excludes_or_requires_are_not_avoided(
     """n2 and n3 of 20 nodes failed. The job needs two, which those that it excludes cannot be."""
     for node, at in (("n2", NOW), ("n3", NOW - 60)):
         for name in "ab":
-            remember(RunDirectory(run.path.with_name(name)), "7", lost(node, at))
+            remember(RunDirectory(run.path.with_name(name)), "7", event_of(lost(node, at)))
     job = Job(name="train", script="train.py", nodes=2, **given)
     assert avoided(run, job, (), lambda: MANY, NOW) == nodes
 
@@ -236,9 +236,9 @@ def test_doctor_lists_failed_nodes_and_writes_to_the_administrator(
     assert command(["doctor", "--failed-nodes", folder]) == 0
     says(capsys.readouterr().err)
     now = time.time()
-    remember(RunDirectory(run.path.with_name("a")), "7", lost("n2", now))
-    remember(RunDirectory(run.path.with_name("b")), "8", lost("n2", now))
-    remember(run, "9", lost("n3", now - 60))
+    remember(RunDirectory(run.path.with_name("a")), "7", event_of(lost("n2", now)))
+    remember(RunDirectory(run.path.with_name("b")), "8", event_of(lost("n2", now)))
+    remember(run, "9", event_of(lost("n3", now - 60)))
     assert command(["doctor", "--failed-nodes", folder]) == 0
     out = capsys.readouterr().out
     unless = "unless that would exclude more than a tenth of its partition's usable nodes"

@@ -199,7 +199,7 @@ def begun(
     run: RunDirectory, number: int, events: Sequence[Mapping[str, Any]], made: Job | None = None
 ) -> tuple[OwnCheckpoints, str]:
     """The attempt's view, and what its history says."""
-    own = OwnCheckpoints(run, made or job(), number, events)
+    own = OwnCheckpoints(run, made or job(), number, view(events))
     values = own.begin()
     return own, (sentence(event(number, 0.0, "own_resume", **values)) or "") if values is not None else ""
 
@@ -269,12 +269,12 @@ def test_the_position_in_an_epoch_is_told_while_the_script_continues_from_what_i
     last, newer = run.path / "last.pt", run.path / "epoch-1.pt"
     zipped(last)
     at(last, 119)
-    stop = [event(0, 50.0, "started"), event(0, 119.0, "saved", file=str(last), items=7, written=119.0)]
+    stop = [event(0, 50.0, "started", ranks=1), event(0, 119.0, "saved", file=str(last), items=7, written=119.0)]
     killed = [*stop, event(1, 130.0, "started"), event(1, 140.0, "rank_failed", rank=0)]
     both = {"CLUSTERDDP_SAVED": str(last), "CLUSTERDDP_SAVED_ITEMS": "7"}
 
     def told(job: Job, number: int, events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        own = OwnCheckpoints(run, job, number, events)
+        own = OwnCheckpoints(run, job, number, view(events))
         own.begin()
         return {name: value for name, value in own.saved().items() if name != "CLUSTERDDP_RESUMABLE"}
 
@@ -300,7 +300,7 @@ def test_another_number_of_ranks_begins_the_epoch_anew(run: RunDirectory, capsys
     events = [event(0, 50.0, "started", ranks=2), saved]
     for gpus in (2, 1):
         same = Job(name="n", module="n", device="cpu", gpus_per_node=gpus)
-        assert ("CLUSTERDDP_SAVED_ITEMS" in OwnCheckpoints(run, same, 1, events).saved()) == (gpus == 2)
+        assert ("CLUSTERDDP_SAVED_ITEMS" in OwnCheckpoints(run, same, 1, view(events)).saved()) == (gpus == 2)
     says(capsys.readouterr().err)
 
 

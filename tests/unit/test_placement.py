@@ -118,22 +118,22 @@ FAILED = [
 def test_an_attempt_starts_where_the_one_before_has_moved_to() -> None:
     """In the same start of the same job; in another, all nodes are as good again, but those that failed twice."""
     allocated = ALL[:4]
-    assert place(FIXED, allocated, [], START, 4.0) == Placement(allocated, allocated)
-    assert place(SPARE, allocated, [STARTED], START, 4.0) == at("n1 n2 n3", "n1 n2 n3 n4")
-    moved = place(SPARE, allocated, [STARTED, MOVED], START, 4.0)
+    assert place(FIXED, allocated, view([]), START, 4.0) == Placement(allocated, allocated)
+    assert place(SPARE, allocated, view([STARTED]), START, 4.0) == at("n1 n2 n3", "n1 n2 n3 n4")
+    moved = place(SPARE, allocated, view([STARTED, MOVED]), START, 4.0)
     assert moved == at("n1 n3 n4", "n1 n2 n3 n4", "n2")
     assert (moved.spares, moved.recorded) == ((), {"aside": ["n2"]})
-    again = place(SPARE, allocated, [STARTED, MOVED], {"job": "7", "restarts": 1}, 4.0)
+    again = place(SPARE, allocated, view([STARTED, MOVED]), {"job": "7", "restarts": 1}, 4.0)
     assert (again.nodes, again.recorded) == (("n1", "n2", "n3"), {"spares": ["n4"]})
-    assert place(SPARE, allocated, [STARTED, *FAILED], START, 4.0).nodes == ("n2", "n3", "n4")
-    assert place(SPARE, allocated[:3], [STARTED, *FAILED], START, 4.0).nodes == ("n1", "n2", "n3")
+    assert place(SPARE, allocated, view([STARTED, *FAILED]), START, 4.0).nodes == ("n2", "n3", "n4")
+    assert place(SPARE, allocated[:3], view([STARTED, *FAILED]), START, 4.0).nodes == ("n1", "n2", "n3")
 
 
 def test_a_node_that_was_left_stays_idle_after_the_next_move() -> None:
     """A further move would put ranks back on a bad node."""
     job, again = replace(RANGE, spare_nodes=1), {**MOVED, "attempt": 1, "aside": ["n1"], "nodes": ["n3", "n4"]}
     events = [STARTED, MOVED, {**STARTED, "attempt": 1}, again]
-    assert place(job, ALL[:4], events, START, 4.0) == at("n3 n4", "n1 n2 n3 n4", "n1 n2")
+    assert place(job, ALL[:4], view(events), START, 4.0) == at("n3 n4", "n1 n2 n3 n4", "n1 n2")
 
 
 def test_a_job_has_lost_its_batch_host_once_slurm_takes_it_out_of_the_job() -> None:

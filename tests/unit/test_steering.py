@@ -37,7 +37,7 @@ from clusterddp.supervisor.controller import LocalController
 from clusterddp.worker.control_channel import ControlChannel, RunRequests
 from clusterddp.worker.rank import obey
 from tests.fake_slurm import FakeSlurm, NoRanks
-from tests.histories import check_history, fields, happened
+from tests.histories import check_history, fields, happened, view
 from tests.waiting import wait_until
 from tests.wording import raises
 
@@ -467,7 +467,7 @@ def test_status_says_why_a_node_is_excluded() -> None:
     requested = {"time": 1.0, "attempt": 0, "event": "requested", "request": "requeue", "nodes": ["n3"]}
     failed = {"time": 1.0, "attempt": 0, "event": "excluded", "nodes": ["n1"], "failures": [2]}
     drained = {**requested, "request": "drain", "nodes": ["n4"]}
-    assert status._excluded(job, [requested, failed, drained], 2.0) == [
+    assert status._excluded(job, view([requested, failed, drained]), 2.0) == [
         ("excluded", "n1: failed repeatedly in this run"),
         ("excluded", "n3: by `clusterddp requeue --exclude` or `clusterddp drain`"),
     ]

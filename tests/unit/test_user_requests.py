@@ -361,7 +361,7 @@ def test_a_requeue_without_some_nodes_is_a_new_job(run: RunDirectory) -> None:
     assert controller.asked == ["resubmit n2"]
     assert "without n2" in (sentence(events[0]) or "")
     now = events[-1]["time"]
-    assert (exclusion.left_out(events, now), exclusion.excluded(events, now)) == (["n2"], [])
+    assert (exclusion.left_out(view(events), now), exclusion.excluded(view(events), now)) == (["n2"], [])
     happened(run, {"time": now, "attempt": 1, "event": "node_lost", "node": "n1", "suspect": "n1"})
-    choice = exclusion.choose(run.events(), ["n1"], controller.nodes, TWO_RANKS, now)
+    choice = exclusion.choose(run.history(), ["n1"], controller.nodes, TWO_RANKS, now)
     assert choice.nodes == ("n2", "n1")
